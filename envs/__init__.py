@@ -5,6 +5,7 @@ from penstock.envs.batched_envpool import BatchedEnvPool
 from penstock.envs.examples import example_of, observation_example
 from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, build_example_env, close_example_env, env_factories
 from penstock.envs.infos import InfoWanted, InfoWriter, info_example
+from penstock.envs.lives import BatchedEpisodicLife, EpisodicLife
 from penstock.envs.masks import MaskInObservation
 from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.rows import action_splitter, arrays_like, write_row
@@ -15,12 +16,14 @@ from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, ScriptedGame,
 __all__ = [
     "BatchedCartPole",
     "BatchedEnvPool",
+    "BatchedEpisodicLife",
     "ColumnStreams",
     "CountingEnv",
     "CrashingEnv",
     "EnvContext",
     "EnvFactory",
     "EnvFn",
+    "EpisodicLife",
     "InfoWanted",
     "InfoWriter",
     "MaskInObservation",

@@ -1,11 +1,11 @@
 """PPO for Atari in one file, with the network of the Nature DQN paper (Mnih et al., 2015).
 
-    python examples/ppo_atari.py --game Pong
-    python examples/ppo_atari.py --game Breakout --device cuda
+    python examples/ppo_atari.py --game Breakout
+    python examples/ppo_atari.py --game Pong --envs single --device cuda
 
-Needs the extra `atari`: ale-py and OpenCV. The settings are the usual ones for 10 million steps of 4 frames,
-except for lives: Gymnasium's wrapper starts a new game after each lost life, so in a game with lives, such as Breakout,
-training sees first lives only. Evaluations play whole games.
+Needs the extra `atari`: ale-py and OpenCV. The settings are those of CleanRL's ppo_atari.py: 40 million frames, 4 in
+each step. A lost life ends an episode, and the game goes on. Scores are those of whole games, with rewards as the game
+gives them. The learner clips the rewards.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ from functools import partial
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock import CategoricalPgAgent, GpuSampler, ParallelSampler, Samples
+from penstock import (
+    CategoricalPgAgent,
+    GpuSampler,
+    ParallelSampler,
+    ResetCollector,
+    Samples,
+    TrajInfo,
+    VectorEnvCollector,
+)
 from penstock.agents import PgAgent
-from penstock.envs import EnvContext, Purpose
+from penstock.envs import BatchedEpisodicLife, EpisodicLife
 from penstock.targets import gae
 
 try:
@@ -39,16 +46,17 @@ except ImportError as error:
 class Config:
     """Each field is also an option of the command line: `--batch-T 64`."""
 
-    game: str = "Pong"
+    game: str = "Breakout"
+    envs: str = "batched"  # ALE steps all games of a worker in one call; "single": one environment for each game
     seed: int = 0
     device: str = "cpu"  # "cuda": one process acts and trains on the GPU, and the workers only step the environments
-    total_steps: int = 10_000_000  # limit of environment steps
+    total_frames: int = 40_000_000  # frames of the games, as papers count them
     n_workers: int = 0  # 0: one per CPU
     batch_T: int = 128
     batch_B: int = 8
     eval_every: int = 100  # iterations; 0: never
     eval_n_envs: int = 4
-    learning_rate: float = 2.5e-4  # at the start; falls linearly to zero at total_steps
+    learning_rate: float = 2.5e-4  # at the start; falls linearly to zero at total_frames
     discount: float = 0.99
     gae_lambda: float = 0.95
     epochs: int = 4  # passes over each batch
@@ -63,19 +71,40 @@ def parse_config(arguments: Sequence[str] | None = None) -> Config:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in fields(Config):
         name, default = field.name.replace("_", "-"), field.default
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
+        choices = sorted(FORMS) if field.name == "envs" else None
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, choices=choices, help=f"default: {default}"
+        )
     return Config(**vars(parser.parse_args(arguments)))
 
 
-def make_env(game: str, context: EnvContext) -> gym.Env[Any, Any]:
-    """Four frames `[4, 84, 84]` of uint8. In training, a lost life ends the episode, and rewards become -1, 0 or 1."""
+FRAMES = 4  # of the game in each environment step; an observation has the newest frame of each of the last 4 steps
+
+
+def make_game(game: str) -> gym.Env[Any, Any]:
+    """A single game. Observations are frames `[4, 84, 84]` of uint8."""
     gym.register_envs(ale_py)
-    is_training = context.purpose is not Purpose.EVAL
     env = gym.make(f"ALE/{game}-v5", frameskip=1, repeat_action_probability=0.0)
-    env = gym.wrappers.AtariPreprocessing(env, terminal_on_life_loss=is_training)
-    if is_training:
-        env = gym.wrappers.TransformReward(env, np.sign)
+    env = EpisodicLife(gym.wrappers.AtariPreprocessing(env, frame_skip=FRAMES))
     return gym.wrappers.FrameStackObservation(env, 4)
+
+
+def make_games(game: str, num_envs: int) -> gym.vector.VectorEnv[Any, Any, Any]:
+    """`num_envs` games with such observations in one environment, ALE's `AtariVectorEnv`."""
+    gym.register_envs(ale_py)
+    options = {"frameskip": FRAMES, "repeat_action_probability": 0.0, "reward_clipping": False, "num_threads": 1}
+    env = gym.make_vec(f"ALE/{game}-v5", num_envs, "vector_entry_point", autoreset_mode="SameStep", **options)
+    return BatchedEpisodicLife(env)
+
+
+FORMS = {"batched": (make_games, VectorEnvCollector), "single": (make_game, ResetCollector)}
+
+
+class GameInfo(TrajInfo):
+    """The record of one whole game, with all its lives. `Return` is its score."""
+
+    def traj_done(self, terminated: bool, truncated: bool, env_info: dict[str, Any]) -> bool:
+        return bool(env_info["game_over"])
 
 
 class NatureCnn(nn.Module):
@@ -110,6 +139,7 @@ class NatureCnn(nn.Module):
 
 def train(agent: PgAgent, optimizer: torch.optim.Optimizer, samples: Samples, cfg: Config) -> None:
     """Several epochs of minibatches with PPO's clipped objective, for the policy and for the value."""
+    samples.env.reward.sign_()  # clipped to -1, 0 or 1; the scores have been counted
     advantage, target = gae(samples, cfg.discount, cfg.gae_lambda)
     used = samples.select("env.observation", "agent.action", "agent.agent_info")
     used = used.with_targets(advantage=advantage, value=target)
@@ -134,35 +164,38 @@ def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)  # for the order of minibatches; everything else depends on the sampler's seed
     agent = CategoricalPgAgent(NatureCnn, device=cfg.device)
     sampler_cls = ParallelSampler if cfg.device == "cpu" else GpuSampler
+    make, collector_cls = FORMS[cfg.envs]
     sampler = sampler_cls(
-        partial(make_env, cfg.game),
+        partial(make, cfg.game),
         batch_T=cfg.batch_T,
         batch_B=cfg.batch_B,
         n_workers=cfg.n_workers or None,
+        collector_cls=collector_cls,
+        traj_info_cls=GameInfo,
         eval_n_envs=cfg.eval_n_envs if cfg.eval_every else 0,
-        eval_episodes=cfg.eval_n_envs if cfg.eval_every else None,
+        eval_episodes=cfg.eval_n_envs if cfg.eval_every else None,  # whole games
         eval_max_steps=cfg.eval_n_envs * 27_000,  # 30 minutes of each game
         record_final_obs=False,  # final_value is enough, and saves half of the memory
     )
     began = time.monotonic()
-    batch_steps = cfg.batch_T * cfg.batch_B
+    batch_frames = cfg.batch_T * cfg.batch_B * FRAMES
     with sampler:
         sampler.initialize(agent, seed=cfg.seed, bootstrap_value=True)
         optimizer = torch.optim.Adam(agent.model.parameters(), lr=cfg.learning_rate, eps=1e-5)
-        for itr in range(math.ceil(cfg.total_steps / batch_steps)):
+        for itr in range(math.ceil(cfg.total_frames / batch_frames)):
             samples, _ = sampler.obtain_samples(itr)
-            optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - itr * batch_steps / cfg.total_steps)
+            optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - itr * batch_frames / cfg.total_frames)
             train(agent, optimizer, samples, cfg)
             agent.sync_shared_memory()  # the workers use the new parameters from the next batch on
-            steps, seconds = (itr + 1) * batch_steps, time.monotonic() - began
+            frames, seconds = (itr + 1) * batch_frames, time.monotonic() - began
             if itr % 10 == 0:
-                mean = sampler.metrics()["train/Return_mean"]  # of the newest 100 lives; nan before the first one ends
-                print(f"batch {itr}: {steps:,} steps, {seconds:.0f} s: return per life {mean:.1f}", flush=True)
+                mean = sampler.metrics()["train/Return_mean"]  # of the newest 100 games; nan before the first one ends
+                print(f"batch {itr}: {frames:,} frames, {seconds:.0f} s: score {mean:.1f}", flush=True)
             if cfg.eval_every and (itr + 1) % cfg.eval_every == 0:
                 scores = [info.Return for info in sampler.evaluate_agent(itr)]
-                mean = sum(scores) / len(scores)
-                print(f"batch {itr}: {steps:,} steps, {seconds:.0f} s: evaluation {mean:.1f}", flush=True)
-    print(f"{steps:,} steps, {steps / seconds:,.0f} steps/s")
+                mean = sum(scores) / len(scores) if scores else math.nan  # nan: no game ended in eval_max_steps
+                print(f"batch {itr}: {frames:,} frames, {seconds:.0f} s: evaluation {mean:.1f}", flush=True)
+    print(f"{frames:,} frames, {frames / seconds:,.0f} frames/s")
 
 
 if __name__ == "__main__":

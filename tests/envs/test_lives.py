@@ -1,0 +1,107 @@
+"""A lost life ends an episode and the game goes on: the same steps as without the wrapper, cut at each lost life."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import SyncVectorEnv
+
+from penstock.envs import BatchedEpisodicLife, EpisodicLife
+from penstock.errors import ConfigError
+
+ale_py = pytest.importorskip("ale_py")
+
+SMALL = {"img_height": 10, "img_width": 10, "num_threads": 1, "reward_clipping": False, "noop_max": 4}
+
+
+def game(name: str = "Breakout") -> Any:
+    gym.register_envs(ale_py)
+    return gym.make(f"ALE/{name}-v5", obs_type="ram", frameskip=4, repeat_action_probability=0.0)
+
+
+def games(rom: str = "breakout", mode: str = "SameStep", **kwargs: Any) -> Any:
+    from ale_py.vector_env import AtariVectorEnv
+
+    return AtariVectorEnv(rom, 3, autoreset_mode=mode, **SMALL, **kwargs)
+
+
+def test_one_game_has_an_episode_for_each_life() -> None:
+    plain, env, rng = game(), EpisodicLife(game()), np.random.default_rng(0)
+    before, info = plain.reset(seed=3)
+    lives, episodes = info["lives"], []
+    observation, info = env.reset(seed=3)
+    while not (episodes and episodes[-1]):
+        assert (observation == before).all()
+        action = int(rng.integers(4))
+        before, reward, terminated, truncated, wanted = plain.step(action)
+        observation, given, ended, cut, info = env.step(action)
+        assert (given, cut, info) == (reward, truncated, {**wanted, "game_over": terminated})
+        assert ended == (wanted["lives"] < lives)
+        lives = wanted["lives"]
+        if ended:
+            episodes.append(info["game_over"])
+            if not info["game_over"]:
+                observation, info = env.reset()
+                assert info["episode_frame_number"] == wanted["episode_frame_number"]
+    assert episodes == [False, False, False, False, True]
+    observation, _ = env.reset()
+    assert (observation == plain.reset()[0]).all()
+    plain.close()
+    env.close()
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_reset_starts_a_new_game_in_the_middle_of_an_episode_or_with_a_seed(seed: int | None) -> None:
+    env = EpisodicLife(game())
+    env.reset(seed=3)
+    ended = False
+    while not ended:
+        _, _, ended, _, info = env.step(1)
+    assert info["lives"] == 4
+    if seed is None:
+        env.reset()  # the same game
+        assert env.step(1)[-1]["lives"] == 4
+    assert env.reset(seed=seed)[1]["lives"] == 5
+    env.close()
+
+
+@pytest.mark.parametrize(("rom", "n_steps"), [("breakout", 400), pytest.param("qbert", 1500, marks=pytest.mark.slow)])
+def test_batched_games_are_cut_at_each_lost_life(rom: str, n_steps: int) -> None:
+    """Qbert goes on for some frames after the last life: such a life ends no episode of its own."""
+    plain, env, rng = games(rom), BatchedEpisodicLife(games(rom)), np.random.default_rng(0)
+    seeds = np.arange(3)
+    _, infos = plain.reset(seed=seeds)
+    env.reset(seed=seeds)
+    lives, n_over, n_lost = infos["lives"], 0, 0
+    for _ in range(n_steps):
+        actions = rng.integers(0, int(env.single_action_space.n), 3)
+        before, reward, terminated, truncated, wanted = plain.step(actions)
+        observation, given, ended, cut, infos = env.step(actions)
+        np.testing.assert_array_equal(observation, before)
+        np.testing.assert_array_equal(given, reward)
+        np.testing.assert_array_equal(cut, truncated)
+        np.testing.assert_array_equal(infos["game_over"], terminated)
+        lost = ended & ~terminated
+        assert (lost == (~terminated & (wanted["lives"] > 0) & (wanted["lives"] < lives))).all()
+        for b in lost.nonzero()[0]:
+            np.testing.assert_array_equal(infos["final_obs"][b], before[b])
+        for b in terminated.nonzero()[0]:
+            np.testing.assert_array_equal(infos["final_obs"][b], wanted["final_obs"][b])
+        lives, n_over, n_lost = wanted["lives"], n_over + terminated.sum(), n_lost + lost.sum()
+    assert n_over >= 3
+    assert n_lost >= 3 * n_over
+    plain.close()
+    env.close()
+
+
+def test_an_unsuitable_environment_is_refused() -> None:
+    with pytest.raises(ConfigError, match="have no `lives`"):
+        EpisodicLife(gym.make("CartPole-v1")).reset()
+    with pytest.raises(ConfigError, match="SAME_STEP.*NEXT_STEP"):
+        BatchedEpisodicLife(games(mode="NextStep"))
+    cartpoles: Any = SyncVectorEnv([lambda: gym.make("CartPole-v1")], autoreset_mode="SameStep")
+    with pytest.raises(ConfigError, match="have no `lives`"):
+        BatchedEpisodicLife(cartpoles).reset()

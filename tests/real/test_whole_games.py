@@ -1,0 +1,135 @@
+"""100 games of Breakout as `examples/ppo_atari.py` plays them: their scores are those of a plain loop."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from penstock import ParallelSampler, RandomAgent
+from penstock.envs import ColumnStreams, Purpose
+
+from ..batched_support import env_seeds
+
+ale_py = pytest.importorskip("ale_py")
+pytest.importorskip("cv2")
+pytestmark = pytest.mark.slow
+
+B, GAMES = 8, 50  # of each form
+LIVES = 5
+Score = tuple[float, int]  # of a game, and its steps
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
+    path = Path(__file__).parent.parent.parent / "examples" / "ppo_atari.py"
+    spec = importlib.util.spec_from_file_location("ppo_atari", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["ppo_atari"] = module  # its dataclass looks itself up there
+    try:
+        spec.loader.exec_module(module)
+        cloudpickle.register_pickle_by_value(module)
+        yield module
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+        del sys.modules["ppo_atari"]
+
+
+def single_scores(seeds: list[int], actions: Any) -> list[list[Score]]:
+    """Of each column, from Gymnasium's environment alone, whose episodes are whole games."""
+    gym.register_envs(ale_py)
+    found: list[list[Score]] = []
+    for b, seed in enumerate(seeds):
+        env = gym.make("ALE/Breakout-v5", frameskip=1, repeat_action_probability=0.0)
+        env = gym.wrappers.AtariPreprocessing(env)
+        env.reset(seed=seed)
+        scores, score, length = [], 0.0, 0
+        for action in actions[:, b]:
+            _, reward, terminated, truncated, _ = env.step(action)
+            score, length = score + float(reward), length + 1
+            if terminated or truncated:
+                scores.append((score, length))
+                score, length = 0.0, 0
+                env.reset()
+        found.append(scores)
+        env.close()
+    return found
+
+
+def batched_scores(seeds: list[int], actions: Any) -> list[list[Score]]:
+    """Of each column, from ALE's environment alone."""
+    from ale_py.vector_env import AtariVectorEnv
+
+    env = AtariVectorEnv("breakout", len(seeds), reward_clipping=False, autoreset_mode="SameStep", num_threads=2)
+    env.reset(seed=np.array(seeds) % 2**31)
+    found: list[list[Score]] = [[] for _ in seeds]
+    score, length = np.zeros(len(seeds)), np.zeros(len(seeds), int)
+    for row in actions:
+        _, reward, terminated, truncated, _ = env.step(row)
+        score, length = score + reward, length + 1
+        for b in np.logical_or(terminated, truncated).nonzero()[0]:
+            found[b].append((float(score[b]), int(length[b])))
+            score[b] = length[b] = 0
+    env.close()
+    return found
+
+
+PLAIN = {"batched": batched_scores, "single": single_scores}
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_scores_are_those_of_a_plain_loop(form: str, example: Any) -> None:
+    make, collector_cls = example.FORMS[form]
+    sizes: dict[str, Any] = {"batch_T": 64, "batch_B": B, "n_workers": 2, "max_decorrelation_steps": 0}
+    sizes |= {"collector_cls": collector_cls, "traj_info_cls": example.GameInfo, "record_final_obs": False}
+    found: list[Score] = []
+    actions, n_ends = [], 0
+    with ParallelSampler(partial(make, "Breakout"), **sizes) as sampler:
+        sampler.initialize(RandomAgent(), seed=7)
+        while len(found) < GAMES:
+            _, infos = sampler.obtain_samples(len(actions))
+            found += [(info.Return, info.Length) for info in infos]
+            actions.append(sampler.samples_np.agent.action.copy())
+            n_ends += int(sampler.samples_np.env.terminated.sum())
+    by_column = PLAIN[form](env_seeds(B, small=False), np.concatenate(actions))
+    assert sorted(found) == sorted(score for scores in by_column for score in scores)
+    assert len({score for score, _ in found}) > 3
+    assert LIVES * len(found) <= n_ends <= LIVES * len(found) + (LIVES - 1) * B  # and lives of games that go on
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_an_evaluation_plays_whole_games(form: str, example: Any) -> None:
+    class Recorded(example.GameInfo):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.actions: list[int] = []
+
+        def step(self, observation: Any, action: Any, *rest: Any) -> None:
+            super().step(observation, action, *rest)
+            self.actions.append(int(action))
+
+    make, collector_cls = example.FORMS[form]
+    sizes: dict[str, Any] = {"batch_T": 2, "batch_B": 2, "n_workers": 2, "eval_n_envs": 2, "eval_episodes": 2}
+    sizes |= {"collector_cls": collector_cls, "traj_info_cls": Recorded}
+    with ParallelSampler(partial(make, "Breakout"), **sizes) as sampler:
+        sampler.initialize(RandomAgent(), seed=7)
+        infos = sampler.evaluate_agent(0)
+    seeds = ColumnStreams(7, range(2)).env_seeds(Purpose.EVAL, 0)
+    found = {(info.Return, info.Length) for info in infos}
+    wanted: set[Score] = set()
+    for info in infos:
+        actions = np.array([info.actions, info.actions], np.int64).T
+        for scores in PLAIN[form](seeds, actions):
+            wanted |= set(scores)
+    assert len(infos) == 2
+    assert found <= wanted
