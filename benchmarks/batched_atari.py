@@ -1,6 +1,6 @@
 """Pong in ALE's `AtariVectorEnv`, in both of its autoreset modes, beside single Pongs with Gymnasium's wrappers.
 
-Samplers with 2 workers and random actions take turns in one run. A row that only resets is not counted. `--frames`
+"whole games" is the mode "SameStep" with `BatchedEpisodicLife` and a `TrajInfo` for the scores of whole games. Samplers with 2 workers and random actions take turns in one run. A row that only resets is not counted. `--frames`
 ends episodes early, so that there are more resets.
 
     python benchmarks/batched_atari.py --frames 2000
@@ -18,7 +18,8 @@ import numpy as np
 from ale_py.vector_env import AtariVectorEnv
 from turns import show, take_turns
 
-from penstock import ParallelSampler, RandomAgent, ResetCollector, VectorEnvCollector
+from penstock import ParallelSampler, RandomAgent, ResetCollector, TrajInfo, VectorEnvCollector
+from penstock.envs import BatchedEpisodicLife
 
 
 def single(frames: int) -> Any:
@@ -29,12 +30,24 @@ def single(frames: int) -> Any:
     return gym.wrappers.FrameStackObservation(env, 4)
 
 
+def with_lives(num_envs: int, make: Any) -> Any:
+    return BatchedEpisodicLife(make(num_envs=num_envs))
+
+
+class GameInfo(TrajInfo):
+    def traj_done(self, terminated: bool, truncated: bool, env_info: dict[str, Any]) -> bool:
+        return bool(env_info["game_over"])
+
+
 class Sampling:
     """A sampler with random actions, as a contestant."""
 
-    def __init__(self, env_fn: Any, collector_cls: Any, batch_B: int, batch_T: int) -> None:
+    def __init__(
+        self, env_fn: Any, collector_cls: Any, batch_B: int, batch_T: int, traj_info_cls: type[TrajInfo] = TrajInfo
+    ) -> None:
         sizes = {"batch_T": batch_T, "batch_B": batch_B, "n_workers": 2, "max_decorrelation_steps": 0}
-        self.sampler = ParallelSampler(env_fn, collector_cls=collector_cls, record_final_obs=False, **sizes)
+        classes: dict[str, Any] = {"collector_cls": collector_cls, "traj_info_cls": traj_info_cls}
+        self.sampler = ParallelSampler(env_fn, record_final_obs=False, **sizes, **classes)
         self.sampler.initialize(RandomAgent(), seed=0)
 
     def batch(self) -> int:
@@ -58,6 +71,8 @@ def main() -> None:
     contestants = {"single": Sampling(partial(single, args.frames), ResetCollector, *sizes)}
     for mode in ("SameStep", "NextStep"):
         contestants[mode] = Sampling(partial(pongs, autoreset_mode=mode), VectorEnvCollector, *sizes)
+    games = partial(with_lives, make=partial(pongs, autoreset_mode="SameStep"))
+    contestants["whole games"] = Sampling(games, VectorEnvCollector, *sizes, GameInfo)
     figures = take_turns(contestants, args.repeats, args.seconds)
     show(f"Pong, B = {args.batch_B}, episodes of at most {args.frames:,} frames", figures, "single")
 

@@ -23,7 +23,7 @@ class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
     """
 
     _lives = 0
-    _lost: tuple[Any, dict[str, Any]] | None = None  # where a lost life has just ended the episode: what `reset` returns
+    _lost: tuple[Any, dict[str, Any]] | None = None  # what `reset` returns after a lost life
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         found, self._lost = self._lost, None

@@ -366,7 +366,7 @@ def test_the_recipes_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [float(row["sampler/env_steps"]) for row in rows] == [64 * 8 * n for n in range(1, 11)]
     assert [row["eval/Return_mean"] == "nan" for row in rows] == [True] * 4 + [False] * 6
     assert namespace["model"].observation_norm.count == 64 * 8 * 10
-    assert namespace["GameInfo"]().traj_done(True, False, {"lives": 1}) is False
+    assert namespace["GameInfo"]().traj_done(True, False, {"game_over": False}) is False
     assert (namespace["samples"].env.reward == 2).all()
     if can_film:
         names = sorted(path.name for path in (tmp_path / "videos").iterdir())

@@ -18,11 +18,12 @@ run = partial(starter.run, cwd=ROOT)
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"needs the extra `atari`: {', '.join(MISSING)}")
-def test_two_batches_of_pong() -> None:
-    options = ["--total-steps", 128, "--batch-T", 32, "--batch-B", 2, "--n-workers", 2, "--eval-every", 0]
-    done = run("examples/ppo_atari.py", *options)
+@pytest.mark.parametrize(("game", "envs"), [("Breakout", "batched"), ("Pong", "single")])
+def test_two_batches(game: str, envs: str) -> None:
+    sizes = ["--total-frames", 512, "--batch-T", 32, "--batch-B", 2, "--n-workers", 2, "--eval-every", 0]
+    done = run("examples/ppo_atari.py", "--game", game, "--envs", envs, *sizes)
     assert done.returncode == 0, done.stderr
-    assert "128 steps" in done.stdout
+    assert "512 frames" in done.stdout
 
 
 def test_without_ale_py_the_error_names_the_extra(tmp_path: Path) -> None:
