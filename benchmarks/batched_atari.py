@@ -1,7 +1,8 @@
 """Pong in ALE's `AtariVectorEnv`, in both of its autoreset modes, beside single Pongs with Gymnasium's wrappers.
 
-"whole games" is the mode "SameStep" with `BatchedEpisodicLife` and a `TrajInfo` for the scores of whole games. Samplers with 2 workers and random actions take turns in one run. A row that only resets is not counted. `--frames`
-ends episodes early, so that there are more resets.
+"whole games" is the mode "SameStep" with `BatchedEpisodicLife` and a `TrajInfo` for the scores of whole games. Samplers
+with 2 workers and random actions take turns in one run. A row that only resets is not counted. `--frames` ends
+episodes early, so that there are more resets.
 
     python benchmarks/batched_atari.py --frames 2000
 """
@@ -35,6 +36,8 @@ def with_lives(num_envs: int, make: Any) -> Any:
 
 
 class GameInfo(TrajInfo):
+    """The record of one whole game."""
+
     def traj_done(self, terminated: bool, truncated: bool, env_info: dict[str, Any]) -> bool:
         return bool(env_info["game_over"])
 
