@@ -119,13 +119,28 @@ class Ends:
 
     def summed_backwards(self, terms: Any, decay: Any) -> Any:
         """x[t] = terms[t] + decay[t] * x[t + 1], within each episode. `decay` is a number, or an array like `terms`."""
-        later: Any = None
-        found = []
-        for t in reversed(range(len(terms))):
-            factor = decay if isinstance(decay, float) else decay[t]
-            later = terms[t] if later is None else terms[t] + factor * zero_where(self._is_end[t], later)
-            found.append(later)
-        return self._module.stack(found[::-1])
+        arrays = terms, decay, self._is_end
+        if self._module is np or not all(map(_is_plain, arrays)):
+            return _summed_backwards(self._module, *arrays)
+        # In numpy, with the same bits: a row has few numbers, so torch would spend its time on calls.
+        return self._module.from_numpy(
+            _summed_backwards(np, *(each if isinstance(each, float) else each.numpy() for each in arrays))
+        )
+
+
+def _summed_backwards(module: Any, terms: Any, decay: Any, is_end: Any) -> Any:
+    later: Any = None
+    found = []
+    for t in reversed(range(len(terms))):
+        factor = decay if isinstance(decay, float) else decay[t]
+        later = terms[t] if later is None else terms[t] + factor * zero_where(is_end[t], later)
+        found.append(later)
+    return module.stack(found[::-1])
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is a number, or a tensor without gradients that numpy can read."""
+    return isinstance(value, float) or (value.is_cpu and not value.requires_grad and value.itemsize in (1, 4, 8))
 
 
 def _module_of(array: Array) -> Any:
