@@ -1,0 +1,101 @@
+"""The benchmark of whole trainings: all loops take the same steps of PPO, and every arm runs."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+
+from penstock import CategoricalPgAgent, GaussianPgAgent, SerialSampler
+
+from .. import starter
+
+pytest.importorskip("rich")
+ROOT = Path(__file__).parent.parent.parent
+
+pytestmark = pytest.mark.usefixtures("starter")
+
+
+@pytest.fixture(scope="module")
+def training() -> Iterator[Any]:
+    """The module of the benchmark."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module("training")
+    for module in set(sys.modules) - before:
+        if str(getattr(sys.modules[module], "__file__", "")).startswith(str(ROOT / "benchmarks")):
+            del sys.modules[module]
+
+
+@pytest.mark.parametrize(("env_id", "name"), [("CartPole-v1", "cartpole"), ("Pendulum-v1", "halfcheetah")])
+def test_the_updates_are_the_same(training: Any, env_id: str, name: str) -> None:
+    """From one batch, CleanRL's update and penstock's lead to the same parameters. With one minibatch, their random
+    order does not matter."""
+    loops = importlib.import_module("training_loops")
+    task = replace(loops.TASKS[name], batch_T=32, batch_B=4, minibatches=1, epochs=3, learning_rate=1e-2)
+    agent: Any = (CategoricalPgAgent if name == "cartpole" else GaussianPgAgent)(loops.Network)
+    with SerialSampler(lambda: gym.make(env_id), batch_T=task.batch_T, batch_B=task.batch_B) as sampler:
+        sampler.initialize(agent, seed=0, bootstrap_value=True)
+        samples = sampler.obtain_samples(0)[0].copy()
+    model, env, info = agent.model, samples.env, samples.agent.agent_info
+    assert not env.truncated.any(), "CleanRL takes the end of a time limit for the end of the episode"
+
+    def optimizer(network: Any, **options: Any) -> Any:
+        return torch.optim.Adam(network.parameters(), lr=task.learning_rate, eps=loops.ADAM_EPS, **options)
+
+    networks = {}
+    for by_hand in (False, True):
+        agent.model = networks[f"penstock, by_hand={by_hand}"] = copy.deepcopy(model)
+        loops.penstock_update(task, agent, optimizer(agent.model, fused=True), samples, by_hand)
+    networks["CleanRL"] = copy.deepcopy(model)
+    action = info.raw_action if "raw_action" in info else samples.agent.action.float()
+    storage = env.observation, action, info.log_prob, env.reward, env.prev_done.float(), info.value
+    after = env.bootstrap_obs, env.done[-1].float()
+    loops.cleanrl_update(task, networks["CleanRL"], optimizer(networks["CleanRL"]), storage, after)
+    for found in networks.values():
+        for (key, parameter), old in zip(found.named_parameters(), model.parameters(), strict=True):
+            assert not torch.equal(parameter, old), key
+            torch.testing.assert_close(parameter, dict(networks["CleanRL"].named_parameters())[key], atol=2e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "arm"), [("cartpole", "penstock"), ("halfcheetah", "sb3"), ("halfcheetah", "penstock, lag=1")]
+)
+def test_an_arm(env: str, arm: str) -> None:
+    for module in ("mujoco", "stable_baselines3"):
+        pytest.importorskip(module)
+    steps = {"cartpole": 1024, "halfcheetah": 2048}[env]
+    done = starter.run("benchmarks/training_loops.py", env, arm, 1, steps, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < found["start"] < found["start"] + found["learning"] < found["seconds"]
+    assert 0 < found["learning_cpu"] < found["cpu"]
+    lengths = {"cartpole": (1, 500), "halfcheetah": (-2000, 2000)}[env]  # a return of CartPole is a number of steps
+    assert len(found["returns"]) >= 2
+    assert all(lengths[0] <= each <= lengths[1] for each in found["returns"])
+    assert env == "halfcheetah" or sum(found["returns"]) <= steps
+
+
+@pytest.mark.slow
+def test_the_table(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "training.json"
+    options = ["--envs", "cartpole", "--arms", "cleanrl, 1 thread", "--seeds", "1", "--steps", "512"]
+    monkeypatch.setattr(sys, "argv", ["training.py", *options, "--json", str(file)])
+    training.main()
+    assert "cartpole, 512 steps, 1 seeds" in capsys.readouterr().out
+    (run,) = json.loads(file.read_text(encoding="utf-8"))["results"]["cartpole"]["runs"]["cleanrl, 1 thread"]
+    assert 0 < run["share"] < 1
+    assert run["return"] > 0
