@@ -6,7 +6,8 @@ All loops have CleanRL's networks, hyper-parameters and number of steps (`traini
 arm trains once, in a process of its own and in random order. The seconds begin before the environments are made, and
 end after the last update: they contain the start of the workers. The learner's share is the part of them that passes
 between the sampling of one batch and of the next: advantages, epochs, new parameters for the workers. Its bound, 1 /
-share, is how much faster the arm could be if sampling took no time.
+share, is how much faster the arm could be if sampling took no time. "Of the learner" are its process's CPU seconds in
+this part.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from training_loops import ARMS, TASKS
-from turns import cell, machine, ratios
+from training_loops import ARMS, TASKS, pairs_of_updates
+from turns import CAPTION, cell, machine, ratios
 
 LOOPS = Path(__file__).with_name("training_loops.py")
 DEFAULT_ARMS = ["cleanrl", "cleanrl, 1 thread", "sb3", "penstock", "penstock, lag=1"]
@@ -48,21 +50,55 @@ def show(env: str, steps: int, runs: Runs) -> None:
     first = next(iter(runs))
     caption = "median (middle half of the seeds); returns: mean of the last 100 episodes, mean (smallest to largest)"
     table = Table(title=f"{env}, {steps:,} steps, {len(runs[first])} seeds", caption=caption)
-    for heading in ("arm", "seconds", "CPU s", "return", "learner's share", "bound", f"speed, of {first}"):
+    for heading in (
+        "arm",
+        "seconds",
+        "CPU s",
+        "of the learner",
+        "return",
+        "learner's share",
+        "bound",
+        f"speed, of {first}",
+    ):
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for arm, found in runs.items():
-        column = {name: [run[name] for run in found] for name in ("seconds", "cpu", "share", "return")}
+        column = {name: [run[name] for run in found] for name in ("seconds", "cpu", "learning_cpu", "share", "return")}
         ends = column["return"]
         table.add_row(
             arm,
             cell(column["seconds"], "{:.1f}"),
             f"{statistics.median(column['cpu']):.1f}",
+            f"{statistics.median(column['learning_cpu']):.1f}",
             f"{statistics.fmean(ends):.0f} ({min(ends):.0f} to {max(ends):.0f})",
             f"{statistics.median(column['share']):.2f}",
             f"{1 / statistics.median(column['share']):.2f}",
             cell(ratios([run["seconds"] for run in runs[first]], column["seconds"]), "{:.2f}"),
         )
     Console(width=150).print(table)
+
+
+def write(file: Path | None, results: dict[str, Any]) -> None:
+    if file:
+        file.write_text(json.dumps({**machine(), "results": results}, indent=1), encoding="utf-8")
+
+
+def measure_updates(env: str, rounds: int) -> dict[str, list[float]]:
+    """CPU milliseconds of one whole update, in turns on the same batch with one thread of torch."""
+    import torch
+
+    torch.set_num_threads(1)
+    updates = pairs_of_updates(env)
+    found: dict[str, list[float]] = {name: [] for name in updates}
+    for i in range(rounds):
+        for name in list(updates) if i % 2 else list(updates)[::-1]:
+            began = time.process_time()
+            updates[name]()
+            found[name].append((time.process_time() - began) * 1000)
+    table = Table("", "CPU ms", "of CleanRL's", title=f"one update, {env}", caption=CAPTION)
+    for name, values in found.items():
+        table.add_row(name, cell(values, "{:.1f}"), cell(ratios(values, found["CleanRL's"]), "{:.2f}"))
+    Console(width=100).print(table)
+    return found
 
 
 def main() -> None:
@@ -73,17 +109,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help=f"of one training; default: {STEPS}")
     parser.add_argument("--limit", type=float, default=7200, help="seconds that one training may take")
     parser.add_argument("--json", type=Path, help="write all figures to this file, after every round")
+    parser.add_argument("--updates", type=int, metavar="ROUNDS", help="only the CPU time of single updates")
     args = parser.parse_args()
     results: dict[str, Any] = {}
-    for env in args.envs:
+    for env in args.envs if args.updates else ():
+        results[env] = measure_updates(env, args.updates)
+    for env in args.envs if not args.updates else ():
         steps, runs = args.steps or STEPS[env], {arm: [] for arm in args.arms}
         for seed in range(1, args.seeds + 1):
             for arm in np.random.default_rng(seed).permutation(args.arms):
                 runs[arm].append(train(env, str(arm), seed, steps, args.limit))
             results[env] = {"steps": steps, "runs": runs}
-            if args.json:
-                args.json.write_text(json.dumps({**machine(), "results": results}, indent=1), encoding="utf-8")
+            write(args.json, results)
         show(env, steps, runs)
+    write(args.json, results)
 
 
 if __name__ == "__main__":

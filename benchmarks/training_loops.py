@@ -305,33 +305,30 @@ def train_sb3(task: Task, seed: int, steps: int) -> Outcome:
 # ---- penstock ----------------------------------------------------------------------------------------
 
 
-def penstock_update(task: Task, agent: Any, optimizer: torch.optim.Optimizer, samples: Any, by_hand: bool) -> None:
-    """`by_hand`: with `torch.distributions` and CleanRL's indices in the place of `evaluate` and `minibatches`."""
+def penstock_update(task: Task, agent: Any, optimizer: torch.optim.Optimizer, samples: Any) -> None:
+    """Advantages, then the epochs."""
     from penstock.targets import gae
 
     advantage, target = gae(samples, DISCOUNT, GAE_LAMBDA)
     clip_shares: list[float] = []
-    if by_hand:
-        info, network = samples.agent.agent_info, agent.model
-        action = info.raw_action if "raw_action" in info else samples.agent.action
-        rows = [samples.env.observation, action, info.log_prob, info.value, advantage, target]
-        rows = [row.flatten(0, 1) for row in rows]
-        indices, size = np.arange(task.batch_steps), task.batch_steps // task.minibatches
-        for _ in range(task.epochs):
-            np.random.shuffle(indices)
-            for start in range(0, task.batch_steps, size):
-                observation, action, *then = (row[indices[start : start + size]] for row in rows)
-                _, *now = choose(network, observation, action)
-                descend(clipped_loss(task, tuple(now), tuple(then), clip_shares), optimizer)
-        return
-    part_names = ("env.observation", "agent.action", "agent.agent_info")
-    chosen = samples.select(*part_names).with_targets(advantage=advantage, value=target)
+    used = samples.select("env.observation", "agent.action", "agent.agent_info")
+    used = used.with_targets(advantage=advantage, value=target)
     for _ in range(task.epochs):
-        for part in chosen.minibatches(task.minibatches):
+        for part in used.minibatches(task.minibatches):
             found, info, targets = agent.evaluate(part), part.agent.agent_info, part.targets
             then = (info.log_prob, info.value, targets.advantage, targets.value)
             loss = clipped_loss(task, (found.log_prob, found.entropy, found.value), then, clip_shares)
             descend(loss, optimizer)
+
+
+def new_agent(task: Task, inference: str) -> Any:
+    """numpy is for networks without convolutions."""
+    from penstock import CategoricalPgAgent, GaussianPgAgent
+
+    env = task.make_env()
+    is_box, has_images = isinstance(env.action_space, spaces.Box), len(env.observation_space.shape) == 3
+    env.close()
+    return (GaussianPgAgent if is_box else CategoricalPgAgent)(Network, inference="torch" if has_images else inference)
 
 
 def train_penstock(
@@ -342,13 +339,10 @@ def train_penstock(
     lag: int = 0,
     inference: str = "numpy",
     threads: int | None = None,
-    fused: bool = True,
-    by_hand: bool = False,
     pinned: bool = False,
 ) -> Outcome:
-    """`lag=1`: with `AsyncSampler` and one worker. `pinned`: this worker has the last CPU, and the learner the others.
-    `fused`: Adam's fused implementation."""
-    from penstock import AsyncSampler, CategoricalPgAgent, GaussianPgAgent, ParallelSampler, TrajInfo
+    """`lag=1`: with `AsyncSampler` and one worker. `pinned`: it has the last CPU, and the learner the others."""
+    from penstock import AsyncSampler, ParallelSampler, TrajInfo
 
     class Unscaled(TrajInfo):
         """With the return before wrappers change the rewards."""
@@ -360,11 +354,7 @@ def train_penstock(
     use_threads(task.threads if threads is None else threads)
     torch.manual_seed(seed)
     np.random.seed(seed)
-    env = task.make_env()
-    is_box, has_images = isinstance(env.action_space, spaces.Box), len(env.observation_space.shape) == 3
-    env.close()
-    agent_cls = GaussianPgAgent if is_box else CategoricalPgAgent
-    agent = agent_cls(Network, inference="torch" if has_images else inference)
+    agent = new_agent(task, inference)
     common: dict[str, Any] = {"batch_T": task.batch_T, "batch_B": task.batch_B, "record_final_obs": False}
     cpus = sorted(os.sched_getaffinity(0))
     if task.make_env is cartpole:
@@ -378,7 +368,7 @@ def train_penstock(
     outcome = Outcome()
     with sampler:
         sampler.initialize(agent, seed=seed, bootstrap_value=True, affinity=[cpus[-1]] if pinned else None)
-        optimizer = torch.optim.Adam(agent.model.parameters(), lr=task.learning_rate, eps=ADAM_EPS, fused=fused)
+        optimizer = torch.optim.Adam(agent.model.parameters(), lr=task.learning_rate, eps=ADAM_EPS, fused=True)
         outcome.start = time.monotonic()
         if lag:
             sampler.start()
@@ -388,11 +378,38 @@ def train_penstock(
             samples, traj_infos = sampler.obtain_samples(itr)
             with learning(outcome):
                 optimizer.param_groups[0]["lr"] = task.learning_rate * (1 - itr / n)
-                penstock_update(task, agent, optimizer, samples, by_hand)
+                penstock_update(task, agent, optimizer, samples)
                 agent.sync_shared_memory()
             outcome.returns += [info.Return for info in traj_infos]
         outcome.cpu = cpu_seconds()
     return outcome
+
+
+def pairs_of_updates(env: str) -> dict[str, Callable[[], None]]:
+    """Whole updates on one recorded batch, by name: CleanRL's and penstock's, each with Adam as it is and fused."""
+    from penstock import SerialSampler
+
+    task = TASKS[env]
+    agent = new_agent(task, "numpy")
+    with SerialSampler(task.make_env, batch_T=task.batch_T, batch_B=task.batch_B) as sampler:
+        sampler.initialize(agent, seed=0, bootstrap_value=True)
+        samples = sampler.obtain_samples(0)[0].copy()
+    storage, after = as_storage(samples)
+    updates: dict[str, Callable[[], None]] = {}
+    for fused in (False, True):
+        optimizer = torch.optim.Adam(agent.model.parameters(), lr=1e-6, eps=ADAM_EPS, fused=fused)
+        name = ", fused Adam" if fused else ""
+        updates[f"CleanRL's{name}"] = partial(cleanrl_update, task, agent.model, optimizer, storage, after)
+        updates[f"penstock's{name}"] = partial(penstock_update, task, agent, optimizer, samples)
+    return updates
+
+
+def as_storage(samples: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """A batch as CleanRL's loop keeps it, and what it knows after the last step."""
+    env, info = samples.env, samples.agent.agent_info
+    action = info.raw_action if "raw_action" in info else samples.agent.action.float()
+    arrays = env.observation.float(), action, info.log_prob, env.reward, env.prev_done.float(), info.value
+    return arrays, (env.bootstrap_obs.float(), env.done[-1].float())
 
 
 # ---- the program of one process ----------------------------------------------------------------------
@@ -406,8 +423,6 @@ ARMS: dict[str, tuple[Callable[..., Outcome], dict[str, Any]]] = {
     "penstock, lag=1": (train_penstock, {"lag": 1}),
     # "penstock" with another choice in one place: what this gives.
     "acting with torch": (train_penstock, {"inference": "torch"}),
-    "plain Adam": (train_penstock, {"fused": False}),
-    "loss by hand": (train_penstock, {"by_hand": True}),
     "2 threads": (train_penstock, {"threads": 2}),
     "lag=1, pinned": (train_penstock, {"lag": 1, "pinned": True}),
 }

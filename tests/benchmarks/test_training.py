@@ -47,25 +47,19 @@ def test_the_updates_are_the_same(training: Any, env_id: str, name: str) -> None
     with SerialSampler(lambda: gym.make(env_id), batch_T=task.batch_T, batch_B=task.batch_B) as sampler:
         sampler.initialize(agent, seed=0, bootstrap_value=True)
         samples = sampler.obtain_samples(0)[0].copy()
-    model, env, info = agent.model, samples.env, samples.agent.agent_info
-    assert not env.truncated.any(), "CleanRL takes the end of a time limit for the end of the episode"
+    model = agent.model
+    assert not samples.env.truncated.any(), "CleanRL takes the end of a time limit for the end of the episode"
 
     def optimizer(network: Any, **options: Any) -> Any:
         return torch.optim.Adam(network.parameters(), lr=task.learning_rate, eps=loops.ADAM_EPS, **options)
 
-    networks = {}
-    for by_hand in (False, True):
-        agent.model = networks[f"penstock, by_hand={by_hand}"] = copy.deepcopy(model)
-        loops.penstock_update(task, agent, optimizer(agent.model, fused=True), samples, by_hand)
-    networks["CleanRL"] = copy.deepcopy(model)
-    action = info.raw_action if "raw_action" in info else samples.agent.action.float()
-    storage = env.observation, action, info.log_prob, env.reward, env.prev_done.float(), info.value
-    after = env.bootstrap_obs, env.done[-1].float()
-    loops.cleanrl_update(task, networks["CleanRL"], optimizer(networks["CleanRL"]), storage, after)
-    for found in networks.values():
-        for (key, parameter), old in zip(found.named_parameters(), model.parameters(), strict=True):
-            assert not torch.equal(parameter, old), key
-            torch.testing.assert_close(parameter, dict(networks["CleanRL"].named_parameters())[key], atol=2e-4, rtol=0)
+    agent.model = copy.deepcopy(model)
+    loops.penstock_update(task, agent, optimizer(agent.model, fused=True), samples)
+    network = copy.deepcopy(model)
+    loops.cleanrl_update(task, network, optimizer(network), *loops.as_storage(samples))
+    for key, parameter in network.named_parameters():
+        assert not torch.equal(parameter, dict(model.named_parameters())[key]), key
+        torch.testing.assert_close(dict(agent.model.named_parameters())[key], parameter, atol=2e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -99,3 +93,9 @@ def test_the_table(
     (run,) = json.loads(file.read_text(encoding="utf-8"))["results"]["cartpole"]["runs"]["cleanrl, 1 thread"]
     assert 0 < run["share"] < 1
     assert run["return"] > 0
+    monkeypatch.setattr(sys, "argv", ["training.py", "--envs", "cartpole", "--updates", "2", "--json", str(file)])
+    training.main()
+    assert "one update, cartpole" in capsys.readouterr().out
+    updates = json.loads(file.read_text(encoding="utf-8"))["results"]["cartpole"]
+    assert len(updates) == 4
+    assert all(len(values) == 2 and min(values) > 0 for values in updates.values())
