@@ -1,9 +1,9 @@
 """Whole trainings with PPO: CleanRL's loop, Stable-Baselines3, and penstock. `training.py` runs each in a process.
 
 CleanRL's loop is written again here after `cleanrl/ppo.py`, `ppo_continuous_action.py` and `ppo_atari.py` of
-https://github.com/vwxyzjn/cleanrl, commit fe8d8a0: these files need Gymnasium 0.29. With CartPole-v1, seed 1 and 20,480
-steps it has the returns of `ppo.py`, episode by episode. The hyper-parameters of all loops are theirs. No loop writes to
-TensorBoard, which CleanRL's files do.
+https://github.com/vwxyzjn/cleanrl, commit fe8d8a0: these files need Gymnasium 0.29. With CartPole-v1, seed 1 and
+20,480 steps it has the returns of `ppo.py`, episode by episode. The hyper-parameters of all loops are theirs. No loop
+writes to TensorBoard, which CleanRL's files do.
 """
 
 from __future__ import annotations
