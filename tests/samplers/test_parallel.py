@@ -167,6 +167,7 @@ class Unlimited(WhereEnv):
         import scipy.linalg  # noqa: F401 - it has an OpenBLAS of its own
 
 
+@pytest.mark.slow
 def test_libraries_that_an_environment_loads_are_limited_too() -> None:
     pytest.importorskip("scipy")
     with ParallelSampler(Unlimited, batch_T=1, batch_B=1, max_decorrelation_steps=0) as sampler:
