@@ -424,7 +424,7 @@ def kinds(agent_id: str) -> str:
         ("fraction", r"while acting, t=3 .*: action of env_rank \d, agent 'a1' must have dtype int64"),
     ],
 )
-@pytest.mark.parametrize("n_workers", [1, 2])
+@pytest.mark.parametrize("n_workers", quick_first([1, 2]))
 def test_the_policy_that_was_acting_is_named(how: str, message: str, n_workers: int) -> None:
     agents = {"one": Valued(), "two": Failing("step", how, at=4)}
     with ParallelSampler(ScriptedGame, batch_T=9, batch_B=2, n_workers=n_workers, max_decorrelation_steps=0) as sampler:

@@ -91,6 +91,7 @@ def test_a_claim_has_one_owner_until_it_is_released(folder: Path, names: bool) -
         assert owner.since == (folder / "1.lock").stat().st_mtime
 
 
+@pytest.mark.slow
 def test_a_killed_owner_leaves_an_empty_file_that_blocks_nothing(folder: Path, names: bool) -> None:
     with another_process("1", names) as (has_it, _), another_process("2", names) as (has_other, _):
         assert (has_it, has_other) == (True, True)
@@ -229,6 +230,7 @@ def test_the_name_holds_between_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @linux
+@pytest.mark.slow
 def test_the_name_holds_if_the_lock_file_is_removed(folder: Path) -> None:
     mine = claim(KIND, "1")
     assert mine is not None
