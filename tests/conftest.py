@@ -174,6 +174,23 @@ def _shm_names() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
+def _only_ours(names: set[str]) -> set[str]:
+    """Of names in /dev/shm, those that no other process has mapped: tests in other processes have some too. A process
+    whose parent has ended may be left of ours."""
+    inodes: dict[bytes, str] = {}
+    for name in names:
+        with contextlib.suppress(OSError):  # it is gone
+            inodes[b"%d" % os.stat(f"/dev/shm/{name}").st_ino] = name
+    own = {os.getpid(), *_children()}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if inodes else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if pid not in own and _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[1] != b"1":
+                for line in _read(f"/proc/{pid}/maps").splitlines():
+                    if b"/dev/shm/" in line:  # a semaphore has another name there, so compare inodes
+                        inodes.pop(line.split()[4], None)
+    return set(inodes.values())
+
+
 def _holdings() -> list[set[object]]:
     return [set(_children()), set(_descriptors()), set(_shm_names()), set(threading.enumerate()), set(claims._claims)]
 
@@ -190,10 +207,10 @@ def nothing_left(_servers: None) -> Iterator[None]:
     psutil.wait_procs(left, timeout=2)
     for thread in set(threading.enumerate()) - before[3]:
         thread.join(2)  # it may be about to end, on a busy machine
-    names, deadline = _shm_names() - before[2], time.monotonic() + 30
+    names, deadline = _only_ours(_shm_names() - before[2]), time.monotonic() + 30
     while names and time.monotonic() < deadline:
-        time.sleep(0.05)  # tests in other processes have names there too, while they run
-        names &= _shm_names()
+        time.sleep(0.2)  # a test in another process may be about to map it, or to remove it
+        names = _only_ours(names & _shm_names())
     kinds = ("processes", "descriptors", "names in /dev/shm", "threads", "claims")
     for kind, after, then in zip(kinds, _holdings(), before, strict=True):
         assert (names if kind == "names in /dev/shm" else after - then) == set(), f"{kind} left behind"
