@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import re
 import signal
 import threading
 import time
@@ -29,8 +30,11 @@ from . import scale, support
 from .scale import START_METHODS, scaled
 from .starter import starting
 
+gc.disable()  # until `_servers`: collections would search what the test modules have made, again and again
+
 # No deadline: several tests share a CPU.
 settings.register_profile("scaled", max_examples=scaled(300, 50), deadline=None)
+settings.register_profile("quick", max_examples=10, deadline=None)
 settings.load_profile("scaled")
 
 # In the background a shell ignores SIGINT, and nohup ignores SIGHUP. Processes that the tests start would inherit this.
@@ -55,6 +59,23 @@ else:
     collect_ignore = [path.name for path in TESTS.iterdir() if path.name not in NEED_NO_TORCH]
     collect_ignore.append("workers/test_arguments.py")
     SHARED = (scale, support)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == QUICK:
+        settings.load_profile("quick")
+
+
+QUICK = "not slow"
+#: Of a file whose tests are all slow.
+ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make quick` does not import a file of which it would leave out every test."""
+    if config.option.markexpr == QUICK and collection_path.name.startswith("test_"):
+        return bool(ALL_SLOW.search(collection_path.read_text())) or None
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -94,6 +115,7 @@ def _servers(_lock_folders: None) -> None:
         ShmVectorEnv([CountingEnv]).close()
     gc.collect()
     gc.freeze()  # a collection after a test need not search what was imported
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -103,39 +125,70 @@ def starter(_servers: None) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def starter_if_slow(request: pytest.FixtureRequest) -> None:
+    """The same, for a module of which only slow tests need it: `make quick` does without the process."""
+    if any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items):
+        request.getfixturevalue("starter")
+
+
+# These three read files of /proc themselves and not with psutil and pathlib, since they run twice for every test.
+
+
 def _children() -> set[int]:
-    """All descendants, zombies excluded. psutil would read all processes of the machine, for every test twice."""
+    """All descendants, zombies excluded."""
     found: set[int] = set()
     parents = [os.getpid()]
     while parents:
-        parent = parents.pop()
         with contextlib.suppress(OSError):  # it has ended
-            for children in Path(f"/proc/{parent}/task").glob("*/children"):
-                parents += (new := set(map(int, children.read_text().split())) - found)
+            tasks = f"/proc/{parents.pop()}/task"
+            for task in os.listdir(tasks):
+                parents += (new := set(map(int, _read(f"{tasks}/{task}/children").split())) - found)
                 found |= new
     return {pid for pid in found if not _is_zombie(pid)}
 
 
 def _is_zombie(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[0] == b"Z"
+    except OSError:
         return True
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
 
 
 def _descriptors() -> set[str]:
     found = set()
-    for fd in Path("/proc/self/fd").iterdir():
+    for fd in os.listdir("/proc/self/fd"):
         try:
-            found.add(f"{fd.name}={os.readlink(fd)}")
+            found.add(f"{fd}={os.readlink(f'/proc/self/fd/{fd}')}")
         except OSError:
             continue  # the descriptor of this listing
     return {entry for entry in found if "memfd" in entry or "eventfd" in entry or "pidfd" in entry or "pipe:" in entry}
 
 
 def _shm_names() -> set[str]:
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def _only_ours(names: set[str]) -> set[str]:
+    """Of names in /dev/shm, those that no other process has mapped: tests in other processes have some too. A process
+    whose parent has ended may be left of ours."""
+    inodes: dict[bytes, str] = {}
+    for name in names:
+        with contextlib.suppress(OSError):  # it is gone
+            inodes[b"%d" % os.stat(f"/dev/shm/{name}").st_ino] = name
+    own = {os.getpid(), *_children()}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if inodes else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if pid not in own and _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[1] != b"1":
+                for line in _read(f"/proc/{pid}/maps").splitlines():
+                    if b"/dev/shm/" in line:  # a semaphore has another name there, so compare inodes
+                        inodes.pop(line.split()[4], None)
+    return set(inodes.values())
 
 
 def _holdings() -> list[set[object]]:
@@ -154,10 +207,10 @@ def nothing_left(_servers: None) -> Iterator[None]:
     psutil.wait_procs(left, timeout=2)
     for thread in set(threading.enumerate()) - before[3]:
         thread.join(2)  # it may be about to end, on a busy machine
-    names, deadline = _shm_names() - before[2], time.monotonic() + 30
+    names, deadline = _only_ours(_shm_names() - before[2]), time.monotonic() + 30
     while names and time.monotonic() < deadline:
-        time.sleep(0.01)  # tests in other processes have names there too, while they run
-        names &= _shm_names()
+        time.sleep(0.2)  # a test in another process may be about to map it, or to remove it
+        names = _only_ours(names & _shm_names())
     kinds = ("processes", "descriptors", "names in /dev/shm", "threads", "claims")
     for kind, after, then in zip(kinds, _holdings(), before, strict=True):
         assert (names if kind == "names in /dev/shm" else after - then) == set(), f"{kind} left behind"

@@ -27,6 +27,7 @@ from penstock.envs import CountingEnv, NestedEnv
 
 from .. import models
 from ..models import acting
+from ..scale import quick_first
 
 PAIR = spaces.Tuple((spaces.Discrete(2), spaces.Discrete(3)))
 
@@ -164,14 +165,17 @@ def test_changed_weights_reach_the_workers_with_sync_shared_memory(sampler_cls: 
 
 @pytest.mark.parametrize(
     ("sampler_cls", "options"),
-    [
-        (SerialSampler, {}),
-        (ParallelSampler, {}),
-        (GpuSampler, {}),
-        (GpuSampler, {"server": "process"}),
-        (GpuSampler, {"serve_envs": 1}),
-        (AlternatingSampler, {}),
-    ],
+    quick_first(
+        [
+            (SerialSampler, {}),
+            (ParallelSampler, {}),
+            (GpuSampler, {}),
+            (GpuSampler, {"server": "process"}),
+            (GpuSampler, {"serve_envs": 1}),
+            (AlternatingSampler, {}),
+        ],
+        3,
+    ),
 )
 def test_changed_weights_act_only_after_sync_shared_memory(sampler_cls: Any, options: dict[str, Any]) -> None:
     """In every sampler, and within one batch too."""

@@ -29,6 +29,8 @@ from penstock.agents import ActionMask
 from penstock.buffers import NamedArrays
 from penstock.envs import MaskInObservation
 
+from ..scale import quick_first
+
 N = 5
 SIZES = np.array([2, 4])
 
@@ -130,7 +132,7 @@ def test_no_illegal_action_is_taken(name: str, multi: bool, where: str) -> None:
     assert not last.any(), "after the last step nothing is legal, and nothing needs to be"
 
 
-@pytest.mark.parametrize("collector_cls", [None, WaitResetCollector])
+@pytest.mark.parametrize("collector_cls", quick_first([None, WaitResetCollector]))
 @pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
 def test_every_sampler_and_any_number_of_workers_draw_the_same(cls: Any, collector_cls: Any) -> None:
     more = {} if collector_cls is None else {"collector_cls": collector_cls}

@@ -16,6 +16,8 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 
+from ..scale import quick_first
+
 
 class Model(nn.Module):
     def __init__(self, n_outputs: int = 3) -> None:
@@ -40,7 +42,7 @@ class Recurrent(Model):
 
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler])
-@pytest.mark.parametrize("inference", ["torch", "numpy"])
+@pytest.mark.parametrize("inference", quick_first(["torch", "numpy"]))
 def test_the_logits_are_those_that_the_actions_were_drawn_from(cls: Any, inference: Any) -> None:
     plain, recording = (CategoricalPgAgent(Model, record_distribution=r, inference=inference) for r in (False, True))
     found = []

@@ -37,7 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _fork_server() -> None:
-    """Peers use the fork server of `multiprocessing`, which lives as long as the process."""
+    """Peers use the fork server of `multiprocessing`, which lives as long as the process. It imports once what each of
+    their processes needs."""
+    multiprocessing.set_forkserver_preload(["torch", "penstock.testing", "stable_baselines3.common.vec_env"])
     forkserver.ensure_running()
 
 

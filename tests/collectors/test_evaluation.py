@@ -9,6 +9,8 @@ from penstock import Agent, AgentStep, BaseEvalCollector, ConfigError, ParallelS
 from penstock.envs import CountingEnv, Purpose
 from penstock.envs.seeding import ColumnStreams
 
+from ..scale import quick_first
+
 SEED, MAX_T, N_ENVS = 4, 300, 3
 
 
@@ -74,7 +76,7 @@ def test_every_evaluation_equals_a_plain_loop(cls: Any, traj_info_cls: type[Traj
 
 @pytest.mark.parametrize(("cls", "n_workers"), [(SerialSampler, 1), (ParallelSampler, 1), (ParallelSampler, 3)])
 @pytest.mark.parametrize("traj_info_cls", [TrajInfo, Own])
-@pytest.mark.parametrize("episodes", [2, 3, 10])
+@pytest.mark.parametrize("episodes", quick_first([2, 3, 10]))
 def test_exactly_so_many_episodes_each_environment_its_share(
     cls: Any, n_workers: int, traj_info_cls: type[TrajInfo], episodes: int
 ) -> None:

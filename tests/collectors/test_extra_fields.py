@@ -105,6 +105,7 @@ def test_a_replaced_worker_writes_its_columns_again(tmp_path: Path) -> None:
         assert sampler.stats().restarts == 1
 
 
+@pytest.mark.slow
 def test_the_checks_of_collectors_accept_them() -> None:
     check_collector(Cost, partial(CountingEnv, LENGTH))
 

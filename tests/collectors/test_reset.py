@@ -23,6 +23,8 @@ from penstock.agents import draw
 from penstock.envs import CountingEnv, Purpose
 from penstock.envs.seeding import ColumnStreams, stream
 
+from ..scale import quick_first
+
 SEED = 4
 
 
@@ -176,7 +178,7 @@ def test_every_field_equals_a_plain_loop(collector_cls: Any, recurrent: bool, T:
 
 
 @both_modes
-@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("recurrent", quick_first([False, True]))
 def test_the_same_in_processes(collector_cls: Any, recurrent: bool) -> None:
     settings = {"iterations": 5, "warm_up": 10, "n_workers": 3, "collector_cls": collector_cls}
     compare(ParallelSampler, Jumpy, recurrent, T=13, B=5, **settings)

@@ -30,6 +30,8 @@ from penstock import (
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv, SameStep
 from penstock.envs.direct_steps import cells_of, step_into_of
 
+from ..scale import quick_first
+
 
 class Nested(NestedEnv):
     """A NestedEnv that writes in place."""
@@ -187,7 +189,7 @@ CENTRAL: dict[str, Any] = {"serve_envs": 2}
     ("sampler_cls", "kwargs"),
     [(ParallelSampler, {}), (GpuSampler, CENTRAL), (AlternatingSampler, {})],
 )
-@pytest.mark.parametrize("env_fn", [Nested, Pictures])
+@pytest.mark.parametrize("env_fn", quick_first([Nested, Pictures]))
 def test_batches_are_equal_in_processes(sampler_cls: Any, kwargs: dict[str, Any], env_fn: Any) -> None:
     into, plain = both(env_fn)
     kwargs = {"n_workers": 2, **kwargs}

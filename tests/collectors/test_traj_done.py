@@ -18,6 +18,8 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 
+from ..scale import quick_first
+
 GAME = 3 * 4  # three lives of four steps
 
 
@@ -54,7 +56,7 @@ class Game(TrajInfo):
         self.Final.append(final_observation.tolist()[1])
 
 
-@pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
+@pytest.mark.parametrize("collector_cls", quick_first([ResetCollector, WaitResetCollector]))
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler])
 def test_a_trajectory_is_a_game_and_an_episode_is_a_life(cls: Any, collector_cls: type[Collector]) -> None:
     with cls(Lives, batch_T=9, batch_B=3, n_workers=2, traj_info_cls=Game, collector_cls=collector_cls) as sampler:

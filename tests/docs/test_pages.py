@@ -40,7 +40,7 @@ def shortened(block: str) -> str:
     """The same code, with fewer iterations of training, and no long batches. At full scale, runs of minutes stay."""
     most = 1_000 if FULL else 3
     found = re.sub(r"(?<=for itr in range\()[\d_]+(?=\))", lambda n: n[0] if int(n[0]) <= most else "3", block)
-    return found.replace("batch_T=128, batch_B=8", "batch_T=8, batch_B=2")
+    return re.sub(r"batch_T=128,(\s+)batch_B=8", r"batch_T=8,\1batch_B=2", found)
 
 
 def definitions(page: str, first: int = 0, last: int | None = None) -> dict[str, Any]:

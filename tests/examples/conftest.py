@@ -3,6 +3,6 @@
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _starter(starter: None) -> None:
-    """Most tests run an example."""
+@pytest.fixture(scope="module", autouse=True)
+def _starter(starter_if_slow: None) -> None:
+    """Most slow tests run an example."""

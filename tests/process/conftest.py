@@ -13,9 +13,9 @@ from . import support
 cloudpickle.register_pickle_by_value(support)
 
 
-@pytest.fixture(autouse=True)
-def _starter(starter: None) -> None:
-    """Many tests run scripts."""
+@pytest.fixture(scope="module", autouse=True)
+def _starter(starter_if_slow: None) -> None:
+    """Many slow tests run scripts."""
 
 
 # Where several processes share the tests, each has figures, and only the one that began them can print.

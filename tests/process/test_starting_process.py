@@ -94,6 +94,7 @@ def stopped_supervisor() -> Iterator[None]:
         process.resume()
 
 
+@pytest.mark.slow
 def test_a_stopped_supervisor_is_named() -> None:
     message = r"worker 0 could not be started within \d+ s: the supervisor \(pid \d+\) is stopped .* kill -CONT"
     began = time.monotonic()

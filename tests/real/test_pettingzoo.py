@@ -203,6 +203,7 @@ def prefix(agent_id: str) -> str:
     return agent_id.rsplit("_", 1)[0]
 
 
+@pytest.mark.slow
 def test_simple_world_comm_has_three_policies() -> None:
     env_fn = game("mpe2.simple_world_comm_v3", max_cycles=7)
 

@@ -42,6 +42,7 @@ def test_every_start_method_gives_the_same(start_method: str) -> None:
     assert_same(reference, run(ParallelSampler, CARTPOLE, RandomAgent, 2, n_workers=2, start_method=start_method))
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_configuration_with_a_policy_are_identical() -> None:
     first = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(CartPoleNet), n_workers=2)
     second = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(CartPoleNet), n_workers=2, evaluate=True)

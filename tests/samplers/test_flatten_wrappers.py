@@ -14,6 +14,8 @@ from penstock import ConfigError, GpuSampler, ParallelSampler, RandomAgent, Seri
 from penstock.envs import CountingEnv
 from penstock.envs.direct_steps import flat_step_of
 
+from ..scale import quick_first
+
 IDS: list[tuple[str, dict[str, Any]]] = [
     ("CartPole-v1", {}),
     ("CartPole-v1", {"max_episode_steps": 7, "disable_env_checker": True}),
@@ -46,7 +48,7 @@ def test_batches_are_equal_bit_for_bit(env_id: str, kwargs: dict[str, Any]) -> N
     assert sample(SerialSampler, env_fn) == sample(SerialSampler, env_fn, flatten_wrappers=False)
 
 
-@pytest.mark.parametrize("sampler_cls", [ParallelSampler, GpuSampler])
+@pytest.mark.parametrize("sampler_cls", quick_first([ParallelSampler, GpuSampler]))
 def test_batches_are_equal_in_processes(sampler_cls: Any) -> None:
     env_fn = partial(gym.make, "CartPole-v1", max_episode_steps=13)
     wanted = sample(SerialSampler, env_fn, flatten_wrappers=False)

@@ -70,6 +70,7 @@ def test_every_one_step_episode_is_delivered_in_its_batch(cls: type[Sampler], tr
             assert {(info.Length, info.Return) for info in infos} == {(1, 1.0)}
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), T=st.integers(1, 30), n_workers=st.integers(1, 4))
 def test_as_many_infos_as_dones_with_any_episode_lengths(lengths: list[int], T: int, n_workers: int) -> None:
@@ -137,6 +138,7 @@ class WhereEnv(CountingEnv):
         return observation, float(cpu), *rest
 
 
+@pytest.mark.slow
 def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> None:
     cpus = usable_cpus()
 
@@ -167,6 +169,7 @@ class Unlimited(WhereEnv):
         import scipy.linalg  # noqa: F401 - it has an OpenBLAS of its own
 
 
+@pytest.mark.slow
 def test_libraries_that_an_environment_loads_are_limited_too() -> None:
     pytest.importorskip("scipy")
     with ParallelSampler(Unlimited, batch_T=1, batch_B=1, max_decorrelation_steps=0) as sampler:

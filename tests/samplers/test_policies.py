@@ -28,6 +28,7 @@ from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.replays import Replay
 from penstock.targets import Steps, gae
 
+from ..scale import quick_first
 from ..seats_support import Book, Numbered, Published, Roles, Valued, assert_same, batches_of, check_rules, serial
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
@@ -52,7 +53,7 @@ def two(cls: type[Any] = Book) -> dict[str, Any]:
 # ---- one seed, one batch -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", POLICY_OF)
+@pytest.mark.parametrize("name", quick_first(POLICY_OF))
 def test_any_number_of_workers_gives_the_same_batches(name: str) -> None:
     options = {"policy_of": POLICY_OF[name], "env_kwargs": MIXED, "evaluate": True}
     wanted = serial(ScriptedGame, two(), **options)
@@ -180,13 +181,16 @@ def test_policies_may_have_unlike_spaces() -> None:
 
 @pytest.mark.parametrize(
     ("cls", "kwargs"),
-    [
-        (SerialSampler, {}),
-        (GpuSampler, {"n_workers": 2}),
-        (GpuSampler, {"n_workers": 2, "server": "process"}),
-        (AlternatingSampler, {"n_workers": 3}),
-        (AsyncSampler, {"n_workers": 2, "lag": 1}),
-    ],
+    quick_first(
+        [
+            (SerialSampler, {}),
+            (GpuSampler, {"n_workers": 2}),
+            (GpuSampler, {"n_workers": 2, "server": "process"}),
+            (AlternatingSampler, {"n_workers": 3}),
+            (AsyncSampler, {"n_workers": 2, "lag": 1}),
+        ],
+        2,
+    ),
 )
 def test_a_dict_may_have_one_policy(cls: type[Any], kwargs: dict[str, Any]) -> None:
     wanted = serial(ScriptedGame, Book(), env_kwargs=MIXED)
@@ -327,7 +331,7 @@ def test_one_policy_has_figures_of_its_own_too() -> None:
 # ---- evaluation --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_workers", [1, 3])
+@pytest.mark.parametrize("n_workers", quick_first([1, 3]))
 def test_evaluations_count_games(n_workers: int) -> None:
     found = []
     for limits in ({"eval_episodes": 50}, {"eval_max_trajectories": 50}):
@@ -366,7 +370,7 @@ def test_evaluations_do_not_show_in_batches() -> None:
     assert_same(plain, [each for each in between if each[0] is not None])
 
 
-@pytest.mark.parametrize("kind", ["agents", "one"])
+@pytest.mark.parametrize("kind", quick_first(["agents", "one"]))
 def test_evaluations_are_alike_in_any_number_of_workers(kind: str) -> None:
     agents, policy_of = (two, odd_or_even) if kind == "agents" else (Book, None)
 

@@ -31,7 +31,7 @@ from penstock import (
 from penstock.collectors import EpisodeEvalCollector
 from penstock.envs.toy import CountingEnv, ScriptedGame
 
-from ..scale import scaled
+from ..scale import quick_first, scaled
 from ..seats_support import Book, Valued, serial
 
 LONG: Any = [{}] * 30
@@ -424,7 +424,7 @@ def kinds(agent_id: str) -> str:
         ("fraction", r"while acting, t=3 .*: action of env_rank \d, agent 'a1' must have dtype int64"),
     ],
 )
-@pytest.mark.parametrize("n_workers", [1, 2])
+@pytest.mark.parametrize("n_workers", quick_first([1, 2]))
 def test_the_policy_that_was_acting_is_named(how: str, message: str, n_workers: int) -> None:
     agents = {"one": Valued(), "two": Failing("step", how, at=4)}
     with ParallelSampler(ScriptedGame, batch_T=9, batch_B=2, n_workers=n_workers, max_decorrelation_steps=0) as sampler:
@@ -682,8 +682,8 @@ def test_who_waits_is_not_said_to_be_a_policy() -> None:
         assert "by the policy" not in repr(sampler)
 
 
-@pytest.mark.parametrize(("n_workers", "n_evals"), [(2, 1), (3, 2), (3, 4)])
-@pytest.mark.parametrize("options", [{}, {"serve_envs": 1}, {"server": "process"}], ids=str)
+@pytest.mark.parametrize(("n_workers", "n_evals"), quick_first([(2, 1), (3, 2), (3, 4)]))
+@pytest.mark.parametrize("options", quick_first([{}, {"serve_envs": 1}, {"server": "process"}]), ids=str)
 def test_a_worker_of_a_central_sampler_may_have_no_game_to_evaluate(
     n_workers: int, n_evals: int, options: dict[str, Any]
 ) -> None:

@@ -28,6 +28,7 @@ from penstock import (
 from penstock.agents import ObservationNorm, RewardNorm
 from penstock.envs.toy import ScriptedGame
 
+from ..scale import quick_first
 from ..seats_support import OPENING, STORY, Valued, assert_same, batches_of, serial
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
@@ -270,7 +271,7 @@ def legal_of(samples: Any) -> Any:
     return observation.rules.legal if "rules" in observation else observation.action_mask
 
 
-@pytest.mark.parametrize("where", ["observation", "info"])
+@pytest.mark.parametrize("where", quick_first(["observation", "info"]))
 @pytest.mark.parametrize("name", ["random", *(pytest.param(name, marks=pytest.mark.slow) for name in [*MASKED][1:])])
 def test_no_illegal_action_is_taken(name: str, where: str) -> None:
     make = partial(MASKED[name], mask_key=f"{where}.rules.legal")
@@ -308,7 +309,7 @@ def test_the_learner_may_evaluate_idle_cells() -> None:
         assert torch.isfinite(agent.model.logits.grad).all()
 
 
-@pytest.mark.parametrize("where", ["observation", "info"])
+@pytest.mark.parametrize("where", quick_first(["observation", "info"]))
 @pytest.mark.parametrize(
     ("cls", "kwargs"), [(SerialSampler, {}), (ParallelSampler, {"n_workers": 2}), (GpuSampler, {"n_workers": 2})]
 )
@@ -439,12 +440,15 @@ class Cell(nn.Module):
 
 @pytest.mark.parametrize(
     ("cls", "kwargs"),
-    [
-        (SerialSampler, {}),
-        (ParallelSampler, {"n_workers": 2}),
-        (GpuSampler, {"n_workers": 3, "min_ready": 1}),
-        (GpuSampler, {"n_workers": 2, "server": "process"}),
-    ],
+    quick_first(
+        [
+            (SerialSampler, {}),
+            (ParallelSampler, {"n_workers": 2}),
+            (GpuSampler, {"n_workers": 3, "min_ready": 1}),
+            (GpuSampler, {"n_workers": 2, "server": "process"}),
+        ],
+        2,
+    ),
 )
 def test_a_recurrent_model_starts_again_when_an_agent_joins(cls: type[Sampler], kwargs: Any) -> None:
     agent = RecurrentCategoricalPgAgent(Cell, record_state="step")

@@ -31,7 +31,7 @@ from penstock.envs.toy import ScriptedGame
 from penstock.replays import Ratio, Replay, Sequences
 from penstock.targets import Steps, gae
 
-from ..scale import pairs, scaled, with_start_methods
+from ..scale import pairs, quick_first, scaled, with_start_methods
 from ..seats_support import (
     OPENING,
     STORY,
@@ -178,7 +178,7 @@ def test_the_cells_of_a_scripted_game() -> None:
         ]
 
 
-@pytest.mark.parametrize("env_fn", [ScriptedGame, Odd])
+@pytest.mark.parametrize("env_fn", quick_first([ScriptedGame, Odd]))
 def test_the_rules_hold_in_random_games(env_fn: Any) -> None:
     for n_workers, T in ((1, 13), (2, 4)):
         with ParallelSampler(env_fn, env_kwargs=MIXED, batch_T=T, batch_B=5, n_workers=n_workers) as sampler:
@@ -216,6 +216,7 @@ def test_every_reward_is_in_one_cell_or_is_late(env_fn: Any) -> None:
         assert 0 <= emitted - games < 5 * 5 * 25 * 28
 
 
+@pytest.mark.slow
 def test_every_step_may_be_taken_the_careful_way() -> None:
     """`debug=True` lets no step pass as an ordinary one."""
 
@@ -315,7 +316,7 @@ def _compare_with_trajectories(samples: Any, advantage: Any, returns: Any, gamma
 # ---- trajectories ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_workers", [1, 3])
+@pytest.mark.parametrize("n_workers", quick_first([1, 3]))
 def test_there_is_one_record_for_each_end_and_each_game_in_order(n_workers: int) -> None:
     n_steps = scaled(10**6, 10**4)
     with ParallelSampler(ScriptedGame, env_kwargs=MIXED, batch_T=100, batch_B=5, n_workers=n_workers) as sampler:
@@ -445,7 +446,7 @@ def test_a_traj_info_of_one_s_own_has_the_figures_of_the_stock_one() -> None:
 # ---- what policies remember --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["parallel 2", "central, first-ready", "central, process", "alternating"])
+@pytest.mark.parametrize("how", quick_first(["parallel 2", "central, first-ready", "central, process", "alternating"]))
 def test_a_seat_s_state_counts_its_own_steps(how: str) -> None:
     cls, kwargs = SAMPLERS[how]
     before: Any = None
@@ -760,7 +761,9 @@ def test_a_replay_draws_sequences_across_idle_cells() -> None:
         np.testing.assert_array_equal(following, np.where(begins, 0, own + 1))
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"ratio": Ratio(2.0)}, {"server": "process"}, {"lag": 1, "ratio": Ratio(2.0)}])
+@pytest.mark.parametrize(
+    "kwargs", quick_first([{}, {"ratio": Ratio(2.0)}, {"server": "process"}, {"lag": 1, "ratio": Ratio(2.0)}])
+)
 def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, Any]) -> None:
     replay = Replay(capacity=20_000, discount=0.9, seed=0)
     with AsyncSampler(

@@ -20,11 +20,14 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 
+from ..scale import quick_first
 from .async_support import VersionAgent, batch_of, check_streams
 
 T, B = 4, 4
 every = pytest.mark.parametrize(
-    "cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler, AsyncSampler], ids=lambda cls: cls.__name__
+    "cls",
+    quick_first([SerialSampler, ParallelSampler, AsyncSampler, GpuSampler, AlternatingSampler], 3),
+    ids=lambda cls: cls.__name__,
 )
 
 

@@ -82,6 +82,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_line() -> None:
     assert run("--version").split() == ["penstock", penstock.__version__]
     text = run("--help")

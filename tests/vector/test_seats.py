@@ -20,7 +20,7 @@ from penstock import ConfigError, SamplerStateError, SpaceError, WorkerDiedError
 from penstock.envs import CountingEnv, ScriptedGame
 from penstock.vector import ShmVectorEnv
 
-from ..scale import FULL, methods, scaled
+from ..scale import FULL, methods, quick_first, scaled
 
 FIELDS = ("observation", "reward", "terminated", "truncated", "final_obs", "valid", "alive", "late_reward")
 DIES = [{}, {"a0": "die"}, {"a0": "late"}, {"a0": "join", "a1": "cut"}, {}]
@@ -456,7 +456,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("one_by_one", quick_first([False, True]))
 def test_bad_data_name_environment_and_agent(fault: str, one_by_one: bool) -> None:
     with ShmVectorEnv([partial(ScriptedGame, 3, [{}] * 6), partial(Bad, fault)], n_workers=1) as envs:
         envs.reset(seed=0)

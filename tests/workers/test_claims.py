@@ -18,6 +18,7 @@ from penstock.workers import claims
 from penstock.workers.claims import claim, lock_folder, owner_of, remove_stale
 
 from ..children import waiting_fork
+from ..scale import quick_first
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have only the lock")
 
@@ -90,6 +91,7 @@ def test_a_claim_has_one_owner_until_it_is_released(folder: Path, names: bool) -
         assert owner.since == (folder / "1.lock").stat().st_mtime
 
 
+@pytest.mark.slow
 def test_a_killed_owner_leaves_an_empty_file_that_blocks_nothing(folder: Path, names: bool) -> None:
     with another_process("1", names) as (has_it, _), another_process("2", names) as (has_other, _):
         assert (has_it, has_other) == (True, True)
@@ -119,6 +121,7 @@ def test_the_first_claim_of_a_process_removes_the_files_of_killed_ones(
     mine.release()
 
 
+@pytest.mark.slow
 def test_a_file_that_its_last_owner_removes_at_the_same_time(
     folder: Path, names: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +172,7 @@ def test_a_fork_owns_nothing(folder: Path, names: bool) -> None:
     mine.release()
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_prolong_a_claim(folder: Path, names: bool) -> None:
     mine = claim(KIND, "1")
     assert mine is not None
@@ -178,6 +182,7 @@ def test_a_fork_does_not_prolong_a_claim(folder: Path, names: bool) -> None:
             assert has_it
 
 
+@pytest.mark.slow
 def test_a_claim_of_a_thread_outlives_the_thread(folder: Path, names: bool) -> None:
     got = []
     thread = threading.Thread(target=lambda: got.append(claim(KIND, "1")))
@@ -194,6 +199,7 @@ def test_a_claim_of_a_thread_outlives_the_thread(folder: Path, names: bool) -> N
 
 
 @linux
+@pytest.mark.slow
 def test_the_name_holds_between_containers_that_share_the_network_but_no_folder(folder: Path, tmp_path: Path) -> None:
     mine = claim(KIND, "1")
     assert mine is not None
@@ -207,6 +213,7 @@ def test_the_name_holds_between_containers_that_share_the_network_but_no_folder(
 
 @linux
 @pytest.mark.skipif(os.geteuid() != 0, reason="only the administrator can be two users")
+@pytest.mark.slow
 def test_the_name_holds_between_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER, raising=False)
     label, user = "1", "65534"
@@ -223,6 +230,7 @@ def test_the_name_holds_between_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @linux
+@pytest.mark.slow
 def test_the_name_holds_if_the_lock_file_is_removed(folder: Path) -> None:
     mine = claim(KIND, "1")
     assert mine is not None
@@ -243,6 +251,7 @@ def _in_a_network_of_its_own() -> list[str]:
 
 
 @linux
+@pytest.mark.slow
 def test_the_lock_holds_between_containers_that_share_the_folder_but_no_network(folder: Path) -> None:
     if not (before := _in_a_network_of_its_own()):
         pytest.skip("this process may not make a network namespace")
@@ -288,7 +297,7 @@ SPOILED = [a_link, a_file, open_to_others, someone_elses, no_more_files]
 
 
 @linux
-@pytest.mark.parametrize("spoil", SPOILED)
+@pytest.mark.parametrize("spoil", quick_first(SPOILED))
 def test_without_a_folder_the_name_alone_decides(folder: Path, spoil: Callable[[Path], None]) -> None:
     spoil(folder)
     mine = claim(KIND, "1")
@@ -340,6 +349,7 @@ def test_all_processes_of_a_user_find_the_same_folder(monkeypatch: pytest.Monkey
     assert lock_folder("port") == Path("/somewhere" if given else f"/tmp/penstock-ports-{os.geteuid()}")
 
 
+@pytest.mark.slow
 def test_no_descriptor_is_left(folder: Path, names: bool) -> None:
     def descriptors() -> set[str]:
         return set(os.listdir("/proc/self/fd"))

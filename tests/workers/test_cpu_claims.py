@@ -90,12 +90,14 @@ def test_what_the_user_says_is_done_and_claimed() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only the administrator can be two users")
+@pytest.mark.slow
 def test_two_users_get_different_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CPU_FOLDER", str(tmp_path / "locks"))  # the other user may not even look into it
     with another_run(2, user="65534") as theirs, another_run(1) as ours:
         assert (theirs, ours) == ([100, 101], [102])
 
 
+@pytest.mark.slow
 def test_a_fork_keeps_no_claim() -> None:
     cpus, claims = chosen(1)
     assert cpus == [100]

@@ -10,6 +10,8 @@ import pytest
 
 from penstock.workers.marking import marked
 
+from ..scale import quick_first
+
 # Prints the process ids of marked programs, then those of others; ends when its input ends.
 START = """
     import os, signal, subprocess, threading
@@ -32,7 +34,7 @@ START = """
 """
 
 
-@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize("end", quick_first(["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"]))
 def test_marked_programs_end_with_the_main_process_and_others_stay(end: str) -> None:
     script = textwrap.dedent(START) + end
     with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, start_new_session=True) as owner:
@@ -78,6 +80,7 @@ def test_the_main_process_goes_on_without_a_shell(monkeypatch: pytest.MonkeyPatc
     os.close(new._pipe)
 
 
+@pytest.mark.slow
 def test_a_fork_has_programs_of_its_own() -> None:
     """What a fork of the main process starts does not end with the main process."""
     script = """

@@ -10,6 +10,8 @@ import pytest
 
 from penstock.workers.stacks import StackFile
 
+from ..scale import quick_first
+
 
 def child(stacks: StackFile, body: str) -> "subprocess.Popen[str]":
     script = f"""
@@ -34,7 +36,9 @@ def child(stacks: StackFile, body: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.parametrize(
     "body",
-    ["time.sleep(600)", "while True: pass", "ctypes.PyDLL(None).sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)"],
+    quick_first(
+        ["time.sleep(600)", "while True: pass", "ctypes.PyDLL(None).sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)"]
+    ),
     ids=["sleeps", "spins", "holds the interpreter lock", "is stopped"],
 )
 def test_a_living_process_tells_where_it_is(body: str) -> None:

@@ -28,7 +28,7 @@ from penstock.buffers.native import COMPILED
 from penstock.workers.supervisor import SUPERVISOR_ENDED, SupervisedProcess, Supervisor
 
 from ..process.support import SLACK, gone_after, is_running
-from ..scale import scaled
+from ..scale import quick_first, scaled
 from ..support import BOUND, until
 from . import supervised
 from .supervised import sleep, sleep_with_child, sleep_with_children, start
@@ -122,7 +122,7 @@ def test_all_processes_are_in_one_session_and_ctrl_c_reaches_the_main_process_al
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("function", ["sleep_with_children", "hold_interpreter_lock"])
+@pytest.mark.parametrize("function", quick_first(["sleep_with_children", "hold_interpreter_lock"]))
 def test_the_end_of_the_main_process_is_the_end_of_everything(how: str, function: str) -> None:
     """Also of processes in sessions of their own, and of workers whose C code holds the interpreter lock."""
     with Script(how, function) as script:
@@ -178,6 +178,7 @@ def test_main_process_and_supervisor_killed_together(how: str) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_every_process_called_python_is_killed() -> None:
     with Script("exec", "sleep_with_children") as script:
         everyone = [script.process.pid, script.supervisor, *script.pids]
@@ -367,6 +368,7 @@ print(living, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
 def test_a_fork_of_the_main_process_keeps_nothing_alive(how: str) -> None:
     """It holds every descriptor. The exit of another fork ends nothing."""
@@ -396,6 +398,7 @@ def test_a_worker_is_closed_beside_a_fork_that_has_its_leash(supervisor: Supervi
         os.waitpid(fork, 0)
 
 
+@pytest.mark.slow
 def test_threads_start_workers_at_once_and_end() -> None:
     made: list[Supervisor] = []
 
@@ -499,6 +502,7 @@ def test_a_worker_gets_what_the_main_process_has_now(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("end\n", "")
 
 
+@pytest.mark.slow
 def test_a_main_process_without_standard_input_output_and_error() -> None:
     code = """
 import os, sys
@@ -519,6 +523,7 @@ os._exit(worker.exitcode)
     assert subprocess.run(command, timeout=BOUND).returncode == 6
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_may_open_no_more_descriptors(supervisor: Supervisor) -> None:
     """The others go on."""
     other, limits = start(supervisor, sleep), resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE)
@@ -542,6 +547,7 @@ def test_a_supervisor_that_may_open_no_more_descriptors(supervisor: Supervisor) 
     assert is_running(other.pid)
 
 
+@pytest.mark.slow
 def test_more_descriptors_than_one_message_can_have(supervisor: Supervisor) -> None:
     owners = [InheritedFd(os.memfd_create("test")) for _ in range(300)]
     inodes = [os.fstat(owner.fd).st_ino for owner in owners]
@@ -572,7 +578,7 @@ def share_memory(pipe: InheritedFd) -> None:
     sleep()
 
 
-@pytest.mark.parametrize("spawns", [False, True])
+@pytest.mark.parametrize("spawns", quick_first([False, True]))
 def test_what_multiprocessing_needs_in_environments(supervisor: Supervisor, spawns: bool) -> None:
     """The name and the key of the process, and the main process's resource tracker, which outlives a killed worker."""
     from multiprocessing import resource_tracker, shared_memory
@@ -604,6 +610,7 @@ print(fork, workers[0].exitcode, workers[1].exitcode, workers[0]._pidfd is None,
 """
 
 
+@pytest.mark.slow
 def test_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
     """And SIGCHLD is ignored and blocked. The leash says that a worker has ended, though its child lives on."""
     before = """
