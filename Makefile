@@ -61,7 +61,9 @@ coverage: .venv-ray/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/throughput.py
 
-# penstock and its peers in one run, in a virtual environment of their own. Takes some 20 minutes.
+# penstock and its peers in one run, in a virtual environment of their own. Takes some 35 minutes. To measure one work
+# again: .venv-peers/bin/python benchmarks/peers.py pong --json .venv-peers/figures-pong.json, then make peers-report.
+# A quick look, with no picture: .venv-peers/bin/python benchmarks/peers.py uneven pong --repeats 3
 PEERS := .venv-peers
 PEER_WORKS ?= random mlp pixels sleeping central short uneven pong
 PEER_OPTIONS ?=
