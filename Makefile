@@ -64,9 +64,11 @@ coverage: .venv-ray/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/throughput.py
 
-# penstock and its peers in one run, in a virtual environment of their own. Takes some 20 minutes.
+# penstock and its peers in one run, in a virtual environment of their own. Takes some 35 minutes. To measure one work
+# again: .venv-peers/bin/python benchmarks/peers.py pong --json .venv-peers/figures-pong.json, then make peers-report.
+# A quick look, with no picture: .venv-peers/bin/python benchmarks/peers.py uneven pong --repeats 3
 PEERS := .venv-peers
-PEER_WORKS ?= random mlp pixels sleeping central short
+PEER_WORKS ?= random mlp pixels sleeping central short uneven pong
 PEER_OPTIONS ?=
 PEERS_RUN = $(PEERS)/bin/python benchmarks/peers.py
 peers: $(PEERS)/.installed
@@ -81,6 +83,7 @@ peers-report:
 	$(PEERS_RUN) --report $(PEER_WORKS:%=$(PEERS)/figures-%.json) --skipped $(PEERS)/skipped.txt --picture docs/peers.svg
 
 # A peer must not change the versions that penstock runs with. One that needs others is skipped, with pip's reason.
+# Sample Factory needs gymnasium < 1, so it has a virtual environment of its own.
 $(PEERS)/.dependencies: setup.py constraints.txt benchmarks/peers.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python $(PIP) -c constraints.txt torch
@@ -92,6 +95,9 @@ $(PEERS)/.dependencies: setup.py constraints.txt benchmarks/peers.txt
 		$(PEERS)/bin/python $(PIP) -c $(PEERS)/pins.txt "$$peer" > $(PEERS)/pip.txt 2>&1 || \
 			echo "$$peer: $$(grep -oE '([A-Za-z.]+Error|ERROR): .*' $(PEERS)/pip.txt | tail -1)" >> $(PEERS)/skipped.txt; \
 	done
+	$(PYTHON) -m venv $(PEERS)/sample-factory
+	$(PEERS)/sample-factory/bin/python $(PIP) -c constraints.txt torch "sample-factory>=2.1" > $(PEERS)/pip.txt 2>&1 || \
+		echo "sample-factory: $$(grep ERROR $(PEERS)/pip.txt | tail -1)" >> $(PEERS)/skipped.txt
 	touch $@
 
 $(PEERS)/.installed: $(PEERS)/.dependencies $(SOURCES)

@@ -13,22 +13,12 @@ import argparse
 from functools import partial
 from typing import Any
 
-import ale_py
-import gymnasium as gym
-import numpy as np
 from ale_py.vector_env import AtariVectorEnv
+from environments import pong
 from turns import show, take_turns
 
 from penstock import ParallelSampler, RandomAgent, ResetCollector, TrajInfo, VectorEnvCollector
 from penstock.envs import BatchedEpisodicLife
-
-
-def single(frames: int) -> Any:
-    """One Pong as most scripts build it."""
-    gym.register_envs(ale_py)
-    env: Any = gym.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=0.0, max_num_frames_per_episode=frames)
-    env = gym.wrappers.TransformReward(gym.wrappers.AtariPreprocessing(env), np.sign)
-    return gym.wrappers.FrameStackObservation(env, 4)
 
 
 def with_lives(num_envs: int, make: Any) -> Any:
@@ -71,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     pongs = partial(AtariVectorEnv, "pong", num_threads=1, max_num_frames_per_episode=args.frames)
     sizes = args.batch_B, args.batch_T
-    contestants = {"single": Sampling(partial(single, args.frames), ResetCollector, *sizes)}
+    contestants = {"single": Sampling(partial(pong, args.frames), ResetCollector, *sizes)}
     for mode in ("SameStep", "NextStep"):
         contestants[mode] = Sampling(partial(pongs, autoreset_mode=mode), VectorEnvCollector, *sizes)
     games = partial(with_lives, make=partial(pongs, autoreset_mode="SameStep"))

@@ -56,3 +56,13 @@ class PixelEnv(gym.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         self._age += 1
         return self._frame(), 1.0, False, self._age >= 500, {}
+
+
+def pong(frames: int = 108_000) -> gym.Env[Any, Any]:
+    """Pong as most scripts build it, with episodes of at most `frames` frames. Needs ale-py."""
+    import ale_py
+
+    gym.register_envs(ale_py)
+    env = gym.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=0.0, max_num_frames_per_episode=frames)
+    env = gym.wrappers.TransformReward(gym.wrappers.AtariPreprocessing(env), np.sign)
+    return gym.wrappers.FrameStackObservation(env, 4)

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
-from environments import PixelEnv, SleepingEnv
+from environments import PixelEnv, SleepingEnv, pong
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from policies import ImpalaCnn, Lstm, NatureCnn
 from rlpyt_loop import RlpytLoop
@@ -98,6 +102,16 @@ WORKS = {
     ),
     "central": Work("CartPole, MLP in one process", ENV, 32, 128, "mlp"),
     "short": Work("CartPole, MLP, T = 5", ENV, 32, 5, "mlp", rows=5),
+    "uneven": Work(
+        "steps of 1 ms, 5 % of 10 ms, MLP in one process",
+        partial(SleepingEnv, 0.001, 0.010, 0.05),
+        16,
+        256,
+        "mlp",
+        n_workers=16,
+        rows=8,
+    ),
+    "pong": Work("Pong, random actions", pong, 16, 32, rows=4),
     "nature": Work("84 x 84 x 4 bytes, Nature-CNN", PixelEnv, 16, 8, "nature", rows=8),
     "impala": Work("84 x 84 x 4 bytes, IMPALA-CNN", PixelEnv, 16, 2, "impala", rows=2),
     "lstm": Work("CartPole, LSTM of 64 units", ENV, 32, 32, "lstm"),
@@ -111,13 +125,15 @@ class Loop:
     """A loop over a vector environment, as in training scripts. `step(action)` returns observation, reward, terminated
     and truncated."""
 
-    def __init__(self, work: Work, step: Callable[[Any], Any], observation: Any, close: Callable[[], Any]) -> None:
+    def __init__(
+        self, work: Work, step: Callable[..., Any], observation: Any, close: Callable[[], Any], n: int | None = None
+    ) -> None:
         shape, space = (work.T, work.n_envs), work.observation_space
         self._work, self._step, self._observation, self.close, self._t = work, step, observation, close, 0
         self._observations = np.zeros((*shape, *space.shape), space.dtype)
         self._actions, self._dones = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
         self._rewards, self._log_probs, self._values = (np.zeros(shape, np.float32) for _ in range(3))
-        self._policy = work.make_policy(work.n_envs)
+        self._policy = work.make_policy(n or work.n_envs)  # for so many environments at a time
 
     def advance(self, rows: int | None = None) -> int:
         rows = rows or self._work.rows
@@ -131,6 +147,35 @@ class Loop:
             self._observation, self._rewards[t], terminated, truncated = self._step(action)
             np.logical_or(terminated, truncated, out=self._dones[t])
         return rows * self._work.n_envs
+
+
+class SendRecv(Loop):
+    """Steps the environments that are ready, at most `n`: `recv()` returns what their vector environment returns, with
+    their indices as `infos["env_id"]`, and `send(action, indices)` steps them."""
+
+    def __init__(
+        self, work: Work, send: Callable[..., Any], recv: Callable[[], Any], close: Callable[[], Any], n: int
+    ) -> None:
+        super().__init__(work, send, None, close, n)
+        self._recv, self._times = recv, np.zeros(work.n_envs, int)
+
+    def advance(self, rows: int | None = None) -> int:
+        steps = 0
+        while steps < len(self._times):
+            observation, reward, terminated, truncated, infos = self._recv()
+            ids = infos["env_id"]
+            cells = self._times[ids] % self._work.T, ids
+            done = np.logical_or(terminated, truncated)
+            action, info = self._policy(observation, done)
+            action = action[: len(ids)]
+            self._observations[cells], self._rewards[cells], self._dones[cells] = observation, reward, done
+            self._actions[cells] = action
+            if info is not None:
+                self._log_probs[cells], self._values[cells] = info.log_prob, info.value
+            self._step(action, ids)
+            self._times[ids] += 1
+            steps += len(ids)
+        return steps
 
 
 def bare_process(work: Work, n_envs: int, pipe: Any) -> None:
@@ -220,8 +265,14 @@ def numpy_inference(work: Work) -> Sampling:
     return Sampling("ParallelSampler", work, {"inference": "numpy"})
 
 
-def batched(work: Work) -> Sampling:
-    return Sampling("ParallelSampler", work, env=BatchedCartPole, collector_cls=penstock.VectorEnvCollector)
+def batched(env: Any, work: Work) -> Sampling:
+    return Sampling("ParallelSampler", work, env=env, collector_cls=penstock.VectorEnvCollector)
+
+
+def atari_vector_env(num_envs: int = 1, batch_size: int = 0, num_threads: int = 1) -> Any:
+    from ale_py.vector_env import AtariVectorEnv
+
+    return AtariVectorEnv("pong", num_envs, batch_size=batch_size, num_threads=num_threads, autoreset_mode="SameStep")
 
 
 def shm(work: Work) -> Loop:
@@ -230,29 +281,11 @@ def shm(work: Work) -> Loop:
     return Loop(work, lambda action: envs.step(action)[:4], envs.reset(seed=0)[0], envs.close)
 
 
-class SendRecv:
-    """ShmVectorEnv, stepping the environments that are ready."""
-
-    def __init__(self, work: Work) -> None:
-        self._envs = ShmVectorEnv([work.make_env] * work.n_envs, n_workers=work.n_workers)
-        self._envs.reset(seed=0)
-        self._envs.send(np.zeros(work.n_envs, np.int64))
-        shape, space = (work.T, work.n_envs), work.observation_space
-        self._observations = np.zeros((*shape, *space.shape), space.dtype)
-        self._rewards, self._t, self._T = np.zeros(shape, np.float32), np.zeros(work.n_envs, int), work.T
-        self.close = self._envs.close
-
-    def advance(self) -> int:
-        steps = 0
-        while steps < len(self._t):
-            observation, reward, _, _, infos = self._envs.recv()
-            ids = infos["env_id"]
-            rows = self._t[ids] % self._T
-            self._observations[rows, ids], self._rewards[rows, ids] = observation, reward
-            self._t[ids] += 1
-            steps += len(ids)
-            self._envs.send(np.zeros(len(ids), np.int64), ids)
-        return steps
+def shm_send_recv(work: Work) -> SendRecv:
+    envs = ShmVectorEnv([work.make_env] * work.n_envs, n_workers=work.n_workers)
+    envs.reset(seed=0)
+    envs.send(np.zeros(work.n_envs, np.int64))
+    return SendRecv(work, envs.send, envs.recv, envs.close, work.n_envs)
 
 
 # ---- peers ---------------------------------------------------------------------------------------
@@ -290,11 +323,26 @@ def tianshou(name: str, work: Work) -> Loop:
     return Loop(work, step, envs.reset()[0], envs.close)
 
 
-def envpool(work: Work) -> Loop:
+def envpool(task: str, work: Work, *, is_async: bool = False) -> Loop:
     import envpool as library
 
-    envs = library.make_gymnasium("CartPole-v1", num_envs=work.n_envs, seed=0)
-    return Loop(work, lambda action: envs.step(action.astype(np.int32))[:4], envs.reset()[0], envs.close)
+    if not is_async:
+        envs = library.make_gymnasium(task, num_envs=work.n_envs, seed=0)
+        return Loop(work, lambda action: envs.step(action.astype(np.int32))[:4], envs.reset()[0], envs.close)
+    n = work.n_envs // 2  # of the environments at a time
+    envs = library.make_gymnasium(task, num_envs=work.n_envs, batch_size=n, num_threads=work.n_workers, seed=0)
+    envs.async_reset()
+    return SendRecv(work, lambda action, ids: envs.send(action.astype(np.int32), ids), envs.recv, envs.close, n)
+
+
+def ale(work: Work, *, is_async: bool = False) -> Loop:
+    n = work.n_envs // 2 if is_async else work.n_envs
+    envs = atari_vector_env(work.n_envs, batch_size=n, num_threads=work.n_workers)
+    observation, _ = envs.reset(seed=0)
+    if not is_async:
+        return Loop(work, lambda action: envs.step(action)[:4], observation, envs.close)
+    envs.send(np.zeros(n, np.int64))
+    return SendRecv(work, lambda action, _: envs.send(action), envs.recv, envs.close, n)
 
 
 def pufferlib(work: Work) -> Loop:
@@ -308,68 +356,153 @@ def pufferlib(work: Work) -> Loop:
     return Loop(work, lambda action: envs.step(action)[:4], envs.reset()[0], envs.close)
 
 
-def torchrl_env(work: Work, n: int) -> Any:
-    from torchrl.envs import GymWrapper, SerialEnv
-
-    return SerialEnv(n, lambda: GymWrapper(work.make_env(), categorical_action_encoding=True))
-
-
 class TorchRL:
-    """TorchRL's collector with two processes, each with its share of the environments and a copy of the policy."""
+    """One of TorchRL's collectors."""
 
-    def __init__(self, work: Work) -> None:
-        from tensordict.nn import TensorDictModule
-        from torchrl import collectors
-        from torchrl.modules import ProbabilisticActor
-
-        cls = getattr(collectors, "MultiSyncCollector", None) or collectors.MultiSyncDataCollector
-        policy = None
-        if (model := work.make_model()) is not None:
-            policy = ProbabilisticActor(
-                TensorDictModule(model, ["observation"], ["logits", "state_value"]),
-                in_keys=["logits"],
-                distribution_class=torch.distributions.Categorical,
-                return_log_prob=True,
-            )
-        self._steps = work.T * work.n_envs
-        make = partial(torchrl_env, work, work.n_envs // work.n_workers)
-        self._collector = cls([make] * work.n_workers, policy, frames_per_batch=self._steps, total_frames=-1)
-        self._batches, self.close = iter(self._collector), self._collector.shutdown
+    def __init__(self, collector: Any) -> None:
+        self._collector, self._batches = collector, iter(collector)
 
     def advance(self) -> int:
         return int(next(self._batches).numel())
+
+    def close(self) -> None:
+        self._collector.shutdown()
+        self._batches.close()  # now: at the end of the interpreter it raises
+
+
+def torchrl_env(work: Work) -> Any:
+    from torchrl.envs import GymWrapper
+
+    return GymWrapper(work.make_env(), categorical_action_encoding=True)
+
+
+def torchrl_policy(work: Work) -> Any:
+    from tensordict.nn import TensorDictModule
+    from torchrl.modules import ProbabilisticActor
+
+    if (model := work.make_model()) is None:
+        return None
+    return ProbabilisticActor(
+        TensorDictModule(model, ["observation"], ["logits", "state_value"]),
+        in_keys=["logits"],
+        distribution_class=torch.distributions.Categorical,
+        return_log_prob=True,
+    )
+
+
+def torchrl_multi(name: str, work: Work) -> TorchRL:
+    """Each process has its share of the environments and a copy of the policy. An asynchronous collector returns the
+    batch of the process that is the first to have one."""
+    multiprocessing.set_start_method("fork")  # by default, each process imports torch: 16 take a minute
+    from torchrl import collectors
+    from torchrl.envs import SerialEnv
+
+    n = work.n_workers
+    make = partial(SerialEnv, work.n_envs // n, partial(torchrl_env, work))
+    steps = work.T * work.n_envs // (n if "Async" in name else 1)
+    cls = getattr(collectors, name)
+    return TorchRL(cls([make] * n, torchrl_policy(work), frames_per_batch=steps, total_frames=-1))
+
+
+def torchrl_batched(work: Work, *, is_process: bool = False) -> TorchRL:
+    """A server acts for half of the environments as soon as they are ready, and for fewer after 1 ms. It is a thread
+    beside two processes with the environments. With `is_process`, it is a process, and each environment has one."""
+    from torchrl.collectors import AsyncBatchedCollector
+    from torchrl.modules.inference_server import ProcessSlotTransport
+
+    options: dict[str, Any] = {"frames_per_batch": work.rows * work.n_envs, "max_batch_size": work.n_envs}
+    options |= {"min_batch_size": work.n_envs // 2, "server_timeout": 0.001}
+    make, policy = partial(torchrl_env, work), torchrl_policy(work)
+    if is_process:
+        request = make().fake_tensordict().select(*policy.in_keys)
+        with torch.no_grad():
+            reply = policy(request.clone()).select(*policy.out_keys)
+        reply["policy_version"] = torch.zeros((), dtype=torch.long)
+        fork = multiprocessing.get_context("fork")
+        options["transport"] = ProcessSlotTransport(request, reply, num_slots=work.n_envs, ctx=fork)
+        options["policy_factory"] = partial(torchrl_policy, work)
+    else:
+        options |= {"policy": policy, "transport": "driver", "env_backend": "multiprocessing"}
+        options |= {"env_exchange": "shm", "envs_per_worker": work.n_envs // 2}
+    return TorchRL(AsyncBatchedCollector([make] * work.n_envs, **options))
+
+
+class SampleFactory:
+    """Sample Factory's sampler in the virtual environment that `make peers` makes for it."""
+
+    def __init__(self, work: Work) -> None:
+        what = pickle.dumps(work.make_env).hex(), work.n_workers, work.n_envs // work.n_workers, work.T
+        python, script = (
+            Path(sys.prefix, "sample-factory/bin/python"),
+            Path(__file__).with_name("sample_factory_loop.py"),
+        )
+        command = [str(part) for part in (python, script, *what)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+    def advance(self) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError("its process ended")
+        return int(line)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
 
 
 # ---- who takes part --------------------------------------------------------------------------------
 
 ONE, ALL = "bare loop, 1 process", "bare loops"  #: the contestants that others are compared with
-CARTPOLE = ("random", "mlp", "central", "short")
 LARGE = ("nature", "impala", "lstm")  #: larger policies
 EVERY = tuple(WORKS)
+
+SERVED = ("central", "uneven")  #: one process acts for all environments
+PROCESSES = ("random", "pixels", "sleeping", "pong", *SERVED)  #: for vector environments
 
 #: The function that makes the contestant, and the works in which it takes part.
 CONTESTANTS: dict[str, tuple[Callable[[Work], Any], Sequence[str]]] = {
     ONE: (partial(Bare, 1), EVERY),
     ALL: (lambda work: Bare(work.n_workers, work), EVERY),
-    "penstock ParallelSampler": (partial(Sampling, "ParallelSampler"), tuple(n for n in EVERY if n != "central")),
+    "penstock ParallelSampler": (partial(Sampling, "ParallelSampler"), tuple(n for n in EVERY if n not in SERVED)),
     'penstock ParallelSampler, "numpy"': (numpy_inference, ("mlp", "short")),
-    "penstock ParallelSampler, BatchedCartPole": (batched, ("random",)),
-    "penstock SerialSampler": (partial(Sampling, "SerialSampler"), ("random", "mlp", "pixels", "short", *LARGE)),
-    "penstock GpuSampler": (partial(Sampling, "GpuSampler"), ("central", *LARGE)),
+    "penstock ParallelSampler, BatchedCartPole": (partial(batched, BatchedCartPole), ("random",)),
+    "penstock ParallelSampler, AtariVectorEnv": (partial(batched, atari_vector_env), ("pong",)),
+    "penstock SerialSampler": (
+        partial(Sampling, "SerialSampler"),
+        ("random", "mlp", "pixels", "short", "pong", *LARGE),
+    ),
+    "penstock GpuSampler": (partial(Sampling, "GpuSampler"), (*SERVED, *LARGE)),
+    "penstock GpuSampler, min_ready=1": (partial(Sampling, "GpuSampler", min_ready=1), ("uneven",)),
     "penstock GpuSampler, serve_envs": (partial(Sampling, "GpuSampler", serve_envs="auto"), ("central", *LARGE)),
     "penstock AlternatingSampler": (partial(Sampling, "AlternatingSampler"), ("central",)),
-    "penstock ShmVectorEnv": (shm, ("random", "pixels", "sleeping", "central")),
-    "penstock ShmVectorEnv, send and recv": (SendRecv, ("sleeping",)),
+    "penstock ShmVectorEnv": (shm, PROCESSES),
+    "penstock ShmVectorEnv, send and recv": (shm_send_recv, ("sleeping",)),
     "Gymnasium SyncVectorEnv": (partial(gymnasium_env, SyncVectorEnv), EVERY),
-    "Gymnasium AsyncVectorEnv": (partial(gymnasium_env, AsyncVectorEnv), ("random", "pixels", "sleeping", "central")),
+    "Gymnasium AsyncVectorEnv": (partial(gymnasium_env, AsyncVectorEnv), PROCESSES),
     "SB3 DummyVecEnv": (partial(sb3, "DummyVecEnv"), ("random", "pixels", "central")),
-    "SB3 SubprocVecEnv": (partial(sb3, "SubprocVecEnv"), ("random", "pixels", "sleeping", "central")),
-    "TorchRL MultiSync": (TorchRL, ("random", "mlp", "pixels", "short")),
+    "SB3 SubprocVecEnv": (partial(sb3, "SubprocVecEnv"), PROCESSES),
+    "TorchRL MultiSync": (partial(torchrl_multi, "MultiSyncCollector"), ("random", "mlp", "pixels", "short", "pong")),
+    "TorchRL MultiAsync": (
+        partial(torchrl_multi, "MultiAsyncCollector"),
+        ("random", "mlp", "pixels", "sleeping", "short", "pong"),
+    ),
+    "TorchRL AsyncBatched": (torchrl_batched, SERVED),
+    "TorchRL AsyncBatched, server process": (partial(torchrl_batched, is_process=True), SERVED),
     "tianshou DummyVectorEnv": (partial(tianshou, "DummyVectorEnv"), ("random", "pixels")),
-    "tianshou ShmemVectorEnv": (partial(tianshou, "ShmemVectorEnv"), ("random", "pixels", "sleeping", "central")),
-    "EnvPool (its own CartPole in C++)": (envpool, ("random", "central")),
-    "PufferLib": (pufferlib, ("random", "pixels", "sleeping", "central")),
-    "rlpyt's loop": (RlpytLoop, ("random", "mlp", "pixels", "sleeping", "short")),
+    "tianshou ShmemVectorEnv": (partial(tianshou, "ShmemVectorEnv"), PROCESSES),
+    "EnvPool (its own CartPole in C++)": (partial(envpool, "CartPole-v1"), ("random", "central")),
+    "EnvPool, send and recv (its own CartPole)": (
+        partial(envpool, "CartPole-v1", is_async=True),
+        ("random", "central"),
+    ),
+    "EnvPool (its own Pong)": (partial(envpool, "Pong-v5"), ("pong",)),
+    "EnvPool, send and recv (its own Pong)": (partial(envpool, "Pong-v5", is_async=True), ("pong",)),
+    "ALE AtariVectorEnv": (ale, ("pong",)),
+    "ALE AtariVectorEnv, send and recv": (partial(ale, is_async=True), ("pong",)),
+    "Sample Factory": (SampleFactory, SERVED),
+    "PufferLib": (pufferlib, PROCESSES),
+    "rlpyt's loop": (RlpytLoop, ("random", "mlp", "pixels", "sleeping", "short", "pong")),
 }
 
 

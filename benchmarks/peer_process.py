@@ -246,9 +246,9 @@ class Contestant:
             if pipe is not None:
                 pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
+            self._process.wait(30)  # TorchRL's take more than 5 s on a busy machine, and leave semaphores if killed
         left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        for process in psutil.wait_procs(left, 1)[1]:
+        for process in psutil.wait_procs(left, 5)[1]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()

@@ -39,6 +39,14 @@ AIMS: dict[str, list[tuple[str, str, float, bool]]] = {
         ("penstock GpuSampler, serve_envs", _SYNC, 1.0, False),
     ],
     "short": [("penstock ParallelSampler", _SERIAL, 0.8, True)],
+    "uneven": [
+        ("penstock GpuSampler, min_ready=1", "TorchRL AsyncBatched", 1.0, False),
+        ("penstock GpuSampler, min_ready=1", "TorchRL AsyncBatched, server process", 1.0, False),
+    ],
+    "pong": [
+        ("penstock ParallelSampler", _SERIAL, 0.95, True),
+        ("penstock ParallelSampler, AtariVectorEnv", "ALE AtariVectorEnv", 1.0, False),
+    ],
     **{
         name: [("penstock ParallelSampler", _SYNC, 1.0, False), ("penstock GpuSampler", _SYNC, 1.0, False)]
         for name in LARGE
@@ -70,10 +78,15 @@ def fastest(rounds: Rounds, names: Iterable[str]) -> str | None:
     return max(medians, key=medians.__getitem__, default=None)
 
 
+def is_alike(name: str) -> bool:
+    """Not of another kind: bare loops are bounds, and batched or other environments are another work."""
+    return not (name.startswith(("bare", "EnvPool")) or "BatchedCartPole" in name or "AtariVectorEnv" in name)
+
+
 def best_peer(rounds: Rounds) -> str | None:
-    """The fastest contestant of another library. EnvPool has other environments."""
+    """The fastest contestant of another library."""
     names = {name for turns in rounds for name in turns}
-    return fastest(rounds, sorted(name for name in names if not name.startswith(("penstock", "bare", "EnvPool"))))
+    return fastest(rounds, sorted(name for name in names if is_alike(name) and not name.startswith("penstock")))
 
 
 def padded(figures: Sequence[float]) -> Sequence[float]:
@@ -124,7 +137,7 @@ def summary(results: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings)]
     for result in results:
         rounds = result["rounds"]
-        names = {name for turns in rounds for name in turns if name.startswith("penstock") and "Batched" not in name}
+        names = {name for turns in rounds for name in turns if name.startswith("penstock") and is_alike(name)}
         name, peer = fastest(rounds, sorted(names)), best_peer(rounds)
         if name is None or peer is None:
             continue
@@ -276,10 +289,10 @@ def draw(results: Sequence[dict[str, Any]], file: Path, only: str | None = None)
     matplotlib.rcParams["svg.hashsalt"] = "penstock"
     import matplotlib.pyplot as plt
 
-    shown = [result for result in results if only in (None, result["work"])]
+    shown = [result for result in results if only in (None, result["work"]) and any(result["rounds"])]
     panels = [rates(result["rounds"]) for result in shown]
     if only:
-        panels = [{name: rate for name, rate in panel.items() if _is_alike(name)} for panel in panels]
+        panels = [{name: rate for name, rate in panel.items() if is_alike(name)} for panel in panels]
     heights = [len(panel) + 2 for panel in panels]
     picture, parts = plt.subplots(
         len(panels), 1, figsize=(5, 0.5 * sum(heights)), squeeze=False, layout="constrained", height_ratios=heights
@@ -299,8 +312,3 @@ def draw(results: Sequence[dict[str, Any]], file: Path, only: str | None = None)
         part.spines[:].set_visible(False)
     picture.savefig(file, transparent=True, metadata={"Date": None} if file.suffix == ".svg" else None)
     plt.close(picture)
-
-
-def _is_alike(name: str) -> bool:
-    """Not of another kind: bare loops are bounds, and batched or other environments are another work."""
-    return not name.startswith(("bare", "EnvPool")) and "Batched" not in name

@@ -36,7 +36,7 @@ from typing import Any
 
 from peer_process import Contestant, Turn, await_calm, serve
 
-WORK_NAMES = ("random", "mlp", "pixels", "sleeping", "central", "short", "nature", "impala", "lstm")
+WORK_NAMES = ("random", "mlp", "pixels", "sleeping", "central", "short", "uneven", "pong", "nature", "impala", "lstm")
 
 
 def take_turns(contestant: Contestant, args: argparse.Namespace) -> dict[str, Turn]:
