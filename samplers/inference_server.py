@@ -5,6 +5,7 @@ It runs in the main process, or in a separate process.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -281,7 +282,8 @@ class InferenceServer:
     @property
     def sleep_seconds(self) -> float:
         """How long this process may sleep before it must call `serve`, although nothing has come."""
-        return max(0.0, (self._rule.due - time.monotonic()) // _SLEEP_SECONDS * _SLEEP_SECONDS)
+        due = self._rule.due
+        return due if due == math.inf else max(0.0, (due - time.monotonic()) // _SLEEP_SECONDS * _SLEEP_SECONDS)
 
     @property
     def wake_for_any(self) -> bool:

@@ -87,7 +87,8 @@ def test_the_sb3_example_of_the_readme_runs_as_a_script(tmp_path: Path) -> None:
 def test_the_readme_is_short() -> None:
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     assert len(words) <= 900
-    assert len((ROOT / "benchmarks/README.md").read_text(encoding="utf-8").split()) <= 3000
+    words = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8").split()
+    assert sum(word.strip("|-") != "" for word in words) <= 3000, "the marks of tables are not words"
     assert words.index("test") < 0.5 * len(words), "`make test` belongs into the first half"
 
 

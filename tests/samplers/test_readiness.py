@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock import AlternatingSampler, ConfigError, GpuSampler
 from penstock.envs import CountingEnv
-from penstock.samplers import readiness
+from penstock.samplers import inference_server, readiness
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 from penstock.samplers.stats import ServerTotals, WorkerStats
 
@@ -248,3 +248,13 @@ def test_server_stats_say_where_the_time_went(
 
 def test_server_stats_before_the_first_step() -> None:
     assert repr(ServerTotals(4, shared=False).stats).startswith("0 steps of the agent, for 0.0 environments")
+
+
+@pytest.mark.parametrize(("left", "seconds"), [(math.inf, math.inf), (0.0025, 0.002), (0.0005, 0.0), (-1.0, 0.0)])
+def test_a_server_sleeps_until_its_rule_is_due(left: float, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whole milliseconds, as `poll` takes them."""
+    monkeypatch.setattr(inference_server.time, "monotonic", lambda: 100.0)
+    server = object.__new__(inference_server.InferenceServer)
+    server._rule = FirstReady(2, lambda rank: 1)
+    server._rule.due = 100.0 + left
+    assert server.sleep_seconds == pytest.approx(seconds)
