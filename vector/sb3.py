@@ -56,9 +56,11 @@ class Sb3VecEnv(VecEnv):
         envs.check_fit_for_sb3()
         envs.allow_step_before_reset()
         self.envs = envs
-        # The environment of each row. Environments of several agents have several rows.
-        self._env_of = list(range(envs.num_envs)) if envs.seats is None else [e for e, _ in envs.seats]
-        self._first_rows = [self._env_of.index(e) for e in sorted(set(self._env_of))]
+        # The environment of each row. Environments of several agents have several rows, and batched ones too.
+        self._env_of = envs.env_of_rows
+        # The rows that have their own seeds, options and pictures.
+        firsts = range(envs.num_envs) if envs.seats is None else map(self._env_of.index, sorted(set(self._env_of)))
+        self._first_rows = list(firsts)
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
         self.metadata = envs.metadata
 
@@ -70,7 +72,7 @@ class Sb3VecEnv(VecEnv):
         """
         seeds = self._seeds[: len(self._first_rows)]
         options = [self._options[row] or None for row in self._first_rows]
-        observations, infos = self.envs._reset_listed(seeds, options)
+        observations, infos = self.envs.reset_listed(seeds, options)
         self.reset_infos = [{} for _ in range(self.num_envs)]
         for i, info in infos:
             self.reset_infos[i] = info

@@ -1,0 +1,269 @@
+"""Batched environments: a worker has one, whose rows are its environments, and steps all of them by one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode
+
+from penstock.buffers.tree import map_tree
+from penstock.collectors.tracking import snapshot
+from penstock.collectors.vector import REFUSALS, VectorColumns
+from penstock.envs.calls import EnvCall
+from penstock.envs.checks import require_info
+from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.infos import element, info_of, mask_name
+from penstock.envs.rows import arrays_like
+from penstock.envs.seeding import Purpose
+from penstock.errors import ConfigError, SpaceError, brief
+from penstock.vector.exchange import Exchange, Flags, Ids, Infos, require_finite
+from penstock.vector.step_memory import VectorMemory
+from penstock.vector.step_program import RESTARTED, ResetMessage, VectorProgram
+from penstock.workers.control import Command, Phase, Progress
+
+_FINAL = ("final_obs", "final_info")
+
+
+class _Rows(VectorColumns):
+    """`VectorColumns` whose resets have options."""
+
+    options: dict[str, Any] | None = None
+
+    def _reset(self, seed: Any) -> Any:
+        try:
+            result = self._reset_with(seed)
+        except REFUSALS:
+            mask = (self.options or {}).get("reset_mask")
+            if mask is None or mask.all() or not hasattr(seed, "__len__"):
+                raise
+            # Some environments, such as ALE's, take seeds only for the rows that they reset.
+            own = [each for each, is_reset in zip(seed, mask, strict=True) if is_reset]
+            result = self._reset_with(type(seed)(own) if isinstance(seed, list) else np.array(own))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise SpaceError(f"reset of {self.env} must return a tuple (observation, infos), got {brief(result)}")
+        require_info(result[1], self.env_ranks[0], "reset")
+        self.infos = result[1]
+        return result
+
+    def _reset_with(self, seed: Any) -> Any:
+        return self.env.reset(seed=seed, options=None if self.options is None else {**self.options})
+
+
+@dataclass
+class BatchProgram(VectorProgram):
+    """The `VectorProgram` of batched environments."""
+
+    def _build_envs(self, factories: Sequence[EnvFactory]) -> list[Any]:
+        plan = self._plan
+        first, *_ = plan.columns
+        context = EnvContext(first, plan.worker_rank, self.build_seeds[first], Purpose.TRAIN)
+        env = self._builder.build_batched(factories[0], len(plan.columns), context)
+        self._columns = _Rows(env, plan.env_ranks, self._progress)
+        if (mode := AutoresetMode(env.metadata["autoreset_mode"])) is not self.autoreset_mode:
+            raise ConfigError(
+                f"the batched environment of env_rank {first} has the autoreset mode {mode.name}, that of the example "
+                f"environment, or the argument autoreset_mode, is {self.autoreset_mode.name}: they must be the same"
+            )
+        return [env]
+
+    def _bind(self, memory: VectorMemory) -> None:
+        own = self._rows
+        self._action = arrays_like(self.action_space, own.action)
+        self._reward, self._flags = own.reward, (own.terminated, own.truncated)
+        self._observation = arrays_like(self.observation_space, own.observation[np.newaxis])
+        self._last = arrays_like(self.observation_space, own.observation)
+        # A worker that may be replaced writes no observation before a step is complete, as in `_bind_methods`.
+        self._into = None if self.may_be_replaced else (self._observation, 0)
+        self._begun: tuple[Any, Any] | None = None  # what the step after a replacement returns
+
+    def run(self, command: Command) -> None:
+        """As `VectorProgram.run`, for all rows at once."""
+        if command.has_message:
+            super().run(command)
+        elif self._with_request():
+            self._progress.enter(Phase.STEPPING)
+            self._step_all()
+            if self._one_by_one[0]:
+                assert self._context.gate is not None
+                self._context.gate.wake_main()
+
+    def _step_all(self) -> None:
+        columns, none = self._columns, np.zeros(len(self._reward), np.bool_)
+        if self._unseeded:
+            flags: tuple[Any, Any] = none, self._cut()
+        elif self._begun is not None:
+            (columns.observations, columns.infos), self._begun = self._begun, None
+            columns.rewards, flags = none, (none, none)
+        else:
+            flags = columns.advance(snapshot(self._action), self._into)
+        for name, own, given in zip(("terminated", "truncated"), self._flags, flags, strict=True):
+            if np.shape(given) != own.shape or np.asarray(given).dtype.kind not in "biu":
+                ranks = f"env_rank {columns.env_ranks[0]} to {columns.env_ranks[-1]}"
+                raise SpaceError(
+                    f"{name} of the batched environment ({ranks}) must be bools {own.shape}, got {brief(given)}"
+                )
+            own[...] = given
+        if self.autoreset_mode is AutoresetMode.SAME_STEP and "final_obs" not in columns.infos and np.any(flags):
+            b = int(np.logical_or(*flags).argmax())
+            raise SpaceError(
+                f"the batched environment gave no final_obs for env_rank {columns.env_ranks[b]}, which ended"
+            )
+        columns.write_step(self._observation, self._reward[np.newaxis], 0)
+        self._send_infos(0)
+
+    def _cut(self) -> npt.NDArray[np.bool_]:
+        """The first step after a replacement: each episode ends where the worker before this one left it."""
+        columns, last, everywhere = self._columns, snapshot(self._last), np.ones(len(self._reward), np.bool_)
+        self._begin_again()
+        told = {RESTARTED: everywhere, mask_name(RESTARTED): everywhere}
+        columns.rewards = np.zeros(len(everywhere))
+        if self.autoreset_mode is AutoresetMode.SAME_STEP:
+            columns.infos = {**columns.infos, "final_obs": last, "final_info": told}
+            return everywhere
+        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
+            self._begun = snapshot(columns.observations), columns.infos
+        columns.observations, columns.infos = last, told
+        return everywhere
+
+    def _begin_again(self) -> None:
+        """The first reset after a replacement, with other seeds than before. All rows are reset."""
+        columns = self._columns
+        self._unseeded = set(range(len(columns)))
+        columns.options = None
+        columns.reset_all([self._seed_of(i, None) for i in range(len(columns))])
+        self._progress.enter(Phase.STEPPING)
+
+    def _send_infos(self, row: int) -> None:
+        """Send the infos with the reply of `row`, and reply."""
+        infos = self._columns.infos
+        if infos:
+            done = self._flags[0] | self._flags[1]
+            infos = {**{mask_name(name): done for name in _FINAL if name in infos}, **infos}  # ALE gives no masks
+            if "env_id" in infos:  # ALE's name for the index of a row, here among those of all workers
+                infos["env_id"] = infos["env_id"] + self._plan.columns.start
+            self._record_info(row, "info", infos)
+        self._reply()
+
+    # ---- resetting and calling -------------------------------------------------------------
+
+    def _reset(self, message: ResetMessage) -> None:
+        columns, own, which = self._columns, self._plan.columns, self._with_request()
+        if not which:
+            return
+        lost = self._unseeded.difference(which)
+        if lost and len(which) < len(own):  # a reset of some rows needs one of all before
+            self._begin_again()
+            self._unseeded = lost
+        options = message.options[own.start]
+        if options and "reset_mask" in options:
+            options = {**options, "reset_mask": options["reset_mask"][own.start : own.stop]}
+        columns.options = options
+        seeds = [message.seeds[column] for column in own]
+        columns.reset_all([self._seed_of(i, seed) if i in which else seed for i, seed in enumerate(seeds)])
+        self._begun = self._begun and (snapshot(columns.observations), {}) if len(which) < len(own) else None
+        self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset
+        self._reward[which] = self._flags[0][which] = self._flags[1][which] = 0
+        columns.write_observations(self._rows.observation)
+        self._send_infos(which[0])
+        self._progress.enter(Phase.STEPPING)
+
+    def _call(self, call: EnvCall, envs: Sequence[Any] | None = None) -> None:
+        rank = self._plan.worker_rank
+        self._perform(call, self._envs, range(rank, rank + 1), self._plan.env_ranks[:1])
+
+
+class BatchExchange(Exchange):
+    """The `Exchange` of batched environments: all rows of a worker reply together, and the first that was requested has
+    the infos of all."""
+
+    def __init__(
+        self, memory: VectorMemory, program: BatchProgram, groups: Sequence[range], *, check_finite: bool
+    ) -> None:
+        super().__init__(memory, program, check_finite=check_finite)
+        self._same_step = False  # final observations come with the infos
+        self._groups = groups
+        self._group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+
+    def together_with(self, which: Ids) -> Ids:
+        return np.flatnonzero(np.isin(self._group_of, self._group_of[which]))
+
+    @property
+    def ready(self) -> Ids:
+        ready = super().ready
+        unready = np.setdiff1d(self.outstanding, ready)  # a worker may be writing the replies of its rows
+        return np.setdiff1d(ready, self.together_with(unready)) if len(unready) else ready
+
+    def _infos_of(self, is_new: Flags, has_info: Flags, ids: list[int]) -> Infos:
+        """The infos of each worker that has sent some, with its first row."""
+        found = [(self._groups[self._group_of[i]].start, self._unpickled_infos(i)["info"]) for i in ids]
+        if self._check_finite:
+            for start, infos in found:
+                for b in np.flatnonzero(infos.get("_final_obs", False)).tolist():
+                    final = map_tree(lambda leaf: np.asarray(leaf)[np.newaxis], element(infos["final_obs"], b))
+                    require_finite(final, np.zeros(1, np.intp), "final_obs", [start + b])
+        return found
+
+    def batched(self, infos: Infos, rows: Ids | None = None) -> dict[str, Any]:
+        if not infos:
+            return {}
+        own, at, parts = dict(infos), 0, list[tuple[slice, Any]]()
+        for group in self._groups:
+            if rows is None or group.start in rows:
+                parts.append((slice(at, at + len(group)), own.get(group.start, {})))
+                at += len(group)
+        merged: dict[str, Any] = parts[0][1] if len(parts) == 1 else _merged(parts, at, "info")
+        return merged
+
+    def listed(self, infos: Infos) -> Infos:
+        found = []
+        for start, own in infos:
+            (group,) = (group for group in self._groups if group.start == start)
+            arrays = _merged([(slice(0, len(group)), own)], len(group), "info")
+            found += [(row, info) for b, row in enumerate(group) if (info := _row_of(arrays, b))]
+        return found
+
+
+def _merged(parts: Sequence[tuple[slice, Any]], n: int, name: str) -> Any:
+    """Infos or final observations of some rows each, as one batch of `n` rows. Where an entry is missing, it is zero or
+    None, and its mask is False."""
+    (_, first), *_ = parts
+    if isinstance(first, Mapping):
+        merged = {}
+        for key in dict.fromkeys(key for _, part in parts for key in part):
+            own = [(rows, part[key]) for rows, part in parts if key in part]
+            merged[key] = _merged(own, n, f"{name}[{key!r}]")
+            mask = mask_name(str(key))
+            if len(own) < len(parts) and not str(key).startswith("_") and all(mask not in part for _, part in parts):
+                merged[mask] = _merged([(rows, True) for rows, _ in own], n, mask)
+        return merged
+    if isinstance(first, tuple):
+        return tuple(_merged([(rows, part[i]) for rows, part in parts], n, name) for i in range(len(first)))
+    arrays = [(rows, _as_rows(part, rows.stop - rows.start)) for rows, part in parts]
+    (shape, *others), dtype = {array.shape[1:] for _, array in arrays}, np.result_type(*(array for _, array in arrays))
+    if others:
+        raise SpaceError(f"{name} must have the same shape in all workers, got {sorted((shape, *others))}")
+    batch = np.full((n, *shape), None if dtype.hasobject else np.zeros((), dtype))
+    for rows, array in arrays:
+        batch[rows] = array
+    return batch
+
+
+def _as_rows(value: Any, n: int) -> Any:
+    """An array of `n` rows. What is none holds for each of them."""
+    array = np.asarray(value)
+    return array if array.shape[:1] == (n,) else np.broadcast_to(array, (n, *array.shape))
+
+
+def _row_of(infos: Mapping[str, Any], b: int) -> dict[str, Any]:
+    """The info of row b, with `final_obs` and `final_info` where its episode ended and it was reset at once."""
+    info = info_of({key: value for key, value in infos.items() if key not in ("final_info", "_final_info")}, b)
+    if "final_obs" in infos and infos["_final_obs"][b]:
+        # Gymnasium's RecordEpisodeStatistics puts the statistics beside the infos of the reset.
+        ended = {"episode": info.pop("episode")} if "episode" in info else {}
+        final_info = {**info_of(infos.get("final_info", {}), b), **ended}
+        info = {**info, "final_obs": element(infos["final_obs"], b), "final_info": final_info}
+    return info
