@@ -154,16 +154,14 @@ class BatchProgram(VectorProgram):
         columns, own, which = self._columns, self._plan.columns, self._with_request()
         if not which:
             return
-        lost = self._unseeded.difference(which)
-        if lost and len(which) < len(own):  # a reset of some rows needs one of all before
+        if lost := self._unseeded.difference(which):  # a reset of some rows needs one of all before
             self._begin_again()
-            self._unseeded = lost
         options = message.options[own.start]
         if options and "reset_mask" in options:
             options = {**options, "reset_mask": options["reset_mask"][own.start : own.stop]}
         columns.options = options
-        seeds = [message.seeds[column] for column in own]
-        columns.reset_all([self._seed_of(i, seed) if i in which else seed for i, seed in enumerate(seeds)])
+        columns.reset_all([self._seed_of(i, message.seeds[column]) for i, column in enumerate(own)])
+        self._unseeded = lost
         self._begun = self._begun and (snapshot(columns.observations), {}) if len(which) < len(own) else None
         self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset
         self._reward[which] = self._flags[0][which] = self._flags[1][which] = 0

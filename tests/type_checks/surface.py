@@ -98,7 +98,7 @@ def choices() -> None:
     ParallelSampler("CartPole-v1", batch_T=4, batch_B=2, on_worker_failure="restrat")  # type: ignore[arg-type]
     ParallelSampler("CartPole-v1", batch_T=4, batch_B=2, start_method="frok")  # type: ignore[arg-type]
     Frames(4, "rest")  # type: ignore[arg-type]
-    ShmVectorEnv("CartPole-v1", num_envs=8, n_worker=2)  # type: ignore[call-arg]
+    ShmVectorEnv("CartPole-v1", num_envs=8, n_worker=2)  # type: ignore[arg-type]
     ShmVectorEnv(BatchedCartPole, num_envs="8")  # type: ignore[arg-type]
     ShmVectorEnv([ScriptedGame] * 2)
     ShmVectorEnv([int] * 2)  # type: ignore[arg-type]
