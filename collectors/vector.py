@@ -309,10 +309,10 @@ class VectorColumns(EnvBatch):
     def _ends(self, done: npt.NDArray[Any], terminated: npt.NDArray[Any], truncated: npt.NDArray[Any]) -> EpisodeEnds:
         columns = done.nonzero()[0]
         final = self.infos.get("final_obs") if self._resets_at_once else self.observations
-        rows = self._final_rows(columns, final)
+        rows = self.final_rows(columns, final)
         return EpisodeEnds(done, terminated, truncated, columns, np.asarray(self.rewards)[columns], rows, final)
 
-    def _final_rows(self, columns: npt.NDArray[Any], final: Any) -> Any:
+    def final_rows(self, columns: npt.NDArray[Any], final: Any) -> Any:
         """The final observations of `columns`, checked, as they are recorded `[k, ...]`."""
         name = "the final observation"
         if not self.checks and _is_row_of(self._final_arrays, final):

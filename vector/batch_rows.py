@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from gymnasium.vector import AutoresetMode
 
-from penstock.buffers.tree import map_tree
 from penstock.collectors.tracking import snapshot
 from penstock.collectors.vector import REFUSALS, VectorColumns
 from penstock.envs.calls import EnvCall
@@ -20,12 +18,12 @@ from penstock.envs.infos import element, info_of, mask_name
 from penstock.envs.rows import arrays_like
 from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError, SpaceError, brief
-from penstock.vector.exchange import Exchange, Flags, Ids, Infos, require_finite
-from penstock.vector.step_memory import VectorMemory
+from penstock.vector.exchange import Exchange, Flags, Ids, Infos
+from penstock.vector.step_memory import VectorMemory, copy_rows
 from penstock.vector.step_program import RESTARTED, ResetMessage, VectorProgram
 from penstock.workers.control import Command, Phase, Progress
 
-_FINAL = ("final_obs", "final_info")
+_FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
 
 
 class _Rows(VectorColumns):
@@ -75,10 +73,12 @@ class BatchProgram(VectorProgram):
         self._action = arrays_like(self.action_space, own.action)
         self._reward, self._flags = own.reward, (own.terminated, own.truncated)
         self._observation = arrays_like(self.observation_space, own.observation[np.newaxis])
+        self._final = own.final_observation
         self._last = arrays_like(self.observation_space, own.observation)
         # A worker that may be replaced writes no observation before a step is complete, as in `_bind_methods`.
         self._into = None if self.may_be_replaced else (self._observation, 0)
         self._begun: tuple[Any, Any] | None = None  # what the step after a replacement returns
+        self._constant = np.zeros(len(self._reward), np.bool_), np.ones(len(self._reward), np.bool_)
 
     def run(self, command: Command) -> None:
         """As `VectorProgram.run`, for all rows at once."""
@@ -92,12 +92,12 @@ class BatchProgram(VectorProgram):
                 self._context.gate.wake_main()
 
     def _step_all(self) -> None:
-        columns, none = self._columns, np.zeros(len(self._reward), np.bool_)
+        columns = self._columns
         if self._unseeded:
-            flags: tuple[Any, Any] = none, self._cut()
+            flags = self._cut()
         elif self._begun is not None:
             (columns.observations, columns.infos), self._begun = self._begun, None
-            columns.rewards, flags = none, (none, none)
+            columns.rewards, flags = self._constant[0], self._constant[:1] * 2
         else:
             flags = columns.advance(snapshot(self._action), self._into)
         for name, own, given in zip(("terminated", "truncated"), self._flags, flags, strict=True):
@@ -107,27 +107,24 @@ class BatchProgram(VectorProgram):
                     f"{name} of the batched environment ({ranks}) must be bools {own.shape}, got {brief(given)}"
                 )
             own[...] = given
-        if self.autoreset_mode is AutoresetMode.SAME_STEP and "final_obs" not in columns.infos and np.any(flags):
-            b = int(np.logical_or(*flags).argmax())
-            raise SpaceError(
-                f"the batched environment gave no final_obs for env_rank {columns.env_ranks[b]}, which ended"
-            )
+        if self.autoreset_mode is AutoresetMode.SAME_STEP and len(ended := np.logical_or(*self._flags).nonzero()[0]):
+            self._final[ended] = columns.final_rows(ended, columns.infos.get("final_obs"))
         columns.write_step(self._observation, self._reward[np.newaxis], 0)
         self._send_infos(0)
 
-    def _cut(self) -> npt.NDArray[np.bool_]:
+    def _cut(self) -> Any:
         """The first step after a replacement: each episode ends where the worker before this one left it."""
-        columns, last, everywhere = self._columns, snapshot(self._last), np.ones(len(self._reward), np.bool_)
+        columns, last, (nowhere, everywhere) = self._columns, snapshot(self._last), self._constant
         self._begin_again()
         told = {RESTARTED: everywhere, mask_name(RESTARTED): everywhere}
-        columns.rewards = np.zeros(len(everywhere))
+        columns.rewards = nowhere
         if self.autoreset_mode is AutoresetMode.SAME_STEP:
             columns.infos = {**columns.infos, "final_obs": last, "final_info": told}
-            return everywhere
+            return nowhere, everywhere
         if self.autoreset_mode is AutoresetMode.NEXT_STEP:
             self._begun = snapshot(columns.observations), columns.infos
         columns.observations, columns.infos = last, told
-        return everywhere
+        return nowhere, everywhere
 
     def _begin_again(self) -> None:
         """The first reset after a replacement, with other seeds than before. All rows are reset."""
@@ -138,13 +135,14 @@ class BatchProgram(VectorProgram):
         self._progress.enter(Phase.STEPPING)
 
     def _send_infos(self, row: int) -> None:
-        """Send the infos with the reply of `row`, and reply."""
-        infos = self._columns.infos
-        if infos:
-            done = self._flags[0] | self._flags[1]
-            infos = {**{mask_name(name): done for name in _FINAL if name in infos}, **infos}  # ALE gives no masks
+        """Send the infos with the reply of `row`, and reply. Final observations and their masks are in the rows."""
+        if infos := self._columns.infos:
             if "env_id" in infos:  # ALE's name for the index of a row, here among those of all workers
-                infos["env_id"] = infos["env_id"] + self._plan.columns.start
+                infos = {**infos, "env_id": infos["env_id"] + self._plan.columns.start}
+            if self.autoreset_mode is AutoresetMode.SAME_STEP and "final_obs" in infos:
+                infos = {key: value for key, value in infos.items() if key not in _FINAL}
+                if final_info := self._columns.infos.get("final_info"):
+                    infos["final_info"] = final_info
             self._record_info(row, "info", infos)
         self._reply()
 
@@ -182,7 +180,7 @@ class BatchExchange(Exchange):
         self, memory: VectorMemory, program: BatchProgram, groups: Sequence[range], *, check_finite: bool
     ) -> None:
         super().__init__(memory, program, check_finite=check_finite)
-        self._same_step = False  # final observations come with the infos
+        self._done = np.zeros(len(self.all), np.bool_)  # the rows that ended in the step that was taken last
         self._groups = groups
         self._group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
 
@@ -197,32 +195,31 @@ class BatchExchange(Exchange):
 
     def _infos_of(self, is_new: Flags, has_info: Flags, ids: list[int]) -> Infos:
         """The infos of each worker that has sent some, with its first row."""
-        found = [(self._groups[self._group_of[i]].start, self._unpickled_infos(i)["info"]) for i in ids]
-        if self._check_finite:
-            for start, infos in found:
-                for b in np.flatnonzero(infos.get("_final_obs", False)).tolist():
-                    final = map_tree(lambda leaf: np.asarray(leaf)[np.newaxis], element(infos["final_obs"], b))
-                    require_finite(final, np.zeros(1, np.intp), "final_obs", [start + b])
-        return found
+        self._done = is_new & (self.terminated | self.truncated) if self._same_step else np.zeros_like(is_new)
+        return [(self._groups[self._group_of[i]].start, self._unpickled_infos(i)["info"]) for i in ids]
 
     def batched(self, infos: Infos, rows: Ids | None = None) -> dict[str, Any]:
-        if not infos:
-            return {}
-        own, at, parts = dict(infos), 0, list[tuple[slice, Any]]()
-        for group in self._groups:
-            if rows is None or group.start in rows:
-                parts.append((slice(at, at + len(group)), own.get(group.start, {})))
-                at += len(group)
-        merged: dict[str, Any] = parts[0][1] if len(parts) == 1 else _merged(parts, at, "info")
+        which = self.all if rows is None else rows
+        merged: dict[str, Any] = {}
+        if infos:
+            own, starts = dict(infos), which.searchsorted([group.start for group in self._groups])
+            parts = [
+                (slice(at, at + len(group)), own.get(group.start, {}))
+                for at, group in zip(starts.tolist(), self._groups, strict=True)
+                if at < len(which) and which[at] == group.start
+            ]
+            merged = _merged(parts, len(which), "info")
+        done = self._done[which]
+        if ended := done.nonzero()[0].tolist():
+            final = {"final_obs": np.full(len(which), None), "final_info": merged.get("final_info", {})}
+            for k in ended:
+                final["final_obs"][k] = copy_rows(self._final, int(which[k]))
+            merged = {**merged, **final, "_final_obs": done, "_final_info": done.copy()}
         return merged
 
     def listed(self, infos: Infos) -> Infos:
-        found = []
-        for start, own in infos:
-            (group,) = (group for group in self._groups if group.start == start)
-            arrays = _merged([(slice(0, len(group)), own)], len(group), "info")
-            found += [(row, info) for b, row in enumerate(group) if (info := _row_of(arrays, b))]
-        return found
+        batched = self.batched(infos)
+        return [(row, info) for row in range(len(self.all)) if (info := _row_of(batched, row))] if batched else []
 
 
 def _merged(parts: Sequence[tuple[slice, Any]], n: int, name: str) -> Any:

@@ -196,7 +196,7 @@ def test_an_environment_may_write_in_place() -> None:
             assert observation[:, 0].tolist() == [t % 3, t, t % 3, t]
         assert terminated.tolist() == [True, False, True, False]
         assert infos["told"].tolist() == ["once"] * 4  # what is no array holds for each row of its worker
-        assert infos["final_obs"][terminated].tolist() == [[3, 3], [3, 3]]
+        assert [final.tolist() for final in infos["final_obs"][terminated]] == [[3, 3], [3, 3]]
         assert envs.get_attr("n_into") == (3, 3)
         infos = envs.step(np.zeros(4, int))[4]
         assert infos["told"].tolist() == ["once"] * 4
@@ -465,7 +465,7 @@ def test_a_replaced_workers_episodes_are_cut_where_they_were(mode: AutoresetMode
         assert truncated.tolist() == cut
         assert not terminated.any()
         if mode is SAME:
-            assert infos["final_obs"][4:].tolist() == [[0, 2]] * 2
+            assert [final.tolist() for final in infos["final_obs"][4:]] == [[0, 2]] * 2
             assert infos["_final_obs"].tolist() == cut
             assert infos["final_info"]["worker_restarted"].tolist() == cut
             assert observation[4:].tolist() == [[0, 0]] * 2
