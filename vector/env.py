@@ -239,17 +239,19 @@ class ShmVectorEnv(CallsOnEnvs):
 
         Returns observations `[n, ...]` and batched infos.
         """
-        observations, infos = self._reset(seed, options)
+        observations, infos = self._reset_unbatched(seed, options)
         return observations, self._batched(infos)
 
-    def reset_listed(
+    def _reset_listed(
         self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
     ) -> tuple[Any, Infos]:
         """As `reset`, with the infos unbatched: pairs (index, info) of the environments that had any."""
-        observations, infos = self._reset(seed, options)
+        observations, infos = self._reset_unbatched(seed, options)
         return observations, self._exchange.listed(infos)
 
-    def _reset(self, seed: int | Sequence[int | None] | None, options: Options | list[Options]) -> tuple[Any, Infos]:
+    def _reset_unbatched(
+        self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
+    ) -> tuple[Any, Infos]:
         with self._guard.call("reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
             prepared = self._prepared_reset(seed, options)
             if self._guard.state is State.RESETTING:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class Sb3VecEnv(VecEnv):
     """Runs a `ShmVectorEnv` as a `VecEnv` of Stable-Baselines3. It takes the arguments of `SubprocVecEnv`.
 
+    With `num_envs`, `env_fns` is one function of batched environments, which must have the mode `SAME_STEP`.
     `start_method` is "forkserver", "spawn" or "fork". None is the same as "forkserver". `kwargs` are other arguments of
     `ShmVectorEnv`. `close` ends the workers. The class can be the `vec_env_cls` of Stable-Baselines3's `make_vec_env`.
 
@@ -72,7 +73,7 @@ class Sb3VecEnv(VecEnv):
         """
         seeds = self._seeds[: len(self._first_rows)]
         options = [self._options[row] or None for row in self._first_rows]
-        observations, infos = self.envs.reset_listed(seeds, options)
+        observations, infos = self.envs._reset_listed(seeds, options)
         self.reset_infos = [{} for _ in range(self.num_envs)]
         for i, info in infos:
             self.reset_infos[i] = info

@@ -69,7 +69,7 @@ class SeatVecEnv(VectorWrapper):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """Reset all environments; environment i gets `seed + i`. Returns observations `[n, ...]` and `n` infos."""
-        observations, listed = self.envs.reset_listed(seed, options)
+        observations, listed = self.envs._reset_listed(seed, options)
         infos: list[dict[str, Any]] = self.envs.listed_states()
         for row, info in listed:
             infos[row].update(info)
