@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from penstock.buffers.tree import tree_leaves
 from penstock.collectors.tracking import snapshot
 from penstock.collectors.vector import REFUSALS, VectorColumns
 from penstock.envs.calls import EnvCall
@@ -163,7 +164,16 @@ class BatchProgram(VectorProgram):
         self._begun = self._begun and (snapshot(columns.observations), {}) if len(which) < len(own) else None
         self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset
         self._reward[which] = self._flags[0][which] = self._flags[1][which] = 0
+        others = np.setdiff1d(range(len(own)), which)
+        kept = copy_rows(self._last, others)
         columns.write_observations(self._rows.observation)
+        for _, row, last in tree_leaves(self._last, "", kept):
+            if not lost and row[others].tobytes() != last.tobytes():
+                raise ConfigError(
+                    f"{columns.env} has reset rows that options['reset_mask'] leaves out, because it does not know this "
+                    "option: reset all environments at once"
+                )
+            row[others] = last
         self._send_infos(which[0])
         self._progress.enter(Phase.STEPPING)
 

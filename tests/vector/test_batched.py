@@ -279,6 +279,14 @@ def test_some_rows_are_reset_with_options(mode: AutoresetMode) -> None:
         assert_same(ours.step_wait(timeout=30), theirs.step(np.zeros(5, int)))
 
 
+def test_an_environment_that_ignores_the_mask_is_refused() -> None:
+    with ShmVectorEnv(BatchedCartPole, num_envs=4, n_workers=2) as envs:
+        envs.reset(seed=0)
+        envs.reset(options={"reset_mask": np.array([False, False, True, True])})  # all rows of a worker
+        with pytest.raises(WorkerError, match=r"has reset rows that options\['reset_mask'\] leaves out"):
+            envs.reset(options={"reset_mask": np.array([True, False, False, False])})
+
+
 def test_rows_that_belong_together() -> None:
     def env_fn(num_envs: int) -> Any:
         assert num_envs % 3 == 0
@@ -491,6 +499,8 @@ def test_a_replacement_whose_rows_are_reset_in_parts(tmp_path: Path) -> None:
         envs.step(nothing)
         os.kill(envs.worker_pids[2], 9)
         observation, _ = envs.reset(seed=3, options={"reset_mask": np.arange(6) == 4})
-        assert observation[:, 1].tolist() == [1, 1, 1, 1, 0, 0]
-        assert envs.step(nothing)[3].tolist() == [False] * 4 + [True] * 2
+        assert observation[:, 1].tolist() == [1, 1, 1, 1, 0, 1]
+        _, _, _, truncated, infos = envs.step(nothing)
+        assert truncated.tolist() == [False] * 4 + [True] * 2
+        assert [final[1] for final in infos["final_obs"][4:]] == [0, 1]
         assert envs.step(nothing)[1].tolist() == [3] * 4 + [1] * 2
