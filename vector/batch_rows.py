@@ -170,8 +170,8 @@ class BatchProgram(VectorProgram):
         for _, row, last in tree_leaves(self._last, "", kept):
             if not lost and row[others].tobytes() != last.tobytes():
                 raise ConfigError(
-                    f"{columns.env} has reset rows that options['reset_mask'] leaves out, because it does not know this "
-                    "option: reset all environments at once"
+                    f"{columns.env} does not know the option reset_mask: it has reset rows that the mask leaves out. "
+                    "Reset all environments at once"
                 )
             row[others] = last
         self._send_infos(which[0])

@@ -204,7 +204,8 @@ class ShmVectorEnv(CallsOnEnvs):
         has_seats = isinstance(env, SharedSpaces)
         try:
             if n_rows:
-                self.autoreset_mode = as_batch_mode(autoreset_mode, env.metadata.get("autoreset_mode"))
+                own_mode = env.metadata.get("autoreset_mode") if spaces is None else None
+                self.autoreset_mode = as_batch_mode(autoreset_mode, own_mode)
                 own = env.single_observation_space, env.single_action_space
                 for name, space in zip(("observation", "action"), own, strict=True):
                     example_of(space, name)  # raises an error if it has parts without a fixed shape

@@ -283,7 +283,7 @@ def test_an_environment_that_ignores_the_mask_is_refused() -> None:
     with ShmVectorEnv(BatchedCartPole, num_envs=4, n_workers=2) as envs:
         envs.reset(seed=0)
         envs.reset(options={"reset_mask": np.array([False, False, True, True])})  # all rows of a worker
-        with pytest.raises(WorkerError, match=r"has reset rows that options\['reset_mask'\] leaves out"):
+        with pytest.raises(WorkerError, match="does not know the option reset_mask"):
             envs.reset(options={"reset_mask": np.array([True, False, False, False])})
 
 
