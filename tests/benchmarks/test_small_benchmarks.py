@@ -90,6 +90,7 @@ def test_batched_atari(folder: Path) -> None:
     done = starter.run("benchmarks/batched_atari.py", *sizes, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "NextStep" in done.stdout
+    assert "ShmVectorEnv, single" in done.stdout
 
 
 def test_spaces(folder: Path) -> None:
