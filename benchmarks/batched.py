@@ -4,7 +4,11 @@ Samplers with 2 workers take turns in one run, in random order: single environme
 vectorised CartPole (`BatchedCartPole`), and EnvPool's if it is installed. Each runs with several numbers of
 environments. Ratios are to single environments with the first of these numbers, in the same turn.
 
+With `--agents none`, a `ShmVectorEnv` takes the place of the samplers and gets random actions. "bare" is
+`BatchedCartPole` without penstock, in this process.
+
     python benchmarks/batched.py --json batched.json
+    python benchmarks/batched.py --agents none --batch-B 16 256
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ import argparse
 import importlib.util
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from throughput import Sampling, Setting
@@ -25,6 +31,7 @@ from workloads import ENV
 
 from penstock import ParallelSampler, ResetCollector, VectorEnvCollector
 from penstock.envs import BatchedCartPole, BatchedEnvPool
+from penstock.vector import ShmVectorEnv
 
 KINDS: dict[str, tuple[Callable[..., Any], Any]] = {
     "single": (ENV, ResetCollector),
@@ -33,6 +40,32 @@ KINDS: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 Contestant = tuple[str, int]  # kind, batch_B
+
+
+class Stepping:
+    """A vector environment that gets random actions."""
+
+    def __init__(self, kind: str, batch_B: int, batch_T: int, n_workers: int) -> None:
+        if kind == "bare":
+            self._envs: Any = BatchedCartPole(batch_B)
+        elif kind == "single":
+            self._envs = ShmVectorEnv([ENV] * batch_B, n_workers=n_workers, autoreset_mode="SAME_STEP")
+        else:
+            self._envs = ShmVectorEnv(KINDS[kind][0], num_envs=batch_B, n_workers=n_workers)
+        self._actions = np.random.default_rng(0).integers(0, 2, (batch_T, batch_B))
+        self._envs.reset(seed=0)
+
+    def run(self, seconds: float) -> float:
+        """Environment steps per second."""
+        began, n_rounds = time.monotonic(), 0
+        while time.monotonic() - began < seconds:
+            for row in self._actions:
+                self._envs.step(row)
+            n_rounds += 1
+        return n_rounds * self._actions.size / (time.monotonic() - began)
+
+    def close(self) -> None:
+        self._envs.close()
 
 
 def measure(
@@ -46,9 +79,12 @@ def measure(
     say: Callable[[str], None] = print,
 ) -> dict[Contestant, list[float]]:
     """Steps per second, `repeats` figures each."""
-    running: dict[Contestant, Sampling] = {}
+    running: dict[Contestant, Sampling | Stepping] = {}
     try:
         for kind, batch_B in contestants:
+            if agent == "none":
+                running[kind, batch_B] = Stepping(kind, batch_B, batch_T, n_workers)
+                continue
             env_fn, collector_cls = KINDS[kind]
             running[kind, batch_B] = Sampling(
                 ParallelSampler,
@@ -104,7 +140,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--agents", nargs="+", default=["random", "mlp"], choices=["mlp", "random"])
+    parser.add_argument("--agents", nargs="+", default=["random", "mlp"], choices=["mlp", "random", "none"])
     parser.add_argument("--batch-B", type=int, nargs="+", default=[32, 256, 1024], help="numbers of environments")
     parser.add_argument("--batch-T", type=int, default=128)
     parser.add_argument("--n-workers", type=int, default=2)
@@ -116,9 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kinds = ["single", "batched"]
     if importlib.util.find_spec("envpool") is not None:
         kinds.append("envpool")
-    contestants = [(kind, batch_B) for kind in kinds for batch_B in args.batch_B]
     results, rows = [], []
     for agent in args.agents:
+        own = [*kinds, "bare"] if agent == "none" else kinds
+        contestants = [(kind, batch_B) for kind in own for batch_B in args.batch_B]
         figures = measure(
             agent, contestants, args.seconds, args.repeats, batch_T=args.batch_T, n_workers=args.n_workers
         )

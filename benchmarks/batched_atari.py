@@ -4,6 +4,9 @@
 with 2 workers and random actions take turns in one run. A row that only resets is not counted. `--frames` ends
 episodes early, so that there are more resets.
 
+Three vector environments in the mode "SameStep" take turns too: a `ShmVectorEnv` of single Pongs, one over
+`AtariVectorEnv`, and "bare", an `AtariVectorEnv` in this process with 2 threads.
+
     python benchmarks/batched_atari.py --frames 2000
 """
 
@@ -13,12 +16,14 @@ import argparse
 from functools import partial
 from typing import Any
 
+import numpy as np
 from ale_py.vector_env import AtariVectorEnv
 from environments import pong
 from turns import show, take_turns
 
 from penstock import ParallelSampler, RandomAgent, ResetCollector, TrajInfo, VectorEnvCollector
 from penstock.envs import BatchedEpisodicLife
+from penstock.vector import ShmVectorEnv
 
 
 def with_lives(num_envs: int, make: Any) -> Any:
@@ -51,6 +56,22 @@ class Sampling:
         self.sampler.shutdown()
 
 
+class Stepping:
+    """A vector environment with random actions, as a contestant."""
+
+    def __init__(self, envs: Any, batch_B: int, batch_T: int) -> None:
+        self._envs, self._actions = envs, np.random.default_rng(0).integers(0, 6, (batch_T, batch_B))
+        envs.reset()
+
+    def batch(self) -> int:
+        for row in self._actions:
+            self._envs.step(row)
+        return self._actions.size
+
+    def close(self) -> None:
+        self._envs.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=108_000, help="the longest episode")
@@ -61,11 +82,17 @@ def main() -> None:
     args = parser.parse_args()
     pongs = partial(AtariVectorEnv, "pong", num_threads=1, max_num_frames_per_episode=args.frames)
     sizes = args.batch_B, args.batch_T
-    contestants = {"single": Sampling(partial(pong, args.frames), ResetCollector, *sizes)}
+    contestants: dict[str, Any] = {"single": Sampling(partial(pong, args.frames), ResetCollector, *sizes)}
     for mode in ("SameStep", "NextStep"):
         contestants[mode] = Sampling(partial(pongs, autoreset_mode=mode), VectorEnvCollector, *sizes)
     games = partial(with_lives, make=partial(pongs, autoreset_mode="SameStep"))
     contestants["whole games"] = Sampling(games, VectorEnvCollector, *sizes, GameInfo)
+    singles = ShmVectorEnv([partial(pong, args.frames)] * args.batch_B, n_workers=2, autoreset_mode="SAME_STEP")
+    contestants["ShmVectorEnv, single"] = Stepping(singles, *sizes)
+    batched = ShmVectorEnv(partial(pongs, autoreset_mode="SameStep"), num_envs=args.batch_B, n_workers=2)
+    contestants["ShmVectorEnv"] = Stepping(batched, *sizes)
+    bare = AtariVectorEnv("pong", args.batch_B, num_threads=2, autoreset_mode="SameStep")
+    contestants["bare"] = Stepping(bare, *sizes)
     figures = take_turns(contestants, args.repeats, args.seconds)
     show(f"Pong, B = {args.batch_B}, episodes of at most {args.frames:,} frames", figures, "single")
 

@@ -44,7 +44,7 @@ SeedForm = Callable[[Sequence[int | None]], Any]
 _PER_COLUMN: tuple[SeedForm, ...] = (list, _small, lambda seeds: _small(seeds).tolist())
 #: How it may take one number for all columns.
 _FOR_ALL: tuple[SeedForm, ...] = (lambda seeds: int(_small(seeds)[0]),)
-_REFUSALS = (TypeError, ValueError, OverflowError, AssertionError, gym.error.Error)
+REFUSALS = (TypeError, ValueError, OverflowError, AssertionError, gym.error.Error)
 
 
 class VectorEnvCollector(ResetCollector):
@@ -157,7 +157,9 @@ class VectorColumns(EnvBatch):
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:
         began = self.enter(Phase.RESETTING, 0)
-        if self._as_taken is None:
+        if all(seed is None for seed in seeds):
+            result = self._reset(None)
+        elif self._as_taken is None:
             form, result = self._first_reset(seeds)
             # A list of small values says nothing about large ones.
             is_sure = form is not list or any((seed or 0) >= 2**31 for seed in seeds)
@@ -179,7 +181,7 @@ class VectorColumns(EnvBatch):
         """
         try:
             return list, self._reset(list(seeds))
-        except _REFUSALS as error:
+        except REFUSALS as error:
             refusal = error
         as_taken = self._other_form(seeds)
         if as_taken is None:
@@ -260,15 +262,7 @@ class VectorColumns(EnvBatch):
         actions = snapshot(arrays_like(self._action_space, action_row))
         # Copies, because the environment may reuse its observations and actions.
         before = (snapshot(self.observations), snapshot(actions)) if on_step is not None else None
-        if into is None or self._step_into is None:
-            result = step_values(self.env.step(actions), self.env_ranks[0])
-        else:
-            arrays, t = into
-            out = map_tree(lambda array: array[t], arrays)
-            result = with_observation(out, self._step_into(out, actions), self.env_ranks[0])
-        self.observations, self.rewards, terminated, truncated, self.infos = result
-        if self.infos.__class__ is not dict:
-            require_info(self.infos, self.env_ranks[0])
+        terminated, truncated = self.advance(actions, into)
         done, ended_parked = np.logical_or(terminated, truncated), []
         if self.parked:  # their results are ignored
             ended_parked = [b for b in self.parked if done[b]]
@@ -282,6 +276,20 @@ class VectorColumns(EnvBatch):
         if self.resets_late and (ends is not None or self.resetting):
             self._note_resetting([] if ends is None else ends.columns.tolist())
         return ends
+
+    def advance(self, actions: Any, into: tuple[Any, int] | None = None) -> tuple[Any, Any]:
+        """Step the environment. Returns `terminated` and `truncated`; `observations`, `rewards` and `infos` have the
+        rest."""
+        if into is None or self._step_into is None:
+            result = step_values(self.env.step(actions), self.env_ranks[0])
+        else:
+            arrays, t = into
+            out = map_tree(lambda array: array[t], arrays)
+            result = with_observation(out, self._step_into(out, actions), self.env_ranks[0])
+        self.observations, self.rewards, terminated, truncated, self.infos = result
+        if self.infos.__class__ is not dict:
+            require_info(self.infos, self.env_ranks[0])
+        return terminated, truncated
 
     def _call_on_step(
         self,
@@ -301,10 +309,10 @@ class VectorColumns(EnvBatch):
     def _ends(self, done: npt.NDArray[Any], terminated: npt.NDArray[Any], truncated: npt.NDArray[Any]) -> EpisodeEnds:
         columns = done.nonzero()[0]
         final = self.infos.get("final_obs") if self._resets_at_once else self.observations
-        rows = self._final_rows(columns, final)
+        rows = self.final_rows(columns, final)
         return EpisodeEnds(done, terminated, truncated, columns, np.asarray(self.rewards)[columns], rows, final)
 
-    def _final_rows(self, columns: npt.NDArray[Any], final: Any) -> Any:
+    def final_rows(self, columns: npt.NDArray[Any], final: Any) -> Any:
         """The final observations of `columns`, checked, as they are recorded `[k, ...]`."""
         name = "the final observation"
         if not self.checks and _is_row_of(self._final_arrays, final):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cloudpickle
+from gymnasium.vector import VectorEnv, VectorWrapper
 
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage, Unreadable, dumped, loaded
 from penstock.buffers.reports import dump_exception, in_one_line, load_exception
@@ -72,15 +74,18 @@ def perform(call: EnvCall, envs: Sequence[Any], columns: range, env_ranks: range
 
 
 def _perform_one(call: EnvCall, env: Any, column: int) -> Any:
-    if call.verb == "set_attr":
-        assert call.values is not None
-        is_new = not env.has_wrapper_attr(call.name)
-        near = difflib.get_close_matches(call.name, dir(env.unwrapped), 1) if is_new else []
-        env.set_wrapper_attr(call.name, call.values[column])
-        return is_new, "".join(near)
     if call.verb == "apply":
         return call.args[0](env)
-    attribute = env.get_wrapper_attr(call.name)
+    is_batched = isinstance(env, VectorEnv)  # such environments have no methods for attributes of wrappers
+    while is_batched and isinstance(env, VectorWrapper) and not hasattr(env, call.name):
+        env = env.env
+    if call.verb == "set_attr":
+        assert call.values is not None
+        is_new = not (hasattr(env, call.name) if is_batched else env.has_wrapper_attr(call.name))
+        near = difflib.get_close_matches(call.name, dir(env.unwrapped), 1) if is_new else []
+        (partial(setattr, env) if is_batched else env.set_wrapper_attr)(call.name, call.values[column])
+        return is_new, "".join(near)
+    attribute = getattr(env, call.name) if is_batched else env.get_wrapper_attr(call.name)
     if call.verb == "call" or (call.verb == "call_or_get" and callable(attribute)):
         return attribute(*call.args, **(call.kwargs or {}))
     return attribute

@@ -55,8 +55,8 @@ class EnvFactory:
         if isinstance(env, VectorEnv):
             raise ConfigError(
                 f"the environment function returned a batched environment, {_describe(env)}. A sampler takes it with "
-                "collector_cls=VectorEnvCollector, which calls env_fn(num_envs=n) for a batch of n environments. A "
-                "ShmVectorEnv takes functions that return single environments"
+                "collector_cls=VectorEnvCollector, a ShmVectorEnv with num_envs=n; both then call env_fn(num_envs=n) "
+                "for a batch of n environments"
             )
         if self.as_seats is not None and is_parallel(env):
             return self.as_seats(env)
@@ -82,15 +82,15 @@ class EnvFactory:
             if "num_envs" not in str(error):
                 raise
             raise ConfigError(
-                f"env_fn raised TypeError: {error}. A collector for batched environments calls env_fn(num_envs=n), "
-                "which must return a gymnasium.vector.VectorEnv of n environments. For an env_fn that returns a single "
-                "environment, leave collector_cls out"
+                f"env_fn raised TypeError: {error}. penstock calls env_fn(num_envs=n), which must return a "
+                "gymnasium.vector.VectorEnv of n environments. For an env_fn that returns a single environment, leave "
+                "collector_cls out, or give ShmVectorEnv a list of such functions"
             ) from error
         if not isinstance(env, VectorEnv) or env.num_envs != num_envs:
             raise ConfigError(
                 f"env_fn(num_envs={num_envs}) must return a gymnasium.vector.VectorEnv of {num_envs} environments, "
                 f"got {_describe(env)}. Where its columns belong together in groups of k, give a collector_cls with "
-                "rows_per_env = k"
+                "rows_per_env = k, or a ShmVectorEnv rows_per_env=k"
             )
         return env
 
@@ -127,7 +127,7 @@ def _with_make_vec(factory: EnvFactory) -> EnvFactory | None:
     if spec.vector_entry_point is None:
         raise ConfigError(
             f"{spec.id} has no batched environment (the vector_entry_point of its registration): for single "
-            "environments, leave collector_cls out"
+            "environments, leave collector_cls out, or give ShmVectorEnv a list of ids"
         )
     make: Any = partial(gym.make_vec, spec, vectorization_mode="vector_entry_point")
     return replace(factory, fn=make)

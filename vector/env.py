@@ -16,12 +16,13 @@ from gymnasium.vector.utils import batch_space
 
 from penstock.arguments import integer, seconds, true_or_false
 from penstock.envs.calls import EnvCall
-from penstock.envs.examples import checked_spaces
+from penstock.envs.examples import checked_spaces, example_of
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
 from penstock.envs.seats import Seats
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.errors import ConfigError, SamplerStateError
-from penstock.vector.exchange import Ids, batch_infos
+from penstock.vector.batch_rows import BatchProgram
+from penstock.vector.exchange import Ids, Infos
 from penstock.vector.remote_calls import CallsOnEnvs
 from penstock.vector.seat_rows import SeatProgram, SharedSpaces, read_seats, refuse_seats
 from penstock.vector.step_program import ResetMessage, VectorProgram
@@ -29,8 +30,11 @@ from penstock.vector.vector_arguments import (
     EnvFns,
     ModeName,
     Options,
+    as_batch_factory,
+    as_batch_mode,
     as_factories,
     as_mode,
+    as_one_dict,
     as_options,
     as_plans,
     as_seeds,
@@ -54,7 +58,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], _T]  # with infos of type T
 _Batched = dict[str, Any]
-Infos = list[tuple[int, dict[str, Any]]]
 
 
 class ShmVectorEnv(CallsOnEnvs):
@@ -69,12 +72,20 @@ class ShmVectorEnv(CallsOnEnvs):
         env_fns: callables that return a `gymnasium.Env`, or environment ids, one for each environment. Lambdas and
             closures are fine. The first is called once more in the main process, to read the spaces. If they return a
             PettingZoo `ParallelEnv`, each agent is a sub-environment; then every different one is called once more.
-        in_series: how many environments a process steps, one after the other. With `n` environments there are
-            `n / in_series` processes, rounded up. Their numbers of environments differ by at most one.
-        n_workers: the number of processes; give this or `in_series`, not both.
+            With `num_envs`: one callable or id that stands for batched environments.
+        in_series: how many environments a process steps, one after the other; None is 1. With `n` environments there
+            are `n / in_series` processes, rounded up. Their numbers of environments differ by at most one.
+        n_workers: the number of processes; give this or `in_series`, not both. With `num_envs` and neither of them,
+            there are as many as the CPUs can run.
         context: "forkserver", "spawn" or "fork". None is the same as "forkserver".
         autoreset_mode: what happens when an episode ends, a `gymnasium.vector.AutoresetMode` or its name. None is
-            "NEXT_STEP"; with several agents it is "SAME_STEP", and nothing else is allowed.
+            "NEXT_STEP"; with several agents it is "SAME_STEP", and nothing else is allowed. Batched environments
+            have their own mode.
+        num_envs: the number of rows of batched environments. Each worker calls `env_fns(num_envs=k)` for its k rows,
+            which returns a `gymnasium.vector.VectorEnv`, and steps all of them by one call. An id stands for what
+            `gymnasium.make_vec` builds from its `vector_entry_point`.
+        rows_per_env: how many rows of a batched environment belong together; no worker gets a part of them. The
+            example environment in the main process has so many.
         copy: return copies. Otherwise observations are views of the shared memory, which the next step overwrites.
         shared_memory, daemon, observation_mode: exist because `AsyncVectorEnv` has them. Only their defaults are
             allowed.
@@ -100,6 +111,10 @@ class ShmVectorEnv(CallsOnEnvs):
     If environments differ in speed, use `send` and `recv` instead of `step`: `send(actions, env_ids)` starts a step of
     some of them, and `recv(min_ready)` waits for the first that have finished.
 
+    With batched environments, `reset` gives each row its seed. An environment that takes only one number gets the seed
+    of its first row. `infos` are as the environment gives them. `env_ids` of `send` must have all rows of a worker or
+    none. Options are one dict. Calls are for whole batched environments: `call` returns one result for each worker.
+
     With several agents, `num_envs` is the number of all agents, and `seats` lists environment and agent of each row.
     Seeds, `reset_mask`, `env_ids` and calls are for whole environments. `infos` always have `valid`, whether the action
     of this step was taken, `alive`, whether the next one will be, and `late_reward`, rewards for agents that had ended.
@@ -111,12 +126,14 @@ class ShmVectorEnv(CallsOnEnvs):
     def __init__(
         self,
         env_fns: EnvFns,
-        in_series: int = 1,
+        in_series: int | None = None,
         n_workers: int | None = None,
         context: StartMethod | None = "forkserver",
         autoreset_mode: ModeName | AutoresetMode | None = None,
         copy: bool = True,
         *,
+        num_envs: int | None = None,
+        rows_per_env: int = 1,
         shared_memory: bool = True,
         daemon: bool = True,
         observation_mode: Literal["same"] = "same",
@@ -135,15 +152,22 @@ class ShmVectorEnv(CallsOnEnvs):
         self._pool: VectorPool | None = None
         refuse_unknown(ShmVectorEnv, unknown)
         check_async_arguments(shared_memory, daemon, observation_mode)
-        factories = as_factories(env_fns)
-        self._n_envs, self.copy = len(factories), true_or_false("copy", copy)
+        if num_envs is None:
+            if rows_per_env != 1:
+                raise ConfigError("rows_per_env is for batched environments: give num_envs too")
+            factories, unit = as_factories(env_fns), 0
+        else:
+            factories, unit = as_batch_factory(env_fns, num_envs, rows_per_env), rows_per_env
+        self._is_batched, self._n_envs = unit > 0, int(num_envs or len(factories))
+        self.copy = true_or_false("copy", copy)
         check_finite = true_or_false("check_finite", check_finite)
         options = as_options(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
         with marked:
-            seats = self._read_spaces(factories, checked_spaces(spaces), autoreset_mode)
+            seats = self._read_spaces(factories, checked_spaces(spaces), autoreset_mode, unit)
         if seats is None:
             factories = tuple(replace(factory, as_seats=refuse_seats) for factory in factories)
-        make = VectorProgram if seats is None else partial(SeatProgram, seats=seats)
+        plain = BatchProgram if self._is_batched else VectorProgram
+        make = plain if seats is None else partial(SeatProgram, seats=seats)
         program = make(
             build_seeds=ColumnStreams(fresh_seed(), range(self._n_envs)).env_seeds(Purpose.TRAIN),
             observation_space=self.single_observation_space,
@@ -156,8 +180,13 @@ class ShmVectorEnv(CallsOnEnvs):
         with self._guard.call("ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:
             claims = CpuClaims()
             resources.callback(claims.close)
-            plans = as_plans(self._n_envs, in_series, n_workers, affinity, claims)
-            worker_data = [[factories[i] for i in plan.columns] for plan in plans]
+            plans = as_plans(self._n_envs, in_series, n_workers, affinity, claims, unit)
+            worker_data = [factories if self._is_batched else [factories[i] for i in plan.columns] for plan in plans]
+            self._n_called = len(plans) if self._is_batched else self._n_envs
+            #: The environment of each row, by its index in the results of `call`.
+            self.env_of_rows = [i for i, _ in self.seats or enumerate(range(self._n_envs))]
+            if self._is_batched:
+                self.env_of_rows = [plan.worker_rank for plan in plans for _ in plan.columns]
             self._pool = VectorPool(plans, program, worker_data, options, resources, check_finite=check_finite)
             self._exchange = self._pool.exchange
             self._guard.start(self, self._pool)
@@ -167,16 +196,25 @@ class ShmVectorEnv(CallsOnEnvs):
         factories: Sequence[EnvFactory],
         spaces: tuple[gym.Space[Any], gym.Space[Any]] | None,
         autoreset_mode: ModeName | AutoresetMode | None,
+        n_rows: int,
     ) -> Seats | None:
-        """Read spaces, metadata and spec from an example environment. Returns who sits where if it has several agents,
-        else None."""
-        env = build_example_env(factories[0].as_example(spaces))
+        """Read spaces, metadata and spec from an example environment; with `n_rows`, from a batched one. Returns who
+        sits where if it has several agents, else None."""
+        env = build_example_env(factories[0].as_example(spaces), batched=n_rows)
         has_seats = isinstance(env, SharedSpaces)
         try:
-            self.autoreset_mode = as_mode(autoreset_mode, has_seats=has_seats)
+            if n_rows:
+                own_mode = env.metadata.get("autoreset_mode") if spaces is None else None
+                self.autoreset_mode = as_batch_mode(autoreset_mode, own_mode)
+                own = env.single_observation_space, env.single_action_space
+                for name, space in zip(("observation", "action"), own, strict=True):
+                    example_of(space, name)  # raises an error if it has parts without a fixed shape
+            else:
+                self.autoreset_mode = as_mode(autoreset_mode, has_seats=has_seats)
+                own = env.observation_space, env.action_space
+            self.single_observation_space, self.single_action_space = own
             self.metadata = {**env.metadata, "autoreset_mode": self.autoreset_mode}
             self.spec, self.render_mode = env.spec, env.render_mode
-            self.single_observation_space, self.single_action_space = env.observation_space, env.action_space
         finally:
             close_example_env(env)
         seats = read_seats(factories, env) if has_seats else None
@@ -198,16 +236,23 @@ class ShmVectorEnv(CallsOnEnvs):
         Args:
             seed: environment i gets `seed + i`, or the i-th of a list.
             options: given to every environment that is reset, without `reset_mask`; or a list with the options of each.
+                A batched environment gets one dict, with its own part of `reset_mask`.
 
         Returns observations `[n, ...]` and batched infos.
         """
-        observations, infos = self._reset_listed(seed, options)
+        observations, infos = self._reset_unbatched(seed, options)
         return observations, self._batched(infos)
 
     def _reset_listed(
         self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
     ) -> tuple[Any, Infos]:
         """As `reset`, with the infos unbatched: pairs (index, info) of the environments that had any."""
+        observations, infos = self._reset_unbatched(seed, options)
+        return observations, self._exchange.listed(infos)
+
+    def _reset_unbatched(
+        self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
+    ) -> tuple[Any, Infos]:
         with self._guard.call("reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
             prepared = self._prepared_reset(seed, options)
             if self._guard.state is State.RESETTING:
@@ -241,6 +286,14 @@ class ShmVectorEnv(CallsOnEnvs):
     ) -> tuple[bytes, list[int | None], Ids]:
         seeds = as_seeds(seed, self._n_envs)
         which, each = split_mask(options, self._n_envs)
+        if self._is_batched:
+            each = [as_one_dict(options)] * self._n_envs
+            others = np.setdiff1d(self._exchange.together_with(which), which)
+            if len(busy := np.intersect1d(others, self._exchange.outstanding)):
+                raise SamplerStateError(
+                    f"reset: environments {busy.tolist()} have not been received yet, and one call steps them together "
+                    f"with environments {which.tolist()}: receive them first"
+                )
         message = ResetMessage(seeds, each).dumps()
         self._ended[which] = False  # now: an interrupted reset is completed by the workers
         self._reset_ids = which
@@ -274,7 +327,8 @@ class ShmVectorEnv(CallsOnEnvs):
 
         Raises `WaitTimeoutError` after `timeout` seconds. The step continues; `step_wait` may be called again.
         """
-        *results, infos = self.step_wait_listed(timeout)
+        with self._guard.call("step_wait", State.STEPPING):
+            *results, infos = self._take_step(timeout)
         return (*results, self._batched(infos))
 
     def _begin_step(self, actions: object) -> None:
@@ -303,7 +357,8 @@ class ShmVectorEnv(CallsOnEnvs):
         """As `step_wait`, with the infos unbatched: pairs (index, info) of the environments that had any, with
         `final_obs` and `final_info` where an episode ended and the environment was reset at once."""
         with self._guard.call("step_wait", State.STEPPING):
-            return self._take_step(timeout)
+            *results, infos = self._take_step(timeout)
+            return (*results, self._exchange.listed(infos))
 
     def listed_states(self) -> list[dict[str, Any]]:
         """Of environments of several agents, `valid`, `alive` and `late_reward` of each row after the last step; of
@@ -350,6 +405,10 @@ class ShmVectorEnv(CallsOnEnvs):
             self._workers.finish_interrupted()
             if len(busy := np.intersect1d(which, self._exchange.outstanding)):
                 raise SamplerStateError(f"send: environments {busy.tolist()} have not been received yet: call recv")
+            if len(missing := np.setdiff1d(self._exchange.together_with(which), which)):
+                raise ConfigError(
+                    f"send: one call steps environments {missing.tolist()} together with others in env_ids: add them"
+                )
             if self.autoreset_mode is AutoresetMode.DISABLED:
                 self._require_running(which)
             self._workers.step(actions, which)
@@ -379,10 +438,9 @@ class ShmVectorEnv(CallsOnEnvs):
                 self._ended[which] = terminated | truncated
             if len(which) == len(exchange.outstanding):
                 self._guard.state = State.READY  # even if an info cannot be unpickled
-            positions = {row: k for k, row in enumerate(rows.tolist())}
-            infos = [(positions[row], info) for row, info in self._workers.take(which)]
+            infos = self._exchange.batched(self._workers.take(which), rows)
             ids = {"env_id": which} if self.seats is None else {"env_id": which, "seat_id": rows}
-            batched = {**batch_infos(infos, len(rows)), **exchange.states(rows), **ids}
+            batched = {**infos, **exchange.states(rows), **ids}
             return exchange.observations(rows), reward, terminated, truncated, batched
 
     def _require_running(self, which: Ids) -> None:
@@ -399,7 +457,7 @@ class ShmVectorEnv(CallsOnEnvs):
             return self._workers.call(call)
 
     def _batched(self, infos: Infos) -> _Batched:
-        return {**batch_infos(infos, self.num_envs), **self._exchange.states()}
+        return {**self._exchange.batched(infos), **self._exchange.states()}
 
     def _observations(self) -> Any:
         return self._exchange.observations(copy=self.copy)

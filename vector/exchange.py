@@ -22,6 +22,7 @@ from penstock.vector.step_program import VectorProgram
 
 Ids = npt.NDArray[np.intp]
 Flags = npt.NDArray[np.bool_]
+Infos = list[tuple[int, dict[str, Any]]]
 
 
 class Exchange:
@@ -47,6 +48,10 @@ class Exchange:
 
     def rows_of(self, which: Ids) -> Ids:
         """The rows of the environments `which`. Environments of several agents have several."""
+        return which
+
+    def together_with(self, which: Ids) -> Ids:
+        """The environments that one call steps together with `which`."""
         return which
 
     def states(self, rows: Ids | slice = slice(None)) -> dict[str, npt.NDArray[Any]]:
@@ -113,7 +118,7 @@ class Exchange:
 
     # ---- replies -----------------------------------------------------------------------------
 
-    def take(self, which: Ids, receive_infos: Callable[[], None]) -> list[tuple[int, dict[str, Any]]]:
+    def take(self, which: Ids, receive_infos: Callable[[], None]) -> Infos:
         """Take the replies of `which`. Returns the infos of replies that were not taken before, by row; with
         `final_obs` and `final_info` where an episode ended and the environment was reset at once.
 
@@ -134,7 +139,7 @@ class Exchange:
             self._require_finite(self.rows_of(np.flatnonzero(is_new)))
         return infos
 
-    def _infos_of(self, is_new: Flags, has_info: Flags, ids: list[int]) -> list[tuple[int, dict[str, Any]]]:
+    def _infos_of(self, is_new: Flags, has_info: Flags, ids: list[int]) -> Infos:
         """The infos of replies that are new, by row. The environments `ids`, where `has_info`, have sent some."""
         if self._same_step:
             ids = (has_info | (is_new & (self.terminated | self.truncated))).nonzero()[0].tolist()
@@ -166,6 +171,17 @@ class Exchange:
     def drop(self, which: Ids) -> None:
         """Drop the replies of `which`."""
         self._taken[which] = self._requested[which]
+
+    def batched(self, infos: Infos, rows: Ids | None = None) -> dict[str, Any]:
+        """What `take` has returned, batched as Gymnasium does it, for all rows or for these."""
+        if rows is None:
+            return batch_infos(infos, len(self.ranks))
+        positions = {row: k for k, row in enumerate(rows.tolist())}
+        return batch_infos([(positions[row], info) for row, info in infos], len(rows))
+
+    def listed(self, infos: Infos) -> Infos:
+        """What `take` has returned, by row."""
+        return infos
 
     def put_infos(self, messages: Sequence[ObjectMessage]) -> None:
         """Keep the infos among the messages of a worker. Others are results of an interrupted call."""

@@ -42,7 +42,8 @@ class CallsOnEnvs(VectorEnv[Any, Any, Any]):
     """The part of `ShmVectorEnv` that calls methods and attributes of the environments. `ShmVectorEnv` provides
     `_call`."""
 
-    _n_envs: int  # of environments; each of several agents is one
+    _n_called: int  # of environments; each of several agents is one, and each batched one
+    _is_batched: bool  # whether an environment gives the frames of several rows
     #: The environment and the agent of each row, where environments have several agents; else None.
     seats: list[tuple[int, Any]] | None
 
@@ -52,12 +53,16 @@ class CallsOnEnvs(VectorEnv[Any, Any, Any]):
 
     def render(self) -> tuple[Any, ...] | None:
         """The frames of all environments; with several agents, for each row that of its environment."""
-        frames = self._call(EnvCall("call", "render"))
+        frames = self._frames()
         return frames if self.seats is None else tuple(frames[e] for e, _ in self.seats)
 
     def render_tiled(self) -> npt.NDArray[np.uint8]:
         """One picture `[height, width, 3]` with the frames of all environments in a grid."""
-        return tile(self._call(EnvCall("call", "render")))
+        return tile(self._frames())
+
+    def _frames(self) -> tuple[Any, ...]:
+        frames = self._call(EnvCall("call", "render"))
+        return tuple(frame for own in frames for frame in own or ()) if self._is_batched else frames
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """What `env.name(*args, **kwargs)` returns in each environment, or `env.name` if it is not a method.
@@ -69,7 +74,7 @@ class CallsOnEnvs(VectorEnv[Any, Any, Any]):
 
     def call_some(self, env_ids: Sequence[int], name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As `call`, in the environments `env_ids` only. The results are in ascending order of the index."""
-        only = frozenset(env_ids_within(env_ids, self._n_envs).tolist())
+        only = frozenset(env_ids_within(env_ids, self._n_called).tolist())
         return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs, only=only))
 
     def apply(self, function: Callable[[gym.Env[Any, Any]], Any]) -> tuple[Any, ...]:
@@ -85,9 +90,9 @@ class CallsOnEnvs(VectorEnv[Any, Any, Any]):
     def set_attr(self, name: str, values: Any) -> None:
         """Set the attribute `name` of each environment. `values` is a list or tuple of `n` values, or one value for
         all."""
-        each = values if isinstance(values, list | tuple) else [values] * self._n_envs
-        if len(each) != self._n_envs:
-            raise ConfigError(f"set_attr needs one value, or {self._n_envs} of them in a list, got {len(each)}")
+        each = values if isinstance(values, list | tuple) else [values] * self._n_called
+        if len(each) != self._n_called:
+            raise ConfigError(f"set_attr needs one value, or {self._n_called} of them in a list, got {len(each)}")
         self._call(EnvCall("set_attr", name, values=each))
 
     def broadcast(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
@@ -97,9 +102,9 @@ class CallsOnEnvs(VectorEnv[Any, Any, Any]):
         """
         if not isinstance(parameters, Mapping):
             raise ConfigError(f"broadcast needs a dict of attributes and values, got {parameters!r}")
-        only = None if env_ids is None else frozenset(env_ids_within(env_ids, self._n_envs).tolist())
+        only = None if env_ids is None else frozenset(env_ids_within(env_ids, self._n_called).tolist())
         for name, value in parameters.items():
-            self._call(EnvCall("set_attr", name, values=[value] * self._n_envs, only=only))
+            self._call(EnvCall("set_attr", name, values=[value] * self._n_called, only=only))
 
     @property
     def np_random_seed(self) -> tuple[Any, ...]:  # type: ignore[override]

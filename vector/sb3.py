@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class Sb3VecEnv(VecEnv):
     """Runs a `ShmVectorEnv` as a `VecEnv` of Stable-Baselines3. It takes the arguments of `SubprocVecEnv`.
 
+    With `num_envs`, `env_fns` is one function of batched environments, which must have the mode `SAME_STEP`.
     `start_method` is "forkserver", "spawn" or "fork". None is the same as "forkserver". `kwargs` are other arguments of
     `ShmVectorEnv`. `close` ends the workers. The class can be the `vec_env_cls` of Stable-Baselines3's `make_vec_env`.
 
@@ -56,9 +57,11 @@ class Sb3VecEnv(VecEnv):
         envs.check_fit_for_sb3()
         envs.allow_step_before_reset()
         self.envs = envs
-        # The environment of each row. Environments of several agents have several rows.
-        self._env_of = list(range(envs.num_envs)) if envs.seats is None else [e for e, _ in envs.seats]
-        self._first_rows = [self._env_of.index(e) for e in sorted(set(self._env_of))]
+        # The environment of each row. Environments of several agents have several rows, and batched ones too.
+        self._env_of = envs.env_of_rows
+        # The rows that have their own seeds, options and pictures.
+        firsts = range(envs.num_envs) if envs.seats is None else map(self._env_of.index, sorted(set(self._env_of)))
+        self._first_rows = list(firsts)
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
         self.metadata = envs.metadata
 

@@ -22,7 +22,7 @@ from penstock.envs.factory import EnvFactory, build_example_env, close_example_e
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
 from penstock.envs.seats import AgentId, ParallelView, SeatRank, Seats
 from penstock.errors import ConfigError, SpaceError, brief
-from penstock.vector.exchange import Exchange, Flags, Ids, require_finite
+from penstock.vector.exchange import Exchange, Flags, Ids, Infos, require_finite
 from penstock.vector.step_memory import VectorMemory, copy_rows
 from penstock.vector.step_program import RESTARTED, ResetMessage, VectorProgram, keeps_types
 from penstock.workers.control import Phase, Progress
@@ -286,7 +286,7 @@ class SeatExchange(Exchange):
         super()._require_finite(rows)
         require_finite(self._late, rows, "late_reward", self.ranks)
 
-    def _infos_of(self, is_new: Flags, has_info: Flags, ids: list[int]) -> list[tuple[int, dict[str, Any]]]:
+    def _infos_of(self, is_new: Flags, has_info: Flags, ids: list[int]) -> Infos:
         ended = (self.terminated | self.truncated).nonzero()[0]
         if not ids and not len(ended):  # the ordinary step
             return []

@@ -22,7 +22,7 @@ from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
 from penstock.envs.checks import StepValues, checked_step, require_info
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
-from penstock.envs.factory import EnvContext
+from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_cell, write_row
 from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError, SpaceError, brief
@@ -69,15 +69,7 @@ class VectorProgram:
         plan, self._progress = context.plan, context.progress
         self._context, self._plan, self._mailbox = context, plan, memory.mailbox
         self._builder = EnvBuilder(self._progress, self.observation_space, self.action_space)
-        self._envs = [
-            self._builder.build(factory, EnvContext(i, plan.worker_rank, self.build_seeds[i], Purpose.TRAIN))
-            for factory, i in zip(context.data, plan.columns, strict=True)
-        ]
-        if len({id(env.unwrapped) for env in self._envs}) < len(self._envs):
-            raise ConfigError(
-                f"two of the env_fns of env_rank {plan.env_ranks.start} to {plan.env_ranks.stop - 1} return the same "
-                "environment: each must build its own"
-            )
+        self._envs = self._build_envs(context.data)
         rows = memory.rows.arrays
         self._rows = own = rows[plan.columns.start : plan.columns.stop]
         self._one_by_one = memoryview(rows.one_by_one)
@@ -86,8 +78,21 @@ class VectorProgram:
         self._info_seq = memoryview(own.info_seq)
         self._infos: dict[int, dict[str, Any]] = {}  # pickled infos of the current requests
         # Of a worker before this one, which has failed: environments that were not reset since.
-        self._unseeded = set(range(len(self._envs))) if plan.generation > 0 else set[int]()
+        self._unseeded = set(range(len(plan.columns))) if plan.generation > 0 else set[int]()
         self._bind(memory)
+
+    def _build_envs(self, factories: Sequence[EnvFactory]) -> list[Any]:
+        plan = self._plan
+        envs = [
+            self._builder.build(factory, EnvContext(i, plan.worker_rank, self.build_seeds[i], Purpose.TRAIN))
+            for factory, i in zip(factories, plan.columns, strict=True)
+        ]
+        if len({id(env.unwrapped) for env in envs}) < len(envs):
+            raise ConfigError(
+                f"two of the env_fns of env_rank {plan.env_ranks.start} to {plan.env_ranks.stop - 1} return the same "
+                "environment: each must build its own"
+            )
+        return envs
 
     def _bind(self, memory: VectorMemory) -> None:
         """What the steps of single environments need."""
@@ -325,8 +330,11 @@ class VectorProgram:
         return given
 
     def _call(self, call: EnvCall, envs: Sequence[Any] | None = None) -> None:
+        self._perform(call, envs or self._envs, self._plan.columns, self._plan.env_ranks)
+
+    def _perform(self, call: EnvCall, envs: Sequence[Any], columns: range, env_ranks: range) -> None:
         self._progress.enter(Phase.CALLING)
-        results = perform(call, envs or self._envs, self._plan.columns, self._plan.env_ranks)
+        results = perform(call, envs, columns, env_ranks)
         self._context.put(results)
         self._progress.n_results = len(results)
 

@@ -9,14 +9,14 @@ from typing import Any, Literal, Protocol
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from penstock.arguments import MOST_ENVS, integer, one_of, seconds, unknown_argument
 from penstock.envs.factory import EnvFactory, env_factories
 from penstock.errors import ConfigError, brief
 from penstock.vector.exchange import Ids
 from penstock.vector.seat_rows import SharedSpaces
-from penstock.workers.affinity import usable_cpus
+from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.failures import ON_WORKER_FAILURE, OnWorkerFailure
 from penstock.workers.launcher import START_METHODS, StartMethod
@@ -34,8 +34,8 @@ class ParallelEnvLike(Protocol):
 
 Options = dict[str, Any] | None
 OneEnv = Callable[[], gym.Env[Any, Any]] | Callable[[], ParallelEnvLike]
-#: What builds the environments. A single id is refused: it is a sequence of texts too, so `list[str]` is named.
-EnvFns = Sequence[OneEnv] | list[str] | list[str | OneEnv]
+#: What builds the environments, with `num_envs` batched ones.
+EnvFns = Sequence[OneEnv] | list[str] | list[str | OneEnv] | Callable[..., VectorEnv[Any, Any, Any]] | str
 ModeName = Literal["NEXT_STEP", "NextStep", "SAME_STEP", "SameStep", "DISABLED", "Disabled"]
 
 
@@ -44,7 +44,6 @@ _REMEDIES = {
     "worker": "change what an environment does with a wrapper",
     "max_concurrency": "n_workers is the number of environments that step at once",
     "num_workers": "did you mean 'n_workers'?",
-    "num_envs": "the length of env_fns is the number of environments",
     "start_method": "did you mean 'context'?",
 }
 
@@ -80,23 +79,36 @@ def as_factories(env_fns: EnvFns) -> tuple[EnvFactory, ...]:
     is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
     if not is_list or not all(callable(fn) or isinstance(fn, str) for fn in given):
         raise ConfigError(
-            "env_fns must be a list of callables or environment ids, one for each environment, got " + brief(env_fns)
+            f"env_fns must be a list of callables or environment ids, one for each environment, got {brief(env_fns)}. "
+            "One callable or id that stands for batched environments needs num_envs"
         )
-    integer("the number of env_fns", len(env_fns), 1, MOST_ENVS)
+    integer("the number of env_fns", len(given), 1, MOST_ENVS)
     made: dict[int, EnvFactory] = {}
     for i, fn in enumerate(given):
         if id(fn) not in made:
-            made[id(fn)] = replace(_as_factory(fn, i), as_seats=SharedSpaces)
+            made[id(fn)] = replace(_as_factory(fn, f"env_fns[{i}]"), as_seats=SharedSpaces)
     return tuple(made[id(fn)] for fn in given)
 
 
-def _as_factory(env_fn: Callable[..., gym.Env[Any, Any]] | str, i: int) -> EnvFactory:
+def _as_factory(env_fn: Callable[..., gym.Env[Any, Any]] | str, name: str) -> EnvFactory:
     try:
         return env_factories(env_fn, None, 1)[0]
     except ConfigError as error:  # it names the argument of the samplers
         raise ConfigError(
-            f"env_fns[{i}]={env_fn!r} is not a registered environment id: {error.__cause__}"
+            f"{name}={env_fn!r} is not a registered environment id: {error.__cause__}"
         ) from error.__cause__
+
+
+def as_batch_factory(env_fn: Any, num_envs: int, rows_per_env: int) -> tuple[EnvFactory]:
+    """The factory of batched environments that have `num_envs` rows together."""
+    if not (callable(env_fn) or isinstance(env_fn, str)):
+        raise ConfigError(
+            "with num_envs, env_fns must be one callable or environment id that stands for batched environments, got "
+            f"{brief(env_fn)}. For a list of single environments, leave num_envs out: its length is their number"
+        )
+    if integer("num_envs", num_envs, 1, MOST_ENVS) % integer("rows_per_env", rows_per_env, 1):
+        raise ConfigError(f"num_envs must be a multiple of rows_per_env={rows_per_env}, got {num_envs}")
+    return (_as_factory(env_fn, "env_fns"),)
 
 
 def as_mode(mode: ModeName | AutoresetMode | None, *, has_seats: bool) -> AutoresetMode:
@@ -116,26 +128,47 @@ def as_mode(mode: ModeName | AutoresetMode | None, *, has_seats: bool) -> Autore
     return found
 
 
+def as_batch_mode(mode: ModeName | AutoresetMode | None, own: AutoresetMode | None) -> AutoresetMode:
+    """The autoreset mode of batched environments, which have their `own`. None: it is not known."""
+    if mode is None and own is None:
+        raise ConfigError(
+            "the batched environment does not say when it resets a row whose episode has ended: set "
+            "metadata['autoreset_mode'] in its class, or pass autoreset_mode if you give `spaces`"
+        )
+    found = AutoresetMode(own) if mode is None else as_mode(mode, has_seats=False)
+    if own is not None and found is not AutoresetMode(own):
+        raise ConfigError(
+            f"autoreset_mode is {found.name}, but the batched environment has the mode {AutoresetMode(own).name}: let "
+            'env_fns build it in the other mode, as in AtariVectorEnv(..., autoreset_mode="SameStep"), or leave '
+            "autoreset_mode out"
+        )
+    return found
+
+
 def as_plans(
     n_envs: int,
-    in_series: int,
+    in_series: int | None,
     n_workers: int | None,
     affinity: Affinity | Sequence[int | Sequence[int]] | None,
     claims: CpuClaims,
+    unit: int = 0,
 ) -> tuple[WorkerPlan, ...]:
-    """Divide the environments among processes."""
+    """Divide the environments among processes. With a `unit`, they are rows of batched environments, and so many
+    belong together."""
     if isinstance(in_series, bool | np.bool_):
         raise ConfigError(
             f"in_series must be an integer, got {in_series}: the second argument of AsyncVectorEnv is shared_memory, "
             "that of ShmVectorEnv is in_series; pass all arguments after env_fns by name"
         )
-    in_series = integer("in_series", in_series, 1)
-    if n_workers is None:
-        n_workers = -(-n_envs // in_series)
-    elif in_series != 1:
-        raise ConfigError("in_series and n_workers both say how many processes there are: leave one out")
-    n_workers = min(integer("n_workers", n_workers, 1), n_envs)
     mask = usable_cpus()
+    if n_workers is None and in_series is None:
+        n_workers = cpus_to_fill(mask) if unit else n_envs
+    elif n_workers is None:
+        n_workers = -(-n_envs // integer("in_series", in_series, 1))
+    elif in_series is not None and integer("in_series", in_series, 1) != 1:
+        raise ConfigError("in_series and n_workers both say how many processes there are: leave one out")
+    unit = unit or 1
+    n_workers = min(integer("n_workers", n_workers, 1), n_envs // unit)
     if affinity is None:
         affinity = Affinity(pin=n_workers <= len(mask))
     elif not isinstance(affinity, Affinity):
@@ -143,7 +176,7 @@ def as_plans(
     cpus = claims.assign(affinity, n_workers, mask)
     return tuple(
         WorkerPlan(worker_rank=rank, columns=own, env_ranks=own, cpus=cpus[rank], torch_threads=affinity.torch_threads)
-        for rank, own in enumerate(split(n_envs, n_workers))
+        for rank, own in enumerate(split(n_envs, n_workers, unit))
     )
 
 
@@ -207,6 +240,14 @@ def split_mask(options: Options | Sequence[Options], n_envs: int) -> tuple[Ids, 
         )
     rest = {key: value for key, value in options.items() if key != "reset_mask"}
     return np.flatnonzero(mask), [rest] * n_envs
+
+
+def as_one_dict(options: Options | list[Options]) -> Options:
+    """The options of a batched environment: a list must have the same object for each row."""
+    first, *others = options if isinstance(options, list) else [options]
+    if any(each is not first for each in others):
+        raise ConfigError("options of batched environments must be None or one dict, got a list of different ones")
+    return first
 
 
 def env_ids_within(env_ids: object, n_envs: int) -> Ids:

@@ -14,7 +14,8 @@ from gymnasium import error as gymnasium_error
 
 from penstock.envs.calls import EnvCall, results
 from penstock.errors import PenstockError, SamplerClosedError, SamplerStateError, brief
-from penstock.vector.exchange import Exchange, Ids
+from penstock.vector.batch_rows import BatchExchange, BatchProgram
+from penstock.vector.exchange import Exchange, Ids, Infos
 from penstock.vector.seat_rows import SeatExchange, SeatProgram
 from penstock.vector.step_memory import VectorMemory
 from penstock.vector.step_program import VectorProgram
@@ -105,6 +106,9 @@ class VectorPool(WorkerPool):
         resources.callback(memory.close)
         if isinstance(program, SeatProgram):
             self.exchange: Exchange = SeatExchange(memory, program, check_finite=check_finite)
+        elif isinstance(program, BatchProgram):
+            rows = [plan.columns for plan in plans]
+            self.exchange = BatchExchange(memory, program, rows, check_finite=check_finite)
         else:
             self.exchange = Exchange(memory, program, check_finite=check_finite)
         self._ranks = np.repeat([plan.worker_rank for plan in plans], [len(plan.columns) for plan in plans])
@@ -156,7 +160,7 @@ class VectorPool(WorkerPool):
                 f"call {name} again"
             )
 
-    def take(self, which: Ids) -> list[tuple[int, dict[str, Any]]]:
+    def take(self, which: Ids) -> Infos:
         """Take the results of `which`; returns their infos, by environment."""
         return self.exchange.take(which, self._receive_infos)
 

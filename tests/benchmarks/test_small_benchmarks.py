@@ -69,7 +69,7 @@ def run(folder: Path, name: str, *options: object) -> tuple[str, Any]:
 
 def test_batched(folder: Path) -> None:
     sizes = ["--batch-B", 4, 6, "--batch-T", 8, "--n-workers", 1, "--seconds", 0.02, "--repeats", 1]
-    printed, content = run_program(folder, "batched", "--agents", "random", "mlp", *sizes)
+    printed, content = run_program(folder, "batched", "--agents", "random", "mlp", "none", *sizes)
     assert "times the first" in printed
     rows = {(row["agent"], row["kind"], row["batch_B"]): row for row in content["table"]}
     for agent in ("random", "mlp"):
@@ -90,6 +90,7 @@ def test_batched_atari(folder: Path) -> None:
     done = starter.run("benchmarks/batched_atari.py", *sizes, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "NextStep" in done.stdout
+    assert "ShmVectorEnv, single" in done.stdout
 
 
 def test_spaces(folder: Path) -> None:

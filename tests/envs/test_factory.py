@@ -207,7 +207,7 @@ class Turns(ScriptedGame):
     [
         (ScriptedGame, "Environments of several agents are for samplers and for ShmVectorEnv"),
         (Turns, "played in turns .* give a ParallelEnv"),
-        (lambda: gym.make_vec("CartPole-v1", 2), "A ShmVectorEnv takes functions that return single environments"),
+        (lambda: gym.make_vec("CartPole-v1", 2), "a ShmVectorEnv with num_envs=n"),
     ],
 )
 def test_environments_of_other_kinds_get_the_right_advice(make: Any, message: str) -> None:

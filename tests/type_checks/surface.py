@@ -27,7 +27,7 @@ from penstock import (
 )
 from penstock.buffers import AgentSamples, EnvSamples
 from penstock.collectors import ResetCollector
-from penstock.envs import SameStep, ScriptedGame
+from penstock.envs import BatchedCartPole, SameStep, ScriptedGame
 from penstock.replays import Frames, Prioritized, Replay, ReplayBatch, SequenceBatch, Sequences
 from penstock.targets import Steps, gae, n_step_return, vtrace
 from penstock.vector import ShmVectorEnv
@@ -98,7 +98,8 @@ def choices() -> None:
     ParallelSampler("CartPole-v1", batch_T=4, batch_B=2, on_worker_failure="restrat")  # type: ignore[arg-type]
     ParallelSampler("CartPole-v1", batch_T=4, batch_B=2, start_method="frok")  # type: ignore[arg-type]
     Frames(4, "rest")  # type: ignore[arg-type]
-    ShmVectorEnv("CartPole-v1")  # type: ignore[arg-type]
+    ShmVectorEnv("CartPole-v1", num_envs=8, n_worker=2)  # type: ignore[arg-type]
+    ShmVectorEnv(BatchedCartPole, num_envs="8")  # type: ignore[arg-type]
     ShmVectorEnv([ScriptedGame] * 2)
     ShmVectorEnv([int] * 2)  # type: ignore[arg-type]
     ShmVectorEnv(["CartPole-v1"] * 2, autoreset_mode="SAMESTEP")  # type: ignore[arg-type]

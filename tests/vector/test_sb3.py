@@ -11,15 +11,19 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from penstock import ConfigError, SpaceError
-from penstock.envs import CountingEnv
+from penstock.envs import BatchedCartPole, CountingEnv
 from penstock.vector import ShmVectorEnv
 
 sb3 = pytest.importorskip("stable_baselines3")
 
 from stable_baselines3.common.monitor import Monitor  # noqa: E402
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor  # noqa: E402
+
+from penstock.vector import Sb3VecEnv  # noqa: E402
 
 from ..support import assert_same  # noqa: E402
 
@@ -30,12 +34,20 @@ def ours(fns: Any, **kwargs: Any) -> Any:
     return ShmVectorEnv(fns, in_series=2, autoreset_mode="SAME_STEP", **kwargs).to_sb3()
 
 
+def batched(make: Any, n: int) -> Any:
+    def env_fn(num_envs: int) -> Any:
+        return SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    return Sb3VecEnv(env_fn, num_envs=n, n_workers=2)
+
+
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-def test_the_same_as_a_dummy_vec_env(env_id: str) -> None:
+@pytest.mark.parametrize("build", [lambda make, n: ours([make] * n), batched])
+def test_the_same_as_a_dummy_vec_env(env_id: str, build: Any) -> None:
     def make() -> Any:
         return Monitor(gym.make(env_id, max_episode_steps=15))
 
-    mine, theirs = ours([make] * 3), DummyVecEnv([make] * 3)
+    mine, theirs = build(make, 3), DummyVecEnv([make] * 3)
     for envs in (mine, theirs):
         envs.seed(4)
         envs.action_space.seed(0)
@@ -74,6 +86,51 @@ def test_the_rest_of_the_interface() -> None:
         *_, infos = monitored.step(np.zeros(4, int))
     assert ["episode" in info for info in infos] == [False, True, False, True]
     monitored.close()
+
+
+def test_the_rest_of_the_interface_of_batched_environments() -> None:
+    def env_fn(num_envs: int) -> Any:
+        return RecordEpisodeStatistics(BatchedCartPole(num_envs, max_episode_steps=3))
+
+    envs = ShmVectorEnv(env_fn, num_envs=5, n_workers=2).to_sb3()
+    assert envs.get_attr("num_envs") == [3, 3, 3, 2, 2]
+    envs.set_attr("length", 0.6, 4)
+    assert envs.get_attr("length", [0, 4]) == [0.5, 0.6]
+    assert envs.env_is_wrapped(Monitor, [1, 4]) == [False, False]
+    envs.seed(3)
+    envs.set_options({"low": -0.01, "high": 0.01})
+    plain = BatchedCartPole(5)
+    np.testing.assert_array_equal(envs.reset(), plain.reset(seed=3, options={"low": -0.01, "high": 0.01})[0])
+    assert envs.env_method("reset_rows", np.array([1]), indices=[4])[0][0].shape == (1, 4)
+    monitored = VecMonitor(envs)
+    monitored.reset()
+    for _ in range(3):
+        _, _, done, infos = monitored.step(np.zeros(5, int))
+    assert done.all()
+    for info in infos:
+        assert info["TimeLimit.truncated"]
+        assert info["terminal_observation"].shape == (4,)
+        assert (info["episode"]["r"], info["episode"]["l"]) == (3, 3)
+    envs.set_options([{}, {}, {}, {}, {"low": 0.1}])
+    with pytest.raises(ConfigError, match="None or one dict"):
+        envs.reset()
+    monitored.close()
+
+
+def test_the_statistics_of_gymnasiums_vector_wrapper_are_those_of_the_episode() -> None:
+    def env_fn(num_envs: int) -> Any:
+        return RecordEpisodeStatistics(BatchedCartPole(num_envs, max_episode_steps=3))
+
+    envs = Sb3VecEnv(env_fn, num_envs=3, n_workers=2)
+    model = sb3.PPO("MlpPolicy", envs, n_steps=8, batch_size=24, n_epochs=1, seed=0, device="cpu")
+    model.learn(24)
+    assert [episode["l"] for episode in model.ep_info_buffer] == [3] * 6
+    envs.close()
+
+
+def test_a_batched_environment_in_another_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is SAME_STEP, but the batched environment has the mode NEXT_STEP"):
+        Sb3VecEnv("CartPole-v1", num_envs=4)
 
 
 def test_ppo_learns_on_it() -> None:

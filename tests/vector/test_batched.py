@@ -1,0 +1,506 @@
+"""ShmVectorEnv over batched environments: for any number of workers what one batched environment gives."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import ConfigError, EnvCallError, SamplerStateError, SpaceError, WorkerError
+from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, NestedEnv, SameStep
+from penstock.testing import Fault, faulty_env
+from penstock.vector import ShmVectorEnv
+
+from ..envs.space_strategies import any_space
+from ..scale import scaled
+from ..support import assert_same
+from .vector_support import talkative
+
+MODES = list(AutoresetMode)
+modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+SAME, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
+
+
+def synced(env_fn: Any, num_envs: int, mode: AutoresetMode = SAME) -> Any:
+    return SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode)
+
+
+def counting(mode: AutoresetMode = SAME, **kwargs: Any) -> Any:
+    return partial(synced, partial(CountingEnv, **kwargs), mode=mode)
+
+
+def plain_parts(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What an environment has returned, with float64 rewards, and of `final_obs` only the rows that count."""
+    *parts, infos = result
+    if len(parts) == 4:
+        parts[1] = np.asarray(parts[1], np.float64)
+        done = parts[2] | parts[3]
+        infos = {key: value for key, value in infos.items() if key not in ("_final_obs", "_final_info", "final_info")}
+        if "final_obs" in infos:
+            infos["final_obs"] = [infos["final_obs"][b] for b in np.flatnonzero(done)]
+    return (*parts, infos)
+
+
+def compare(ours: Any, theirs: Any, n_steps: int, *, seeds: Any = None, exact: bool = True) -> int:
+    """The same as a plain loop: returns how many episodes ended. `seeds`: the plain environment's form of 5, 6, ..."""
+    part = tuple if exact else plain_parts
+    assert_same(part(ours.reset(seed=5)), part(theirs.reset(seed=5 if seeds is None else seeds)), "reset")
+    theirs.action_space.seed(1)
+    n_ends = 0
+    for t in range(n_steps):
+        action = theirs.action_space.sample()
+        got, wanted = ours.step(action), theirs.step(action)
+        assert_same(part(got), part(wanted), f"step {t}")
+        ended = wanted[2] | wanted[3]
+        n_ends += int(ended.sum())
+        if ours.metadata["autoreset_mode"] is DISABLED and ended.any():
+            assert_same(
+                *(part(envs.reset(options={"reset_mask": ended.copy()})) for envs in (ours, theirs)), f"reset {t}"
+            )
+    ours.close()
+    theirs.close()
+    return n_ends
+
+
+@modes
+def test_the_same_for_any_number_of_workers(mode: AutoresetMode) -> None:
+    env_fn = partial(synced, talkative(spaces.Box(-1, 1, (3,), np.float64), spaces.Discrete(3, start=-1)), mode=mode)
+    for n_workers in (1, 2, 3):
+        ours = ShmVectorEnv(env_fn, num_envs=5, n_workers=n_workers, autoreset_mode=mode)
+        assert len(ours.worker_pids) == n_workers
+        assert compare(ours, env_fn(num_envs=5), 40) > 20
+
+
+@pytest.mark.slow
+@settings(max_examples=scaled(40, 6), deadline=None)
+@given(data=st.data(), mode=st.sampled_from(MODES), n=st.integers(1, 5), n_workers=st.integers(1, 3))
+def test_any_space(data: Any, mode: AutoresetMode, n: int, n_workers: int) -> None:
+    env_fn = partial(synced, talkative(data.draw(any_space), data.draw(any_space)), mode=mode)
+    compare(ShmVectorEnv(env_fn, num_envs=n, n_workers=n_workers), env_fn(num_envs=n), 6)
+
+
+def test_every_start_method(start_method: str) -> None:
+    env_fn = partial(synced, NestedEnv)
+    ours = ShmVectorEnv(env_fn, num_envs=3, in_series=2, context=start_method)  # type: ignore[arg-type]
+    assert compare(ours, env_fn(num_envs=3), 20) == 6
+
+
+def cartpole(num_envs: int) -> Any:
+    return gym.make_vec("CartPole-v1", num_envs, "vector_entry_point", max_episode_steps=20)
+
+
+@pytest.mark.parametrize("given_as", [cartpole, "CartPole-v1"])
+def test_an_environment_with_one_random_stream_gets_the_seed_of_its_first_row(given_as: Any) -> None:
+    ours = ShmVectorEnv(given_as, num_envs=5, n_workers=2)
+    assert ours.autoreset_mode is AutoresetMode.NEXT_STEP
+    first, second = cartpole(3), cartpole(2)
+    found = ours.reset(seed=5)[0]
+    np.testing.assert_array_equal(found, np.concatenate([first.reset(seed=5)[0], second.reset(seed=8)[0]]))
+    for t in range(18):  # before the first time limit of `cartpole`
+        action = np.array([0, 1, t % 2, 1, 0])
+        ours_, *theirs = ours.step(action), first.step(action[:3]), second.step(action[3:])
+        for got, *wanted in zip(ours_[:4], *(each[:4] for each in theirs), strict=True):
+            np.testing.assert_array_equal(got, np.concatenate(wanted))
+    ours.close()
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 3])
+def test_batched_cartpole(n_workers: int) -> None:
+    cartpoles = partial(BatchedCartPole, max_episode_steps=20)
+    assert compare(ShmVectorEnv(cartpoles, num_envs=5, n_workers=n_workers), cartpoles(5), 60, exact=False) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n_workers", "task"), [(1, "CartPole-v1"), (2, "Pong-v5"), (3, "CartPole-v1")])
+def test_envpool(n_workers: int, task: str) -> None:
+    pytest.importorskip("envpool")
+    pool = partial(BatchedEnvPool, task, max_episode_steps=7)
+    assert compare(ShmVectorEnv(pool, num_envs=4, n_workers=n_workers), pool(4), 30, exact=False) > 10
+
+
+def pong(num_envs: int, mode: str) -> Any:
+    from ale_py.vector_env import AtariVectorEnv
+
+    small = {"img_height": 21, "img_width": 21, "num_threads": 1, "max_num_frames_per_episode": 60, "noop_max": 8}
+    return AtariVectorEnv("pong", num_envs, autoreset_mode=mode, **small)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n_workers", "mode"), [(1, "SameStep"), (2, "NextStep"), (3, "SameStep")])
+def test_atari(n_workers: int, mode: str) -> None:
+    pytest.importorskip("ale_py")
+    ours = ShmVectorEnv(partial(pong, mode=mode), num_envs=4, n_workers=n_workers)
+    assert compare(ours, pong(4, mode), 30, seeds=np.arange(5, 9), exact=False) >= 4
+
+
+@pytest.mark.slow
+def test_atari_takes_seeds_of_the_rows_that_are_reset() -> None:
+    pytest.importorskip("ale_py")
+    plain, mask = pong(4, "SameStep"), np.array([True, False, False, True])
+    with ShmVectorEnv(partial(pong, mode="SameStep"), num_envs=4, n_workers=1) as envs:
+        envs.reset(seed=1)
+        plain.reset(seed=np.arange(1, 5))
+        found, _ = envs.reset(seed=[7, 8, 9, 10], options={"reset_mask": mask})
+        wanted, _ = plain.reset(seed=np.array([7, 10]), options={"reset_mask": mask})
+        np.testing.assert_array_equal(found, wanted)
+
+
+class Into(SameStep):
+    """Counts its steps in place. The rows end after 3, 4, 5, ... steps."""
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        self.single_observation_space = spaces.Box(0, 99, (2,), np.float32)
+        self.single_action_space = spaces.Discrete(2)
+        self.count, self.n_into = np.zeros((num_envs, 2), np.float32), 0
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.count[:] = 0
+        return self.count.copy(), {"whole": True}
+
+    def advance(self, actions: Any) -> Any:
+        self.count += 1
+        over = self.count[:, 0] == 3 + np.arange(self.num_envs)
+        return (
+            self.count.copy(),
+            np.ones(self.num_envs),
+            over,
+            np.zeros_like(over),
+            {"told": "once"} if over.any() else {},
+        )
+
+    def reset_rows(self, rows: Any) -> Any:
+        self.count[rows] = 0
+        return self.count[rows], {}
+
+    def step_into(self, out: Any, actions: Any) -> Any:
+        self.n_into += 1
+        return super().step_into(out, actions)
+
+
+def test_an_environment_may_write_in_place() -> None:
+    with ShmVectorEnv(Into, num_envs=4, n_workers=2) as envs:
+        assert envs.reset()[1]["whole"].tolist() == [True] * 4
+        for t in range(1, 4):
+            observation, _, terminated, _, infos = envs.step(np.zeros(4, int))
+            assert observation[:, 0].tolist() == [t % 3, t, t % 3, t]
+        assert terminated.tolist() == [True, False, True, False]
+        assert infos["told"].tolist() == ["once"] * 4  # what is no array holds for each row of its worker
+        assert [final.tolist() for final in infos["final_obs"][terminated]] == [[3, 3], [3, 3]]
+        assert envs.get_attr("n_into") == (3, 3)
+        infos = envs.step(np.zeros(4, int))[4]
+        assert infos["told"].tolist() == ["once"] * 4
+    with ShmVectorEnv(Into, num_envs=4, n_workers=2, on_worker_failure="restart") as envs:
+        envs.reset()
+        envs.step(np.zeros(4, int))
+        assert envs.get_attr("n_into") == (0, 0)  # the shared memory keeps the last observation during a step
+
+
+def test_entries_of_some_workers_have_a_mask() -> None:
+    class Told(SyncVectorEnv):
+        def step(self, actions: Any) -> Any:
+            *parts, _ = super().step(actions)
+            return (*parts, {"wide": np.full((self.num_envs, 2), "abc" * self.num_envs)} if self.num_envs > 1 else {})
+
+    with ShmVectorEnv(lambda num_envs: Told([CountingEnv] * num_envs), num_envs=3, n_workers=2) as envs:
+        envs.reset()
+        infos = envs.step(np.zeros(3, int))[4]
+    assert infos["wide"].tolist() == [["abcabc"] * 2] * 2 + [[""] * 2]
+    assert infos["_wide"].tolist() == [True, True, False]
+
+
+# ---- send, recv, masks, options -----------------------------------------------------------------
+
+
+class Waiting(CountingEnv):
+    """A step whose action is 2 waits until somebody writes to the pipe."""
+
+    def __init__(self, pipe: Path) -> None:
+        super().__init__(length=100)
+        self.pipe = pipe
+
+    def step(self, action: Any) -> Any:
+        if action == 2:
+            with self.pipe.open("rb") as pipe:
+                pipe.read(1)
+        return super().step(action)
+
+
+def test_a_slow_worker_keeps_the_others_not_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with ShmVectorEnv(partial(synced, partial(Waiting, tmp_path / "pipe")), num_envs=5, n_workers=2) as envs:
+        envs.reset()
+        envs.send([2, 0, 0, 0, 0])
+        for t in range(1, 4):
+            observation, reward, _, _, infos = envs.recv()
+            assert infos["env_id"].tolist() == [3, 4]
+            assert (reward.tolist(), observation[:, 1].tolist()) == ([t, t], [t, t])
+            assert infos["count"].tolist() == [t, t]
+            envs.send([0, 0], [4, 3])
+        with pytest.raises(ConfigError, match=r"^send: one call steps environments \[3\] together with others"):
+            envs.recv()
+            envs.send([0], [4])
+        with pytest.raises(SamplerStateError, match=r"reset: environments \[1, 2\] have not been received yet"):
+            envs.reset(options={"reset_mask": np.array([True, False, False, False, False])})
+        with (tmp_path / "pipe").open("wb") as pipe:
+            pipe.write(b"x")
+        assert envs.recv(min_ready=3)[4]["env_id"].tolist() == [0, 1, 2]
+        observation, _ = envs.reset(options={"reset_mask": np.array([True, False, False, False, True])})
+        assert observation[:, 1].tolist() == [0, 1, 1, 4, 0]
+
+
+@modes
+def test_some_rows_are_reset_with_options(mode: AutoresetMode) -> None:
+    env_fn = partial(synced, talkative(spaces.Discrete(50), spaces.Discrete(2)), mode=mode)
+    theirs = env_fn(num_envs=5)
+    with ShmVectorEnv(env_fn, num_envs=5, n_workers=2) as ours:
+        ours.reset(seed=3)
+        theirs.reset(seed=3)
+        for rows in ([1], [0, 3], [0, 1, 2], [0, 1, 2, 3, 4]):
+            mask = np.isin(np.arange(5), rows)
+            for seed in (None, 8):
+                options = [{"level": 2, "reset_mask": mask.copy()} for _ in range(2)]
+                assert_same(ours.reset(seed=seed, options=options[0]), theirs.reset(seed=seed, options=options[1]))
+        with pytest.raises(ConfigError, match="options of batched environments must be None or one dict"):
+            ours.reset(options=[{}, {}, {}, {}, {"level": 1}])
+        ours.reset_async(seed=4)
+        assert_same(ours.reset_wait(), theirs.reset(seed=4))
+        ours.step_async(np.zeros(5, int))
+        assert_same(ours.step_wait(timeout=30), theirs.step(np.zeros(5, int)))
+
+
+def test_an_environment_that_ignores_the_mask_is_refused() -> None:
+    with ShmVectorEnv(BatchedCartPole, num_envs=4, n_workers=2) as envs:
+        envs.reset(seed=0)
+        envs.reset(options={"reset_mask": np.array([False, False, True, True])})  # all rows of a worker
+        with pytest.raises(WorkerError, match="does not know the option reset_mask"):
+            envs.reset(options={"reset_mask": np.array([True, False, False, False])})
+
+
+def test_rows_that_belong_together() -> None:
+    def env_fn(num_envs: int) -> Any:
+        assert num_envs % 3 == 0
+        return synced(CountingEnv, num_envs)
+
+    with ShmVectorEnv(env_fn, num_envs=9, n_workers=2, rows_per_env=3) as envs:
+        assert envs.get_attr("num_envs") == (6, 3)
+        assert envs.env_of_rows == [0] * 6 + [1] * 3
+    with pytest.raises(ConfigError, match="num_envs must be a multiple of rows_per_env=3, got 8"):
+        ShmVectorEnv(env_fn, num_envs=8, rows_per_env=3)
+
+
+# ---- calls --------------------------------------------------------------------------------------
+
+
+def test_calls_are_for_whole_batched_environments() -> None:
+    def env_fn(num_envs: int) -> Any:
+        return RecordEpisodeStatistics(BatchedCartPole(num_envs))
+
+    with ShmVectorEnv(env_fn, num_envs=5, n_workers=2) as envs:
+        envs.reset(seed=0)
+        assert envs.get_attr("max_episode_steps") == (500, 500)
+        envs.set_attr("length", [0.4, 0.6])
+        assert envs.get_attr("length") == (0.4, 0.6)
+        envs.broadcast({"length": 0.7}, [1])
+        assert envs.call_some([1], "length") == (0.7,)
+        assert envs.apply(lambda env: (type(env).__name__, env.num_envs)) == tuple(
+            ("RecordEpisodeStatistics", n) for n in (3, 2)
+        )
+        with pytest.raises(EnvCallError, match=r"^call 'nothing' on env_rank 0 raised AttributeError"):
+            envs.call("nothing")
+        with pytest.raises(ConfigError, match=r"set_attr needs one value, or 2 of them"):
+            envs.set_attr("length", [1.0] * 5)
+
+
+class Drawn(CountingEnv):
+    render_mode = "rgb_array"
+
+    def render(self) -> Any:
+        return np.full((2, 2, 3), self.count, np.uint8)
+
+
+def test_pictures() -> None:
+    with ShmVectorEnv(partial(synced, Drawn), num_envs=3, n_workers=2) as envs:
+        envs.reset()
+        envs.step(np.zeros(3, int))
+        frames = envs.render()
+        assert frames is not None
+        assert [frame.mean() for frame in frames] == [1, 1, 1]
+        assert envs.render_tiled().shape == (4, 4, 3)
+
+
+# ---- what is refused, and failures --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env_fns", "kwargs", "message"),
+    [
+        (counting(), {}, "needs num_envs"),
+        ([counting()], {"num_envs": 2}, "leave num_envs out"),
+        (counting(), {"num_envs": 0}, "num_envs must be an integer of at least 1"),
+        (CountingEnv, {"num_envs": 2}, r"calls env_fn\(num_envs=n\)"),
+        ("FrozenLake-v1", {"num_envs": 2}, "FrozenLake-v1 has no batched environment"),
+        ("Nothing-v9", {"num_envs": 2}, "env_fns='Nothing-v9' is not a registered environment id"),
+        (counting(), {"num_envs": 2, "autoreset_mode": "DISABLED"}, "is DISABLED, but .* has the mode SAME_STEP"),
+        ([CountingEnv], {"rows_per_env": 2}, "rows_per_env is for batched environments"),
+        (
+            counting(),
+            {"num_envs": 2, "spaces": (CountingEnv().observation_space, CountingEnv().action_space)},
+            "pass autoreset_mode",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(env_fns: Any, kwargs: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ShmVectorEnv(env_fns, **kwargs)
+
+
+def test_parts_without_a_fixed_shape_are_refused() -> None:
+    env_fn = partial(synced, talkative(spaces.Text(5), spaces.Discrete(2)))
+    with pytest.raises(SpaceError, match="observation has a Text space"):
+        ShmVectorEnv(env_fn, num_envs=2)
+
+
+def test_with_spaces_no_environment_is_built_in_the_main_process() -> None:
+    def env_fn(num_envs: int, main: int = os.getpid()) -> Any:
+        assert os.getpid() != main
+        return synced(CountingEnv, num_envs, DISABLED)
+
+    own = CountingEnv().observation_space, CountingEnv().action_space
+    with ShmVectorEnv(env_fn, num_envs=2, spaces=own, autoreset_mode="DISABLED") as envs:
+        envs.reset()
+        assert envs.step(np.zeros(2, int))[1].tolist() == [1, 1]
+        for _ in range(4):
+            envs.step(np.zeros(2, int))
+        with pytest.raises(SamplerStateError, match=r"environments \[0, 1\] have ended"):
+            envs.step(np.zeros(2, int))
+    with pytest.raises(WorkerError, match=r"has the autoreset mode DISABLED, that of .* is SAME_STEP"):
+        ShmVectorEnv(env_fn, num_envs=2, spaces=own, autoreset_mode="SAME_STEP")
+
+
+class Wrong(SyncVectorEnv):
+    """Returns something wrong in its third step."""
+
+    def __init__(self, num_envs: int, part: int, value: Any) -> None:
+        super().__init__([CountingEnv] * num_envs, autoreset_mode=SAME)
+        self.part, self.value, self.left = part, value, 3
+
+    def step(self, actions: Any) -> Any:
+        result = list(super().step(actions))
+        self.left -= 1
+        if self.left == 0:
+            result[self.part] = self.value
+        return tuple(result)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        (0, np.zeros((2, 3)), r"observation of the batched environment \(env_rank 0 to 1\) must have shape \(2, 2\)"),
+        (1, np.zeros(3), r"rewards must have shape \(2,\), got \(3,\)"),
+        (2, None, r"terminated of .* \(env_rank 0 to 1\) must be bools \(2,\), got None"),
+        (3, np.zeros(2), r"truncated of .* \(env_rank 0 to 1\) must be bools \(2,\)"),
+        (2, np.ones(2, bool), "gave no final_obs for env_rank 0"),
+        (4, None, "must be a dict, got None"),
+    ],
+)
+def test_results_that_do_not_fit_are_refused(part: int, value: Any, message: str) -> None:
+    with ShmVectorEnv(partial(Wrong, part=part, value=value), num_envs=2, n_workers=1) as envs:
+        envs.reset()
+        with pytest.raises(WorkerError, match=message):
+            for _ in range(3):
+                envs.step(np.zeros(2, int))
+
+
+def test_numbers_that_are_not_finite_are_refused() -> None:
+    class Ends(CountingEnv):
+        def _observation(self) -> Any:
+            return np.array([np.nan if self.count == self.length else 0, 0], np.float32)
+
+        step_into = None  # type: ignore[assignment]
+
+    with ShmVectorEnv(partial(synced, partial(Ends, length=2)), num_envs=3, n_workers=2, check_finite=True) as envs:
+        envs.reset()
+        envs.step(np.zeros(3, int))
+        with pytest.raises(SpaceError, match=r"final_obs of env_rank 0 must be finite .* got nan at index \(0,\)"):
+            envs.step(np.zeros(3, int))
+        assert envs.step(np.zeros(3, int))[1].tolist() == [1, 1, 1]
+
+
+def with_fault(fault: Fault, mode: AutoresetMode) -> Any:
+    """The last of three workers, which has two of six rows, has the fault."""
+
+    def env_fn(num_envs: int, context: Any) -> Any:
+        bad: Any = faulty_env(partial(CountingEnv, length=9), fault)
+        fns = [partial(CountingEnv, length=9)] * num_envs
+        return SyncVectorEnv([*fns[1:], bad if context.env_rank == 4 else fns[0]], autoreset_mode=mode)
+
+    return env_fn
+
+
+def test_an_exception_names_worker_and_rows() -> None:
+    told = r"worker 2 \(pid \d+, env_rank 4 to 5\) raised .*InjectedFault(.|\n)*stepping env_rank 4"
+    with ShmVectorEnv(with_fault(Fault("raise", at=2), SAME), num_envs=6, in_series=2) as envs:
+        envs.reset()
+        with pytest.raises(WorkerError, match=told):
+            for _ in range(2):
+                envs.step(np.zeros(6, int))
+
+
+@pytest.mark.slow
+@modes
+def test_a_replaced_workers_episodes_are_cut_where_they_were(mode: AutoresetMode, tmp_path: Path) -> None:
+    fault, nothing = Fault("kill", at=3, marker=str(tmp_path / "marker")), np.zeros(6, int)
+    env_fn = with_fault(fault, mode)
+    with ShmVectorEnv(env_fn, num_envs=6, in_series=2, on_worker_failure="restart") as envs:
+        envs.reset(seed=1)
+        for _ in range(2):
+            envs.step(nothing)
+        observation, reward, terminated, truncated, infos = envs.step(nothing)
+        cut = [False] * 4 + [True] * 2
+        assert envs.n_restarts == 1
+        assert reward.tolist() == [3] * 4 + [0] * 2
+        assert truncated.tolist() == cut
+        assert not terminated.any()
+        if mode is SAME:
+            assert [final.tolist() for final in infos["final_obs"][4:]] == [[0, 2]] * 2
+            assert infos["_final_obs"].tolist() == cut
+            assert infos["final_info"]["worker_restarted"].tolist() == cut
+            assert observation[4:].tolist() == [[0, 0]] * 2
+        else:
+            assert observation[4:].tolist() == [[0, 2]] * 2
+            assert infos["worker_restarted"].tolist() == infos["_worker_restarted"].tolist() == cut
+        if mode is DISABLED:
+            assert envs.reset(options={"reset_mask": truncated})[0][4:, 1].tolist() == [0, 0]
+        observation, reward, _, truncated, _ = envs.step(nothing)
+        n = 0 if mode is AutoresetMode.NEXT_STEP else 1  # there, this step is the reset
+        assert (reward.tolist(), observation[4:, 1].tolist()) == ([4] * 4 + [n] * 2, [n, n])
+        assert not truncated.any()
+        assert envs.step(nothing)[1].tolist() == [5] * 4 + [n + 1] * 2
+
+
+@pytest.mark.slow
+def test_a_replacement_whose_rows_are_reset_in_parts(tmp_path: Path) -> None:
+    fault, nothing = Fault("kill", at=2, marker=str(tmp_path / "marker")), np.zeros(6, int)
+    with ShmVectorEnv(
+        with_fault(fault, SAME), num_envs=6, in_series=2, on_worker_failure="restart", step_timeout=60
+    ) as envs:
+        envs.reset(seed=1)
+        envs.step(nothing)
+        os.kill(envs.worker_pids[2], 9)
+        observation, _ = envs.reset(seed=3, options={"reset_mask": np.arange(6) == 4})
+        assert observation[:, 1].tolist() == [1, 1, 1, 1, 0, 1]
+        _, _, _, truncated, infos = envs.step(nothing)
+        assert truncated.tolist() == [False] * 4 + [True] * 2
+        assert [final[1] for final in infos["final_obs"][4:]] == [0, 1]
+        assert envs.step(nothing)[1].tolist() == [3] * 4 + [1] * 2
