@@ -8,7 +8,7 @@ ROOMS := agents buffers cluster collectors envs ports replays samplers targets t
 SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 PYTEST := pytest --dist loadgroup
 
-# The compiled tests stay for the next run, also where this variable is set: it would compile them again in each process.
+# Keep compiled test modules, even where this variable is set: otherwise each process compiles them again.
 quick test: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: run quick test check coverage floors pythons docs docs-test dist bench sanitize ray chaos faults cases real peers clean

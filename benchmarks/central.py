@@ -208,7 +208,7 @@ def uneven(repeats: int, seconds: float, batch_T: int = 1024) -> Figures:
     return figures
 
 
-class Ahead(Sampling):
+class AsyncSampling(Sampling):
     """An `AsyncSampler`, from an empty start to the end of all that it has begun."""
 
     def batch(self) -> int:
@@ -228,16 +228,16 @@ class Ahead(Sampling):
 
 
 def deadline(repeats: int, seconds: float, batch_T: int = 32) -> Figures:
-    """8 environments in 8 workers, as in `uneven`. The bounds: one step per worker in the mean step time, as measured
-    here, and `ParallelSampler`, which also waits for the slowest worker at the end of each batch."""
+    """8 environments in 8 workers, as in `uneven`. Two upper bounds: `bound`, one step per worker in the mean step
+    time, as measured here; and `ParallelSampler`, which waits for the slowest worker at the end of each batch."""
     torch.set_num_threads(1)
     env = partial(SleepingEnv, 0.001, 0.010, 0.05)
     agent = partial(CategoricalPgAgent, ActorCritic)
     size: dict[str, Any] = {"batch_T": batch_T, "batch_B": 8, "n_workers": 8, "max_decorrelation_steps": 0}
     independent = ParallelSampler(env, **size)
 
-    def async_sampling(**kwargs: Any) -> Ahead:
-        return Ahead(AsyncSampler(env, **size, **kwargs), agent())
+    def async_sampling(**kwargs: Any) -> AsyncSampling:
+        return AsyncSampling(AsyncSampler(env, **size, **kwargs), agent())
 
     contestants = {
         "lock-step": Sampling(GpuSampler(env, **size), agent()),

@@ -133,7 +133,7 @@ class Loop:
         self._observations = np.zeros((*shape, *space.shape), space.dtype)
         self._actions, self._dones = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
         self._rewards, self._log_probs, self._values = (np.zeros(shape, np.float32) for _ in range(3))
-        self._policy = work.make_policy(n or work.n_envs)  # for so many environments at a time
+        self._policy = work.make_policy(n or work.n_envs)  # acts for n environments in one call
 
     def advance(self, rows: int | None = None) -> int:
         rows = rows or self._work.rows
@@ -405,8 +405,9 @@ def torchrl_multi(name: str, work: Work) -> TorchRL:
 
 
 def torchrl_batched(work: Work, *, is_process: bool = False) -> TorchRL:
-    """A server acts for half of the environments as soon as they are ready, and for fewer after 1 ms. It is a thread
-    beside two processes with the environments. With `is_process`, it is a process, and each environment has one."""
+    """A server acts for half of the environments as soon as they are ready, and for fewer after 1 ms. The
+    server is a thread, and two processes step the environments. With `is_process`, the server is a process, and so is
+    each environment."""
     from torchrl.collectors import AsyncBatchedCollector
     from torchrl.modules.inference_server import ProcessSlotTransport
 

@@ -78,15 +78,16 @@ def fastest(rounds: Rounds, names: Iterable[str]) -> str | None:
     return max(medians, key=medians.__getitem__, default=None)
 
 
-def is_alike(name: str) -> bool:
-    """Not of another kind: bare loops are bounds, and batched or other environments are another work."""
+def does_same_work(name: str) -> bool:
+    """Whether this contestant does the same work as most: bare loops record nothing, and EnvPool and batched
+    environments are other environments."""
     return not (name.startswith(("bare", "EnvPool")) or "BatchedCartPole" in name or "AtariVectorEnv" in name)
 
 
 def best_peer(rounds: Rounds) -> str | None:
     """The fastest contestant of another library."""
     names = {name for turns in rounds for name in turns}
-    return fastest(rounds, sorted(name for name in names if is_alike(name) and not name.startswith("penstock")))
+    return fastest(rounds, sorted(name for name in names if does_same_work(name) and not name.startswith("penstock")))
 
 
 def padded(figures: Sequence[float]) -> Sequence[float]:
@@ -137,7 +138,7 @@ def summary(results: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"| {' | '.join(headings)} |", "|" + " --- |" * len(headings)]
     for result in results:
         rounds = result["rounds"]
-        names = {name for turns in rounds for name in turns if name.startswith("penstock") and is_alike(name)}
+        names = {name for turns in rounds for name in turns if name.startswith("penstock") and does_same_work(name)}
         name, peer = fastest(rounds, sorted(names)), best_peer(rounds)
         if name is None or peer is None:
             continue
@@ -292,7 +293,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path, only: str | None = None)
     shown = [result for result in results if only in (None, result["work"]) and any(result["rounds"])]
     panels = [rates(result["rounds"]) for result in shown]
     if only:
-        panels = [{name: rate for name, rate in panel.items() if is_alike(name)} for panel in panels]
+        panels = [{name: rate for name, rate in panel.items() if does_same_work(name)} for panel in panels]
     heights = [len(panel) + 2 for panel in panels]
     picture, parts = plt.subplots(
         len(panels), 1, figsize=(5, 0.5 * sum(heights)), squeeze=False, layout="constrained", height_ratios=heights

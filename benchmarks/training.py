@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from training_loops import ARMS, TASKS, pairs_of_updates
+from training_loops import ARMS, TASKS, updates_by_name
 from turns import CAPTION, cell, machine, ratios
 
 LOOPS = Path(__file__).with_name("training_loops.py")
@@ -87,7 +87,7 @@ def measure_updates(env: str, rounds: int) -> dict[str, list[float]]:
     import torch
 
     torch.set_num_threads(1)
-    updates = pairs_of_updates(env)
+    updates = updates_by_name(env)
     found: dict[str, list[float]] = {name: [] for name in updates}
     for i in range(rounds):
         for name in list(updates) if i % 2 else list(updates)[::-1]:

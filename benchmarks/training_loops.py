@@ -55,9 +55,9 @@ class Outcome:
 
     learning: float = 0.0  # seconds between the sampling of one batch and of the next
     learning_cpu: float = 0.0  # CPU seconds of this process meanwhile
-    start: float = 0.0  # seconds until the first step
+    start: float = 0.0  # `time.monotonic()` at the first step; `main` subtracts the beginning
     returns: list[float] = field(default_factory=list)  # of all episodes, in their order
-    cpu: float = 0.0  # CPU seconds of all its processes, before it ends them
+    cpu: float = 0.0  # CPU seconds of all its processes, before it ends them; `main` subtracts those before
 
 
 def cartpole() -> gym.Env[Any, Any]:
@@ -153,7 +153,8 @@ def clipped_loss(
     log_ratio = log_prob - old_log_prob
     ratio = log_ratio.exp()
     with torch.no_grad():
-        (-log_ratio).mean(), ((ratio - 1) - log_ratio).mean()  # two estimates of the KL divergence
+        # CleanRL computes these estimates of the KL divergence for its log.
+        (-log_ratio).mean(), ((ratio - 1) - log_ratio).mean()
         clip_shares.append(((ratio - 1.0).abs() > task.clip).float().mean().item())
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     for weight in weights:
@@ -335,7 +336,7 @@ def penstock_update(
 
 
 def new_agent(task: Task, inference: str) -> Any:
-    """numpy is for networks without convolutions."""
+    """penstock's agent for this task. With images it acts with torch, whatever `inference` says."""
     from penstock import CategoricalPgAgent, GaussianPgAgent
 
     env = task.make_env()
@@ -398,7 +399,7 @@ def train_penstock(
     return outcome
 
 
-def pairs_of_updates(env: str) -> dict[str, Callable[[], None]]:
+def updates_by_name(env: str) -> dict[str, Callable[[], None]]:
     """Whole updates on one recorded batch, by name: CleanRL's and penstock's, each with Adam as it is and fused."""
     from penstock import SerialSampler
 
@@ -434,7 +435,7 @@ ARMS: dict[str, tuple[Callable[..., Outcome], dict[str, Any]]] = {
     "sb3": (train_sb3, {}),
     "penstock": (train_penstock, {}),
     "penstock, lag=1": (train_penstock, {"lag": 1}),
-    # "penstock" with another choice in one place: what this gives.
+    # Variants, to measure one choice: each differs in it from one of the two above.
     "acting with torch": (train_penstock, {"inference": "torch"}),
     "2 threads": (train_penstock, {"threads": 2}),
     "lag=1, pinned": (train_penstock, {"lag": 1, "pinned": True}),

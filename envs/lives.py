@@ -19,7 +19,7 @@ class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
     where a game waits for fire, the agent presses it. After each step, `info["game_over"]` says whether the game has
     ended. `reset` with a seed, or in the middle of an episode, starts a new game.
 
-    Raises `ConfigError` if the infos have no `lives`.
+    `reset` raises `ConfigError` if the infos have no `lives`.
     """
 
     _lives = 0
@@ -48,7 +48,9 @@ class BatchedEpisodicLife(VectorWrapper):
     Use it with ALE's `AtariVectorEnv(..., autoreset_mode="SameStep")`. Do not use ALE's own options: `episodic_life`
     starts a new game after each lost life, and `life_loss_info` leaves `final_obs` unset there.
 
-    Raises `ConfigError` for another mode, and if the infos have no `lives`.
+    `info["game_over"]` is bool `[num_envs]`. After a lost life, `final_obs` is the observation that is returned.
+
+    Raises `ConfigError` for another mode. `reset` raises it if the infos have no `lives`.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
@@ -56,8 +58,8 @@ class BatchedEpisodicLife(VectorWrapper):
         mode = env.metadata.get("autoreset_mode")
         if mode is None or AutoresetMode(mode) is not AutoresetMode.SAME_STEP:
             raise ConfigError(
-                f"BatchedEpisodicLife needs an environment with the autoreset_mode SAME_STEP, {env} has {mode}: in "
-                'others a lost life would cost a step. ALE\'s is AtariVectorEnv(..., autoreset_mode="SameStep")'
+                f"BatchedEpisodicLife needs the autoreset_mode SAME_STEP, but {env} has {mode}. Other modes would spend "
+                'a step on a lost life. With ALE, make it with autoreset_mode="SameStep"'
             )
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -79,5 +81,5 @@ class BatchedEpisodicLife(VectorWrapper):
 
 def _lives_of(infos: Mapping[str, Any], env: Any) -> Any:
     if "lives" not in infos:
-        raise ConfigError(f"the infos of {env} have no `lives`: without lives to lose, leave the wrapper out")
+        raise ConfigError(f"the infos of {env} have no `lives`: use the wrapper only for Atari games")
     return infos["lives"]

@@ -78,21 +78,28 @@ def parse_config(arguments: Sequence[str] | None = None) -> Config:
     return Config(**vars(parser.parse_args(arguments)))
 
 
-FRAMES = 4  # of the game in each environment step; an observation has the newest frame of each of the last 4 steps
+FRAMES_PER_STEP = (
+    4  # of the game in each environment step; an observation has the newest frame of each of the last 4 steps
+)
 
 
 def make_game(game: str) -> gym.Env[Any, Any]:
     """A single game. Observations are frames `[4, 84, 84]` of uint8."""
     gym.register_envs(ale_py)
     env = gym.make(f"ALE/{game}-v5", frameskip=1, repeat_action_probability=0.0)
-    env = EpisodicLife(gym.wrappers.AtariPreprocessing(env, frame_skip=FRAMES))
+    env = EpisodicLife(gym.wrappers.AtariPreprocessing(env, frame_skip=FRAMES_PER_STEP))
     return gym.wrappers.FrameStackObservation(env, 4)
 
 
 def make_games(game: str, num_envs: int) -> gym.vector.VectorEnv[Any, Any, Any]:
     """`num_envs` games with such observations in one environment, ALE's `AtariVectorEnv`."""
     gym.register_envs(ale_py)
-    options = {"frameskip": FRAMES, "repeat_action_probability": 0.0, "reward_clipping": False, "num_threads": 1}
+    options = {
+        "frameskip": FRAMES_PER_STEP,
+        "repeat_action_probability": 0.0,
+        "reward_clipping": False,
+        "num_threads": 1,
+    }
     env = gym.make_vec(f"ALE/{game}-v5", num_envs, "vector_entry_point", autoreset_mode="SameStep", **options)
     return BatchedEpisodicLife(env)
 
@@ -178,7 +185,7 @@ def main(cfg: Config) -> None:
         record_final_obs=False,  # final_value is enough, and saves half of the memory
     )
     began = time.monotonic()
-    batch_frames = cfg.batch_T * cfg.batch_B * FRAMES
+    batch_frames = cfg.batch_T * cfg.batch_B * FRAMES_PER_STEP
     with sampler:
         sampler.initialize(agent, seed=cfg.seed, bootstrap_value=True)
         optimizer = torch.optim.Adam(agent.model.parameters(), lr=cfg.learning_rate, eps=1e-5)

@@ -22,7 +22,7 @@ from penstock.samplers.central import pool_with_server
 from penstock.samplers.config import SamplerState
 from penstock.samplers.inference_server import ServerOptions
 from penstock.samplers.parallel import ParallelSampler, pool_options
-from penstock.samplers.readiness import first_ready
+from penstock.samplers.readiness import readiness_maker
 from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.stats import Lags, SamplerStats, ServerStats
 from penstock.workers.control import RING, Command
@@ -98,7 +98,7 @@ class AsyncSampler(ParallelSampler):
             raise ConfigError(f"lag must be 1 (reproducible) or None, got {lag!r}")
         if server not in (None, "process"):
             raise ConfigError(f'server must be "process" or None, got {server!r}')
-        self._make_readiness = first_ready(min_ready, max_wait, self.batch_B)
+        self._make_readiness = readiness_maker(min_ready, max_wait, self.batch_B)
         if server is None and not (min_ready is None and max_wait is None):
             raise ConfigError('min_ready and max_wait are for a process that acts for all: give server="process" too')
         if replay is None and ratio is not None:

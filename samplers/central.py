@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.inference_server import InferenceServer, ServerOptions, ServerProgram
 from penstock.samplers.parallel import ParallelSampler, pool_options
-from penstock.samplers.readiness import Alternating, Readiness, first_ready
+from penstock.samplers.readiness import Alternating, Readiness, readiness_maker
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, make_plans
 from penstock.samplers.stats import ServerStats
 from penstock.workers.affinity import cpus_to_fill, idle_cpus, threads_here, usable_cpus
@@ -59,8 +59,8 @@ class GpuSampler(ParallelSampler):
         min_ready: how many environments must wait before the agent acts for them: an integer, or a float up to 1.0 as a
             fraction of all. Slow steps of some then do not delay the others. Each environment still makes
             `batch_T` steps in a batch. None: the agent acts for all of them together.
-        max_wait: seconds. When the first of the environments that wait has waited so long, the agent acts for all that
-            wait, even if they are fewer than `min_ready`. None: no limit. The samples do not depend on it.
+        max_wait: the longest time in seconds that an environment waits for others. After it, the agent acts for all
+            that wait, even if they are fewer than `min_ready`. None: no limit. The samples do not depend on it.
         serve_envs: the number of environments that the caller's process steps itself, beside acting for all. Where CPUs
             are few, this saves wake-ups, each of which costs as much as several steps. "auto" takes an equal share, and
             one worker less by default. If fewer than 1.5 of the CPUs that this process may use are idle during
@@ -104,7 +104,7 @@ class GpuSampler(ParallelSampler):
         **options: Unpack[SamplerOptions],
     ) -> None:
         super().__init__(env_fn, **options)
-        self._make_readiness = first_ready(min_ready, max_wait, self.batch_B)
+        self._make_readiness = readiness_maker(min_ready, max_wait, self.batch_B)
         self._spin_seconds = SPIN_SECONDS if spin_seconds is None else _checked_spin_seconds(spin_seconds)
         is_auto = isinstance(serve_envs, str) and serve_envs == "auto"
         is_count = isinstance(serve_envs, int | np.integer) and not isinstance(serve_envs, bool)

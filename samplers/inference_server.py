@@ -194,14 +194,14 @@ class InferenceServer:
         self.progress.note_version(found)
 
     def _note_begun(self, ranks: Sequence[int]) -> None:
-        """Workers of these ranks get the first actions of a batch, or have them already: note the parameters' version
-        for those that do not."""
+        """Note the parameters' version for each of these workers whose batch has none yet. Call it before their first
+        actions."""
         control, version = self._control, self._control.version(-1)
         for rank in ranks:
             number = control.arrived(rank) + 1
             if self._begun[rank] < number:
                 self._begun[rank] = number
-                control.note_acting(rank, version)
+                control.note_began_with(rank, version)
 
     def _rngs(self, plan: SamplerPlan, purpose: Purpose, *key: int) -> list[np.random.Generator]:
         """The random streams of one worker's columns."""
@@ -281,7 +281,7 @@ class InferenceServer:
 
     @property
     def sleep_seconds(self) -> float:
-        """How long this process may sleep before it must call `serve`, although nothing has come."""
+        """How many seconds this process may sleep before it must call `serve`, in whole milliseconds; inf: no limit."""
         due = self._rule.due
         return due if due == math.inf else max(0.0, (due - time.monotonic()) // _SLEEP_SECONDS * _SLEEP_SECONDS)
 

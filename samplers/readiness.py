@@ -83,8 +83,9 @@ class Alternating(Readiness):
         return self._overlap or not working
 
 
-def first_ready(min_ready: Any, max_wait: Any, batch_B: int) -> Callable[[Callable[[int], int]], Readiness]:
-    """What makes the rule for these two arguments of a sampler, from the number of columns of each worker.
+def readiness_maker(min_ready: Any, max_wait: Any, batch_B: int) -> Callable[[Callable[[int], int]], Readiness]:
+    """A function that makes the rule, from the number of columns of each worker: `LockStep` if both arguments are None,
+    else `FirstReady`.
 
     Raises `ConfigError` if one of them is not valid.
     """

@@ -120,15 +120,15 @@ def worker_stats(
     return WorkerStats(rank, plan.env_ranks, plan.cpus, row.batches, row.steps, *times, *counts)
 
 
-Bound = Literal["environments", "inference", "waiting", "learner"]
+Bound = Literal["environments", "inference", "waiting", "between batches"]
 
 _ADVICE: dict[Bound, str] = {
     "environments": "the steps of the environments: more CPUs and workers help, or faster environments",
     "inference": 'the agent: a GPU, compile_model, inference="numpy" or more environments for each step help',
     "waiting": "waiting for other environments (with min_ready or max_wait, the agent acts for those that are ready), "
     "or for a CPU (fewer workers may help)",
-    "learner": 'what comes between batches, the learner or the slowest worker: an AsyncSampler(server="process") '
-    "samples meanwhile",
+    "between batches": "what comes between batches, the learner or the slowest worker: an "
+    'AsyncSampler(server="process") samples while you train',
 }
 
 
@@ -136,9 +136,10 @@ _ADVICE: dict[Bound, str] = {
 class ServerStats:
     """What the inference server has done since the sampler was initialized.
 
-    `served[n]` counts its steps for n environments at once; `acting` and `waiting` are its seconds. `shares` says where
-    the time of a worker went, on average: "environments" (their steps), "inference" (the agent acted), "waiting" (for
-    actions, while the agent did not act), and "learner" (at barrier_in, between batches). `print` shows all of it.
+    `served[n]` counts its steps for n environments at once. `acting` and `waiting` are its own seconds, with and
+    without work. `shares` says where the time of a worker went, on average: "environments" (their steps), "inference" (the
+    agent acted), "waiting" (for actions, while the agent did not act), and "between batches" (at barrier_in). `print`
+    shows all of it.
     """
 
     served: dict[int, int]
@@ -148,8 +149,8 @@ class ServerStats:
 
     @property
     def bound_by(self) -> Bound:
-        """The largest of the `shares`: what to change first."""
-        return max(self.shares, key=self.shares.__getitem__)
+        """The largest of the `shares`: what to change first. "environments" before the first batch."""
+        return max(self.shares, key=self.shares.__getitem__, default="environments")
 
     def __repr__(self) -> str:
         n_acts, n_steps = sum(self.served.values()), sum(n * times for n, times in self.served.items())
@@ -201,7 +202,7 @@ class ServerTotals:
         )
         inference, whole = min(acting, requesting), (stepping + requesting + idle) or 1.0
         seconds: dict[Bound, float] = {"environments": stepping, "inference": inference}
-        seconds |= {"waiting": requesting - inference, "learner": idle}
+        seconds |= {"waiting": requesting - inference, "between batches": idle}
         return ServerStats(served, acting, waiting, {name: own / whole for name, own in seconds.items()})
 
 

@@ -122,7 +122,7 @@ class Ends:
         arrays = terms, decay, self._is_end
         if self._module is np or not all(map(_is_plain, arrays)):
             return _summed_backwards(self._module, *arrays)
-        # In numpy, with the same bits: a row has few numbers, so torch would spend its time on calls.
+        # numpy gives the same bits and is faster: rows are short, so torch spends most of its time on the calls.
         return self._module.from_numpy(
             _summed_backwards(np, *(each if isinstance(each, float) else each.numpy() for each in arrays))
         )
@@ -139,7 +139,7 @@ def _summed_backwards(module: Any, terms: Any, decay: Any, is_end: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether this is a number, or a tensor without gradients that numpy can read."""
+    """Whether this is a number, or a tensor without gradients that numpy can read: it has no bfloat16, for example."""
     return isinstance(value, float) or (value.is_cpu and not value.requires_grad and value.itemsize in (1, 4, 8))
 
 

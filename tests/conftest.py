@@ -30,7 +30,7 @@ from . import scale, support
 from .scale import START_METHODS, scaled
 from .starter import starting
 
-gc.disable()  # until `_servers`: collections would search what the test modules have made, again and again
+gc.disable()  # until `_servers`: the garbage collector would search all that the test modules make, many times
 
 # No deadline: several tests share a CPU.
 settings.register_profile("scaled", max_examples=scaled(300, 50), deadline=None)
@@ -132,7 +132,7 @@ def starter_if_slow(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("starter")
 
 
-# These three read files of /proc themselves and not with psutil and pathlib, since they run twice for every test.
+# The functions below read /proc themselves, without psutil and pathlib: they run twice for every test.
 
 
 def _children() -> set[int]:
@@ -174,9 +174,9 @@ def _shm_names() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
 
-def _only_ours(names: set[str]) -> set[str]:
-    """Of names in /dev/shm, those that no other process has mapped: tests in other processes have some too. A process
-    whose parent has ended may be left of ours."""
+def _not_mapped_by_others(names: set[str]) -> set[str]:
+    """The names in /dev/shm that no process of another test has mapped. A process with parent 1 may be one that this
+    test has left, so it does not count as another's."""
     inodes: dict[bytes, str] = {}
     for name in names:
         with contextlib.suppress(OSError):  # it is gone
@@ -207,10 +207,10 @@ def nothing_left(_servers: None) -> Iterator[None]:
     psutil.wait_procs(left, timeout=2)
     for thread in set(threading.enumerate()) - before[3]:
         thread.join(2)  # it may be about to end, on a busy machine
-    names, deadline = _only_ours(_shm_names() - before[2]), time.monotonic() + 30
+    names, deadline = _not_mapped_by_others(_shm_names() - before[2]), time.monotonic() + 30
     while names and time.monotonic() < deadline:
         time.sleep(0.2)  # a test in another process may be about to map it, or to remove it
-        names = _only_ours(names & _shm_names())
+        names = _not_mapped_by_others(names & _shm_names())
     kinds = ("processes", "descriptors", "names in /dev/shm", "threads", "claims")
     for kind, after, then in zip(kinds, _holdings(), before, strict=True):
         assert (names if kind == "names in /dev/shm" else after - then) == set(), f"{kind} left behind"

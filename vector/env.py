@@ -417,7 +417,7 @@ class ShmVectorEnv(CallsOnEnvs):
     def recv(self, min_ready: int = 1, *, max_wait: float | None = None) -> Step[_Batched]:
         """Wait until `min_ready` of the environments with sent actions have finished their step, and return the results
         of all that have finished. If fewer environments have actions, wait for all of them. With `max_wait`, wait at
-        most so many seconds after the first has finished.
+        most so many seconds after the first result is seen.
 
         Returns observations `[k, ...]`, rewards, terminations and truncations `[k]`, and infos batched for the `k`,
         with their indices in `infos["env_id"]`.

@@ -296,8 +296,8 @@ class ControlBlock:
     """Flags, commands and gate counts for `n_workers` workers, one progress row each, and the times of the last batch.
 
     The main process writes `quit`, `stop_eval`, the commands, `opened` and `generation`. Each worker writes its
-    progress row and its row of `n_results`. `replied`, with some words for each worker, belongs to the inference
-    server, in whichever process that runs.
+    progress row and its row of `n_results`. `replied`, with REPLIED, ACTED and BEGAN_WITH for each worker, belongs to
+    the inference server, in whichever process that runs.
     """
 
     def __init__(self, n_workers: int, batch_T: int, *, shared: bool) -> None:
@@ -496,7 +496,7 @@ class ControlBlock:
         for rank in worker_ranks:
             self._replied[rank, ACTED] = number
 
-    def note_acting(self, worker_rank: int, version: int) -> None:
+    def note_began_with(self, worker_rank: int, version: int) -> None:
         """Inference server: the batch of this worker begins with this version of the parameters."""
         self._replied[worker_rank, BEGAN_WITH] = version
 

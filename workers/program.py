@@ -63,7 +63,7 @@ class RequestServer(Protocol):
 
     @property
     def sleep_seconds(self) -> float:
-        """How long this process may sleep before it must call `serve`, although nothing has come."""
+        """How many seconds this process may sleep before it must call `serve`; inf: no limit."""
 
     @property
     def wake_for_any(self) -> bool:

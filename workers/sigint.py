@@ -85,7 +85,7 @@ class deferred:
 
 
 class _Nested:
-    """A class, as `deferred` is: the inference server uses it at every time step."""
+    """A class: `contextmanager` takes longer, and the inference server enters it at every time step."""
 
     def __enter__(self) -> None:
         _state.depth += 1
@@ -107,7 +107,7 @@ def nested() -> _Nested:
 class allowed:
     """Let Ctrl-C through: the work here can stop at any moment. One that is pending comes first.
 
-    A class, as `deferred` is.
+    A class, because `contextmanager` takes longer.
     """
 
     _depth = 0

@@ -75,9 +75,9 @@ def test_an_arm(env: str, arm: str) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert 0 < found["start"] < found["start"] + found["learning"] < found["seconds"]
     assert 0 < found["learning_cpu"] < found["cpu"]
-    lengths = {"cartpole": (1, 500), "halfcheetah": (-2000, 2000)}[env]  # a return of CartPole is a number of steps
+    limits = {"cartpole": (1, 500), "halfcheetah": (-2000, 2000)}[env]  # a return of CartPole is a number of steps
     assert len(found["returns"]) >= 2
-    assert all(lengths[0] <= each <= lengths[1] for each in found["returns"])
+    assert all(limits[0] <= each <= limits[1] for each in found["returns"])
     assert env == "halfcheetah" or sum(found["returns"]) <= steps
 
 

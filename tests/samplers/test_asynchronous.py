@@ -214,7 +214,7 @@ def test_a_server_acts_for_environments_in_different_batches(kwargs: dict[str, A
             check_streams(batches)
             agent.publish()
         assert set(sampler.server_stats.served) <= {1, 2, 3}
-        assert sampler.server_stats.shares.keys() == {"environments", "inference", "waiting", "learner"}
+        assert sampler.server_stats.shares.keys() == {"environments", "inference", "waiting", "between batches"}
         assert [info.Length for info in sampler.evaluate_agent(0)] == [5] * 6
 
 

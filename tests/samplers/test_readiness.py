@@ -223,7 +223,7 @@ def test_numbers_of_every_kind_are_seconds(spin_seconds: Any) -> None:
         (1.0, 8.0, 1.5, 0.5, "environments", "faster environments"),
         (6.0, 3.0, 7.0, 0.0, "inference", "compile_model"),
         (1.0, 3.0, 7.0, 0.0, "waiting", "max_wait"),
-        (1.0, 3.0, 1.0, 6.0, "learner", "AsyncSampler"),
+        (1.0, 3.0, 1.0, 6.0, "between batches", "AsyncSampler"),
     ],
 )
 def test_server_stats_say_where_the_time_went(
