@@ -58,7 +58,7 @@ class BatchedEpisodicLife(VectorWrapper):
         mode = env.metadata.get("autoreset_mode")
         if mode is None or AutoresetMode(mode) is not AutoresetMode.SAME_STEP:
             raise ConfigError(
-                f"BatchedEpisodicLife needs the autoreset_mode SAME_STEP, but {env} has {mode}. Other modes would spend "
+                f"BatchedEpisodicLife needs the autoreset_mode SAME_STEP, but {env} has {mode}. Other modes spend "
                 'a step on a lost life. With ALE, make it with autoreset_mode="SameStep"'
             )
 

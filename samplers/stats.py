@@ -137,9 +137,9 @@ class ServerStats:
     """What the inference server has done since the sampler was initialized.
 
     `served[n]` counts its steps for n environments at once. `acting` and `waiting` are its own seconds, with and
-    without work. `shares` says where the time of a worker went, on average: "environments" (their steps), "inference" (the
-    agent acted), "waiting" (for actions, while the agent did not act), and "between batches" (at barrier_in). `print`
-    shows all of it.
+    without work. `shares` says where the time of a worker went, on average: "environments" (their steps), "inference"
+    (the agent acted), "waiting" (for actions, while the agent did not act), and "between batches" (at barrier_in).
+    `print` shows all of it.
     """
 
     served: dict[int, int]
