@@ -73,9 +73,13 @@ class BatchedEpisodicLife(VectorWrapper):
         is_lost = ~is_over & (lives > 0) & (lives < self._lives)
         self._lives, infos = lives, {**infos, "game_over": is_over}
         if is_lost.any():
-            # ALE's `final_obs` has only the rows of games that ended.
-            is_kept = is_over.reshape(-1, *[1] * (observations.ndim - 1))
-            infos["final_obs"] = np.where(is_kept, infos.get("final_obs", observations), observations)
+            # ALE's `final_obs` has only the rows of games that ended. Gymnasium's is an array of objects, with a mask.
+            final = infos["final_obs"].copy() if "final_obs" in infos else np.empty_like(observations)
+            for b in is_lost.nonzero()[0]:
+                final[b] = observations[b]
+            infos["final_obs"] = final
+            if "_final_obs" in infos:
+                infos["_final_obs"] = infos["_final_obs"] | is_lost
         return observations, rewards, terminated | is_lost, truncated, infos
 
 

@@ -111,7 +111,7 @@ class GameInfo(TrajInfo):
     """The record of one whole game, with all its lives. `Return` is its score."""
 
     def traj_done(self, terminated: bool, truncated: bool, env_info: dict[str, Any]) -> bool:
-        return bool(env_info["game_over"])
+        return truncated or bool(env_info["game_over"])
 
 
 class NatureCnn(nn.Module):

@@ -68,7 +68,8 @@ class AsyncSampler(ParallelSampler):
             inference server, acts for all of them, as in `GpuSampler(server="process")`.
         min_ready, max_wait: as in `GpuSampler`, with `server="process"`. Without `lag`, the server then acts for
             environments in different batches together, so that no batch ends with a wait for the slowest. The later
-            steps of a batch may have newer parameters than `samples.agent.policy_version`, with which it began.
+            steps of a batch may have newer parameters than `samples.agent.policy_version`, with which it began. The
+            agent's `sample_mode` is called when the slowest environment begins a batch.
         replay: a `penstock.replays.Replay` that the workers write into. `replay.sample` draws from it, and
             `take_traj_infos` returns the trajectories. There are no batches to obtain then.
         ratio: how many positions are drawn for each step: `replay.sample` waits for the workers, and they wait for it.
@@ -140,6 +141,12 @@ class AsyncSampler(ParallelSampler):
             programs = [allocation.program] * len(self._plans)
             return WorkerPool(self._plans, programs, allocation.worker_data, allocation.memory, options, resources)
         readiness = self._make_readiness([len(plan.columns) for plan in self._plans].__getitem__)
+        mixes_batches = self._lag is None and not readiness.needs_all_idle
+        if mixes_batches and getattr(self._agent, "record_state", None) == "batch":
+            raise ConfigError(
+                'record_state="batch" needs all environments to begin a batch together, which they do not with '
+                'min_ready or max_wait: make the agent with record_state="step", or give lag=1'
+            )
         server = ServerOptions.of(
             self._agent, self._plans, allocation.program, readiness, SPIN_SECONDS, len(self._plans) + 1
         )
@@ -352,6 +359,8 @@ class AsyncSampler(ParallelSampler):
         self._taken, self._first_itr = batch + 1, itr - batch
         samples = self._batches.hand_out(batch, None if self._is_holding else batch + 1)
         self.samples_np = self._batches.views[batch % self._batches.n_slots]
+        if not batch:
+            self._note_first_batch()
         self._note_versions(batch)
         self._metrics.training.extend(infos)
         if self._seating is not None:

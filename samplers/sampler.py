@@ -48,7 +48,7 @@ from penstock.samplers.results import (
 )
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 from penstock.samplers.seating import SHARED, PolicyOf, Seating
-from penstock.samplers.stats import SamplerStats, ServerStats, describe, worker_stats
+from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats, describe, worker_stats
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard
 from penstock.workers.control import Command
@@ -288,6 +288,7 @@ class Sampler(TakesEnvFn, ABC):
             [plan.first_record(self.batch_T, slot) for plan in self._plans] for slot in range(len(allocation.batches))
         ]
         self._batch = 0  # the number of the batch that runs, or of the next
+        self._first_batch: tuple[ServerStats, Sequence[WorkerStats]] | None = None
         self._n_trajectories = [0] * len(self._plans)  # returned so far, by worker rank
         example_info = self.config.traj_info_cls(**allocation.program.traj_info_kwargs)
         policies, width = ((), 1) if self._seating is None else (self._seating.policies, self._seating.width)
@@ -373,6 +374,8 @@ class Sampler(TakesEnvFn, ABC):
             batches.poison(batch - n_slots)  # no worker reads its last row now
         self._batch, self.samples_np = batch + 1, batches.views[slot]
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
+        if not batch:
+            self._note_first_batch()
         infos = self._take_traj_infos(pool, slot)
         self._metrics.training.extend(infos)
         if self._seating is not None:
@@ -675,12 +678,17 @@ class Sampler(TakesEnvFn, ABC):
         workers = tuple(worker_stats(plan, control, self._n_trajectories, restarts) for plan in self._plans)
         return SamplerStats(workers, self._memory.nbytes, self._inference_difference)
 
+    def _note_first_batch(self) -> None:
+        """The first batch is complete: `server_stats` leaves the time before out."""
+        totals = self._memory.totals
+        self._first_batch = None if totals is None else (totals.stats, self.stats().workers)
+
     def _server_stats(self) -> ServerStats:
         self._require_pool("server_stats")
         totals = self._memory.totals
         if totals is None:
             raise ConfigError('server_stats needs an inference server: make the sampler with server="process"')
-        return totals.with_workers(self.stats().workers)
+        return totals.with_workers(self.stats().workers, self._first_batch)
 
     def metrics(self) -> dict[str, float]:
         """The figures of the run as a flat dict of floats, for TensorBoard, W&B or a CSV file; always the same keys.

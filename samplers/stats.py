@@ -127,8 +127,9 @@ _ADVICE: dict[Bound, str] = {
     "inference": 'the agent: a GPU, compile_model, inference="numpy" or more environments for each step help',
     "waiting": "waiting for other environments (with min_ready or max_wait, the agent acts for those that are ready), "
     "or for a CPU (fewer workers may help)",
-    "between batches": "what comes between batches, the learner or the slowest worker: an "
-    'AsyncSampler(server="process") samples while you train',
+    "between batches": "the wait for the learner, or for the slowest worker: an "
+    'AsyncSampler(server="process") samples while you train, and with min_ready or max_wait its workers do not wait '
+    "for each other",
 }
 
 
@@ -139,7 +140,8 @@ class ServerStats:
     `served[n]` counts its steps for n environments at once. `acting` and `waiting` are its own seconds, with and
     without work. `shares` says where the time of a worker went, on average: "environments" (their steps), "inference"
     (the agent acted), "waiting" (for actions, while the agent did not act), and "between batches" (at barrier_in).
-    `print` shows all of it.
+    The time until the end of the first batch, with all starts, is left out as soon as there are more. `print` shows
+    all of this.
     """
 
     served: dict[int, int]
@@ -154,11 +156,7 @@ class ServerStats:
 
     def __repr__(self) -> str:
         n_acts, n_steps = sum(self.served.values()), sum(n * times for n, times in self.served.items())
-        spent = self.acting + self.waiting
-        lines = [
-            f"{n_acts:,} steps of the agent, for {n_steps / max(n_acts, 1):.1f} environments on average; it acted for "
-            f"{self.acting / spent if spent else 0:.0%} of its time"
-        ]
+        lines = [f"{n_acts:,} steps of the agent, for {n_steps / max(n_acts, 1):.1f} environments on average"]
         if any(self.shares.values()):
             shares = ", ".join(f"{name} {share:.0%}" for name, share in self.shares.items())
             lines += [f"time of the workers: {shares}", f"most of it is {_ADVICE[self.bound_by]}"]
@@ -189,18 +187,23 @@ class ServerTotals:
     @property
     def stats(self) -> ServerStats:
         """The counts and times so far."""
-        return self.with_workers(())
+        return self.with_workers((), None)
 
-    def with_workers(self, workers: Sequence[WorkerStats]) -> ServerStats:
-        """The counts and times so far, and the shares of the time of these workers."""
+    def with_workers(
+        self, workers: Sequence[WorkerStats], since: tuple[ServerStats, Sequence[WorkerStats]] | None
+    ) -> ServerStats:
+        """The counts and times so far, and the shares of the time of these workers `since` then."""
         arrays = self.memory.arrays
         served = {n: times for n, times in enumerate(arrays.served.tolist()) if times}
         acting, waiting = arrays.seconds.tolist()
-        n = max(len(workers), 1)
+        n, before, then = max(len(workers), 1), 0.0, list[WorkerStats]()
+        if since is not None and sum(own.batches for own in workers) > sum(own.batches for own in since[1]):
+            before, then = since[0].acting, list(since[1])
         stepping, requesting, idle = (
-            sum(getattr(own, name) for own in workers) / n for name in ("stepping", "acting", "waiting")
+            (sum(getattr(own, name) for own in workers) - sum(getattr(own, name) for own in then)) / n
+            for name in ("stepping", "acting", "waiting")
         )
-        inference, whole = min(acting, requesting), (stepping + requesting + idle) or 1.0
+        inference, whole = min(acting - before, requesting), (stepping + requesting + idle) or 1.0
         seconds: dict[Bound, float] = {"environments": stepping, "inference": inference}
         seconds |= {"waiting": requesting - inference, "between batches": idle}
         return ServerStats(served, acting, waiting, {name: own / whole for name, own in seconds.items()})

@@ -414,17 +414,20 @@ class ShmVectorEnv(CallsOnEnvs):
             self._workers.step(actions, which)
             self._guard.state = State.SENT
 
-    def recv(self, min_ready: int = 1, *, max_wait: float | None = None) -> Step[_Batched]:
+    def recv(self, min_ready: int | None = None, *, max_wait: float | None = None) -> Step[_Batched]:
         """Wait until `min_ready` of the environments with sent actions have finished their step, and return the results
         of all that have finished. If fewer environments have actions, wait for all of them. With `max_wait`, wait at
-        most so many seconds after the first result is seen.
+        most so many seconds after the first result is seen. By default `min_ready` is 1; with `max_wait`, all.
 
         Returns observations `[k, ...]`, rewards, terminations and truncations `[k]`, and infos batched for the `k`,
         with their indices in `infos["env_id"]`.
         """
         with self._guard.call("recv", State.SENT):
             exchange = self._exchange
-            wanted = min(integer("min_ready", min_ready, 1), len(exchange.outstanding))
+            n = len(exchange.outstanding)
+            if min_ready is None:
+                min_ready = 1 if max_wait is None else n
+            wanted = min(integer("min_ready", min_ready, 1), n)
             if max_wait is None:
                 self._workers.wait_steps(until=lambda: len(exchange.ready) >= wanted)
             else:

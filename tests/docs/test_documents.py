@@ -87,9 +87,9 @@ def test_the_sb3_example_of_the_readme_runs_as_a_script(tmp_path: Path) -> None:
 def test_the_readme_is_short() -> None:
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     assert len(words) <= 900
+    assert words.index("test") < 0.5 * len(words), "`make test` belongs into the first half"
     words = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8").split()
     assert sum(word.strip("|-") != "" for word in words) <= 3000, "the marks of tables are not words"
-    assert words.index("test") < 0.5 * len(words), "`make test` belongs into the first half"
 
 
 def test_the_central_sampler_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,6 +368,7 @@ def test_the_recipes_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [row["eval/Return_mean"] == "nan" for row in rows] == [True] * 4 + [False] * 6
     assert namespace["model"].observation_norm.count == 64 * 8 * 10
     assert namespace["GameInfo"]().traj_done(True, False, {"game_over": False}) is False
+    assert namespace["GameInfo"]().traj_done(False, True, {"game_over": False}) is True
     assert (namespace["samples"].env.reward == 2).all()
     if can_film:
         names = sorted(path.name for path in (tmp_path / "videos").iterdir())

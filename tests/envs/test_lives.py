@@ -97,6 +97,39 @@ def test_batched_games_are_cut_at_each_lost_life(rom: str, n_steps: int) -> None
     env.close()
 
 
+class Lives(gym.Env[Any, Any]):
+    """A game with a life for each of the lengths."""
+
+    observation_space, action_space = gym.spaces.Box(0, 99, (1,)), gym.spaces.Discrete(2)
+
+    def __init__(self, *lengths: int) -> None:
+        self._ends = np.cumsum(lengths)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self._t = 0
+        return np.zeros(1, np.float32), {"lives": len(self._ends)}
+
+    def step(self, action: Any) -> Any:
+        self._t += 1
+        lives = int((self._ends > self._t).sum())
+        return np.full(1, self._t, np.float32), 1.0, lives == 0, False, {"lives": lives}
+
+
+def test_games_of_gymnasium_step_together_too() -> None:
+    """Its `final_obs` is an array of objects, with a mask. Here a game ends where another loses a life."""
+    made: Any = SyncVectorEnv([lambda: Lives(2, 2), lambda: Lives(4, 3)], autoreset_mode="SameStep")
+    env = BatchedEpisodicLife(made)
+    env.reset()
+    ends = []
+    for t in range(1, 5):
+        _, _, terminated, _, infos = env.step(np.zeros(2, int))
+        if terminated.any():
+            ends.append((t, terminated.tolist(), infos["game_over"].tolist()))
+            assert infos.get("_final_obs", terminated).tolist() == terminated.tolist()
+            assert [infos["final_obs"][b].tolist() for b in terminated.nonzero()[0]] == [[t]] * int(terminated.sum())
+    assert ends == [(2, [True, False], [False, False]), (4, [True, True], [True, False])]
+
+
 def test_an_unsuitable_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match="have no `lives`"):
         EpisodicLife(gym.make("CartPole-v1")).reset()

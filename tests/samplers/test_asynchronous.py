@@ -18,6 +18,7 @@ from penstock import (
     ConfigError,
     ParallelSampler,
     RandomAgent,
+    RecurrentCategoricalPgAgent,
     SamplerClosedError,
     SamplerState,
     SamplerStateError,
@@ -27,6 +28,7 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.samplers.inference_server import ServerOptions
 
+from ..models import Gru
 from ..support import until
 from .async_support import (
     B,
@@ -216,6 +218,13 @@ def test_a_server_acts_for_environments_in_different_batches(kwargs: dict[str, A
         assert set(sampler.server_stats.served) <= {1, 2, 3}
         assert sampler.server_stats.shares.keys() == {"environments", "inference", "waiting", "between batches"}
         assert [info.Length for info in sampler.evaluate_agent(0)] == [5] * 6
+
+
+def test_states_at_the_start_of_a_batch_need_environments_that_begin_together() -> None:
+    agent = RecurrentCategoricalPgAgent(partial(Gru, 4, 2), record_state="batch")
+    with pytest.raises(ConfigError, match='record_state="batch" needs all environments to begin a batch together'):
+        started("CartPole-v1", agent, server="process", min_ready=1)
+    started("CartPole-v1", agent, server="process", min_ready=1, lag=1).shutdown()
 
 
 def test_lag_1_with_a_server_that_waits_for_nobody() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -238,12 +239,17 @@ def test_server_stats_say_where_the_time_went(
         WorkerStats(rank, range(2), (), 1, 1, **times, trajectories=0, restarts=0, lost_trajectories=0)
         for rank in (0, 1)
     ]
-    stats = totals.with_workers(workers)
+    stats = totals.with_workers(workers, None)
     assert stats.bound_by == bound_by
     assert sum(stats.shares.values()) == pytest.approx(1)
     assert remedy in repr(stats).splitlines()[2]
     assert "3 steps of the agent, for 3.0 environments on average" in repr(stats)
     assert f"inference {acting / (stepping + requesting + idle):.0%}" in repr(stats)
+    assert totals.with_workers(workers, (stats, workers)).shares == stats.shares, "there is one batch only"
+    totals.add_seconds(acting=1.0)
+    more = [replace(own, batches=2, stepping=own.stepping + 1, acting=own.acting + 2) for own in workers]
+    wanted = {"environments": 1 / 3, "inference": 1 / 3, "waiting": 1 / 3, "between batches": 0.0}
+    assert totals.with_workers(more, (stats, workers)).shares == pytest.approx(wanted), "without the first batch"
 
 
 def test_server_stats_before_the_first_step() -> None:

@@ -76,7 +76,7 @@ def test_with_max_wait_a_slow_environment_does_not_delay_those_that_have_finishe
         envs.send([0, 2, 0, 0])
         seen: list[int] = []
         while len(seen) < 3:
-            seen += envs.recv(min_ready=4, max_wait=max_wait)[4]["env_id"].tolist()
+            seen += envs.recv(max_wait=max_wait)[4]["env_id"].tolist()  # of all four, unless it takes too long
         assert sorted(seen) == [0, 2, 3]
         let_go(pipes[1])
         assert envs.recv(min_ready=4, max_wait=max_wait)[4]["env_id"].tolist() == [1]
