@@ -8,6 +8,11 @@ Three vector environments in the mode "SameStep" take turns too: a `ShmVectorEnv
 `AtariVectorEnv`, and "bare", an `AtariVectorEnv` in this process with 2 threads.
 
     python benchmarks/batched_atari.py --frames 2000
+
+With `--envpool`, tasks of EnvPool take the place of Pong: a sampler that records them, with 2 workers, beside EnvPool's
+own synchronous loop with 2 threads, which records nothing.
+
+    python benchmarks/batched_atari.py --envpool CartPole-v1 Pong-v5 Ant-v4 --batch-B 16
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from environments import pong
 from turns import show, take_turns
 
 from penstock import ParallelSampler, RandomAgent, ResetCollector, TrajInfo, VectorEnvCollector
-from penstock.envs import BatchedEpisodicLife
+from penstock.envs import BatchedEnvPool, BatchedEpisodicLife
 from penstock.vector import ShmVectorEnv
 
 
@@ -60,16 +65,31 @@ class Stepping:
     """A vector environment with random actions, as a contestant."""
 
     def __init__(self, envs: Any, batch_B: int, batch_T: int) -> None:
-        self._envs, self._actions = envs, np.random.default_rng(0).integers(0, 6, (batch_T, batch_B))
+        space = getattr(envs, "single_action_space", envs.action_space)  # EnvPool's has the space of one row only
+        space.seed(0)
+        self._envs = envs
+        self._actions = np.array([[space.sample() for _ in range(batch_B)] for _ in range(batch_T)])
         envs.reset()
 
     def batch(self) -> int:
         for row in self._actions:
             self._envs.step(row)
-        return self._actions.size
+        return self._actions.shape[0] * self._actions.shape[1]
 
     def close(self) -> None:
         self._envs.close()
+
+
+def compare_with_envpool(task: str, batch_B: int, batch_T: int, repeats: int, seconds: float) -> None:
+    """The sampler beside EnvPool's own loop."""
+    import envpool
+
+    own, sizes = "EnvPool's own loop", (batch_B, batch_T)
+    contestants: dict[str, Any] = {
+        own: Stepping(envpool.make_gymnasium(task, num_envs=batch_B, num_threads=2), *sizes),
+        "penstock": Sampling(partial(BatchedEnvPool, task), VectorEnvCollector, *sizes),
+    }
+    show(f"EnvPool, {task}, B = {batch_B}", take_turns(contestants, repeats, seconds), own)
 
 
 def main() -> None:
@@ -79,7 +99,12 @@ def main() -> None:
     parser.add_argument("--batch-T", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=0.3)
+    parser.add_argument("--envpool", nargs="+", default=[], metavar="TASK", help="tasks of EnvPool, instead of Pong")
     args = parser.parse_args()
+    for task in args.envpool:
+        compare_with_envpool(task, args.batch_B, args.batch_T, args.repeats, args.seconds)
+    if args.envpool:
+        return
     pongs = partial(AtariVectorEnv, "pong", num_threads=1, max_num_frames_per_episode=args.frames)
     sizes = args.batch_B, args.batch_T
     contestants: dict[str, Any] = {"single": Sampling(partial(pong, args.frames), ResetCollector, *sizes)}
