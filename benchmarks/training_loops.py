@@ -188,6 +188,12 @@ def choose(network: Network, x: Tensor, action: Tensor | None = None) -> tuple[T
     return action, categorical.log_prob(action), categorical.entropy(), value
 
 
+def with_clipped_actions(make_env: Callable[[], gym.Env[Any, Any]]) -> gym.Env[Any, Any]:
+    """As CleanRL's environments of continuous actions. The agents of penstock and SB3 clip actions themselves."""
+    env = make_env()
+    return wrappers.ClipAction(env) if isinstance(env.action_space, spaces.Box) else env
+
+
 def cleanrl_update(
     task: Task, network: Network, optimizer: torch.optim.Optimizer, storage: tuple[Tensor, ...], after: tuple[Any, Any]
 ) -> None:
@@ -223,7 +229,8 @@ def train_cleanrl(task: Task, seed: int, steps: int, threads: int = 0) -> Outcom
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    envs = gym.vector.SyncVectorEnv([task.make_env] * task.batch_B, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    make = partial(with_clipped_actions, task.make_env)
+    envs = gym.vector.SyncVectorEnv([make] * task.batch_B, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
     space, network = envs.single_observation_space, Network(envs.single_observation_space, envs.single_action_space)
     optimizer = torch.optim.Adam(network.parameters(), lr=task.learning_rate, eps=ADAM_EPS)
     T, B = task.batch_T, task.batch_B
