@@ -1,4 +1,4 @@
-"""A lost life ends an episode, and the game goes on: wrappers for a single game and for ALE's batched games."""
+"""A lost life ends an episode, and the game continues: wrappers for a single game and for ALE's batched games."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
     """Ends an episode when a life is lost. `reset` then continues the same game, so training sees all lives.
 
-    The next episode begins with the observation that the last one ended with. The wrapper takes no steps of its own:
+    The next episode begins with the observation that the last one ended with. The wrapper adds no steps:
     where a game waits for fire, the agent presses it. After each step, `info["game_over"]` says whether the game has
     ended. `reset` with a seed, or in the middle of an episode, starts a new game.
 

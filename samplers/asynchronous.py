@@ -140,7 +140,7 @@ class AsyncSampler(ParallelSampler):
         if not self._central:
             programs = [allocation.program] * len(self._plans)
             return WorkerPool(self._plans, programs, allocation.worker_data, allocation.memory, options, resources)
-        readiness = self._make_readiness([len(plan.columns) for plan in self._plans].__getitem__)
+        readiness = self._make_readiness(self._plans)
         mixes_batches = self._lag is None and not readiness.needs_all_idle
         if mixes_batches and getattr(self._agent, "record_state", None) == "batch":
             raise ConfigError(

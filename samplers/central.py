@@ -199,7 +199,7 @@ class GpuSampler(ParallelSampler):
     # ---- the pool --------------------------------------------------------------------------
 
     def _readiness(self) -> Readiness:
-        return self._make_readiness([len(plan.columns) for plan in self._plans].__getitem__)
+        return self._make_readiness(self._plans)
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         plans, memory, agent = self._plans, allocation.memory, self._agent

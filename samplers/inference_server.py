@@ -367,14 +367,14 @@ class InferenceServer:
         while True:
             values, steps, working, self._numbers, self._seen = look(*control.block, len(self._plans))
             # If gates are opened ahead, a worker that has completed the command may have requests of the next batch
-            # already. They wait until this server begins that batch, except with `FirstReady`: it mixes batches, but
-            # not if each has its own version of the parameters.
+            # already. `FirstReady` mixes batches, unless each has its own version of the parameters. Otherwise these
+            # requests wait until this server begins that batch.
             if control.opened[0] > self._number:
-                ahead = [rank for rank in range(len(self._plans)) if control.arrived(rank) >= self._number]
                 if not (self._rule.needs_all_idle or self._command.version):
-                    self._note_begun([rank for rank in steps if rank in ahead])
-                    ahead = []
-                values, steps, working = ([r for r in ranks if r not in ahead] for ranks in (values, steps, working))
+                    self._note_begun(steps)
+                else:
+                    ahead = [rank for rank in range(len(self._plans)) if control.arrived(rank) >= self._number]
+                    values, steps, working = ([r for r in own if r not in ahead] for own in (values, steps, working))
             # After the requests: a new worker's generation is written before its first request.
             fence()
             if control.n_replaced == self._n_replaced or not self._notice_replacements():

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from penstock.arguments import seconds
 from penstock.errors import ConfigError
+from penstock.samplers.sampler_plan import SamplerPlan
 
 
 class Readiness(Protocol):
@@ -37,8 +38,8 @@ class LockStep(Readiness):
 
 
 class FirstReady(Readiness):
-    """The workers with a request, as soon as they have `min_columns` columns together, or no other worker is working,
-    or the first of these requests was seen `max_wait` seconds ago.
+    """The workers with a request, as soon as they have `min_columns` columns together, or no other worker is working.
+    With `max_wait`, also when the first of these requests was seen so many seconds ago.
 
     All workers with a request are served together, so none has to wait while another is served twice.
     """
@@ -83,18 +84,18 @@ class Alternating(Readiness):
         return self._overlap or not working
 
 
-def readiness_maker(min_ready: Any, max_wait: Any, batch_B: int) -> Callable[[Callable[[int], int]], Readiness]:
-    """A function that makes the rule, from the number of columns of each worker: `LockStep` if both arguments are None,
-    else `FirstReady`.
+def readiness_maker(min_ready: Any, max_wait: Any, batch_B: int) -> Callable[[Sequence[SamplerPlan]], Readiness]:
+    """A function that makes the rule for the workers of some plans: `LockStep` if both arguments are None, else
+    `FirstReady`.
 
     Raises `ConfigError` if one of them is not valid.
     """
     if max_wait is not None:
         max_wait = seconds("max_wait", max_wait)
     if min_ready is None and max_wait is None:
-        return lambda n_columns: LockStep()
+        return lambda plans: LockStep()
     wanted = batch_B if min_ready is None else columns_wanted(min_ready, batch_B)
-    return lambda n_columns: FirstReady(wanted, n_columns, max_wait)
+    return lambda plans: FirstReady(wanted, [len(plan.columns) for plan in plans].__getitem__, max_wait)
 
 
 def columns_wanted(min_ready: Any, batch_B: int) -> int:

@@ -136,29 +136,29 @@ class VectorPool(WorkerPool):
         """Wait until `wanted` results are ready, at most `max_wait` seconds after the first one."""
         exchange = self.exchange
         self.wait_steps(until=lambda: len(exchange.ready) > 0)
-        deadline = time.monotonic() + max_wait
-        self.wait(
-            "step",
-            until=lambda: len(exchange.ready) >= wanted or time.monotonic() >= deadline,
-            poll_interval=min(max_wait, _TIMEOUT_POLL_SECONDS),
-        )
+        self._wait_until(lambda: len(exchange.ready) >= wanted, max_wait, "step")
 
     def wait_at_most(self, timeout: float, name: str) -> None:
         """Wait until all requests have replies. Raises `WaitTimeoutError` after `timeout` seconds; its text begins with
         `name`. The workers continue."""
         self.finish_interrupted()
-        deadline, exchange = time.monotonic() + timeout, self.exchange
-        self.wait(
-            name.removesuffix("_wait"),
-            until=lambda: exchange.is_answered or time.monotonic() >= deadline,
-            poll_interval=min(timeout, _TIMEOUT_POLL_SECONDS),
-        )
+        exchange = self.exchange
+        self._wait_until(lambda: exchange.is_answered, timeout, name.removesuffix("_wait"))
         if not exchange.is_answered:
             late = np.setdiff1d(exchange.outstanding, exchange.ready).tolist()
             raise WaitTimeoutError(
                 f"{name}: environments {brief(late)} have not finished within timeout={timeout:g} s. They continue: "
                 f"call {name} again"
             )
+
+    def _wait_until(self, is_met: Callable[[], bool], seconds: float, during: str) -> None:
+        """Wait until `is_met()` is True, at most for `seconds`."""
+        deadline = time.monotonic() + seconds
+        self.wait(
+            during,
+            until=lambda: is_met() or time.monotonic() >= deadline,
+            poll_interval=min(seconds, _TIMEOUT_POLL_SECONDS),
+        )
 
     def take(self, which: Ids) -> Infos:
         """Take the results of `which`; returns their infos, by environment."""
