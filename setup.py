@@ -24,6 +24,7 @@ ROOMS = (
     "samplers",
     "vector",
     "cluster",
+    "control",
     "testing",
     "tools",
 )

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from turns import CAPTION, cell, machine, ratios
 
-from penstock.cluster.keys import Connection
+from penstock.control.keys import Connection
 
 MESSAGE = {"command": "ping", "kwargs": {"x": 1.5, "name": "worker/3"}}
 STEP = {

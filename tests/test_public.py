@@ -12,6 +12,7 @@ import pytest
 
 import penstock
 import penstock.cluster
+import penstock.control
 from penstock import Sampler, errors, samplers
 from penstock.samplers.config import SamplerOptions
 
@@ -20,6 +21,7 @@ ROOMS = (
     "buffers",
     "cluster",
     "collectors",
+    "control",
     "envs",
     "ports",
     "replays",
@@ -122,8 +124,9 @@ def test_importing_penstock_does_not_import_torch() -> None:
     assert (done.stdout, done.stderr) == ("False\n", "")
 
 
-def test_importing_the_cluster_imports_neither_ray_nor_zmq() -> None:
-    code = "import sys, penstock.cluster; print({'ray', 'zmq', 'msgpack', 'torch'} & set(sys.modules))"
+def test_importing_the_rooms_of_many_machines_imports_neither_ray_nor_zmq() -> None:
+    rooms = "penstock.cluster, penstock.control"
+    code = f"import sys, {rooms}; print({{'ray', 'zmq', 'msgpack', 'torch'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
@@ -140,10 +143,12 @@ def test_older_names_still_work_and_warn() -> None:
     for room, old, new in (
         (penstock, "EpisodeReplay", "RecordedEpisode"),
         (penstock, "ReplayError", "RepeatError"),
-        (penstock.cluster, "Metrics", "MetricsSink"),
     ):
         with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}"):
             assert getattr(room, old) is getattr(room, new)
+    for old, new in (("Metrics", "MetricsSink"), ("Experiment", "Experiment")):
+        with pytest.warns(DeprecationWarning, match=rf"cluster\.{old} is now penstock\.control\.{new}"):
+            assert getattr(penstock.cluster, old) is getattr(penstock.control, new)
     error = penstock.WorkerError("")
     error.episode = 3
     with pytest.warns(DeprecationWarning, match=r"error\.episode"):

@@ -94,15 +94,15 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("worker", metavar="MODULE:CLASS/INDEX", help="a subclass of penstock.cluster.Worker")
+    parser.add_argument("worker", metavar="MODULE:CLASS/INDEX", help="a subclass of penstock.control.Worker")
     parser.add_argument("--join", metavar="FILE", required=True, help="the connection file of the control panel")
     parser.add_argument("--host", help="the address of this machine at which the others reach it (127.0.0.1)")
     parser.add_argument("--name", help="name of the worker (by default that of the class, in snake case)")
 
 
 def _worker(args: argparse.Namespace) -> int:
-    from penstock.cluster.launched import load_worker, snake
-    from penstock.cluster.statuses import Status
+    from penstock.control.launched import load_worker, snake
+    from penstock.control.statuses import Status
 
     _search_here()
     try:
@@ -123,7 +123,7 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from penstock.cluster import ControlPanel
+    from penstock.control import ControlPanel
 
     try:
         with ControlPanel.join(_connection(args.join, args.host)) as panel:
@@ -135,7 +135,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _connection(file: str, host: str | None) -> Any:
-    from penstock.cluster import Connection
+    from penstock.control import Connection
 
     connection = Connection.read(file)
     # The file has the host of the panel's machine, which is not that of this one.

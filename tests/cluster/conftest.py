@@ -67,7 +67,7 @@ def ray_cluster() -> Iterator[Any]:
                 head_node_args={"num_cpus": 8, "object_store_memory": 100 * 2**20, "include_dashboard": False},
             )
             ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        from penstock.cluster.wire_ray import RayConnection
+        from penstock.control.wire_ray import RayConnection
 
         wire = RayConnection("tests").wire()  # the post box of this process stays for as long as one wire is open
         with pytest.raises(PeerLostError):

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from penstock.cluster.wire import Header, Wire
-from penstock.cluster.wire_local import LocalHub
+from penstock.control.wire import Header, Wire
+from penstock.control.wire_local import LocalHub
 
 from ..support import until
 
@@ -92,19 +92,19 @@ class Wires:
         self._patch = pytest.MonkeyPatch()
         if make == "faulty":  # so many packets are lost that the usual times would take minutes
             for name in ("_FIRST_PROBE", "_LAST_PROBE"):
-                self._patch.setattr(f"penstock.cluster.wire.{name}", 0.05)
+                self._patch.setattr(f"penstock.control.wire.{name}", 0.05)
         if make == "zmq":
-            from penstock.cluster.keys import Connection
+            from penstock.control.keys import Connection
 
             self.connection = Connection.make("test/trial")
 
     def __call__(self) -> Wire:
         if self.make == "zmq":
-            from penstock.cluster.wire_zmq import zmq_wire
+            from penstock.control.wire_zmq import zmq_wire
 
             wire = zmq_wire(self.connection)
         elif self.make == "ray":
-            from penstock.cluster.wire_ray import RayConnection
+            from penstock.control.wire_ray import RayConnection
 
             wire = RayConnection("test/trial").wire()
         else:

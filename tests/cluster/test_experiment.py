@@ -28,7 +28,7 @@ from penstock import (
     RequestError,
     SerialSampler,
 )
-from penstock.cluster import (
+from penstock.control import (
     Actors,
     ActorWorker,
     Batch,
@@ -43,10 +43,10 @@ from penstock.cluster import (
     Training,
     Worker,
 )
-from penstock.cluster.actor_worker import StreamAgent
-from penstock.cluster.launched import LaunchedThread
-from penstock.cluster.name_table import NameClient
-from penstock.cluster.pieces import batch_of
+from penstock.control.actor_worker import StreamAgent
+from penstock.control.launched import LaunchedThread
+from penstock.control.name_table import NameClient
+from penstock.control.pieces import batch_of
 
 from ..scale import scaled
 from .support import MAKES, need, wait_until

@@ -20,16 +20,16 @@ zmq = pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
 msgpack = pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
 
 from penstock import ConfigError, PeerLostError  # noqa: E402
-from penstock.cluster import ControlPanel  # noqa: E402
-from penstock.cluster.keys import Connection  # noqa: E402
-from penstock.cluster.messages import BadMessageError, decode, encode  # noqa: E402
-from penstock.cluster.wire import (  # noqa: E402
+from penstock.control import ControlPanel  # noqa: E402
+from penstock.control.keys import Connection  # noqa: E402
+from penstock.control.messages import BadMessageError, decode, encode  # noqa: E402
+from penstock.control.wire import (  # noqa: E402
     ASK,
     PROBE,
     REPLY,
     Wire,
 )
-from penstock.cluster.wire_zmq import to_frames  # noqa: E402
+from penstock.control.wire_zmq import to_frames  # noqa: E402
 
 from ..scale import scaled  # noqa: E402
 from .support import note, wait_until  # noqa: E402
@@ -185,14 +185,14 @@ def test_only_this_machine_can_connect_by_default() -> None:
 
 @pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::"])
 def test_every_network_at_once_is_refused(keys: Connection, host: str) -> None:
-    from penstock.cluster.wire_zmq import zmq_wire
+    from penstock.control.wire_zmq import zmq_wire
 
     with pytest.raises(ConfigError, match="give the address of one network"):
         zmq_wire(keys, host=host)
 
 
 def test_an_address_that_is_not_of_this_machine_is_refused(keys: Connection) -> None:
-    from penstock.cluster.wire_zmq import zmq_wire
+    from penstock.control.wire_zmq import zmq_wire
 
     with pytest.raises(ConfigError, match="cannot listen"):
         zmq_wire(keys, host="203.0.113.7")

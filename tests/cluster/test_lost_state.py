@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from penstock import RecurrentCategoricalPgAgent
-from penstock.cluster import ActorWorker, ControlPanel, PolicyWorker, SampleConsumer
-from penstock.cluster.launched import LaunchedThread
-from penstock.cluster.name_table import NameClient
+from penstock.control import ActorWorker, ControlPanel, PolicyWorker, SampleConsumer
+from penstock.control.launched import LaunchedThread
+from penstock.control.name_table import NameClient
 
 from ..scale import scaled
 from .support import MAKES, need, wait_until

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from penstock import ConfigError
-from penstock.cluster import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
-from penstock.cluster.trainer_worker import _figures
+from penstock.control import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
+from penstock.control.trainer_worker import _figures
 
 STATES = [
     RunState(version, 2.0 * version, {"trainer/0": {"status": "RUNNING", "version": version, "return": 10.5}, **more})

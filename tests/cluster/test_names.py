@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock import NameTableError
-from penstock.cluster.names import Names
+from penstock.control.names import Names
 
 from ..scale import scaled
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from penstock import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
-from penstock.cluster import ControlPanel, PollResult, Status, Worker
+from penstock.control import ControlPanel, PollResult, Status, Worker
 
 from ..process.support import is_running
 from ..scale import scaled
@@ -341,8 +341,8 @@ def test_a_worker_that_was_not_launched_here_is_lost_when_its_lease_has_run_out(
 def test_the_name_table_may_end_and_come_again() -> None:
     from dataclasses import replace
 
-    from penstock.cluster.keys import Connection
-    from penstock.cluster.name_table import NameClient, NameHost
+    from penstock.control.keys import Connection
+    from penstock.control.name_table import NameClient, NameHost
 
     keys = Connection.make("test/names")
     first, mine, other = keys.wire(), keys.wire(), keys.wire()
@@ -360,7 +360,7 @@ def test_the_name_table_may_end_and_come_again() -> None:
     first.close()
     assert peer.ask("", 10).result() == "here"  # without the table
     port = int(connection.address.rpartition(":")[2])
-    from penstock.cluster.wire_zmq import zmq_wire
+    from penstock.control.wire_zmq import zmq_wire
 
     second = zmq_wire(keys, port=port)
     host = NameHost(second)
@@ -376,7 +376,7 @@ def test_the_name_table_may_end_and_come_again() -> None:
 
 
 def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
-    from penstock.cluster.name_table import NameClient
+    from penstock.control.name_table import NameClient
 
     wire = local.connection.wire()
     names = NameClient(wire, local.connection.address, lease=0.4)
@@ -446,7 +446,7 @@ def test_a_worker_ends_although_an_urgent_handler_hangs(local: ControlPanel) -> 
 
 @needs_zmq
 def test_a_process_group_is_killed_once_and_while_its_id_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.cluster import launched as launch
+    from penstock.control import launched as launch
 
     monkeypatch.setattr(launch, "_CHILD", "pass")
     killed, killpg = list[tuple[int, str]](), os.killpg
@@ -549,8 +549,8 @@ def test_mistakes_of_a_worker_are_named(local: ControlPanel, caplog: pytest.LogC
 
 @needs_zmq
 def test_a_panel_that_has_ended_is_named() -> None:
-    from penstock.cluster.keys import Connection
-    from penstock.cluster.name_table import NameClient
+    from penstock.control.keys import Connection
+    from penstock.control.name_table import NameClient
 
     keys = Connection.make("test/names")
     ended, mine = keys.wire(), keys.wire()

@@ -15,7 +15,7 @@ pytest.importorskip("zmq", reason="remote calls need pyzmq")
 pytest.importorskip("msgpack", reason="remote calls need msgpack")
 
 from penstock import NoReplyError, PeerLostError, RequestError
-from penstock.cluster import RpcClient, RpcServer
+from penstock.control import RpcClient, RpcServer
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def server() -> Iterator[RpcServer]:
 
 CLIENT = """
 import sys
-from penstock.cluster import RpcClient
+from penstock.control import RpcClient
 with RpcClient(sys.argv[1]) as client:
     print(client.call("foo", x=21))
 """

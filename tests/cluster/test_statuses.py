@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock import RequestError
-from penstock.cluster.statuses import FINAL, StatusMachine
+from penstock.control.statuses import FINAL, StatusMachine
 
 from ..scale import scaled
 

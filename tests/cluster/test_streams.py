@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from penstock import ConfigError, NoReplyError, RequestError
-from penstock.cluster import InferenceClient, InferenceInbox, SampleConsumer, SampleProducer
-from penstock.cluster.messages import BadMessageError
-from penstock.cluster.name_table import NameClient, NameHost
-from penstock.cluster.parameters import ParameterClient, ParameterServer
-from penstock.cluster.wire import Wire
+from penstock.control import InferenceClient, InferenceInbox, SampleConsumer, SampleProducer
+from penstock.control.messages import BadMessageError
+from penstock.control.name_table import NameClient, NameHost
+from penstock.control.parameters import ParameterClient, ParameterServer
+from penstock.control.wire import Wire
 
 from ..scale import scaled
 from .support import MAKES, Wires, need, wait_until

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from penstock import ClusterError, NoReplyError, PeerLostError, RequestError
-from penstock.cluster import messages
-from penstock.cluster.messages import BadMessageError
-from penstock.cluster.wire import Inbox, Letter, Peer, Wire
+from penstock.control import messages
+from penstock.control.messages import BadMessageError
+from penstock.control.wire import Inbox, Letter, Peer, Wire
 
 from ..scale import scaled
 from .support import MAKES, FaultyHub, Wires, need, wait_until

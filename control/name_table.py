@@ -8,8 +8,8 @@ import time
 from concurrent.futures import Future
 from typing import Any, cast
 
-from penstock.cluster.names import Names
-from penstock.cluster.wire import Inbox, Letter, Peer, Wire
+from penstock.control.names import Names
+from penstock.control.wire import Inbox, Letter, Peer, Wire
 from penstock.errors import NameTableError, NoReplyError, PeerLostError, RequestError
 
 INBOX = "names"

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.arguments import integer, seconds
-from penstock.cluster.launched import LaunchedThread, load_worker, snake
-from penstock.cluster.name_table import NameClient
-from penstock.cluster.statuses import Status
-from penstock.cluster.trial_wires import Launched, OpenTrial, WireName, open_trial
-from penstock.cluster.wire import Peer, Wire
-from penstock.cluster.worker import Connection, Worker
+from penstock.control.launched import LaunchedThread, load_worker, snake
+from penstock.control.name_table import NameClient
+from penstock.control.statuses import Status
+from penstock.control.trial_wires import Launched, OpenTrial, WireName, open_trial
+from penstock.control.wire import Peer, Wire
+from penstock.control.worker import Connection, Worker
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
 
 if TYPE_CHECKING:

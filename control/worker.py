@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.cluster.name_table import NameClient
-from penstock.cluster.statuses import FINAL, Status, StatusMachine
-from penstock.cluster.wire import Letter, Wire
+from penstock.control.name_table import NameClient
+from penstock.control.statuses import FINAL, Status, StatusMachine
+from penstock.control.wire import Letter, Wire
 from penstock.errors import ClusterError, ConfigError, RequestError
 
 _log = logging.getLogger("penstock")

@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from penstock.agents import Agent, AgentStep
 from penstock.buffers.named import as_named
-from penstock.cluster.parameters import ParameterClient
-from penstock.cluster.pieces import piece_of, to_tree
-from penstock.cluster.policy_worker import AgentPlan
-from penstock.cluster.statuses import FINAL
-from penstock.cluster.streams import InferenceClient, Routing, SampleProducer
-from penstock.cluster.worker import PollResult, Worker
+from penstock.control.parameters import ParameterClient
+from penstock.control.pieces import piece_of, to_tree
+from penstock.control.policy_worker import AgentPlan
+from penstock.control.statuses import FINAL
+from penstock.control.streams import InferenceClient, Routing, SampleProducer
+from penstock.control.worker import PollResult, Worker
 from penstock.errors import ConfigError, PenstockError
 from penstock.samplers import Sampler
 

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
 from penstock.arguments import integer
-from penstock.cluster.name_table import NameClient
-from penstock.cluster.wire import Inbox, Letter, Peer, Wire
+from penstock.control.name_table import NameClient
+from penstock.control.wire import Inbox, Letter, Peer, Wire
 from penstock.errors import ClusterError, ConfigError, NoReplyError, PeerLostError
 
 Routing = Literal["any", "all", "one"]

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.arguments import seconds
-from penstock.cluster.keys import Connection
-from penstock.cluster.worker import check_handler
+from penstock.control.keys import Connection
+from penstock.control.worker import check_handler
 from penstock.errors import ConfigError
 from penstock.ports import PortLease, lease_port
 
@@ -38,7 +38,7 @@ class RpcServer:
     """
 
     def __init__(self, *, host: str = "127.0.0.1", port: int | None = None) -> None:
-        from penstock.cluster.wire_zmq import zmq_wire
+        from penstock.control.wire_zmq import zmq_wire
 
         self._handlers: dict[str, Callable[..., Any]] = {}
         self._lease: PortLease | None = None

@@ -19,7 +19,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.cluster.messages import BadMessageError
+from penstock.control.messages import BadMessageError
 from penstock.errors import ClusterError, NoReplyError, PeerLostError, RequestError
 
 # The kinds of packets. From a peer to an inbox:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.agents import Agent
-from penstock.cluster.parameters import ParameterServer
-from penstock.cluster.pieces import Batch, batch_of
-from penstock.cluster.policy_worker import AgentPlan
-from penstock.cluster.statuses import Status
-from penstock.cluster.streams import SampleConsumer
-from penstock.cluster.worker import PollResult, Worker
+from penstock.control.parameters import ParameterServer
+from penstock.control.pieces import Batch, batch_of
+from penstock.control.policy_worker import AgentPlan
+from penstock.control.statuses import Status
+from penstock.control.streams import SampleConsumer
+from penstock.control.worker import PollResult, Worker
 from penstock.errors import ConfigError, NoReplyError, brief
 
 _WAIT_SECONDS = 0.05  # how long a poll waits for a piece

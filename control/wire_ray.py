@@ -16,8 +16,8 @@ import numpy as np
 import ray
 from ray import exceptions as ray_errors
 
-from penstock.cluster import messages
-from penstock.cluster.wire import TICK_SECONDS, Header, Transport, Wire
+from penstock.control import messages
+from penstock.control.wire import TICK_SECONDS, Header, Transport, Wire
 
 _log = logging.getLogger("penstock")
 

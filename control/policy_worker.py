@@ -12,12 +12,12 @@ import numpy as np
 from penstock.agents import Agent
 from penstock.buffers.named import as_named
 from penstock.buffers.tree import map_tree
-from penstock.cluster.parameters import ParameterClient
-from penstock.cluster.pieces import to_tree
-from penstock.cluster.streams import InferenceInbox
-from penstock.cluster.wire import Letter
-from penstock.cluster.worker import PollResult, Worker
 from penstock.collectors.acting import as_agent_step
+from penstock.control.parameters import ParameterClient
+from penstock.control.pieces import to_tree
+from penstock.control.streams import InferenceInbox
+from penstock.control.wire import Letter
+from penstock.control.worker import PollResult, Worker
 from penstock.envs.seeding import ColumnStreams, Purpose
 
 _WAIT_SECONDS = 0.05  # how long a poll waits for the first request

@@ -8,7 +8,7 @@ import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from penstock.cluster.wire import Wire
+from penstock.control.wire import Wire
 from penstock.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ class Connection:
 
     def wire(self) -> Wire:
         """A new wire with these keys."""
-        from penstock.cluster.wire_zmq import zmq_wire
+        from penstock.control.wire_zmq import zmq_wire
 
         return zmq_wire(self, host=self.host)
 

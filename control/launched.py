@@ -18,13 +18,13 @@ from typing import Any
 
 import cloudpickle
 
-from penstock.cluster.statuses import Status
-from penstock.cluster.worker import Connection, Worker
+from penstock.control.statuses import Status
+from penstock.control.worker import Connection, Worker
 from penstock.errors import ConfigError
 
 _log = logging.getLogger("penstock")
 
-_CHILD = "from penstock.cluster.launched import run_child; run_child()"
+_CHILD = "from penstock.control.launched import run_child; run_child()"
 _LENGTHS = struct.Struct("!QQ")
 _REAP_SECONDS = 5.0  # how long `kill` waits for the end
 
@@ -160,7 +160,7 @@ def load_worker(text: str) -> tuple[type[Worker], int]:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"cannot load {path}: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, Worker)):
-        raise ConfigError(f"{path} is {cls!r}, not a subclass of penstock.cluster.Worker")
+        raise ConfigError(f"{path} is {cls!r}, not a subclass of penstock.control.Worker")
     return cls, int(index or 0)
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
-from penstock.cluster.launched import LaunchedProcess, LaunchedThread
-from penstock.cluster.name_table import NameHost
-from penstock.cluster.wire import Wire
-from penstock.cluster.wire_local import LocalConnection, LocalHub
-from penstock.cluster.worker import Connection, Worker
+from penstock.control.launched import LaunchedProcess, LaunchedThread
+from penstock.control.name_table import NameHost
+from penstock.control.wire import Wire
+from penstock.control.wire_local import LocalConnection, LocalHub
+from penstock.control.worker import Connection, Worker
 from penstock.errors import ConfigError
 
 WireName = Literal["local", "zmq", "ray"]
@@ -80,8 +80,8 @@ def _local(name: str, resources: ExitStack) -> OpenTrial:
 
 
 def _zmq(name: str, resources: ExitStack, host: str | None, port: int, file: str | Path | None) -> OpenTrial:
-    from penstock.cluster.keys import Connection as Keys
-    from penstock.cluster.wire_zmq import zmq_wire
+    from penstock.control.keys import Connection as Keys
+    from penstock.control.wire_zmq import zmq_wire
 
     keys = Keys.make(name, host=host or "127.0.0.1")
     wire = zmq_wire(keys, host=keys.host, port=port)
@@ -95,9 +95,9 @@ def _zmq(name: str, resources: ExitStack, host: str | None, port: int, file: str
 
 
 def _ray(name: str, resources: ExitStack) -> OpenTrial:
-    from penstock.cluster.launch_ray import LaunchedActor, RayNames
     from penstock.cluster.placement import connect
-    from penstock.cluster.wire_ray import RayConnection
+    from penstock.control.launch_ray import LaunchedActor, RayNames
+    from penstock.control.wire_ray import RayConnection
 
     resources.callback(connect(None, 1, dashboard=False))
     names = RayNames(name)

@@ -15,10 +15,10 @@ import psutil
 import ray
 from ray import exceptions as ray_errors
 
-from penstock.cluster.name_table import NameHost
 from penstock.cluster.placement import actor_options
-from penstock.cluster.wire_ray import NAMESPACE, Packet, RayConnection, RayHub, new_name
-from penstock.cluster.worker import Connection, Worker
+from penstock.control.name_table import NameHost
+from penstock.control.wire_ray import NAMESPACE, Packet, RayConnection, RayHub, new_name
+from penstock.control.worker import Connection, Worker
 from penstock.errors import ConfigError
 
 _START_SECONDS = 120.0

@@ -7,8 +7,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.cluster.messages import plain_copy
-from penstock.cluster.wire import TICK_SECONDS, Header, Transport, Wire
+from penstock.control.messages import plain_copy
+from penstock.control.wire import TICK_SECONDS, Header, Transport, Wire
 
 _log = logging.getLogger("penstock")
 

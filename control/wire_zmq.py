@@ -20,9 +20,9 @@ import zmq
 from zmq.utils import z85
 
 from penstock.arguments import integer
-from penstock.cluster import messages
-from penstock.cluster.keys import Connection
-from penstock.cluster.wire import TICK_SECONDS, Header, Transport, Wire
+from penstock.control import messages
+from penstock.control.keys import Connection
+from penstock.control.wire import TICK_SECONDS, Header, Transport, Wire
 from penstock.errors import ConfigError
 from penstock.workers import sigint
 

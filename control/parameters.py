@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.cluster.name_table import NameClient
-from penstock.cluster.streams import offer, withdraw
-from penstock.cluster.wire import Letter, Peer, Wire
+from penstock.control.name_table import NameClient
+from penstock.control.streams import offer, withdraw
+from penstock.control.wire import Letter, Peer, Wire
 from penstock.errors import ClusterError, PeerLostError
 
 _FOR_EVER = 1e9  # seconds

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.agents import Agent
 from penstock.arguments import integer, seconds
-from penstock.cluster.actor_worker import ActorWorker
-from penstock.cluster.metric_sinks import JsonLines, MetricsSink, RunState
-from penstock.cluster.panel import ControlPanel
-from penstock.cluster.policy_worker import AgentPlan, PolicyWorker
-from penstock.cluster.statuses import Status
-from penstock.cluster.streams import Routing
-from penstock.cluster.trainer_worker import Trainer, TrainerWorker
-from penstock.cluster.trial_wires import WireName
-from penstock.cluster.worker import Worker
+from penstock.control.actor_worker import ActorWorker
+from penstock.control.metric_sinks import JsonLines, MetricsSink, RunState
+from penstock.control.panel import ControlPanel
+from penstock.control.policy_worker import AgentPlan, PolicyWorker
+from penstock.control.statuses import Status
+from penstock.control.streams import Routing
+from penstock.control.trainer_worker import Trainer, TrainerWorker
+from penstock.control.trial_wires import WireName
+from penstock.control.worker import Worker
 from penstock.envs import fresh_seed
 from penstock.envs.factory import build_example_env, close_example_env, env_factories
 from penstock.errors import ClusterError, ConfigError
