@@ -168,7 +168,7 @@ def test_stray_wake_ups_open_nothing(wake_up_kind: str) -> None:
 @pytest.mark.parametrize("cls", [SerialSampler, GpuSampler])
 def test_a_worker_in_place_is_never_woken(cls: type[Sampler], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_module, "HAS_FULL_FENCE", False)
-    kwargs: dict[str, Any] = {} if cls is SerialSampler else {"n_workers": 1, "serve_envs": True}
+    kwargs: dict[str, Any] = {} if cls is SerialSampler else {"n_workers": 1, "serve_envs": 1}
     with cls(CountingEnv, batch_T=2, batch_B=2, **kwargs) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         assert sampler.obtain_samples(0)[0].env.reward.shape == (2, 2)
