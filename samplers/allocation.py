@@ -61,7 +61,6 @@ from penstock.workers.control import ControlBlock
 
 if TYPE_CHECKING:
     from penstock.buffers.named import ArrayTree
-    from penstock.workers.failures import WorkerStatus
 
 _DRY_RUN_COLUMNS = 2  # the agent is tried on more than one column, so that a lost dimension shows
 _CHECKED_ROWS = 16  # observations on which fast inference is compared with torch
@@ -93,10 +92,6 @@ class Allocation:
     worker_data: Sequence[WorkerFactories]  #: by worker rank
     inference_difference: float | None  #: see `SamplerStats`
     episodes: RecordedEpisodes | None  #: the recorded ones, if `seed_episodes=True`
-
-    def episode_of(self, status: WorkerStatus) -> Any:
-        """`PoolOptions.episode_of`."""
-        return None if self.episodes is None else self.episodes.of_failure(status)
 
 
 def allocate(
@@ -149,7 +144,8 @@ def allocate(
     worker_data = [([train[b] for b in plan.columns], [evals[b] for b in plan.eval_columns]) for plan in plans]
     buffer = _samples_buffer(config, setup, plans, specs, seating)
     memory = _allocate_memory(config, each, setup, plans, buffer, program.eval_max_T)
-    resources.callback(memory.close)
+    for part in [*memory.parts, memory.mailbox.file]:
+        resources.callback(part.close)
     for agent, parameters in zip(each, memory.parameters, strict=True):
         resources.callback(agent.runtime.unshare_memory, parameters)
     episodes = RecordedEpisodes(memory, train, setup.seed, config.crash_dir) if config.seed_episodes else None

@@ -95,8 +95,9 @@ class SamplerMemory:
         return self.samples.arrays.values()
 
     @property
-    def _own(self) -> list[Any]:
-        """All of it but the parameters, which the agent owns."""
+    def parts(self) -> list[Any]:
+        """All of it but the parameters, which the agent owns. To close one closes its descriptor; arrays stay valid as
+        long as the user holds views of them."""
         ring = None if self.appender is None else self.appender.ring
         parts = (self.control, self.records, self.steps, self.eval_steps, self.totals, self.episodes, ring)
         return [self.samples, *(part.memory for part in parts if part is not None)]
@@ -104,10 +105,4 @@ class SamplerMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(memory.nbytes for memory in [*self._own, *(own.memory for own in self.parameters)])
-
-    def close(self) -> None:
-        """Close the descriptors; arrays stay valid as long as the user holds views of them."""
-        for memory in self._own:
-            memory.close()
-        self.mailbox.close()
+        return sum(memory.nbytes for memory in [*self.parts, *(own.memory for own in self.parameters)])
