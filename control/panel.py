@@ -17,13 +17,15 @@ from penstock.arguments import integer, seconds
 from penstock.control.launched import LaunchedThread, load_worker, snake
 from penstock.control.name_table import NameClient
 from penstock.control.statuses import Status
-from penstock.control.trial_wires import Launched, OpenTrial, WireName, open_trial
+from penstock.control.trial_wires import OpenTrial, WireName, open_trial
 from penstock.control.wire import Peer, Wire
 from penstock.control.worker import Connection, Worker
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from penstock.control.trial_wires import Launched
 
 _log = logging.getLogger("penstock")
 

@@ -16,8 +16,9 @@ from penstock.control.wire_local import LocalHub
 
 from ..support import until
 
-#: The wires as parameters of a test.
+#: The wires as parameters of a test, and those without Ray, which has no transport of its own.
 MAKES = ("local", "zmq", pytest.param("ray", marks=pytest.mark.ray))
+TRANSPORTS = ("local", "zmq")
 
 
 def note(what: str, value: float, limit: float) -> None:
@@ -99,16 +100,7 @@ class Wires:
             self.connection = Connection.make("test/trial")
 
     def __call__(self) -> Wire:
-        if self.make == "zmq":
-            from penstock.control.wire_zmq import zmq_wire
-
-            wire = zmq_wire(self.connection)
-        elif self.make == "ray":
-            from penstock.control.wire_ray import RayConnection
-
-            wire = RayConnection("test/trial").wire()
-        else:
-            wire = self.hub.wire()
+        wire = self.connection.wire() if self.make == "zmq" else self.hub.wire()
         self.opened.append(wire)
         return wire
 

@@ -360,9 +360,7 @@ def test_the_name_table_may_end_and_come_again() -> None:
     first.close()
     assert peer.ask("", 10).result() == "here"  # without the table
     port = int(connection.address.rpartition(":")[2])
-    from penstock.control.wire_zmq import zmq_wire
-
-    second = zmq_wire(keys, port=port)
+    second = keys.wire(port)
     host = NameHost(second)
     try:
         wait_until(lambda: sorted(others.find()) == ["status/mine", "workers/mine"])
