@@ -92,8 +92,8 @@ class Wires:
         self.hub = FaultyHub() if make == "faulty" else LocalHub()
         self._patch = pytest.MonkeyPatch()
         if make == "faulty":  # so many packets are lost that the usual times would take minutes
-            for name in ("_FIRST_PROBE", "_LAST_PROBE"):
-                self._patch.setattr(f"penstock.control.wire.{name}", 0.05)
+            for name in ("wire._FIRST_PROBE", "wire._LAST_PROBE", "name_table._PATIENCE_SECONDS"):
+                self._patch.setattr(f"penstock.control.{name}", 0.05)
         if make == "zmq":
             from penstock.control.keys import Connection
 
