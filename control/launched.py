@@ -30,9 +30,9 @@ _REAP_SECONDS = 5.0  # how long `kill` waits for the end
 
 
 class LaunchedThread:
-    """A worker in a thread of this process."""
+    """A worker in a thread of this process. Nothing reserves `resources` for it."""
 
-    def __init__(self, make: Callable[[], Worker], connection: Connection, name: str) -> None:
+    def __init__(self, make: Callable[[], Worker], connection: Connection, name: str, resources: object = None) -> None:
         self.pid = os.getpid()
         self._error = ""
         self._thread = threading.Thread(target=self._run, args=(make, connection, name), name=name, daemon=True)
@@ -60,9 +60,9 @@ class LaunchedThread:
 
 class LaunchedProcess:
     """A worker in another process. It gets its code through a pipe, and ends when the pipe is closed. So it ends with
-    this process, in whatever way that ends."""
+    this process, in whatever way that ends. Nothing reserves `resources` for it."""
 
-    def __init__(self, make: Callable[[], Worker], connection: Connection, name: str) -> None:
+    def __init__(self, make: Callable[[], Worker], connection: Connection, name: str, resources: object = None) -> None:
         paths = json.dumps(sys.path).encode()
         code = cloudpickle.dumps((make, connection, name))
         command = [sys.executable, *_warnings(), "-c", _CHILD]

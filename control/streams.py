@@ -18,40 +18,33 @@ from penstock.errors import ClusterError, ConfigError, NoReplyError, PeerLostErr
 
 Routing = Literal["any", "all", "one"]
 ROUTINGS: tuple[str, ...] = get_args(Routing)
-_LOOK_SECONDS = 0.5  # how often a stream looks into the name table for new consumers or servers
+_LOOK_SECONDS = 0.5  # between two tries to reach an inbox that was lost
 
 
 class _Inboxes:
     """The inboxes that can be reached, of all that the name table has below `root`."""
 
     def __init__(self, wire: Wire, names: NameClient, root: str, credit: int) -> None:
-        self._wire, self._names, self._root, self._credit = wire, names, root, credit
+        self._names, self._root, self._credit = names, root, credit
         self._peers: dict[str, Peer] = {}
-        self._look_at = 0.0
+        self._version, self._look_at = -1, 0.0
         self._lock = threading.Lock()
 
     def live(self) -> list[Peer]:
-        """Peers for them, sorted by name. Looks into the name table every half second, or at each call while it has
-        found no inbox."""
+        """Peers for them, sorted by name. One that was lost is tried again every half second."""
         with self._lock:
-            now = time.monotonic()
-            alive = {key: peer for key, peer in self._peers.items() if not peer.is_dead}
-            if now >= self._look_at or not alive:
-                self._look_at = now + _LOOK_SECONDS
-                try:
-                    found = self._names.find(self._root, timeout=1.0)
-                except NoReplyError:  # continue with the inboxes that are known
-                    self._look_at += 10 * _LOOK_SECONDS
-                    return list(alive.values())
-                for key in alive.keys() - found.keys():
-                    alive.pop(key).lose("its name has gone")
-                for key, place in found.items():
-                    old = self._peers.get(key)
-                    if old is None or old.place != list(place):
-                        if old is not None:
-                            old.release()
-                        alive[key] = self._names.reach(place, credit=self._credit)
-                self._peers = dict(sorted(alive.items()))
+            if self._version < 0:
+                self._names.follow(self._root)
+            now, version = time.monotonic(), self._names.version
+            if version != self._version or now >= self._look_at:
+                self._version, self._look_at = version, now + _LOOK_SECONDS
+                found = self._names.followed(self._root)
+                for key, peer in list(self._peers.items()):
+                    if peer.is_dead or peer.place != list(found.get(key, ())):
+                        self._peers.pop(key).lose("its name has gone")
+                for key in found.keys() - self._peers.keys():
+                    self._peers[key] = self._names.reach(found[key], credit=self._credit)
+                self._peers = dict(sorted(self._peers.items()))
             return [peer for peer in self._peers.values() if not peer.is_dead]
 
 

@@ -183,10 +183,11 @@ class Peer:
         """Whether `tell` would send a message."""
         return self._lost is None and self._n_told < self._credit
 
-    def ask(self, message: object, timeout: float) -> Answer:
+    def ask(self, message: object, timeout: float, *, patience: float | None = None) -> Answer:
         """Send a request. The future gets the reply, or `NoReplyError` after `timeout` seconds, `PeerLostError`, or
-        `RequestError` with what the other side reported. Raises `BadMessageError` if `message` cannot be sent."""
-        future = self._send(ASK, message, timeout)
+        `RequestError` with what the other side reported. After `patience` seconds, it begins to ask whether the request
+        has arrived. Raises `BadMessageError` if `message` cannot be sent."""
+        future = self._send(ASK, message, timeout, patience or _FIRST_PROBE)
         assert future is not None  # only `tell` needs credit
         return future
 
@@ -197,7 +198,7 @@ class Peer:
 
     def tell_and_hear(self, message: object) -> Answer | None:
         """As `tell`, but returns a future that ends when the message is taken, or None without credit."""
-        return self._send(TELL, message, float("inf"))
+        return self._send(TELL, message, float("inf"), _FIRST_PROBE)
 
     def lose(self, reason: str) -> None:
         """The other side has ended: fail all requests with `PeerLostError`."""
@@ -210,7 +211,7 @@ class Peer:
         for request in requests.values():
             request.future.set_exception(PeerLostError(self._lost))
 
-    def _send(self, kind: int, message: object, timeout: float) -> Answer | None:
+    def _send(self, kind: int, message: object, timeout: float, patience: float) -> Answer | None:
         if kind == TELL and self._lost is None and not self.has_credit:
             return None
         transport = self._wire.transport
@@ -227,7 +228,7 @@ class Peer:
             if not self._requests:
                 self._silent_since = None  # nothing was expected
             number, self._next = self._next, self._next + 1
-            self._requests[number] = _Request(future, kind, packed, now + timeout, now + _FIRST_PROBE)
+            self._requests[number] = _Request(future, kind, packed, now + timeout, now + patience)
             header = self._header(kind, number)
         transport.send(self.address, header, packed)
         return future
@@ -349,10 +350,11 @@ class Letter:
 
 
 class Inbox:
-    """The requests and messages that arrive under one name, on one wire."""
+    """The requests and messages that arrive under one name, on one wire. With a `handler`, a thread of the wire calls
+    it for each letter, and it must not block. Otherwise they wait until somebody receives them."""
 
-    def __init__(self, wire: Wire, name: str) -> None:
-        self.wire, self.name = wire, name
+    def __init__(self, wire: Wire, name: str, handler: Callable[[Letter], None] | None = None) -> None:
+        self.wire, self.name, self._handler = wire, name, handler
         self._letters: queue.SimpleQueue[tuple[Letter, int] | None] = queue.SimpleQueue()
         self._senders: dict[str, _Sender] = {}
         self.is_closed = False
@@ -423,7 +425,11 @@ class Inbox:
             self.wire.count("refused")
             self.answer(sender_id, number, ERROR, self.wire.transport.pack(str(error)))
         else:
-            self._letters.put((Letter(self, sender_id, number, message), kind))
+            letter = Letter(self, sender_id, number, message)
+            if self._handler is not None:
+                return self._handler(letter)
+            self._letters.put((letter, kind))
+        return None
 
     def answer(self, sender_id: str, number: int, kind: int, packed: object) -> None:
         """Remember a reply, and send it."""
@@ -470,12 +476,12 @@ class Wire:
         """Where others reach this wire."""
         return self.transport.address
 
-    def open(self, name: str) -> Inbox:
-        """Open an inbox. Raises `ClusterError` if this wire has one of this name."""
+    def open(self, name: str, handler: Callable[[Letter], None] | None = None) -> Inbox:
+        """Open an inbox; `Inbox` explains `handler`. Raises `ClusterError` if this wire has one of this name."""
         with self.lock:
             if name in self.inboxes or self._is_closed:
                 raise ClusterError(f"this wire {'is closed' if self._is_closed else f'has an inbox {name!r} already'}")
-            self.inboxes[name] = inbox = Inbox(self, name)
+            self.inboxes[name] = inbox = Inbox(self, name, handler)
         return inbox
 
     def reach(self, address: str, name: str, *, target: str = "", credit: int = 16, lost_after: float = 5.0) -> Peer:

@@ -185,17 +185,13 @@ def test_only_this_machine_can_connect_by_default() -> None:
 
 @pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::"])
 def test_every_network_at_once_is_refused(keys: Connection, host: str) -> None:
-    from penstock.control.wire_zmq import zmq_wire
-
     with pytest.raises(ConfigError, match="give the address of one network"):
-        zmq_wire(keys, host=host)
+        replace(keys, host=host).wire()
 
 
 def test_an_address_that_is_not_of_this_machine_is_refused(keys: Connection) -> None:
-    from penstock.control.wire_zmq import zmq_wire
-
     with pytest.raises(ConfigError, match="cannot listen"):
-        zmq_wire(keys, host="203.0.113.7")
+        replace(keys, host="203.0.113.7").wire()
 
 
 def test_the_connection_file_is_for_its_owner_alone(keys: Connection, tmp_path: Path) -> None:

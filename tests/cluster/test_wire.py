@@ -19,12 +19,12 @@ from penstock.control.messages import BadMessageError
 from penstock.control.wire import Inbox, Letter, Peer, Wire
 
 from ..scale import scaled
-from .support import MAKES, FaultyHub, Wires, need, wait_until
+from .support import TRANSPORTS, FaultyHub, Wires, need, wait_until
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
 
 
-@pytest.fixture(params=[*MAKES, "faulty"])
+@pytest.fixture(params=[*TRANSPORTS, "faulty"])
 def wires(request: pytest.FixtureRequest) -> Iterator[Wires]:
     need(request.param, request)
     made = Wires(request.param)
