@@ -1,3 +1,5 @@
-"""Games in processes of their own: started on leased ports, watched, ended and renewed."""
+"""Games in processes of their own: started on leased ports, watched, ended and renewed; games that are in charge."""
 
-__all__: list[str] = []
+from penstock.games.served import ServedGame
+
+__all__ = ["ServedGame"]
