@@ -312,9 +312,18 @@ def program(served: Any) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         yield start
 
 
-@pytest.mark.parametrize("language", ["python", "c"])
+def _command(language: str, folder: Path) -> list[str]:
+    if language == "c":
+        return _compiled(folder)
+    if language == "godot":
+        engine = shutil.which("godot3-server") or pytest.skip("no Godot: apt-get install godot3-server")
+        return [engine, "--script", str(EXAMPLES / "served_client.gd")]
+    return [sys.executable, "-I", "-c", PYTHON, str(EXAMPLES)]
+
+
+@pytest.mark.parametrize("language", ["python", "c", "godot"])
 def test_a_client_plays_in(served: Any, program: Any, language: str, tmp_path: Path) -> None:
-    command = _compiled(tmp_path) if language == "c" else [sys.executable, "-I", "-c", PYTHON, str(EXAMPLES)]
+    command = _command(language, tmp_path)
     env, goals = served(*LINE, token="secret"), []
     process = program(env, command)
     for _ in range(3):
