@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check
-ROOMS := agents buffers cluster collectors control envs ports replays samplers targets testing tools vector workers
+ROOMS := agents buffers cluster collectors control envs games ports replays samplers targets testing tools vector workers
 SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 PYTEST := pytest --dist loadgroup
 

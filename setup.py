@@ -18,6 +18,7 @@ ROOMS = (
     "workers",
     "replays",
     "ports",
+    "games",
     "envs",
     "agents",
     "collectors",

@@ -23,6 +23,7 @@ ROOMS = (
     "collectors",
     "control",
     "envs",
+    "games",
     "ports",
     "replays",
     "samplers",

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from penstock.buffers.reports import Report
-from penstock.errors import PenstockError, SamplerBrokenError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from penstock.errors import (
+    GameError,
+    PenstockError,
+    SamplerBrokenError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+)
 from penstock.workers.control import Phase, ProgressSnapshot
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.supervisor import SUPERVISOR_ENDED
@@ -189,7 +196,8 @@ class Restarts:
                     f"{plan.name} is not replaced: after a {signal.Signals(-failure.exitcode).name} "
                     "the memory that it shared cannot be trusted"
                 )
-            if report is not None and isinstance(report.exception, PenstockError):
+            error = None if report is None else report.exception
+            if isinstance(error, PenstockError) and not isinstance(error, GameError):  # a new game may play on
                 return f"{plan.name} is not replaced: the same would happen again"
         return self.used_up(len(failures))
 

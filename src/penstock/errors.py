@@ -4,6 +4,7 @@ PenstockError
 ├── ConfigError (ValueError)          An argument is wrong, or this machine's limits are too low.
 ├── SpaceError (ValueError)           A space cannot be recorded, or data does not fit its space.
 ├── PortLeaseError (RuntimeError)     No port can be leased, or a lease is used after its release.
+├── GameError (RuntimeError)          A game in a process of its own did not start, ended, or did not reply.
 ├── EnvCallError (RuntimeError)       An environment raised in `sampler.call`, `get_attr` or `set_attr`.
 ├── RepeatError (RuntimeError)        An environment does not repeat its recorded episode.
 ├── ClusterError (RuntimeError)       Something went wrong between the workers of a distributed experiment.
@@ -33,6 +34,7 @@ __all__ = [
     "ClusterError",
     "ConfigError",
     "EnvCallError",
+    "GameError",
     "NameTableError",
     "NoReplyError",
     "NodeLostError",
@@ -88,6 +90,14 @@ class EnvCallError(PenstockError, RuntimeError):
 class PortLeaseError(PenstockError, RuntimeError):
     """No port is left to lease, or this system cannot reserve one, or a lease was released before its `with` block. The
     message lists the owners of the ports, or says why."""
+
+
+class GameError(PenstockError, RuntimeError):
+    """A game in a process of its own did not start, ended, or did not reply in time. The message has the command, the
+    port, how the game ended, and the last lines of its output.
+
+    With `on_worker_failure="restart"`, a worker that fails with it is replaced, unlike with other errors of penstock.
+    """
 
 
 class RepeatError(PenstockError, RuntimeError):

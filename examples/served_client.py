@@ -1,0 +1,117 @@
+"""The client of a game that is in charge, for protocol 1 of penstock's ServedGame. Needs only Python: copy this file.
+
+client = Client(port)                     # or Client(), if the learner has started this program
+while playing:
+    obs = new_episode(client.seed)
+    action = client.begin(obs)
+    while action is not None:             # None: the learner wants a new episode
+        obs, reward, over = play(action)
+        if over:
+            client.end(obs, reward)
+            break
+        action = client.act(obs, reward)
+client.bye()
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from typing import Any
+
+
+class Refused(RuntimeError):
+    """The learner has disconnected this client, and says why. It does not help to connect again."""
+
+
+class Client:
+    """One game's connection to its learner.
+
+    A lost connection is opened again, and nothing is lost or done twice. `ConnectionError` is raised if that does not
+    succeed within `wait` seconds. A call waits for the learner as long as it needs.
+    """
+
+    def __init__(
+        self,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        token: str | None = None,
+        spaces: dict[str, Any] | None = None,
+        wait: float = 60.0,
+    ) -> None:
+        self.address = (host, port or int(os.environ["PENSTOCK_PORTS"].split(",")[0]))
+        self.hello = {"hello": 1, "token": token or os.environ.get("PENSTOCK_TOKEN"), "spaces": spaces or {}}
+        self.wait, self.n = wait, 0
+        self.socket: socket.socket | None = None
+        self.seed: int = self._ask(None)["seed"]  #: of the next episode
+
+    def begin(self, obs: Any, info: dict[str, Any] | None = None) -> Any:
+        """Begin an episode. Returns the action, or None if the learner wants a new episode."""
+        return self._action({"begin": obs, "info": info or {}})
+
+    def act(self, obs: Any, reward: float, info: dict[str, Any] | None = None) -> Any:
+        """What followed from the last action. Returns the next one, or None if the learner wants a new episode."""
+        return self._action({"obs": obs, "reward": reward, "info": info or {}})
+
+    def end(self, obs: Any, reward: float, how: str = "terminated", info: dict[str, Any] | None = None) -> None:
+        """The episode has ended, "terminated" or "truncated"."""
+        self._action({"obs": obs, "reward": reward, "end": how, "info": info or {}})
+
+    def beat(self) -> None:
+        """Say that the game needs more time for its next message."""
+        self._send({"beat": True})
+
+    def bye(self, reason: str = "") -> None:
+        """Leave. Between two episodes this is no error for the learner."""
+        self._send({"bye": reason})
+        self.socket.close()
+
+    def _action(self, message: dict[str, Any]) -> Any:
+        self.n += 1
+        reply = self._ask({"n": self.n, **message})
+        self.seed = reply.get("seed", self.seed)
+        return reply.get("action")
+
+    def _ask(self, message: dict[str, Any] | None) -> dict[str, Any]:
+        """Send the message, again if the connection was lost, and return the reply; of None, the answer to hello."""
+        until = time.monotonic() + self.wait
+        while True:
+            is_new = self.socket is None
+            try:
+                welcome = self._connect() if is_new else {}
+                if message is None:
+                    return welcome
+                self._send(message)
+                return self._reply()
+            except OSError:
+                if self.socket is not None:
+                    self.socket.close()
+                    self.socket = None
+                if is_new:  # the learner does not listen yet, or has gone
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(0.05)
+
+    def _connect(self) -> dict[str, Any]:
+        self.socket = socket.create_connection(self.address)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.lines = self.socket.makefile("r", encoding="utf-8")
+        self._send(self.hello)
+        welcome = self._reply()
+        self.hello["session"] = welcome["session"]
+        return welcome
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _reply(self) -> dict[str, Any]:
+        line = self.lines.readline()
+        if not line.endswith("\n"):
+            raise ConnectionResetError("the learner has closed the connection")
+        reply = json.loads(line)
+        if "error" in reply:
+            self.socket.close()
+            raise Refused(reply["error"])
+        return dict(reply)
