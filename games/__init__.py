@@ -1,3 +1,7 @@
 """Games in processes of their own: started on leased ports, watched, ended and renewed."""
 
-__all__: list[str] = []
+from penstock.games.game_process import GameProcess
+from penstock.games.game_socket import GameSocket
+from penstock.games.ready import Answers, Connects, Listens, Prints, Ready
+
+__all__ = ["Answers", "Connects", "GameProcess", "GameSocket", "Listens", "Prints", "Ready"]
