@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
+from penstock.envs.seeding import Purpose
 from penstock.games import GameProcess
 
 from ..support import PROGRAMS
@@ -44,29 +45,41 @@ def processes(mark: str = SERVER) -> Iterator[int]:
 
 
 class Played(gym.Env[Any, Any]):
-    """An environment on a game that counts. Observation: the count and a number of the seed. Episodes have 7 steps."""
+    """An environment on a game that counts. Observation: the time step, and a number of the seed. An episode has 7
+    steps.
 
-    def __init__(self, mark: str = "", **options: Any) -> None:
+    `faults`: by env_rank, the step of this environment in which the fault of this name strikes. Each strikes once,
+    since it leaves a file in `folder`.
+    """
+
+    def __init__(
+        self, folder: str, faults: dict[int, tuple[int, str]] | None = None, context: Any = None, **options: Any
+    ) -> None:
         self.observation_space, self.action_space = Box(-np.inf, np.inf, (2,), np.float64), Discrete(5)
-        self.game = game(environ={"MARK": mark}, **options)
+        is_train = context is not None and context.purpose is Purpose.TRAIN
+        self.at, self.fault = (faults or {}).get(context.env_rank, (-1, "")) if is_train else (-1, "")
+        self.marker = Path(folder, f"struck-{context.env_rank if context else 0}")
+        self.game = game(environ={"MARK": folder}, **options)
         self.connection: Any = None
-        self.fault = ""  #: strikes in the next step
+        self.n_steps = 0
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        if self.game.end_episode() or self.connection is None:
+        if self.connection is None or self.game.end_episode():
             self.connection = self.game.connect()
         self.t, self.number = 0, self.np_random.random()
-        return self.ask(), {}
+        return self.ask(self.t), {}
 
-    def ask(self) -> Any:
-        asked = {"fault": self.fault} if self.fault else self.t
-        reply = json.loads(self.connection.request(json.dumps(asked).encode() + b"\n"))
-        return np.array([reply["got"], self.number])
+    def ask(self, asked: Any) -> Any:
+        json.loads(self.connection.request(json.dumps(asked).encode() + b"\n"))
+        return np.array([self.t, self.number])
 
     def step(self, action: Any) -> Any:
-        self.t += 1
-        return self.ask(), self.t + self.number, self.t == 7, False, {}
+        self.t, self.n_steps, asked = self.t + 1, self.n_steps + 1, self.t
+        if self.n_steps == self.at and not self.marker.exists():
+            self.marker.touch()
+            asked = {"fault": self.fault}
+        return self.ask(asked), self.t + self.number, self.t == 7, False, {}
 
     def close(self) -> None:
         self.game.close()
