@@ -51,13 +51,8 @@ class Renewals:
                 raise GameError("\n".join([f"{text}; earlier:", *recent, str(error)])) from error
             history.append((now, in_one_line(error)))
             self.progress.count_renewal(is_cut=is_cut)
-            _log.warning(
-                "env_rank %d: %s; %sits environment is built again (renewal %d)",
-                env_rank,
-                error,
-                "its episode is cut, " if is_cut else "",
-                len(history),
-            )
+            cut = ", and its episode is cut" if is_cut else ""
+            _log.warning("env_rank %d is built again (renewal %d)%s: %s", env_rank, len(history), cut, error)
             seed = self.streams.renewal_seed(column, self.purpose, len(history))
             context = EnvContext(env_rank, self.worker_rank, seed, self.purpose)
             try:

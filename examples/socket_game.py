@@ -3,7 +3,7 @@
     python examples/socket_game.py
 
 Every environment starts a server (socket_game_server.py) on a leased port. Between two batches the example kills one.
-The worker of this environment fails and is restarted, its environments start new servers, and no batch is lost.
+This environment is built again, with a new server, and its episode is cut. The other columns do not change.
 """
 
 import json
@@ -55,11 +55,11 @@ class SocketGame(gym.Env[Any, Any]):
 
 
 if __name__ == "__main__":
-    with ParallelSampler(SocketGame, batch_T=32, batch_B=8, n_workers=4, on_worker_failure="restart") as sampler:
+    with ParallelSampler(SocketGame, batch_T=32, batch_B=8, n_workers=4, on_game_failure="renew") as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         for itr in range(2):
             _, infos = sampler.obtain_samples(itr)
             print(f"{len(infos)} balls fell, {sum(info.Return for info in infos):.0f} were caught")
             if itr == 0:
                 os.kill(sampler.get_attr("server_pid")[0], signal.SIGKILL)
-        print(f"{sampler.stats().restarts} worker was restarted")
+        print(f"{sampler.stats().renewals} game was renewed")

@@ -100,14 +100,15 @@ def test_the_next_trajectories_of_the_column_are_whole(traj_info_cls: Any, tmp_p
 
 def test_final_values_and_seeds(tmp_path: Path) -> None:
     """The value of the last observation is recorded, and a second run gives the same, whatever the sampler."""
-    results = []
-    for cls, folder in ((SerialSampler, "a"), (ParallelSampler, "b"), (ParallelSampler, "c")):
+
+    def found(cls: Any, folder: str, n_workers: int) -> Any:
         (tmp_path / folder).mkdir()
         env_fn = partial(Played, str(tmp_path / folder), {1: (4, "exit"), 3: (13, "exit")})
-        sizes: dict[str, Any] = {"n_workers": 4} if folder == "c" else {}
-        with sampler_of(cls, env_fn, **RENEW, **sizes) as sampler:
+        with sampler_of(cls, env_fn, n_workers=n_workers, **RENEW) as sampler:
             sampler.initialize(CategoricalPgAgent(lambda: Net(2, 5, 0)), seed=7, bootstrap_value=True)
-            results.append(collect(sampler, 2))
+            return collect(sampler, 2)
+
+    results = [found(SerialSampler, "a", 1), found(ParallelSampler, "b", 2), found(ParallelSampler, "c", 4)]
     first = results[0][0][0]
     assert first.env.truncated[2, 1]
     assert first.agent.final_value[2, 1] == pytest.approx(first.agent.agent_info.value[3, 1], rel=1e-4)
