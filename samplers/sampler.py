@@ -73,9 +73,9 @@ class Sampler(TakesEnvFn, ABC):
     """Samples batches `[batch_T, batch_B]` from `batch_B` environments.
 
     Args:
-        env_fn: a callable that returns a `gymnasium.Env` or a PettingZoo `ParallelEnv`, an environment id of Gymnasium
-            or PettingZoo, or a list of `batch_B` callables. Lambdas and closures are fine. It is called once more in
-            the main process, to read the spaces.
+        env_fn: a callable that returns a `gymnasium.Env` or an environment of PettingZoo (`ParallelEnv`, `AECEnv`), an
+            environment id of either, or a list of `batch_B` callables. Lambdas and closures are fine. It is called once
+            more in the main process, to read the spaces.
         env_kwargs: arguments for `env_fn`: one dict, or a list of `batch_B` dicts.
         batch_T: time steps per batch.
         batch_B: environments per batch.
@@ -715,6 +715,8 @@ class Sampler(TakesEnvFn, ABC):
         """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker
         began to act at `[2 * t]` and to step at `[2 * t + 1]`. The last entry is the end of the batch."""
         self._require_pool("timeline")
+        if self._seating is not None and self._seating.in_turns:
+            raise ConfigError("timeline is not known where agents take turns: each has a time of its own. See stats()")
         return np.stack([self._memory.control.timeline(plan.worker_rank) for plan in self._plans])
 
     def __repr__(self) -> str:

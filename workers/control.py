@@ -162,8 +162,13 @@ class Progress:
         stamps = self._stamps
         stamps[2 * batch_T] = time.monotonic_ns()
         began_acting, began_stepping = sum(stamps[: 2 * batch_T : 2]), sum(stamps[1 : 2 * batch_T : 2])
-        self.words[ACTING] += began_stepping - began_acting
-        self.words[STEPPING] += began_acting - stamps[0] + stamps[2 * batch_T] - began_stepping
+        stepping = began_acting - stamps[0] + stamps[2 * batch_T] - began_stepping
+        self.add_batch(began_stepping - began_acting, stepping, n_steps)
+
+    def add_batch(self, acting_ns: int, stepping_ns: int, n_steps: int) -> None:
+        """A training batch is complete: add its times, and its number of environment steps, to the totals."""
+        self.words[ACTING] += acting_ns
+        self.words[STEPPING] += stepping_ns
         self.words[BATCHES] += 1
         self.words[STEPS] += n_steps
 
