@@ -370,7 +370,7 @@ class _FileMemory:
         shared_mappings.add(self)
 
     def make_private(self) -> None:
-        """As `SharedBlock.make_private`."""
+        """As `NamedMemory.make_private`."""
         make_private(self._buffer, self.nbytes, self._descriptor.fd)
 
     def close(self) -> None:
