@@ -114,6 +114,8 @@ class Monitor:
             if until is not None and until():
                 break
         fence()
+        if self._starting:
+            self._set_next_check()  # the limit of the start no longer counts
         if server is None:
             self._spin_time.note(time.monotonic() - began, not has_spun)
         return failures
@@ -243,6 +245,7 @@ class Monitor:
     def _set_next_check(self) -> None:
         """Set the time of the next check. It stays valid from wait to wait, since with central inference each wait may
         be shorter than the time between two checks."""
+        self._starting = {rank for rank in self._starting if not self._has_started(rank)}
         limits = (self._options.start_timeout if self._starting else None, self._options.step_timeout)
         checks = [min(limit / _CHECKS_PER_LIMIT, _CHECK_SECONDS) for limit in limits if limit is not None]
         self._check_seconds = min([*checks, _WARN_SECONDS / _CHECKS_PER_LIMIT])
@@ -252,7 +255,6 @@ class Monitor:
         """Check progress. Returns the workers of `ranks` that made no progress for longer than their limit, each with
         the name of the limit and its seconds."""
         now = time.monotonic()
-        self._starting = {rank for rank in self._starting if not self._has_started(rank)}
         self._set_next_check()
         overdue = []
         for rank in ranks:
