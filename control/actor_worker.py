@@ -124,10 +124,11 @@ class ActorWorker(Worker):
     def _poll(self) -> PollResult:
         assert self._sampler is not None
         if self._piece is None:
-            if not self._producer.has_room():
-                return PollResult()
-            if self._inference is None:
+            has_room = self._producer.has_room()
+            if self._inference is None:  # after `has_room`: the trainer publishes before it makes room
                 self._load_newer_parameters()
+            if not has_room:
+                return PollResult()
             try:
                 self._piece = self._collect()
             except PenstockError:
