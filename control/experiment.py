@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -375,6 +376,9 @@ class Run:
     def _start(self, name: str, pause: float = 0.0) -> Iterator[None]:
         """The steps from the end of a worker to its first poll. Where one would wait, this yields."""
         base, _, index = name.partition("/")
+        if not self.panel.has_ended(name):
+            with suppress(ClusterError):  # it may be lost
+                self.panel.async_request(name, "exit", timeout=_END_SECONDS)
         begin, kill_at, is_killed = time.monotonic() + pause, time.monotonic() + _END_SECONDS, False
         while time.monotonic() < begin or not self.panel.has_ended(name):
             if time.monotonic() > kill_at and not is_killed and not self.panel.has_ended(name):

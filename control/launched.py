@@ -74,7 +74,7 @@ class LaunchedProcess:
         paths = json.dumps(sys.path).encode()
         code = cloudpickle.dumps((make, connection, name))
         self._stacks = StackFile()
-        file = self._stacks.fileno()
+        file = self._stacks.file.fileno()
         command = [sys.executable, *_warnings(), "-c", _CHILD.format(file)]
         self._lock = threading.Lock()  # the panel's watcher calls `ending` too
         # A new process group: Ctrl-C reaches this process only, and the worker can be killed with all that it started.
@@ -121,7 +121,7 @@ class LaunchedProcess:
                         return None
                     os.killpg(self.pid, signal.SIGKILL)
                 self._process.wait()
-                self._stacks.close()
+                self._stacks.file.close()
                 assert self._process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):  # it ended before it had read everything
                     self._process.stdin.close()
