@@ -317,12 +317,6 @@ class ControlPanel:
 
     # ---- the end ---------------------------------------------------------------------------
 
-    def discard(self, worker_name: str) -> None:
-        """Let a worker that this panel has launched end, and kill it after 2 s. Then another one can have its name."""
-        worker = self._launched.get(worker_name)
-        if worker is not None and not worker.wait(2.0):
-            worker.kill()
-
     def has_ended(self, worker_name: str) -> bool:
         """Whether a worker that this panel has launched has ended. Then another one can have its name."""
         return worker_name not in self._launched or self._launched[worker_name].ending() is not None

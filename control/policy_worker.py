@@ -55,12 +55,11 @@ class _Request:
     ranks: np.ndarray[Any, Any]  #: env_ranks `[n]`
     starts: np.ndarray[Any, Any]  #: `[n]`, True where the recurrent state begins again
     inputs: tuple[Any, ...] = field(repr=False)  #: observation, prev_action, prev_reward, each `[n, ...]`
-    has_failed: bool = False
 
 
 class PolicyWorker(Worker):
     """Answers all requests together that came while the model was busy. It keeps the noise and the recurrent state of
-    every environment, by env_rank. A request that cannot be read or acted for fails alone. The `itr` of the agent's
+    every environment, by env_rank. A request with a mistake fails alone. The `itr` of the agent's
     schedules is the number of the version that acts, minus 1.
 
     If it ends, its actors ask another policy worker, or this one after a restart. Recurrent state is lost then, and
@@ -115,19 +114,23 @@ class PolicyWorker(Worker):
         newer = self._parameters.newer()
         if newer is not None:
             self._load(newer)
-        steps: list[_Request] = []
-        gathered = self._gather()
-        for request in gathered:
-            if request.kind != "step":
-                self._answer(request)
-                continue
-            # An actor that has lost a server and comes back may ask twice for the same environments.
-            if any(np.isin(request.ranks, other.ranks).any() for other in steps):
-                self._answer_steps(steps)
-                steps = []
-            steps.append(request)
-        if steps:
-            self._answer_steps(steps)
+        gathered, steps = self._gather(), list[_Request]()
+        try:
+            for request in gathered:
+                if request.kind != "step":
+                    self._answer(request)
+                    continue
+                # An actor that has lost a server and comes back may ask twice for the same environments.
+                if any(np.isin(request.ranks, other.ranks).any() for other in steps):
+                    self._step(steps)
+                    steps = []
+                steps.append(request)
+            if steps:
+                self._step(steps)
+        except Exception as error:
+            for letter in (request.letter for request in gathered if not request.letter.is_answered):
+                letter.fail(f"the policy {self.name} has failed: {type(error).__name__}: {error}")
+            raise
         n_rows = sum(len(request.ranks) for request in gathered)
         self._n_rows += n_rows
         self._n_batches += bool(gathered)
@@ -180,61 +183,29 @@ class PolicyWorker(Worker):
         starts = starts.copy()
         if not is_trial:
             new = [i for i, rank in enumerate(ranks.tolist()) if self._sessions[rank] != session]
-            self._begin_session(ranks[new], session, generation)
-            starts[new] = True
+            starts[new] = True  # another actor or another policy worker acted before
+            for rank in ranks[new].tolist():
+                self._sessions[rank] = session
+            if generation and new:
+                streams = ColumnStreams(self._plan.seed, ranks[new].tolist(), generation << 16)
+                self._actor.reseed_columns(ranks[new].astype(np.intp), streams.rngs(Purpose.ACTION))
         return _Request(letter, kind, ranks.copy(), starts, inputs)
-
-    def _begin_session(self, ranks: np.ndarray[Any, Any], session: str, generation: int) -> None:
-        """Another actor or another policy worker acted before for these environments: their recurrent state begins
-        again, with the random streams of this generation."""
-        for rank in ranks.tolist():
-            self._sessions[rank] = session
-        if generation and len(ranks):
-            streams = ColumnStreams(self._plan.seed, ranks.tolist(), generation << 16)
-            self._actor.reseed_columns(ranks.astype(np.intp), streams.rngs(Purpose.ACTION))
 
     def _answer(self, request: _Request) -> None:
         """Answer a request that is not for a step."""
-        agent = self._actor
-        try:
-            if request.kind.startswith("trial"):
-                n = len(request.ranks)
-                agent = self._agent.runtime.column_copy(ColumnStreams(0, range(n)).rngs(Purpose.ACTION))
-                agent.runtime.set_columns([0] * n, self._plan.n_envs)
-                agent.sample_mode(0)
-            else:
-                for rank in request.ranks[request.starts].tolist():
-                    agent.reset_one(rank)
-                agent.select(request.ranks.astype(np.intp))
-            if request.kind == "trial step":
-                request.letter.reply(self._stepped(agent, request.inputs))
-            else:
-                request.letter.reply({"value": np.asarray(agent.value(*request.inputs))})
-        except Exception as error:  # what the user's agent raises
-            self._fail(request, error)
-
-    def _answer_steps(self, requests: Sequence[_Request]) -> None:
-        """Answer requests for steps. If they fail together, each is tried alone. If none can be answered, the fault is
-        the agent's: this raises."""
-        try:
-            return self._step(requests)
-        except Exception as error:  # what the user's agent raises
-            if len(requests) == 1:
-                self._fail(requests[0], error)
-                raise
-            fault = error
-        for request in requests:
-            try:
-                self._step([request])
-            except Exception as error:
-                self._fail(request, error)
-        if all(request.has_failed for request in requests):
-            raise fault
-
-    def _fail(self, request: _Request, error: Exception) -> None:
-        request.has_failed = True
-        if not request.letter.is_answered:
-            request.letter.fail(f"the policy {self.name} has failed: {type(error).__name__}: {error}")
+        agent, n = self._actor, len(request.ranks)
+        if request.kind == "value":
+            for rank in request.ranks[request.starts].tolist():
+                agent.reset_one(rank)
+            agent.select(request.ranks.astype(np.intp))
+        else:
+            agent = self._agent.runtime.column_copy(ColumnStreams(0, range(n)).rngs(Purpose.ACTION))
+            agent.runtime.set_columns([0] * n, self._plan.n_envs)
+            agent.sample_mode(0)
+        if request.kind == "trial step":
+            request.letter.reply(self._stepped(agent, request.inputs))
+        else:
+            request.letter.reply({"value": np.asarray(agent.value(*request.inputs))})
 
     def _step(self, requests: Sequence[_Request]) -> None:
         """Act for all environments of these requests in one call of the agent, and answer them."""

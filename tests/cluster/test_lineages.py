@@ -177,43 +177,6 @@ def test_a_malformed_request_fails_alone(panel: ControlPanel) -> None:
     wire.close()
 
 
-class Poison(RandomAgent):
-    """Fails where an observation is NaN."""
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        if np.isnan(observation).any():
-            raise ValueError("NaN")
-        return super().step(observation, prev_action, prev_reward)
-
-
-def test_a_request_that_the_agent_cannot_act_for_fails_alone(panel: ControlPanel) -> None:
-    start(panel, trainer=partial(Publisher, plan_of()))
-    start(panel, policy=partial(PolicyWorker, plan_of(Poison), max_batch=4, max_delay=5.0))
-    wire, names = names_of(panel)
-    peer = names.peer("policies/policy/policy/0")
-    answers = [
-        peer.ask(
-            {
-                "kind": "step",
-                "env_ranks": np.arange(first, first + 2),
-                "starts": np.ones(2, np.bool_),
-                "observation": np.full((2, 4), value, np.float32),
-                "prev_action": np.zeros(2, np.int64),
-                "prev_reward": np.zeros(2, np.float32),
-                "session": "x",
-                "generation": 0,
-            },
-            20,
-        )
-        for first, value in ((0, float("nan")), (2, 0.0))
-    ]
-    with pytest.raises(RequestError, match="ValueError: NaN"):
-        answers[0].result()
-    assert answers[1].result()["action"].shape == (2,)
-    assert panel.get_worker_status("policy/0") is Status.RUNNING
-    wire.close()
-
-
 def test_a_replaced_actor_and_another_policy_worker_have_new_random_streams(panel: ControlPanel) -> None:
     """And they are those of an agent inside the actor: of SeedSequence, with the generation."""
     plan = plan_of()

@@ -213,7 +213,7 @@ def test_a_name_is_used_once(local: ControlPanel) -> None:
     local.connect()
     local.request("counter/0", "exit")
     wait_until(lambda: local.get_worker_status("counter/0") is Status.COMPLETED)
-    local.discard("counter/0")
+    wait_until(lambda: local.has_ended("counter/0"))
     local.launch(Counter)
     local.connect()
     assert local.get_worker_status("counter/0") is Status.READY
