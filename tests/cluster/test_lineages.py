@@ -313,7 +313,8 @@ def test_a_worker_that_fails_too_often_ends_the_run_with_its_error() -> None:
 
 # ---- faults --------------------------------------------------------------------------------
 
-HOLD_SECONDS = scaled(8.0, 8.0)
+HOLD_SECONDS = 8.0
+LIFE = 2**16  # a stamp is life * LIFE + number: a float32 has 24 bits
 
 
 def stamped_model(observation_space: Any, action_space: Any) -> Any:
@@ -365,12 +366,12 @@ class Faulty:
                 self.stamp()
 
             def stamp(self) -> None:
-                agent.model.stamp.fill_(1000.0 * self.life + self.number % 1000)
+                agent.model.stamp.fill_(float(LIFE * self.life + self.number))
 
             def step(self, batch: Batch) -> dict[str, float]:
                 faulty.hold()
                 stamps = batch.samples.agent.agent_info.value
-                ages = 1000 * self.life + self.number % 1000 - stamps
+                ages = LIFE * self.life + self.number - stamps
                 self.wrong += int(((ages < 0) | (ages > faulty.max_staleness)).sum())
                 self.number += 1
                 self.stamp()
@@ -463,9 +464,10 @@ def inject(run: Any, fault: str, name: str, pid: int, folder: Path) -> None:
             process.resume()
     elif fault == "cut names":
         inboxes = run.panel._wire.inboxes
-        table = inboxes.pop("names")
-        run.wait(lambda _: False, timeout=2.0)
-        inboxes["names"] = table
+        cut = threading.Timer(2.0, inboxes.__setitem__, ("names", inboxes.pop("names")))
+        cut.start()  # the run may wait for the table meanwhile
+        run.wait(lambda _: not cut.is_alive(), timeout=60)
+        cut.join()
     else:
         os.kill(pid, signal.SIGKILL)
         if fault == "kill twice":
