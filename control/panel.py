@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from penstock.control.launched import LaunchedThread, load_worker, snake
 from penstock.control.name_table import LEASE_SECONDS, NameClient
 from penstock.control.statuses import Status
 from penstock.control.trial_wires import OpenTrial, WireName, open_trial
-from penstock.control.wire import Peer, Wire
+from penstock.control.wire import LOST_SECONDS, Peer, Wire
 from penstock.control.worker import Connection, Worker
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
 
@@ -89,6 +89,7 @@ class ControlPanel:
         self._wire, self.connection = wire, connection
         self._launched: dict[str, Launched] = {}
         self._peers: dict[str, Peer] = {}
+        self._listed: Collection[str] = ()  # the workers that the name table had when it was last read
         self._closing = threading.Event()
         self.names = NameClient(wire, connection.address)
         try:
@@ -149,26 +150,33 @@ class ControlPanel:
             if not missing:
                 return wanted
             for name in missing:
-                ending = self._launched[name].ending() if name in self._launched else None
-                if ending is not None:
-                    final = self._final(name)
-                    reason = f": {final[1]}" if final else "; see its log"
-                    raise ClusterError(f"worker {name} has ended before it could be reached ({ending}){reason}")
+                self.require_alive(name)
             if time.monotonic() >= deadline:
                 raise NoReplyError(f"these workers could not be reached within {timeout:g} s: {', '.join(missing)}")
             self._closing.wait(0.05)
 
+    def require_alive(self, worker_name: str) -> None:
+        """Raise `ClusterError` if this worker was launched here, and has ended."""
+        ending = self._ending(worker_name)
+        if ending is not None:
+            final = self._final(worker_name)
+            reason = f": {final[1]}" if final else "; see its log"
+            raise ClusterError(f"worker {worker_name} has ended before it could be reached ({ending}){reason}")
+
     def auto_connect(self) -> list[str]:
         """Connect to all workers that the name table lists. Returns their names."""
         self._check_open()
-        found = self.names.find("workers")
-        for key, place in found.items():
-            name = key.partition("/")[2]
+        found = {key.partition("/")[2]: place for key, place in self.names.find("workers").items()}
+        self._listed = found.keys()
+        for name, place in found.items():
             peer = self._peers.get(name)
-            if name in self._launched and self._launched[name].ending() is not None:
+            if self._ending(name) is not None:
                 continue  # its entry in the table has not run out yet
             if peer is None or peer.is_dead or peer.place != list(place):
-                self._peers[name] = self.names.reach(place)
+                # The watcher sees the end of a launched worker: it may be silent for as long as it lives.
+                address, wire_id, inbox = map(str, place)
+                silence = float("inf") if name in self._launched else LOST_SECONDS
+                self._peers[name] = self._wire.reach(address, inbox, target=wire_id, lost_after=silence)
         return [name for name, peer in self._peers.items() if not peer.is_dead]
 
     @property
@@ -231,7 +239,8 @@ class ControlPanel:
     # ---- statuses --------------------------------------------------------------------------
 
     def get_worker_status(self, worker_name: str, *, timeout: float = 1.0) -> Status:
-        """The status of a worker. LOST: it has ended without a report, or does not answer."""
+        """The status of a worker. UNRESPONSIVE: it lives, but does not answer. LOST: it has ended without a report, or
+        cannot be reached."""
         return self.pulse([worker_name], timeout=timeout)[worker_name]
 
     def pulse(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, Status]:
@@ -292,10 +301,11 @@ class ControlPanel:
         final = self._final(name)
         if final is not None:
             return Status(final[0]), final[1]
-        if name in self._peers or name in self._launched:
-            worker = self._launched.get(name)
-            return Status.LOST, (worker and worker.ending()) or ""
-        return Status.UNKNOWN, ""
+        if name not in self._peers and name not in self._launched:
+            return Status.UNKNOWN, ""
+        ending = self._ending(name)
+        lives = ending is None if name in self._launched else name in self._listed
+        return (Status.UNRESPONSIVE if lives else Status.LOST), ending or ""
 
     def _final(self, name: str) -> tuple[str, str] | None:
         """The final status that a worker has reported, and the error that ended it. None if it has reported nothing."""
@@ -307,11 +317,15 @@ class ControlPanel:
 
     # ---- the end ---------------------------------------------------------------------------
 
-    def discard(self, worker_name: str) -> None:
-        """Let a worker that this panel has launched end, and kill it after 2 s. Then another one can have its name."""
-        worker = self._launched.get(worker_name)
-        if worker is not None and not worker.wait(2.0):
-            worker.kill()
+    def has_ended(self, worker_name: str) -> bool:
+        """Whether a worker that this panel has launched has ended. Then another one can have its name."""
+        return worker_name not in self._launched or self._launched[worker_name].ending() is not None
+
+    def stacks(self, worker_name: str) -> str:
+        """What each thread of a worker does now, if this panel has launched it on this machine. It answers while C code
+        holds the interpreter lock too."""
+        worker = self._own(worker_name)
+        return worker.stacks() if worker_name in self._peers else "it has not started yet"
 
     def kill(self, worker_name: str) -> None:
         """Kill a worker that this panel has launched as a process. Raises `ClusterError` for another name."""
@@ -320,6 +334,11 @@ class ControlPanel:
     def pid(self, worker_name: str) -> int:
         """The process id of a worker that this panel has launched. Raises `ClusterError` for another name."""
         return self._own(worker_name).pid
+
+    def _ending(self, name: str) -> str | None:
+        """How a worker that was launched here has ended. None while it runs, and for another worker."""
+        worker = self._launched.get(name)
+        return None if worker is None else worker.ending()
 
     def _own(self, name: str) -> Launched:
         if name not in self._launched:

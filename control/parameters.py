@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from penstock.control.name_table import NameClient
-from penstock.control.streams import offer, withdraw
-from penstock.control.wire import Letter, Peer, Wire
-from penstock.errors import ClusterError, PeerLostError
+from penstock.control.streams import Inboxes, offer, withdraw
+from penstock.control.wire import Letter, Wire
+from penstock.errors import NoReplyError, PeerLostError
 
 _FOR_EVER = 1e9  # seconds
+_FIRST_SECONDS = 100.0  # how long a worker waits for the first parameters
 
 
 class ParameterServer:
@@ -25,13 +28,15 @@ class ParameterServer:
     def __init__(self, wire: Wire, names: NameClient, name: str) -> None:
         self._names, self._key = names, f"parameters/{name}"
         self._inbox = offer(wire, names, self._key)
-        self._id, self._waiting = wire.id, list[Letter]()
+        #: Which life of a trainer this is. A version is (lineage, number).
+        self.lineage = int(wire.id, 16)
+        self._waiting = list[Letter]()
         self._newest: dict[str, Any] | None = None
 
     def publish(self, version: int, parameters: Mapping[str, Any]) -> None:
         """From now on these are the newest parameters. They are copied."""
         copies = {name: value.copy() for name, value in parameters.items()}
-        self._newest = {"version": version, "server": self._id, "parameters": copies}
+        self._newest = {"version": [self.lineage, version], "parameters": copies}
         self.serve()
 
     def serve(self) -> None:
@@ -40,7 +45,7 @@ class ParameterServer:
             self._waiting.append(letter)
         if self._newest is None:
             return
-        have = [self._newest["server"], self._newest["version"]]
+        have = self._newest["version"]
         for letter in self._waiting:
             if letter.message != have:
                 letter.reply(self._newest)
@@ -52,7 +57,7 @@ class ParameterServer:
 
 
 class ParameterClient:
-    """Follows the parameters of one policy. It never waits for newer ones.
+    """Follows the parameters of one policy. If another trainer takes its name, it follows that one.
 
     Args:
         wire, names: the worker's.
@@ -60,33 +65,34 @@ class ParameterClient:
     """
 
     def __init__(self, wire: Wire, names: NameClient, name: str) -> None:
-        self._names, self._key = names, f"parameters/{name}"
-        self._peer: Peer | None = None
+        self._name, self._servers = name, Inboxes(wire, names, f"parameters/{name}", 1)
         self._answer: Future[Any] | None = None
-        self._have: list[Any] = ["", 0]
-        #: The version that `newer` has returned last; 0 before that.
-        self.version = 0
+        #: The version that was returned last: lineage and number. The first number is 1.
+        self.version = (0, 0)
+
+    def first(self, is_over: Callable[[], bool]) -> dict[str, Any]:
+        """Wait for the first parameters: nobody acts before. Raises `NoReplyError` if none come within 100 s, or if
+        `is_over()`."""
+        until = time.monotonic() + _FIRST_SECONDS
+        while (parameters := self.newer()) is None:
+            if is_over() or time.monotonic() > until:
+                raise NoReplyError(f"no parameters of {self._name!r} have come: check that its trainer runs")
+            time.sleep(0.01)
+        return parameters
 
     def newer(self) -> dict[str, Any] | None:
         """Parameters by name, as writable arrays, if newer ones have arrived since the last call. Otherwise None.
         Raises `ClusterError` if what arrived cannot be read."""
-        if self._answer is None:
-            self._ask()
+        servers = self._servers.live()  # if the trainer has gone, this ends the request
+        if self._answer is None and servers:
+            with suppress(PeerLostError):  # it has ended just now
+                self._answer = servers[0].ask(list(self.version), _FOR_EVER)
         if self._answer is None or not self._answer.done():
             return None
         answer, self._answer = self._answer, None
-        if isinstance(answer.exception(), PeerLostError):  # the trainer has ended, and may be started again
-            self._peer = None
+        if isinstance(answer.exception(), PeerLostError):
             return None
         message = answer.result()
-        self._have, self.version = [message["server"], message["version"]], message["version"]
-        self._ask()
-        return {name: value.copy() for name, value in message["parameters"].items()}
-
-    def _ask(self) -> None:
-        try:
-            if self._peer is None or self._peer.is_dead:
-                self._peer = self._names.peer(self._key)
-            self._answer = self._peer.ask(self._have, _FOR_EVER)
-        except ClusterError:  # there is no trainer now
-            self._peer = self._answer = None
+        self.version = tuple(message["version"])
+        parameters = {name: value.copy() for name, value in message["parameters"].items()}
+        return self.newer() or parameters  # asks again

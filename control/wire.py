@@ -30,6 +30,7 @@ from penstock.errors import ClusterError, NoReplyError, PeerLostError, RequestEr
 ASK, TELL, REPLY, ERROR, PROBE, PENDING, MISSING, GONE = range(8)
 
 TICK_SECONDS = 0.05
+LOST_SECONDS = 5.0  # of silence, after which another side counts as lost
 
 # kind, wire id of the receiver ("" for any), inbox, sender, number of the request, oldest number without an answer
 Header = tuple[int, str, str, str, int, int]
@@ -362,9 +363,9 @@ class Inbox:
     def __len__(self) -> int:
         return self._letters.qsize()
 
-    def receive(self, timeout: float | None = None) -> Letter | None:
+    def receive(self, timeout: float | None = None, *, holds: bool = False) -> Letter | None:
         """The next letter, or None after `timeout` seconds, or if the inbox was closed. A sender that used `tell` may
-        send one more message now."""
+        send one more message now, or with `holds` when the letter was answered."""
         if self.is_closed:
             return None
         try:
@@ -381,7 +382,7 @@ class Inbox:
         if item is None:
             return None
         letter, kind = item
-        if kind == TELL:
+        if kind == TELL and not holds:
             letter.reply()
         return letter
 
@@ -484,7 +485,9 @@ class Wire:
             self.inboxes[name] = inbox = Inbox(self, name, handler)
         return inbox
 
-    def reach(self, address: str, name: str, *, target: str = "", credit: int = 16, lost_after: float = 5.0) -> Peer:
+    def reach(
+        self, address: str, name: str, *, target: str = "", credit: int = 16, lost_after: float = LOST_SECONDS
+    ) -> Peer:
         """The inbox `name` at `address`, of the wire whose id is `target` ("": the wire that has the address now).
 
         Args:

@@ -224,7 +224,7 @@ class Worker:
         status: Status | None = None
         while machine.status not in FINAL:
             server.handle(idle if machine.status is Status.RUNNING else 0.2)
-            if machine.status is Status.RUNNING:
+            if machine.begin_poll():
                 result = self._poll() or PollResult()
                 if not isinstance(result, PollResult):
                     raise ConfigError(f"_poll must return a PollResult or None, got {result!r}")
@@ -233,15 +233,18 @@ class Worker:
                 self._worker_counts["batches"] += result.batch_count
                 idle = 0.0 if result.sample_count or result.batch_count else _IDLE_SECONDS
             now = time.monotonic()
-            if now >= next_stats or machine.status is not status:  # so they are current after `pause`
+            is_due = now >= next_stats or machine.status is not status  # so they are current after `pause`
+            if is_due:
                 next_stats, status = now + _STATS_SECONDS, machine.status
                 self._worker_figures = {**self._worker_counts, **(self._stats() if machine.is_configured else {})}
-                self._push()
                 if now - self.names.heard > ORPHAN_SECONDS:
                     raise ClusterError(
                         f"the name table was silent for {ORPHAN_SECONDS:g} s: its control panel has ended, or the "
                         "network is broken"
                     )
+            machine.end_poll(has_new_figures=is_due)
+            if is_due:
+                self._push()
 
     def _register_commands(self, server: WorkerServer) -> None:
         machine = self._worker_machine
@@ -258,7 +261,7 @@ class Worker:
         for command in ("start", "pause", "exit", "interrupt"):
             server.register(command, change(command), urgent=True)
         server.register("ping", lambda: "pong", urgent=True)
-        server.register("status", lambda: machine.status.value, urgent=True)
+        server.register("status", lambda: machine.shown, urgent=True)
         server.register("stats", self._report, urgent=True)
         server.register("stacks", self._stacks, urgent=True)
         server.register("configure", self._configure_once)
@@ -268,17 +271,17 @@ class Worker:
         self._worker_machine.check_configure()
         self._configure(**config)
         self._worker_machine.is_configured = True
-        return self._worker_machine.status.value
+        return self._worker_machine.shown
 
     def _reconfigure_now(self, **config: Any) -> str:
         if not self._worker_machine.is_configured:
             raise RequestError("reconfigure: the worker is not configured: send configure first")
         self._reconfigure(**config)
-        return self._worker_machine.status.value
+        return self._worker_machine.shown
 
     def _report(self) -> dict[str, Any]:
         seconds = time.monotonic() - self._worker_began
-        own = {"status": self._worker_machine.status.value, "seconds": seconds}
+        own = {"status": self._worker_machine.shown, "seconds": seconds}
         return {**own, **self._worker_figures, **own}
 
     def _push(self, *, at_once: bool = False) -> None:

@@ -9,7 +9,7 @@ import re
 import signal
 import time
 
-from penstock.buffers.descriptors import anonymous_file
+from penstock.buffers.descriptors import InheritedFd, anonymous_file
 
 # A real-time signal where the system has them: libraries and job schedulers use SIGUSR1 and SIGUSR2.
 _ASK = int(signal.SIGRTMAX) - 3 if hasattr(signal, "SIGRTMAX") else int(signal.SIGUSR1)
@@ -24,8 +24,9 @@ class StackFile:
     Writing needs no interpreter lock, so it works in a crash, and while C code holds the lock.
     """
 
-    def __init__(self) -> None:
-        self.file = anonymous_file("penstock-stack")
+    def __init__(self, fd: int | None = None) -> None:
+        """`fd`: the descriptor that this process was given of a file that another has made."""
+        self.file = anonymous_file("penstock-stack") if fd is None else InheritedFd(fd)
 
     def install(self) -> None:
         """Worker: write here from now on, on a fatal signal or when the main process calls `ask`."""

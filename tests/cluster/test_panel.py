@@ -94,7 +94,8 @@ def test_a_worker_from_start_to_exit(panel: ControlPanel) -> None:
     assert panel.request("counter/0", "configure", step=2) == "READY"
     assert panel.request("counter/0", "start") == "RUNNING"
     wait_until(lambda: panel.request("counter/0", "count") > 4)
-    assert panel.request("counter/0", "pause") == "PAUSED"
+    assert panel.request("counter/0", "pause") in ("PAUSING", "PAUSED")
+    wait_until(lambda: panel.get_worker_status("counter/0") is Status.PAUSED)
     assert panel.request("counter/0", "add", n=1) % 2 == 1
     assert panel.request("counter/0", "reconfigure", step=1) == "PAUSED"
     count = panel.request("counter/0", "count")
@@ -160,7 +161,7 @@ def test_urgent_requests_are_answered_while_a_poll_sleeps(panel: ControlPanel, r
         answers[command] = panel.request("counter/0", command)
         seconds.append(time.monotonic() - began)
     note("slowest answer while a poll sleeps [s]", max(seconds), 0.5)
-    assert (answers["ping"], answers["status"], answers["pause"]) == ("pong", "RUNNING", "PAUSED")
+    assert (answers["ping"], answers["status"], answers["pause"]) == ("pong", "RUNNING", "PAUSING")
     wait_until(lambda: panel.get_worker_status("counter/0") is Status.COMPLETED)
     # A process is killed when the panel closes. A thread ends with its poll.
     wait_until(lambda: all(thread.name != "counter/0" for thread in threading.enumerate()), scaled(60, 20))
@@ -212,7 +213,7 @@ def test_a_name_is_used_once(local: ControlPanel) -> None:
     local.connect()
     local.request("counter/0", "exit")
     wait_until(lambda: local.get_worker_status("counter/0") is Status.COMPLETED)
-    local.discard("counter/0")
+    wait_until(lambda: local.has_ended("counter/0"))
     local.launch(Counter)
     local.connect()
     assert local.get_worker_status("counter/0") is Status.READY
