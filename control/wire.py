@@ -42,6 +42,8 @@ class Transport(ABC):
 
     #: Where others reach this wire.
     address: str
+    #: To how many others it sends a large message, before these send it on.
+    fan: int = 2**62
 
     @abstractmethod
     def start(self, wire: Wire) -> None:
@@ -50,6 +52,10 @@ class Transport(ABC):
     @abstractmethod
     def pack(self, message: object, /) -> Any:
         """`message` as it is sent. Raises `BadMessageError`."""
+
+    def pack_once(self, message: object, /) -> Any:
+        """`message` as it is sent to many: their transfers share the memory."""
+        return self.pack(message)
 
     @abstractmethod
     def unpack(self, packed: Any, /) -> Any:
@@ -88,6 +94,8 @@ class Answer(Future[Any]):
 
     After it has come, `done`, `result` and `exception` take no lock: each request calls them several times.
     """
+
+    packed: Any = None  #: the reply, as it came
 
     _is_over = False
     _value: Any = None
@@ -136,7 +144,7 @@ class Answer(Future[Any]):
             del error, self  # its traceback would keep both
 
 
-_FIRST_PROBE, _LAST_PROBE = 0.25, 1.0  # seconds without a reply until the first probe, and between the later ones
+_FIRST_PROBE, _LAST_PROBE = 0.25, 1.0  # seconds without a reply until the first probe, and between later ones
 
 
 @dataclass
@@ -229,7 +237,7 @@ class Peer:
             if not self._requests:
                 self._silent_since = None  # nothing was expected
             number, self._next = self._next, self._next + 1
-            self._requests[number] = _Request(future, kind, packed, now + timeout, now + patience)
+            self._requests[number] = _Request(future, kind, packed, now + timeout, now + patience, patience)
             header = self._header(kind, number)
         transport.send(self.address, header, packed)
         return future
@@ -265,7 +273,7 @@ class Peer:
             self._finish(request.future, kind, packed)
         return None
 
-    def _finish(self, future: Answer, kind: int, packed: object) -> None:
+    def _finish(self, future: Answer, kind: int, packed: Any) -> None:
         try:
             message = self._wire.transport.unpack(packed)
         except BadMessageError as error:
@@ -273,6 +281,7 @@ class Peer:
             future.set_exception(error)
         else:
             if kind == REPLY:
+                future.packed = packed
                 future.set_result(message)
             else:
                 future.set_exception(RequestError(f"{self.name}: {message}"))
@@ -285,7 +294,7 @@ class Peer:
                 if request.deadline <= now:
                     late.append(self._requests.pop(number))
                 elif request.probe_at <= now:
-                    request.interval = min(request.interval * 2, _LAST_PROBE)
+                    request.interval = max(request.interval, min(request.interval * 2, _LAST_PROBE))
                     request.probe_at = now + request.interval
                     probes.append(number)
         for request in late:
@@ -327,6 +336,10 @@ class Letter:
         """Send the result. Raises `BadMessageError` if it cannot cross a wire."""
         self._answer(REPLY, message)
 
+    def reply_packed(self, packed: object) -> None:
+        """Send what `transport.pack_once`, or `packed` of an `Answer`, has: many letters may share it."""
+        self._answer_packed(REPLY, packed)
+
     def fail(self, reason: str) -> None:
         """Say why there is no result: the sender gets a `RequestError`."""
         self._answer(ERROR, reason[:20_000])
@@ -343,7 +356,9 @@ class Letter:
             self.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
 
     def _answer(self, kind: int, message: object) -> None:
-        packed = self._inbox.wire.transport.pack(message)
+        self._answer_packed(kind, self._inbox.wire.transport.pack(message))
+
+    def _answer_packed(self, kind: int, packed: object) -> None:
         if self.is_answered:
             raise ClusterError(f"inbox {self._inbox.name}: this letter was answered already")
         self.is_answered = True

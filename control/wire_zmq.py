@@ -13,6 +13,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -65,6 +66,7 @@ class ZmqTransport(Transport):
         self._numbers = iter(range(2**62))
         self._sources: dict[int, zmq.Socket[bytes]] = {}  # by the descriptor that ZMQ signals
         self._ready: set[int] = set()  # sockets that have packets, although their descriptors do not say so
+        self._early: list[tuple[list[bytes], zmq.Socket[bytes]]] = []  # packets that were received, not delivered
         self._is_closing, self._has_ended = False, False
         self._attending = threading.Lock()  # a thread that waits has it while it receives
         self._attendant: int | None = None  # that thread
@@ -118,7 +120,9 @@ class ZmqTransport(Transport):
         self._thread = threading.Thread(target=self._run, name="zmq wire", daemon=True)
         self._thread.start()
 
+    fan = 4
     pack = staticmethod(messages.encode)
+    pack_once = staticmethod(partial(messages.encode, frame=zmq.Frame))  # ZMQ counts who still needs a frame
     unpack = staticmethod(messages.decode)
 
     def send(self, route: Any, header: Header, packed: Any) -> None:
@@ -147,7 +151,11 @@ class ZmqTransport(Transport):
     def disconnect(self, address: str) -> None:
         with self._lock, contextlib.suppress(zmq.ZMQError):  # ZMQ has closed it
             if self._routes.pop(address, None) is not None and not self._has_ended:
+                # ZMQ may have taken the first frame of the next packet. It fails if that is of this connection.
+                while not _drain(self._caller, self._early):
+                    pass
                 self._caller.disconnect(address)
+        self._wake()
 
     def attend(self, is_done: Callable[[], Any], until: float) -> None:
         with sigint.deferred():  # otherwise Ctrl-C could lose packets
@@ -220,8 +228,8 @@ class ZmqTransport(Transport):
     def _receive(self, seconds: float) -> None:
         """Deliver the packets that have come, or that come within this time."""
         fired = [fd for fd, _ in self._input.poll(seconds)]
-        packets: list[tuple[list[bytes], zmq.Socket[bytes]]] = []
         with self._lock:
+            packets, self._early = self._early, []
             for fd in self._ready.union(fired):
                 if fd == self._wake_reader:
                     with contextlib.suppress(BlockingIOError):

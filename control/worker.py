@@ -233,7 +233,7 @@ class Worker:
                 self._worker_counts["batches"] += result.batch_count
                 idle = 0.0 if result.sample_count or result.batch_count else _IDLE_SECONDS
             now = time.monotonic()
-            is_due = now >= next_stats or machine.status is not status  # so they are current after `pause`
+            is_due = now >= next_stats or machine.status is not status
             if is_due:
                 next_stats, status = now + _STATS_SECONDS, machine.status
                 self._worker_figures = {**self._worker_counts, **(self._stats() if machine.is_configured else {})}
@@ -244,7 +244,7 @@ class Worker:
                     )
             machine.end_poll(has_new_figures=is_due)
             if is_due:
-                self._push()
+                self._push(at_once=self._worker_shown != machine.shown)  # so they are current after `pause`
 
     def _register_commands(self, server: WorkerServer) -> None:
         machine = self._worker_machine
@@ -284,9 +284,10 @@ class Worker:
         own = {"status": self._worker_machine.shown, "seconds": seconds}
         return {**own, **self._worker_figures, **own}
 
-    def _push(self, *, at_once: bool = False) -> None:
+    def _push(self, *, at_once: bool) -> None:
         """Write the figures into the name table, where the panels read them."""
         key, figures = f"figures/{self.name}", self._report()
+        self._worker_shown = figures["status"]
         try:
             self.names.write(key, figures, at_once=at_once)
         except BadMessageError as error:
