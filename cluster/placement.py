@@ -6,11 +6,13 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 import socket
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -19,7 +21,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.cluster.shard import ShardHost
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, brief
 
 if TYPE_CHECKING:
     from penstock.cluster.shard import ShardSpec
@@ -35,13 +37,19 @@ ACTOR_VARIABLES = {
     "RAY_max_direct_call_object_size": str(512 * 1024),
 }
 # With this variable at 0, a Ray that is started takes the loopback address, as it does on macOS. Without it, Ray
-# replaces that address by the machine's.
+# replaces that address by the machine's. No public function of Ray does this.
 _CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _LOOPBACK = "127.0.0.1"
+_ANSWER_SECONDS = 2.0  # how long the head of a cluster may take for a connection, and then for its first bytes
+# The first bytes of HTTP/2, and an empty frame of settings. A gRPC server answers with a frame of this type.
+_HTTP2_GREETING, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 4
 
 _lock = threading.Lock()
 _n_users = 0  # samplers that use the Ray that this module has started
+_token = secrets.token_hex(32)  # of each Ray that this process starts: Ray reads its token once
+_folder = ""  # its session folder, which no other user can enter
 _has_warned = False
+_log = logging.getLogger("penstock")
 
 
 def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[], None]:
@@ -52,6 +60,8 @@ def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[]
     if this process has joined another one.
     """
     global _n_users, _has_warned  # noqa: PLW0603 - properties of the process
+    if not isinstance(address, str | None):
+        raise ConfigError(f"address must be a text such as 192.0.2.10:6379, got {brief(address)}")
     with _lock:
         if ray.is_initialized() and address is not None and not _is_joined(address):
             joined = ray.get_runtime_context().gcs_address
@@ -62,18 +72,14 @@ def connect(address: str | None, n_cpus: int, *, dashboard: bool) -> Callable[[]
         if _n_users and ray.is_initialized():
             _n_users += 1
             return _leave
-        if not ray.is_initialized() and (address or os.environ.get("RAY_ADDRESS")) is None:
-            _start(n_cpus, dashboard)
-            _n_users = 1
-            return _leave
+        _tighten_token_file()
         if not ray.is_initialized():
-            try:
-                ray.init(address=address, log_to_driver=True)
-            except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-                where = address or os.environ["RAY_ADDRESS"]
-                raise ConfigError(
-                    f"no Ray cluster answers at {where}: {error}. Start one with `ray start`, or leave the address out"
-                ) from error
+            where = address or os.environ.get("RAY_ADDRESS") or "local"
+            if where == "local":
+                _start(n_cpus, dashboard)
+                _n_users = 1
+                return _leave
+            _join(where)
         if not _has_token() and not _has_warned:
             _has_warned = True
             warnings.warn(
@@ -99,60 +105,94 @@ def _endpoint(address: str) -> tuple[str, str]:
     return _LOOPBACK if host.startswith("127.") or host == ray.util.get_node_ip_address() else host, port
 
 
+def _join(address: str) -> None:
+    try:
+        if address != "auto":
+            _await_answer(address)
+        ray.init(address=address, log_to_driver=True)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address}: {error}. Start one with `ray start`, or leave the address out"
+        ) from error
+
+
+def _await_answer(address: str) -> None:
+    """Raise `OSError` unless a gRPC server answers soon. Ray itself would wait for minutes, or end this process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS) as link:
+        if os.environ.get("RAY_USE_TLS", "0") == "0":
+            link.sendall(_HTTP2_GREETING)
+            if link.recv(9, socket.MSG_WAITALL)[3:4] != bytes([_SETTINGS]):
+                raise ConnectionError("what listens there is not Ray")
+
+
 def _start(n_cpus: int, dashboard: bool) -> None:
-    """Start Ray for this process. Only this machine can reach it, and only with a token that is in no file."""
-    variables = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        _CLUSTER_VARIABLE: "0",
-    }
+    """Start Ray for this process. Only this machine can reach it, and only with a token. No other user can enter its
+    session folder."""
+    global _folder  # noqa: PLW0603 - a property of the process
+    # Without a mode, Ray turns its tokens on. It takes the user's token, if there is one.
+    variables: dict[str, str | None] = {"RAY_AUTH_MODE": None, _CLUSTER_VARIABLE: "0"}
+    if not ("RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ or _token_file().exists()):
+        variables["RAY_AUTH_TOKEN"] = _token
     given = {name: os.environ.get(name) for name in variables}
-    os.environ |= variables
+    _set(variables)
     has_clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    _reread_token()
+    # As Ray does, not in TMPDIR: the paths of sockets are limited to 107 bytes.
+    _folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # with mode 0700
     try:
         ray.init(
             address="local",
             num_cpus=max(n_cpus, os.cpu_count() or 1),
             include_dashboard=dashboard,
-            logging_level=logging.WARNING,
+            logging_level=logging.ERROR,  # a warning says that there is a token
             _node_ip_address=_LOOPBACK,
+            _temp_dir=f"{_folder}/s",  # Ray lets everybody write there
         )
+    except BaseException:
+        shutil.rmtree(_folder, ignore_errors=True)
+        raise
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = has_clusters
-        for name, value in given.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        _set(given)
 
 
-def _reread_token() -> None:
-    """Let Ray read the variables of the token again. It has read them when it was imported, or for an earlier
-    cluster."""
-    raylet: Any = import_module("ray._raylet")
-    if hasattr(raylet, "AuthenticationTokenLoader"):  # from Ray 2.52 on
-        raylet.Config.initialize("")
-        raylet.AuthenticationTokenLoader.instance().reset_cache()
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def _token_file() -> Path:
+    return Path("~/.ray/auth_token").expanduser()
+
+
+def _tighten_token_file() -> None:
+    """`ray get-auth-token --generate` writes a file that every user of the machine can read."""
+    path = _token_file()
+    with contextlib.suppress(OSError):  # there is none, or it is not ours
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+            _log.warning("other users could read %s, which has the token of Ray: it now has mode 0600", path)
 
 
 def _leave() -> None:
     global _n_users  # noqa: PLW0603 - a property of the process
     with _lock:
         _n_users -= 1
-        if _n_users == 0 and ray.is_initialized():
-            ray.shutdown()
+        if _n_users == 0:
+            if ray.is_initialized():
+                ray.shutdown()
+            shutil.rmtree(_folder, ignore_errors=True)
 
 
 def _has_token() -> bool:
-    raylet: Any = import_module("ray._raylet")
-    has_tokens = hasattr(raylet, "get_authentication_mode")  # from Ray 2.52 on
-    return has_tokens and bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"  # Ray sets it where it finds a token by itself
 
 
-def cluster_cpus() -> tuple[int, int]:
-    """How many nodes with CPUs there are, and how many CPUs they have together."""
-    nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    return sum(n > 0 for n in nodes), int(sum(nodes))
+def node_resources() -> list[dict[str, float]]:
+    """The resources of each node that is alive."""
+    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
 def actor_options(resources: Mapping[str, float], strategy: object = "SPREAD") -> dict[str, Any]:

@@ -118,7 +118,7 @@ class ShardPool:
         ray.kill(shard.actor)  # it may still run, although the driver cannot reach it
         if not self._options.is_restarted:
             raise NodeLostError(f"{text} ({during})") from why
-        if (refusal := self.restarts.used_up(1)) is not None:
+        if (refusal := self.restarts.used_up(1, shard.plan.worker_rank)) is not None:
             raise NodeLostError(f"{text} ({during})\n{refusal}") from why
         n_lost = len(shard.plan.cells[0])  # the trajectories that were running
         self.restarts.note(shard.plan.worker_rank, f"{text} ({during})", n_lost)

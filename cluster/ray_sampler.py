@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from penstock.arguments import integer, one_of, seconds, true_or_false
+from penstock.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false
 from penstock.cluster.handles import ShardOptions, answers_of, no_figures
-from penstock.cluster.placement import Placement, cluster_cpus, connect
+from penstock.cluster.placement import Placement, connect, node_resources
 from penstock.cluster.ray_pool import ShardPool
 from penstock.cluster.shard import ShardPlan, ShardSpec
 from penstock.cluster.stream import Piece, Stream, as_samples
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, brief
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.config import SamplerState
@@ -97,16 +97,16 @@ class RaySampler(Sampler):
     cannot reach this Ray.
 
     Args, in addition to the arguments of every sampler:
-        n_shards: the number of shards; by default one for each node.
-        n_workers: worker processes of each shard. A shard takes this number of Ray's CPUs. By default, all CPUs of the
-            cluster are divided among the shards.
+        n_shards: the number of shards; by default one for each node that has room for one.
+        n_workers: worker processes of each shard. A shard takes this number of Ray's CPUs. By default, as many as all
+            shards can have.
         sampler_cls: the sampler of each shard: ParallelSampler, SerialSampler, GpuSampler, AlternatingSampler, or a
-            subclass.
+            subclass. A shard cannot be a RaySampler.
         sampler_options: arguments of this class alone, for example `{"server": "process"}`.
         on_node_failure: what happens when a shard is lost. "raise" raises a `NodeLostError`, and the sampler cannot be
             used any more. "restart" builds the shard again, on a node that has room, with new random streams, which
             depend on the seed. It then collects its columns of the running batch. `max_restarts` and `restart_window`
-            limit this too.
+            limit this too, for each shard.
         min_ready: a batch is complete when this many shards have answered: a share (1.0: all) or a number. The columns
             of the others are zero, and `valid` is False there. Their replies are dropped when they come, and counted.
         min_shards: with "restart", continue without lost shards as long as this many are left. A lost shard takes part
@@ -143,7 +143,8 @@ class RaySampler(Sampler):
         is_one = isinstance(sampler_cls, type) and issubclass(sampler_cls, Sampler)
         if not is_one or issubclass(sampler_cls, AsyncSampler | RaySampler):
             raise ConfigError(
-                f"sampler_cls must be a synchronous sampler class, for example ParallelSampler, got {sampler_cls!r}"
+                f"sampler_cls must be a synchronous sampler class, for example ParallelSampler, got {sampler_cls!r}. A "
+                "shard cannot be a RaySampler: for groups of nodes, give each learner its own (rank, world_size)"
             )
         self._sampler_cls, self._sampler_options = sampler_cls, dict(sampler_options or {})
         one_of("on_node_failure", on_node_failure, ("raise", "restart"))
@@ -153,6 +154,10 @@ class RaySampler(Sampler):
         if min_shards is not None and not self._is_restarted:
             raise ConfigError('min_shards needs on_node_failure="restart"')
         self._unavailable_timeout = seconds("unavailable_timeout", unavailable_timeout)
+        for name, amount in (resources or {}).items():
+            is_number = isinstance(amount, int | float | np.integer | np.floating) and not isinstance(amount, bool)
+            if not (is_number and 0 <= amount < math.inf):
+                raise ConfigError(f"resources[{name!r}] must be a number of 0 or more, got {brief(amount)}")
         self._extra_resources, self._address = dict(resources or {}), address
         self._dashboard = true_or_false("dashboard", dashboard)
         # Raises an error for a wrong argument of the shards' sampler here, and not later on a node.
@@ -163,13 +168,23 @@ class RaySampler(Sampler):
     def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[ShardPlan, ...]:
         n_cpus = (self._n_shards or 1) * (self.config.n_workers or 1)
         resources.callback(connect(self._address, n_cpus, dashboard=self._dashboard))
-        n_nodes, n_cpus = cluster_cpus()
-        n_shards = self._n_shards or max(1, min(n_nodes, self.config.n_built))
+        nodes, wanted = node_resources(), self.config.n_workers
+        n_usable = sum(self._n_places([node], wanted or 1) > 0 for node in nodes)
+        n_shards = self._n_shards or max(1, min(n_usable, self.config.n_built))
         for name, number in (("min_shards", self._min_shards), ("min_ready", self._min_ready)):
             if number is not None and number > n_shards:
                 raise ConfigError(f"{name} must be at most n_shards={n_shards}, got {number}")
-        n_workers = self.config.n_workers or max(1, n_cpus // n_shards)
-        self._workers_per_shard = min(n_workers, math.ceil(self.config.n_built / n_shards))
+        most = math.ceil(self.config.n_built / n_shards)
+        largest = int(max(node.get("CPU", 0) for node in nodes))
+        fitting = (n for n in range(min(most, largest), 0, -1) if self._n_places(nodes, n) >= n_shards)
+        self._workers_per_shard = min(most, wanted or next(fitting, 1))
+        needs, n_places = self._needs(self._workers_per_shard), self._n_places(nodes, self._workers_per_shard)
+        if n_places < (self._min_shards or n_shards):
+            has = [{name: node.get(name, 0) for name in needs} for node in nodes]
+            raise ConfigError(
+                f"the cluster has room for {n_places} of {n_shards} shards. Each needs {needs} on one node, and the "
+                f"nodes have {brief(has)}: add nodes, or use fewer shards or workers"
+            )
         self._affinity, self._env_range = affinity, env_range
         first, first_eval, unit = env_range.first_env_rank, env_range.first_eval_env_rank, self.config.rows_per_env
         columns = zip(split(self.batch_B, n_shards, unit), split(self.config.eval_n_envs, n_shards, unit), strict=True)
@@ -182,6 +197,17 @@ class RaySampler(Sampler):
                 eval_env_ranks=range(first_eval + evals.start, first_eval + evals.stop),
             )
             for i, (own, evals) in enumerate(columns)
+        )
+
+    def _needs(self, n_workers: int) -> dict[str, float]:
+        """What a shard with `n_workers` needs of Ray."""
+        return {"CPU": float(n_workers), **self._extra_resources}
+
+    def _n_places(self, nodes: list[dict[str, float]], n_workers: int) -> int:
+        """How many such shards the nodes have room for."""
+        needs = [(name, amount) for name, amount in self._needs(n_workers).items() if amount]
+        return sum(
+            min((int(node.get(name, 0) / amount + 1e-6) for name, amount in needs), default=MOST_ENVS) for node in nodes
         )
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> ShardPool:
@@ -219,7 +245,7 @@ class RaySampler(Sampler):
             restart_window=config.restart_window,
             eval_max_trajectories=config.eval_max_trajectories,
         )
-        needs = {"CPU": float(self._workers_per_shard), **self._extra_resources}
+        needs = self._needs(self._workers_per_shard)
         together = self._min_shards is None
         placement = Placement(len(self._plans), needs, ray.put(_pickled(spec)), together=together)
         return ShardPool(spec.plans, placement, allocation.memory, options, resources)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.control.keys import Connection
     from penstock.control.launch_ray import RayConnection
     from penstock.control.metric_sinks import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
+    from penstock.control.name_table import NameClient
     from penstock.control.panel import ControlPanel, Response
     from penstock.control.pieces import Batch
     from penstock.control.policy_worker import AgentPlan, PolicyWorker
@@ -36,6 +37,7 @@ __all__ = [
     "InferenceInbox",
     "JsonLines",
     "MetricsSink",
+    "NameClient",
     "Policies",
     "PolicyWorker",
     "PollResult",
@@ -71,6 +73,7 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
     "InferenceInbox": ("streams", ()),
     "JsonLines": ("metric_sinks", ()),
     "MetricsSink": ("metric_sinks", ()),
+    "NameClient": ("name_table", ()),
     "Policies": ("experiment", ()),
     "PolicyWorker": ("policy_worker", ()),
     "PollResult": ("worker", ()),

@@ -1,26 +1,29 @@
 """Remote calls in a few lines: a server on a port, with handlers, and clients. It needs no name table.
 
 with RpcServer() as server:
-    server.register("double", lambda x: 2 * x)
+    server.register_handler("double", lambda x: 2 * x)
     server.write("server.json")             # where it is, and the keys: a file that only you can read
-    server.serve(seconds=60)
+    while True:
+        server.handle_requests(timeout=1)
 
 with RpcClient("server.json") as client:    # in another process
-    print(client.call("double", x=21))
+    print(client.request("double", x=21))
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.arguments import seconds
+from penstock.arguments import integer, seconds
 from penstock.control.keys import Connection
 from penstock.control.worker import check_handler
-from penstock.errors import ConfigError
+from penstock.errors import ClusterError, ConfigError
 from penstock.ports import PortLease, lease_port
 
 if TYPE_CHECKING:
@@ -30,19 +33,20 @@ _INBOX = "calls"
 
 
 class RpcServer:
-    """Answers calls in the thread that calls `serve`.
+    """Answers requests in the thread that calls `handle_requests`.
 
     Args:
-        host: the address of this machine at which other machines reach it; by default only this machine does.
         port: None leases a port that no other server of this machine uses.
+        host: the address of this machine at which other machines reach it; by default only this machine does.
     """
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int | None = None) -> None:
+    def __init__(self, port: int | None = None, *, host: str = "127.0.0.1") -> None:
         self._handlers: dict[str, Callable[..., Any]] = {}
         self._lease: PortLease | None = None
         if port is None:
             self._lease = lease_port()
             port = self._lease.port
+        integer("port", port, 0, 65535)
         try:
             keys = Connection.make("remote calls", host=host)
             self._wire = keys.wire(port)
@@ -58,18 +62,20 @@ class RpcServer:
         """Write the connection file, with mode 0600."""
         self.connection.write(path)
 
-    def register(self, command: str, handler: Callable[..., Any]) -> None:
-        """Answer calls of `command` with `handler(**kwargs)`."""
+    def register_handler(self, command: str, handler: Callable[..., Any]) -> None:
+        """Answer requests of `command` with `handler(**kwargs)`."""
         check_handler(command, handler)
         self._handlers[command] = handler
 
-    def serve(self, seconds: float) -> int:
-        """Answer calls for `seconds`. Returns the number of calls."""
-        until, n = time.monotonic() + seconds, 0
-        while (left := until - time.monotonic()) > 0:
-            letter = self._inbox.receive(left)
-            if letter is None:
-                break
+    def handle_requests(self, timeout: float = 0.0) -> int:
+        """Wait at most `timeout` seconds for a request, and answer all that wait. Returns how many.
+
+        Raises `ClusterError` if the server was closed before.
+        """
+        if self._wire.is_closed:
+            raise ClusterError("this server was closed: make another one")
+        letter, n = self._inbox.receive(seconds("timeout", timeout, zero=True)), 0
+        while letter is not None:
             n += 1
             command = letter.message.get("command") if isinstance(letter.message, dict) else None
             if isinstance(command, str) and command in self._handlers:
@@ -77,6 +83,22 @@ class RpcServer:
             else:
                 known = ", ".join(sorted(self._handlers)) or "none"
                 letter.fail(f"there is no command {command!r}; the commands are {known}")
+            letter = self._inbox.receive(0.0)
+        return n
+
+    # The old names go in version 0.3.
+
+    def register(self, command: str, handler: Callable[..., Any]) -> None:
+        """The old name of `register_handler`."""
+        _warn_of("register", "register_handler")
+        self.register_handler(command, handler)
+
+    def serve(self, seconds: float) -> int:
+        """Deprecated: call `handle_requests` in a loop. This does it for `seconds`."""
+        _warn_of("serve", "handle_requests")
+        until, n = time.monotonic() + seconds, 0
+        while (left := until - time.monotonic()) > 0 and not self._wire.is_closed:
+            n += self.handle_requests(left)
         return n
 
     def close(self) -> None:
@@ -92,8 +114,12 @@ class RpcServer:
         self.close()
 
 
+def _warn_of(old: str, new: str) -> None:
+    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)
+
+
 class RpcClient:
-    """Calls the commands of one server.
+    """Sends requests to one server.
 
     Args:
         connection: `server.connection`, or the file that the server has written.
@@ -107,13 +133,22 @@ class RpcClient:
         self._wire = replace(connection, host="127.0.0.1").wire()
         self._peer = self._wire.reach(connection.address, _INBOX)
 
-    def call(self, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Any:
+    def request(self, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Any:
         """The result of `command` on the server, which runs it once.
 
         Raises `RequestError` with what the handler raised, `NoReplyError` after `timeout` seconds, or `PeerLostError`
         if the server has ended.
         """
-        return self._peer.ask({"command": command, "kwargs": kwargs}, seconds("timeout", timeout)).result()
+        return self.async_request(command, timeout=timeout, **kwargs).result()
+
+    def async_request(self, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Future[Any]:
+        """As `request`, but returns a future, which gets the result or the error."""
+        return self._peer.ask({"command": command, "kwargs": kwargs}, seconds("timeout", timeout))
+
+    def call(self, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Any:
+        """The old name of `request`."""
+        _warn_of("call", "request")
+        return self.request(command, timeout=timeout, **kwargs)
 
     def close(self) -> None:
         """Close the connection."""

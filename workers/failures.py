@@ -175,7 +175,7 @@ class Restarts:
 
     max_restarts: int
     window: float
-    history: list[tuple[float, str]] = field(default_factory=list)  #: when, and what had happened
+    history: list[tuple[float, str, int]] = field(default_factory=list)  #: when, what had happened, and to whom
     per_worker: Counter[int] = field(default_factory=Counter)
     lost_per_worker: Counter[int] = field(default_factory=Counter)  #: trajectories that were lost
 
@@ -202,12 +202,12 @@ class Restarts:
                 return f"{plan.name} is not replaced: the same would happen again"
         return self.used_up(len(failures))
 
-    def used_up(self, n_failures: int) -> str | None:
-        """Why `n_failures` more replacements are too many; None if they are not."""
+    def used_up(self, n_failures: int, rank: int | None = None) -> str | None:
+        """Why `n_failures` more replacements, of any worker or of this one, are too many; None if they are not."""
         since = time.monotonic() - self.window
-        recent = [entry for entry in self.history if entry[0] >= since]
+        recent = [entry for entry in self.history if entry[0] >= since and rank in (None, entry[2])]
         if len(recent) + n_failures > self.max_restarts:
-            earlier = [f"  {time.monotonic() - when:.1f} s ago: {what}" for when, what in recent]
+            earlier = [f"  {time.monotonic() - when:.1f} s ago: {what}" for when, what, _ in recent]
             limit = f"max_restarts={self.max_restarts} in {self.window:g} s are used up"
             return "\n".join([limit + (", earlier:" if earlier else ""), *earlier])
         return None
@@ -215,6 +215,6 @@ class Restarts:
     def note(self, rank: int, what: str, n_lost: int) -> None:
         """Record `what` has happened to this worker, which is being replaced, and that `n_lost` trajectories are lost
         with it."""
-        self.history.append((time.monotonic(), what))
+        self.history.append((time.monotonic(), what, rank))
         self.per_worker[rank] += 1
         self.lost_per_worker[rank] += n_lost

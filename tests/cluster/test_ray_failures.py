@@ -150,6 +150,38 @@ def test_a_crash_in_mid_batch_is_repaired(tmp_path: Any) -> None:
         assert isinstance(caught.value, SamplerBrokenError)
 
 
+def test_a_rack_may_be_lost() -> None:
+    with RaySampler(
+        CARTPOLE,
+        batch_T=8,
+        batch_B=6,
+        n_shards=6,
+        n_workers=1,
+        sampler_cls=SerialSampler,
+        on_node_failure="restart",
+        min_shards=1,
+        max_restarts=1,
+        restart_window=600,
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+
+        def sample_until_all_are_there() -> None:
+            deadline = time.monotonic() + 60
+            while not sampler.obtain_samples(0)[0].env.valid.all():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+
+        sample_until_all_are_there()
+        pids = actor_pids(sampler)
+        for pid in pids[:5]:
+            os.kill(pid, signal.SIGKILL)
+        sample_until_all_are_there()
+        assert [shard.restarts for shard in sampler.stats().shards] == [1, 1, 1, 1, 1, 0]
+        os.kill(actor_pids(sampler)[0], signal.SIGKILL)
+        with pytest.raises(NodeLostError, match="max_restarts=1 in 600 s are used up"):
+            sample_until_all_are_there()
+
+
 def test_a_stream_goes_on_after_a_loss() -> None:
     with RaySampler(
         CARTPOLE, batch_T=20, batch_B=4, n_shards=2, n_workers=1, on_node_failure="restart", sampler_cls=SerialSampler

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
-from penstock import NodeLostError, RandomAgent, SerialSampler, TrajInfo
+from penstock import ConfigError, NodeLostError, RandomAgent, SerialSampler, TrajInfo
 from penstock.cluster import RaySampler
 
 from ..scale import scaled
@@ -88,6 +88,34 @@ def test_a_node_that_joins_changes_nothing(ray_cluster: Any) -> None:
         options: dict[str, Any] = {"n_shards": 2, "before": join, **on("joined")}
         assert_same(reference, run(RaySampler, CARTPOLE, RandomAgent, iterations=5, **options))
         assert len(nodes) == 2
+    finally:
+        for node in nodes:
+            ray_cluster.remove_node(node)
+
+
+def test_shards_fit_unequal_nodes_and_what_fits_nowhere_is_refused_at_once(ray_cluster: Any) -> None:
+    nodes: list[Any] = []
+    try:
+        for n_cpus in (1, 5):
+            nodes.append(ray_cluster.add_node(num_cpus=n_cpus, resources={"uneven": 9}, object_store_memory=80 * 2**20))
+        options: dict[str, Any] = {"batch_T": 4, "batch_B": 12, "resources": {"uneven": 1}}
+        for wanted, n_workers in (({}, [2, 2]), ({"n_shards": 1}, [5])):
+            with RaySampler(CARTPOLE, **options, **wanted) as sampler:
+                sampler.initialize(RandomAgent(), seed=0)
+                sampler.obtain_samples(0)
+                assert [len(shard.started.worker_pids) for shard in sampler._pool.shards] == n_workers  # type: ignore[union-attr]
+        for wanted, n_places in (({"n_workers": 6}, 0), ({"n_workers": 3, "n_shards": 2}, 1)):
+            began = time.monotonic()
+            with RaySampler(CARTPOLE, **options, **wanted) as sampler, pytest.raises(ConfigError) as caught:
+                sampler.initialize(RandomAgent(), seed=0)
+            assert f"room for {n_places} of" in str(caught.value)
+            assert "'uneven': 9.0}" in str(caught.value)  # of these nodes
+            assert time.monotonic() - began < 2.0
+        restart: dict[str, Any] = {"on_node_failure": "restart", "min_shards": 1, "sampler_cls": SerialSampler}
+        with RaySampler(CARTPOLE, **options, **restart, n_shards=2, n_workers=3) as sampler:
+            sampler.initialize(RandomAgent(), seed=0)  # the other one waits for a node
+            samples, _ = sampler.obtain_samples(0)
+            assert samples.env.valid[0].sum() == 6
     finally:
         for node in nodes:
             ray_cluster.remove_node(node)

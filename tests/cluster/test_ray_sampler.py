@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 import sys
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +38,7 @@ from penstock import (
     WaitResetCollector,
     WorkerError,
 )
-from penstock.cluster import RaySampler
+from penstock.cluster import RaySampler, placement
 from penstock.cluster.placement import connect
 from penstock.envs import CountingEnv, NestedEnv
 
@@ -369,12 +373,14 @@ def test_a_slow_shard_is_left_out() -> None:
         ({"min_ready": 1.5}, "min_ready must be a share of the shards"),
         ({"min_ready": True}, "min_ready must be a share of the shards"),
         ({"min_shards": 1}, 'min_shards needs on_node_failure="restart"'),
-        ({"sampler_cls": RaySampler}, "sampler_cls must be a synchronous sampler class"),
+        ({"sampler_cls": RaySampler}, "A shard cannot be a RaySampler: for groups of nodes, give each learner its own"),
         ({"sampler_cls": int}, "sampler_cls must be a synchronous sampler class"),
         ({"sampler_options": {"serve_envs": 1}}, "no argument 'serve_envs'"),
         ({"n_shard": 2}, "no argument 'n_shard'"),
         ({"seed_episodes": True}, "RaySampler cannot replay episodes"),
         ({"unavailable_timeout": 0}, "unavailable_timeout must be a positive number"),
+        ({"resources": {"GPU": -1}}, r"resources\['GPU'\] must be a number of 0 or more, got -1"),
+        ({"resources": {"GPU": float("nan")}}, r"resources\['GPU'\] must be a number of 0 or more, got nan"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
@@ -383,8 +389,6 @@ def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_what_does_not_fit_the_cluster_is_refused() -> None:
-    import threading
-
     lock = threading.Lock()
     with (
         RaySampler(CARTPOLE, batch_T=2, batch_B=3, n_shards=2, min_ready=3) as sampler,
@@ -396,6 +400,36 @@ def test_what_does_not_fit_the_cluster_is_refused() -> None:
         pytest.raises(ConfigError, match="env_fn cannot be pickled for the shards"),
     ):
         sampler.initialize(RandomAgent())
+
+
+def listener(answer: bytes) -> tuple[str, socket.socket]:
+    """The address of a server that sends `answer` to whoever connects, and the server."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                link, _ = server.accept()
+                link.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}", server
+
+
+def test_an_address_where_no_ray_answers_is_refused_soon(ray_cluster: Any) -> None:
+    silent, http = listener(b""), listener(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"127.0.0.1:{server.getsockname()[1]}"
+    for address in (closed, silent[0], http[0], "127.0.0.1", "127.0.0.1:port", "[::1]:1", "192.0.2.1:6379", ""):
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match=re.escape(f"no Ray cluster answers at {address}: ")):
+            placement._join(address)
+        assert time.monotonic() - began < 5.0
+    for _, server in (silent, http):
+        server.close()
+    placement._await_answer(ray_cluster.address)
+    with pytest.raises(ConfigError, match="address must be a text such as"):
+        connect(6379, 1, dashboard=False)  # type: ignore[arg-type]
 
 
 def test_another_address_than_that_of_the_cluster_is_refused(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,8 +446,6 @@ def test_another_address_than_that_of_the_cluster_is_refused(ray_cluster: Any, m
 
 
 def test_a_cluster_without_a_token_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.cluster import placement
-
     monkeypatch.setattr(placement, "_has_token", lambda: False)
     monkeypatch.setattr(placement, "_has_warned", False)
     with pytest.warns(RuntimeWarning, match="has no token"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,27 +15,34 @@ import pytest
 pytest.importorskip("zmq", reason="remote calls need pyzmq")
 pytest.importorskip("msgpack", reason="remote calls need msgpack")
 
-from penstock import NoReplyError, PeerLostError, RequestError
+from penstock import ClusterError, ConfigError, NoReplyError, PeerLostError, RequestError
 from penstock.control import RpcClient, RpcServer
 
 
 @pytest.fixture
 def server() -> Iterator[RpcServer]:
     with RpcServer() as made:
-        made.register("foo", lambda x: 2 * x)
-        made.register("fail", lambda: 1 / 0)
-        made.register("unplain", lambda: {1, 2})
-        thread = threading.Thread(target=made.serve, args=(60,))
+        made.register_handler("foo", lambda x: 2 * x)
+        made.register_handler("fail", lambda: 1 / 0)
+        made.register_handler("unplain", lambda: {1, 2})
+        is_done = threading.Event()
+
+        def serve() -> None:
+            while not is_done.is_set():
+                made.handle_requests(timeout=0.05)
+
+        thread = threading.Thread(target=serve)
         thread.start()
         yield made
-    thread.join()
+        is_done.set()
+        thread.join()
 
 
 CLIENT = """
 import sys
 from penstock.control import RpcClient
 with RpcClient(sys.argv[1]) as client:
-    print(client.call("foo", x=21))
+    print(client.request("foo", x=21))
 """
 
 
@@ -47,25 +55,59 @@ def test_a_client_in_another_process(server: RpcServer, tmp_path: Path) -> None:
 
 def test_results_and_errors_of_handlers(server: RpcServer) -> None:
     with RpcClient(server.connection) as client:
-        assert client.call("foo", x=np.arange(3)).tolist() == [0, 2, 4]
+        assert client.request("foo", x=np.arange(3)).tolist() == [0, 2, 4]
         with pytest.raises(RequestError, match="there is no command 'bar'; the commands are fail, foo, unplain"):
-            client.call("bar")
+            client.request("bar")
         with pytest.raises(RequestError, match="fail raised ZeroDivisionError: division by zero"):
-            client.call("fail")
+            client.request("fail")
         with pytest.raises(RequestError, match="foo raised TypeError"):
-            client.call("foo", y=1)
+            client.request("foo", y=1)
         with pytest.raises(RequestError, match="unplain raised BadMessageError: a value of type set cannot"):
-            client.call("unplain")
-        assert client.call("foo", x=1) == 2
+            client.request("unplain")
+        assert client.request("foo", x=1) == 2
 
 
 @pytest.mark.slow
 def test_a_server_that_was_closed_is_lost() -> None:
     server = RpcServer()
     with RpcClient(server.connection) as client:
-        future = client._peer.ask({"command": "foo", "kwargs": {}}, 30)
+        future = client.async_request("foo")
         server.close()
         with pytest.raises(PeerLostError):
             future.result()
         with pytest.raises((PeerLostError, NoReplyError)):
-            client.call("foo", timeout=0.2)
+            client.request("foo", timeout=0.2)
+
+
+def test_a_server_is_polled_in_a_loop_of_ones_own() -> None:
+    with RpcServer() as server, RpcClient(server.connection) as client:
+        assert server.handle_requests() == 0
+        server.register_handler("foo", lambda x, y: f"{x}{y}")
+        futures = [client.async_request("foo", x=x, y="str") for x in range(3)]
+        n, deadline = 0, time.monotonic() + 10
+        while n < 3:
+            n += server.handle_requests()
+            assert time.monotonic() < deadline
+        assert [future.result() for future in futures] == ["0str", "1str", "2str"]
+        with pytest.raises(ConfigError, match="timeout must be a number of seconds, 0 or more, got -1"):
+            server.handle_requests(-1)
+    with pytest.raises(ClusterError, match="this server was closed"):
+        server.handle_requests()
+
+
+def test_arguments_and_old_names() -> None:
+    for port in (-1, 65536, "5555", True):
+        with pytest.raises(ConfigError, match="port must be"):
+            RpcServer(port)  # type: ignore[arg-type]
+    with RpcServer() as server, RpcClient(server.connection) as client:
+        with pytest.warns(DeprecationWarning, match="register is now register_handler"):
+            server.register("foo", lambda x: 2 * x)
+        future = client.async_request("foo", x=1)
+        with pytest.warns(DeprecationWarning, match="serve is now handle_requests"):
+            assert server.serve(0.5) == 1
+        assert future.result() == 2
+        with (
+            pytest.warns(DeprecationWarning, match="call is now request"),
+            pytest.raises(NoReplyError),
+        ):
+            client.call("foo", timeout=0.01)
