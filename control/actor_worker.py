@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents import Agent, AgentStep
+from penstock.arguments import integer
 from penstock.buffers.named import as_named
 from penstock.control.parameters import ParameterClient
 from penstock.control.pieces import piece_of, to_tree
@@ -43,9 +44,9 @@ class ActorWorker(Worker):
         routing: of the sample stream; see `SampleProducer`.
         credit: how many pieces of this actor may be under way. It samples the next one when there is room for it.
         bootstrap_value: as in `sampler.initialize`.
-        generation: how often this actor was restarted. Each generation has other random streams.
 
-    The `itr` of a batch is the number of the version that acts, minus 1. So schedules go on after a restart.
+    `configure` has the argument `generation`: how often this actor was started again. Each generation has other random
+    streams. The `itr` of a batch is the number of the version that acts, minus 1. So schedules go on after a restart.
     """
 
     def __init__(
@@ -61,17 +62,17 @@ class ActorWorker(Worker):
         routing: Routing = "any",
         credit: int = 3,
         bootstrap_value: bool = True,
-        generation: int = 0,
     ) -> None:
         self._make_sampler, self._plan, self._rank, self._world_size = make_sampler, plan, rank, world_size
         self._inference, self._policy, self._stream, self._routing = inference, parameters, samples, routing
-        self._credit, self._bootstrap_value, self._generation = credit, bootstrap_value, generation
+        self._credit, self._bootstrap_value = credit, bootstrap_value
         self._sampler: Sampler | None = None
         self._client: InferenceClient | None = None
         self._piece: dict[str, Any] | None = None  # a piece that no consumer has had room for yet
         self._version, self._n_truncated = (0, 0), 0
 
-    def _configure(self) -> None:
+    def _configure(self, generation: int = 0) -> None:
+        self._generation = integer("generation", generation, 0)
         self._agent: Agent
         if self._inference is None:
             self._parameters = ParameterClient(self.wire, self.names, self._policy)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.agents import Agent
-from penstock.arguments import integer, seconds
+from penstock.arguments import integer, one_of, seconds
 from penstock.control.actor_worker import ActorWorker
+from penstock.control.keys import Connection
+from penstock.control.launched import LaunchedProcess
 from penstock.control.metric_sinks import JsonLines, MetricsSink, RunState
+from penstock.control.name_table import NameClient
 from penstock.control.panel import ControlPanel
 from penstock.control.policy_worker import AgentPlan, PolicyWorker
 from penstock.control.statuses import Status
@@ -24,7 +28,7 @@ from penstock.control.trial_wires import WireName
 from penstock.control.worker import Worker
 from penstock.envs import fresh_seed
 from penstock.envs.factory import build_example_env, close_example_env, env_factories
-from penstock.errors import ClusterError, ConfigError
+from penstock.errors import ClusterError, ConfigError, PeerLostError
 from penstock.samplers import AsyncSampler, Sampler
 from penstock.workers.marking import marked
 
@@ -42,6 +46,7 @@ _LONGEST_PAUSE = 30.0  # before a restart
 _SOUND_SECONDS = 60.0  # a worker that has worked for so long does not fail in a row
 _FAILED = (Status.ERROR.value, Status.LOST.value)
 _KINDS = ("trainer", "policy", "actor")  # each needs those before it
+_FACTS = "experiment"  # the name of what those that join must know
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,9 @@ class Actors:
     With `inference`, the name of a stream of policy workers, these act for the actors. Otherwise each actor acts
     itself, with the newest parameters. `samples` is the name of the stream for the samples; `SampleProducer` explains
     `routing`. `resources` is what Ray reserves for each, such as `{"CPU": 2}`.
+
+    `joining` more actors may join from other machines, at any time: `actor/count` and those after it, see
+    `Experiment.join`.
     """
 
     count: int
@@ -61,6 +69,12 @@ class Actors:
     routing: Routing = "any"
     bootstrap_value: bool = True
     resources: Mapping[str, float] | None = None
+    joining: int = 0
+
+    @property
+    def joining_names(self) -> list[str]:
+        """The names of the actors that may join."""
+        return [f"actor/{i}" for i in range(self.count, self.count + self.joining)]
 
 
 @dataclass(frozen=True)
@@ -77,8 +91,12 @@ class Policies:
 
 @dataclass(frozen=True)
 class Training:
-    """One trainer worker; `TrainerWorker` explains the arguments. `stream` is the name of the stream of samples.
-    `resources` is what Ray reserves for it, such as `{"GPU": 1}`."""
+    """`count` trainer workers; `TrainerWorker` explains the other arguments. `stream` is the name of the stream of
+    samples. `resources` is what Ray reserves for each, such as `{"GPU": 1}`.
+
+    Several trainers are the ranks of one group of `torch.distributed`, with this `backend`, and each of them takes
+    `batch` pieces per step. If one of them fails, all begin again from the checkpoint.
+    """
 
     make_trainer: Callable[[Agent], Trainer]
     stream: str = "train"
@@ -87,6 +105,8 @@ class Training:
     checkpoint: str | Path | None = None
     save_every: int = 10
     resources: Mapping[str, float] | None = None
+    count: int = 1
+    backend: str = "gloo"
 
 
 @dataclass(frozen=True)
@@ -131,6 +151,12 @@ class Experiment:
         Raises `ConfigError` if the parts do not fit together, and a `ClusterError` if a worker cannot start.
         """
         self._check_arguments(max_restarts, hang_timeout)
+        if self.actors.joining and wire != "zmq":
+            raise ConfigError(f'actors can join from other machines only with wire="zmq", got {wire!r}')
+        if self.training.count > 1 and wire == "local":
+            raise ConfigError(
+                'several trainers must be processes: use wire="zmq" or "ray". With wire="local" they are threads'
+            )
         if self.policies is not None and self.policies.stream != self.actors.inference:
             raise ConfigError(
                 f"the policies serve the stream {self.policies.stream!r}, the actors ask {self.actors.inference!r}: "
@@ -146,10 +172,61 @@ class Experiment:
                 f"actors fill {self.actors.samples!r}, the trainer reads {self.training.stream!r}: give "
                 "Actors(samples=...) and Training(stream=...) the same name"
             )
-        makers = self._makers(self._plan())
+        plan = self._plan()
+        makers = self._makers(plan)
+        for name in self.actors.joining_names:
+            del makers[name]
         resources = {"actor": self.actors.resources, "trainer": self.training.resources}
         resources["policy"] = self.policies.resources if self.policies is not None else None
-        return Run(ControlPanel(self.name, trial, wire=wire, **panel), makers, max_restarts, hang_timeout, resources)
+        opened = ControlPanel(self.name, trial, wire=wire, **panel)
+        facts = {"seed": plan.seed, "actors": self._facts(plan)}
+        return Run(opened, makers, max_restarts, hang_timeout, resources, self.actors.joining_names, facts)
+
+    def join(
+        self, file: str | Path, names: Sequence[str], *, host: str | None = None, timeout: float = 60.0
+    ) -> dict[str, str]:
+        """Take part in a run of this experiment, as these of its actors, until it ends. Each actor is a process.
+
+        This machine has the code of the experiment: no code comes from the run, only the seed. A name can be used again
+        when its actor has ended.
+
+        Args:
+            file: the connection file of the run, copied from its machine.
+            names: some of those that `Actors(joining=...)` allows, for example `["actor/4", "actor/5"]`.
+            host: the address of this machine at which the others reach it; by default the one from which it reaches
+                them.
+            timeout: seconds to wait for the file, and for the run.
+
+        Returns how each actor has ended. Raises `ConfigError` if the run does not take these actors, or is of another
+        experiment, and `NoReplyError` if there is no run.
+        """
+        allowed = self.actors.joining_names
+        wrong = [name for name in names if name not in allowed]
+        if wrong or not names or isinstance(names, str) or len({*names}) < len(names):
+            raise ConfigError(
+                f"the names must be different ones of {', '.join(allowed) or 'none'}, as Actors(joining="
+                f"{self.actors.joining}) says, got {names!r}"
+            )
+        plan = self._plan()
+        connection, facts = _find_run(file, host, seconds("timeout", timeout))
+        if facts["actors"] != self._facts(plan):
+            raise ConfigError(
+                f"the run and this experiment differ in [name, count, joining, environments of all actors]: "
+                f"{facts['actors']} and {self._facts(plan)}. Is the code the same on both machines?"
+            )
+        makers = self._makers(replace(plan, seed=int(facts["seed"])))
+        workers = {name: LaunchedProcess(makers[name], connection, name) for name in names}
+        try:
+            while any(worker.ending() is None for worker in workers.values()):
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for worker in workers.values():
+                worker.kill()
+        return {name: str(worker.ending()) for name, worker in workers.items()}
+
+    def _facts(self, plan: AgentPlan) -> list[Any]:
+        """What a run and those that join it must have in common."""
+        return [self.name, self.actors.count, self.actors.joining, plan.n_envs]
 
     def _check_arguments(self, max_restarts: int, hang_timeout: float) -> None:
         actors, training, policies = self.actors, self.training, self.policies
@@ -160,7 +237,10 @@ class Experiment:
         ):
             if not callable(function):
                 raise ConfigError(f"{name} must be a class or a function, got {function!r}")
-        integer("the number of actors", actors.count, 1)
+        integer("joining", actors.joining, 0)
+        integer("the number of actors", actors.count, 0 if actors.joining else 1)
+        integer("the number of trainers", training.count, 1)
+        one_of("backend", training.backend, ("gloo", "nccl"))
         integer("batch of Training", training.batch, 1)
         integer("save_every", training.save_every, 1)
         integer("max_restarts", max_restarts, 0)
@@ -195,43 +275,39 @@ class Experiment:
             close_example_env(env)
             sampler.shutdown()
         seed = fresh_seed() if self.seed is None else self.seed
-        return AgentPlan(self.make_agent, spaces[0], spaces[1], seed, sampler.batch_B * self.actors.count)
+        n_actors = self.actors.count + self.actors.joining
+        return AgentPlan(self.make_agent, spaces[0], spaces[1], seed, sampler.batch_B * n_actors)
 
-    def _makers(self, plan: AgentPlan) -> dict[str, Callable[[int], Worker]]:
-        """Functions that make the workers, by name, in the order in which the workers start. Their argument is the
-        number of restarts of this worker."""
+    def _makers(self, plan: AgentPlan) -> dict[str, Callable[[], Worker]]:
+        """Functions that make the workers, by name, in the order in which the workers start."""
         training, policies, actors = self.training, self.policies, self.actors
         checkpoint = training.checkpoint and Path(training.checkpoint).absolute()  # it may work in another folder
-        makers: dict[str, Callable[[int], Worker]] = {}
+        makers: dict[str, Callable[[], Worker]] = {}
         options: dict[str, Any] = {
             "samples": training.stream,
             "batch": training.batch,
             "max_staleness": training.max_staleness,
             "checkpoint": checkpoint,
             "save_every": training.save_every,
+            "world_size": training.count,
+            "backend": training.backend,
         }
-        makers["trainer/0"] = partial(_make, TrainerWorker, (training.make_trainer, plan), options)
+        for i in range(training.count):
+            makers[f"trainer/{i}"] = partial(TrainerWorker, training.make_trainer, plan, rank=i, **options)
         if policies is not None:
             options = {"stream": policies.stream, "max_batch": policies.max_batch, "max_delay": policies.max_delay}
             for i in range(policies.count):
-                makers[f"policy/{i}"] = partial(_make, PolicyWorker, (plan,), options)
+                makers[f"policy/{i}"] = partial(PolicyWorker, plan, **options)
         # How many pieces of an actor are under way. With max_staleness, a piece is under way until it was trained on.
         # All together are no more than what the trainer takes in max_staleness + 1 steps (3 steps keep everybody busy),
         # but enough for one batch.
-        n, size, stale = actors.count, training.batch, training.max_staleness
+        n, size, stale = actors.count + actors.joining, training.batch * training.count, training.max_staleness
         credit = 3 if stale is None else max(-(-size // n), min(stale + 1, 3) * size // n)
-        for i in range(actors.count):
-            options = {"rank": i, "world_size": actors.count, "bootstrap_value": actors.bootstrap_value}
-            options |= {"credit": credit}
+        for i in range(n):
+            options = {"rank": i, "world_size": n, "bootstrap_value": actors.bootstrap_value, "credit": credit}
             options |= {"inference": actors.inference, "samples": actors.samples, "routing": actors.routing}
-            makers[f"actor/{i}"] = partial(_make, ActorWorker, (actors.make_sampler, plan), options)
+            makers[f"actor/{i}"] = partial(ActorWorker, actors.make_sampler, plan, **options)
         return makers
-
-
-def _make(cls: type[Worker], args: tuple[Any, ...], options: dict[str, Any], n_restarts: int) -> Worker:
-    if cls is ActorWorker:  # each generation of an actor has other random streams
-        options = {**options, "generation": n_restarts}
-    return cls(*args, **options)
 
 
 class Run:
@@ -242,21 +318,26 @@ class Run:
 
     Args:
         panel: the run closes it.
-        makers: functions that make the workers, by name. Their argument is the number of restarts of this worker.
+        makers: functions that make the workers, by name.
         max_restarts, hang_timeout: see `Experiment.run`.
         resources: what Ray reserves for a worker, by the first part of its name.
+        joining: names of the workers that may join from other machines.
+        facts: what those need.
     """
 
     def __init__(
         self,
         panel: ControlPanel,
-        makers: Mapping[str, Callable[[int], Worker]],
+        makers: Mapping[str, Callable[[], Worker]],
         max_restarts: int,
         hang_timeout: float,
         resources: Mapping[str, Mapping[str, float] | None],
+        joining: Sequence[str] = (),
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.panel, self._makers, self._max_restarts, self._resources = panel, makers, max_restarts, resources
-        self._hang_timeout = hang_timeout
+        self._hang_timeout, self._joining = hang_timeout, joining
+        self._n_joined = dict.fromkeys(joining, 0)  # how often each was lost
         #: How often each worker was started again.
         self.restarts = dict.fromkeys(makers, 0)
         self._n_in_row = dict.fromkeys(makers, 0)  # failures of each worker
@@ -266,6 +347,7 @@ class Run:
         self._version = 1
         self._began = time.monotonic()
         try:
+            panel.names.add(_FACTS, facts, lasting=True)
             while self._starting:
                 for error in self._step().values():
                     raise error
@@ -276,7 +358,8 @@ class Run:
 
     def state(self) -> RunState:
         """The run now. While the trainer gives no figures, its version is the last that was known."""
-        workers = self.panel.stats(list(self._makers))
+        joined = [name for name in self._joining if name in self.panel.worker_names]
+        workers = self.panel.stats([*self._makers, *joined])
         self._version = int(workers["trainer/0"].get("version", self._version))
         return RunState(self._version, time.monotonic() - self._began, workers)
 
@@ -313,7 +396,10 @@ class Run:
             poll_at = time.monotonic() + _POLL_SECONDS
             while (left := poll_at - time.monotonic()) > 0:
                 for name, error in self._step().items():
-                    self._restart(name, str(error))
+                    if name in self._joining:
+                        self._dismiss(name, error)
+                    else:
+                        self._restart(name, str(error))
                 time.sleep(min(left, _STEP_SECONDS))
 
     def close(self) -> None:
@@ -329,6 +415,14 @@ class Run:
     def _watch(self, name: str, figures: Mapping[str, Any]) -> None:
         """Start a worker again if it has failed, or was silent for too long."""
         status, now = figures["status"], time.monotonic()
+        if name in self._joining:
+            if status == Status.READY.value:  # it has joined
+                self._starting[name] = self._begin(name)
+            elif status in _FAILED and name in self._up_since:
+                del self._up_since[name]
+                self._n_joined[name] += 1
+                _log.warning("worker %s, which had joined, is lost: the run goes on without it", name)
+            return None
         if status in _FAILED:
             return self._restart(
                 name, f"{status}: {figures.get('text') or 'it has ended without a report: see its log'}"
@@ -356,13 +450,25 @@ class Run:
             )
         _log.warning("worker %s has failed, and is started again: %s", name, reason)
         self.restarts[name] += 1
+        # The trainers are one group: without one of them, the others wait for ever.
+        for other in self._makers if name.startswith("trainer/") else ():
+            if other.startswith("trainer/"):
+                self._up_since.pop(other, None)
+                self._starting[other] = self._start(other)
         self._silent_since.pop(name, None)
         self._starting[name] = self._start(name, 0.0 if n == 1 else min(2.0 ** (n - 2), _LONGEST_PAUSE))
+
+    def _dismiss(self, name: str, error: ClusterError) -> None:
+        """A worker that has joined cannot start. It may join again."""
+        _log.warning("worker %s has joined, but cannot start: %s", name, error)
+        self._starting.pop(name, None)
+        with contextlib.suppress(PeerLostError):  # it has ended already
+            self.panel.async_request(name, "exit")
 
     def _step(self) -> dict[str, ClusterError]:
         """Do what can be done now for the workers that do not run. Returns why some of them have failed."""
         self._reached = self.panel.auto_connect() if self._starting else []
-        errors = {}
+        errors: dict[str, ClusterError] = {}
         for name, steps in list(self._starting.items()):
             try:
                 next(steps)
@@ -370,14 +476,15 @@ class Run:
                 del self._starting[name]
                 self._up_since[name] = time.monotonic()
             except ClusterError as error:
-                errors[name] = error
+                if not (name.startswith("trainer/") and any(other.startswith("trainer/") for other in errors)):
+                    errors[name] = error  # one of the trainers is enough: all are started again
         return errors
 
     def _start(self, name: str, pause: float = 0.0) -> Iterator[None]:
         """The steps from the end of a worker to its first poll. Where one would wait, this yields."""
         base, _, index = name.partition("/")
         if not self.panel.has_ended(name):
-            with suppress(ClusterError):  # it may be lost
+            with contextlib.suppress(ClusterError):  # it may be lost
                 self.panel.async_request(name, "exit", timeout=_END_SECONDS)
         begin, kill_at, is_killed = time.monotonic() + pause, time.monotonic() + _END_SECONDS, False
         while time.monotonic() < begin or not self.panel.has_ended(name):
@@ -387,10 +494,13 @@ class Run:
             elif time.monotonic() > max(begin, kill_at) + _START_SECONDS:
                 raise ClusterError("the one before has not ended, and cannot be killed")
             yield
-        make, resources = partial(self._makers[name], self.restarts[name]), self._resources[base]
-        self.panel.launch(make, name=base, first=int(index), resources=resources)
-        until = time.monotonic() + _START_SECONDS
+        self.panel.launch(self._makers[name], name=base, first=int(index), resources=self._resources[base])
         yield
+        yield from self._begin(name)
+
+    def _begin(self, name: str) -> Iterator[None]:
+        """The steps from the launch of a worker to its first poll."""
+        base, until = name.partition("/")[0], time.monotonic() + _START_SECONDS
         while name not in self._reached:
             self.panel.require_alive(name)
             if time.monotonic() > until:
@@ -399,8 +509,11 @@ class Run:
         while not self._has_what_it_needs(base):
             self.panel.require_alive(name)
             yield
-        for command in ("configure", "start"):
-            answer = self.panel.async_request(name, command, timeout=_START_SECONDS)
+        lives = self.restarts.get(name, self._n_joined.get(name, 0))
+        if base == "trainer":  # they are one group
+            lives = sum(n for other, n in self.restarts.items() if other.startswith("trainer/"))
+        for command, kwargs in (("configure", {} if base == "policy" else {"generation": lives}), ("start", {})):
+            answer = self.panel.async_request(name, command, timeout=_START_SECONDS, **kwargs)
             while not answer.done():
                 yield
             answer.result()
@@ -414,6 +527,25 @@ class Run:
             if names and all(name in self._starting for name in names):
                 return False
         return True
+
+
+def _find_run(file: str | Path, host: str | None, timeout: float) -> tuple[Connection, dict[str, Any]]:
+    """How to reach the run of this file, and what it says to those that join. An old file may be replaced meanwhile."""
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            connection = Connection.read(file)
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # it sends nothing
+                address = connection.address.rpartition("/")[2].rpartition(":")
+                probe.connect((address[0], int(address[2])))
+                connection = replace(connection, host=host or probe.getsockname()[0])
+            with contextlib.closing(connection.wire()) as wire:
+                names = NameClient(wire, connection.address)
+                return connection, dict(names.wait(_FACTS, min(5.0, max(0.1, until - time.monotonic()))))
+        except (ConfigError, ClusterError, OSError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(_POLL_SECONDS)
 
 
 def _sinks(metrics: str | Path | MetricsSink | Sequence[MetricsSink]) -> list[MetricsSink]:

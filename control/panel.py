@@ -351,6 +351,8 @@ class ControlPanel:
         if self._closing.is_set():
             return
         running = [name for name, worker in self._launched.items() if worker.ending() is None]
+        if self._trial is not None:  # those that have joined end too: the trial ends with its panel
+            running += [name for name, peer in self._peers.items() if name not in self._launched and not peer.is_dead]
         try:
             if running and not self._wire.is_closed:
                 self.auto_connect()

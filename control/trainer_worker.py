@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.agents import Agent
 from penstock.control.parameters import ParameterServer
 from penstock.control.pieces import Batch, batch_of
 from penstock.control.policy_worker import AgentPlan
-from penstock.control.statuses import Status
+from penstock.control.statuses import FINAL, Status
 from penstock.control.streams import SampleConsumer
 from penstock.control.worker import PollResult, Worker
 from penstock.errors import ConfigError, NoReplyError, brief
+
+if TYPE_CHECKING:
+    from penstock.control.trainer_group import TrainerGroup
 
 _WAIT_SECONDS = 0.05  # how long a poll waits for a piece
 _FOREIGN = float("inf")  # the staleness of a piece that an earlier life of the trainer has acted
@@ -50,6 +53,12 @@ class TrainerWorker(Worker):
             stream until it was trained on, so that actors do not sample too far ahead.
         checkpoint: a file. The trainer saves its state there every `save_every` steps and at the end. If the file
             exists, it starts from it.
+        rank, world_size, backend: of a group of `torch.distributed`, if `world_size` is above 1. It exists before
+            `make_trainer` is called. The gradients of `agent.model` are averaged over all ranks at each call of
+            `backward`, so all ranks keep the same parameters. So each must call `backward` equally often. Rank 0
+            publishes the parameters and saves.
+
+    `configure` has the argument `generation`: how often the group was started again.
     """
 
     def __init__(
@@ -63,24 +72,39 @@ class TrainerWorker(Worker):
         max_staleness: int | None = None,
         checkpoint: str | Path | None = None,
         save_every: int = 10,
+        rank: int = 0,
+        world_size: int = 1,
+        backend: str = "gloo",
     ) -> None:
         self._make_trainer, self._plan, self._stream, self._policy = make_trainer, plan, samples, parameters
         self._batch, self._max_staleness = batch, max_staleness
         self._checkpoint, self._save_every = None if checkpoint is None else Path(checkpoint), save_every
+        self._rank, self._world_size, self._backend = rank, world_size, backend
+        self._lineage = 0
+        self._group: TrainerGroup | None = None
         self._consumer: SampleConsumer | None = None
         self._server: ParameterServer | None = None
         self._pieces: list[Any] = []
         self._version, self._n_stale, self._largest_staleness = 1, 0, 0.0
         self._results: dict[str, float] = {}
 
-    def _configure(self) -> None:
+    def _configure(self, generation: int = 0) -> None:
         self._agent = self._plan.agent()
+        if self._world_size > 1:
+            from penstock.control.trainer_group import TrainerGroup  # only here, since it imports torch
+
+            key, size = f"trainers/{self._policy}/{generation}", self._world_size
+            self._group = TrainerGroup(self.wire, self.names, key, self._rank, size, self._backend, self._agent)
         self._trainer = self._make_trainer(self._agent)
         self._check_trainer()
         if self._checkpoint is not None and self._checkpoint.exists():
             self._load(self._checkpoint)
-        self._server = ParameterServer(self.wire, self.names, self._policy)
-        self._server.publish(self._version, self._agent.read_parameters())
+        if self._rank == 0:
+            self._server = ParameterServer(self.wire, self.names, self._policy)
+            self._lineage = self._server.lineage
+            self._server.publish(self._version, self._agent.read_parameters())
+        if self._group is not None:  # nobody saves before all have loaded
+            self._lineage = self._group.lineage_of_rank_0(self._lineage)
         holds = self._max_staleness is not None
         self._consumer = SampleConsumer(self.wire, self.names, self._stream, self.name, holds=holds)
 
@@ -96,8 +120,8 @@ class TrainerWorker(Worker):
 
     def _poll(self) -> PollResult:
         assert self._consumer is not None
-        assert self._server is not None
-        self._server.serve()
+        if self._server is not None:
+            self._server.serve()
         try:
             piece = self._consumer.get(_WAIT_SECONDS)
         except NoReplyError:
@@ -112,18 +136,23 @@ class TrainerWorker(Worker):
         staleness = [self._staleness(piece) for piece in self._pieces]
         self._largest_staleness = max([self._largest_staleness, *(n for n in staleness if n != _FOREIGN)])
         batch, self._pieces = batch_of(self._pieces), []
-        self._results = _figures(self._trainer.step(batch))
+        try:
+            self._results = _figures(self._trainer.step(batch))
+        except RuntimeError:
+            if self._group is not None and self.status in FINAL:  # all must end, and another rank was faster
+                return PollResult()
+            raise
         self._version += 1
-        self._server.publish(self._version, self._agent.read_parameters())
+        if self._server is not None:
+            self._server.publish(self._version, self._agent.read_parameters())
         self._consumer.release()  # after `publish`: the next pieces are acted by the new parameters
-        if self._checkpoint is not None and self._version % self._save_every == 0:
+        if self._checkpoint is not None and self._version % self._save_every == 0 and self._rank == 0:
             self._save(self._checkpoint)
         return PollResult(batch.samples.env.reward.numel(), 1)
 
     def _staleness(self, piece: Mapping[str, Any]) -> float:
         """How many versions old its parameters are."""
-        assert self._server is not None
-        return self._version - piece["version"] if piece["lineage"] == self._server.lineage else _FOREIGN
+        return self._version - piece["version"] if piece["lineage"] == self._lineage else _FOREIGN
 
     def _drop_stale(self) -> None:
         if self._max_staleness is not None:
@@ -158,6 +187,8 @@ class TrainerWorker(Worker):
             if self._checkpoint is not None and self.status is not Status.ERROR:
                 self._save(self._checkpoint)
             self._server.close()
+        if self._group is not None:
+            self._group.close()
 
 
 def _figures(returned: object) -> dict[str, float]:

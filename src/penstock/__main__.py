@@ -26,12 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("doctor", help="the same, with advice for what is missing or slow")
     _add_tune(commands.add_parser("tune", help="try samplers with an environment, and recommend the fastest"))
     _add_worker(commands.add_parser("worker", help="run a worker of a distributed experiment"))
+    _add_join(commands.add_parser("join", help="take part in an experiment that runs on another machine"))
     _add_status(commands.add_parser("status", help="show the workers of a distributed experiment"))
     args = parser.parse_args(arguments)
     if args.command == "tune":
         return _tune(args)
-    if args.command in ("worker", "status"):
-        return _worker(args) if args.command == "worker" else _status(args)
+    if args.command in ("worker", "join", "status"):
+        return {"worker": _worker, "join": _join, "status": _status}[args.command](args)
     return _doctor() if args.command == "doctor" else _machine()
 
 
@@ -114,6 +115,31 @@ def _worker(args: argparse.Namespace) -> int:
         return 2
     print(f"{args.worker}: {status.value}", file=sys.stderr)
     return int(status is Status.ERROR)
+
+
+def _add_join(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="the connection file of the run")
+    parser.add_argument("experiment", metavar="MODULE:EXPERIMENT", help="the same experiment, on this machine")
+    parser.add_argument("--as", dest="names", nargs="+", required=True, metavar="actor/INDEX", help="which actors")
+    parser.add_argument("--host", help="the address of this machine at which the others reach it (by default, found)")
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the file and the run (60)")
+
+
+def _join(args: argparse.Namespace) -> int:
+    from penstock.control import Experiment
+
+    module, _, name = args.experiment.partition(":")
+    experiment = _load(f"{module.removesuffix('.py')}:{name}")
+    if not isinstance(experiment, Experiment):
+        raise SystemExit(f"penstock join: {args.experiment} is no Experiment: give MODULE:NAME")
+    try:
+        endings = experiment.join(args.file, args.names, host=args.host, timeout=args.wait)
+    except PenstockError as error:
+        print(f"penstock join: {error}", file=sys.stderr)
+        return 2
+    for name, ending in endings.items():
+        print(f"{name}: {ending}", file=sys.stderr)
+    return int({*endings.values()} != {"exit code 0"})
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:

@@ -41,8 +41,8 @@ def test_the_worker_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_other_blocks_name_what_exists() -> None:
     for block in BLOCKS[2:]:
         compile(block, "control_plane.md", "exec")
-    assert "RpcServer" in BLOCKS[3]
-    exec(BLOCKS[3].partition("with RpcServer")[0], {})
+    assert "RpcServer" in BLOCKS[4]
+    exec(BLOCKS[4].partition("with RpcServer")[0], {})
 
 
 # The document's experiment is the example, over sockets.

@@ -20,7 +20,9 @@ _FAKES = {
     "scontrol": 'echo "$SLURM_JOB_NODELIST" | tr , "\\n"',
     "openssl": "echo 0123456789abcdef",
     "ray": 'echo "ray $* [$RAY_AUTH_MODE $RAY_AUTH_TOKEN]"',
-    "srun": 'while [[ $1 == --* ]]; do shift; done; for node in ${SLURM_JOB_NODELIST//,/ }; do "$@"; done',
+    "python": 'echo "python $* [$RUN_HOST]"',
+    "srun": """while [[ $1 == --* ]]; do shift; done
+n=0; for node in ${SLURM_JOB_NODELIST//,/ }; do SLURM_PROCID=$n "$@"; n=$((n + 1)); done""",
 }
 
 
@@ -61,6 +63,16 @@ def test_slurm_starts_ray_on_each_node(tmp_path: Path) -> None:
     )
     command = "ray symmetric-run --address a1:6379 --min-nodes 2 --num-cpus 8 -- python train.py --resume checkpoint.pt"
     assert found == [f"{command} [token 0123456789abcdef]"] * 2
+
+
+def test_slurm_starts_an_experiment_and_those_that_join(tmp_path: Path) -> None:
+    variables = {"SLURM_JOB_NODELIST": "localhost,a2,a3"}
+    found = run_block(blocks("bash")[1], tmp_path, **variables)
+    assert found[0] == "python train.py [127.0.0.1]"
+    for i, line in enumerate(found[1:], 1):
+        actors = " ".join(f"actor/{4 * i + k}" for k in range(4))
+        assert line == f"python -m penstock join run.json train.py:EXPERIMENT --wait 300 --as {actors} [127.0.0.1]"
+    assert len(found) == 3
 
 
 @pytest.mark.ray
