@@ -358,6 +358,8 @@ class Run:
 
     def state(self) -> RunState:
         """The run now. While the trainer gives no figures, its version is the last that was known."""
+        if self._joining:
+            self.panel.auto_connect()
         joined = [name for name in self._joining if name in self.panel.worker_names]
         workers = self.panel.stats([*self._makers, *joined])
         self._version = int(workers["trainer/0"].get("version", self._version))
