@@ -86,6 +86,7 @@ class Collector(ABC):
         self.progress, self.streams, self.on_step = parts.progress, parts.streams, parts.tracker.on_step
         self.batch_T, self._episodes = samples.batch_T, parts.episodes
         self._max_decorrelation_steps = parts.max_decorrelation_steps
+        self._can_cut = isinstance(parts.envs, EnvColumns) and parts.envs.renewals is not None
         self._mask = mask_of(parts.agent)
         self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
         # What depends on the slot is made once for each slot.
@@ -221,6 +222,8 @@ class Collector(ABC):
             if self._mask is not None:
                 require_flags(self._mask, samples.observation_rows[0], self.envs)
             samples.action[0], samples.reward[0] = self._first_action, self._first_reward
+        if self._can_cut:
+            samples.valid[...] = True
         if self._episodes is not None:
             self._episodes.begin_batch()
         self._enter_mode(itr)
@@ -304,6 +307,14 @@ class Collector(ABC):
         self._episode_ends.record(t, column, observation, reward, terminated, truncated)
         if self.on_step is not None:
             self.tracker.on_episode_end(t, column, observation)
+
+    def record_cut(self, t: int, column: int) -> None:
+        """Column's step t has no result, since its game has failed: its episode has ended with the step before, and
+        `valid[t]` is False. Its trajectory is dropped.
+
+        Call this before the agent is reset.
+        """
+        self.tracker.cut(column, self._episode_ends.cut(t, column), t)
 
     def reset_column(self, column: int) -> Any:
         """Column's episode has ended: reset its environment, its agent state and its previous action.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from time import monotonic_ns
@@ -17,6 +17,7 @@ from penstock.buffers.native import step_ordinary
 from penstock.collectors.action_checks import NO_CHECKS, Checks, check_row
 from penstock.collectors.env_batch import EnvBatch, EpisodeEndHook
 from penstock.collectors.episodes import EpisodeRecorder
+from penstock.collectors.renewal import Renewals
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import checked_step, require_info, require_number
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
@@ -24,7 +25,7 @@ from penstock.envs.examples import example_of
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
 from penstock.envs.video import recorded
 from penstock.errors import SpaceError, brief
-from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Progress
+from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Phase, Progress
 
 _IS_RESETTING = Progress.IS_RESETTING  # a local name is read faster
 
@@ -108,6 +109,12 @@ class EnvColumns(ListedColumns):
     """
 
     episodes: EpisodeRecorder | None = None
+    renewals: Renewals | None = None
+    #: What an environment raises whose game has failed; () if a failure is a failure of the worker.
+    renewable: tuple[type[Exception], ...] = ()
+    #: Column's step has no result, since its game has failed: end its episode, call `renew`. Returns its next
+    #: observation.
+    on_cut: Callable[[int, Exception], Any]
 
     def __init__(
         self,
@@ -129,6 +136,7 @@ class EnvColumns(ListedColumns):
             (b, env_rank, self._step_of(env), step_into_of(env, env_rank))
             for b, (env_rank, env) in enumerate(zip(env_ranks, envs, strict=True))
         ]
+        self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
         self._writes_in_place = any(step_into is not None for *_, step_into in self._bound)
 
     # ---- resets ----------------------------------------------------------------------------
@@ -137,9 +145,18 @@ class EnvColumns(ListedColumns):
         words, (_, env_rank, _, _) = self._words, self._bound[column]
         words[PHASE], words[ENV_RANK] = _IS_RESETTING, env_rank
         words[HEARTBEAT] = began = monotonic_ns()
+        if self._first_seeds:
+            seed = self._begin_again(column, seed)
         if self.episodes is not None:
             seed = self.episodes.begin(column)
-        result: Any = self.envs[column].reset(seed=seed)
+        while True:
+            try:
+                result: Any = self.envs[column].reset(seed=seed)
+                break
+            except self.renewable as error:
+                self.renew(column, error, is_cut=False)
+                new_seed = self._begin_again(column, seed)
+                seed = new_seed if self.episodes is None else seed
         words[RESETTING] += monotonic_ns() - began
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
@@ -161,6 +178,7 @@ class EnvColumns(ListedColumns):
         first episode as a video. See `penstock.envs.video`."""
         bound, envs = self._bound, self.envs
         _, env_rank, _, _ = bound[column]
+        renewable, self.renewable = self.renewable, ()  # a new environment would have no wrapper
         with recorded(envs[column], folder, itr) as wrapper:
             self.envs = [*envs[:column], wrapper, *envs[column + 1 :]]
             self._bound = [*bound[:column], (column, env_rank, wrapper.step, None), *bound[column + 1 :]]
@@ -168,16 +186,48 @@ class EnvColumns(ListedColumns):
             try:
                 yield
             finally:
-                self._bound, self.envs = bound, envs
+                self._bound, self.envs, self.renewable = bound, envs, renewable
                 self.unpark_all()
 
     def replace_env(self, column: int, env: gym.Env[Any, Any], observation: Any) -> None:
         """Use this environment from now on; `observation` is its last one. No column is parked."""
+        self._use(column, env)
+        self.observations[column] = observation
+        self.check_observation(column)
+
+    def _use(self, column: int, env: gym.Env[Any, Any]) -> None:
         (_, env_rank, _, _), envs = self._bound[column], list(self.envs)
         envs[column] = env
-        self._bound[column] = column, env_rank, self._step_of(env), step_into_of(env, env_rank)
-        self.envs, self.observations[column] = envs, observation
-        self.check_observation(column)
+        new = column, env_rank, self._step_of(env), step_into_of(env, env_rank)
+        for entries in (self._bound, self._active):
+            for i, entry in enumerate(entries):
+                if entry[0] == column:
+                    entries[i] = new  # in place: `step` goes through this list
+        self.envs = envs
+
+    def renew(self, column: int, error: Exception, *, is_cut: bool = True) -> None:
+        """Column's game has failed with `error`: build its environment again. `reset_one` then gives it its seed."""
+        if self.renewals is None or self.renewals.is_exhausted:
+            raise error
+        env, self._first_seeds[column] = self.renewals.renew(column, self.envs[column], error, is_cut=is_cut)
+        self._use(column, env)
+
+    def _begin_again(self, column: int, seed: int | None) -> int | None:
+        """The seed of the next reset. The first one of a new environment waits for its game."""
+        if column in self._first_seeds:
+            self._words[PHASE] = Phase.RENEWING
+        return self._first_seeds.pop(column, seed)
+
+    def _cut(self, active: Sequence[Any], error: Exception) -> int:
+        """The step of the environment that the word ENV_RANK names has raised `error`. Returns the index in `active` of
+        the next one."""
+        if self.renewals is None or self.renewals.is_exhausted:
+            raise error
+        i = next(i for i, entry in enumerate(active) if entry[1] == self._words[ENV_RANK])
+        b = active[i][0]
+        self.observations[b], self.rewards[b], self.infos[b] = self.on_cut(b, error), 0.0, {}
+        self._words[PHASE] = Progress.IS_STEPPING
+        return i + 1
 
     def park(self, column: int) -> None:
         self.parked = sorted([*self.parked, column])
@@ -210,9 +260,16 @@ class EnvColumns(ListedColumns):
         outs = None if into is None or not self._writes_in_place else cells_of(*into, len(self.envs))
         active, first = self._active, 0  # a hook that parks a column replaces self._active, and not this list
         # step_ordinary returns at each step that needs a check or another hook. `first` says where to continue.
-        while stop := step_ordinary(
-            words, active, actions, outs, first, is_watched, observations, rewards, on_episode_end
-        ):
+        while True:
+            try:
+                stop = step_ordinary(
+                    words, active, actions, outs, first, is_watched, observations, rewards, on_episode_end
+                )
+            except self.renewable as error:
+                first = self._cut(active, error)
+                continue
+            if stop is None:
+                break
             i, result = stop
             b, env_rank, _, step_into = active[i]
             if outs is not None and step_into is not None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import gymnasium as gym
 
+from penstock.buffers.reports import in_one_line
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seats import ParallelView
 from penstock.errors import SpaceError
+from penstock.games.game_process import spares_kept
 from penstock.workers.control import Phase, Progress
+
+_log = logging.getLogger("penstock")
 
 
 class EnvBuilder:
@@ -20,9 +25,9 @@ class EnvBuilder:
         self._spaces = {"observation_space": observation_space, "action_space": action_space}
         self._built: list[tuple[int, Any]] = []
 
-    def build(self, factory: EnvFactory, context: EnvContext) -> Any:
+    def build(self, factory: EnvFactory, context: EnvContext, phase: Phase = Phase.BUILDING) -> Any:
         """One environment. Raises `SpaceError` if it has other spaces than the example environment."""
-        self._at(context)
+        self._at(context, phase)
         env = factory(context)
         self._built.append((context.env_rank, env))
         if isinstance(env, ParallelView) and not hasattr(env, "observation_space"):
@@ -68,8 +73,20 @@ class EnvBuilder:
         self._built[at] = self._built[at][0], new
         old.close()
 
-    def _at(self, context: EnvContext) -> None:
-        self._progress.enter(Phase.BUILDING)
+    def renew(self, old: gym.Env[Any, Any] | None, factory: EnvFactory, context: EnvContext) -> Any:
+        """Close `old`, if there is one, which was built here and whose game has failed; then build another one."""
+        self._at(context, Phase.RENEWING)
+        with spares_kept():
+            if old is not None:
+                _, env = self._built.pop(next(i for i, (_, env) in enumerate(self._built) if env is old))
+                try:
+                    env.close()
+                except Exception as error:  # it may use a connection that is lost
+                    _log.warning("closing env_rank %d, whose game has failed: %s", context.env_rank, in_one_line(error))
+            return self.build(factory, context, Phase.RENEWING)
+
+    def _at(self, context: EnvContext, phase: Phase = Phase.BUILDING) -> None:
+        self._progress.enter(phase)
         self._progress.at_env(context.env_rank)
 
     def close(self) -> None:

@@ -90,6 +90,35 @@ class EpisodeEndRecorder:
             if not self._is_recorded:
                 self._unrecorded.append((1, map_leaves(np.copy, last)))
 
+    def cut(self, t: int, column: int) -> int:
+        """Column's step t has no result, since its game has failed: the step before has ended its episode. Returns the
+        first step of the episode in this batch.
+
+        Call this before the agent is reset. At t = 0 the batch before has used the value of this observation already.
+        """
+        samples = self._samples
+        before = np.flatnonzero(samples.done[:t, column])
+        first = int(before[-1]) + 1 if before.size else 0
+        self._done[t, column], samples.valid[t, column] = True, False
+        if t == first or not samples.valid[t - 1, column]:
+            return first
+        self._done[t - 1, column] = self._truncated[t - 1, column] = True
+        last = map_leaves(lambda leaf: leaf[t, column : column + 1].copy(), samples.observation)
+        if self._is_recorded:
+            samples.final_obs[t - 1, column : column + 1] = last
+        if samples.final_value is None:
+            return first
+        if not self._agent.recurrent:
+            self.pending.append((t - 1, column))
+            if not self._is_recorded:
+                self._unrecorded.append((1, last))
+        elif "value" in samples.agent_info:  # the state has gone on, but the agent has recorded this value
+            samples.final_value[t - 1, column] = samples.agent_info.value[t, column]
+        else:
+            values = self._values_now(t - 1, [column], last, [samples.reward[t, column]])
+            samples.final_value[t - 1, column] = values[column]
+        return first
+
     def record_rows(self, t: int, ends: EpisodeEnds) -> None:
         """`record` for all episodes that ended in one step, without the flags."""
         samples, columns, observation = self._samples, ends.columns, ends.observation

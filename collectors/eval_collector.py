@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from penstock.agents.agent import Agent
 from penstock.buffers.named import map_leaves
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.action_checks import write_action
+from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_batch import EnvBatch, require_legal_actions
 from penstock.collectors.tracking import Tracker
 from penstock.envs.rows import ColumnError, arrays_like
@@ -96,6 +97,8 @@ class EvalCollector(BaseEvalCollector):
         self._observations = arrays_like(parts.envs.observation_space, rows)
         self._agent_info_writer = AgentInfoWriter(map_leaves(lambda leaf: leaf[np.newaxis], self.agent_info))
         self._t = self._row = 0
+        if isinstance(self.envs, EnvColumns):
+            self.envs.on_cut = self._on_cut
 
     def collect_evaluation(self, itr: int) -> None:
         self.begin_evaluation(itr)
@@ -144,6 +147,14 @@ class EvalCollector(BaseEvalCollector):
 
     def _on_episode_end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
         self._end_episode(column, observation)
+        return self._begin_episode(column)
+
+    def _on_cut(self, column: int, error: Exception) -> Any:
+        """Column's game has failed in this step: its episode does not count, and another is played."""
+        before = np.flatnonzero(self._done[: self._row, column])
+        self._valid[self._row, column] = False
+        self.tracker.cut(column, int(before[-1]) + 1 if before.size else 0, self._row)
+        cast(EnvColumns, self.envs).renew(column, error)
         return self._begin_episode(column)
 
     def _end_episode(self, column: int, observation: Any) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from penstock.collectors.collector import Collector, CollectorParts
+from penstock.collectors.columns import EnvColumns
 from penstock.collectors.tracking import snapshot
 
 
@@ -15,6 +16,8 @@ class ResetCollector(Collector):
         super().__init__(parts)
         self._t = 0
         self._ended: list[int] = []  # columns whose episode ended in the current row
+        if isinstance(self.envs, EnvColumns):
+            self.envs.on_cut = self._on_cut
 
     def collect_batch(self, itr: int) -> None:
         self.begin_batch(itr)
@@ -38,6 +41,13 @@ class ResetCollector(Collector):
     def _on_episode_end(self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool) -> Any:
         """Record the end of column's episode, and start the next one."""
         self.record_episode_end(self._t, column, observation, reward, terminated, truncated)
+        self._ended.append(column)
+        return self.reset_column(column)
+
+    def _on_cut(self, column: int, error: Exception) -> Any:
+        """Column's game has failed in this step: end its episode with the step before, and start the next one."""
+        self.record_cut(self._t, column)
+        cast(EnvColumns, self.envs).renew(column, error)
         self._ended.append(column)
         return self.reset_column(column)
 
@@ -84,6 +94,18 @@ class WaitResetCollector(ResetCollector):
         self.samples.valid[self._t + 1 :, column] = False
         self.envs.park(column)
         return snapshot(observation)  # it may be a view of the row, which becomes zero
+
+    def _on_cut(self, column: int, error: Exception) -> Any:
+        """As for the end of an episode, but this step is parked already. The new game starts meanwhile."""
+        t = self._t
+        self.record_cut(t, column)
+        self.samples.done[t, column] = self.samples.valid[t:, column] = False
+        cast(EnvColumns, self.envs).renew(column, error)
+        self.envs.park(column)
+        self._zero_parked(t)
+        last = snapshot(self.envs.observations[column])
+        self.samples.observation_rows[t][column] = 0
+        return last
 
     def _zero_parked(self, t: int) -> None:
         for column in self.envs.parked:

@@ -64,6 +64,11 @@ class Tracker(ABC):
         This does nothing if an episode has just ended and its trajectory goes on.
         """
 
+    @abstractmethod
+    def cut(self, column: int, first: int, t: int) -> None:
+        """Column's trajectory was cut at row t of the rows that `end_rows` gets next, and its episode began in row
+        `first` of them, or before: send nothing of it, and start a new one."""
+
     def preload(self, column: int, rewards: Sequence[float]) -> None:
         """Column's trajectory starts with these rewards, from before the first batch."""
 
@@ -103,6 +108,7 @@ class BatchTracker(Tracker):
         self._discount = float(discount)
         # The FIGURES of each column's unfinished trajectory so far, and the weight of its next reward.
         self._running = np.zeros((len(env_ranks), len(FIGURES) + 1))
+        self._cuts: list[tuple[int, slice]] = []
         self.restart()
         self._records = np.empty(0, RECORD)
         self._output = self._records.view(np.uint8)[np.newaxis]
@@ -112,6 +118,9 @@ class BatchTracker(Tracker):
 
     def drop(self, column: int) -> None:
         self.preload(column, ())
+
+    def cut(self, column: int, first: int, t: int) -> None:
+        self._cuts.append((column, slice(first, t + 1)))
 
     def preload(self, column: int, rewards: Sequence[float]) -> None:
         info = TrajInfo(self._discount)
@@ -126,6 +135,13 @@ class BatchTracker(Tracker):
         self._running[column] = state
 
     def end_rows(self, reward: Rows, done: Rows, first_t: int = 0, valid: Rows | None = None) -> int:
+        if self._cuts:
+            done, valid = done.copy(), np.ones_like(done) if valid is None else valid.copy()
+            for column, rows in self._cuts:
+                done[rows, column] = valid[rows, column] = False
+                if rows.start == 0:  # it may have begun before these rows
+                    self.drop(column)
+            self._cuts.clear()
         if len(self._records) < reward.size:  # a trajectory may finish in every cell
             self._records = np.empty(reward.size, RECORD)
             self._output = self._records.view(np.uint8)[np.newaxis]
@@ -215,6 +231,10 @@ class ObjectTracker(Tracker):
     def drop(self, column: int) -> None:
         if not self._goes_on[column]:
             self._running[column] = self._cls(**self._kwargs)
+
+    def cut(self, column: int, first: int, t: int) -> None:
+        self._goes_on[column] = False
+        self.drop(column)
 
     def column_state(self, column: int) -> Any:
         return vars(self._running[column])

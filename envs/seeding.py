@@ -67,6 +67,12 @@ class ColumnStreams:
         sequences = (np.random.SeedSequence(self.seed, spawn_key=key) for key in keys)
         return [int(sequence.generate_state(1)[0]) for sequence in sequences]
 
+    def renewal_seed(self, column: int, purpose: Purpose, renewal: int) -> int:
+        """The seed of an environment that was built again after its game had failed, for the `renewal`-th time."""
+        # Five numbers: no other key has as many.
+        key = (purpose, self.env_ranks[column], 0, self.generation, renewal)
+        return int(np.random.SeedSequence(self.seed, spawn_key=key).generate_state(1)[0])
+
     def rngs(self, purpose: Purpose, *key: int) -> list[np.random.Generator]:
         """One generator per environment, or per seat."""
         seats = zip(self.seats) if self.seats else [()] * len(self.env_ranks)

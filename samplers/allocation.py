@@ -239,6 +239,7 @@ def _refuse_with_seats(config: SamplerConfig, setup: InitArguments, seating: Sea
     refusals = (
         (config.collector_cls is not ResetCollector, "has its own collector: leave collector_cls out"),
         (config.eval_collector_cls is not EvalCollector, "has its own collectors: leave eval_collector_cls out"),
+        (config.on_game_failure == "renew", 'cannot build one again yet: leave on_game_failure="renew" out'),
         (config.seed_episodes, "cannot repeat an episode yet: leave seed_episodes out"),
         (
             setup.central and len(seating.policies) > 1,
@@ -473,7 +474,8 @@ def _dry_run(agent: Agent, observation: ArrayTree, config: SamplerConfig, setup:
     if value is not None and value.shape != (n,):
         raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B={n}")
     agent_info = agent_info_example(step.agent_info, n).map(lambda leaf: leaf[0])
-    has_gaps = config.collector_cls.batched  # an environment that resets itself late takes a step for it
+    # A batched environment that resets itself late takes a step for it; with "renew", a cut step is not valid.
+    has_gaps = config.collector_cls.batched or config.on_game_failure == "renew"
     return SampleSpec(
         observation[0], action, agent_info, setup.bootstrap_value, config.record_final_obs, has_gaps=has_gaps
     )

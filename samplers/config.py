@@ -6,7 +6,7 @@ import enum
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import gymnasium as gym
 import numpy as np
@@ -16,7 +16,8 @@ from penstock.arguments import MOST_ENVS, integer, one_of, seconds, true_or_fals
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
 from penstock.envs.examples import checked_spaces
-from penstock.errors import ConfigError, brief
+from penstock.errors import ConfigError, SpaceError, brief
+from penstock.workers.control import StopCollecting
 from penstock.workers.failures import ON_WORKER_FAILURE, OnWorkerFailure
 from penstock.workers.launcher import START_METHODS, StartMethod
 
@@ -46,6 +47,7 @@ _BOUNDS = {
     "eval_n_envs": (0, MOST_ENVS),
     "eval_max_steps": (0, 2**63 - 1),
     "max_restarts": (0, 2**63 - 1),
+    "max_renewals": (0, 2**63 - 1),
 }
 
 #: What other libraries call these arguments.
@@ -80,6 +82,9 @@ class TakesEnvFn:
         return super().__new__(cls)
 
 
+OnGameFailure = Literal["raise", "renew"]
+ON_GAME_FAILURE: tuple[str, ...] = get_args(OnGameFailure)
+
 EnvKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
@@ -108,6 +113,9 @@ class SamplerOptions(TypedDict, total=False):
     on_worker_failure: OnWorkerFailure
     max_restarts: int
     restart_window: float
+    on_game_failure: OnGameFailure
+    max_renewals: int
+    renew_on: tuple[type[Exception], ...]
     observation_dtype: npt.DTypeLike | None
     record_final_obs: bool
     env_info: InfoWanted
@@ -146,6 +154,9 @@ class SamplerConfig:
     on_worker_failure: OnWorkerFailure = "raise"
     max_restarts: int = 3
     restart_window: float = 60.0
+    on_game_failure: OnGameFailure = "raise"
+    max_renewals: int = 3
+    renew_on: tuple[type[Exception], ...] = ()
     observation_dtype: npt.DTypeLike | None = None
     record_final_obs: bool = True
     env_info: InfoWanted = False
@@ -186,6 +197,7 @@ class SamplerConfig:
         one_of("on_worker_failure", self.on_worker_failure, ON_WORKER_FAILURE)
         self._check_kinds()
         self._check_replays()
+        self._check_renewal()
 
     @property
     def own_envs(self) -> tuple[int, int]:
@@ -237,6 +249,27 @@ class SamplerConfig:
             raise ConfigError(f"crash_dir must be the path of a folder or None, got {self.crash_dir!r}")
         if not self.seed_episodes:
             raise ConfigError("crash_dir needs seed_episodes=True: otherwise no failure can be replayed")
+
+    def _check_renewal(self) -> None:
+        one_of("on_game_failure", self.on_game_failure, ON_GAME_FAILURE)
+        for cls in self.renew_on if isinstance(self.renew_on, tuple) else (self.renew_on,):
+            if not (isinstance(cls, type) and issubclass(cls, Exception)):
+                raise ConfigError(f"renew_on must be a tuple of exception classes, got {brief(self.renew_on)}")
+            if issubclass(SpaceError, cls) or issubclass(StopCollecting, cls):
+                raise ConfigError(f"renew_on={cls.__name__} includes errors that a new game does not cure: be narrower")
+        if self.on_game_failure == "raise":
+            if self.renew_on:
+                raise ConfigError('renew_on needs on_game_failure="renew"')
+            return
+        if self.collector_cls.batched:
+            raise ConfigError('on_game_failure="renew" needs single environments: the collector uses a batched one')
+        for name, base in (("collector_cls", ResetCollector), ("eval_collector_cls", EvalCollector)):
+            cls = getattr(self, name)
+            if not issubclass(cls, base):
+                raise ConfigError(
+                    f'on_game_failure="renew" needs a {name} that is a {base.__name__}, since it cuts episodes as that '
+                    f"class does, got {cls.__name__}"
+                )
 
     def _check_kinds(self) -> None:
         if self.observation_dtype is not None and not _is_float_dtype(self.observation_dtype):

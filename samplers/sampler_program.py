@@ -23,6 +23,7 @@ from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.eval_collector import BaseEvalCollector, EvalCollectorParts
 from penstock.collectors.games import Games, SeatColumns
 from penstock.collectors.lock_step import Desk, LockStepCollector
+from penstock.collectors.renewal import Renewals
 from penstock.collectors.request_client import RemoteAgent
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.seat_evaluation import SeatEvalCollector, eval_columns
@@ -33,7 +34,7 @@ from penstock.envs.calls import EnvCall, perform
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seats import ParallelView, SeatRank, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import SpaceError
+from penstock.errors import GameError, SpaceError
 from penstock.samplers.column_states import StateMessage, WorkerParts
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.sampler_memory import SamplerMemory
@@ -162,7 +163,21 @@ class SamplerProgram:
             self._builder.build(factory, EnvContext(env_rank, worker_rank, seed, purpose))
             for factory, env_rank, seed in zip(factories, env_ranks, seeds, strict=True)
         ]
-        return EnvColumns(envs, env_ranks, self._progress, checks, self.config.flatten_wrappers)
+        columns, config = EnvColumns(envs, env_ranks, self._progress, checks, self.config.flatten_wrappers), self.config
+        if config.on_game_failure == "renew":
+            columns.renewable = (GameError, *config.renew_on)
+            columns.renewals = Renewals(
+                columns.renewable,
+                config.max_renewals,
+                config.restart_window,
+                self._builder,
+                factories,
+                streams,
+                purpose,
+                worker_rank,
+                self._progress,
+            )
+        return columns
 
     def _build_agent(self, p: int, streams: ColumnStreams, purpose: Purpose) -> Agent:
         """The copy of the agent of policy p that acts for the columns of `streams`."""

@@ -45,6 +45,8 @@ class WorkerStats:
     restarts: int
     lost_trajectories: int
     late_rewards: int = 0  #: see `SamplerStats.late_rewards`
+    renewals: int = 0  #: see `SamplerStats.renewals`
+    cut_episodes: int = 0  #: see `SamplerStats.cut_episodes`
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class SamplerStats:
         more = [f"{self.bytes_shared / 2**20:,.1f} MiB shared"]
         if self.restarts:
             more.append(f"{self.restarts} workers replaced, {self.lost_trajectories} trajectories lost")
+        if self.renewals:
+            more.append(f"{self.renewals} environments built again, {self.cut_episodes} episodes cut")
         if self.lag is not None:
             more.append(f"parameters {self.lag.mean:.2f} versions old, at most {self.lag.max}")
         return "\n".join([*lines, ", ".join(more)])
@@ -100,6 +104,16 @@ class SamplerStats:
     def lost_trajectories(self) -> int:
         """How many trajectories were lost with workers that were replaced."""
         return sum(worker.lost_trajectories for worker in self.workers)
+
+    @property
+    def renewals(self) -> int:
+        """How often an environment was built again after its game had failed (`on_game_failure="renew"`)."""
+        return sum(worker.renewals for worker in self.workers)
+
+    @property
+    def cut_episodes(self) -> int:
+        """How many episodes have ended in this way, in training and evaluation."""
+        return sum(worker.cut_episodes for worker in self.workers)
 
     @property
     def late_rewards(self) -> int:
@@ -116,7 +130,8 @@ def worker_stats(
     row = control.snapshot(rank)
     times = row.stepping, row.acting, row.resetting, row.waiting
     n_lost = restarts.lost_per_worker[rank]
-    counts = n_trajectories[rank], restarts.per_worker[rank], n_lost, row.late_rewards
+    games = row.late_rewards, row.renewals, row.cut_episodes
+    counts = n_trajectories[rank], restarts.per_worker[rank], n_lost, *games
     return WorkerStats(rank, plan.env_ranks, plan.cpus, row.batches, row.steps, *times, *counts)
 
 

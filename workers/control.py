@@ -40,6 +40,7 @@ class Phase(enum.IntEnum):
     CALLING = 11
     REQUESTING = 12
     SERVING = 13
+    RENEWING = 14
 
 
 # Plain integers for the loop over time: storing an enum's member takes 50 ns more.
@@ -71,6 +72,7 @@ QUIT, STOP_EVAL, MAIN_ASLEEP = range(3)
 
 # In a worker's row of `n_results`, behind the counts of the commands.
 LATE = RING  # how many rewards have come for agents that did not act
+RENEWALS, CUTS = RING + 1, RING + 2  # how often an environment was built again, and how many episodes it has cut
 
 # The word ENV_RANK has, above these bits, which policy acts: its index + 1, or 0 where there is only one.
 WHO_BITS = 32
@@ -97,6 +99,8 @@ class ProgressSnapshot:
     waiting: float
     who: int = 0  #: which policy acts: see WHO_BITS
     late_rewards: int = 0  #: how many rewards have come for agents that did not act
+    renewals: int = 0  #: how often an environment was built again after its game had failed
+    cut_episodes: int = 0  #: how many episodes have ended with it
 
 
 class Progress:
@@ -209,6 +213,11 @@ class Progress:
     def add_late_rewards(self, n: int) -> None:
         """Count rewards for agents that did not act."""
         self._n_results[LATE] += n
+
+    def count_renewal(self, *, is_cut: bool) -> None:
+        """An environment is built again after its game has failed; `is_cut`: and its episode has ended with it."""
+        self._n_results[RENEWALS] += 1
+        self._n_results[CUTS] += is_cut
 
     @property
     def stop_eval(self) -> bool:
@@ -554,8 +563,8 @@ class ControlBlock:
         stepping, acting, resetting, waiting = (row[word] * 1e-9 for word in (STEPPING, ACTING, RESETTING, WAITING))
         env_rank, who = row[ENV_RANK] & (1 << WHO_BITS) - 1, row[ENV_RANK] >> WHO_BITS
         words = row[T], env_rank, row[HEARTBEAT] * 1e-9, row[BATCHES], row[STEPS]
-        n_late = self._n_results[worker_rank, LATE]
-        return ProgressSnapshot(Phase(row[PHASE]), *words, stepping, acting, resetting, waiting, who, n_late)
+        counts = (self._n_results[worker_rank, word] for word in (LATE, RENEWALS, CUTS))
+        return ProgressSnapshot(Phase(row[PHASE]), *words, stepping, acting, resetting, waiting, who, *counts)
 
     def timeline(self, worker_rank: int) -> npt.NDArray[np.float64]:
         """Times of the worker's last batch, `[2 T + 1]`, in seconds of `time.monotonic`. In row t, the worker began to

@@ -43,13 +43,14 @@ _PHASE_TEXT = {
     Phase.CALLING: "in a call on its environments",
     Phase.REQUESTING: "waiting for actions",
     Phase.SERVING: "waiting for requests",
+    Phase.RENEWING: "building env_rank {rank} again",
 }
 #: What some exceptions need to say; by the headline of their report.
 _HINTS = {
     "bdb.BdbQuit": "bdb.BdbQuit: breakpoint() needs a terminal, which a worker does not have. Use a SerialSampler, or "
     "error.episode (seed_episodes=True)"
 }
-_IN_BATCH = (Phase.ACTING, Phase.REQUESTING, Phase.STEPPING, Phase.RESETTING)
+_IN_BATCH = (Phase.ACTING, Phase.REQUESTING, Phase.STEPPING, Phase.RESETTING, Phase.RENEWING)
 
 
 @dataclass(frozen=True)

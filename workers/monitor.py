@@ -256,7 +256,8 @@ class Monitor:
         self._set_next_check()
         overdue = []
         for rank in ranks:
-            name = "start_timeout" if rank in self._starting else "step_timeout"
+            is_renewing = self._control.snapshot(rank).phase is Phase.RENEWING
+            name = "start_timeout" if is_renewing or rank in self._starting else "step_timeout"
             limit = getattr(self._options, name)
             silence = self._silence(rank, now)
             if limit is None:

@@ -278,3 +278,9 @@ def test_the_cost_of_evaluate(folder: Path) -> None:
         ratios = content["results"][setting]
         assert ratios.keys() == {"torch", "lean"}
         assert all(len(values) == 2 and min(values) > 0 for values in ratios.values())
+
+
+def test_game_requests(folder: Path) -> None:
+    printed, figures = run(folder, "game_requests", "--requests", 20, "--repeats", 2)
+    assert list(figures) == ["bare blocking socket", "GameSocket.request", "settimeout"]
+    assert all(name in printed and 0 < figures[name]["least"] <= figures[name]["median"] for name in figures)

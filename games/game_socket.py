@@ -1,0 +1,135 @@
+"""A connection to a game, with a deadline on every reply."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+from typing import NoReturn
+
+from penstock.errors import GameError
+from penstock.games.running import RunningGame
+
+_AT_ONCE = 1 << 16
+_END_SECONDS = 0.2  # the connection of a killed game closes before its exit code is there
+_WATCH_SECONDS = 5.0
+
+
+class GameSocket:
+    """A TCP connection to a game. Every call ends within `reply_timeout` seconds, or raises `GameError`; after that,
+    every later call raises the same error, since a late reply would be taken for the next one.
+
+    `GameProcess.connect` makes it. `socket` is the socket itself, which has the same limit: its `recv` and `send` raise
+    `BlockingIOError` after this time.
+    """
+
+    def __init__(self, connection: socket.socket, game: RunningGame, reply_timeout: float, max_rss: int = 0) -> None:
+        self.socket, self._game, self._timeout, self._max_rss = connection, game, reply_timeout, max_rss
+        connection.setblocking(True)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The kernel measures the time, so that a reply in one piece costs no further system call.
+        limit = struct.pack("ll", int(reply_timeout), int(reply_timeout % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, limit)
+        self._send, self._receive = connection.sendall, connection.recv
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        self._poll, self._error = poll.poll, ""
+        self._watch_at = time.monotonic() + _WATCH_SECONDS
+
+    def request(self, line: bytes) -> bytes:
+        """Send one line, which must end with a newline, and return the line of the reply without its newline.
+
+        Raises `GameError` if the game ends, is silent, closes the connection, sends more than one line, or has sent
+        something without being asked.
+        """
+        if self._poll(0):
+            self._refuse()
+        try:
+            if self._max_rss and time.monotonic() > self._watch_at:
+                self._watch_memory()
+            self._send(line)
+            data = self._receive(_AT_ONCE)
+            if data.find(b"\n") == len(data) - 1 and data:
+                return data[:-1]
+            return self._rest_of_line(data)
+        except OSError as error:
+            self._fail(error)
+
+    def send(self, data: bytes) -> None:
+        """Send bytes."""
+        try:
+            self._send(data)
+        except OSError as error:
+            self._fail(error)
+
+    def receive(self, n: int) -> bytes:
+        """Exactly `n` bytes."""
+        parts, until = bytearray(), time.monotonic() + self._timeout
+        try:
+            while len(parts) < n:
+                parts += self._more(n - len(parts), until)
+        except OSError as error:
+            self._fail(error)
+        return bytes(parts)
+
+    def close(self) -> None:
+        """Close the connection. It may be called twice."""
+        self.socket.close()
+
+    def _rest_of_line(self, data: bytes) -> bytes:
+        until = time.monotonic() + self._timeout
+        if not data:
+            raise ConnectionResetError
+        parts = bytearray(data)
+        while (end := parts.find(b"\n")) < 0:
+            parts += self._more(_AT_ONCE, until)
+        if end + 1 < len(parts):
+            self._raise(_unasked(bytes(parts[end + 1 :])))
+        return bytes(parts[:-1])
+
+    def _more(self, n: int, until: float) -> bytes:
+        """The next bytes. A reply that comes in drops has one deadline too."""
+        if not self._poll(max(0.0, until - time.monotonic()) * 1000):
+            raise BlockingIOError
+        if not (data := self._receive(min(n, _AT_ONCE))):
+            raise ConnectionResetError
+        return data
+
+    def _watch_memory(self) -> None:
+        self._watch_at = time.monotonic() + _WATCH_SECONDS
+        if (rss := self._game.rss()) > 2 * self._max_rss:
+            limit = f"max_rss={self._max_rss / 1e9:.2g} GB"
+            self._raise(f"uses {rss / 1e9:.2g} GB, more than twice {limit}, in an episode")
+
+    def _refuse(self) -> NoReturn:
+        """There is something to read before the request."""
+        try:
+            if not (data := self.socket.recv(_AT_ONCE, socket.MSG_DONTWAIT)):
+                raise ConnectionResetError
+        except OSError as error:
+            self._fail(error)
+        self._raise(_unasked(data))
+
+    def _fail(self, error: OSError) -> NoReturn:
+        if isinstance(error, BlockingIOError):
+            if ended := self._game.exit_text():  # another process of the game holds the connection
+                self._raise(f"ended with {ended}")
+            memory = f"{self._game.rss() / 1e9:.2g} GB"
+            self._raise(f"sent no reply within reply_timeout={self._timeout:g} s; it runs ({memory})")
+        if not self._error and self.socket.fileno() < 0:
+            raise GameError("the connection to the game was closed by close() or renew(): call connect() again")
+        self._game.ends_within(_END_SECONDS)
+        ended = self._game.exit_text()
+        self._raise(f"ended with {ended}" if ended else "closed the connection, but still runs")
+
+    def _raise(self, what: str) -> NoReturn:
+        """No later reply may be taken for that of a later request."""
+        self._error = self._error or str(self._game.error(what))
+        self.close()
+        raise GameError(self._error)
+
+
+def _unasked(data: bytes) -> str:
+    return f"sent {len(data)} bytes without being asked: {data[:60]!r}"

@@ -1,0 +1,65 @@
+"""Games fail in random ways at random moments, with every sampler, start method and policy: the run goes on, or ends
+with an error that shows the output of the game; nothing is left. `make faults` has many more trials."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import AsyncSampler, GameError, RandomAgent, WaitResetCollector, WorkerError
+
+from ..scale import START_METHODS, scaled
+from ..support import sampler_of, until
+from .games_support import Played, processes
+from .test_renewal import SAMPLERS
+
+pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.slow, pytest.mark.timeout(scaled(3600, 120))]
+
+FAULTS = ("exit", "crash", "hang", "late", "vanish", "twice", "drip", "flood", "child", "orphan", "leak")
+HARMLESS = ("late", "flood", "child", "leak")
+POLICIES: dict[str, dict[str, Any]] = {
+    "renew": {"on_game_failure": "renew", "max_renewals": 99},
+    "restart": {"on_worker_failure": "restart", "max_restarts": 99},
+    "raise": {},
+}
+
+
+@pytest.mark.parametrize("trial", range(scaled(250, 6)))
+def test_nothing_hangs_and_nothing_is_left(trial: int, tmp_path: Path) -> None:
+    draw = random.Random(trial)
+    cls, start_method = SAMPLERS[trial % len(SAMPLERS)], draw.choice(START_METHODS)
+    policy = "renew" if trial % 2 else draw.choice(list(POLICIES))
+    faults = {rank: (draw.randrange(1, 30), draw.choice(FAULTS)) for rank in range(4)}
+    options: dict[str, Any] = {"start_method": start_method, "step_timeout": 60.0, **POLICIES[policy]}
+    if draw.random() < 0.3:
+        options["collector_cls"] = WaitResetCollector
+    if draw.random() < 0.3:
+        options["max_decorrelation_steps"] = 0
+    failing = [fault for _, fault in faults.values() if fault not in HARMLESS]
+    env_fn = partial(Played, str(tmp_path), faults, reply_timeout=0.6, stop_timeout=0.1, spares=draw.randrange(2))
+    raised: list[WorkerError] = []
+    with sampler_of(cls, env_fn, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=trial)
+        try:
+            if cls is AsyncSampler:
+                sampler.start()
+            for itr in range(5):
+                samples, _ = sampler.obtain_samples(itr)
+                assert np.isfinite(samples.env.observation.numpy()).all()
+        except WorkerError as error:
+            raised.append(error)
+        stats = sampler.stats()
+    for error in raised:
+        assert failing
+        assert policy == "raise" or cls.__name__ == "SerialSampler", error
+        assert isinstance(error.__cause__, GameError)
+        assert "\n  | the fault is " in str(error.__cause__)
+    if policy == "renew":
+        assert stats.cut_episodes <= len(failing)
+        assert stats.restarts == 0
+    until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)

@@ -1,0 +1,409 @@
+"""One game: its start, its ports, its replies, its errors, its end. The server is tests/programs/faulty_game.py."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import ConfigError, GameError
+from penstock.games import Answers, Connects, GameProcess, Prints
+from penstock.games.running import RunningGame
+from penstock.ports import leases
+from penstock.workers import claims
+
+from ..support import until
+from .games_support import COMMAND, SERVER, SHORT, game, play, processes
+
+pytestmark = pytest.mark.xdist_group("ports")
+
+
+@pytest.fixture(autouse=True)
+def no_game_left(tmp_path: Path) -> Any:
+    before = set(processes())
+    yield
+    assert set(processes()) <= before
+
+
+def test_a_game_is_played_and_ends() -> None:
+    with game() as own:
+        connection = own.connect()
+        assert play(connection, 3) == [1, 2, 3]
+        assert own.tail() == ["starting ", "listening"]
+        assert own.rss() > 1_000_000
+        pid, ports = own.pid, own.ports
+        assert list(processes(f"{SERVER}\0{ports[0]}")) == [pid]
+    assert claims.owner_of("port", str(ports[0])) is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    own.close()
+    with pytest.raises(GameError, match="was closed"):
+        own.connect()
+
+
+@pytest.mark.parametrize(
+    ("fault", "says", "last"),
+    [
+        ("exit", "ended with exit code 7", "the fault is exit"),
+        ("crash", "ended with SIGSEGV", "the fault is crash"),
+        ("hang", r"sent no reply within reply_timeout=1 s; it runs \(0\.\d+ GB\)", "the fault is hang"),
+        ("drip", r"sent no reply within reply_timeout=1 s; it runs", "the fault is drip"),
+        ("orphan", "ended with exit code 9", "the fault is orphan"),
+        ("vanish", "closed the connection, but still runs", "the fault is vanish"),
+        ("twice", r"sent \d+ bytes without being asked: b'\{", "the fault is twice"),
+        ("die_at_start", "ended with exit code 3 before it was ready", "cannot open display"),
+        ("never_ready", r"was not ready in start_timeout=1 s: it runs.*\(ready=Listens\(\)\)", "starting never_ready"),
+    ],
+)
+def test_an_error_says_what_has_happened(fault: str, says: str, last: str) -> None:
+    with game(fault, start_timeout=1.0 if fault == "never_ready" else 30.0) as own:
+        pid, (port,) = own.pid, own.ports
+        began = time.monotonic()
+        with pytest.raises(GameError, match=says) as caught:
+            play(own.connect(), 9)
+        assert time.monotonic() - began < 8
+        text = str(caught.value)
+        assert text.startswith(f"the game (pid {pid}, port {port}) ")
+        assert f"\n  command: {sys.executable} -I -S {SERVER} {port} {fault}\n" in text
+        assert text.endswith(f"\n  | {last}")
+        assert isinstance(pickle.loads(pickle.dumps(caught.value)), GameError)
+
+
+def test_after_an_error_no_late_reply_is_taken_for_another() -> None:
+    with game("late", reply_timeout=0.1) as own:
+        connection = own.connect()
+        assert play(connection, 4) == [1, 2, 3, 4]
+        with pytest.raises(GameError, match="sent no reply"):
+            play(connection, 1)
+        with pytest.raises(GameError, match="sent no reply"):
+            play(connection, 1)
+        own.renew()
+        assert own.renewal == 1
+        with pytest.raises(GameError, match="no reply"):
+            play(connection, 1)
+        connection = own.connect()
+        play(connection, 4)
+        with pytest.raises(GameError, match=r"\) \(renewal 1\) sent no reply"):
+            play(connection, 1)
+
+
+def test_a_late_start_and_replies_in_parts() -> None:
+    with game("late_start") as own:
+        connection = own.connect()
+        long = b"[" + b"1, " * 100_000 + b"1]\n"
+        assert len(json.loads(connection.request(long))["got"]) == 100_001
+        connection.send(b"[1]\n[2]\n")
+        wanted = b'{"n": 2, "got": [1]}\n{"n": 3, "got": [2]}\n'
+        assert connection.receive(len(wanted)) == wanted
+
+
+@pytest.mark.parametrize("fault", ["ignore_term", "child", "flood"])
+def test_it_ends_for_certain(fault: str) -> None:
+    """Also what ignores SIGTERM, and processes in sessions of their own."""
+    with game("", environ={"MARK": f"mark-{fault}-{os.getpid()}"}) as own:
+        connection = own.connect()
+        connection.request(json.dumps({"fault": fault}).encode() + b"\n")
+        if fault == "flood":
+            assert own.tail(2) == ["y" * 99] * 2
+            own.end_episode()
+            assert os.fstat(own.running._output).st_size < 100_000
+            assert play(connection, 1) == [2], "the game goes on to write at the new end"
+        left = list(processes(f"mark-{fault}-{os.getpid()}"))
+        assert len(left) == (3 if fault == "child" else 1)
+        began = time.monotonic()
+    assert time.monotonic() - began < 2
+    assert list(processes(f"mark-{fault}-{os.getpid()}")) == []
+
+
+# ---- ports ---------------------------------------------------------------------------------
+
+
+def test_places_of_ports_are_filled() -> None:
+    program = (
+        "import os, sys, time; print(sys.argv[1:], os.environ['OWN'], os.environ['PENSTOCK_PORTS']); time.sleep(99)"
+    )
+    command = [sys.executable, "-c", program, "{port}", "-a={port0}:{port1}", "{ports}", "{other}", "{}"]
+    with GameProcess(
+        command,
+        ports=2,
+        consecutive=True,
+        protocol="udp",
+        ready=Prints("other"),
+        environ={"OWN": "p{port1}"},
+    ) as own:
+        own.wait_ready()
+        a, b = own.ports
+        assert b == a + 1
+        assert own.tail() == [f"{[str(a), f'-a={a}:{b}', f'{a},{b}', '{other}', '{}']} p{b} {a},{b}"]
+        with pytest.raises(ConfigError, match="connect is for TCP"):
+            own.connect()
+
+
+def test_a_port_that_is_taken_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    thieves: list[socket.socket] = []
+    steals = 1
+
+    def stolen(self: RunningGame, *args: Any) -> None:
+        if len(thieves) < steals:
+            thieves.append(socket.create_server(("127.0.0.1", self.ports[0])))
+        require(self, *args)
+
+    require = RunningGame._require_program
+    monkeypatch.setattr(RunningGame, "_require_program", stolen)
+    with game() as own:
+        assert play(own.connect(), 2) == [1, 2]
+        assert own.ports[0] != thieves[0].getsockname()[1]
+    steals = 10
+    with game() as own, pytest.raises(GameError) as caught:
+        own.connect()
+    says = rf"has no port: port \d+ was taken by pid {os.getpid()} \(.*\) between lease and start, 3 times\n"
+    assert re.search(says, str(caught.value))
+    assert len(thieves) == 4
+    for thief in thieves:
+        thief.close()
+
+
+@pytest.mark.parametrize("kind", ["connects", "prints", "answers"])
+def test_other_ways_to_be_ready(kind: str) -> None:
+    client = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])));\n"
+    client += "for line in s.makefile('rb'): s.sendall(line.upper())"
+    if kind == "connects":
+        with GameProcess([sys.executable, "-c", client, "{port}"], ready=Connects(), **SHORT) as own:
+            assert own.connect().request(b"hello\n") == b"HELLO"
+        return
+
+    def answers(ports: tuple[int, ...]) -> bool:
+        with socket.create_connection(("127.0.0.1", ports[0])) as trial:
+            trial.sendall(b"[1]\n")
+            return trial.recv(99).endswith(b"\n")
+
+    ready = {"prints": Prints(r"(?m)^lis.*ing$"), "answers": Answers(answers)}[kind]
+    with game(ready=ready) as own:
+        assert play(own.connect(), 2) == [1, 2]
+
+
+# ---- renewal -------------------------------------------------------------------------------
+
+
+def test_planned_renewal() -> None:
+    with game(renew_every=2) as own:
+        assert play(own.connect(), 2) == [1, 2]
+        assert [own.end_episode() for _ in range(5)] == [False, True, False, True, False]
+        assert own.renewal == 2
+        assert play(own.connect(), 2) == [1, 2]
+    with game(max_rss="150 MB") as own:
+        connection = own.connect()
+        assert not own.end_episode()
+        connection.request(b'{"fault": "leak"}\n')
+        connection.request(b'{"fault": "leak"}\n')
+        assert own.rss() > 200_000_000
+        assert own.end_episode()
+        connection = own.connect()
+        for _ in range(4):
+            connection.request(b'{"fault": "leak"}\n')
+        connection._watch_at = 0.0  # otherwise it looks after 5 s
+        with pytest.raises(GameError, match=r"uses 0\.4\d GB, more than twice max_rss=0.15 GB, in an episode"):
+            play(connection, 1)
+
+
+def test_spares_are_ready_and_end_with_the_last_game() -> None:
+    with game(spares=1) as own, game(spares=1) as other:
+        own.connect(), other.connect()
+        assert len(set(processes())) == 3
+        (spare,) = set(processes()) - {own.pid, other.pid}
+        own.renew()
+        assert own.pid == spare
+        assert play(own.connect(), 1) == [1]
+        (spare,) = set(processes()) - {own.pid, other.pid}
+        os.kill(spare, signal.SIGKILL)
+        own.renew()
+        assert own.pid != spare
+        assert play(own.connect(), 1) == [1]
+    assert set(processes()) == set()
+
+
+def test_a_deadline_frees_a_library_that_blocks() -> None:
+    with game() as own:
+        connection = own.connect()
+        with own.deadline(5.0):
+            play(connection, 1)
+        connection.socket.settimeout(60)
+        with pytest.raises(GameError, match=r"took more than 0.2 s in a deadline, and was killed"), own.deadline(0.2):
+            connection.socket.recv(10)  # as a library in C
+        own.renew()
+        with pytest.raises(ValueError, match="mine"), own.deadline(5.0):
+            raise ValueError("mine")
+
+
+# ---- misuse, forks, ends -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "says"),
+    [
+        ("./game --port", {}, r'command must be a list such as \["./game", "--port", "\{port\}"\]'),
+        ([], {}, "command must be a list"),
+        (["sh", 3], {}, "command must be a list"),
+        (["sh", "{port1}"], {}, r"needs \{port1\}, but the game has ports=1"),
+        (["sh", "{port}"], {"ports": 0, "ready": Prints("x")}, r"needs \{port\}, but the game has ports=0"),
+        (["sh"], {"ports": 0}, "does not fit ports=0"),
+        (["sh"], {"ports": True}, "ports must be an integer"),
+        (["sh"], {"ready": "listens"}, "ready must be Listens"),
+        (["sh"], {"ready": Connects(), "protocol": "udp"}, "does not fit"),
+        (["sh"], {"protocol": "sctp"}, 'protocol must be "tcp" or "udp"'),
+        (["sh"], {"start_timeout": float("nan")}, "start_timeout must be a positive number of seconds"),
+        (["sh"], {"reply_timeout": -1}, "reply_timeout must be"),
+        (["sh"], {"max_rss": "4 apples"}, 'max_rss must be a number of bytes, or text such as "4 GB"'),
+        (["sh"], {"max_rss": 0}, "max_rss must be"),
+        (["sh"], {"renew_every": 0}, "renew_every must be"),
+        (["sh"], {"spares": -1}, "spares must be"),
+        (["sh"], {"quit": 3}, "quit must be a function"),
+        (["sh"], {"start": 5, "stop": 3}, "start and stop must be"),
+    ],
+)
+def test_arguments_that_cannot_work(command: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        GameProcess(command, **options)
+    with pytest.raises(ConfigError, match="Prints needs a regular expression"):
+        Prints("(")
+
+
+def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "game").write_text("")
+    for command, cwd, says in (
+        ("./nothing", tmp_path, f"command not found: './nothing' (cwd '{tmp_path}')"),
+        ("no-such-command", None, f"command not found: 'no-such-command' (cwd {os.getcwd()!r})"),
+        ("./game", tmp_path, "not executable: "),
+        ("sh", tmp_path / "no", "the folder of the game is not there"),
+    ):
+        with pytest.raises(GameError, match="^" + re.escape(says)):
+            GameProcess([command], cwd=cwd)
+
+
+def test_output_may_go_to_a_file(tmp_path: Path) -> None:
+    with game(log_file=tmp_path / "{port}.txt") as own:
+        own.connect()
+        file = tmp_path / f"{own.ports[0]}.txt"
+    assert file.read_text() == "starting \nlistening\n"
+
+
+def test_quit_asks_the_game(tmp_path: Path) -> None:
+    def ask(own: GameProcess) -> None:
+        asked.append(own.pid)
+        connection.send(b'{"fault": "exit"}\n')
+
+    asked: list[int] = []
+    with game("ignore_term", quit=ask, stop_timeout=5.0, log_file=tmp_path / "log") as own:
+        connection, pid = own.connect(), own.pid
+    assert asked == [pid]
+    assert "the fault is exit" in (tmp_path / "log").read_text()
+
+    def fail(own: GameProcess) -> None:
+        raise RuntimeError("no menu")
+
+    with pytest.warns(RuntimeWarning, match="quit of the game raised RuntimeError: no menu"), game(quit=fail) as own:
+        own.connect()
+    own = game(quit=lambda own: connection.socket.recv(1))
+    connection = own.connect()
+    with pytest.warns(RuntimeWarning, match="quit of the game raised GameError: .* took more than 0.2 s"):
+        own.close()
+
+
+def test_a_game_that_is_dropped_ends_with_a_warning() -> None:
+    own = game()
+    with pytest.raises(TypeError, match="belongs to the process"):
+        pickle.dumps(own)
+    assert re.fullmatch(r"<GameProcess '.*', pid \d+, ports \[\d+\]>", repr(own))
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        own.__del__()
+
+
+def test_a_fork_does_not_touch_the_game() -> None:
+    with game() as own:
+        connection = own.connect()
+        if (pid := os.fork()) == 0:
+            try:
+                own.close()
+                own.running  # noqa: B018
+            except GameError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert play(connection, 2) == [1, 2]
+
+
+def test_an_interrupt_at_any_moment_of_the_start_leaves_nothing() -> None:
+    for k in range(1, 30):
+        wait = k * 0.0005
+        timer = threading.Timer(wait, signal.raise_signal, [signal.SIGINT])
+        own = None
+        try:
+            timer.start()
+            own = game()
+            own.connect()
+            timer.join()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            timer.join()
+            if own is not None:
+                own.close()
+        del own
+    gc.collect()
+
+
+@pytest.mark.parametrize("spelling", ["exit", "kill", "exception"])
+def test_a_game_ends_with_the_script_that_started_it(spelling: str) -> None:
+    mark = f"script-{spelling}-{os.getpid()}"
+    end = {"exit": "", "kill": "os.kill(os.getpid(), 9)", "exception": "raise SystemExit(3)"}[spelling]
+    script = f"""
+import os
+from penstock.games import GameProcess
+game = GameProcess({[*COMMAND, "", "1"]!r}, environ={{"MARK": {mark!r}}})
+game.connect().request(b'{{"fault": "child"}}\\n')
+print(game.pid, flush=True)
+game.__class__.__del__ = lambda self: None  # the end of the process must be enough
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip().isdigit(), done.stderr
+    until(lambda: not list(processes(mark)), "the end of the game", 5.0)
+
+
+@pytest.mark.slow
+def test_200_starts_at_once_in_a_range_of_220_ports() -> None:
+    with leases(220, consecutive=True) as free:
+        start = free.ports[0]
+    command, n = ["sleep", "100"], 200
+    games: list[GameProcess] = []
+    lock = threading.Lock()
+
+    def begin(k: int) -> None:
+        for _ in range(n // 10):
+            own = GameProcess(command, start=start, stop=start + 220, ready=Prints("never"))
+            with lock:
+                games.append(own)
+
+    threads = [threading.Thread(target=begin, args=(k,)) for k in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        assert len({own.ports[0] for own in games}) == n
+    finally:
+        for own in games:
+            own.close()

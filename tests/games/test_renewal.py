@@ -1,0 +1,201 @@
+"""A game fails in a batch: only its environment is built again, its episode is cut, and all other columns stay."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import (
+    AlternatingSampler,
+    AsyncSampler,
+    CategoricalPgAgent,
+    ConfigError,
+    GameError,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    SerialSampler,
+    TrajInfo,
+    VectorEnvCollector,
+    WaitResetCollector,
+    WorkerError,
+)
+from penstock.envs import CountingEnv
+
+from ..models import Net
+from ..scale import pairs, scaled
+from ..support import assert_same, batches_of, collect, sampler_of, until
+from .games_support import Played, processes
+
+pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.timeout(scaled(3600, 120))]
+
+SAMPLERS = (SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler, AsyncSampler)
+RENEW: dict[str, Any] = {"on_game_failure": "renew"}
+
+
+@pytest.fixture(autouse=True)
+def no_game_left(tmp_path: Path) -> Any:
+    yield
+    until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)
+
+
+def run(cls: Any, folder: Path, faults: dict[int, tuple[int, str]], n: int = 3, **options: Any) -> tuple[Any, Any]:
+    """`n` batches, and the statistics."""
+    env_fn = partial(Played, str(folder), faults)
+    with sampler_of(cls, env_fn, **{**RENEW, **options}) as sampler:
+        sampler.initialize(RandomAgent(), seed=7)
+        if cls is AsyncSampler:
+            sampler.start()
+        return collect(sampler, n), sampler.stats()
+
+
+@pytest.mark.parametrize("at", [3, 1, 8, 9, 16], ids=["inside", "first", "after an end", "t=0", "t=T-1"])
+def test_a_cut_invents_no_transition(at: int, tmp_path: Path) -> None:
+    """Batches have 8 rows and episodes 7 steps. The fault strikes in step `at` of column 1, so in row at - 1."""
+    wanted, _ = run(SerialSampler, tmp_path, {})
+    found, stats = run(SerialSampler, tmp_path, {1: (at, "exit")})
+    assert (stats.renewals, stats.cut_episodes) == (1, 1)
+    assert_same(batches_of(found, [0, 2, 3]), batches_of(wanted, [0, 2, 3]))
+    column = [batch[:, 1] for batch in batches_of(found)]
+    before = [batch[:, 1] for batch in batches_of(wanted)]
+
+    def joined(batches: Any, name: str) -> Any:
+        return np.concatenate([batch.env[name] for batch in batches])
+
+    valid, done, reward = (joined(column, name) for name in ("valid", "done", "reward"))
+    row = at - 1
+    assert np.flatnonzero(~valid).tolist() == [row]
+    assert done[row]
+    assert reward[row] == 0
+    ends = [row] if at in (1, 8) else [row] if at == 9 else [row - 1, row]
+    was_done = np.flatnonzero(joined(before, "done")[:row])
+    assert np.flatnonzero(done[: row + 1]).tolist() == sorted({*was_done.tolist(), *ends})
+    observation, number = joined(column, "observation"), joined(before, "observation")[0, 1]
+    np.testing.assert_array_equal(observation[:row], joined(before, "observation")[:row])
+    assert observation[row + 1, 0] == 0, "a new episode begins"
+    assert number not in observation[row + 1 :, 1]
+    starts = np.flatnonzero(joined(column, "prev_done"))
+    assert row + 1 in starts
+    assert row not in starts or at in (1, 8)
+    if at == 3:
+        assert column[0].env.truncated[row - 1]
+        assert not column[0].env.terminated.any()
+        np.testing.assert_array_equal(column[0].env.final_obs[row - 1], observation[row])
+    lengths = [info["Length"] for _, infos in found for info in infos]
+    assert set(lengths) == {7}, "no trajectory of the cut episode"
+    assert len(lengths) == int(joined([batch for batch, _ in found], "terminated").sum())
+
+
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, type("OwnTrajInfo", (TrajInfo,), {})])
+def test_the_next_trajectories_of_the_column_are_whole(traj_info_cls: Any, tmp_path: Path) -> None:
+    found, _ = run(SerialSampler, tmp_path, {1: (3, "crash"), 2: (9, "vanish")}, traj_info_cls=traj_info_cls)
+    lengths = [info["Length"] for _, infos in found for info in infos]
+    assert lengths == [7] * sum(int(batch.env.terminated.sum()) for batch in batches_of(found))
+    assert len(lengths) > 8
+
+
+def test_final_values_and_seeds(tmp_path: Path) -> None:
+    """The value of the last observation is recorded, and a second run gives the same, whatever the sampler."""
+
+    def found(cls: Any, folder: str, n_workers: int) -> Any:
+        (tmp_path / folder).mkdir()
+        env_fn = partial(Played, str(tmp_path / folder), {1: (4, "exit"), 3: (13, "exit")})
+        with sampler_of(cls, env_fn, n_workers=n_workers, **RENEW) as sampler:
+            sampler.initialize(CategoricalPgAgent(lambda: Net(2, 5, 0)), seed=7, bootstrap_value=True)
+            return collect(sampler, 2)
+
+    results = [found(SerialSampler, "a", 1), found(ParallelSampler, "b", 2), found(ParallelSampler, "c", 4)]
+    first = results[0][0][0]
+    assert first.env.truncated[2, 1]
+    assert first.agent.final_value[2, 1] == pytest.approx(first.agent.agent_info.value[3, 1], rel=1e-4)
+    for other in results[1:]:
+        assert_same(batches_of(other), batches_of(results[0]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cls", "start_method"), pairs(SAMPLERS, ("fork", "forkserver", "spawn")))
+@pytest.mark.parametrize("collector_cls", [None, WaitResetCollector], ids=["reset", "wait"])
+def test_other_columns_stay_with_every_sampler(cls: Any, start_method: str, collector_cls: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"start_method": start_method}
+    if collector_cls is not None:
+        options["collector_cls"] = collector_cls
+    faults = {1: (5, "exit"), 2: (11, "hang")}
+    wanted, _ = run(cls, tmp_path, {}, n=4, **options)
+    found, stats = run(cls, tmp_path, faults, n=4, **options)
+    assert (stats.renewals, stats.cut_episodes, stats.restarts) == (2, 2, 0)
+    assert_same(batches_of(found, [0, 3]), batches_of(wanted, [0, 3]))
+    ours, theirs = ([batch.env.reward for batch in batches_of(each)] for each in (found, wanted))
+    assert not np.array_equal(ours, theirs)
+
+
+def test_evaluation_plays_a_cut_episode_again(tmp_path: Path) -> None:
+    class Once(Played):
+        def __init__(self, folder: str, context: Any = None) -> None:
+            super().__init__(folder)
+            self.at, self.fault = (4, "exit") if context is not None and context.purpose == 1 else (-1, "")
+
+    env_fn = partial(Once, str(tmp_path))
+    with sampler_of(SerialSampler, env_fn, **RENEW, eval_n_envs=2, eval_episodes=4) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        infos = sampler.evaluate_agent(0)
+        assert [info.Length for info in infos] == [7] * 4
+        assert sampler.stats().cut_episodes == 1
+
+
+def test_too_many_renewals_are_an_error_that_lists_them(tmp_path: Path) -> None:
+    class Bad(Played):
+        def step(self, action: Any) -> Any:
+            self.ask({"fault": "exit"})
+
+    with sampler_of(ParallelSampler, partial(Bad, str(tmp_path)), **RENEW, max_renewals=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        with pytest.raises(
+            WorkerError, match=r"3 renewals of env_rank \d in 60 s: max_renewals=2 are used up"
+        ) as caught:
+            sampler.obtain_samples(0)
+        assert isinstance(caught.value.__cause__, GameError)
+        assert str(caught.value.__cause__).count("ended with exit code 7") == 3
+        assert "| the fault is exit" in str(caught.value.__cause__)
+
+
+def test_errors_of_other_libraries(tmp_path: Path) -> None:
+    class Library(CountingEnv):
+        def step(self, action: Any) -> Any:
+            if not (marker := tmp_path / "raised").exists():
+                marker.touch()
+                raise ConnectionError("the engine is gone")
+            return super().step(action)
+
+    with sampler_of(SerialSampler, Library, **RENEW, renew_on=(ConnectionError,)) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        samples, _ = sampler.obtain_samples(0)
+        assert int((~samples.env.valid).sum()) == 1
+        assert "1 environments built again, 1 episodes cut" in repr(sampler.stats())
+
+
+def test_a_restart_of_the_worker_is_the_other_policy(tmp_path: Path) -> None:
+    found, stats = run(
+        ParallelSampler, tmp_path, {1: (5, "exit")}, on_game_failure="raise", on_worker_failure="restart"
+    )
+    assert (stats.renewals, stats.restarts) == (0, 1)
+    assert all(batch.env.valid.all() for batch in batches_of(found))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"on_game_failure": "restart"}, "on_game_failure must be one of raise, renew"),
+        ({**RENEW, "collector_cls": VectorEnvCollector}, "needs single environments"),
+        ({**RENEW, "renew_on": (Exception,)}, "renew_on=Exception includes errors that a new game does not cure"),
+        ({**RENEW, "renew_on": ("x",)}, "renew_on must be a tuple of exception classes"),
+        ({"renew_on": (OSError,)}, 'renew_on needs on_game_failure="renew"'),
+        ({**RENEW, "max_renewals": -1}, "max_renewals must be an integer"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        sampler_of(SerialSampler, **options)
