@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,9 @@ from penstock import RandomAgent, SerialSampler
 from penstock.cluster import RaySampler
 
 SHARES = (1.0, 0.99, 0.95, 0.9)
+#: MB that a shard sends for each batch: CartPole with [128, 32], and images of 84 x 84 x 4 with [64, 16].
+SIZES = {"CartPole": 0.18, "images": 28.9}
+LEARNERS = 0.7  # the share of the ideal rate that the plan with several learners must keep
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,14 @@ class Constants:
     slow_share: float = 0.01  #: of the nodes
     slow_factor: float = 3.0
     losses_per_hour: float = 0.05  #: of each node
+    megabytes: float = 0.0  #: of a shard's part of a batch, which comes through the network and is copied once
+    network: float = 1.25e9  #: bytes each second that the driver's machine receives: 10 Gb/s
+    copies: float = 4e9  #: bytes each second that one thread copies
+
+    @property
+    def reply(self) -> float:
+        """Seconds of the driver for each reply."""
+        return self.call + self.megabytes * 2**20 * (1 / self.network + 1 / self.copies)
 
 
 def share_of_ideal(n: int, min_ready: float, constants: Constants, n_batches: int = 400, seed: int = 0) -> float:
@@ -49,9 +60,9 @@ def share_of_ideal(n: int, min_ready: float, constants: Constants, n_batches: in
         is_lost = rng.random(n) < constants.losses_per_hour / 3600 * work
         finish = begin + work + is_lost * (constants.rebuild + rng.random(n) * work)
         order = np.argsort(finish)
-        # The driver handles one reply after another, in `call` seconds each.
-        calls = constants.call * np.arange(n)
-        handled = np.maximum.accumulate(finish[order] - calls) + calls + constants.call
+        # The driver handles one reply after another.
+        replies = constants.reply * np.arange(n)
+        handled = np.maximum.accumulate(finish[order] - replies) + replies + constants.reply
         now = handled[wanted - 1]
         free = np.where(finish > now, finish, now)
     return float(n_batches * wanted * constants.batch / (n * now))
@@ -90,5 +101,27 @@ def simulate(most: int) -> dict[str, Any]:
         row = {share: share_of_ideal(n, share, constants) for share in SHARES}
         found["share"][n] = row
         table.add_row(str(n), *(f"{value:.2f}" for value in row.values()))
+    Console(width=120).print(table)
+    found["bytes"] = simulate_bytes(constants, list(found["share"]))
+    return found
+
+
+def simulate_bytes(constants: Constants, counts: list[int]) -> dict[str, dict[int, float]]:
+    """The table with the bytes that come into the one driver, with `min_ready=0.95`; and into each of several learners,
+    which are ranks of torch.distributed on machines of their own, with shards of their own. What the learners send each
+    other is left out."""
+    table = Table(title="Share of the ideal rate with min_ready=0.95 and the bytes of the samples")
+    for heading in ("shards", *SIZES, f"images, learners for {LEARNERS:g}"):
+        table.add_column(heading, justify="right")
+    found: dict[str, dict[int, float]] = {name: {} for name in (*SIZES, "learners")}
+    for n in counts:
+        for name, megabytes in SIZES.items():
+            found[name][n] = share_of_ideal(n, 0.95, replace(constants, megabytes=megabytes))
+        images = replace(constants, megabytes=SIZES["images"])
+        found["learners"][n] = next(
+            k for k in range(1, n + 1) if share_of_ideal(-(-n // k), 0.95, images) >= LEARNERS or k == n
+        )
+        row = [f"{found[name][n]:.2f}" for name in SIZES]
+        table.add_row(str(n), *row, f"{found['learners'][n]} of {-(-n // found['learners'][n])} shards")
     Console(width=120).print(table)
     return found

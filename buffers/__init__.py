@@ -11,7 +11,7 @@ from penstock.buffers.samples import (
     SamplesBuffer,
     SampleSpec,
 )
-from penstock.buffers.shared import ArraySpec, NamedMemory, SharedBlock
+from penstock.buffers.shared import ArraySpec, NamedMemory
 
 __all__ = [
     "AgentSamples",
@@ -25,7 +25,6 @@ __all__ = [
     "SampleSpec",
     "Samples",
     "SamplesBuffer",
-    "SharedBlock",
     "TrajectoryRecords",
     "as_named",
 ]

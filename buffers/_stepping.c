@@ -1,7 +1,12 @@
-/* One time step of all environments of a worker. native.py says what the function does. */
+/* One time step of all environments of a worker, and the result of a game's. native.py says what the functions do. */
 
 #define PY_SSIZE_T_CLEAN
+#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
+#define NO_IMPORT_ARRAY
+#define PY_ARRAY_UNIQUE_SYMBOL penstock_numpy /* _native.c imports it */
 #include <Python.h>
+#include <numpy/arrayobject.h>
+#include <numpy/arrayscalars.h>
 
 #include <stdint.h>
 #include <string.h>
@@ -165,4 +170,85 @@ PyObject *penstock_step_ordinary(PyObject *Py_UNUSED(module), Arguments argument
     }
     PyBuffer_Release(&words);
     return result;
+}
+
+/* ---- games ------------------------------------------------------------------------------------- */
+
+/* Whether the keys of `dict`, or the items of a list, are `agents`, in this order: the same objects, or equal texts. */
+static int is_text(PyObject *one, PyObject *other) {
+    return PyUnicode_CheckExact(one) && PyUnicode_CheckExact(other) && PyUnicode_Compare(one, other) == 0;
+}
+
+static int has_agents(PyObject *found, PyObject *agents) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0, n = PyList_GET_SIZE(agents);
+    int is_list = PyList_CheckExact(found);
+    if ((is_list ? PyList_GET_SIZE(found) : PyDict_GET_SIZE(found)) != n) {
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (is_list) {
+            key = PyList_GET_ITEM(found, i);
+        } else {
+            PyDict_Next(found, &position, &key, &value);
+        }
+        if (key != PyList_GET_ITEM(agents, i) && !is_text(key, PyList_GET_ITEM(agents, i))) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Whether `dict` has `n` flags, and each is False of Python or numpy. */
+static int are_false(PyObject *dict, Py_ssize_t n) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(dict, &position, &key, &value)) {
+        if (value != Py_False && value != PyArrayScalar_False) {
+            return 0;
+        }
+    }
+    return PyDict_GET_SIZE(dict) == n;
+}
+
+/* Put the values of `dict` into `list` from index `first` on. */
+static void put_values(PyObject *list, Py_ssize_t first, PyObject *dict) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(dict, &position, &key, &value)) {
+        PyObject *old = PyList_GET_ITEM(list, first);
+        PyList_SET_ITEM(list, first++, Py_NewRef(value));
+        Py_DECREF(old);
+    }
+}
+
+PyObject *penstock_game_goes_on(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    Py_ssize_t first;
+    if (n != 6) {
+        return PyErr_Format(PyExc_TypeError, "expected 6 arguments, got %zd", n);
+    }
+    PyObject *result = arguments[0], *living = arguments[1], *listed = arguments[2], *lists[] = {arguments[3], arguments[4]};
+    if (!PyList_CheckExact(living) || !PyList_CheckExact(lists[0]) || !PyList_CheckExact(lists[1])) {
+        return PyErr_Format(PyExc_TypeError, "living, observations and rewards must be lists");
+    }
+    if (!read_index(arguments[5], &first)) {
+        return NULL;
+    }
+    int is_ordinary = PyTuple_CheckExact(result) && PyTuple_GET_SIZE(result) == 5 && PyList_CheckExact(listed);
+    for (Py_ssize_t i = 0; is_ordinary && i < 5; i++) {
+        is_ordinary = PyDict_Check(PyTuple_GET_ITEM(result, i)); /* also a defaultdict */
+    }
+    Py_ssize_t n_agents = PyList_GET_SIZE(living);
+    if (!is_ordinary || !has_agents(listed, living) || !has_agents(PyTuple_GET_ITEM(result, 0), living) ||
+        !has_agents(PyTuple_GET_ITEM(result, 1), living) || !are_false(PyTuple_GET_ITEM(result, 2), n_agents) ||
+        !are_false(PyTuple_GET_ITEM(result, 3), n_agents)) {
+        Py_RETURN_FALSE;
+    }
+    for (int i = 0; first >= 0 && i < 2; i++) {
+        if (first + n_agents > PyList_GET_SIZE(lists[i])) {
+            return PyErr_Format(PyExc_IndexError, "there are no columns for %zd agents from %zd on", n_agents, first);
+        }
+        put_values(lists[i], first, PyTuple_GET_ITEM(result, i));
+    }
+    Py_RETURN_TRUE;
 }

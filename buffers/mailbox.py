@@ -17,14 +17,14 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self._file = anonymous_file("penstock-mailbox")
+        self.file = anonymous_file("penstock-mailbox")  #: close it to close the mailbox
 
     def post(self, message: bytes) -> None:
         """Main process: replace the message."""
-        os.ftruncate(self._file.fd, 0)
+        os.ftruncate(self.file.fd, 0)
         written = 0
         while written < len(message):
-            written += os.pwrite(self._file.fd, message[written:], written)
+            written += os.pwrite(self.file.fd, message[written:], written)
 
     def post_parts(self, parts: Sequence[bytes]) -> list[slice]:
         """Main process: replace the message by `parts`, one behind the other. Returns the slice of each."""
@@ -34,12 +34,9 @@ class Mailbox:
 
     def read(self, part: slice | None = None) -> bytes:
         """Worker: the message, or one part of it."""
-        at, end = (0, os.fstat(self._file.fd).st_size) if part is None else (part.start, part.stop)
+        at, end = (0, os.fstat(self.file.fd).st_size) if part is None else (part.start, part.stop)
         chunks = []
-        while at < end and (chunk := os.pread(self._file.fd, end - at, at)):
+        while at < end and (chunk := os.pread(self.file.fd, end - at, at)):
             chunks.append(chunk)
             at += len(chunk)
         return b"".join(chunks)
-
-    def close(self) -> None:
-        self._file.close()

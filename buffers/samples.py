@@ -88,7 +88,7 @@ class EnvSamples(_StepFields):
     done: Tensor  #: bool, terminated or truncated
     prev_done: Tensor  #: bool, `done` one valid step earlier; in row 0, True where an episode starts
     #: bool, False where the environment waited for a reset (`WaitResetCollector`) or was only reset (a batched one in
-    #: the mode NEXT_STEP), or a seat was idle
+    #: the mode NEXT_STEP), or a seat was idle, or has made fewer decisions than there are rows
     valid: Tensor
     env_info: NamedArrays  #: the chosen entries of `info`; field `_name` is True where the environment returned `name`
     extra: NamedArrays  #: what the collector has written: the fields that its class declares in `extra_fields`

@@ -28,58 +28,6 @@ _MAP_FIXED = 0x10  # of Linux and macOS; Python's module lacks it
 _ALIGNMENT = 128  # bytes. Processors load two cache lines of 64 bytes together: no two arrays share such a pair
 
 
-class SharedBlock:
-    """`nbytes` of zeroed memory that this process shares with the workers that it starts.
-
-    Raises `ConfigError`, with the needed and the free size, if there is not enough memory.
-    """
-
-    def __init__(self, nbytes: int, purpose: str = "a shared block") -> None:
-        self.nbytes = max(1, nbytes)
-        check_memory(self.nbytes, purpose)
-        self._descriptor = anonymous_file("penstock")
-        try:
-            # Take the pages now. ftruncate alone succeeds beyond the limit, and the first write is then a SIGBUS.
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._descriptor.fd, 0, self.nbytes)
-            else:  # macOS
-                os.ftruncate(self._descriptor.fd, self.nbytes)
-            self._buffer = _map(self._descriptor.fd, self.nbytes)
-        except OSError as error:  # the memory is used up, or RLIMIT_AS is reached
-            self._descriptor.close()
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # not memory, but descriptors are missing
-                raise
-            raise ConfigError(
-                f"{purpose} needs {self.nbytes:,} bytes of shared memory: {error.strerror}. Lower batch_T or batch_B, "
-                "or raise the limit (ulimit -v)"
-            ) from error
-        shared_mappings.add(self)
-
-    def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """A numpy view of the block. The memory is freed with its last view."""
-        count = math.prod(shape)
-        if count == 0:  # numpy.frombuffer refuses an empty view
-            return np.zeros(shape, dtype)
-        return np.frombuffer(self._buffer, np.dtype(dtype), count, offset).reshape(shape)
-
-    def close(self) -> None:
-        """Close the descriptor. Then no other child can get the block, but views stay valid."""
-        shared_mappings.discard(self)
-        self._descriptor.close()
-
-    def make_private(self) -> None:
-        """In a fork of a worker: what it writes from now on, no other process sees. Views stay valid."""
-        make_private(self._buffer, self.nbytes, self._descriptor.fd)
-
-    def __getstate__(self) -> tuple[int, InheritedFd]:
-        return self.nbytes, self._descriptor
-
-    def __setstate__(self, state: tuple[int, InheritedFd]) -> None:
-        self.nbytes, self._descriptor = state
-        self._buffer = _map(self._descriptor.fd, self.nbytes)
-        shared_mappings.add(self)
-
-
 #: What this process shares with others. Each has a method `make_private`.
 shared_mappings: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -93,12 +41,6 @@ def make_private(buffer: mmap.mmap, nbytes: int, fd: int) -> None:
     where, size = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
     if map_memory(where, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, ctypes.c_long(0)) != address:
         raise OSError(ctypes.get_errno(), "shared memory cannot be made private")
-
-
-def _map(fd: int, nbytes: int) -> mmap.mmap:
-    if sys.version_info >= (3, 13):
-        return mmap.mmap(fd, nbytes, trackfd=False)
-    return mmap.mmap(fd, nbytes)  # keeps a duplicate of the descriptor as long as the mapping lives
 
 
 @dataclass(frozen=True)
@@ -122,55 +64,87 @@ class ArraySpec:
 
 
 class NamedMemory:
-    """Zeroed arrays in the structure of `specs`: in one shared block, or private to this process.
+    """Zeroed arrays in the structure of `specs`: in shared memory, or private to this process.
 
-    The system frees a shared block when no process has it any more: `close` closes this process's descriptor, and the
+    The system frees shared memory when no process has it any more: `close` closes this process's descriptor, and the
     last view of the arrays must go. `arrays` is the `NamedArrays` of numpy views. The object can be pickled only while
     a worker is started. The worker then gets the descriptor and the layout, and maps the same memory.
+
+    Raises `ConfigError`, with the needed and the free size, if there is not enough memory.
     """
 
-    def __init__(self, specs: NamedArrays, *, shared: bool, purpose: str) -> None:
-        self._nbytes = 0  # _place adds up the bytes
-        self._layout = specs.map(self._place)
-        self._block = SharedBlock(self._nbytes, purpose) if shared else None
-        if self._block is None:
-            # np.zeros succeeds even without enough memory, and the system kills the process later.
-            check_memory(self._nbytes, purpose)
-            self.arrays = specs.map(lambda spec: np.zeros(spec.shape, spec.dtype))
-        else:
-            self.arrays = self._views(self._block)
+    _descriptor: InheritedFd | None = None  #: of shared memory
 
-    @property
-    def nbytes(self) -> int:
-        """The size of all arrays in bytes, with the gaps between them."""
-        return self._nbytes
+    def __init__(self, specs: NamedArrays, *, shared: bool, purpose: str) -> None:
+        self.nbytes = 0  #: the size of all arrays in bytes, with the gaps between them; _place adds them up
+        self._layout = specs.map(self._place)
+        # np.zeros succeeds even without enough memory, and the system kills the process later.
+        check_memory(self.nbytes, purpose)
+        if not shared:
+            self.arrays = specs.map(lambda spec: np.zeros(spec.shape, spec.dtype))
+            return
+        self._descriptor = anonymous_file("penstock")
+        try:
+            # Take the pages now. ftruncate alone succeeds beyond the limit, and the first write is then a SIGBUS.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._descriptor.fd, 0, max(1, self.nbytes))
+            else:  # macOS
+                os.ftruncate(self._descriptor.fd, max(1, self.nbytes))
+            self._map(self._descriptor.fd)
+        except OSError as error:  # the memory is used up, or RLIMIT_AS is reached
+            self._descriptor.close()
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # not memory, but descriptors are missing
+                raise
+            raise ConfigError(
+                f"{purpose} needs {self.nbytes:,} bytes of shared memory: {error.strerror}. Lower batch_T or batch_B, "
+                "or raise the limit (ulimit -v)"
+            ) from error
+
+    def _place(self, spec: ArraySpec) -> ArraySpec:
+        offset = -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = offset + spec.nbytes
+        return ArraySpec(spec.shape, spec.dtype, offset)
+
+    def _map(self, fd: int) -> None:
+        # Before Python 3.13, the mapping keeps a duplicate of the descriptor as long as it lives.
+        options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+        self._buffer = mmap.mmap(fd, max(1, self.nbytes), **options)
+
+        def view(spec: ArraySpec) -> npt.NDArray[Any]:
+            count = math.prod(spec.shape)
+            if count == 0:  # numpy.frombuffer refuses an empty view
+                return np.zeros(spec.shape, spec.dtype)
+            return np.frombuffer(self._buffer, spec.dtype, count, spec.offset).reshape(spec.shape)
+
+        self.arrays = self._layout.map(view)
+        shared_mappings.add(self)
 
     @property
     def whole(self) -> npt.NDArray[np.uint8]:
-        """The whole shared block as bytes."""
-        if self._block is None:
-            raise TypeError("these arrays are private to this process: allocate them with shared=True")
-        return self._block.array(0, (self._nbytes,), np.uint8)
+        """All bytes of the shared memory."""
+        if self._descriptor is None:
+            raise self._not_shared()
+        return np.frombuffer(self._buffer, np.uint8, self.nbytes)
 
     def close(self) -> None:
         """Close the descriptor. The arrays stay valid as long as anything refers to them."""
-        if self._block is not None:
-            self._block.close()
+        if self._descriptor is not None:
+            shared_mappings.discard(self)
+            self._descriptor.close()
 
-    def _place(self, spec: ArraySpec) -> ArraySpec:
-        offset = -(-self._nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._nbytes = offset + spec.nbytes
-        return ArraySpec(spec.shape, spec.dtype, offset)
+    def make_private(self) -> None:
+        """In a fork of a worker: what it writes from now on, no other process sees. Views stay valid."""
+        assert self._descriptor is not None
+        make_private(self._buffer, max(1, self.nbytes), self._descriptor.fd)
 
-    def _views(self, block: SharedBlock) -> NamedArrays:
-        return self._layout.map(lambda spec: block.array(spec.offset, spec.shape, spec.dtype))
+    def _not_shared(self) -> TypeError:
+        return TypeError("these arrays are private to this process: allocate them with shared=True")
 
-    def __getstate__(self) -> tuple[int, NamedArrays, SharedBlock]:
-        if self._block is None:
-            raise TypeError("these arrays are private to this process: allocate them with shared=True")
-        return self._nbytes, self._layout, self._block
+    def __getstate__(self) -> tuple[int, NamedArrays, InheritedFd]:
+        if self._descriptor is None:
+            raise self._not_shared()
+        return self.nbytes, self._layout, self._descriptor
 
-    def __setstate__(self, state: tuple[int, NamedArrays, SharedBlock]) -> None:
-        self._nbytes, self._layout, block = state
-        self._block = block
-        self.arrays = self._views(block)
+    def __setstate__(self, state: tuple[int, NamedArrays, InheritedFd]) -> None:
+        self.nbytes, self._layout, self._descriptor = state
+        self._map(self._descriptor.fd)

@@ -30,6 +30,7 @@ from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.sampler import EVALUATION, Sampler
 from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.stats import SamplerStats, WorkerStats
+from penstock.workers.call_guard import GuardedCall
 from penstock.workers.plan import Affinity, split
 
 if TYPE_CHECKING:
@@ -185,6 +186,8 @@ class RaySampler(Sampler):
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> ShardPool:
         config, program = self.config, allocation.program
+        if program.seating is not None and program.seating.in_turns:
+            raise ConfigError("a RaySampler cannot sample games in turns yet: use a ParallelSampler or an AsyncSampler")
         if program.seating is not None and (not program.seating.is_shared or config.eval_max_trajectories):
             raise ConfigError(
                 "a RaySampler of environments with several agents takes one agent for all of them, and counts the "
@@ -250,13 +253,13 @@ class RaySampler(Sampler):
         return self._pieces(itr, max_in_flight, max_staleness)
 
     def _pieces(self, itr: int, max_in_flight: int, max_staleness: int | None) -> Iterator[Piece]:
-        with self._guard.call("stream", SamplerState.READY):
+        with GuardedCall(self._guard, "stream", SamplerState.READY):
             pool = self._shard_pool("stream")
             stream = Stream(pool, max_in_flight, max_staleness, itr)
             self._guard.state = SamplerState.STREAMING
         try:
             while True:
-                with self._guard.call("stream", SamplerState.STREAMING):
+                with GuardedCall(self._guard, "stream", SamplerState.STREAMING):
                     piece = self._next_piece(pool, stream)
                 yield piece
         finally:

@@ -136,8 +136,13 @@ def require_flags(mask: ActionMask, observation: object, envs: EnvBatch) -> None
     """Raise `SpaceError` with the env_rank if a mask in `observation` `[B, ...]` has other numbers than 0 and 1."""
     for column in np.flatnonzero(mask.has_others(observation)).tolist():
         if column not in envs.parked:
-            problem = "must be 1 where an action is legal and 0 elsewhere, but has other numbers"
-            raise envs.with_env_rank(column, ColumnError(column, "the action mask", problem))
+            raise not_flags(envs, column)
+
+
+def not_flags(envs: EnvBatch, column: int) -> SpaceError:
+    """The error for a mask with other numbers than 0 and 1."""
+    problem = "must be 1 where an action is legal and 0 elsewhere, but has other numbers"
+    return envs.with_env_rank(column, ColumnError(column, "the action mask", problem))
 
 
 def no_legal_action(envs: EnvBatch, column: int) -> SpaceError:

@@ -12,6 +12,7 @@ from typing import Any
 
 import gymnasium as gym
 
+from penstock.buffers.native import game_goes_on
 from penstock.buffers.tree import map_tree
 from penstock.collectors.action_checks import NO_CHECKS, Checks
 from penstock.collectors.columns import ListedColumns
@@ -193,42 +194,29 @@ class Games:
             columns, first, end = whole
             given = dict(zip(living, columns.actions[first:end], strict=True))
         else:
-            given = {}
+            given, first = {}, -1  # the columns are not neighbours
             for agent in living:
                 columns, column = places[agent]
                 given[agent] = columns.actions[column]
         before = self._before(e, given) if self._is_watched else None
         result = env.step(given)
+        watched = self._is_watched or self._ghosts[e]
+        if not watched and game_goes_on(result, living, raw.agents, columns.observations, columns.rewards, first):
+            if whole is None:
+                observations, rewards, *_ = result
+                for agent in living:
+                    columns, column = places[agent]
+                    columns.observations[column], columns.rewards[column] = observations[agent], rewards[agent]
+            self.infos[e] = result[4]
+            return
         if result.__class__ is not tuple or len(result) != 5:
             result = step_values(result, env_rank)
-        observations, rewards, terminated, truncated, infos = result
-        are_dicts = observations.__class__ is rewards.__class__ is infos.__class__ is dict
-        if not ((are_dicts and terminated.__class__ is truncated.__class__ is dict) or are_by_agent(result, 5)):
+        if not are_by_agent(result, 5):
             raise SpaceError(
                 f"env.step of env_rank {env_rank} must return five dicts by agent (observations, rewards, "
                 f"terminations, truncations, infos), got {brief(result)}"
             )
-        self.infos[e] = infos
-        flags = [*terminated.values(), *truncated.values()]
-        try:
-            n_unset = flags.count(False)
-        except ValueError:  # one is an array of several numbers, which is refused later
-            n_unset = -1
-        # The ordinary step: the same agents, all dicts in their order, no flag set.
-        if (
-            before is None
-            and not self._ghosts[e]
-            and n_unset == len(flags) == 2 * len(living)
-            and raw.agents == living == list(observations) == list(rewards)
-        ):
-            if whole is not None:
-                columns.observations[first:end] = observations.values()
-                columns.rewards[first:end] = rewards.values()
-            else:
-                for agent in living:
-                    columns, column = places[agent]
-                    columns.observations[column], columns.rewards[column] = observations[agent], rewards[agent]
-            return
+        self.infos[e] = result[4]
         self._settle(e, before, *result)
 
     def _before(self, e: int, given: Mapping[AgentId, Any]) -> dict[AgentId, tuple[Any, Any]]:

@@ -60,12 +60,12 @@ class Desk(Collector):
             self.progress.at_env(self._who)
         super().act(t)
         envs, self._t = self.envs, t
-        if parked := envs.parked:
-            samples = self.samples
-            samples.action_rows[t + 1][parked] = 0
-            self.prev_action[parked] = 0
+        if envs.parked:
+            row, given = self.samples.action_rows[t + 1], self.prev_action
+            for column in envs.parked:  # cell by cell: an index of several takes numpy longer
+                row[column] = given[column] = 0
             if self._has_agent_info:
-                samples.agent_info[t, parked] = 0
+                self.samples.agent_info[t, envs.parked] = 0
         envs.actions = envs.split_actions(self.prev_action)
 
     def record_step(self, t: int) -> None:

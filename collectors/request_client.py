@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,9 @@ class RemoteAgent(Agent):
 
     _request: Callable[[int], None]
     _progress: Progress
-    # Whether this process has offered inputs. A replacement has not: it must not take the actions of the worker before.
-    _has_offered = False
+    # Whether the next `step` is for selected columns, or may already have its reply, since this process has offered
+    # inputs. A replacement has not: it must not take the actions of the worker before.
+    _is_special = False
 
     def __init__(self, agent: Agent, *, offers_inputs: bool = False) -> None:
         """Keep what collectors use of `agent`. `offers_inputs`: whether the server acts before it wakes the workers."""
@@ -48,7 +49,7 @@ class RemoteAgent(Agent):
         self._row, self._progress, self._request = row, progress, request
         # Looked up once, because a look-up by name takes as long as writing the field.
         self._inputs = row.observation, row.prev_action, row.prev_reward
-        self._reset, self._reply = row.reset, AgentStep(row.action, row.agent_info)
+        self._reset, self._asked, self._reply = row.reset, row.asked, AgentStep(row.action, row.agent_info)
         self.reset()
 
     def reset(self) -> None:
@@ -65,8 +66,10 @@ class RemoteAgent(Agent):
         self._reset[column] = state["reset"]
 
     def step(self, observation: object, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        if self._has_offered:
-            self._has_offered = False
+        if self._is_special:
+            self._is_special = False
+            if self.selected is not None:
+                return self._step_of(self.selected, (observation, prev_action, prev_reward))
             if self._progress.has_first_actions:
                 return self._reply
         inputs = self._inputs
@@ -74,12 +77,25 @@ class RemoteAgent(Agent):
         self._request(Request.STEP)
         return self._reply
 
+    def select(self, columns: npt.NDArray[np.intp] | None) -> None:
+        """Where agents take turns, `step` is for these columns only."""
+        self.selected, self._is_special = columns, columns is not None
+
+    def _step_of(self, columns: npt.NDArray[np.intp], inputs: Sequence[Any]) -> AgentStep:
+        self._asked[...] = False
+        self._asked[columns] = True
+        for own, values in zip(self._inputs, inputs, strict=True):
+            own[columns] = values
+        self._request(Request.STEP)
+        action, agent_info = self._reply
+        return AgentStep(action[columns], agent_info[columns])
+
     def offer(self, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> None:
         """At the end of a batch: if the next command collects a batch, its first `step` will get these inputs, and the
         last observations of this batch. The server may act on them before it wakes the workers."""
         self._inputs[1][...], self._inputs[2][...] = prev_action, prev_reward
         self._progress.offer_inputs()
-        self._has_offered = True
+        self._is_special = True
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
         inputs = self._inputs

@@ -49,9 +49,12 @@ class Tracker(ABC):
         return True
 
     @abstractmethod
-    def end_rows(self, reward: Rows, done: Rows, first_t: int = 0, valid: Rows | None = None) -> int:
+    def end_rows(
+        self, reward: Rows, done: Rows, first_t: int = 0, valid: Rows | None = None, times: Rows | None = None
+    ) -> int:
         """Rows `[n, B]` are complete: send the trajectories that finished in them. Returns how many. Cells that are not
-        `valid` `[n, B]` belong to no trajectory; None: all are."""
+        `valid` `[n, B]` belong to no trajectory; None: all are. `times` `[n, B]` are the time steps of the cells; None:
+        their rows, counted from `first_t`."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -134,7 +137,9 @@ class BatchTracker(Tracker):
     def load_column_state(self, column: int, state: Any) -> None:
         self._running[column] = state
 
-    def end_rows(self, reward: Rows, done: Rows, first_t: int = 0, valid: Rows | None = None) -> int:
+    def end_rows(
+        self, reward: Rows, done: Rows, first_t: int = 0, valid: Rows | None = None, times: Rows | None = None
+    ) -> int:
         if self._cuts:
             done, valid = done.copy(), np.ones_like(done) if valid is None else valid.copy()
             for column, rows in self._cuts:
@@ -149,60 +154,29 @@ class BatchTracker(Tracker):
         if n == 0:
             return 0
         records = self._records[:n].copy() if n > 0 else self._sum_episodes(reward, done, first_t, valid)
+        if times is not None:
+            columns = np.searchsorted(self._env_ranks[0], records["env_rank"])
+            records["t"] = times[records["t"] - first_t, columns] + first_t
         if len(records):
             self._put(records)
         return len(records)
 
     def _sum_episodes(self, reward: Rows, done: Rows, first_t: int, valid: Rows | None) -> npt.NDArray[Any]:
-        """As the compiled `sum_episodes`, with numpy.
-
-        The columns are joined to one array and cut into segments: one per episode and column, and one for each cell
-        that is not valid. `bincount` adds up each segment in order.
-        """
-        n_rows = len(reward)
-        if not n_rows:  # an evaluation of several agents has ended with its last rows
-            return np.empty(0, RECORD)
-        rewards, is_done = reward.T.astype(np.float64).ravel(), done.T.ravel()
-        is_idle = np.zeros_like(is_done) if valid is None else ~valid.T.ravel()
-        is_end = is_done | is_idle
-        is_end[n_rows - 1 :: n_rows] = True
-        segment = np.cumsum(is_end) - is_end  # the index of each cell's segment
-        first, last = segment[::n_rows], segment[n_rows - 1 :: n_rows]  # of each column
-        ends = np.flatnonzero(is_end)
-
-        def summed(running: npt.NDArray[Any], values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return np.bincount(np.append(first, segment), np.append(running, values))
-
-        weights = self._weights(segment, n_rows)
-        terms = (~is_idle, rewards, rewards != 0, rewards * weights)
-        figures = np.array([summed(self._running[:, i], values) for i, values in enumerate(terms)])
-        goes_on = ~(is_done | is_idle)[n_rows - 1 :: n_rows]
-        self._running[:, :-1] = np.where(goes_on, figures[:, last], 0.0).T
-        self._running[:, -1] = np.where(goes_on, weights[n_rows - 1 :: n_rows] * self._discount, 1.0)
-
-        finished = is_done[ends]
-        column, row = np.divmod(ends[finished], n_rows)
-        records = np.empty(len(row), RECORD)
-        records["t"], records["env_rank"] = row + first_t, self._env_ranks[0, column]
-        for name, figure in zip(FIGURES, figures[:, finished], strict=True):
-            records[name] = figure
-        return records
-
-    def _weights(self, segment: npt.NDArray[Any], n_rows: int) -> npt.NDArray[Any]:
-        """The weight of each cell's reward, multiplied up step by step."""
-        if self._discount == 1.0:
-            return np.ones(len(segment))
-        # carried: the weights of trajectories that began before these rows.
-        carried = np.full((len(self._running), n_rows), self._discount)
-        carried[:, 0] = self._running[:, -1]
-        # new: the weights of step 0, 1, ... of a trajectory that begins here.
-        new = np.full(n_rows, self._discount)
-        new[0] = 1.0
-        carried, new = np.multiply.accumulate(carried, axis=1), np.multiply.accumulate(new)
-        starts = np.flatnonzero(np.diff(segment, prepend=-1))
-        numbers = np.arange(len(segment)) - starts[segment]
-        is_first = segment == np.repeat(segment[::n_rows], n_rows)
-        return np.where(is_first, carried.ravel(), new[numbers])
+        """As the compiled `sum_episodes`, with numpy: row by row."""
+        running, found = self._running, []
+        for t, numbers in enumerate(reward.astype(np.float64)):
+            counts = np.ones_like(done[t]) if valid is None else valid[t]
+            terms = np.stack([np.ones_like(numbers), numbers, numbers != 0, numbers * running[:, -1]], 1)
+            running[counts, :-1] += terms[counts]
+            running[counts, -1] *= self._discount
+            ended = np.flatnonzero(counts & done[t])
+            records = np.empty(len(ended), RECORD)
+            records["t"], records["env_rank"] = t + first_t, self._env_ranks[0, ended]
+            for name, figures in zip(FIGURES, running[ended].T, strict=False):  # the last one is the weight
+                records[name] = figures
+            running[ended, :-1], running[ended, -1] = 0, 1
+            found.append(records)
+        return np.concatenate(found) if found else np.empty(0, RECORD)
 
 
 class ObjectTracker(Tracker):
@@ -269,7 +243,9 @@ class ObjectTracker(Tracker):
         self._running[column] = self._cls(**self._kwargs)
         return True
 
-    def end_rows(self, reward: Rows, done: Rows, first_t: int = 0, valid: Rows | None = None) -> int:
+    def end_rows(
+        self, reward: Rows, done: Rows, first_t: int = 0, valid: Rows | None = None, times: Rows | None = None
+    ) -> int:
         finished, self._finished = self._finished, []
         if finished:
             self._put(finished)

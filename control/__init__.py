@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.control.actor_worker import ActorWorker
     from penstock.control.experiment import Actors, Experiment, Policies, Run, Training
     from penstock.control.keys import Connection
+    from penstock.control.launch_ray import RayConnection
     from penstock.control.metric_sinks import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
     from penstock.control.panel import ControlPanel, Response
     from penstock.control.pieces import Batch
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from penstock.control.statuses import Status
     from penstock.control.streams import InferenceClient, InferenceInbox, SampleConsumer, SampleProducer
     from penstock.control.trainer_worker import Trainer, TrainerWorker
-    from penstock.control.wire_ray import RayConnection
     from penstock.control.worker import PollResult, Worker
 
 __all__ = [
@@ -57,7 +57,6 @@ __all__ = [
 ]
 
 _SOCKETS = ("zmq", "msgpack")
-_RAY = ("ray",)
 
 # Where each public name is defined, and the libraries that it needs.
 _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -76,7 +75,7 @@ _PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
     "PolicyWorker": ("policy_worker", ()),
     "PollResult": ("worker", ()),
     "Prometheus": ("metric_sinks", ()),
-    "RayConnection": ("wire_ray", _RAY),
+    "RayConnection": ("launch_ray", (*_SOCKETS, "ray")),
     "Response": ("panel", ()),
     "RpcClient": ("remote", _SOCKETS),
     "RpcServer": ("remote", _SOCKETS),

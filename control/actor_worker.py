@@ -21,6 +21,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.samplers import Sampler
 
 _PUT_SECONDS = 0.2  # how long a poll waits for a consumer
+_ANSWER_SECONDS = 600.0  # how long it waits for a policy worker, which may be silent or be started again
 
 
 class ActorWorker(Worker):
@@ -40,8 +41,11 @@ class ActorWorker(Worker):
         parameters: name under which the trainer publishes the parameters.
         samples: name of the sample stream.
         routing: of the sample stream; see `SampleProducer`.
+        credit: how many pieces of this actor may be under way. It samples the next one when there is room for it.
         bootstrap_value: as in `sampler.initialize`.
         generation: how often this actor was restarted. Each generation has other random streams.
+
+    The `itr` of a batch is the number of the version that acts, minus 1. So schedules go on after a restart.
     """
 
     def __init__(
@@ -55,33 +59,45 @@ class ActorWorker(Worker):
         parameters: str = "policy",
         samples: str = "train",
         routing: Routing = "any",
+        credit: int = 3,
         bootstrap_value: bool = True,
         generation: int = 0,
     ) -> None:
         self._make_sampler, self._plan, self._rank, self._world_size = make_sampler, plan, rank, world_size
         self._inference, self._policy, self._stream, self._routing = inference, parameters, samples, routing
-        self._bootstrap_value, self._generation = bootstrap_value, generation
+        self._credit, self._bootstrap_value, self._generation = credit, bootstrap_value, generation
         self._sampler: Sampler | None = None
         self._client: InferenceClient | None = None
         self._piece: dict[str, Any] | None = None  # a piece that no consumer has had room for yet
-        self._itr = self._version = self._n_truncated = 0
+        self._version, self._n_truncated = (0, 0), 0
 
     def _configure(self) -> None:
-        self._parameters = ParameterClient(self.wire, self.names, self._policy)
-        self._producer = SampleProducer(
-            self.wire, self.names, self._stream, routing=self._routing, name=self.name, credit=2
-        )
         self._agent: Agent
         if self._inference is None:
+            self._parameters = ParameterClient(self.wire, self.names, self._policy)
             self._agent = self._plan.agent()
+            self._agent.write_parameters(self._parameters.first(self._must_end))
+            self._version = self._parameters.version
         else:
             self._client = InferenceClient(
-                self.wire, self.names, self._inference, self.name, is_over=lambda: self.status in FINAL
+                self.wire,
+                self.names,
+                self._inference,
+                self.name,
+                timeout=_ANSWER_SECONDS,
+                is_over=self._must_end,
+                generation=self._generation,
             )
             self._agent = StreamAgent(self._client)
+        self._producer = SampleProducer(
+            self.wire, self.names, self._stream, routing=self._routing, name=self.name, credit=self._credit
+        )
         # Whether a policy worker has recurrent state for this actor.
         self._is_recurrent = self._client is not None and self._plan.make_agent().recurrent
         self._begin_episodes()
+
+    def _must_end(self) -> bool:
+        return self.status in FINAL
 
     @property
     def _n_moves(self) -> int:
@@ -93,10 +109,13 @@ class ActorWorker(Worker):
         self._sampler = self._make_sampler()
         if n_moves:  # every column begins with the first step of an episode, where the recurrent state begins too
             self._sampler.config = replace(self._sampler.config, max_decorrelation_steps=0)
+        # Other random streams for each generation, and for the episodes after each change of the policy worker. The
+        # lowest bits count the worker processes that the sampler replaces.
+        generation = self._generation << 16 if self._client is None else self._client.generation
+        self._sampler._generation = generation << 16
         self._sampler.initialize(
             self._agent,
-            # Other random streams for each generation, and for the episodes after each change of the policy worker.
-            seed=self._plan.seed + 1_000_003 * self._generation + 10_007 * n_moves,
+            seed=self._plan.seed,
             bootstrap_value=self._bootstrap_value,
             rank=self._rank,
             world_size=self._world_size,
@@ -105,12 +124,15 @@ class ActorWorker(Worker):
     def _poll(self) -> PollResult:
         assert self._sampler is not None
         if self._piece is None:
-            if self._inference is None:
+            has_room = self._producer.has_room()
+            if self._inference is None:  # after `has_room`: the trainer publishes before it makes room
                 self._load_newer_parameters()
+            if not has_room:
+                return PollResult()
             try:
                 self._piece = self._collect()
             except PenstockError:
-                if self.status in FINAL:  # it must end, and so `InferenceClient.ask` has raised
+                if self._must_end():  # and so `InferenceClient.ask` has raised
                     return PollResult()
                 raise
         if self._piece is None or not self._producer.put(self._piece, _PUT_SECONDS):
@@ -122,11 +144,12 @@ class ActorWorker(Worker):
         """A batch as a piece. None if the recurrent state was lost during the batch: then new episodes begin."""
         assert self._sampler is not None
         n_moves = self._n_moves
-        samples, infos = self._sampler.obtain_samples(self._itr)
-        self._itr += 1
+        samples, infos = self._sampler.obtain_samples(max(0, self._version[1] - 1))
         if not self._is_recurrent or self._n_moves == n_moves:
             # The stream keeps the piece until a consumer has taken it. The next batch overwrites the samples before.
-            return piece_of(samples.numpy().copy(), infos, self._version, self.name)
+            piece = piece_of(samples.numpy().copy(), infos, self._version, self.name)
+            self._version = (piece["lineage"], piece["version"])
+            return piece
         self._n_truncated += self._sampler.batch_B
         self._sampler.shutdown()
         self._begin_episodes()
@@ -140,7 +163,8 @@ class ActorWorker(Worker):
             self._version = self._parameters.version
 
     def _stats(self) -> Mapping[str, float]:
-        return {"version": self._version} if self._client is None else {"truncated": self._n_truncated}
+        version = {"version": self._version[1]}
+        return version if self._client is None else {**version, "truncated": self._n_truncated}
 
     def _close(self) -> None:
         if self._sampler is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,10 +31,17 @@ from penstock.workers.marking import marked
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_log = logging.getLogger("penstock")
+
 _POLL_SECONDS = 0.25  # how often `wait` asks the workers for their figures
+_STEP_SECONDS = 0.05  # between two looks at workers that start
 _WRITE_SECONDS = 1.0  # between two writes of the figures
-_START_SECONDS = 120.0  # how long a worker may take to start
+_START_SECONDS = 120.0  # how long a worker may take to be reached, and to be configured
+_END_SECONDS = 2.0  # how long one that has failed may take to end by itself
+_LONGEST_PAUSE = 30.0  # before a restart
+_SOUND_SECONDS = 60.0  # a worker that has worked for so long does not fail in a row
 _FAILED = (Status.ERROR.value, Status.LOST.value)
+_KINDS = ("trainer", "policy", "actor")  # each needs those before it
 
 
 @dataclass(frozen=True)
@@ -98,19 +107,30 @@ class Experiment:
     policies: Policies | None = None
     seed: int | None = None
 
-    def run(self, trial: str = "trial0", *, wire: WireName = "local", max_restarts: int = 3, **panel: Any) -> Run:
+    def run(
+        self,
+        trial: str = "trial0",
+        *,
+        wire: WireName = "local",
+        max_restarts: int = 3,
+        hang_timeout: float = 60.0,
+        **panel: Any,
+    ) -> Run:
         """Start all workers, and return the run. Use it in a `with` statement.
 
         Args:
             trial: name of this run.
             wire: "local": workers are threads of this process; "zmq": they are processes; "ray": they are Ray actors,
                 on the machines of the cluster that this process has joined, or of one that is started here.
-            max_restarts: how often each worker may be started again after it has failed.
+            max_restarts: a worker that fails is started again. The run ends if one fails more often than this in a row,
+                each time within a minute, or if all together fail more often than this times their number.
+            hang_timeout: seconds after which an actor or a policy worker is replaced whose process lives, but does not
+                answer; inf: it never is. A trainer never is, since that would lose its training.
             panel: more arguments of `ControlPanel`, such as `file` and `host`.
 
         Raises `ConfigError` if the parts do not fit together, and a `ClusterError` if a worker cannot start.
         """
-        self._check_arguments(max_restarts)
+        self._check_arguments(max_restarts, hang_timeout)
         if self.policies is not None and self.policies.stream != self.actors.inference:
             raise ConfigError(
                 f"the policies serve the stream {self.policies.stream!r}, the actors ask {self.actors.inference!r}: "
@@ -129,9 +149,9 @@ class Experiment:
         makers = self._makers(self._plan())
         resources = {"actor": self.actors.resources, "trainer": self.training.resources}
         resources["policy"] = self.policies.resources if self.policies is not None else None
-        return Run(ControlPanel(self.name, trial, wire=wire, **panel), makers, max_restarts, resources)
+        return Run(ControlPanel(self.name, trial, wire=wire, **panel), makers, max_restarts, hang_timeout, resources)
 
-    def _check_arguments(self, max_restarts: int) -> None:
+    def _check_arguments(self, max_restarts: int, hang_timeout: float) -> None:
         actors, training, policies = self.actors, self.training, self.policies
         for name, function in (
             ("make_agent", self.make_agent),
@@ -144,6 +164,7 @@ class Experiment:
         integer("batch of Training", training.batch, 1)
         integer("save_every", training.save_every, 1)
         integer("max_restarts", max_restarts, 0)
+        seconds("hang_timeout", hang_timeout)
         if training.max_staleness is not None:
             integer("max_staleness", training.max_staleness, 0)
         if self.seed is not None:
@@ -194,8 +215,14 @@ class Experiment:
             options = {"stream": policies.stream, "max_batch": policies.max_batch, "max_delay": policies.max_delay}
             for i in range(policies.count):
                 makers[f"policy/{i}"] = partial(_make, PolicyWorker, (plan,), options)
+        # How many pieces of an actor are under way. With max_staleness, a piece is under way until it was trained on.
+        # All together are no more than what the trainer takes in max_staleness + 1 steps (3 steps keep everybody busy),
+        # but enough for one batch.
+        n, size, stale = actors.count, training.batch, training.max_staleness
+        credit = 3 if stale is None else max(-(-size // n), min(stale + 1, 3) * size // n)
         for i in range(actors.count):
             options = {"rank": i, "world_size": actors.count, "bootstrap_value": actors.bootstrap_value}
+            options |= {"credit": credit}
             options |= {"inference": actors.inference, "samples": actors.samples, "routing": actors.routing}
             makers[f"actor/{i}"] = partial(_make, ActorWorker, (actors.make_sampler, plan), options)
         return makers
@@ -216,7 +243,7 @@ class Run:
     Args:
         panel: the run closes it.
         makers: functions that make the workers, by name. Their argument is the number of restarts of this worker.
-        max_restarts: for each worker.
+        max_restarts, hang_timeout: see `Experiment.run`.
         resources: what Ray reserves for a worker, by the first part of its name.
     """
 
@@ -225,26 +252,33 @@ class Run:
         panel: ControlPanel,
         makers: Mapping[str, Callable[[int], Worker]],
         max_restarts: int,
+        hang_timeout: float,
         resources: Mapping[str, Mapping[str, float] | None],
     ) -> None:
         self.panel, self._makers, self._max_restarts, self._resources = panel, makers, max_restarts, resources
+        self._hang_timeout = hang_timeout
         #: How often each worker was started again.
         self.restarts = dict.fromkeys(makers, 0)
+        self._n_in_row = dict.fromkeys(makers, 0)  # failures of each worker
+        self._up_since: dict[str, float] = {}
+        self._silent_since: dict[str, float] = {}
+        self._starting = {name: self._start(name) for name in makers}  # what is left to do for those that do not run
+        self._version = 1
         self._began = time.monotonic()
         try:
-            for name in makers:
-                self._launch(name)
-            for name in makers:  # in this order, because an actor needs its policy worker, which needs the trainer
-                self._start(name)
+            while self._starting:
+                for error in self._step().values():
+                    raise error
+                time.sleep(_STEP_SECONDS)
         except BaseException:
             panel.close()
             raise
 
     def state(self) -> RunState:
-        """The run now."""
-        workers = self.panel.stats(list(self._makers), timeout=5.0)
-        version = int(workers["trainer/0"].get("version", 0))
-        return RunState(version, time.monotonic() - self._began, workers)
+        """The run now. While the trainer gives no figures, its version is the last that was known."""
+        workers = self.panel.stats(list(self._makers))
+        self._version = int(workers["trainer/0"].get("version", self._version))
+        return RunState(self._version, time.monotonic() - self._began, workers)
 
     def wait(
         self,
@@ -260,7 +294,7 @@ class Run:
             metrics: where the figures of all workers go, once a second and at the end: a file of JSON lines, or
                 `JsonLines`, `TensorBoard`, `Prometheus`, or several of these.
 
-        Raises `ClusterError` if a worker has failed more often than `max_restarts`.
+        Raises `ClusterError` if workers have failed too often: see `max_restarts`.
         """
         deadline, write_at = time.monotonic() + timeout, 0.0
         sinks = _sinks(metrics)
@@ -274,9 +308,13 @@ class Run:
             if is_last:
                 return state
             for name, figures in state.workers.items():
-                if figures["status"] in _FAILED:
-                    self._restart(name, figures)
-            time.sleep(_POLL_SECONDS)
+                if name not in self._starting:
+                    self._watch(name, figures)
+            poll_at = time.monotonic() + _POLL_SECONDS
+            while (left := poll_at - time.monotonic()) > 0:
+                for name, error in self._step().items():
+                    self._restart(name, str(error))
+                time.sleep(min(left, _STEP_SECONDS))
 
     def close(self) -> None:
         """End all workers. Calling it again does nothing."""
@@ -288,27 +326,94 @@ class Run:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _launch(self, name: str) -> None:
+    def _watch(self, name: str, figures: Mapping[str, Any]) -> None:
+        """Start a worker again if it has failed, or was silent for too long."""
+        status, now = figures["status"], time.monotonic()
+        if status in _FAILED:
+            return self._restart(
+                name, f"{status}: {figures.get('text') or 'it has ended without a report: see its log'}"
+            )
+        if status != Status.UNRESPONSIVE.value:
+            self._silent_since.pop(name, None)
+        elif name not in self._silent_since:
+            self._silent_since[name] = now
+            _log.warning("worker %s lives, but does not answer. What it does:\n%s", name, self.panel.stacks(name))
+        elif now - self._silent_since[name] > self._hang_timeout and not name.startswith("trainer/"):
+            self._restart(name, f"it did not answer for hang_timeout={self._hang_timeout:g} s")
+        return None
+
+    def _restart(self, name: str, reason: str) -> None:
+        """A worker has failed: start it again, if it may be."""
+        now = time.monotonic()
+        if now - self._up_since.pop(name, now) > _SOUND_SECONDS:
+            self._n_in_row[name] = 0
+        self._n_in_row[name] += 1
+        n, total, most = self._n_in_row[name], sum(self.restarts.values()), self._max_restarts
+        if n > most or total >= most * len(self.restarts):
+            raise ClusterError(
+                f"worker {name} has failed {n} times in a row, and {total} workers were started again before, with "
+                f"max_restarts={most}. The last time: {reason}"
+            )
+        _log.warning("worker %s has failed, and is started again: %s", name, reason)
+        self.restarts[name] += 1
+        self._silent_since.pop(name, None)
+        self._starting[name] = self._start(name, 0.0 if n == 1 else min(2.0 ** (n - 2), _LONGEST_PAUSE))
+
+    def _step(self) -> dict[str, ClusterError]:
+        """Do what can be done now for the workers that do not run. Returns why some of them have failed."""
+        self._reached = self.panel.auto_connect() if self._starting else []
+        errors = {}
+        for name, steps in list(self._starting.items()):
+            try:
+                next(steps)
+            except StopIteration:
+                del self._starting[name]
+                self._up_since[name] = time.monotonic()
+            except ClusterError as error:
+                errors[name] = error
+        return errors
+
+    def _start(self, name: str, pause: float = 0.0) -> Iterator[None]:
+        """The steps from the end of a worker to its first poll. Where one would wait, this yields."""
         base, _, index = name.partition("/")
+        if not self.panel.has_ended(name):
+            with suppress(ClusterError):  # it may be lost
+                self.panel.async_request(name, "exit", timeout=_END_SECONDS)
+        begin, kill_at, is_killed = time.monotonic() + pause, time.monotonic() + _END_SECONDS, False
+        while time.monotonic() < begin or not self.panel.has_ended(name):
+            if time.monotonic() > kill_at and not is_killed and not self.panel.has_ended(name):
+                self.panel.kill(name)
+                is_killed = True
+            elif time.monotonic() > max(begin, kill_at) + _START_SECONDS:
+                raise ClusterError("the one before has not ended, and cannot be killed")
+            yield
         make, resources = partial(self._makers[name], self.restarts[name]), self._resources[base]
         self.panel.launch(make, name=base, first=int(index), resources=resources)
+        until = time.monotonic() + _START_SECONDS
+        yield
+        while name not in self._reached:
+            self.panel.require_alive(name)
+            if time.monotonic() > until:
+                raise ClusterError(f"it could not be reached within {_START_SECONDS:g} s")
+            yield
+        while not self._has_what_it_needs(base):
+            self.panel.require_alive(name)
+            yield
+        for command in ("configure", "start"):
+            answer = self.panel.async_request(name, command, timeout=_START_SECONDS)
+            while not answer.done():
+                yield
+            answer.result()
 
-    def _restart(self, name: str, figures: Mapping[str, Any]) -> None:
-        if self.restarts[name] >= self._max_restarts:
-            reason = f"{figures['status']}: {figures.get('text') or 'it has ended without a report: see its log'}"
-            raise ClusterError(
-                f"worker {name} has failed {self.restarts[name] + 1} times, with max_restarts={self._max_restarts}. "
-                f"The last time: {reason}"
-            )
-        self.restarts[name] += 1
-        self.panel.discard(name)
-        self._launch(name)
-        self._start(name)
-
-    def _start(self, name: str) -> None:
-        self.panel.connect([name], timeout=_START_SECONDS)
-        self.panel.request(name, "configure", timeout=_START_SECONDS)
-        self.panel.request(name, "start")
+    def _has_what_it_needs(self, kind: str) -> bool:
+        """Whether a worker of each kind before this one runs. At the beginning, all of them."""
+        for other in _KINDS[: _KINDS.index(kind)]:
+            names = [name for name in self._makers if name.startswith(f"{other}/")]
+            if any(name in self._starting and not self.restarts[name] for name in names):
+                return False
+            if names and all(name in self._starting for name in names):
+                return False
+        return True
 
 
 def _sinks(metrics: str | Path | MetricsSink | Sequence[MetricsSink]) -> list[MetricsSink]:

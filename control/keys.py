@@ -7,9 +7,13 @@ import os
 import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.control.wire import Wire
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -32,18 +36,19 @@ class Connection:
     host: str = "127.0.0.1"
 
     @classmethod
-    def make(cls, trial: str, *, host: str = "127.0.0.1") -> Connection:
+    def make(cls, trial: str, *, host: str = "127.0.0.1") -> Self:
         """New keys for `trial`. The address is empty."""
         import zmq
 
         server, client = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
         return cls(trial, "", server[0], server[1], client[0], client[1], host)
 
-    def wire(self) -> Wire:
-        """A new wire with these keys."""
-        from penstock.control.wire_zmq import zmq_wire
+    def wire(self, port: int = 0) -> Wire:
+        """A new wire with these keys, at this port; 0 for any free one. Raises `ConfigError` for an address that cannot
+        be used."""
+        from penstock.control.wire_zmq import ZmqTransport
 
-        return zmq_wire(self, host=self.host)
+        return Wire(ZmqTransport(self, self.host, port))
 
     def write(self, path: str | Path) -> None:
         """Write the file, readable for its owner alone. An older file is replaced.
@@ -61,7 +66,7 @@ class Connection:
             raise ConfigError(f"the connection file {path} cannot be written: {error.strerror}") from error
 
     @classmethod
-    def read(cls, path: str | Path) -> Connection:
+    def read(cls, path: str | Path) -> Self:
         """Raises `ConfigError` if the file is not this user's own, can be read by others, or is no connection file."""
         try:
             with open(path, encoding="utf-8") as file:

@@ -13,26 +13,29 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+import psutil
 
 from penstock.control.statuses import Status
 from penstock.control.worker import Connection, Worker
 from penstock.errors import ConfigError
+from penstock.workers.stacks import StackFile
 
 _log = logging.getLogger("penstock")
 
-_CHILD = "from penstock.control.launched import run_child; run_child()"
+_CHILD = "from penstock.control.launched import run_child; run_child({})"
 _LENGTHS = struct.Struct("!QQ")
 _REAP_SECONDS = 5.0  # how long `kill` waits for the end
 
 
 class LaunchedThread:
-    """A worker in a thread of this process."""
+    """A worker in a thread of this process. Nothing reserves `resources` for it."""
 
-    def __init__(self, make: Callable[[], Worker], connection: Connection, name: str) -> None:
+    def __init__(self, make: Callable[[], Worker], connection: Connection, name: str, resources: object = None) -> None:
         self.pid = os.getpid()
         self._error = ""
         self._thread = threading.Thread(target=self._run, args=(make, connection, name), name=name, daemon=True)
@@ -57,18 +60,25 @@ class LaunchedThread:
     def kill(self) -> None:
         """A thread cannot be killed: it ends with this process."""
 
+    def stacks(self) -> str:
+        """Its stack."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "its thread has ended" if frame is None else "".join(traceback.format_stack(frame))
+
 
 class LaunchedProcess:
     """A worker in another process. It gets its code through a pipe, and ends when the pipe is closed. So it ends with
-    this process, in whatever way that ends."""
+    this process, in whatever way that ends. Nothing reserves `resources` for it."""
 
-    def __init__(self, make: Callable[[], Worker], connection: Connection, name: str) -> None:
+    def __init__(self, make: Callable[[], Worker], connection: Connection, name: str, resources: object = None) -> None:
         paths = json.dumps(sys.path).encode()
         code = cloudpickle.dumps((make, connection, name))
-        command = [sys.executable, *_warnings(), "-c", _CHILD]
+        self._stacks = StackFile()
+        file = self._stacks.file.fileno()
+        command = [sys.executable, *_warnings(), "-c", _CHILD.format(file)]
         self._lock = threading.Lock()  # the panel's watcher calls `ending` too
         # A new process group: Ctrl-C reaches this process only, and the worker can be killed with all that it started.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=[file])
         self.pid = self._process.pid
         assert self._process.stdin is not None
         try:
@@ -111,14 +121,28 @@ class LaunchedProcess:
                         return None
                     os.killpg(self.pid, signal.SIGKILL)
                 self._process.wait()
+                self._stacks.file.close()
                 assert self._process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):  # it ended before it had read everything
                     self._process.stdin.close()
             return self._process.returncode
 
+    def stacks(self) -> str:
+        """The stacks of its threads, which its interpreter writes also while C code holds the lock."""
+        with self._lock, contextlib.suppress(psutil.Error):
+            if self._process.returncode is not None:
+                return "its process has ended"
+            if psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
+                return "its process was stopped by a signal"
+            self._stacks.clear()
+            return self._stacks.ask(self.pid)
+        return ""
 
-def run_child() -> None:
-    """The main function of a process that `LaunchedProcess` has started."""
+
+def run_child(stack_file: int) -> None:
+    """The main function of a process that `LaunchedProcess` has started. It writes its stacks to this descriptor."""
+    stacks = StackFile(stack_file)
+    stacks.install()
     n_paths, n_code = _LENGTHS.unpack(_read(_LENGTHS.size))
     sys.path[:] = json.loads(_read(n_paths))
     code = _read(n_code)  # from the parent, which may run any code here: so it is safe to unpickle it

@@ -1,5 +1,6 @@
-"""The messages on a wire: plain values and arrays, as one msgpack header and one frame of bytes per array. No pickle.
-Small arrays go into the header, because every frame is encrypted on its own.
+"""The messages on a wire: plain values and arrays, as one msgpack header and frames of up to 1 MiB. No pickle.
+Small arrays go into the header, because every frame is encrypted on its own. Large ones have several frames: so only
+one of these is encrypted at a time, and the memory for that is small.
 
 A message consists of None, bool, int (64 bits), float, str, bytes, lists, dicts with str keys, and numpy arrays of
 numbers or booleans. Tuples arrive as lists, numpy scalars as Python's. Arrays that arrive are read-only.
@@ -8,7 +9,7 @@ numbers or booleans. Tuples arrive as lists, numpy scalars as Python's. Arrays t
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from penstock.errors import ClusterError
 
 MOST_BYTES = 256 * 2**20  #: of one array
 _MOST_DEPTH = 64
-_MOST_FRAMES = 1024
+_MOST_FRAMES, _FRAME = 4096, 2**20  # frames of a message, and bytes of a frame
 _MOST_HEADER = 2**18  # bytes of everything except arrays. One of them may become 64 bytes of Python objects
 _SMALL, _MOST_SMALL = 4096, 2**16  # bytes of an array that goes into the header, and of all of these
 _KINDS = "biufc"  # of dtypes: bool, integers, floats, complex numbers
@@ -64,8 +65,9 @@ def packer() -> Any:
     return found
 
 
-def encode(value: object) -> list[Any]:
-    """`value` as frames: the header, then a copy of the bytes of each array. Raises `BadMessageError`."""
+def encode(value: object, frame: Callable[[memoryview], Any] = bytes) -> list[Any]:
+    """`value` as frames: the header, then copies of the bytes of the arrays, which `frame` makes. Raises
+    `BadMessageError`."""
     import msgpack
 
     arrays: list[Any] = []
@@ -79,12 +81,15 @@ def encode(value: object) -> list[Any]:
             return dict(item)
         nonlocal n_small
         array = _checked_array(item)
-        where: Any = array.tobytes()
-        if len(where) <= _SMALL and n_small + len(where) <= _MOST_SMALL:
-            n_small += len(where)
+        where: Any
+        if array.nbytes <= _SMALL and n_small + array.nbytes <= _MOST_SMALL:
+            n_small += array.nbytes
+            where = array.tobytes()
         else:
-            arrays.append(where)
-            where = len(arrays)
+            data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            first = len(arrays) + 1
+            arrays.extend(frame(data[start : start + _FRAME]) for start in range(0, len(data), _FRAME))
+            where = [first, len(arrays) + 1]
         return msgpack.ExtType(_ARRAY, packer().pack([where, array.dtype.str, array.shape]))
 
     _check_tree(value)
@@ -94,8 +99,8 @@ def encode(value: object) -> list[Any]:
         raise BadMessageError(f"this message cannot cross a wire: {error}") from error
     if len(header) > _MOST_HEADER or len(arrays) >= _MOST_FRAMES:
         raise BadMessageError(
-            f"this message has {len(header)} bytes beside its {len(arrays)} arrays: at most {_MOST_HEADER} bytes and "
-            f"{_MOST_FRAMES - 1} arrays can cross a wire. Put long data into arrays"
+            f"this message has {len(header)} bytes beside the {len(arrays)} MiB of its arrays: at most {_MOST_HEADER} "
+            f"bytes and {_MOST_FRAMES - 1} MiB, or as many arrays, can cross a wire. Put long data into arrays"
         )
     return [header, *arrays]
 
@@ -108,12 +113,18 @@ def decode(frames: Sequence[Any]) -> Any:
     if not 0 < len(frames) <= _MOST_FRAMES or len(frames[0]) > _MOST_HEADER:
         raise BadMessageError(f"no message: {len(frames)} frames")
 
+    used = 1
+
     def array(code: int, data: bytes) -> Any:
+        nonlocal used
         if code != _ARRAY:
             raise BadMessageError(f"no message: extension type {code}")
         where, dtype, shape = msgpack.unpackb(data)
-        if type(where) is int:
-            where = frames[where] if 0 < where < len(frames) else None
+        if isinstance(where, list):
+            first, end = where
+            if first != used or not first < end <= len(frames):  # each frame once: a stranger could repeat them
+                raise BadMessageError("no message: the frames of an array")
+            used, where = end, frames[first] if end == first + 1 else b"".join(frames[first:end])
         return _array(where, dtype, shape)
 
     try:

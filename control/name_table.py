@@ -1,69 +1,137 @@
-"""The name table on a wire: the thread that serves it, and a client, which renews the names that it has added."""
+"""The name table on a wire: what serves it, and a client, which keeps the names that it has added.
+
+A client always has one request at the table, its *sync*. It renews the lease of the client and writes entries. The
+table answers when something has changed below the names that the client follows, or after some time: the more clients
+there are, the later. So nobody looks a name up again and again, and the table has some 600 requests a second at most.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any
 
-from penstock.control.names import Names
-from penstock.control.wire import Inbox, Letter, Peer, Wire
-from penstock.errors import NameTableError, NoReplyError, PeerLostError, RequestError
+from penstock.control.messages import plain_copy
+from penstock.control.names import PAGE, Names, prefixes
+from penstock.control.wire import Answer, Inbox, Letter, Peer, Wire
+from penstock.errors import ClusterError, NameTableError, NoReplyError, PeerLostError, RequestError
 
 INBOX = "names"
 LEASE_SECONDS = 3.0
+_SYNC_SECONDS = 0.5  # how long a sync waits, if nothing changes
+_MOST_SYNCS = 600  # a second, of all clients
+_SILENT_SECONDS = 20.0  # until a sync without an answer is given up
+_PATIENCE_SECONDS = 3.0  # until the first question whether a sync has arrived
+_RETRY_SECONDS = 0.25
 _NAME_ERROR = "NameTableError: "  # begins a reply that the client raises as `NameTableError`
 
 
+@dataclass
+class _Sync:
+    """A sync that waits for its answer."""
+
+    letter: Letter
+    owner: str
+    roots: frozenset[str]
+    since: int  # its sender has seen the changes up to this number
+    until: float
+
+
 class NameHost:
-    """Serves a name table as the inbox "names" of `wire`. Close it before the wire."""
+    """Serves a name table as the inbox "names" of `wire`, in the threads of that wire. Close it before the wire."""
 
     def __init__(self, wire: Wire) -> None:
-        self._names = Names(time.monotonic)
-        self._inbox: Inbox = wire.open(INBOX)
-        self._waiting: dict[str, Letter] = {}
-        self._thread = threading.Thread(target=self._run, name="name table", daemon=True)
-        self._thread.start()
+        self._wire, self._names = wire, Names(time.monotonic)
+        self._lock, self._syncs, self._looked_at = threading.Lock(), dict[str, _Sync](), 0
+        self._inbox: Inbox = wire.open(INBOX, self._answer)
+        wire.on_tick.append(self._tick)
 
     def close(self) -> None:
-        """End the thread. The owners of entries add them to the next table."""
+        """Answer no more. The owners of entries add them to the next table."""
+        self._wire.on_tick.remove(self._tick)
         self._inbox.close()
-        self._thread.join()
-
-    def _run(self) -> None:
-        due_at = 0.0
-        while not self._inbox.is_closed:
-            letter = self._inbox.receive(0.05)
-            if letter is not None:
-                self._answer(letter)
-            if self._waiting and (letter is not None or time.monotonic() >= due_at):
-                due_at = time.monotonic() + 0.05
-                for token, value in self._names.due():
-                    if (waiting := self._waiting.pop(token, None)) is not None:
-                        waiting.reply(value)
 
     def _answer(self, letter: Letter) -> None:
         try:
             message = dict(letter.message)
             call = message.pop("call")
-            if call in ("wait", "watch"):
-                message["token"] = token = str(message["token"])
-                getattr(self._names, call)(**message)
-                self._waiting[token] = letter
-            elif call == "forget":
-                self._names.forget(str(message["token"]))
-                self._waiting.pop(str(message["token"]), None)
-                letter.reply()
-            elif call in ("add", "renew", "get", "delete", "find", "clear"):
-                letter.reply(getattr(self._names, call)(**message))
-            else:
-                letter.fail(f"the name table has no call {call!r}")
+            if call not in ("sync", "add", "get", "delete", "find", "clear"):
+                return letter.fail(f"the name table has no call {call!r}")
+            with self._lock:
+                if call == "sync":
+                    answers = self._sync(letter, **message)
+                else:
+                    answers = [(letter, getattr(self._names, call)(**message))]
         except NameTableError as error:
-            letter.fail(f"{_NAME_ERROR}{error}")
+            return letter.fail(f"{_NAME_ERROR}{error}")
         except Exception as error:  # not a message for a name table
-            letter.fail(f"{type(error).__name__}: {error}")
+            return letter.fail(f"{type(error).__name__}: {error}")
+        for each, result in answers:  # not with the lock: an answer may bring the next request, in this thread
+            each.reply(result)
+        return None
+
+    def _sync(
+        self, letter: Letter, *, owner: str, lease: float, since: list[Any], roots: list[str], entries: dict[str, Any]
+    ) -> list[tuple[Letter, Any]]:
+        """Keep a sync until there is something to tell. Returns the letters that are answered now."""
+        names, now = self._names, time.monotonic()
+        pace = max(min(_SYNC_SECONDS, lease / 4), len(self._syncs) / _MOST_SYNCS)
+        lease = max(lease, 3 * pace)
+        names.renew(owner, lease)
+        for key, (value, is_lasting) in entries.items():
+            with contextlib.suppress(NameTableError):  # another owner has it now
+                names.add(key, value, owner=owner, lease=None if is_lasting else lease)
+        table, number = since
+        sync = _Sync(letter, owner, frozenset(roots), number if table == names.id else -1, now + pace)
+        if sync.since < 0 or names.number - sync.since > PAGE:
+            return [(letter, self._told(sync))]
+        if sync.roots.isdisjoint(names.changed_prefixes(sync.since)):
+            sync.since = names.number
+        else:
+            sync.until = 0.0  # the next tick answers: not earlier, since more may change until then
+        old = self._syncs.pop(owner, None)
+        self._syncs[owner] = sync
+        return [] if old is None else [(old.letter, None)]
+
+    def _told(self, sync: _Sync) -> dict[str, Any]:
+        """The answer to a sync."""
+        changes, last = self._names.changes(sync.roots, sync.since)
+        keys = sorted(self._names.keys_of(sync.owner))
+        is_last = last == self._names.number
+        return {"since": [self._names.id, last], "is_last": is_last, "changes": changes, "keys": keys}
+
+    def _tick(self, now: float) -> None:
+        with self._lock:
+            self._names.expire()
+            changed, self._looked_at = self._names.changed_prefixes(self._looked_at), self._names.number
+            answers = []
+            for owner, sync in list(self._syncs.items()):
+                if sync.until <= now or not sync.roots.isdisjoint(changed):
+                    answers.append((self._syncs.pop(owner).letter, self._told(sync)))
+                else:
+                    sync.since = self._looked_at
+        for letter, answer in answers:
+            letter.reply(answer)
+
+
+@dataclass(eq=False)
+class _Watch:
+    keys: list[str]
+    until: str  # "any" or "all": how many of the keys must be gone
+    seen: set[str]  # the keys that were in the table
+    gone: Future[Any] = field(default_factory=Future)
+
+    def left(self, found: Mapping[str, Any]) -> list[str]:
+        return [key for key in self.keys if key in self.seen and key not in found]
+
+    def ends(self, found: Mapping[str, Any], changes: Iterable[str]) -> bool:
+        self.seen |= {*changes} & {*self.keys}
+        return len(self.left(found)) >= (1 if self.until == "any" else len(self.keys))
 
 
 class NameClient:
@@ -74,17 +142,29 @@ class NameClient:
     Args:
         address: where the table is.
         timeout: seconds.
-        lease: seconds after which a name is deleted, unless it is renewed. A thread of the wire does that.
+        lease: seconds after which the names are deleted, unless a thread of the wire renews them. With very many
+            clients, the table keeps them longer.
     """
 
     def __init__(self, wire: Wire, address: str, *, timeout: float = 10.0, lease: float = LEASE_SECONDS) -> None:
         self._wire, self._address, self._lease = wire, address, lease
         self.timeout = timeout
         self._entries: dict[str, tuple[Any, bool]] = {}  # key: value, whether it stays when this wire is closed
-        self._peer = self._reach()
-        self._renew_at = 0.0
+        self._unsent: set[str] = set()  # keys of entries that the next sync writes
+        self._changed = threading.Condition()  # of everything below
+        self._roots: Counter[str] = Counter()
+        self._found: dict[str, tuple[Any, float]] = {}  # all names below the roots: value, when it came
+        self._coming: dict[str, tuple[Any, float]] = {}  # the same, or the part of them that has come
+        self._since: list[Any] = ["", -1]
+        self._is_listed = False  # whether all names below the roots are known
+        self._watches: list[_Watch] = []
+        self._sync: Answer | None = None
+        self._sync_at = 0.0
+        #: Grows with each change of the names that are followed.
+        self.version = 0
         #: When the table was last heard of, by `time.monotonic()`.
         self.heard = time.monotonic()
+        self._peer = self._reach()
         wire.on_tick.append(self._tick)
 
     def _reach(self) -> Peer:
@@ -102,6 +182,14 @@ class NameClient:
         self._call("add", key=key, value=value, owner=self._wire.id, lease=lease, replace=replace)
         self._entries[key] = (value, lasting)
 
+    def write(self, key: str, value: object, *, at_once: bool = False) -> None:
+        """Add or change a name of this wire, and do not wait for it: it goes with the next sync, or with one that is
+        sent at once. Raises `BadMessageError` if `value` cannot cross a wire."""
+        self._entries[key] = (plain_copy(value), False)
+        self._unsent.add(key)
+        if at_once:
+            self._send_sync()
+
     def delete(self, key: str) -> bool:
         """Delete a name that this wire has added."""
         self._entries.pop(key, None)
@@ -113,7 +201,12 @@ class NameClient:
 
     def find(self, root: str = "", *, timeout: float | None = None) -> dict[str, Any]:
         """All names at `root` and below, with their values."""
-        return cast(dict[str, Any], self._call("find", timeout, root=root))
+        found: dict[str, Any] = {}
+        page: dict[str, Any] = self._call("find", timeout, root=root)
+        while page:
+            found |= page
+            page = self._call("find", timeout, root=root, after=next(reversed(page))) if len(page) == PAGE else {}
+        return found
 
     def clear(self, root: str) -> int:
         """Delete `root` and everything below. Their owners add them again, unless they have ended."""
@@ -121,30 +214,25 @@ class NameClient:
 
     def wait(self, key: str, timeout: float) -> Any:
         """The value of `key`, as soon as there is one. Raises `NoReplyError` after `timeout` seconds."""
-        token = f"{self._wire.id}.{next(self._wire.numbers)}"
-        deadline = time.monotonic() + timeout
-        while (left := deadline - time.monotonic()) > 0:
-            # A separate peer: the replies to other requests can then be forgotten while this one waits.
-            peer = self._reach()
+        with self._changed:
+            self.follow(key, timeout=0.0)
             try:
-                return peer.ask({"call": "wait", "key": key, "token": token}, left).result()
-            except PeerLostError:  # the table was closed, and may be opened again
-                time.sleep(min(0.1, left))
-            except NoReplyError:
-                break
+                if self._changed.wait_for(lambda: key in self._found, timeout):
+                    return self._found[key][0]
             finally:
-                peer.release()
-        with contextlib.suppress(PeerLostError):
-            self._live_peer().ask({"call": "forget", "token": token}, self.timeout)  # nobody needs the answer
+                self._roots[key] -= 1
         raise NoReplyError(f"the name {key!r} was not added within {timeout:g} s")
 
     def watch(self, keys: list[str], *, until: str = "any") -> Future[Any]:
         """A future that gets the list of the keys that are gone, when any or all of `keys` are gone. If the table
         itself ends, it gets a `PeerLostError`: watch again then. A key that was never in the table is not gone."""
-        token, peer = f"{self._wire.id}.{next(self._wire.numbers)}", self._reach()
-        gone = peer.ask({"call": "watch", "keys": keys, "token": token, "until": until}, 1e9)
-        gone.add_done_callback(lambda _: peer.release())
-        return gone
+        if until not in ("any", "all"):
+            raise NameTableError(f'until must be "any" or "all", got {until!r}')
+        for key in keys:
+            self.follow(key)
+        with self._changed:
+            self._watches.append(watch := _Watch(list(keys), until, self._found.keys() & set(keys)))
+        return watch.gone
 
     def peer(self, key: str, *, credit: int = 16) -> Peer:
         """The inbox whose address is the value of `key`. Raises `NameTableError` if it does not exist."""
@@ -158,6 +246,81 @@ class NameClient:
     def announce(self, key: str, inbox: Inbox, *, replace: bool = False) -> None:
         """Add `key`, so that others can reach `inbox` by this name."""
         self.add(key, [self._wire.address, self._wire.id, inbox.name], replace=replace)
+
+    # ---- names that are followed -----------------------------------------------------------
+
+    def follow(self, root: str, *, timeout: float | None = None) -> None:
+        """From now on, `followed` knows the names at `root` and below. Waits until it does, for `timeout` seconds."""
+        timeout = self.timeout if timeout is None else timeout
+        with self._changed:
+            self._roots[root] += 1
+            if self._roots[root] == 1:
+                self._since, self._is_listed = ["", -1], False
+                self._send_sync()
+            if timeout and not self._changed.wait_for(lambda: self._is_listed or self._wire.is_closed, timeout):
+                raise self._silent(timeout)
+        if self._wire.is_closed:
+            raise PeerLostError("the name table is lost: this wire was closed")
+
+    def followed(self, root: str) -> dict[str, Any]:
+        """The names at `root` and below, sorted by name, without asking the table. Call `follow` before."""
+        with self._changed:
+            return {key: value for key, (value, _) in sorted(self._found.items()) if root in prefixes(key)}
+
+    def newest(self, key: str) -> tuple[Any, float] | None:
+        """The value of a name that is followed, and how many seconds ago it came. None if it does not exist."""
+        found = self._found.get(key)
+        return None if found is None else (found[0], time.monotonic() - found[1])
+
+    def _tick(self, now: float) -> None:
+        if self._sync is None and now >= self._sync_at:
+            self._send_sync()
+
+    def _send_sync(self) -> None:
+        with self._changed:
+            self._sync, self._sync_at = None, time.monotonic() + _RETRY_SECONDS
+            entries = {key: list(self._entries[key]) for key in self._unsent & self._entries.keys()}
+            message = {"call": "sync", "owner": self._wire.id, "lease": self._lease, "since": self._since}
+            message |= {"roots": [root for root, n in self._roots.items() if n > 0], "entries": entries}
+            self._unsent = set()
+            with contextlib.suppress(ClusterError):  # the table was lost just now: the next tick tries again
+                self._sync = sync = self._live_peer().ask(message, _SILENT_SECONDS, patience=_PATIENCE_SECONDS)
+                sync.add_done_callback(self._told)
+
+    def _told(self, sync: Future[Any]) -> None:
+        """The table has answered a sync."""
+        with self._changed:
+            if sync is not self._sync:
+                return  # a newer one was sent
+            self._sync = None
+            answer = None if sync.exception() is not None else sync.result()
+            if answer is None:
+                return  # the next tick sends another one
+            self.heard = now = time.monotonic()
+            self._unsent |= self._entries.keys() - set(answer["keys"])
+            is_other = "" != self._since[0] != answer["since"][0]  # another table has taken its place
+            if answer["since"][0] != self._since[0]:
+                self._coming = {}  # these are all names, or the first of them
+            for key, value in answer["changes"].items():
+                self._coming.pop(key, None)
+                if value:
+                    self._coming[key] = (value[0], now)
+            self._since = answer["since"]
+            if answer["is_last"]:
+                self._found, self._is_listed = self._coming, True
+            self.version += bool(answer["changes"])
+            ended = [each for each in self._watches if each.ends(self._found, answer["changes"]) or is_other]
+            self._watches = [each for each in self._watches if each not in ended]
+            self._roots.subtract(key for each in ended for key in each.keys)
+            self._changed.notify_all()
+        for watch in ended:
+            if is_other:
+                watch.gone.set_exception(PeerLostError("the name table has ended"))
+            else:
+                watch.gone.set_result(watch.left(self._found))
+        self._send_sync()
+
+    # ---- requests --------------------------------------------------------------------------
 
     def _call(self, call: str, timeout: float | None = None, /, **arguments: Any) -> Any:
         timeout = self.timeout if timeout is None else timeout
@@ -189,28 +352,3 @@ class NameClient:
             if self._peer.is_dead:
                 self._peer = self._reach()
             return self._peer
-
-    # ---- leases ----------------------------------------------------------------------------
-
-    def _tick(self, now: float) -> None:
-        if now < self._renew_at:
-            return
-        self._renew_at = now + self._lease / 4
-        with contextlib.suppress(PeerLostError):  # it was lost just now: the next tick tries again
-            renewed = self._live_peer().ask({"call": "renew", "owner": self._wire.id}, self._lease)
-            renewed.add_done_callback(self._add_missing)
-
-    def _add_missing(self, renewed: Future[Any]) -> None:
-        """The table has answered with the keys that it has of this wire. Add the others again."""
-        if renewed.exception() is not None:
-            return
-        self.heard = time.monotonic()
-        missing = self._entries.keys() - set(renewed.result())
-        for key in missing:
-            entry = self._entries.get(key)
-            if entry is not None:
-                value, lasting = entry
-                lease = None if lasting else self._lease
-                message = {"call": "add", "key": key, "value": value, "owner": self._wire.id, "lease": lease}
-                with contextlib.suppress(PeerLostError):
-                    self._live_peer().ask(message, self._lease)

@@ -2,149 +2,169 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import heapq
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import NameTableError
+
+PAGE = 500  # names in one answer: a message is limited
+_MOST_CHANGES = 10_000  # beside two for each entry, before the list of changes is made shorter
 
 
 @dataclass
 class _Entry:
     value: Any
     owner: str
-    lease: float | None  # seconds, or None: until it is deleted
-    expires: float
+    lasting: bool  # it stays when the lease of its owner has run out
 
 
-@dataclass(frozen=True)
-class _Watch:
-    keys: tuple[str, ...]
-    until: str  # "any" or "all": how many of the keys must be gone
+@dataclass
+class _Owner:
+    deadline: float = 0.0  # when its lease runs out
+    keys: set[str] = field(default_factory=set)
 
 
 class Names:
-    """Path keys such as `trial0/workers/actor/3`, each with a value, an owner and a lease.
+    """Path keys such as `trial0/workers/actor/3`, each with a value and an owner.
 
-    An entry is deleted when its lease has run out. Its owner renews the lease for as long as it runs. A call that waits
-    for a key, or watches keys, gives a token. `due()` returns the token when the key was added or the keys are gone.
+    Each owner has one lease, which it renews for as long as it runs. When the lease has run out, its entries are
+    deleted, except lasting ones. Changes are numbered: who has seen all entries asks for those that changed since.
 
     Args:
         clock: returns seconds; it never goes back.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        #: What a number of a change belongs to. With another id, ask for all entries.
+        self.id = uuid.uuid4().hex[:12]
+        self.number = 0  #: of the last change
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
-        self._waiting: dict[str, str] = {}  # token: key
-        self._watching: dict[str, _Watch] = {}  # token: keys
-        self._seen: dict[str, set[str]] = {}  # token: the keys that were in the table since the watch began
-
-    # ---- entries ---------------------------------------------------------------------------
+        self._owners: dict[str, _Owner] = {}
+        self._deadlines: list[tuple[float, str]] = []  # a heap, also of leases that were renewed since
+        self._log: list[str] = []  # the key of each change after the change number `_begin`
+        self._begin = 0
 
     def add(self, key: str, value: object, *, owner: str, lease: float | None = None, replace: bool = False) -> None:
-        """Add an entry. Its owner may add it again, which renews it.
+        """Add an entry, and renew the lease of its owner, for so many seconds. None: the entry is lasting.
 
         Raises `NameTableError` if another owner has the key, unless `replace` is True.
         """
-        _check(key)
+        if not isinstance(key, str) or not key or not all(key.split("/")) or len(key) > 500:
+            text = "a name is a path such as 'trial0/workers/actor/3', at most 500 characters"
+            raise NameTableError(f"{text}, got {key!r}")
         if lease is not None and not lease > 0:
             raise NameTableError(f"the lease of {key!r} must be longer than 0 s, got {lease!r}")
-        self._expire()
+        self.expire()
         old = self._entries.get(key)
-        if old is not None and old.owner != owner and not replace:
-            raise NameTableError(
-                f"the name {key!r} is taken by {old.owner}: choose another one, or wait until that ends"
-            )
-        self._entries[key] = _Entry(value, owner, lease, self._clock() + (lease or 0.0))
-        self._note_seen()
+        if old is not None and old.owner != owner:
+            if not replace:
+                raise NameTableError(
+                    f"the name {key!r} is taken by {old.owner}: choose another one, or wait until that ends"
+                )
+            self._delete(key)
+        self._entries[key] = _Entry(value, owner, lease is None)
+        self._owners.setdefault(owner, _Owner()).keys.add(key)
+        if lease is not None:
+            self.renew(owner, lease)
+        self._note(key)
 
-    def renew(self, owner: str) -> list[str]:
-        """Renew all leases of `owner`. Returns its keys. The owner adds missing ones again."""
-        self._expire()
-        now = self._clock()
-        mine = {key: entry for key, entry in self._entries.items() if entry.owner == owner}
-        for entry in mine.values():
-            entry.expires = now + (entry.lease or 0.0)
-        return sorted(mine)
+    def renew(self, owner: str, lease: float) -> None:
+        """Renew the lease of `owner`."""
+        self.expire()
+        found = self._owners.setdefault(owner, _Owner())
+        found.deadline = self._clock() + lease
+        heapq.heappush(self._deadlines, (found.deadline, owner))
+
+    def keys_of(self, owner: str) -> set[str]:
+        """The keys of `owner`, which adds missing ones again."""
+        return self._owners[owner].keys if owner in self._owners else set()
 
     def get(self, key: str) -> Any:
         """The value of `key`. Raises `NameTableError` if it does not exist."""
-        self._expire()
+        self.expire()
         if key not in self._entries:
             raise NameTableError(f"there is no name {key!r} in the name table")
         return self._entries[key].value
 
     def delete(self, key: str, *, owner: str | None = None) -> bool:
         """Delete `key`, if it belongs to `owner` (None: to anybody). Returns whether it was deleted."""
-        self._expire()
+        self.expire()
         entry = self._entries.get(key)
         if entry is None or owner not in (None, entry.owner):
             return False
-        del self._entries[key]
+        self._delete(key)
         return True
 
-    def find(self, root: str = "") -> dict[str, Any]:
-        """All entries at `root` and below, sorted by key. `a/b` is below `a`, `ab` is not."""
-        self._expire()
-        return {key: self._entries[key].value for key in sorted(self._entries) if _is_below(key, root)}
+    def find(self, root: str = "", after: str = "") -> dict[str, Any]:
+        """The entries at `root` and below, sorted by key: the first `PAGE` whose keys come after `after`. `a/b` is
+        below `a`, `ab` is not."""
+        self.expire()
+        keys = sorted(key for key in self._below(root) if key > after)[:PAGE]
+        return {key: self._entries[key].value for key in keys}
 
     def clear(self, root: str) -> int:
         """Delete `root` and everything below it. Returns how many entries there were."""
-        keys = list(self.find(root))
+        self.expire()
+        keys = list(self._below(root))
         for key in keys:
-            del self._entries[key]
+            self._delete(key)
         return len(keys)
 
-    # ---- waiting ---------------------------------------------------------------------------
+    def changes(self, roots: frozenset[str], since: int) -> tuple[dict[str, list[Any]], int]:
+        """The entries below `roots` that have changed after the change number `since`: `[value]` for each key, and `[]`
+        if it was deleted; at most `PAGE`. Also the number of the last change that this has."""
+        found: dict[str, list[Any]] = {}
+        since = max(since, self._begin)
+        for key in self._log[since - self._begin :]:
+            since += 1
+            if not roots.isdisjoint(prefixes(key)):
+                entry = self._entries.get(key)
+                found[key] = [] if entry is None else [entry.value]
+                if len(found) >= PAGE:
+                    break
+        return found, since
 
-    def wait(self, key: str, token: str) -> None:
-        """From now on, `due()` returns `token` once, with the value of `key`, as soon as there is one."""
-        _check(key)
-        self._waiting[token] = key
+    def changed_prefixes(self, since: int) -> set[str]:
+        """The keys that have changed after the change number `since`, and everything above them."""
+        return {prefix for key in self._log[max(0, since - self._begin) :] for prefix in prefixes(key)}
 
-    def watch(self, keys: Sequence[str], token: str, *, until: str = "any") -> None:
-        """From now on, `due()` returns `token` once, with the keys that are gone, when any or all of `keys` are gone. A
-        key that was never in the table is not gone."""
-        for key in keys:
-            _check(key)
-        if until not in ("any", "all"):
-            raise NameTableError(f'until must be "any" or "all", got {until!r}')
-        self._watching[token], self._seen[token] = _Watch(tuple(keys), until), set()
-        self._expire()
-        self._note_seen()
-
-    def forget(self, token: str) -> None:
-        """Stop waiting or watching."""
-        for table in (self._waiting, self._watching, self._seen):
-            table.pop(token, None)
-
-    def due(self) -> list[tuple[str, Any]]:
-        """Tokens whose key was added, with its value, and tokens whose keys are gone, with these keys."""
-        self._expire()
-        found = [(token, self._entries[key].value) for token, key in self._waiting.items() if key in self._entries]
-        for token, watch in self._watching.items():
-            gone = [key for key in watch.keys if key in self._seen[token] and key not in self._entries]
-            if gone and (watch.until == "any" or len(gone) == len(watch.keys)):
-                found.append((token, gone))
-        for token, _ in found:
-            self.forget(token)
-        return found
-
-    def _note_seen(self) -> None:
-        for token, watch in self._watching.items():
-            self._seen[token].update(key for key in watch.keys if key in self._entries)
-
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """Delete what has no lease any more."""
         now = self._clock()
-        for key in [key for key, entry in self._entries.items() if entry.lease is not None and entry.expires <= now]:
-            del self._entries[key]
+        while self._deadlines and self._deadlines[0][0] <= now:
+            owner = heapq.heappop(self._deadlines)[1]
+            found = self._owners.get(owner)
+            if found is not None and found.deadline <= now:
+                for key in [key for key in found.keys if not self._entries[key].lasting]:
+                    self._delete(key)
+                if not found.keys:
+                    del self._owners[owner]
+
+    def _below(self, root: str) -> Iterator[str]:
+        return (key for key in self._entries if not root or key == root or key.startswith(f"{root}/"))
+
+    def _delete(self, key: str) -> None:
+        self._owners[self._entries.pop(key).owner].keys.discard(key)
+        self._note(key)
+
+    def _note(self, key: str) -> None:
+        self.number += 1
+        self._log.append(key)
+        if len(self._log) > 2 * len(self._entries) + _MOST_CHANGES:
+            last = list(dict.fromkeys(reversed(self._log)))  # each key once
+            if len(last) > len(self._entries) + _MOST_CHANGES // 2:  # most were deleted: forget them
+                last, self.id = [key for key in last if key in self._entries], uuid.uuid4().hex[:12]
+            self._log, self._begin = last[::-1], self.number - len(last)
 
 
-def _is_below(key: str, root: str) -> bool:
-    return not root or key == root or key.startswith(f"{root}/")
-
-
-def _check(key: object) -> None:
-    if not isinstance(key, str) or not key or not all(key.split("/")) or len(key) > 500:
-        raise NameTableError(f"a name is a path such as 'trial0/workers/actor/3', at most 500 characters, got {key!r}")
+def prefixes(key: str) -> Iterable[str]:
+    """`key`, and every path above it."""
+    found = ["", key]
+    while (end := key.rfind("/")) >= 0:
+        key = key[:end]
+        found.append(key)
+    return found

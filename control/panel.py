@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -15,15 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.arguments import integer, seconds
 from penstock.control.launched import LaunchedThread, load_worker, snake
-from penstock.control.name_table import NameClient
+from penstock.control.name_table import LEASE_SECONDS, NameClient
 from penstock.control.statuses import Status
-from penstock.control.trial_wires import Launched, OpenTrial, WireName, open_trial
-from penstock.control.wire import Peer, Wire
+from penstock.control.trial_wires import OpenTrial, WireName, open_trial
+from penstock.control.wire import LOST_SECONDS, Peer, Wire
 from penstock.control.worker import Connection, Worker
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from penstock.control.trial_wires import Launched
 
 _log = logging.getLogger("penstock")
 
@@ -86,8 +89,14 @@ class ControlPanel:
         self._wire, self.connection = wire, connection
         self._launched: dict[str, Launched] = {}
         self._peers: dict[str, Peer] = {}
+        self._listed: Collection[str] = ()  # the workers that the name table had when it was last read
         self._closing = threading.Event()
         self.names = NameClient(wire, connection.address)
+        try:
+            self.names.follow("figures")
+        except BaseException:
+            wire.close()
+            raise
         self._watcher = threading.Thread(target=self._watch, name="control panel", daemon=True)
         self._watcher.start()
 
@@ -141,27 +150,33 @@ class ControlPanel:
             if not missing:
                 return wanted
             for name in missing:
-                ending = self._launched[name].ending() if name in self._launched else None
-                if ending is not None:
-                    final = self._final(name)
-                    reason = f": {final[1]}" if final else "; see its log"
-                    raise ClusterError(f"worker {name} has ended before it could be reached ({ending}){reason}")
+                self.require_alive(name)
             if time.monotonic() >= deadline:
                 raise NoReplyError(f"these workers could not be reached within {timeout:g} s: {', '.join(missing)}")
             self._closing.wait(0.05)
 
+    def require_alive(self, worker_name: str) -> None:
+        """Raise `ClusterError` if this worker was launched here, and has ended."""
+        ending = self._ending(worker_name)
+        if ending is not None:
+            final = self._final(worker_name)
+            reason = f": {final[1]}" if final else "; see its log"
+            raise ClusterError(f"worker {worker_name} has ended before it could be reached ({ending}){reason}")
+
     def auto_connect(self) -> list[str]:
         """Connect to all workers that the name table lists. Returns their names."""
-        if self._closing.is_set():
-            raise ClusterError("this control panel was closed: make another one")
-        found = self.names.find("workers")
-        for key, place in found.items():
-            name = key.partition("/")[2]
+        self._check_open()
+        found = {key.partition("/")[2]: place for key, place in self.names.find("workers").items()}
+        self._listed = found.keys()
+        for name, place in found.items():
             peer = self._peers.get(name)
-            if name in self._launched and self._launched[name].ending() is not None:
+            if self._ending(name) is not None:
                 continue  # its entry in the table has not run out yet
             if peer is None or peer.is_dead or peer.place != list(place):
-                self._peers[name] = self.names.reach(place)
+                # The watcher sees the end of a launched worker: it may be silent for as long as it lives.
+                address, wire_id, inbox = map(str, place)
+                silence = float("inf") if name in self._launched else LOST_SECONDS
+                self._peers[name] = self._wire.reach(address, inbox, target=wire_id, lost_after=silence)
         return [name for name, peer in self._peers.items() if not peer.is_dead]
 
     @property
@@ -224,22 +239,50 @@ class ControlPanel:
     # ---- statuses --------------------------------------------------------------------------
 
     def get_worker_status(self, worker_name: str, *, timeout: float = 1.0) -> Status:
-        """The status of a worker. LOST: it has ended without a report, or does not answer."""
+        """The status of a worker. UNRESPONSIVE: it lives, but does not answer. LOST: it has ended without a report, or
+        cannot be reached."""
         return self.pulse([worker_name], timeout=timeout)[worker_name]
 
     def pulse(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, Status]:
         """The statuses of these workers (by default all), by name, after at most `timeout` seconds."""
-        answers = self._ask_all("status", names, timeout)
-        return {name: Status(answer) if isinstance(answer, str) else answer[0] for name, answer in answers.items()}
+        self.auto_connect()
+        chosen = self.worker_names if names is None else list(_listed(names))
+        responses = self.group_request("status", names=chosen, timeout=timeout)
+        return {
+            each.worker_name: Status(each.result) if each.is_ok else self._status_from_outside(each.worker_name)[0]
+            for each in responses
+        }
 
     def stats(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, dict[str, Any]]:
-        """The figures of these workers (by default all), by name. For a worker that does not answer: `status`, and the
-        error that ended it as `text`."""
-        answers = self._ask_all("stats", names, timeout)
-        return {
-            name: answer if isinstance(answer, dict) else {"status": answer[0].value, "text": answer[1]}
-            for name, answer in answers.items()
-        }
+        """The figures of these workers (by default all), by name, as they have arrived: each worker sends them twice a
+        second and when its status changes, or less often if there are more than 300 workers. `age` is how many seconds
+        ago they came. For a worker that sends none: `status`, and the error that ended it as `text`.
+
+        Raises `NoReplyError` if the name table was silent for some seconds more than `timeout`.
+        """
+        self._check_open()
+        if time.monotonic() - self.names.heard > timeout + 3 * LEASE_SECONDS:
+            raise NoReplyError(f"no control panel answers at {self.connection.address}: it may have ended")
+        if names is None:
+            names = sorted({*self.worker_names, *(key[len("figures/") :] for key in self.names.followed("figures"))})
+        found: dict[str, dict[str, Any]] = {}
+        for name in _listed(names):
+            if (figures := self._figures(name)) is not None:
+                found[name] = {**figures[0], "age": figures[1]}
+            else:
+                status, text = self._status_from_outside(name)
+                found[name] = {"status": status.value, "text": text}
+        return found
+
+    def _figures(self, name: str) -> tuple[dict[str, Any], float] | None:
+        """The newest figures of a worker that has not ended, and their age."""
+        worker, key = self._launched.get(name), f"figures/{name}"
+        if worker is not None and worker.ending() is not None:
+            return None
+        if (found := self.names.newest(key)) is None and (worker is not None or name in self._peers):
+            with contextlib.suppress(NameTableError):  # its first ones may be in the table, and not here yet
+                return self.names.get(key), 0.0
+        return found
 
     def table(self, *, timeout: float = 1.0) -> str:
         """All workers and their figures, as text."""
@@ -253,30 +296,16 @@ class ControlPanel:
             lines.append(f"{name:<24}{facts['status']:<13}{figures}")
         return "\n".join(lines)
 
-    def _ask_all(self, command: str, names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
-        """The answers of these workers. For one that does not answer: its status, and the error that ended it."""
-        self.auto_connect()
-        chosen = self.worker_names if names is None else list(_listed(names))
-        responses = self.group_request(command, names=chosen, timeout=timeout)
-        return {
-            response.worker_name: response.result if response.is_ok else self._status_from_outside(response)
-            for response in responses
-        }
-
-    def _status_from_outside(self, response: Response) -> tuple[Status, str]:
+    def _status_from_outside(self, name: str) -> tuple[Status, str]:
         """The status of a worker that has given no answer, and the error that ended it."""
-        name = response.worker_name
         final = self._final(name)
         if final is not None:
             return Status(final[0]), final[1]
-        if not response.timed_out and not response.lost:  # it lives: it has answered with an error
-            (status,) = self.group_request("status", names=[name], timeout=1.0)
-            if status.is_ok:
-                return Status(status.result), str(response.error).partition("\n")[0]
-        if name in self._peers or name in self._launched:
-            worker = self._launched.get(name)
-            return Status.LOST, (worker and worker.ending()) or ""
-        return Status.UNKNOWN, ""
+        if name not in self._peers and name not in self._launched:
+            return Status.UNKNOWN, ""
+        ending = self._ending(name)
+        lives = ending is None if name in self._launched else name in self._listed
+        return (Status.UNRESPONSIVE if lives else Status.LOST), ending or ""
 
     def _final(self, name: str) -> tuple[str, str] | None:
         """The final status that a worker has reported, and the error that ended it. None if it has reported nothing."""
@@ -288,11 +317,15 @@ class ControlPanel:
 
     # ---- the end ---------------------------------------------------------------------------
 
-    def discard(self, worker_name: str) -> None:
-        """Let a worker that this panel has launched end, and kill it after 2 s. Then another one can have its name."""
-        worker = self._launched.get(worker_name)
-        if worker is not None and not worker.wait(2.0):
-            worker.kill()
+    def has_ended(self, worker_name: str) -> bool:
+        """Whether a worker that this panel has launched has ended. Then another one can have its name."""
+        return worker_name not in self._launched or self._launched[worker_name].ending() is not None
+
+    def stacks(self, worker_name: str) -> str:
+        """What each thread of a worker does now, if this panel has launched it on this machine. It answers while C code
+        holds the interpreter lock too."""
+        worker = self._own(worker_name)
+        return worker.stacks() if worker_name in self._peers else "it has not started yet"
 
     def kill(self, worker_name: str) -> None:
         """Kill a worker that this panel has launched as a process. Raises `ClusterError` for another name."""
@@ -301,6 +334,11 @@ class ControlPanel:
     def pid(self, worker_name: str) -> int:
         """The process id of a worker that this panel has launched. Raises `ClusterError` for another name."""
         return self._own(worker_name).pid
+
+    def _ending(self, name: str) -> str | None:
+        """How a worker that was launched here has ended. None while it runs, and for another worker."""
+        worker = self._launched.get(name)
+        return None if worker is None else worker.ending()
 
     def _own(self, name: str) -> Launched:
         if name not in self._launched:
@@ -337,6 +375,10 @@ class ControlPanel:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise ClusterError("this control panel was closed: make another one")
+
     def _peer(self, name: str) -> Peer:
         peer = self._peers.get(name)
         if peer is None or peer.is_dead:
@@ -350,8 +392,8 @@ class ControlPanel:
         peer = self._peers.pop(name, None)
         if peer is not None:
             peer.release()
-        self.names.clear(f"status/{name}")
-        self.names.clear(f"workers/{name}")
+        for root in ("status", "workers", "figures"):
+            self.names.clear(f"{root}/{name}")
 
     def _watch(self) -> None:
         """In a thread: if a launched worker has ended, fail the requests to it."""

@@ -29,7 +29,8 @@ class Batch:
         samples: torch tensors `[T, B, ...]`; B counts the environments of all pieces. Several pieces may be of the same
             actor.
         infos: figures of the trajectories that have finished, by name: `infos["Return"]` `[n]`.
-        versions: the version of the parameters of each piece, `[number of pieces]`.
+        versions: the version of the parameters of each piece, `[number of pieces]`. Each life of a trainer counts its
+            own versions: with `max_staleness`, all pieces are of the present one.
     """
 
     samples: Samples
@@ -37,16 +38,19 @@ class Batch:
     versions: np.ndarray[Any, Any]
 
 
-def piece_of(samples: Samples, infos: Sequence[TrajInfo], version: int, actor: str) -> dict[str, Any]:
+def piece_of(samples: Samples, infos: Sequence[TrajInfo], version: tuple[int, int], actor: str) -> dict[str, Any]:
     """A piece as a message. Its `policy_version` is what the inference stream has reported for each action, otherwise
-    `version`."""
+    `version`: lineage and number. Its `lineage` is 0 if several lineages have acted."""
     tree = to_tree(samples)
     reported = tree["agent"]["agent_info"].pop("stream_version", None)
-    policy_version = np.full_like(tree["agent"]["policy_version"], version) if reported is None else reported
-    tree["agent"]["policy_version"] = policy_version
+    versions = np.full((*samples.agent.policy_version.shape, 2), version) if reported is None else reported
+    tree["agent"]["policy_version"] = versions[..., 1].copy()
+    lineages, numbers = versions[versions[..., 0] != 0].T  # where an environment has waited, nobody has acted
+    lineage = int(lineages[0]) if len(lineages) and (lineages == lineages[0]).all() else 0
     names = [name for name, value in vars(infos[0]).items() if _is_figure(name, value)] if infos else []
     figures = {name: np.array([getattr(info, name) for info in infos], np.float64) for name in names}
-    return {"samples": tree, "infos": figures, "version": int(policy_version.min()), "actor": actor}
+    number = int(numbers.min(initial=2**62))
+    return {"samples": tree, "infos": figures, "lineage": lineage, "version": number, "actor": actor}
 
 
 def _is_figure(name: str, value: object) -> bool:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from penstock.agents import Agent
+from penstock.arguments import integer
 from penstock.buffers.named import as_named
 from penstock.buffers.tree import map_tree
 from penstock.collectors.acting import as_agent_step
 from penstock.control.parameters import ParameterClient
 from penstock.control.pieces import to_tree
+from penstock.control.statuses import FINAL
 from penstock.control.streams import InferenceInbox
 from penstock.control.wire import Letter
 from penstock.control.worker import PollResult, Worker
+from penstock.envs.examples import example_of
 from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.errors import brief
 
 _WAIT_SECONDS = 0.05  # how long a poll waits for the first request
 
@@ -42,18 +47,20 @@ class AgentPlan:
 
 
 @dataclass
-class _StepRequest:
-    """A request of one actor for a step of its n environments."""
+class _Request:
+    """A request of one actor, for its n environments."""
 
     letter: Letter
+    kind: str  #: "step" or "value", or for an example of what the agent reports "trial step" or "trial value"
     ranks: np.ndarray[Any, Any]  #: env_ranks `[n]`
     starts: np.ndarray[Any, Any]  #: `[n]`, True where the recurrent state begins again
-    inputs: tuple[Any, Any, Any] = field(repr=False)  #: observation, prev_action, prev_reward, each `[n, ...]`
+    inputs: tuple[Any, ...] = field(repr=False)  #: observation, prev_action, prev_reward, each `[n, ...]`
 
 
 class PolicyWorker(Worker):
     """Answers all requests together that came while the model was busy. It keeps the noise and the recurrent state of
-    every environment, by env_rank.
+    every environment, by env_rank. A request with a mistake fails alone. The `itr` of the agent's
+    schedules is the number of the version that acts, minus 1.
 
     If it ends, its actors ask another policy worker, or this one after a restart. Recurrent state is lost then, and
     `ActorWorker` begins new episodes.
@@ -78,99 +85,129 @@ class PolicyWorker(Worker):
         self._plan, self._stream, self._policy = plan, stream, parameters
         self._max_batch, self._max_delay = max_batch, max_delay
         self._server: InferenceInbox | None = None
-        self._next: Letter | None = None  # a request that did not fit into the batch before
+        self._next: _Request | None = None  # a request that did not fit into the batch before
         self._n_rows = self._n_batches = 0
 
     def _configure(self) -> None:
         plan = self._plan
+        self._parameters = ParameterClient(self.wire, self.names, self._policy)
+        first = self._parameters.first(lambda: self.status in FINAL)
         self._agent = plan.agent().runtime.worker_copy()
+        self._inputs = {
+            "observation": example_of(plan.observation_space),
+            "prev_action": example_of(plan.action_space),
+            "prev_reward": np.zeros((), np.float32),
+        }
         ranks = range(plan.n_envs)
         # A copy of the agent that acts. It has one column for each environment of all actors: column i is env_rank i.
         self._actor = self._agent.runtime.column_copy(ColumnStreams(plan.seed, ranks).rngs(Purpose.ACTION))
         self._actor.runtime.set_columns(ranks, plan.n_envs)
-        self._actor.sample_mode(0)
+        self._load(first)
         self._sessions = [""] * plan.n_envs  # of each environment: see `InferenceClient.ask`
-        self._parameters = ParameterClient(self.wire, self.names, self._policy)
         self._server = InferenceInbox(self.wire, self.names, self._stream, self.name)
+
+    def _load(self, parameters: Mapping[str, Any]) -> None:
+        self._actor.write_parameters(parameters)
+        self._actor.sample_mode(self._parameters.version[1] - 1)
 
     def _poll(self) -> PollResult:
         newer = self._parameters.newer()
         if newer is not None:
-            self._actor.write_parameters(newer)
-        letters = self._gather()
-        requests: list[_StepRequest] = []
+            self._load(newer)
+        gathered, steps = self._gather(), list[_Request]()
         try:
-            for letter in letters:
+            for request in gathered:
+                if request.kind != "step":
+                    self._answer(request)
+                    continue
+                # An actor that has lost a server and comes back may ask twice for the same environments.
+                if any(np.isin(request.ranks, other.ranks).any() for other in steps):
+                    self._step(steps)
+                    steps = []
+                steps.append(request)
+            if steps:
+                self._step(steps)
+        except Exception as error:
+            for letter in (request.letter for request in gathered if not request.letter.is_answered):
+                letter.fail(f"the policy {self.name} has failed: {type(error).__name__}: {error}")
+            raise
+        n_rows = sum(len(request.ranks) for request in gathered)
+        self._n_rows += n_rows
+        self._n_batches += bool(gathered)
+        return PollResult(n_rows, int(bool(gathered)))
+
+    def _gather(self) -> list[_Request]:
+        """The requests that wait, up to `max_batch` environments."""
+        assert self._server is not None
+        requests, n_rows, until = list[_Request](), 0, 0.0
+        while n_rows < self._max_batch:
+            request, self._next = self._next, None
+            if request is None:
+                wait = _WAIT_SECONDS if not requests else max(0.0, until - time.monotonic())
+                letter = self._server.receive(wait)
+                if letter is None:
+                    break
                 request = self._read(letter)
                 if request is None:
                     continue
-                # An actor that has lost a server and comes back may ask twice for the same environments.
-                if any(np.isin(request.ranks, other.ranks).any() for other in requests):
-                    self._step(requests)
-                    requests = []
-                requests.append(request)
-            if requests:
-                self._step(requests)
-        except Exception as error:
-            for letter in (letter for letter in letters if not letter.is_answered):
-                letter.fail(f"the policy {self.name} has failed: {type(error).__name__}: {error}")
-            raise
-        n_rows = sum(len(letter.message["env_ranks"]) for letter in letters)
-        self._n_rows += n_rows
-        self._n_batches += bool(letters)
-        return PollResult(n_rows, int(bool(letters)))
-
-    def _gather(self) -> list[Letter]:
-        """The requests that wait, up to `max_batch` environments."""
-        assert self._server is not None
-        letters, n_rows, until = list[Letter](), 0, 0.0
-        while n_rows < self._max_batch:
-            wait = _WAIT_SECONDS if not letters else max(0.0, until - time.monotonic())
-            letter, self._next = self._next or self._server.receive(wait), None
-            if letter is None:
+            n_rows += len(request.ranks)
+            if requests and n_rows > self._max_batch:
+                self._next = request
                 break
-            n_rows += len(letter.message["env_ranks"])
-            if letters and n_rows > self._max_batch:
-                self._next = letter
-                break
-            if not letters:
+            if not requests:
                 until = time.monotonic() + self._max_delay
-            letters.append(letter)
-        return letters
+            requests.append(request)
+        return requests
 
-    def _read(self, letter: Letter) -> _StepRequest | None:
-        """The request in `letter`, if it is for a step. Other requests are answered here."""
-        message = letter.message
-        inputs = (
-            map_tree(np.copy, as_named(message["observation"])),
-            map_tree(np.copy, as_named(message["prev_action"])),
-            message["prev_reward"].copy(),
-        )
-        ranks, kind = message["env_ranks"].copy(), message["kind"]
-        if kind.startswith("trial"):  # the actor wants an example of what the agent reports
-            trial = self._agent.runtime.column_copy(ColumnStreams(0, range(len(ranks))).rngs(Purpose.ACTION))
-            trial.runtime.set_columns([0] * len(ranks), self._plan.n_envs)
-            trial.sample_mode(0)
-            letter.reply(self._stepped(trial, inputs) if kind == "trial step" else _valued(trial, inputs))
+    def _read(self, letter: Letter) -> _Request | None:
+        """The request in `letter`. If it has mistakes, this answers that, and returns None."""
+        try:
+            message = letter.message
+            kind, ranks, starts = message["kind"], message["env_ranks"], message["starts"]
+            if kind not in ("step", "value", "trial step", "trial value"):
+                raise ValueError(f"there is no request {kind!r}")
+            is_trial, n = kind.startswith("trial"), len(ranks)
+            for name, array, dtype in (("env_ranks", ranks, np.int64), ("starts", starts, np.bool_)):
+                if not isinstance(array, np.ndarray) or array.shape != (n,) or array.dtype != dtype:
+                    raise ValueError(f"{name} must be an array [n] of {np.dtype(dtype)}, got {brief(array)}")
+            if not n or ranks.min() < 0 or ranks.max() >= self._plan.n_envs:
+                raise ValueError(f"env_ranks must be in range({self._plan.n_envs}), got {brief(ranks)}")
+            if not is_trial and len(set(ranks.tolist())) < n:
+                raise ValueError(f"env_ranks has a number twice: {brief(ranks)}")
+            rows = partial(_rows, n)
+            inputs = tuple(map_tree(rows, like, as_named(message[name])) for name, like in self._inputs.items())
+            session, generation = str(message["session"]), integer("generation", message["generation"], 0)
+        except (LookupError, TypeError, ValueError) as error:
+            letter.fail(f"this is no request to a policy worker: {type(error).__name__}: {error}")
             return None
-        starts = self._begin_sessions(message, ranks)
-        if kind == "value":
-            for rank in ranks[starts].tolist():
-                self._actor.reset_one(rank)
-            self._actor.select(ranks)
-            letter.reply(_valued(self._actor, inputs))
-            return None
-        return _StepRequest(letter, ranks, starts, inputs)
+        starts = starts.copy()
+        if not is_trial:
+            new = [i for i, rank in enumerate(ranks.tolist()) if self._sessions[rank] != session]
+            starts[new] = True  # another actor or another policy worker acted before
+            for rank in ranks[new].tolist():
+                self._sessions[rank] = session
+            if generation and new:
+                streams = ColumnStreams(self._plan.seed, ranks[new].tolist(), generation << 16)
+                self._actor.reseed_columns(ranks[new].astype(np.intp), streams.rngs(Purpose.ACTION))
+        return _Request(letter, kind, ranks.copy(), starts, inputs)
 
-    def _begin_sessions(self, message: Mapping[str, Any], ranks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Where the recurrent state begins again: a new episode begins, or another policy worker acted before."""
-        starts: np.ndarray[Any, Any] = message["starts"].copy()
-        for i, rank in enumerate(ranks.tolist()):
-            if self._sessions[rank] != message["session"]:
-                self._sessions[rank], starts[i] = message["session"], True
-        return starts
+    def _answer(self, request: _Request) -> None:
+        """Answer a request that is not for a step."""
+        agent, n = self._actor, len(request.ranks)
+        if request.kind == "value":
+            for rank in request.ranks[request.starts].tolist():
+                agent.reset_one(rank)
+            agent.select(request.ranks.astype(np.intp))
+        else:
+            agent = self._agent.runtime.column_copy(ColumnStreams(0, range(n)).rngs(Purpose.ACTION))
+            agent.runtime.set_columns([0] * n, self._plan.n_envs)
+            agent.sample_mode(0)
+        if request.kind == "trial step":
+            request.letter.reply(self._stepped(agent, request.inputs))
+        else:
+            request.letter.reply({"value": np.asarray(agent.value(*request.inputs))})
 
-    def _step(self, requests: Sequence[_StepRequest]) -> None:
+    def _step(self, requests: Sequence[_Request]) -> None:
         """Act for all environments of these requests in one call of the agent, and answer them."""
         ranks = np.concatenate([request.ranks for request in requests])
         for rank in ranks[np.concatenate([request.starts for request in requests])].tolist():
@@ -188,17 +225,25 @@ class PolicyWorker(Worker):
     def _stepped(self, agent: Agent, inputs: Sequence[Any]) -> dict[str, Any]:
         step = as_agent_step(agent.step(*inputs), agent)
         info = map_tree(np.asarray, to_tree(step.agent_info))
-        info["stream_version"] = np.full(len(inputs[-1]), self._parameters.version, np.int64)
+        info["stream_version"] = np.full((len(inputs[-1]), 2), self._parameters.version, np.int64)
         return {"action": to_tree(step.action), "agent_info": info}
 
     def _stats(self) -> Mapping[str, float]:
         mean = self._n_rows / self._n_batches if self._n_batches else 0.0
-        return {"version": self._parameters.version, "mean_batch": mean} if self._server is not None else {}
+        return {"version": self._parameters.version[1], "mean_batch": mean} if self._server is not None else {}
 
     def _close(self) -> None:
         if self._server is not None:
             self._server.close()
 
 
-def _valued(agent: Agent, inputs: Sequence[Any]) -> dict[str, Any]:
-    return {"value": np.asarray(agent.value(*inputs))}
+def _rows(n: int, like: np.ndarray[Any, Any], value: Any) -> np.ndarray[Any, Any]:
+    """A copy of `value` `[n, ...]`. Raises `ValueError` if it does not fit `like` `[...]`."""
+    wanted = (n, *like.shape)
+    if (
+        not isinstance(value, np.ndarray)
+        or value.shape != wanted
+        or not np.can_cast(value.dtype, like.dtype, "same_kind")
+    ):
+        raise ValueError(f"an input must be an array {list(wanted)} of {like.dtype}, got {brief(value)}")
+    return value.astype(like.dtype)

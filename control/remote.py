@@ -38,8 +38,6 @@ class RpcServer:
     """
 
     def __init__(self, *, host: str = "127.0.0.1", port: int | None = None) -> None:
-        from penstock.control.wire_zmq import zmq_wire
-
         self._handlers: dict[str, Callable[..., Any]] = {}
         self._lease: PortLease | None = None
         if port is None:
@@ -47,7 +45,7 @@ class RpcServer:
             port = self._lease.port
         try:
             keys = Connection.make("remote calls", host=host)
-            self._wire = zmq_wire(keys, host=host, port=port)
+            self._wire = keys.wire(port)
         except BaseException:
             if self._lease is not None:
                 self._lease.release()

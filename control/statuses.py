@@ -9,14 +9,16 @@ from penstock.errors import RequestError
 
 
 class Status(str, enum.Enum):
-    """The status of a worker. Only a control panel uses LOST and UNKNOWN."""
+    """The status of a worker. Only a control panel uses UNRESPONSIVE, LOST and UNKNOWN."""
 
     READY = "READY"  #: it runs, and waits for `configure` or `start`
     RUNNING = "RUNNING"  #: it polls
-    PAUSED = "PAUSED"  #: it waits for `start`
+    PAUSING = "PAUSING"  #: it finishes its last poll
+    PAUSED = "PAUSED"  #: it waits for `start`, and its figures are those of its last poll
     COMPLETED = "COMPLETED"  #: it has ended after `exit`
     INTERRUPTED = "INTERRUPTED"  #: it has ended after `interrupt`
     ERROR = "ERROR"  #: it has ended because one of its methods raised, or because the name table has gone
+    UNRESPONSIVE = "UNRESPONSIVE"  #: its process lives, but does not answer
     LOST = "LOST"  #: it has ended without a report, or cannot be reached
     UNKNOWN = "UNKNOWN"  #: the panel has never seen a worker of this name
 
@@ -32,11 +34,28 @@ _CHANGES = {  # command: in which statuses it is allowed, and the status after i
 
 
 class StatusMachine:
-    """The status of one worker. Any thread may call it."""
+    """The status of one worker. Any thread may call it. PAUSED includes PAUSING, which only `shown` tells apart."""
 
     def __init__(self) -> None:
         self.status, self.is_configured = Status.READY, False
+        self._is_polling = False
         self._lock = threading.Lock()
+
+    @property
+    def shown(self) -> str:
+        """The status, as others see it."""
+        return (Status.PAUSING if self.status is Status.PAUSED and self._is_polling else self.status).value
+
+    def begin_poll(self) -> bool:
+        """Whether the worker polls now."""
+        with self._lock:
+            self._is_polling |= self.status is Status.RUNNING
+            return self.status is Status.RUNNING
+
+    def end_poll(self, *, has_new_figures: bool) -> None:
+        """The worker has polled. It is PAUSED only after it has updated its figures."""
+        with self._lock:
+            self._is_polling &= self.status is Status.PAUSED and not has_new_figures
 
     def apply(self, command: str) -> str:
         """Do `start`, `pause`, `exit` or `interrupt`. Returns the new status. Raises `RequestError` out of order."""
@@ -47,7 +66,7 @@ class StatusMachine:
             if command == "start" and not self.is_configured:
                 raise RequestError("start: the worker is not configured: send configure first")
             self.status = after
-            return after.value
+            return self.shown
 
     def check_configure(self) -> None:
         """Raise `RequestError` if the worker cannot be configured now."""

@@ -18,40 +18,33 @@ from penstock.errors import ClusterError, ConfigError, NoReplyError, PeerLostErr
 
 Routing = Literal["any", "all", "one"]
 ROUTINGS: tuple[str, ...] = get_args(Routing)
-_LOOK_SECONDS = 0.5  # how often a stream looks into the name table for new consumers or servers
+_LOOK_SECONDS = 0.5  # between two tries to reach an inbox that was lost
 
 
-class _Inboxes:
+class Inboxes:
     """The inboxes that can be reached, of all that the name table has below `root`."""
 
     def __init__(self, wire: Wire, names: NameClient, root: str, credit: int) -> None:
-        self._wire, self._names, self._root, self._credit = wire, names, root, credit
+        self._names, self._root, self._credit = names, root, credit
         self._peers: dict[str, Peer] = {}
-        self._look_at = 0.0
+        self._version, self._look_at = -1, 0.0
         self._lock = threading.Lock()
 
     def live(self) -> list[Peer]:
-        """Peers for them, sorted by name. Looks into the name table every half second, or at each call while it has
-        found no inbox."""
+        """Peers for them, sorted by name. One that was lost is tried again every half second."""
         with self._lock:
-            now = time.monotonic()
-            alive = {key: peer for key, peer in self._peers.items() if not peer.is_dead}
-            if now >= self._look_at or not alive:
-                self._look_at = now + _LOOK_SECONDS
-                try:
-                    found = self._names.find(self._root, timeout=1.0)
-                except NoReplyError:  # continue with the inboxes that are known
-                    self._look_at += 10 * _LOOK_SECONDS
-                    return list(alive.values())
-                for key in alive.keys() - found.keys():
-                    alive.pop(key).lose("its name has gone")
-                for key, place in found.items():
-                    old = self._peers.get(key)
-                    if old is None or old.place != list(place):
-                        if old is not None:
-                            old.release()
-                        alive[key] = self._names.reach(place, credit=self._credit)
-                self._peers = dict(sorted(alive.items()))
+            if self._version < 0:
+                self._names.follow(self._root)
+            now, version = time.monotonic(), self._names.version
+            if version != self._version or now >= self._look_at:
+                self._version, self._look_at = version, now + _LOOK_SECONDS
+                found = self._names.followed(self._root)
+                for key, peer in list(self._peers.items()):
+                    if peer.is_dead or peer.place != list(found.get(key, ())):
+                        self._peers.pop(key).lose("its name has gone")
+                for key in found.keys() - self._peers.keys():
+                    self._peers[key] = self._names.reach(found[key], credit=self._credit)
+                self._peers = dict(sorted(self._peers.items()))
             return [peer for peer in self._peers.values() if not peer.is_dead]
 
 
@@ -81,7 +74,7 @@ class SampleProducer:
             raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {routing!r}")
         integer("credit", credit, 1)
         self._stream, self._routing, self._name = stream, routing, name
-        self._consumers = _Inboxes(wire, names, f"streams/{stream}", credit)
+        self._consumers = Inboxes(wire, names, f"streams/{stream}", credit)
         self._lock = threading.Lock()  # of what the callback changes too
         self._returned: list[Any] = []  # pieces of consumers that have ended
         self._n_waiting = 0  # how often a piece was sent that its consumer has not taken yet
@@ -101,6 +94,10 @@ class SampleProducer:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.001)
+
+    def has_room(self) -> bool:
+        """Whether `put` would send a piece at once."""
+        return self._flush_returned() and bool(self._next_consumers())
 
     def flush(self, timeout: float) -> bool:
         """Wait until consumers have taken every piece. Returns whether they have."""
@@ -127,16 +124,17 @@ class SampleProducer:
                 return False
         return True
 
-    def _try(self, piece: object) -> bool:
+    def _next_consumers(self) -> list[Peer]:
+        """Who gets the next piece. Empty if there is no consumer, or one of them has no room."""
         consumers = self._consumers.live()
-        if not consumers:
-            return False
-        if self._routing == "one":
+        if consumers and self._routing == "one":
             consumers = [consumers[zlib.crc32(self._name.encode()) % len(consumers)]]
-        elif self._routing == "any":
+        elif consumers and self._routing == "any":
             consumers = [min(consumers, key=lambda peer: peer.n_told)]
-        if not all(peer.has_credit for peer in consumers):
-            return False
+        return consumers if all(peer.has_credit for peer in consumers) else []
+
+    def _try(self, piece: object) -> bool:
+        consumers = self._next_consumers()
         for peer in consumers:
             try:
                 taken = peer.tell_and_hear(piece)
@@ -153,7 +151,7 @@ class SampleProducer:
             with self._lock:
                 self._n_waiting += 1
             taken.add_done_callback(partial(self._on_taken, piece))
-        return True
+        return bool(consumers)
 
     def _on_taken(self, piece: object, future: Future[Any]) -> None:
         error = future.exception()
@@ -173,18 +171,28 @@ class SampleConsumer:
         wire, names: the worker's.
         stream: the name of the stream.
         name: of this consumer; the consumers of a stream have different names.
+        holds: a piece that was taken counts as waiting until `release` is called.
     """
 
-    def __init__(self, wire: Wire, names: NameClient, stream: str, name: str) -> None:
-        self._names, self._key = names, f"streams/{stream}/{name}"
+    def __init__(self, wire: Wire, names: NameClient, stream: str, name: str, *, holds: bool = False) -> None:
+        self._names, self._key, self._holds = names, f"streams/{stream}/{name}", holds
+        self._held = list[Letter]()
         self._inbox = offer(wire, names, self._key)
 
     def get(self, timeout: float) -> Any:
         """The next piece. Raises `NoReplyError` if none comes within `timeout` seconds."""
-        letter = self._inbox.receive(timeout)
+        letter = self._inbox.receive(timeout, holds=self._holds)
         if letter is None:
             raise NoReplyError(f"no piece has come through {self._key} within {timeout:g} s")
+        if self._holds:
+            self._held.append(letter)
         return letter.message
+
+    def release(self) -> None:
+        """The producers of the pieces that were taken may send as many more."""
+        held, self._held = self._held, []
+        for letter in held:
+            letter.reply()
 
     def __len__(self) -> int:
         return len(self._inbox)
@@ -204,6 +212,7 @@ class InferenceClient:
         name: of this client.
         timeout: seconds without an answer, after which `ask` raises.
         is_over: returns whether to stop waiting for an answer. Then `ask` raises too.
+        generation: how often this client was started again.
     """
 
     def __init__(
@@ -215,13 +224,20 @@ class InferenceClient:
         *,
         timeout: float = 60.0,
         is_over: Callable[[], bool] = lambda: False,
+        generation: int = 0,
     ) -> None:
-        self._servers = _Inboxes(wire, names, f"policies/{stream}", 1)
+        self._generation = generation
+        self._servers = Inboxes(wire, names, f"policies/{stream}", 1)
         self._wire, self._stream, self._name, self._timeout = wire, stream, name, timeout
         self._index, self._is_over = zlib.crc32(name.encode()), is_over
         self._server: str | None = None  # the place of the server that was asked last
         #: How often it had to ask another server, or had lost one and reached it again.
         self.n_moves = 0
+
+    @property
+    def generation(self) -> int:
+        """Of the random streams: another one for each client that was started again, and each change of the server."""
+        return (self._generation << 16) + self.n_moves
 
     def ask(self, message: dict[str, Any]) -> Any:
         """The answer to `message`, to which this adds a `session`: the first request to a server begins a new session.
@@ -246,7 +262,8 @@ class InferenceClient:
                 self.n_moves += self._server is not None
                 self._server = str(server.place)
             try:
-                future = server.ask({**message, "session": f"{self._wire.id}.{self.n_moves}"}, left)
+                session = {"session": f"{self._wire.id}.{self.n_moves}", "generation": self.generation}
+                future = server.ask({**message, **session}, left)
                 while not future.wait(_LOOK_SECONDS) and not self._is_over():
                     self._servers.live()  # if the server has ended, this ends the future with a PeerLostError
                 if future.done():

@@ -17,6 +17,7 @@ from penstock.control.worker import PollResult, Worker
 from penstock.errors import ConfigError, NoReplyError, brief
 
 _WAIT_SECONDS = 0.05  # how long a poll waits for a piece
+_FOREIGN = float("inf")  # the staleness of a piece that an earlier life of the trainer has acted
 
 
 class Trainer(Protocol):
@@ -44,8 +45,9 @@ class TrainerWorker(Worker):
         samples: name of the sample stream.
         parameters: name under which the parameters are published.
         batch: pieces per step.
-        max_staleness: the trainer drops a piece, and counts it, if its parameters are more versions old than this;
-            None: it drops none.
+        max_staleness: the trainer drops a piece, and counts it, if its parameters are more versions old than this, or
+            if an earlier life of the trainer made them; None: it drops none. A piece then takes its place in the
+            stream until it was trained on, so that actors do not sample too far ahead.
         checkpoint: a file. The trainer saves its state there every `save_every` steps and at the end. If the file
             exists, it starts from it.
     """
@@ -68,7 +70,7 @@ class TrainerWorker(Worker):
         self._consumer: SampleConsumer | None = None
         self._server: ParameterServer | None = None
         self._pieces: list[Any] = []
-        self._version, self._n_stale, self._largest_staleness = 1, 0, 0
+        self._version, self._n_stale, self._largest_staleness = 1, 0, 0.0
         self._results: dict[str, float] = {}
 
     def _configure(self) -> None:
@@ -79,7 +81,8 @@ class TrainerWorker(Worker):
             self._load(self._checkpoint)
         self._server = ParameterServer(self.wire, self.names, self._policy)
         self._server.publish(self._version, self._agent.read_parameters())
-        self._consumer = SampleConsumer(self.wire, self.names, self._stream, self.name)
+        holds = self._max_staleness is not None
+        self._consumer = SampleConsumer(self.wire, self.names, self._stream, self.name, holds=holds)
 
     def _check_trainer(self) -> None:
         """Raise `ConfigError` now for what would otherwise fail at the first step, or at the first checkpoint."""
@@ -98,24 +101,33 @@ class TrainerWorker(Worker):
         try:
             piece = self._consumer.get(_WAIT_SECONDS)
         except NoReplyError:
+            # Nothing comes, and the batch is not full: the actors may wait for places in the stream (one was lost, or
+            # there are too few, or other consumers have their pieces). Otherwise each side would wait for the other.
+            self._consumer.release()
             return PollResult()
         self._pieces.append(piece)
         self._drop_stale()
         if len(self._pieces) < self._batch:
             return PollResult()
-        staleness = max(self._version - piece["version"] for piece in self._pieces)
-        self._largest_staleness = max(self._largest_staleness, staleness)
+        staleness = [self._staleness(piece) for piece in self._pieces]
+        self._largest_staleness = max([self._largest_staleness, *(n for n in staleness if n != _FOREIGN)])
         batch, self._pieces = batch_of(self._pieces), []
         self._results = _figures(self._trainer.step(batch))
         self._version += 1
         self._server.publish(self._version, self._agent.read_parameters())
+        self._consumer.release()  # after `publish`: the next pieces are acted by the new parameters
         if self._checkpoint is not None and self._version % self._save_every == 0:
             self._save(self._checkpoint)
         return PollResult(batch.samples.env.reward.numel(), 1)
 
+    def _staleness(self, piece: Mapping[str, Any]) -> float:
+        """How many versions old its parameters are."""
+        assert self._server is not None
+        return self._version - piece["version"] if piece["lineage"] == self._server.lineage else _FOREIGN
+
     def _drop_stale(self) -> None:
         if self._max_staleness is not None:
-            fresh = [piece for piece in self._pieces if self._version - piece["version"] <= self._max_staleness]
+            fresh = [piece for piece in self._pieces if 0 <= self._staleness(piece) <= self._max_staleness]
             self._n_stale += len(self._pieces) - len(fresh)
             self._pieces = fresh
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from penstock.control.launched import LaunchedProcess, LaunchedThread
 from penstock.control.name_table import NameHost
@@ -15,32 +15,13 @@ from penstock.control.wire_local import LocalConnection, LocalHub
 from penstock.control.worker import Connection, Worker
 from penstock.errors import ConfigError
 
+if TYPE_CHECKING:
+    from penstock.control.launch_ray import LaunchedActor
+
+    Launched: TypeAlias = LaunchedThread | LaunchedProcess | LaunchedActor
+
 WireName = Literal["local", "zmq", "ray"]
 WIRES: tuple[str, ...] = get_args(WireName)
-
-
-class Launched(Protocol):
-    """A worker that was started here: `LaunchedThread`, `LaunchedProcess` or `LaunchedActor`."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        ...
-
-    def ending(self) -> str | None:
-        """How it has ended, or None while it runs."""
-        ...
-
-    def wait(self, timeout: float) -> bool:
-        """Wait until it has ended. Returns whether it has."""
-        ...
-
-    def kill(self) -> None:
-        """Kill it, if that is possible."""
-        ...
-
-
-Launch = Callable[[Callable[[], Worker], Connection, str, Mapping[str, float]], Launched]
 
 
 @dataclass
@@ -49,7 +30,8 @@ class OpenTrial:
 
     wire: Wire
     connection: Connection
-    launch: Launch
+    #: Starts a worker: its maker, the connection, its name, and the resources that it needs.
+    launch: Callable[[Callable[[], Worker], Connection, str, Mapping[str, float]], Launched]
     resources: ExitStack
 
 
@@ -60,49 +42,30 @@ def open_trial(name: str, wire: WireName, host: str | None, port: int, file: str
     if wire != "zmq" and (host or port or file):
         raise ConfigError(f'host, port and file are for wire="zmq", not for {wire!r}')
     with ExitStack() as resources:
+        connection: Any
+        launch: Any = LaunchedThread
         if wire == "local":
-            trial = _local(name, resources)
-        elif wire == "zmq":
-            trial = _zmq(name, resources, host, port, file)
+            connection = LocalConnection(name, "", LocalHub())
+            own = connection.wire()
         else:
-            trial = _ray(name, resources)
-        trial.resources = resources.pop_all()
-    return trial
+            connection, launch = _sockets(name, wire, host, resources)
+            own = connection.wire(port)
+        resources.callback(own.close)
+        resources.callback(NameHost(own).close)
+        connection = replace(connection, address=own.address)
+        if file is not None:
+            connection.write(file)
+        return OpenTrial(own, connection, launch, resources.pop_all())
 
 
-def _local(name: str, resources: ExitStack) -> OpenTrial:
-    hub = LocalHub()
-    wire = hub.wire()
-    resources.callback(wire.close)
-    resources.callback(NameHost(wire).close)
-    launch: Launch = lambda make, connection, worker, _: LaunchedThread(make, connection, worker)  # noqa: E731
-    return OpenTrial(wire, LocalConnection(name, wire.address, hub), launch, resources)
+def _sockets(name: str, wire: str, host: str | None, resources: ExitStack) -> tuple[Any, Any]:
+    """New keys, and what starts workers that have them."""
+    if wire == "zmq":
+        from penstock.control.keys import Connection as Keys
 
-
-def _zmq(name: str, resources: ExitStack, host: str | None, port: int, file: str | Path | None) -> OpenTrial:
-    from penstock.control.keys import Connection as Keys
-    from penstock.control.wire_zmq import zmq_wire
-
-    keys = Keys.make(name, host=host or "127.0.0.1")
-    wire = zmq_wire(keys, host=keys.host, port=port)
-    resources.callback(wire.close)
-    resources.callback(NameHost(wire).close)
-    connection = replace(keys, address=wire.address)
-    if file is not None:
-        connection.write(file)
-    launch: Launch = lambda make, connection, worker, _: LaunchedProcess(make, connection, worker)  # noqa: E731
-    return OpenTrial(wire, connection, launch, resources)
-
-
-def _ray(name: str, resources: ExitStack) -> OpenTrial:
+        return Keys.make(name, host=host or "127.0.0.1"), LaunchedProcess
     from penstock.cluster.placement import connect
-    from penstock.control.launch_ray import LaunchedActor, RayNames
-    from penstock.control.wire_ray import RayConnection
+    from penstock.control.launch_ray import LaunchedActor, RayConnection
 
     resources.callback(connect(None, 1, dashboard=False))
-    names = RayNames(name)
-    resources.callback(names.close)
-    connection = RayConnection(name, names.address)
-    wire = connection.wire()
-    resources.callback(wire.close)
-    return OpenTrial(wire, connection, LaunchedActor, resources)
+    return RayConnection.make(name), LaunchedActor

@@ -30,6 +30,7 @@ from penstock.errors import ClusterError, NoReplyError, PeerLostError, RequestEr
 ASK, TELL, REPLY, ERROR, PROBE, PENDING, MISSING, GONE = range(8)
 
 TICK_SECONDS = 0.05
+LOST_SECONDS = 5.0  # of silence, after which another side counts as lost
 
 # kind, wire id of the receiver ("" for any), inbox, sender, number of the request, oldest number without an answer
 Header = tuple[int, str, str, str, int, int]
@@ -41,6 +42,8 @@ class Transport(ABC):
 
     #: Where others reach this wire.
     address: str
+    #: To how many others it sends a large message, before these send it on.
+    fan: int = 2**62
 
     @abstractmethod
     def start(self, wire: Wire) -> None:
@@ -49,6 +52,10 @@ class Transport(ABC):
     @abstractmethod
     def pack(self, message: object, /) -> Any:
         """`message` as it is sent. Raises `BadMessageError`."""
+
+    def pack_once(self, message: object, /) -> Any:
+        """`message` as it is sent to many: their transfers share the memory."""
+        return self.pack(message)
 
     @abstractmethod
     def unpack(self, packed: Any, /) -> Any:
@@ -87,6 +94,8 @@ class Answer(Future[Any]):
 
     After it has come, `done`, `result` and `exception` take no lock: each request calls them several times.
     """
+
+    packed: Any = None  #: the reply, as it came
 
     _is_over = False
     _value: Any = None
@@ -135,7 +144,7 @@ class Answer(Future[Any]):
             del error, self  # its traceback would keep both
 
 
-_FIRST_PROBE, _LAST_PROBE = 0.25, 1.0  # seconds without a reply until the first probe, and between the later ones
+_FIRST_PROBE, _LAST_PROBE = 0.25, 1.0  # seconds without a reply until the first probe, and between later ones
 
 
 @dataclass
@@ -183,10 +192,11 @@ class Peer:
         """Whether `tell` would send a message."""
         return self._lost is None and self._n_told < self._credit
 
-    def ask(self, message: object, timeout: float) -> Answer:
+    def ask(self, message: object, timeout: float, *, patience: float | None = None) -> Answer:
         """Send a request. The future gets the reply, or `NoReplyError` after `timeout` seconds, `PeerLostError`, or
-        `RequestError` with what the other side reported. Raises `BadMessageError` if `message` cannot be sent."""
-        future = self._send(ASK, message, timeout)
+        `RequestError` with what the other side reported. After `patience` seconds, it begins to ask whether the request
+        has arrived. Raises `BadMessageError` if `message` cannot be sent."""
+        future = self._send(ASK, message, timeout, patience or _FIRST_PROBE)
         assert future is not None  # only `tell` needs credit
         return future
 
@@ -197,7 +207,7 @@ class Peer:
 
     def tell_and_hear(self, message: object) -> Answer | None:
         """As `tell`, but returns a future that ends when the message is taken, or None without credit."""
-        return self._send(TELL, message, float("inf"))
+        return self._send(TELL, message, float("inf"), _FIRST_PROBE)
 
     def lose(self, reason: str) -> None:
         """The other side has ended: fail all requests with `PeerLostError`."""
@@ -210,7 +220,7 @@ class Peer:
         for request in requests.values():
             request.future.set_exception(PeerLostError(self._lost))
 
-    def _send(self, kind: int, message: object, timeout: float) -> Answer | None:
+    def _send(self, kind: int, message: object, timeout: float, patience: float) -> Answer | None:
         if kind == TELL and self._lost is None and not self.has_credit:
             return None
         transport = self._wire.transport
@@ -227,7 +237,7 @@ class Peer:
             if not self._requests:
                 self._silent_since = None  # nothing was expected
             number, self._next = self._next, self._next + 1
-            self._requests[number] = _Request(future, kind, packed, now + timeout, now + _FIRST_PROBE)
+            self._requests[number] = _Request(future, kind, packed, now + timeout, now + patience, patience)
             header = self._header(kind, number)
         transport.send(self.address, header, packed)
         return future
@@ -263,7 +273,7 @@ class Peer:
             self._finish(request.future, kind, packed)
         return None
 
-    def _finish(self, future: Answer, kind: int, packed: object) -> None:
+    def _finish(self, future: Answer, kind: int, packed: Any) -> None:
         try:
             message = self._wire.transport.unpack(packed)
         except BadMessageError as error:
@@ -271,6 +281,7 @@ class Peer:
             future.set_exception(error)
         else:
             if kind == REPLY:
+                future.packed = packed
                 future.set_result(message)
             else:
                 future.set_exception(RequestError(f"{self.name}: {message}"))
@@ -283,7 +294,7 @@ class Peer:
                 if request.deadline <= now:
                     late.append(self._requests.pop(number))
                 elif request.probe_at <= now:
-                    request.interval = min(request.interval * 2, _LAST_PROBE)
+                    request.interval = max(request.interval, min(request.interval * 2, _LAST_PROBE))
                     request.probe_at = now + request.interval
                     probes.append(number)
         for request in late:
@@ -325,6 +336,10 @@ class Letter:
         """Send the result. Raises `BadMessageError` if it cannot cross a wire."""
         self._answer(REPLY, message)
 
+    def reply_packed(self, packed: object) -> None:
+        """Send what `transport.pack_once`, or `packed` of an `Answer`, has: many letters may share it."""
+        self._answer_packed(REPLY, packed)
+
     def fail(self, reason: str) -> None:
         """Say why there is no result: the sender gets a `RequestError`."""
         self._answer(ERROR, reason[:20_000])
@@ -341,7 +356,9 @@ class Letter:
             self.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
 
     def _answer(self, kind: int, message: object) -> None:
-        packed = self._inbox.wire.transport.pack(message)
+        self._answer_packed(kind, self._inbox.wire.transport.pack(message))
+
+    def _answer_packed(self, kind: int, packed: object) -> None:
         if self.is_answered:
             raise ClusterError(f"inbox {self._inbox.name}: this letter was answered already")
         self.is_answered = True
@@ -349,10 +366,11 @@ class Letter:
 
 
 class Inbox:
-    """The requests and messages that arrive under one name, on one wire."""
+    """The requests and messages that arrive under one name, on one wire. With a `handler`, a thread of the wire calls
+    it for each letter, and it must not block. Otherwise they wait until somebody receives them."""
 
-    def __init__(self, wire: Wire, name: str) -> None:
-        self.wire, self.name = wire, name
+    def __init__(self, wire: Wire, name: str, handler: Callable[[Letter], None] | None = None) -> None:
+        self.wire, self.name, self._handler = wire, name, handler
         self._letters: queue.SimpleQueue[tuple[Letter, int] | None] = queue.SimpleQueue()
         self._senders: dict[str, _Sender] = {}
         self.is_closed = False
@@ -360,9 +378,9 @@ class Inbox:
     def __len__(self) -> int:
         return self._letters.qsize()
 
-    def receive(self, timeout: float | None = None) -> Letter | None:
+    def receive(self, timeout: float | None = None, *, holds: bool = False) -> Letter | None:
         """The next letter, or None after `timeout` seconds, or if the inbox was closed. A sender that used `tell` may
-        send one more message now."""
+        send one more message now, or with `holds` when the letter was answered."""
         if self.is_closed:
             return None
         try:
@@ -379,7 +397,7 @@ class Inbox:
         if item is None:
             return None
         letter, kind = item
-        if kind == TELL:
+        if kind == TELL and not holds:
             letter.reply()
         return letter
 
@@ -423,7 +441,11 @@ class Inbox:
             self.wire.count("refused")
             self.answer(sender_id, number, ERROR, self.wire.transport.pack(str(error)))
         else:
-            self._letters.put((Letter(self, sender_id, number, message), kind))
+            letter = Letter(self, sender_id, number, message)
+            if self._handler is not None:
+                return self._handler(letter)
+            self._letters.put((letter, kind))
+        return None
 
     def answer(self, sender_id: str, number: int, kind: int, packed: object) -> None:
         """Remember a reply, and send it."""
@@ -470,15 +492,17 @@ class Wire:
         """Where others reach this wire."""
         return self.transport.address
 
-    def open(self, name: str) -> Inbox:
-        """Open an inbox. Raises `ClusterError` if this wire has one of this name."""
+    def open(self, name: str, handler: Callable[[Letter], None] | None = None) -> Inbox:
+        """Open an inbox; `Inbox` explains `handler`. Raises `ClusterError` if this wire has one of this name."""
         with self.lock:
             if name in self.inboxes or self._is_closed:
                 raise ClusterError(f"this wire {'is closed' if self._is_closed else f'has an inbox {name!r} already'}")
-            self.inboxes[name] = inbox = Inbox(self, name)
+            self.inboxes[name] = inbox = Inbox(self, name, handler)
         return inbox
 
-    def reach(self, address: str, name: str, *, target: str = "", credit: int = 16, lost_after: float = 5.0) -> Peer:
+    def reach(
+        self, address: str, name: str, *, target: str = "", credit: int = 16, lost_after: float = LOST_SECONDS
+    ) -> Peer:
         """The inbox `name` at `address`, of the wire whose id is `target` ("": the wire that has the address now).
 
         Args:

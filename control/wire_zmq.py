@@ -1,4 +1,4 @@
-"""A wire over ZMQ: a ROUTER receives, and a DEALER sends to each address.
+"""A wire over ZMQ: one ROUTER receives from all who connect, and another one connects to every address.
 
 CURVE encrypts everything. Without the client key of the trial, no connection is accepted. Nothing from a socket is
 ever unpickled.
@@ -13,6 +13,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -38,8 +39,11 @@ _MOST_FRAME = messages.MOST_BYTES + 2**20  # ZMQ breaks a connection through whi
 _LINGER_SECONDS = 0.5  # how long `close` waits for packets that are not sent yet
 
 
-def zmq_wire(connection: Connection, *, host: str = "127.0.0.1", port: int = 0) -> Wire:
-    """A new wire.
+class ZmqTransport(Transport):
+    """Owns the sockets. Any thread may send. A thread holds `_lock` while it uses a socket.
+
+    A thread that waits for a packet receives it itself (see `attend`), if no other thread does: so no other thread must
+    wake it. While no thread waits, the thread of this transport receives. It also keeps the time.
 
     Args:
         connection: the keys of the trial.
@@ -47,15 +51,6 @@ def zmq_wire(connection: Connection, *, host: str = "127.0.0.1", port: int = 0) 
         port: 0 for any free one.
 
     Raises `ConfigError` for an address that cannot be used.
-    """
-    return Wire(ZmqTransport(connection, host, port))
-
-
-class ZmqTransport(Transport):
-    """Owns the sockets. Any thread may send. A thread holds `_lock` while it uses a socket.
-
-    A thread that waits for a packet receives it itself (see `attend`), if no other thread does: so no other thread must
-    wake it. While no thread waits, the thread of this transport receives. It also keeps the time.
     """
 
     def __init__(self, connection: Connection, host: str, port: int) -> None:
@@ -67,9 +62,11 @@ class ZmqTransport(Transport):
         self._keys = connection
         self._context = zmq.Context()
         self._lock = threading.Lock()  # a thread that holds it does not call the wire
-        self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        self._routes: dict[str, bytes] = {}  # by address; ZMQ's name for a connection is used once
+        self._numbers = iter(range(2**62))
         self._sources: dict[int, zmq.Socket[bytes]] = {}  # by the descriptor that ZMQ signals
         self._ready: set[int] = set()  # sockets that have packets, although their descriptors do not say so
+        self._early: list[tuple[list[bytes], zmq.Socket[bytes]]] = []  # packets that were received, not delivered
         self._is_closing, self._has_ended = False, False
         self._attending = threading.Lock()  # a thread that waits has it while it receives
         self._attendant: int | None = None  # that thread
@@ -85,35 +82,36 @@ class ZmqTransport(Transport):
         try:
             self._zap = self._context.socket(zmq.REP)  # here ZMQ asks which clients may connect
             self._zap.bind("inproc://zeromq.zap.01")
-            self._router = self._socket(zmq.ROUTER)
+            self._router, self._caller = self._socket(), self._socket()
             self._router.curve_server = True
             self._router.curve_secretkey = connection.server_secret.encode()
             self._router.curve_publickey = connection.server_public.encode()
             self._router.zap_domain = b"penstock"
+            self._caller.curve_serverkey = connection.server_public.encode()
+            self._caller.curve_publickey = connection.client_public.encode()
+            self._caller.curve_secretkey = connection.client_secret.encode()
+            self._caller.router_mandatory = True  # tells when a queue is full
             self._router.bind(f"tcp://{host}:{port or '*'}")
             endpoint: Any = self._router.last_endpoint
             self.address = endpoint.decode()
         except zmq.ZMQError as error:
             self._release()
             raise ConfigError(f"cannot listen at host={host!r}, port={port}: {error}") from error
-        self._watch(self._router)
+        for socket in (self._router, self._caller):
+            self._sources[fd := socket.fileno()] = socket
+            self._ready.add(fd)
+            self._input.register(fd, select.EPOLLIN)
         self._zap_fd = self._zap.fileno()
         self._quiet.register(self._zap_fd, select.EPOLLIN)
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
+    def _socket(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
         socket.linger = int(_LINGER_SECONDS * 1000)
         socket.maxmsgsize = _MOST_FRAME
         socket.heartbeat_ivl, socket.heartbeat_timeout = 1000, 3000
         socket.sndhwm = 10_000
         socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
         return socket
-
-    def _watch(self, source: zmq.Socket[bytes]) -> None:
-        fd = source.fileno()
-        self._sources[fd] = source
-        self._ready.add(fd)
-        self._input.register(fd, select.EPOLLIN)
 
     # ---- for every thread ------------------------------------------------------------------
 
@@ -122,21 +120,22 @@ class ZmqTransport(Transport):
         self._thread = threading.Thread(target=self._run, name="zmq wire", daemon=True)
         self._thread.start()
 
+    fan = 4
     pack = staticmethod(messages.encode)
+    pack_once = staticmethod(partial(messages.encode, frame=zmq.Frame))  # ZMQ counts who still needs a frame
     unpack = staticmethod(messages.decode)
 
     def send(self, route: Any, header: Header, packed: Any) -> None:
         if route is None:  # a stranger has answered a request, as if it were one
             return
         frames = to_frames(messages.packer().pack(header), packed)
-        if isinstance(route, bytes):
-            frames.insert(0, route)
         is_sent, has_input = True, False
         with sigint.deferred(), self._lock:  # Ctrl-C must not come between two frames of a packet
             if self._has_ended:
                 return
             try:
-                source = self._router if isinstance(route, bytes) else self._dealers.get(route) or self._connect(route)
+                source = self._router if isinstance(route, bytes) else self._caller
+                source.send(route if source is self._router else self._route_to(route), _NOBLOCK_MORE)
                 for frame in frames[:-1]:
                     source.send(frame, _NOBLOCK_MORE)
                 source.send(frames[-1], _NOBLOCK)
@@ -150,14 +149,13 @@ class ZmqTransport(Transport):
             self._wire.count("unsent")
 
     def disconnect(self, address: str) -> None:
-        with self._lock:
-            dealer = self._dealers.pop(address, None)
-            if dealer is not None and not self._has_ended:
-                fd = dealer.fileno()
-                self._input.unregister(fd)
-                del self._sources[fd]
-                self._ready.discard(fd)
-                dealer.close()
+        with self._lock, contextlib.suppress(zmq.ZMQError):  # ZMQ has closed it
+            if self._routes.pop(address, None) is not None and not self._has_ended:
+                # ZMQ may have taken the first frame of the next packet. It fails if that is of this connection.
+                while not _drain(self._caller, self._early):
+                    pass
+                self._caller.disconnect(address)
+        self._wake()
 
     def attend(self, is_done: Callable[[], Any], until: float) -> None:
         with sigint.deferred():  # otherwise Ctrl-C could lose packets
@@ -230,14 +228,14 @@ class ZmqTransport(Transport):
     def _receive(self, seconds: float) -> None:
         """Deliver the packets that have come, or that come within this time."""
         fired = [fd for fd, _ in self._input.poll(seconds)]
-        packets: list[tuple[list[bytes], zmq.Socket[bytes]]] = []
         with self._lock:
+            packets, self._early = self._early, []
             for fd in self._ready.union(fired):
                 if fd == self._wake_reader:
                     with contextlib.suppress(BlockingIOError):
                         os.read(fd, 4096)
                 elif (source := self._sources.get(fd)) is not None:
-                    if _drain(source, packets, is_router=source is self._router):
+                    if _drain(source, packets):
                         self._ready.discard(fd)
                     else:
                         self._ready.add(fd)
@@ -245,10 +243,7 @@ class ZmqTransport(Transport):
         if is_rest:
             self._wake()
         for frames, source in packets:
-            if source is self._router:
-                self._deliver(frames[1:], frames[0])
-            else:
-                self._deliver(frames, None)
+            self._deliver(frames[1:], frames[0] if source is self._router else None)
 
     def _answer_zap(self) -> None:
         """Tell ZMQ which clients may connect. Only the thread of this transport uses this socket."""
@@ -281,19 +276,13 @@ class ZmqTransport(Transport):
             self._wire.count("refused")
         return [*frames[:2], *((b"200", b"OK", b"client") if is_ours else (b"400", b"No", b"")), b""]
 
-    def _connect(self, address: str) -> zmq.Socket[bytes]:
-        dealer = self._socket(zmq.DEALER)
-        dealer.curve_serverkey = self._keys.server_public.encode()
-        dealer.curve_publickey = self._keys.client_public.encode()
-        dealer.curve_secretkey = self._keys.client_secret.encode()
-        try:
-            dealer.connect(address)
-        except zmq.ZMQError:
-            dealer.close(0)
-            raise
-        self._dealers[address] = dealer
-        self._watch(dealer)
-        return dealer
+    def _route_to(self, address: str) -> bytes:
+        if (route := self._routes.get(address)) is None:
+            route = b"%d" % next(self._numbers)
+            self._caller.connect_routing_id = route
+            self._caller.connect(address)
+            self._routes[address] = route
+        return route
 
     def _release(self) -> None:
         with self._lock:
@@ -311,15 +300,13 @@ def to_frames(header: bytes, packed: Sequence[bytes] | None) -> list[bytes]:
     return [len(header).to_bytes(4, "big") + header + first, *others]
 
 
-def _drain(source: zmq.Socket[bytes], packets: list[tuple[list[bytes], zmq.Socket[bytes]]], *, is_router: bool) -> bool:
+def _drain(source: zmq.Socket[bytes], packets: list[tuple[list[bytes], zmq.Socket[bytes]]]) -> bool:
     """Append the packets that have come to `source`. Returns False if there may be more."""
     for _ in range(100):  # not without a limit: the other sockets have packets too
         try:
-            frames = [source.recv(_NOBLOCK)]
+            frames = [source.recv(_NOBLOCK)]  # the route; others follow
         except zmq.Again:  # rare: usually there is a packet, and asking first costs more
             return True
-        if is_router:  # the first frame is the route, and others follow
-            frames.append(source.recv(_NOBLOCK))
         while source.get(_MORE):
             frames.append(source.recv(_NOBLOCK))
         packets.append((frames, source))

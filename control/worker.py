@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.control.messages import BadMessageError
 from penstock.control.name_table import NameClient
 from penstock.control.statuses import FINAL, Status, StatusMachine
 from penstock.control.wire import Letter, Wire
@@ -115,6 +116,7 @@ class WorkerServer:
             if self._is_announced:  # otherwise another worker has this name
                 self.names.add(f"status/{self.name}", [status.value, text], replace=True, lasting=True)
                 self.names.delete(f"workers/{self.name}")
+                self.names.delete(f"figures/{self.name}")
         except ClusterError as error:
             _log.warning("worker %s could not report that it has ended: %s", self.name, error)
         finally:
@@ -166,7 +168,7 @@ class Worker:
         raise NotImplementedError
 
     def _stats(self) -> Mapping[str, float]:
-        """Figures for the command `stats`. Called between polls, after `_configure`."""
+        """Figures for the panels. Called twice a second between polls and after each command, once it is configured."""
         return {}
 
     def _close(self) -> None:
@@ -199,6 +201,7 @@ class Worker:
         text = ""
         try:
             self._register_commands(server)
+            self._push(at_once=True)  # first: a panel that finds this worker finds its status too
             server.announce()
             self._loop(server)
         except BaseException as error:
@@ -218,9 +221,10 @@ class Worker:
 
     def _loop(self, server: WorkerServer) -> None:
         machine, next_stats, idle = self._worker_machine, 0.0, 0.0
+        status: Status | None = None
         while machine.status not in FINAL:
             server.handle(idle if machine.status is Status.RUNNING else 0.2)
-            if machine.status is Status.RUNNING:
+            if machine.begin_poll():
                 result = self._poll() or PollResult()
                 if not isinstance(result, PollResult):
                     raise ConfigError(f"_poll must return a PollResult or None, got {result!r}")
@@ -229,14 +233,18 @@ class Worker:
                 self._worker_counts["batches"] += result.batch_count
                 idle = 0.0 if result.sample_count or result.batch_count else _IDLE_SECONDS
             now = time.monotonic()
-            if now >= next_stats:
-                next_stats = now + _STATS_SECONDS
+            is_due = now >= next_stats or machine.status is not status
+            if is_due:
+                next_stats, status = now + _STATS_SECONDS, machine.status
                 self._worker_figures = {**self._worker_counts, **(self._stats() if machine.is_configured else {})}
                 if now - self.names.heard > ORPHAN_SECONDS:
                     raise ClusterError(
                         f"the name table was silent for {ORPHAN_SECONDS:g} s: its control panel has ended, or the "
                         "network is broken"
                     )
+            machine.end_poll(has_new_figures=is_due)
+            if is_due:
+                self._push(at_once=self._worker_shown != machine.shown)  # so they are current after `pause`
 
     def _register_commands(self, server: WorkerServer) -> None:
         machine = self._worker_machine
@@ -244,6 +252,7 @@ class Worker:
         def change(command: str) -> Callable[[], str]:
             def run() -> str:
                 status = machine.apply(command)
+                self._push(at_once=True)
                 server.wake()
                 return status
 
@@ -252,7 +261,7 @@ class Worker:
         for command in ("start", "pause", "exit", "interrupt"):
             server.register(command, change(command), urgent=True)
         server.register("ping", lambda: "pong", urgent=True)
-        server.register("status", lambda: machine.status.value, urgent=True)
+        server.register("status", lambda: machine.shown, urgent=True)
         server.register("stats", self._report, urgent=True)
         server.register("stacks", self._stacks, urgent=True)
         server.register("configure", self._configure_once)
@@ -262,18 +271,28 @@ class Worker:
         self._worker_machine.check_configure()
         self._configure(**config)
         self._worker_machine.is_configured = True
-        return self._worker_machine.status.value
+        return self._worker_machine.shown
 
     def _reconfigure_now(self, **config: Any) -> str:
         if not self._worker_machine.is_configured:
             raise RequestError("reconfigure: the worker is not configured: send configure first")
         self._reconfigure(**config)
-        return self._worker_machine.status.value
+        return self._worker_machine.shown
 
     def _report(self) -> dict[str, Any]:
         seconds = time.monotonic() - self._worker_began
-        own = {"status": self._worker_machine.status.value, "seconds": seconds}
+        own = {"status": self._worker_machine.shown, "seconds": seconds}
         return {**own, **self._worker_figures, **own}
+
+    def _push(self, *, at_once: bool) -> None:
+        """Write the figures into the name table, where the panels read them."""
+        key, figures = f"figures/{self.name}", self._report()
+        self._worker_shown = figures["status"]
+        try:
+            self.names.write(key, figures, at_once=at_once)
+        except BadMessageError as error:
+            text = f"stats raised BadMessageError: {error}"
+            self.names.write(key, {"status": figures["status"], "seconds": figures["seconds"], "text": text})
 
     def _stacks(self) -> str:
         frame = sys._current_frames().get(self._worker_thread)

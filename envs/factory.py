@@ -13,7 +13,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
 from penstock.buffers.reports import in_one_line
-from penstock.envs.seats import PLAYED_IN_TURNS, ParallelView, is_parallel, registered
+from penstock.envs.seats import PLAYED_IN_TURNS, ParallelView, is_in_turns, is_parallel, registered
 from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError, brief
 
@@ -58,7 +58,7 @@ class EnvFactory:
                 "collector_cls=VectorEnvCollector, a ShmVectorEnv with num_envs=n; both then call env_fn(num_envs=n) "
                 "for a batch of n environments"
             )
-        if self.as_seats is not None and is_parallel(env):
+        if self.as_seats is not None and (is_parallel(env) or is_in_turns(env)):
             return self.as_seats(env)
         if not isinstance(env, gym.Env):
             remedy = ""

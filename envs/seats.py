@@ -1,7 +1,8 @@
 """Environments of several agents: how they are recognized, and how a sampler sees them.
 
-A *seat* is one agent of one environment: (env_rank, agent id). The environments are PettingZoo's `ParallelEnv`s. They
-are recognized by what they have, so PettingZoo need not be installed.
+A *seat* is one agent of one environment: (env_rank, agent id). The environments are PettingZoo's `ParallelEnv`s, in
+which all agents act at the same time, and its `AECEnv`s, in which they take turns. They are recognized by what they
+have, so PettingZoo need not be installed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from penstock.errors import ConfigError, SpaceError, brief
 
 GLOBAL_STATE = "global_state"  # the name of the state of the whole environment in an observation
 
-#: The end of an error for PettingZoo's other kind of environment.
+#: The end of an error where only a `ParallelEnv` is possible.
 PLAYED_IN_TURNS = (
-    "is played in turns (PettingZoo's AECEnv), and penstock samples environments in which all agents act at the same "
-    "time: give a ParallelEnv"
+    "is played in turns (PettingZoo's AECEnv). Samplers take such environments, this needs one in which all agents act "
+    "at the same time: give a ParallelEnv"
 )
 
 AgentId = Hashable  # usually a text; integers are fine
@@ -89,9 +90,17 @@ class Seats:
 
 def is_parallel(env: object) -> bool:
     """Whether `env` is a PettingZoo `ParallelEnv`, or is like one."""
+    return _has_agents(env) and not hasattr(env, "agent_iter")
+
+
+def is_in_turns(env: object) -> bool:
+    """Whether `env` is a PettingZoo `AECEnv`, or is like one."""
+    return _has_agents(env) and hasattr(env, "agent_iter") and hasattr(env, "last")
+
+
+def _has_agents(env: object) -> bool:
     spaces_are_calls = all(callable(getattr(env, f"{kind}_space", None)) for kind in ("observation", "action"))
-    has_turns = hasattr(env, "agent_iter")
-    return spaces_are_calls and hasattr(env, "step") and not has_turns and not isinstance(env, gym.Env)
+    return spaces_are_calls and hasattr(env, "step") and not isinstance(env, gym.Env)
 
 
 def are_by_agent(result: object, n: int) -> bool:
@@ -100,25 +109,20 @@ def are_by_agent(result: object, n: int) -> bool:
 
 
 def registered(env_id: str) -> Callable[..., Any] | None:
-    """What builds the `ParallelEnv` with this id in PettingZoo's registry; None if it has none.
-
-    Raises `ConfigError` for an id of an environment that is played in turns.
-    """
+    """What builds the environment with this id in PettingZoo's registry, a `ParallelEnv` if there is one, else an
+    `AECEnv`; None if the registry has none."""
     try:
         pettingzoo: Any = importlib.import_module("pettingzoo")
         unknown = importlib.import_module("pettingzoo.env_registry.exceptions").PettingZooRegistryError
     except ImportError:  # not installed, or older than 1.27
         return None
-    try:
-        # With the spec, not the id: the workers do not know environments that the user's script registers.
-        return partial(pettingzoo.make, "parallel", pettingzoo.spec("parallel", env_id))
-    except unknown:
-        pass
-    try:
-        pettingzoo.spec("aec", env_id)
-    except unknown:
-        return None
-    raise ConfigError(f"env_fn={env_id!r} {PLAYED_IN_TURNS}")
+    for kind in ("parallel", "aec"):
+        try:
+            # With the spec, not the id: the workers do not know environments that the user's script registers.
+            return partial(pettingzoo.make, kind, pettingzoo.spec(kind, env_id))
+        except unknown:
+            pass
+    return None
 
 
 class ParallelView:
@@ -258,6 +262,33 @@ def _is_set(flag: Any) -> bool:
         return True
 
 
+class TurnView(ParallelView):
+    """An `AECEnv` as samplers use it. See `ParallelView`. Observations get their additions in `last`."""
+
+    def __init__(self, env: Any, *, mask_key: str | None = None, global_state: bool = False) -> None:
+        super().__init__(env, mask_key=mask_key, global_state=global_state)
+        self.step = env.step
+        #: `env.last`, with what the observation gets.
+        self.last: Callable[[], Any] = env.last if self._is_plain else self._last
+
+    def _last(self) -> Any:
+        result = self.env.last()
+        if not isinstance(result, tuple) or len(result) != 5:
+            return result  # which the caller refuses
+        observation, reward, terminated, truncated, info = result
+        agent = self.env.agent_selection
+        ended = {agent} if _is_set(terminated) or _is_set(truncated) else set()
+        if observation is not None:
+            observation = self._completed({agent: observation}, {agent: info}, ended)[agent]
+        return observation, reward, terminated, truncated, info
+
+
+def view_of(env: Any, *, mask_key: str | None = None, global_state: bool = False) -> ParallelView:
+    """The environment as samplers use it."""
+    view = TurnView if is_in_turns(env) else ParallelView
+    return view(env, mask_key=mask_key, global_state=global_state)
+
+
 class OneSeat(gym.Env[Any, Any]):
     """One agent of a `ParallelView` as an environment of its own, to see what it returns; the others act at random.
 
@@ -297,3 +328,54 @@ class OneSeat(gym.Env[Any, Any]):
 
     def close(self) -> None:
         self._view.close()
+
+
+class OneTurnSeat(gym.Env[Any, Any]):
+    """One agent of a `TurnView`, as `OneSeat`. The others move at random, legally if there is an `action_mask`."""
+
+    def __init__(self, agent: AgentId, view: TurnView) -> None:
+        self._agent, self._view = agent, view
+        self.observation_space, self.action_space = view.spaces[agent]
+        self.metadata = view.metadata
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        for i, (_, space) in enumerate(self._view.spaces.values()):
+            space.seed(None if seed is None else seed + i)
+        self._view.reset(seed=seed)
+        for _ in range(1000):  # games in which the agent must move
+            observation, _, terminated, truncated, info = self._until_asked()
+            if not (terminated or truncated):
+                break
+            self._view.reset()
+        return observation, info
+
+    def _until_asked(self) -> tuple[Any, Any, bool, bool, Any]:
+        """Play until the agent is asked or has ended: what `last` returns then."""
+        view, last = self._view, None
+        while view.agents:
+            agent, last = view.env.agent_selection, view.last()
+            observation, reward, terminated, truncated, info = last
+            if agent == self._agent:
+                return observation, float(reward), bool(terminated), bool(truncated), info
+            view.env.step(None if terminated or truncated else _random_move(view.spaces[agent][1], observation, info))
+        return None, 0.0, True, False, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._view.env.step(action)
+        return self._until_asked()
+
+    def close(self) -> None:
+        self._view.close()
+
+
+def _random_move(space: gym.Space[Any], observation: Any, info: Any) -> Any:
+    masks = [part["action_mask"] for part in (observation, info) if isinstance(part, Mapping) and "action_mask" in part]
+    return (
+        space.sample(np.asarray(masks[0], np.int8)) if masks and isinstance(space, spaces.Discrete) else space.sample()
+    )
+
+
+def one_seat(agent: AgentId, view: ParallelView) -> gym.Env[Any, Any]:
+    """One agent as an environment of its own."""
+    return OneTurnSeat(agent, view) if isinstance(view, TurnView) else OneSeat(agent, view)

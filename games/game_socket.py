@@ -50,6 +50,13 @@ class GameSocket:
             if self._max_rss and time.monotonic() > self._watch_at:
                 self._watch_memory()
             self._send(line)
+        except OSError as error:
+            self._fail(error)
+        return self.receive_line()
+
+    def receive_line(self) -> bytes:
+        """The next line, without its newline. There may be no more than one."""
+        try:
             data = self._receive(_AT_ONCE)
             if data.find(b"\n") == len(data) - 1 and data:
                 return data[:-1]

@@ -299,7 +299,7 @@ static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, 
         while (length < n && !ends) {
             total = length == 0 ? reward[row] : total + power[length] * (double)reward[row];
             length++;
-            ends = flags[row] & (TERMINATED | TRUNCATED);
+            ends = flags[row] & (TERMINATED | TRUNCATED | CUT);
             last[i] = row;
             row += B;
             row -= row >= size ? size : 0;
@@ -309,7 +309,7 @@ static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, 
         after[i] = row;
         return_[i] = (npy_float32)total;
         discount[i] = ends & TERMINATED ? 0 : (npy_float32)power[length];
-        end[i] = (npy_uint8)ends;
+        end[i] = (npy_uint8)(ends & (TERMINATED | TRUNCATED));
         eligible[i] = is_whole != 0;
     }
     Py_RETURN_NONE;

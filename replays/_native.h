@@ -20,7 +20,7 @@
 
 typedef PyObject *const *Arguments;
 
-enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8, PARTIAL = 16 }; /* as in ring.py */
+enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8, PARTIAL = 16, CUT = 32 }; /* as in ring.py */
 
 /* `object`, if it is a contiguous array of one dimension with this type of numbers. NULL with an exception set
    otherwise. */

@@ -13,7 +13,7 @@ from penstock.buffers.named import map_leaves
 from penstock.errors import ConfigError, SpaceError
 from penstock.replays.observations import check_frames, newest_frames
 from penstock.replays.options import Frames, Sequences
-from penstock.replays.ring import BEGINS, PARTIAL, VALID, Ring, Shape, lacks_next, leaves
+from penstock.replays.ring import BEGINS, CUT, PARTIAL, TERMINATED, TRUNCATED, VALID, Ring, Shape, lacks_next, leaves
 
 if TYPE_CHECKING:
     from penstock.buffers import Samples
@@ -210,8 +210,13 @@ class Appender:
         n_truncated = pack_flags(*arguments)
         if n_truncated < 0:
             n_truncated = _pack_flags(*arguments)
-        if self._is_first or not (continues and self._is_continued(batch)):
+        before, starts, is_continued = self._last_flags(), prev_done[:1], not self._is_first and continues
+        if before is not None and not (was_valid := before & VALID != 0).all():
+            starts = starts | ~was_valid
+            flags[0, ~was_valid & ~prev_done[0] & batch.flags[0][0]] |= np.uint8(BEGINS | PARTIAL)
+        if not (is_continued := is_continued and self._is_continued(batch, starts)):
             flags[0] |= np.where(prev_done[0], np.uint8(BEGINS), np.uint8(BEGINS | PARTIAL))
+        flags[:-1][_goes_on(flags[:-1]) & (flags[1:] & VALID == 0)] |= np.uint8(CUT)
         finals = self._finals(batch, flags) if n_truncated else None
         if self._frames is not None:
             check_frames(self._frames, batch.observation, batch.final_obs, flags, self._rows_to_check(len(flags)))
@@ -220,6 +225,8 @@ class Appender:
         self._set_versions(batch.policy_version if policy_version is None else policy_version)
         state = None if batch.state is None else self._states(batch, flags)
         self.ring.write((flags, batch.reward, self._versions, *batch.rows), finals, self._writer, state)
+        if before is not None and is_continued:
+            before[_goes_on(before) & (flags[0] & VALID == 0)] |= np.uint8(CUT)
         self._is_first = False
 
     def _require_shape(self, samples: Samples) -> None:
@@ -249,14 +256,19 @@ class Appender:
             if found != expected:
                 raise SpaceError(f"the {name} of this batch is {found}, that of the first batch was {expected}")
 
-    def _is_continued(self, batch: Batch) -> bool:
-        """Whether row 0 follows the newest row of the ring, as far as its previous action and reward show it."""
+    def _last_flags(self) -> Any:
+        """The flags of the newest row of this writer, in the ring; None if there is none."""
         row, columns = self._last_row
-        prev_done = batch.flags[3]
-        if same_rows(self.ring.kept, batch.before, row, columns.start, prev_done):  # most often, and quicker
+        return self.ring.arrays.flags[row, columns] if self.end else None
+
+    def _is_continued(self, batch: Batch, starts: npt.NDArray[Any]) -> bool:
+        """Whether row 0 follows the newest row of the ring, as far as its previous action and reward show it. Columns
+        in which `starts` `[1, b]` are left out."""
+        row, columns = self._last_row
+        if same_rows(self.ring.kept, batch.before, row, columns.start, starts):  # most often, and quicker
             return True
         return all(
-            ((before[0] == kept[row, columns])[~prev_done[0]]).all()
+            ((before[0] == kept[row, columns])[~starts[0]]).all()
             for before, kept in zip(batch.before, self.ring.kept, strict=True)
         )
 
@@ -324,6 +336,12 @@ class Appender:
                     'record_state="step", or set state_every=batch_T'
                 )
         return kept
+
+
+def _goes_on(flags: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Where a row is a step that does not end its episode."""
+    goes_on: npt.NDArray[np.bool_] = (flags & (VALID | TERMINATED | TRUNCATED)) == VALID
+    return goes_on
 
 
 def _layout(tree: ArrayTree, n_leading: int = 0) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from penstock.buffers.named import ArrayTree
 
 # The flags of a row. BEGINS: the row does not continue the row before it. PARTIAL: it also does not begin an episode,
-# so what came before it is unknown.
-VALID, TERMINATED, TRUNCATED, BEGINS, PARTIAL = 1, 2, 4, 8, 16
+# so what came before it is unknown. CUT: the episode goes on, but the row after it is no step and has only the next
+# observation, since with own clocks the rows of a column may end before those of the batch.
+VALID, TERMINATED, TRUNCATED, BEGINS, PARTIAL, CUT = 1, 2, 4, 8, 16, 32
 
 _WORDS = 16  # int64 numbers per writer: 128 bytes, so that no two writers share a cache line
 NOWHERE = -(1 << 62)  #: the number, or the step, of a final observation that is lost
@@ -369,7 +370,7 @@ class _FileMemory:
         shared_mappings.add(self)
 
     def make_private(self) -> None:
-        """As `SharedBlock.make_private`."""
+        """As `NamedMemory.make_private`."""
         make_private(self._buffer, self.nbytes, self._descriptor.fd)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.replays.ring import BEGINS, TERMINATED, TRUNCATED, VALID, Ring
+from penstock.replays.ring import BEGINS, CUT, TERMINATED, TRUNCATED, VALID, Ring
 
 Positions = npt.NDArray[np.int64]
 
@@ -38,7 +38,7 @@ def _read_windows(
     row_flags = flags.take(rows)
     goes_on = np.empty(rows.shape, np.bool_)  # whether the episode has not ended before this row
     goes_on[0] = True
-    ends = row_flags & (TERMINATED | TRUNCATED)
+    ends = row_flags & (TERMINATED | TRUNCATED | CUT)
     for j in range(n):
         np.greater(goes_on[j], ends[j] != 0, out=goes_on[j + 1])
     # The row itself must be valid. The rows after it must also continue its episode.
@@ -47,7 +47,7 @@ def _read_windows(
     eligible[:] = ~(goes_on & ((row_flags & mask) != VALID)).any(0)
     length, i = goes_on[:n].sum(0), np.arange(len(positions))
     at[:], last[:], after[:] = rows[0], rows[length - 1, i], rows[length, i]
-    end[:] = np.where(goes_on[n], 0, ends[length - 1, i])
+    end[:] = np.where(goes_on[n], 0, ends[length - 1, i]) & (TERMINATED | TRUNCATED)
     rewards = reward.take(rows[:n]).astype(np.float64)
     total = rewards[0]
     for j in range(1, n):
@@ -72,7 +72,8 @@ except ImportError:  # no C compiler, or a checkout that was never built
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of N positions. A window ends at the end of the episode, or after n steps. Arrays are `[N]`."""
+    """The windows of N positions. A window ends at the end of the episode, at a row that is CUT, or after n steps.
+    Arrays are `[N]`."""
 
     at: Positions  # entry of the position in the ring
     last: Positions  # entry of the last step of the window

@@ -47,7 +47,7 @@ from penstock.envs import (
 )
 from penstock.envs.infos import element
 from penstock.envs.rows import arrays_like, write_row
-from penstock.envs.seats import AgentId, OneSeat, ParallelView
+from penstock.envs.seats import AgentId, ParallelView, one_seat, view_of
 from penstock.errors import ConfigError, PenstockError, SpaceError, brief
 from penstock.samplers.batches import Batch
 from penstock.samplers.config import SamplerConfig
@@ -61,7 +61,6 @@ from penstock.workers.control import ControlBlock
 
 if TYPE_CHECKING:
     from penstock.buffers.named import ArrayTree
-    from penstock.workers.failures import WorkerStatus
 
 _DRY_RUN_COLUMNS = 2  # the agent is tried on more than one column, so that a lost dimension shows
 _CHECKED_ROWS = 16  # observations on which fast inference is compared with torch
@@ -93,10 +92,6 @@ class Allocation:
     worker_data: Sequence[WorkerFactories]  #: by worker rank
     inference_difference: float | None  #: see `SamplerStats`
     episodes: RecordedEpisodes | None  #: the recorded ones, if `seed_episodes=True`
-
-    def episode_of(self, status: WorkerStatus) -> Any:
-        """`PoolOptions.episode_of`."""
-        return None if self.episodes is None else self.episodes.of_failure(status)
 
 
 def allocate(
@@ -133,6 +128,7 @@ def allocate(
                 copied = JointSeats(copied, _seats_of_joint(agent, seating, p, config, setup))
             spec = replace(_try_agent(copied, example, config, setup), env_info=env_info, extra=extra)
         copies.append(copied)
+        _refuse_in_turns(agent, spec, seating)
         specs.append(replace(spec, n_seats=None if seating is None else seating.n_seats(p)))
         differences.append(copied.runtime.inference_difference(partial(_real_inputs, copied, example, config)))
     difference = max((own for own in differences if own is not None), default=None)
@@ -149,7 +145,8 @@ def allocate(
     worker_data = [([train[b] for b in plan.columns], [evals[b] for b in plan.eval_columns]) for plan in plans]
     buffer = _samples_buffer(config, setup, plans, specs, seating)
     memory = _allocate_memory(config, each, setup, plans, buffer, program.eval_max_T)
-    resources.callback(memory.close)
+    for part in [*memory.parts, memory.mailbox.file]:
+        resources.callback(part.close)
     for agent, parameters in zip(each, memory.parameters, strict=True):
         resources.callback(agent.runtime.unshare_memory, parameters)
     episodes = RecordedEpisodes(memory, train, setup.seed, config.crash_dir) if config.seed_episodes else None
@@ -188,7 +185,7 @@ def _prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory]
             'observations, and give mask_key="observation.NAME"'
         )
     key = keys.pop() if keys else None  # without agents: refused later
-    view = partial(ParallelView, mask_key=key, global_state=config.global_state)
+    view = partial(view_of, mask_key=key, global_state=config.global_state)
     if key is None:
         return tuple(replace(factory, as_seats=view) for factory in factories)
     if config.collector_cls.batched:
@@ -201,7 +198,7 @@ def _prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory]
 
 def _of_one_seat(factory: EnvFactory, agent_id: AgentId) -> EnvFactory:
     as_view: Any = factory.as_seats
-    return replace(factory, as_seats=lambda env: OneSeat(agent_id, as_view(env)))
+    return replace(factory, as_seats=lambda env: one_seat(agent_id, as_view(env)))
 
 
 def _refuse_for_one_agent(config: SamplerConfig, agents: object, policy_of: object, built: Any) -> None:
@@ -250,6 +247,26 @@ def _refuse_with_seats(config: SamplerConfig, setup: InitArguments, seating: Sea
     for is_given, text in refusals:
         if is_given:
             raise ConfigError(f"a sampler of environments with several agents {text}")
+
+
+def _refuse_in_turns(agent: Agent, spec: SampleSpec, seating: Seating | None) -> None:
+    """What an agent cannot do where agents take turns."""
+    if seating is None or not seating.in_turns:
+        return
+    info = spec.agent_info
+    refusals = (
+        (agent.joint, "cannot be joint: one agent acts at a time"),
+        (spec.env_info is not None, "cannot record env_info: leave it out"),
+        ("has_rnn_state" in info, 'must record its state at each decision: give it record_state="step"'),
+        (
+            agent.recurrent and spec.bootstrap_value and "value" not in info,
+            "must report `value` in agent_info, since it is recurrent and bootstrap_value=True: its state has gone on "
+            "when a batch ends whose last reward is not complete",
+        ),
+    )
+    for is_given, text in refusals:
+        if is_given:
+            raise ConfigError(f"where agents take turns, {type(agent).__name__} {text}")
 
 
 def _samples_buffer(

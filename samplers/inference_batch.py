@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 class InferenceBatch:
     """An agent with its step buffer: that of the training environments, or that of evaluation."""
 
-    def __init__(self, agent: Agent, steps: StepBuffer, columns: Sequence[range]) -> None:
-        """`agent` has state for all columns; `columns[i]` are the columns of worker i."""
+    def __init__(self, agent: Agent, steps: StepBuffer, columns: Sequence[range], *, in_turns: bool = False) -> None:
+        """`agent` has state for all columns; `columns[i]` are the columns of worker i. `in_turns`: only those that are
+        `asked` act."""
         self.agent, self._columns = agent, [np.arange(own.start, own.stop) for own in columns]
         self._row = row = steps.memory.arrays
         # Looked up once, because a look-up by name takes as long as writing the field.
+        self._asked = row.asked if in_turns else None
         self._inputs, self._reset = (row.observation, row.prev_action, row.prev_reward), row.reset
         self._action, self._agent_info = row.action, row.agent_info
         self._whole_row = AgentInfoWriter(self._row.agent_info.map(lambda leaf: leaf[None]))
@@ -38,7 +40,7 @@ class InferenceBatch:
 
     def step(self, ranks: Sequence[int]) -> int:
         """Act for these workers; returns for how many environments."""
-        columns, inputs = self._select(ranks)
+        columns, inputs = self._select(ranks, self._asked)
         n = len(inputs[-1])
         step = as_agent_step(self.agent.step(*inputs), self.agent)
         try:
@@ -77,10 +79,15 @@ class InferenceBatch:
         for column in columns:
             self.agent.reset_one(int(column))
 
-    def _select(self, ranks: Sequence[int]) -> tuple[npt.NDArray[np.intp] | None, tuple[Any, Any, Any]]:
-        """Select these workers' columns in the agent; returns them (None: all) and their inputs."""
+    def _select(
+        self, ranks: Sequence[int], asked: npt.NDArray[np.bool_] | None = None
+    ) -> tuple[npt.NDArray[np.intp] | None, tuple[Any, Any, Any]]:
+        """Select these workers' columns in the agent, or those that are `asked`; returns them (None: all) and their
+        inputs."""
         reset, inputs, is_all = self._reset, self._inputs, len(ranks) == len(self._columns)
-        columns = None if is_all else np.concatenate([self._columns[rank] for rank in ranks])
+        columns = None if is_all and asked is None else np.concatenate([self._columns[rank] for rank in ranks])
+        if columns is not None and asked is not None:
+            columns = columns[asked[columns]]
         to_reset = reset.nonzero()[0] if columns is None else columns[reset[columns]]
         if len(to_reset):
             for column in to_reset.tolist():

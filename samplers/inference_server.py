@@ -412,7 +412,8 @@ def _inference_batch(agent: Agent, options: ServerOptions, steps: StepBuffer, pu
             trial.step(row.observation, row.prev_action, row.prev_reward)
         except Exception as error:
             raise ConfigError(f"the model could not be compiled: {in_one_line(error)}") from error
-    return InferenceBatch(copy_of_agent(), steps, columns)
+    in_turns = options.seating is not None and options.seating.in_turns
+    return InferenceBatch(copy_of_agent(), steps, columns, in_turns=in_turns)
 
 
 @dataclass

@@ -75,6 +75,6 @@ def pool_options(
         restart_window=config.restart_window,
         spin_seconds=spin_seconds,
         has_lookout=has_lookout,
-        episode_of=allocation.episode_of,
+        episode_of=None if allocation.episodes is None else allocation.episodes.of_failure,
         preload=(*preload, *PRELOAD),
     )

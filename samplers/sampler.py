@@ -50,7 +50,7 @@ from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 from penstock.samplers.seating import SHARED, PolicyOf, Seating
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats, describe, worker_stats
 from penstock.workers import sigint
-from penstock.workers.call_guard import CallGuard
+from penstock.workers.call_guard import CallGuard, GuardedCall
 from penstock.workers.control import Command
 from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.limits import naming_descriptor_limit
@@ -73,9 +73,9 @@ class Sampler(TakesEnvFn, ABC):
     """Samples batches `[batch_T, batch_B]` from `batch_B` environments.
 
     Args:
-        env_fn: a callable that returns a `gymnasium.Env` or a PettingZoo `ParallelEnv`, an environment id of Gymnasium
-            or PettingZoo, or a list of `batch_B` callables. Lambdas and closures are fine. It is called once more in
-            the main process, to read the spaces.
+        env_fn: a callable that returns a `gymnasium.Env` or an environment of PettingZoo (`ParallelEnv`, `AECEnv`), an
+            environment id of either, or a list of `batch_B` callables. Lambdas and closures are fine. It is called once
+            more in the main process, to read the spaces.
         env_kwargs: arguments for `env_fn`: one dict, or a list of `batch_B` dicts.
         batch_T: time steps per batch.
         batch_B: environments per batch.
@@ -248,7 +248,7 @@ class Sampler(TakesEnvFn, ABC):
 
         Raises `ConfigError`, `SpaceError`, or a `SamplerBrokenError` if a worker fails to start.
         """
-        with self._guard.call("initialize", SamplerState.CREATED):
+        with GuardedCall(self._guard, "initialize", SamplerState.CREATED):
             given = (first_env_rank, first_eval_env_rank), (n_envs, n_eval_envs)
             env_range = EnvRange.of(self.config.own_envs, rank, world_size, given, self._generation)
             self.seed = seed = fresh_seed() if seed is None else integer("seed", seed, 0, None)
@@ -341,18 +341,18 @@ class Sampler(TakesEnvFn, ABC):
 
         Raises a `SamplerBrokenError` if a worker fails; the sampler cannot be used again.
         """
-        with self._guard.call("obtain_samples", SamplerState.READY):
+        with GuardedCall(self._guard, "obtain_samples", SamplerState.READY):
             self._start(itr)
             return self._finish()
 
     def start_samples(self, itr: int) -> None:
         """Begin a batch and return; `wait_samples` returns it. From now on the workers overwrite the samples."""
-        with self._guard.call("start_samples", SamplerState.READY):
+        with GuardedCall(self._guard, "start_samples", SamplerState.READY):
             self._start(itr)
 
     def wait_samples(self) -> tuple[Samples, list[TrajInfo]]:
         """Wait for the batch that `start_samples` began; returns as `obtain_samples` does."""
-        with self._guard.call("wait_samples", SamplerState.SAMPLING):
+        with GuardedCall(self._guard, "wait_samples", SamplerState.SAMPLING):
             return self._finish()
 
     def _start(self, itr: int) -> None:
@@ -437,7 +437,7 @@ class Sampler(TakesEnvFn, ABC):
         worker keeps the frames in memory and writes the file during the evaluation; `step_timeout` must allow for that.
         A folder that cannot be written is a `ConfigError`, a file that was not written a `RuntimeWarning`.
         """
-        with self._guard.call("evaluate_agent", *self._idle_states):
+        with GuardedCall(self._guard, "evaluate_agent", *self._idle_states):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
             if video is not None and (self._no_video or self._seating is not None):
@@ -501,7 +501,7 @@ class Sampler(TakesEnvFn, ABC):
 
     def _perform(self, call: EnvCall) -> list[ObjectMessage]:
         """What the workers send for `call`."""
-        with self._guard.call(call.verb, *self._idle_states):
+        with GuardedCall(self._guard, call.verb, *self._idle_states):
             pool, during = self._require_pool(call.verb), f"{call.verb} {call.name!r} on the environments"
             self._finish_batches(pool, during)
             return answers_to(pool, call, during)
@@ -514,7 +514,7 @@ class Sampler(TakesEnvFn, ABC):
 
         Raises `ConfigError` if the environment waited for a reset at t, or for an argument out of range.
         """
-        with self._guard.call("episode", *self._idle_states):
+        with GuardedCall(self._guard, "episode", *self._idle_states):
             episodes, first = self._episodes, self._plans[0].env_ranks[0]
             if self._no_restore:
                 raise SamplerStateError(f"episode was called {self._no_restore}")
@@ -549,7 +549,7 @@ class Sampler(TakesEnvFn, ABC):
         "never", all are reseeded.
         """
         one_of("env_state", env_state, ("auto", "require", "never"))
-        with self._guard.call("state_dict", *self._idle_states):
+        with GuardedCall(self._guard, "state_dict", *self._idle_states):
             self._check_restorable("state_dict")
             server_agent = self._server_agent()
             untrusted = untrusted_class(self.config.collector_cls, type(self._agent))
@@ -589,7 +589,7 @@ class Sampler(TakesEnvFn, ABC):
         if a part of it is missing or damaged; nothing has changed then. Raises `SamplerBrokenError` if an environment
         cannot be loaded: this sampler cannot be used any more, since other environments may continue the saved run.
         """
-        with self._guard.call("load_state_dict", *self._idle_states):
+        with GuardedCall(self._guard, "load_state_dict", *self._idle_states):
             self._check_restorable("load_state_dict")
             if self._batches.held:
                 raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
@@ -715,6 +715,8 @@ class Sampler(TakesEnvFn, ABC):
         """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker
         began to act at `[2 * t]` and to step at `[2 * t + 1]`. The last entry is the end of the batch."""
         self._require_pool("timeline")
+        if self._seating is not None and self._seating.in_turns:
+            raise ConfigError("timeline is not known where agents take turns: each has a time of its own. See stats()")
         return np.stack([self._memory.control.timeline(plan.worker_rank) for plan in self._plans])
 
     def __repr__(self) -> str:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class StepBuffer:
     """Inputs and outputs of the agent for `n_columns` environments, in the structure of a samples buffer.
 
-    A worker writes `observation`, `prev_action`, `prev_reward` and `reset` of its columns, and sends a request. For the
+    A worker writes `observation`, `prev_action`, `prev_reward` and `reset` of its columns, and sends a request. Where
+    agents take turns, it writes only the columns that must act, and `asked` says which these are. For the
     first row of the next batch it makes an offer instead, and the server writes `observation`. The inference server
     replies with `action` and `agent_info`, or with `value`, and clears `reset`. Neither writes while the other may. One
     exception: a worker that replaces a dead one may write its row while the server still acts for its predecessor; it
@@ -44,6 +45,7 @@ class StepBuffer:
             prev_action=row(samples.action),
             prev_reward=number,
             reset=ArraySpec((n_columns,), np.dtype(np.bool_)),
+            asked=ArraySpec((n_columns,), np.dtype(np.bool_)),
             action=row(samples.action),
             agent_info=row(samples.agent_info),
             value=number,
@@ -95,8 +97,9 @@ class SamplerMemory:
         return self.samples.arrays.values()
 
     @property
-    def _own(self) -> list[Any]:
-        """All of it but the parameters, which the agent owns."""
+    def parts(self) -> list[Any]:
+        """All of it but the parameters, which the agent owns. To close one closes its descriptor; arrays stay valid as
+        long as the user holds views of them."""
         ring = None if self.appender is None else self.appender.ring
         parts = (self.control, self.records, self.steps, self.eval_steps, self.totals, self.episodes, ring)
         return [self.samples, *(part.memory for part in parts if part is not None)]
@@ -104,10 +107,4 @@ class SamplerMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(memory.nbytes for memory in [*self._own, *(own.memory for own in self.parameters)])
-
-    def close(self) -> None:
-        """Close the descriptors; arrays stay valid as long as the user holds views of them."""
-        for memory in self._own:
-            memory.close()
-        self.mailbox.close()
+        return sum(memory.nbytes for memory in [*self.parts, *(own.memory for own in self.parameters)])

@@ -29,6 +29,7 @@ from penstock.collectors.reset import ResetCollector
 from penstock.collectors.seat_evaluation import SeatEvalCollector, eval_columns
 from penstock.collectors.tracking import BatchTracker, Tracker, make_tracker, put_as_objects
 from penstock.collectors.traj_info import TrajInfo
+from penstock.collectors.turns import TurnCollector, TurnColumns, TurnDesk, TurnGames
 from penstock.collectors.vector import VectorColumns, VectorEnvCollector
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.factory import EnvContext, EnvFactory
@@ -231,7 +232,8 @@ class SamplerProgram:
             # The first desk writes the timeline of training.
             progress = untimed if is_eval or desks else self._progress
             spaces = agent.observation_space, agent.action_space
-            own = SeatColumns(cast(Any, seats.env_ranks), spaces, progress, checks)
+            columns_cls, desk_cls = (TurnColumns, TurnDesk) if seating.in_turns else (SeatColumns, Desk)
+            own = columns_cls(cast(Any, seats.env_ranks), spaces, progress, checks)
             parts = CollectorParts(
                 envs=own,
                 agent=self._build_agent(p, seats, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
@@ -242,10 +244,11 @@ class SamplerProgram:
                 streams=seats,
                 max_decorrelation_steps=config.max_decorrelation_steps,
             )
-            desks.append(Desk(parts, who=p + 1 if len(seating.policies) > 1 else 0, evaluates=is_eval))
-        games = Games(envs, [desk.envs for desk in desks], streams.env_ranks)
+            desks.append(desk_cls(parts, who=p + 1 if len(seating.policies) > 1 else 0, evaluates=is_eval))
+        games_cls, collector_cls = (TurnGames, TurnCollector) if seating.in_turns else (Games, LockStepCollector)
+        games = games_cls(envs, [desk.envs for desk in desks], streams.env_ranks)
         tracker = self._build_tracker(keys_of(seating, streams), of_games=True)
-        return LockStepCollector(games, desks, tracker, streams)
+        return collector_cls(games, desks, tracker, streams)
 
     def _build_views(
         self, side: Seats, envs: range, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose

@@ -13,7 +13,7 @@ from penstock.buffers import NamedArrays
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
 from penstock.envs import ColumnStreams, EnvFactory, build_example_env, close_example_env
-from penstock.envs.seats import AgentId, ParallelView, Seats
+from penstock.envs.seats import AgentId, ParallelView, Seats, TurnView
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.samplers.sampler_plan import SamplerPlan
 
@@ -32,6 +32,7 @@ class Seating:
     is_shared: bool  #: whether one agent was given, and not a dict of agents
     train: Seats
     evaluation: Seats
+    in_turns: bool  #: whether the agents of an environment take turns
     width: int  #: the largest number of seats in an environment, plus one for the environment itself
 
     def key(self, env_rank: int, seat: int | None) -> int:
@@ -53,7 +54,8 @@ class Seating:
             plan,
             cells=train,
             eval_cells=evaluation,
-            n_records=sum(map(len, train)) + len(plan.columns),
+            # In turns, each row of a cell may also be the only decision of a game.
+            n_records=sum(map(len, train)) + (sum(map(len, train)) if self.in_turns else len(plan.columns)),
             n_eval_records=sum(map(len, evaluation)) + len(plan.eval_columns),
             policies=() if len(self.policies) == 1 else self.policies,
         )
@@ -110,8 +112,10 @@ def find_seating(
         )
         for own, (_, first_rank) in zip(views, sides, strict=True)
     )
+    if len({isinstance(view, TurnView) for own in views for view in own}) > 1:
+        raise ConfigError("in some environments agents take turns and in others not: use a sampler for each kind")
     width = max(width, 1 + max(len(view.possible_agents) for own in views for view in own))
-    seating = Seating(policies, is_shared, train, evaluation, width)
+    seating = Seating(policies, is_shared, train, evaluation, isinstance(first[1], TurnView), width)
     return seating, _examples(seating, views, [factories for factories, _ in sides])
 
 

@@ -25,17 +25,18 @@ class Steps(Generic[Array]):
     """The steps of a batch: torch tensors or numpy arrays `[T, B]`, except `bootstrap_value`, which is `[B]`.
 
     `Steps.of(samples)` takes them from a sampler's batch. In your own data, the row after the end of an episode must be
-    the first step of the next episode, or must not be `valid`.
+    the first step of the next episode, or must not be `valid`. A column may have fewer valid rows than the others: the
+    last one is then followed by the observation whose value is `bootstrap_value`.
 
-    Raises `ConfigError` for wrong shapes, for flags that are not bool, and if a row that is not `valid` comes after one
-    that does not end its episode.
+    Raises `ConfigError` for wrong shapes, for flags that are not bool, and if rows that are not `valid` lie between two
+    steps of an episode.
     """
 
     reward: Array  #: for the action at step t
     value: Array  #: the value of the observation at step t
     terminated: Array  #: bool, as in Gymnasium: the value after this step is 0
     truncated: Array  #: bool, as in Gymnasium: the value after this step is `final_value`
-    #: `[B]`, the value of the observation after the last row; unused where an episode ends in that row.
+    #: `[B]`, the value of the observation after the last valid row; unused where an episode ends in that row.
     bootstrap_value: Array
     final_value: Array  #: the value of the last observation of an episode that was truncated; unused elsewhere
     valid: Array | None = None  #: bool; False: this row is no step, and its results are 0. None: all rows are steps
@@ -55,6 +56,8 @@ class Steps(Generic[Array]):
                 raise ConfigError(f"{name} must be an array of bool, got {array.dtype}")
         if self.valid is not None:
             is_cut = self.valid[:-1] & ~self.valid[1:] & ~(self.terminated | self.truncated)[:-1]
+            counts: Any = self.valid.cumsum(0)
+            is_cut &= counts[:-1] < counts[-1]  # a later row is valid
             if bool(is_cut.any()):
                 t, *column = np.argwhere(np.asarray(is_cut.tolist()))[0].tolist()
                 raise ConfigError(
@@ -98,18 +101,24 @@ class Ends:
         if steps.valid is not None:
             is_end, has_no_value = is_end | ~steps.valid, has_no_value | ~steps.valid
         self._is_end, self._valid, self._module = is_end, steps.valid, _module_of(is_end)
+        # The last step of a column, if its episode goes on and the batch has a row after it. None: there are no such.
+        self._is_open: Any = None
+        if steps.valid is not None and bool((is_open := ~is_end[:-1] & ~steps.valid[1:]).any()):
+            self._is_open = self._module.concatenate([is_open, ~is_end[-1:] & False])
         self._end_value: Any = zero_where(has_no_value, steps.final_value)
         self._bootstrap_value: Any = steps.bootstrap_value
 
     def following(self, rows: Array) -> Any:
         """For each step, the row of `rows` after it: the value after the end of the episode, if the step is an end, and
-        the bootstrap value for the last row."""
+        the bootstrap value for the last step of a column."""
         next_rows = self._module.concatenate([rows[1:], self._bootstrap_value[None]])
+        if self._is_open is not None:
+            next_rows = self._module.where(self._is_open, self._bootstrap_value, next_rows)
         return self._module.where(self._is_end, self._end_value, next_rows)
 
     def in_last_rows(self, these: Array, others: Array) -> Any:
-        """`these` in the last row of each episode and of the batch, `others` everywhere else."""
-        is_last = self._is_end | self._is_end  # a copy
+        """`these` in the last row of each episode and of each column, `others` everywhere else."""
+        is_last = self._is_end | (self._is_end if self._is_open is None else self._is_open)  # a copy
         is_last[-1] = True
         return self._module.where(is_last, these, others)
 

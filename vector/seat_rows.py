@@ -20,7 +20,7 @@ from penstock.envs.calls import EnvCall
 from penstock.envs.checks import require_info, require_number
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
-from penstock.envs.seats import AgentId, ParallelView, SeatRank, Seats
+from penstock.envs.seats import PLAYED_IN_TURNS, AgentId, ParallelView, SeatRank, Seats, is_in_turns
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.vector.exchange import Exchange, Flags, Ids, Infos, require_finite
 from penstock.vector.step_memory import VectorMemory, copy_rows
@@ -32,6 +32,11 @@ class SharedSpaces(ParallelView):
     """A `ParallelEnv` whose agents all have the same spaces, as the rows of a vector environment must."""
 
     spec = None
+
+    def __init__(self, env: Any) -> None:
+        if is_in_turns(env):
+            raise ConfigError(f"{type(env).__name__} {PLAYED_IN_TURNS}")
+        super().__init__(env)
 
     @property
     def observation_space(self) -> gym.Space[Any]:

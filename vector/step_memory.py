@@ -89,7 +89,7 @@ class VectorMemory:
         """Close the descriptors; views stay valid."""
         self.rows.close()
         self.control.memory.close()
-        self.mailbox.close()
+        self.mailbox.file.close()
         if self.objects is not None:
             self.objects.close()
 

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -54,14 +53,6 @@ class CallGuard(Generic[_State]):
         # exception cannot come between the check and the entry.
         self._running: dict[int, _Call] = {}
         self._error: SamplerBrokenError | None = None
-
-    def call(self, name: str, *allowed: _State) -> _GuardedCall:
-        """The context in which the call `name` runs. It is allowed in the states `allowed`. Ctrl-C is deferred.
-
-        Raises `SamplerStateError` naming the call that is expected. After a `SamplerBrokenError` every call raises that
-        error. Whatever a call raises after `close` has interrupted it, the user gets a `SamplerClosedError`.
-        """
-        return _GuardedCall(self, name, allowed)
 
     def _note_error(self, name: str, error: BaseException) -> None:
         """The call `name` has raised `error`."""
@@ -171,12 +162,18 @@ _new = tuple.__new__  # the class itself makes a named tuple in Python, not in C
 _defer, _undefer = sigint.deferred.__enter__, sigint.deferred.__exit__
 
 
-class _GuardedCall(sigint.deferred):
-    """The context of `CallGuard.call`. It makes few calls: after other work, with cold caches, each is slow."""
+class GuardedCall(sigint.deferred):
+    """The context in which the call `name` runs. It is allowed in the states `allowed`. Ctrl-C is deferred.
+
+    Raises `SamplerStateError` naming the call that is expected. After a `SamplerBrokenError` every call raises that
+    error. Whatever a call raises after `close` has interrupted it, the user gets a `SamplerClosedError`.
+
+    It makes few calls: after other work, with cold caches, each is slow.
+    """
 
     _call: _Call | None = None
 
-    def __init__(self, guard: CallGuard[Any], name: str, allowed: Sequence[Any]) -> None:
+    def __init__(self, guard: CallGuard[Any], name: str, *allowed: Any) -> None:
         self._guard, self._name, self._allowed = guard, name, allowed
 
     def __enter__(self) -> None:

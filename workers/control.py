@@ -162,8 +162,13 @@ class Progress:
         stamps = self._stamps
         stamps[2 * batch_T] = time.monotonic_ns()
         began_acting, began_stepping = sum(stamps[: 2 * batch_T : 2]), sum(stamps[1 : 2 * batch_T : 2])
-        self.words[ACTING] += began_stepping - began_acting
-        self.words[STEPPING] += began_acting - stamps[0] + stamps[2 * batch_T] - began_stepping
+        stepping = began_acting - stamps[0] + stamps[2 * batch_T] - began_stepping
+        self.add_batch(began_stepping - began_acting, stepping, n_steps)
+
+    def add_batch(self, acting_ns: int, stepping_ns: int, n_steps: int) -> None:
+        """A training batch is complete: add its times, and its number of environment steps, to the totals."""
+        self.words[ACTING] += acting_ns
+        self.words[STEPPING] += stepping_ns
         self.words[BATCHES] += 1
         self.words[STEPS] += n_steps
 
@@ -370,30 +375,20 @@ class ControlBlock:
 
     # ---- gates and commands ----------------------------------------------------------------
 
-    def open(self, worker_rank: int, command: Command = Command()) -> None:  # noqa: B008 - immutable
-        """Main process: publish one more command for this worker and count the opening of its gate."""
-        number = self.opened[worker_rank] + 1
-        place = number % RING
-        # While the pool closes, a worker only sees that its gate opens; it runs no command.
-        is_full = number - self._rows[worker_rank, ARRIVED] > RING and not self.quit
-        # The same command may be written over itself.
-        if is_full and self.command(worker_rank, place) != command:
-            raise SamplerStateError(f"worker {worker_rank} has {RING} commands open: wait for it before the next")
-        _WORDS.pack_into(self._commands, (worker_rank * RING + place) * _COMMAND_BYTES, *command)
-        fence()
-        self.opened[worker_rank] = number  # last: it announces the command
-
-    def open_all(self, command: Command, wanted: Sequence[int]) -> list[int]:
-        """Main process: `open` the gate of each worker until it has its wanted number of openings. Returns which of
-        these workers sleep and must be woken."""
-        opened, rows, late, asleep = self.opened, self._rows, [], []
-        for rank, number in enumerate(wanted):
-            if opened[rank] < number:
-                late.append(rank)
-            while opened[rank] < number:
-                self.open(rank, command)
+    def open(self, command: Command, ranks: Sequence[int]) -> list[int]:
+        """Main process: publish one more command for each of these workers, and count the opening of its gate. Returns
+        which of them sleep and must be woken."""
+        opened, rows, asleep = self.opened, self._rows, []
+        for rank in ranks:
+            number = opened[rank] + 1
+            # The same command may be written over itself.
+            if number - rows[rank, ARRIVED] > RING and self.command(rank, number) != command:
+                raise SamplerStateError(f"worker {rank} has {RING} commands open: wait for it before the next")
+            _WORDS.pack_into(self._commands, (rank * RING + number % RING) * _COMMAND_BYTES, *command)
+            fence()
+            opened[rank] = number  # last: it announces the command
         full_fence()
-        for rank in late:
+        for rank in ranks:
             if rows[rank, ASLEEP] != AWAKE or not HAS_FULL_FENCE:
                 asleep.append(rank)
         return asleep
@@ -560,7 +555,7 @@ class ControlBlock:
     def snapshot(self, worker_rank: int) -> ProgressSnapshot:
         """A readable copy of one progress row."""
         row = self.memory.arrays.progress[worker_rank].tolist()
-        stepping, acting, resetting, waiting = (row[word] * 1e-9 for word in (STEPPING, ACTING, RESETTING, WAITING))
+        stepping, acting, resetting, waiting = np.multiply(row[STEPPING:STEPS], 1e-9).tolist()  # they follow each other
         env_rank, who = row[ENV_RANK] & (1 << WHO_BITS) - 1, row[ENV_RANK] >> WHO_BITS
         words = row[T], env_rank, row[HEARTBEAT] * 1e-9, row[BATCHES], row[STEPS]
         counts = (self._n_results[worker_rank, word] for word in (LATE, RENEWALS, CUTS))

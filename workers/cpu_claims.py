@@ -85,8 +85,9 @@ def _is_ours(cpu: int) -> bool:
 
 
 def _release_unused() -> None:
-    for cpu in [cpu for cpu in _claims if not _users[cpu]]:
-        _claims.pop(cpu).release()
+    for cpu in list(_claims):
+        if not _users[cpu]:
+            _claims.pop(cpu).release()
 
 
 def _abandon() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from penstock.buffers.reports import Report, ReportBoard
+from penstock.buffers.reports import Report
 from penstock.errors import (
     GameError,
     PenstockError,
@@ -21,9 +21,6 @@ from penstock.errors import (
 from penstock.workers.control import Phase, ProgressSnapshot
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.supervisor import SUPERVISOR_ENDED
-
-if TYPE_CHECKING:
-    from penstock.workers.handle import WorkerHandle
 
 _MAX_LISTED = 32  # workers that fail at once, each with a line
 _MAX_STACKS = 3
@@ -144,7 +141,7 @@ def make_error(
         everyone = sorted([*others, *(failure.status for failure in failures)], key=lambda s: s.plan.worker_rank)
         lines += [f"  {status.heartbeat_text}" for status in everyone]
     elif others:
-        lines.append("the others: " + "; ".join(f"{status.plan.name} {status.doing}" for status in others))
+        lines.append("the others: " + "; ".join([f"{status.plan.name} {status.doing}" for status in others]))
     episodes = [failure.episode for failure in failures if failure.episode is not None]
     lines += [episode.advice for episode in episodes[:1]]
     if note:
@@ -161,35 +158,8 @@ def make_error(
 
 def add_killed(error: SamplerBrokenError, killed: Sequence[WorkerFailure]) -> None:
     """Name in `error` the workers that were found killed after it was made."""
-    if killed:
-        lines = [str(error), "killed as well, at the same moment or while the others were told to exit:"]
-        error.args = ("\n".join([*lines, *(failure.describe() for failure in killed[:_MAX_LISTED])]),)
-
-
-def examine_exits(
-    handles: Iterable[WorkerHandle],
-    forced: Mapping[int, WorkerStatus],
-    status_of: Callable[[WorkerHandle], WorkerStatus],
-    reports: ReportBoard,
-) -> tuple[list[str], list[WorkerFailure]]:
-    """Reap the workers of a pool that closes. `forced` has the workers that the pool had to kill, by rank.
-
-    Returns a text for each worker that did not exit well, and the workers that something else has killed.
-    """
-    complaints, killed = list[str](), list[WorkerFailure]()
-    for handle in handles:
-        is_unreported = not handle.is_reaped
-        exitcode = handle.kill_and_reap()  # this also kills what its environments have left running
-        status, report = status_of(handle), reports.read(handle.rank)
-        failure = WorkerFailure(status, exitcode, report)
-        if handle.rank in forced:
-            complaints.append(f"{forced[handle.rank]} did not exit while {status.doing} and was killed")
-            continue
-        if is_unreported and exitcode is not None and exitcode < 0:
-            killed.append(failure)
-        if report is not None or status.progress.phase is Phase.CLOSING:
-            complaints.append(failure.describe())
-    return complaints, killed
+    lines = [str(error), "killed as well, at the same moment or while the others were told to exit:"]
+    error.args = ("\n".join([*lines, *(failure.describe() for failure in killed[:_MAX_LISTED])]),)
 
 
 OnWorkerFailure = Literal["raise", "restart"]

@@ -3,7 +3,7 @@
 A gate is two counts in shared memory, each with one writer, and a wake-up in each direction:
 
     main process                                   worker
-    open_all: opened += 1, wake the worker   -->   wait_in(): until opened > arrived     (barrier_in)
+    open:     opened += 1, wake the worker   -->   wait_in(): until opened > arrived     (barrier_in)
     arrived:  arrived == opened              <--   arrive():  arrived += 1, wake main    (barrier_out)
 
 With central inference, workers also send requests in the middle of a batch:
@@ -32,7 +32,7 @@ from typing import Any
 
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
-from penstock.workers.control import ASLEEP, AWAKE, FOR_ANY, Command, ControlBlock, Phase, Progress
+from penstock.workers.control import ASLEEP, AWAKE, FOR_ANY, ControlBlock, Phase, Progress
 from penstock.workers.spinning import SpinTime, must_wake, spin_for_word
 
 _POLL_MS = 1000
@@ -94,20 +94,10 @@ class Gate:
 
     # ---- main process ----------------------------------------------------------------------
 
-    def open(self, command: Command = Command()) -> None:  # noqa: B008 - immutable
-        """Let the worker through barrier_in, to run `command`. Only a pool that closes opens single gates:
-        batches begin with `ControlBlock.open_all`."""
-        self._control.open(self._rank, command)
-        self.wake()
-
     def wake(self) -> None:
-        """Wake the worker if it sleeps: its gate is open, or its request has a reply."""
+        """Wake the worker if it sleeps: its request has a reply."""
         if self._control.is_asleep(self._rank) or not HAS_FULL_FENCE:
             notify(self.go.writer.fd)
-
-    def close(self) -> None:
-        self.go.close()
-        self.done.close()
 
     # ---- worker ----------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ _STATE, _FLAGS = 0, 6
 _PF_EXITING = 0x4
 
 
-@dataclass
+@dataclass(eq=False)
 class WorkerHandle:
     """A worker process that has been started. A replacement gets a new handle with the same gate."""
 
@@ -42,7 +42,7 @@ class WorkerHandle:
         """Kill what is left of the worker and its group. Returns its exit code, or None if the supervisor
         does not answer."""
         if not self.is_reaped:
-            self.process.kill()
+            self.process.signal(signal.SIGKILL)
             self.process.join(_REAP_SECONDS)
             self.is_reaped = True
         return self.process.exitcode

@@ -7,7 +7,6 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import resource_tracker
 from typing import Any, Literal, get_args
 
 import cloudpickle
@@ -93,7 +92,6 @@ class Launcher:
 
     def _ensure_supervisor(self) -> Supervisor:
         if self._start_method != "fork":
-            resource_tracker.ensure_running()  # workers get it
             return _shared_supervisor(self._preload)
         if self._fork is None:
             with lookouts_stopped(), blas_limited():

@@ -54,7 +54,6 @@ class Monitor:
         """`serve` lets the `server` reply to requests."""
         self._control, self._reports, self._options = control, reports, options
         self._server, self._serve = server, serve
-        self._episode_of = options.episode_of or (lambda status: None)
         self._handles: Sequence[WorkerHandle] = ()
         self._poll = select.poll()
         self._sources: dict[int, tuple[str, WorkerHandle]] = {}  # by descriptor: "death", "gate" or "pipe", and whose
@@ -79,8 +78,7 @@ class Monitor:
 
     def look(self) -> list[WorkerFailure]:
         """Read messages, and return the workers that have failed, without a wait."""
-        dead = self._sleep(FOR_ANY, lambda: True, 0.0, interruptible=True)
-        return self._examine(dead) if dead or time.monotonic() >= self._next_check else []
+        return self._sleep(FOR_ANY, None, 0.0, interruptible=True)
 
     def wait(
         self,
@@ -100,27 +98,24 @@ class Monitor:
         wakes_for_any = until is not None if server is None else server.wake_for_any
         began, wake_for = time.monotonic(), FOR_ANY if wakes_for_any else len(self._handles)
         failures: list[WorkerFailure] = []
-
-        def is_over() -> bool:
-            if self.have_all_arrived() or (server is not None and server.has_work):
-                return True
-            return server is None and until is not None and until()
-
-        has_spun = server is None and self._spin(until)
+        has_spun = False
+        if server is None:
+            seconds = self._spin_time.seconds
+            is_over = self.have_all_arrived(seconds) if until is None else spin(until, seconds)
+            # Not if deaths or Ctrl-C must be looked for first.
+            has_spun = is_over and began - self._last_poll < _DEATH_CHECK_SECONDS and not sigint.is_pending()
         while not has_spun:
             seconds = min(poll_interval, self._check_seconds, math.inf if server is None else server.sleep_seconds)
-            dead = self._sleep(wake_for, is_over, seconds, interruptible)
-            if self.is_closing:
-                break
-            if dead or time.monotonic() >= self._next_check:
-                failures = self._examine(dead)
-            if failures or self.have_all_arrived():
+            failures = self._sleep(wake_for, until, seconds, interruptible)
+            if failures or self.is_closing or self.have_all_arrived():
                 break
             if self._serve is not None:
                 self._serve()
             if until is not None and until():
                 break
         fence()
+        if self._starting:
+            self._set_next_check()  # the limit of the start no longer counts
         if server is None:
             self._spin_time.note(time.monotonic() - began, not has_spun)
         return failures
@@ -133,26 +128,23 @@ class Monitor:
         """Whether every worker has arrived at barrier_out, or arrives within `spin_seconds`."""
         return spin_for_arrivals(*self._control.block, len(self._handles), spin_seconds, self.yields)
 
-    def _spin(self, until: Callable[[], bool] | None) -> bool:
-        """Spin for a short time. Returns whether the wait is over; False also if deaths or Ctrl-C must be looked for
-        first."""
-        seconds = self._spin_time.seconds
-        is_over = self.have_all_arrived(seconds) if until is None else spin(until, seconds)
-        return is_over and time.monotonic() - self._last_poll < _DEATH_CHECK_SECONDS and not sigint.is_pending()
-
-    def _sleep(self, wake_for: int, is_over: Callable[[], bool], seconds: float, interruptible: bool) -> list[int]:
-        """Sleep until something happens, at most `seconds`; not at all if `is_over` is already True. Reads messages;
-        returns the ranks of dead workers."""
-        dead, control = [], self._control
+    def _sleep(
+        self, wake_for: int, until: Callable[[], bool] | None, seconds: float, interruptible: bool
+    ) -> list[WorkerFailure]:
+        """Sleep until something happens, at most `seconds`; not at all if the wait is over. Reads messages. Returns the
+        workers that have failed."""
+        dead, control, server = [], self._control, self._server
         self._last_poll = asleep = time.monotonic()
-        with sigint.allowed() if interruptible else contextlib.nullcontext():
-            control.main_asleep[0] = wake_for
-            try:
-                full_fence()
-                # If it is over, look for deaths only.
-                ready = self._poll.poll(0 if is_over() else round(seconds * 1000))
-            finally:
-                control.main_asleep[0] = AWAKE
+        control.main_asleep[0] = wake_for
+        try:
+            full_fence()
+            is_over = self.have_all_arrived() or (
+                server.has_work if server is not None else until is not None and until()
+            )
+            milliseconds = 0 if is_over else round(seconds * 1000)  # if it is over, look for deaths only
+            ready = sigint.poll(self._poll, milliseconds) if interruptible else self._poll.poll(milliseconds)
+        finally:
+            control.main_asleep[0] = AWAKE
         late = time.monotonic() - asleep - seconds
         # This process was suspended, and the workers perhaps too: this time does not count.
         if late > self._check_seconds:
@@ -164,8 +156,12 @@ class Monitor:
             elif kind == "pipe":
                 handle.pipe.drain()
             else:
-                dead.append(handle.rank)
-        return dead
+                dead.append(handle)
+        if self.is_closing:
+            return []
+        if dead:
+            return self._examine_dead(dead)
+        return self._examine_hung() if time.monotonic() >= self._next_check else []
 
     def await_deaths(self, handles: Sequence[WorkerHandle], seconds: float) -> list[WorkerHandle]:
         """Wait at most `seconds` for all these workers to exit; returns the rest."""
@@ -181,20 +177,36 @@ class Monitor:
                     alive.remove(handle)
         return alive
 
-    def make_them_exit(self, handles: Sequence[WorkerHandle], patience: float) -> dict[int, WorkerStatus]:
-        """Ask these workers to exit, wait, terminate, kill. Returns the status of each worker that did not exit when
-        asked, by rank."""
+    def end_workers(self, handles: Sequence[WorkerHandle], patience: float) -> tuple[list[str], list[WorkerFailure]]:
+        """Ask these workers to exit, wait, terminate, kill, and reap them.
+
+        Returns a text for each worker that did not exit well, and the workers that something else has killed, if no
+        wait has reported them.
+        """
         self.is_closing = self._control.quit = True
-        alive = [handle for handle in handles if not handle.is_reaped]
+        new, forced = [handle for handle in handles if not handle.is_reaped], dict[int, WorkerStatus]()
+        for handle in new:
+            notify(handle.gate.go.writer.fd)  # a worker that sleeps sees then that it must quit
+        alive = self.await_deaths(new, patience)
         for handle in alive:
-            handle.gate.open()
-        alive = self.await_deaths(alive, patience)
-        forced = {handle.rank: self.status(handle) for handle in alive}
+            forced[handle.rank] = self.status(handle)
         for sig, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
             for handle in alive:
                 handle.process.signal(sig)
             alive = self.await_deaths(alive, seconds)
-        return forced
+        complaints, killed = list[str](), list[WorkerFailure]()
+        for handle in handles:
+            exitcode = handle.kill_and_reap()  # this also kills what its environments have left running
+            status = self.status(handle)
+            failure = WorkerFailure(status, exitcode, self._reports.read(handle.rank))
+            if handle.rank in forced:
+                complaints.append(f"{forced[handle.rank]} did not exit while {status.doing} and was killed")
+                continue
+            if handle in new and exitcode is not None and exitcode < 0:
+                killed.append(failure)
+            if failure.report is not None or status.progress.phase is Phase.CLOSING:
+                complaints.append(failure.describe())
+        return complaints, killed
 
     def status(self, handle: WorkerHandle) -> WorkerStatus:
         """What this worker is doing now."""
@@ -202,40 +214,30 @@ class Monitor:
 
     # ---- failures --------------------------------------------------------------------------
 
-    def _examine(self, dead: Sequence[int]) -> list[WorkerFailure]:
-        """The failures of the dead workers; without any, of those that hang."""
-        return self._examine_dead(dead) if dead else self._examine_hung(self._control.pending(len(self._handles)))
-
-    def _examine_dead(self, dead: Sequence[int]) -> list[WorkerFailure]:
+    def _examine_dead(self, dead: Sequence[WorkerHandle]) -> list[WorkerFailure]:
         """Collect the exit codes of the dead workers, and of others that die at the same time."""
-        found = set(dead)
-        while rest := [handle for handle in self._handles if handle.rank not in found]:
-            patience = _DYING_SECONDS if any(handle.is_dying for handle in rest) else _GATHER_SECONDS
-            poll, sources = _poll_of(rest, "death")
-            died = {sources[fd][1].rank for fd, _ in poll.poll(round(patience * 1000))}
-            if not died:
-                break
-            found |= died
-        failures = []
-        for rank in sorted(found):
-            handle = self._handles[rank]
-            status, exitcode = self.status(handle), handle.kill_and_reap()
-            report, stack, episode = self._reports.read(rank), handle.stacks.read(), self._episode_of(status)
-            failures.append(WorkerFailure(status, exitcode, report, stack, episode=episode))
+        rest = [handle for handle in self._handles if handle not in dead]
+        self.await_deaths([handle for handle in rest if handle.is_dying], _DYING_SECONDS)
+        alive, failures = self.await_deaths(rest, _GATHER_SECONDS), []
+        for handle in self._handles:
+            if handle not in alive:
+                status, exitcode, report = self.status(handle), handle.kill_and_reap(), self._reports.read(handle.rank)
+                episode = None if self._options.episode_of is None else self._options.episode_of(status)
+                failures.append(WorkerFailure(status, exitcode, report, handle.stacks.read(), episode=episode))
         return failures
 
-    def _examine_hung(self, pending: Sequence[int]) -> list[WorkerFailure]:
+    def _examine_hung(self) -> list[WorkerFailure]:
         """Ask workers that make no progress for their stacks, then kill them."""
         failures = []
-        for rank, name, limit in self._overdue(pending):
+        for rank, name, limit in self._overdue(self._control.pending(len(self._handles))):
             handle = self._handles[rank]
             status = self.status(handle)
             stopped = " and is stopped by a signal" if handle.is_stopped else ""
             stack = handle.stacks.ask(handle.pid)
-            handle.process.kill()
             hung = f"made no progress for {limit:g} s ({name}={limit:g}){stopped}"
             exitcode = handle.kill_and_reap()
-            failures.append(WorkerFailure(status, exitcode, None, stack, hung, self._episode_of(status)))
+            episode = None if self._options.episode_of is None else self._options.episode_of(status)
+            failures.append(WorkerFailure(status, exitcode, None, stack, hung, episode))
         return failures
 
     # ---- deadlines -------------------------------------------------------------------------
@@ -243,6 +245,7 @@ class Monitor:
     def _set_next_check(self) -> None:
         """Set the time of the next check. It stays valid from wait to wait, since with central inference each wait may
         be shorter than the time between two checks."""
+        self._starting = {rank for rank in self._starting if not self._has_started(rank)}
         limits = (self._options.start_timeout if self._starting else None, self._options.step_timeout)
         checks = [min(limit / _CHECKS_PER_LIMIT, _CHECK_SECONDS) for limit in limits if limit is not None]
         self._check_seconds = min([*checks, _WARN_SECONDS / _CHECKS_PER_LIMIT])
@@ -252,7 +255,6 @@ class Monitor:
         """Check progress. Returns the workers of `ranks` that made no progress for longer than their limit, each with
         the name of the limit and its seconds."""
         now = time.monotonic()
-        self._starting = {rank for rank in self._starting if not self._has_started(rank)}
         self._set_next_check()
         overdue = []
         for rank in ranks:

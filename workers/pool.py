@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError,
 from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import URGENT, Command, Phase, StopCollecting
-from penstock.workers.failures import Restarts, WorkerFailure, WorkerStatus, add_killed, examine_exits, make_error
+from penstock.workers.failures import Restarts, WorkerFailure, WorkerStatus, add_killed, make_error
 from penstock.workers.gates import Gate, notify
 from penstock.workers.handle import WorkerHandle
 from penstock.workers.in_place import InPlaceWorker
@@ -98,14 +98,12 @@ class WorkerPool:
         If this constructor raises, they are closed too.
         """
         self._memory, self._options, self.control, self._server = memory, options, memory.control, server
-        self._owner_pid = os.getpid()
+        self._all_ranks, self._owner_pid = range(len(plans)), os.getpid()
         self._close_lock = threading.Lock()
         self._closing_thread: int | None = None
         self._have_ended = False  # whether the workers have ended
         self.has_lost_command = False
         self.is_closed = False
-        self._wanted_openings = [0] * len(plans)  # how many openings each gate must reach; number one is start-up
-        self._command = Command()
         self._n_taken = 0  # the last opening whose messages have been taken
         # A `run` that is not finished: its during, and the function that drops its results.
         self._unfinished_run: tuple[str, Callable[[], Any]] | None = None
@@ -125,15 +123,16 @@ class WorkerPool:
             self._lookout = Lookout(self._monitor)
             if n:
                 self._mailbox, self._parts = post_programs(programs[:n], worker_data[:n])
-                resources.callback(self._mailbox.close)
+                resources.callback(self._mailbox.file.close)
             self._resources = resources.pop_all()
         try:
+            self.control.open(Command(), self._all_ranks)  # opening number one is start-up
             if n:
-                self._owned(self._launcher).prepare()
+                if options.start_method == "fork":
+                    self._resources.callback(self._launcher.close)
+                self._launcher.prepare()
                 self._start_all(plans[:n])
             if self._in_place is not None:
-                self._wanted_openings[-1] = 1
-                self.control.open(plans[-1].worker_rank)
                 request = self._request_in_place if server else None
                 self._run_in_place(partial(self._in_place.build, worker_data[-1], request), "start-up")
         except BaseException:
@@ -152,26 +151,22 @@ class WorkerPool:
     def _start_all(self, plans: Sequence[WorkerPlan]) -> None:
         self._monitor.yields = yields = is_crowded(len(plans) + 1)
         new_gate = partial(Gate, self.control, spin_seconds=self._options.spin_seconds, yields=yields)
-        server_gate: Any = self._owned(new_gate(plans[-1].worker_rank)) if plans[-1].server_name else None
+        server_gate = new_gate(plans[-1].worker_rank) if plans[-1].server_name else None
         for plan in plans:
             with sigint.allowed():
                 pass  # Ctrl-C may end the start here: no worker is half started now
             self._check_open()
-            gate = server_gate
-            if not plan.server_name:
-                gate = self._owned(new_gate(plan.worker_rank, server=server_gate))
-            self._wanted_openings[plan.worker_rank] = 1
-            self.control.open(plan.worker_rank)
-            self._start(plan, gate, ObjectPipe(), self._owned(StackFile()))
+            gate = server_gate if plan.server_name else new_gate(plan.worker_rank, server=server_gate)
+            assert gate is not None
+            stacks = StackFile()
+            for resource in (gate.go, gate.done, stacks.file):
+                self._resources.callback(resource.close)
+            self._start(plan, gate, ObjectPipe(), stacks)
         self._watch(range(len(plans)))
 
     def _check_open(self) -> None:
         if self.control.quit:
             raise SamplerClosedError("shut down by another thread during start-up")
-
-    def _owned(self, resource: Any) -> Any:
-        self._resources.callback(resource.close)
-        return resource
 
     def _start(self, plan: WorkerPlan, gate: Gate, pipe: ObjectPipe, stacks: StackFile) -> None:
         """Start a worker. It takes the place of an earlier worker of this rank, if there was one."""
@@ -219,7 +214,7 @@ class WorkerPool:
         then.
         """
         counts, may_leave = self.control.n_results_by_rank(len(self.handles), number), number is not None
-        self._n_taken = self._wanted_openings[0] if number is None else number
+        self._n_taken = self.control.opened[0] if number is None else number
         try:
             pairs = zip(self.handles, counts, strict=True)
             messages = [message for handle, n in pairs for message in handle.pipe.take(n, may_leave=may_leave)]
@@ -231,7 +226,7 @@ class WorkerPool:
     # ---- commands --------------------------------------------------------------------------
 
     def submit(
-        self, command: Command, ranks: Iterable[int] | None = None, *, run: tuple[str, Callable[[], Any]] | None = None
+        self, command: Command, ranks: Sequence[int] | None = None, *, run: tuple[str, Callable[[], Any]] | None = None
     ) -> int:
         """Open the gates of all workers, or only of `ranks`, for `command`. A worker that still runs a command runs
         this one afterwards. Returns the number of this opening of the first gate.
@@ -244,22 +239,20 @@ class WorkerPool:
         try:
             if command.do_eval:
                 self.control.stop_eval = False
-            openings = list(self._wanted_openings)
-            for rank in range(len(openings)) if ranks is None else ranks:
-                openings[rank] += 1
             if self._server is not None:
-                self._server.begin(command, openings[0])
+                self._server.begin(command, self.control.opened[0] + 1)
                 if self.handles:
                     self._server.act_ahead(command)
-            self._command, self._wanted_openings = command, openings
-            self._open_gates()
+            for rank in self.control.open(command, self._all_ranks if ranks is None else ranks):
+                if rank < len(self.handles):  # the worker in place needs no wake-up
+                    notify(self.handles[rank].gate.go.writer.fd)
         except BaseException:  # of a signal handler, or a second Ctrl-C: it is unknown which workers have the command
             self.has_lost_command = True
             self.close(broken=True)
             raise
         if not self.handles:
             self._work_in_place(f"{'evaluation, ' if command.do_eval else ''}itr={command.itr}")
-        return self._wanted_openings[0]
+        return self.control.opened[0]
 
     def wait_for(self, number: int, during: str) -> None:
         """Wait until every worker has completed opening `number`, while later ones may be open; otherwise as `wait`.
@@ -271,12 +264,6 @@ class WorkerPool:
     def has_completed(self, number: int) -> bool:
         """Whether every worker has completed opening `number`."""
         return self.control.have_completed(number, len(self.handles))
-
-    def _open_gates(self) -> None:
-        """Open each gate until it has its wanted number of openings. `wait` calls this again, in case an exception
-        stopped it."""
-        for rank in self.control.open_all(self._command, self._wanted_openings):
-            notify(self.handles[rank].gate.go.writer.fd)
 
     def wait(self, during: str, until: Callable[[], bool] | None = None, poll_interval: float = POLL_SECONDS) -> None:
         """Wait until every worker has completed its last command, or `until` returns True. That is called whenever
@@ -308,7 +295,6 @@ class WorkerPool:
     ) -> None:
         self._monitor.is_waiting = True
         try:
-            self._open_gates()
             if look_first and (failures := self._monitor.look()):
                 self._replace_or_raise(failures, during)
             # A request that came before a Ctrl-C still waits, and will not wake this process again. The worker in place
@@ -321,7 +307,8 @@ class WorkerPool:
                 raise SamplerClosedError(f"shut down by another thread during {during}")
         except SamplerBrokenError as error:
             self._failure = error
-            add_killed(error, self.close(broken=True))
+            if killed := self.close(broken=True):
+                add_killed(error, killed)
             raise
         except KeyboardInterrupt as interrupt:  # a short traceback: the place inside the wait tells the user nothing
             raise interrupt.with_traceback(None) from None
@@ -368,7 +355,7 @@ class WorkerPool:
         self._server.serve(self._wake, until)
 
     def _wake(self, rank: int) -> None:
-        if rank < len(self.handles):  # the worker in place runs in this thread, and needs no wake-up
+        if rank < len(self.handles):  # as above
             self.handles[rank].gate.wake()
 
     def _raise_failure(self) -> None:
@@ -425,8 +412,7 @@ class WorkerPool:
     # ---- failures --------------------------------------------------------------------------
 
     def _replace_or_raise(self, failures: Sequence[WorkerFailure], during: str) -> None:
-        failed = {failure.rank for failure in failures}
-        others = [self._monitor.status(handle) for handle in self.handles if handle.rank not in failed]
+        others = [self._monitor.status(handle) for handle in self.handles if not handle.is_reaped]
         if (refusal := self.restarts.refusal(failures)) is not None:
             raise make_error(failures, others, during, refusal)
         self._lookout.stop()
@@ -437,7 +423,7 @@ class WorkerPool:
                 raise make_error(
                     failures, others, during, f"{failure.status.plan.name} could not be replaced: {error}"
                 ) from error
-        self._watch(failed)
+        self._watch([failure.rank for failure in failures])
 
     def _watch(self, starting: Iterable[int]) -> None:
         self._monitor.watch(self.handles, starting)
@@ -472,7 +458,7 @@ class WorkerPool:
 
     # ---- closing ---------------------------------------------------------------------------
 
-    def close(self, *, broken: bool = False, await_call: Callable[[], bool] = lambda: True) -> list[WorkerFailure]:
+    def close(self, *, broken: bool = False, await_call: Callable[[], bool] | None = None) -> list[WorkerFailure]:
         """Close everything: tell every worker to exit, wait, terminate, kill; then close the resources.
 
         It takes about 2.5 s at most and raises no error. It may be called twice. One warning names the workers
@@ -495,13 +481,15 @@ class WorkerPool:
             self._closing_thread = me
             try:
                 # An exception of a signal handler may end this anywhere. Then the next call does the rest.
-                killed = [] if self._have_ended else self._end_workers(broken)
+                # A call of another thread may replace a worker meanwhile. So end them again, after it has ended.
+                killed = self._end_workers(broken or self._have_ended)
                 self._have_ended = True
-                if await_call():
-                    if not all(handle.is_reaped for handle in self.handles):  # the call has replaced a worker meanwhile
-                        self._end_workers(broken=True)
-                    self._release(broken)
-                    self.is_closed = True
+                if await_call is not None:
+                    if not await_call():
+                        return killed
+                    self._end_workers(broken=True)
+                self._release(broken)
+                self.is_closed = True
             finally:
                 self._closing_thread = None
         return killed
@@ -509,15 +497,14 @@ class WorkerPool:
     def _end_workers(self, broken: bool) -> list[WorkerFailure]:
         """End all workers, and warn if one did not exit well. Returns as `close` does."""
         self._lookout.stop()
-        forced = self._monitor.make_them_exit(self.handles, _EXIT_BROKEN_SECONDS if broken else _EXIT_SECONDS)
-        complaints, killed = examine_exits(self.handles, forced, self._monitor.status, self._reports)
+        patience = _EXIT_BROKEN_SECONDS if broken else _EXIT_SECONDS
+        complaints, killed = self._monitor.end_workers(self.handles, patience)
         if complaints and not broken:
             warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=5)
         return killed
 
     def _release(self, broken: bool) -> None:
         """Close what this process holds, when the workers have ended."""
-        self._lookout.stop()  # again: a call of another thread may have replaced a worker meanwhile
         if self._in_place is not None:
             self._in_place.close(broken=broken)
         for handle in self.handles:

@@ -34,9 +34,6 @@ class SharedMemory(Protocol):
         """How many trajectories are lost with a worker that died in row `t` of `command` (None: between two commands),
         after it had sent `n_results` results."""
 
-    def close(self) -> None:
-        """Close the descriptors; arrays stay valid."""
-
 
 class RequestServer(Protocol):
     """Replies to the requests of the workers, in the process that waits for them (central inference)."""

@@ -9,7 +9,7 @@ import re
 import signal
 import time
 
-from penstock.buffers.descriptors import anonymous_file
+from penstock.buffers.descriptors import InheritedFd, anonymous_file
 
 # A real-time signal where the system has them: libraries and job schedulers use SIGUSR1 and SIGUSR2.
 _ASK = int(signal.SIGRTMAX) - 3 if hasattr(signal, "SIGRTMAX") else int(signal.SIGUSR1)
@@ -24,13 +24,14 @@ class StackFile:
     Writing needs no interpreter lock, so it works in a crash, and while C code holds the lock.
     """
 
-    def __init__(self) -> None:
-        self._file = anonymous_file("penstock-stack")
+    def __init__(self, fd: int | None = None) -> None:
+        """`fd`: the descriptor that this process was given of a file that another has made."""
+        self.file = anonymous_file("penstock-stack") if fd is None else InheritedFd(fd)
 
     def install(self) -> None:
         """Worker: write here from now on, on a fatal signal or when the main process calls `ask`."""
-        faulthandler.enable(self._file.fd, all_threads=True)
-        faulthandler.register(_ASK, self._file.fd, all_threads=True, chain=False)
+        faulthandler.enable(self.file.fd, all_threads=True)
+        faulthandler.register(_ASK, self.file.fd, all_threads=True, chain=False)
 
     def ask(self, pid: int) -> str:
         """Main process: the stack of the live worker `pid`, which has called `install`; empty if it does not answer."""
@@ -40,24 +41,22 @@ class StackFile:
         deadline = time.monotonic() + _ANSWER_SECONDS
         before = -1
         # It is complete when it stops growing; there is no other sign.
-        while time.monotonic() < deadline and not before == (size := os.fstat(self._file.fd).st_size) > 0:
+        while time.monotonic() < deadline and not before == (size := os.fstat(self.file.fd).st_size) > 0:
             before = size
             time.sleep(_LOOK_SECONDS)
         return self.read()
 
     def read(self) -> str:
         """Main process: what the worker has written about the user's code and the collectors."""
-        text = os.pread(self._file.fd, _MAX_BYTES, 0).decode(errors="replace")
+        if not (text := os.pread(self.file.fd, _MAX_BYTES, 0).decode(errors="replace")):
+            return ""
         threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text.partition("\nExtension modules:")[0])
         return "\n".join(map(_shortened, threads)).strip()
 
     def clear(self) -> None:
         """Main process: forget what a dead worker has written."""
-        os.ftruncate(self._file.fd, 0)
-        os.lseek(self._file.fd, 0, os.SEEK_SET)
-
-    def close(self) -> None:
-        self._file.close()
+        os.ftruncate(self.file.fd, 0)
+        os.lseek(self.file.fd, 0, os.SEEK_SET)
 
 
 def _shortened(stack: str) -> str:

@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from multiprocessing import resource_tracker, spawn
 from typing import Any, NoReturn
@@ -206,7 +206,8 @@ class SupervisedProcess:
     def _request(self, supervisor: Supervisor) -> None:
         data, fds = descriptors.dumps(self._function)
         # A fork has the main process's resource tracker, if this has one.
-        trackers: Any = [] if supervisor.is_fork else [resource_tracker.getfd()]
+        with _standard_fds_taken():
+            trackers: Any = [] if supervisor.is_fork else [resource_tracker.getfd()]
         self._leash, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         receiver, sender = socket.socketpair()
         with theirs, receiver, sender, contextlib.closing(anonymous_file("penstock-start")) as payload:
@@ -270,6 +271,20 @@ class SupervisedProcess:
             self._pidfd.close()
 
     __del__ = close
+
+
+@contextlib.contextmanager
+def _standard_fds_taken() -> Iterator[None]:
+    """Inside, no new descriptor has a number below 3, where standard input, output or error is closed. A resource
+    tracker that had its pipe there would end at once, or keep its own pipe open and never end."""
+    fds = [os.open(os.devnull, os.O_RDWR)]
+    try:
+        while fds[-1] < 3:
+            fds.append(os.open(os.devnull, os.O_RDWR))
+        yield
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def _has_exited(pid: int) -> bool:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from penstock.buffers import ArraySpec, NamedArrays, NamedMemory, SharedBlock, memory_limits
+from penstock.buffers import ArraySpec, NamedArrays, NamedMemory, memory_limits
 from penstock.buffers.descriptors import InheritedFd, dumps, loads
 from penstock.buffers.shared import shared_mappings
 from penstock.errors import ConfigError
@@ -208,7 +208,7 @@ def test_a_spec_is_taken_from_anything_like_an_array(example: Any, dtype: Any) -
 
 def test_a_block_is_anonymous_and_its_pages_are_taken_at_once() -> None:
     before = descriptors()
-    with opened(SharedBlock(3 * MIB)):
+    with opened(NamedMemory(specs_of((3 * MIB,), dtype=np.uint8), shared=True, purpose="a test")):
         new = {fd: link for fd, link in descriptors().items() if fd not in before}
         assert new
         assert all(link.startswith("/memfd:penstock") for link in new.values())
@@ -216,9 +216,9 @@ def test_a_block_is_anonymous_and_its_pages_are_taken_at_once() -> None:
         assert not any(os.get_inheritable(fd) for fd in new)
 
 
-def test_a_block_of_no_bytes_can_be_had() -> None:
-    with opened(SharedBlock(0)) as block:
-        assert block.array(0, (0, 3), np.float32).shape == (0, 3)
+def test_arrays_of_no_bytes_can_be_had() -> None:
+    with opened(NamedMemory(specs_of((0, 3)), shared=True, purpose="a test")) as memory:
+        assert memory.arrays.a0.shape == (0, 3)
 
 
 @pytest.mark.parametrize("fallback", [False, True])
@@ -242,7 +242,7 @@ def test_memory_that_runs_out_all_the_same_is_a_clear_error_and_leaves_nothing(m
     monkeypatch.setattr(os, "posix_fallocate", full)
     before = descriptors()
     with pytest.raises(ConfigError, match=r"a large buffer needs 1,048,576 bytes .* No space left") as caught:
-        SharedBlock(MIB, "a large buffer")
+        NamedMemory(specs_of((MIB,), dtype=np.uint8), shared=True, purpose="a large buffer")
     assert isinstance(caught.value.__cause__, OSError)
     assert descriptors() == before
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock import PeerLostError
 
 from ..scale import scaled
 from .ray_support import our_processes, wait_for_none
@@ -46,7 +45,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     request.getfixturevalue("_servers")
     if "ray" in getattr(getattr(request.node, "callspec", None), "params", {}).values():
-        request.getfixturevalue("ray_cluster")  # and the post box of this process
+        request.getfixturevalue("ray_cluster")
     before = our_processes()
     yield
     assert wait_for_none(before, scaled(2.0, 5.0)) == {}  # daily, other tests use the CPUs too
@@ -67,12 +66,6 @@ def ray_cluster() -> Iterator[Any]:
                 head_node_args={"num_cpus": 8, "object_store_memory": 100 * 2**20, "include_dashboard": False},
             )
             ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        from penstock.control.wire_ray import RayConnection
-
-        wire = RayConnection("tests").wire()  # the post box of this process stays for as long as one wire is open
-        with pytest.raises(PeerLostError):
-            wire.reach(wire.address, "nobody").ask("is the post box there?", 60).result()
         yield cluster
-        wire.close()
         ray.shutdown()
         cluster.shutdown()

@@ -16,8 +16,9 @@ from penstock.control.wire_local import LocalHub
 
 from ..support import until
 
-#: The wires as parameters of a test.
+#: The wires as parameters of a test, and those without Ray, which has no transport of its own.
 MAKES = ("local", "zmq", pytest.param("ray", marks=pytest.mark.ray))
+TRANSPORTS = ("local", "zmq")
 
 
 def note(what: str, value: float, limit: float) -> None:
@@ -91,24 +92,15 @@ class Wires:
         self.hub = FaultyHub() if make == "faulty" else LocalHub()
         self._patch = pytest.MonkeyPatch()
         if make == "faulty":  # so many packets are lost that the usual times would take minutes
-            for name in ("_FIRST_PROBE", "_LAST_PROBE"):
-                self._patch.setattr(f"penstock.control.wire.{name}", 0.05)
+            for name in ("wire._FIRST_PROBE", "wire._LAST_PROBE", "name_table._PATIENCE_SECONDS"):
+                self._patch.setattr(f"penstock.control.{name}", 0.05)
         if make == "zmq":
             from penstock.control.keys import Connection
 
             self.connection = Connection.make("test/trial")
 
     def __call__(self) -> Wire:
-        if self.make == "zmq":
-            from penstock.control.wire_zmq import zmq_wire
-
-            wire = zmq_wire(self.connection)
-        elif self.make == "ray":
-            from penstock.control.wire_ray import RayConnection
-
-            wire = RayConnection("test/trial").wire()
-        else:
-            wire = self.hub.wire()
+        wire = self.connection.wire() if self.make == "zmq" else self.hub.wire()
         self.opened.append(wire)
         return wire
 

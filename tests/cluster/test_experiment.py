@@ -6,7 +6,7 @@ import importlib.util
 import os
 import pickle
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,14 @@ from penstock import (
 from penstock.control import (
     Actors,
     ActorWorker,
+    AgentPlan,
     Batch,
     ControlPanel,
     Experiment,
     InferenceClient,
     Policies,
     PolicyWorker,
+    PollResult,
     RunState,
     SampleConsumer,
     TrainerWorker,
@@ -46,6 +48,7 @@ from penstock.control import (
 from penstock.control.actor_worker import StreamAgent
 from penstock.control.launched import LaunchedThread
 from penstock.control.name_table import NameClient
+from penstock.control.parameters import ParameterServer
 from penstock.control.pieces import batch_of
 
 from ..scale import scaled
@@ -211,6 +214,33 @@ def panel() -> Iterator[ControlPanel]:
         yield made
 
 
+class Publisher(Worker):
+    """Publishes the first parameters, in place of a trainer."""
+
+    def __init__(self, plan: AgentPlan) -> None:
+        self.plan = plan
+
+    def _configure(self) -> None:
+        self.server = ParameterServer(self.wire, self.names, "policy")
+        self.publish(1)
+
+    def publish(self, version: int) -> None:
+        self.server.publish(version, self.plan.agent().read_parameters())
+
+    def _poll(self) -> PollResult:
+        self.server.serve()
+        return PollResult()
+
+
+def start(panel: ControlPanel, **makers: Callable[[], Worker]) -> None:
+    """Start a worker `name/0` for each of these, one after another."""
+    for name, make in makers.items():
+        panel.launch(make, name=name)
+        panel.connect([f"{name}/0"])
+        panel.request(f"{name}/0", "configure")
+        panel.request(f"{name}/0", "start")
+
+
 SAMPLERS = {
     "serial": SAMPLER,
     "gpu": partial(GpuSampler, "CartPole-v1", batch_T=8, batch_B=4, n_workers=2),
@@ -245,10 +275,7 @@ def test_an_inference_stream_gives_the_samples_of_an_agent_in_the_actor(
 ) -> None:
     make = RandomAgent if agent == "random" else partial(RecurrentCategoricalPgAgent, recurrent_model)
     plan = experiment(agent=make)._plan()
-    panel.launch(partial(PolicyWorker, plan), name="policy")
-    panel.connect()
-    panel.request("policy/0", "configure")
-    panel.request("policy/0", "start")
+    start(panel, trainer=partial(Publisher, plan), policy=partial(PolicyWorker, plan))
     wire = panel.connection.wire()
     names = NameClient(wire, panel.connection.address)
     batches = []
@@ -270,12 +297,9 @@ def test_an_inference_stream_gives_the_samples_of_an_agent_in_the_actor(
 
 def test_pieces_join_along_the_environments(panel: ControlPanel) -> None:
     plan = experiment(None)._plan()
-    panel.launch(partial(ActorWorker, SAMPLER, plan, world_size=2), name="actor")
     wire = panel.connection.wire()
     consumer = SampleConsumer(wire, NameClient(wire, panel.connection.address), "train", "test")
-    panel.connect()
-    panel.request("actor/0", "configure")
-    panel.request("actor/0", "start")
+    start(panel, trainer=partial(Publisher, plan), actor=partial(ActorWorker, SAMPLER, plan, world_size=2))
     pieces = [consumer.get(20) for _ in range(6)]
     wire.close()
     batch = batch_of(pieces)
@@ -294,7 +318,9 @@ def test_pieces_join_along_the_environments(panel: ControlPanel) -> None:
 
 
 def test_a_piece_does_not_change_with_the_next_batch(panel: ControlPanel) -> None:
-    worker = ActorWorker(SAMPLER, experiment(None)._plan())
+    plan = experiment(None)._plan()
+    worker = ActorWorker(SAMPLER, plan)
+    start(panel, trainer=partial(Publisher, plan))
     panel.launch(lambda: worker, name="actor")
     panel.connect()
     panel.request("actor/0", "configure")  # it does not start, so this thread may use its sampler
@@ -306,10 +332,11 @@ def test_a_piece_does_not_change_with_the_next_batch(panel: ControlPanel) -> Non
 
 
 def test_a_policy_worker_acts_for_no_more_environments_than_max_batch() -> None:
-    waiting = [SimpleNamespace(message={"env_ranks": np.arange(n)}) for n in (2, 2, 2, 7, 1)]
+    waiting = [SimpleNamespace(ranks=np.arange(n)) for n in (2, 2, 2, 7, 1)]
     worker: Any = PolicyWorker(experiment()._plan(), max_batch=5)
     worker._server = SimpleNamespace(receive=lambda _: waiting.pop(0) if waiting else None)
-    batches = [[len(letter.message["env_ranks"]) for letter in worker._gather()] for _ in range(5)]
+    worker._read = lambda request: request
+    batches = [[len(request.ranks) for request in worker._gather()] for _ in range(5)]
     assert batches == [[2, 2], [2], [7], [1], []], "one request may be larger"
 
 

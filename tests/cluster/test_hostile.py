@@ -185,17 +185,13 @@ def test_only_this_machine_can_connect_by_default() -> None:
 
 @pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::"])
 def test_every_network_at_once_is_refused(keys: Connection, host: str) -> None:
-    from penstock.control.wire_zmq import zmq_wire
-
     with pytest.raises(ConfigError, match="give the address of one network"):
-        zmq_wire(keys, host=host)
+        replace(keys, host=host).wire()
 
 
 def test_an_address_that_is_not_of_this_machine_is_refused(keys: Connection) -> None:
-    from penstock.control.wire_zmq import zmq_wire
-
     with pytest.raises(ConfigError, match="cannot listen"):
-        zmq_wire(keys, host="203.0.113.7")
+        replace(keys, host="203.0.113.7").wire()
 
 
 def test_the_connection_file_is_for_its_owner_alone(keys: Connection, tmp_path: Path) -> None:
@@ -217,20 +213,22 @@ def test_the_connection_file_is_for_its_owner_alone(keys: Connection, tmp_path: 
     [
         [],
         [b"\xc1"],
-        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([1, "O", [1]]))), bytes(8)],
-        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([1, "<f8", [-1]]))), bytes(8)],
-        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([1, "<f8", [2**61]]))), bytes(8)],
-        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([1, "<f8", [True]]))), bytes(8)],
-        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([0, "<f8", [1]]))), bytes(8)],
-        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([2, "<f8", [1]]))), bytes(8)],
-        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([1, "<f8"]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1, 2], "O", [1]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1, 2], "<f8", [-1]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1, 2], "<f8", [2**61]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1, 2], "<f8", [True]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[0, 1], "<f8", [1]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[2, 3], "<f8", [1]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1, 2], "<f8"]))), bytes(8)],
         [msgpack.packb(msgpack.ExtType(1, msgpack.packb([bytes(7), "<f8", [1]])))],
         [msgpack.packb(msgpack.ExtType(1, msgpack.packb(["x" * 8, "<f8", [1]]))), bytes(8)],
         [msgpack.packb(msgpack.ExtType(1, msgpack.packb([bytes(8), "O", [1]])))],
+        [msgpack.packb([msgpack.ExtType(1, msgpack.packb([[1, 2], "<f8", [1]]))] * 2), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1, 3], "<f8", [1]]))), bytes(8)],
         [b"\x91" * 100 + b"\xc0"],
         [b"\x80" * 2],
         [b"\x00" * 300_000],
-        [b"\x00"] * 2000,
+        [b"\x00"] * 5000,
     ],
     ids=lambda frames: str(frames)[:60],  # one has megabytes
 )

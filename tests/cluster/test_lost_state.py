@@ -18,7 +18,7 @@ from penstock.control.name_table import NameClient
 
 from ..scale import scaled
 from .support import MAKES, need, wait_until
-from .test_experiment import SAMPLER, experiment, recurrent_model
+from .test_experiment import SAMPLER, Publisher, experiment, recurrent_model, start
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +51,7 @@ def test_episodes_of_a_recurrent_agent_end_with_its_policy_worker(make: str, req
     need(make, request)
     plan = experiment(agent=partial(RecurrentCategoricalPgAgent, recurrent_model))._plan()
     with ControlPanel("test", wire=make) as panel:
+        start(panel, publisher=partial(Publisher, plan))
         policies = panel.launch(partial(PolicyWorker, plan), 2, name="policy")
         panel.connect(policies, timeout=60)
         actor = LaunchedThread(lambda: ActorWorker(SAMPLER, plan, inference="policy"), panel.connection, "actor/0")

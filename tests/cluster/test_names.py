@@ -1,4 +1,4 @@
-"""The name table: leases, subtrees, waiting and watching, against a model with a clock that the test moves."""
+"""The name table: leases, subtrees and changes, against a model with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock import NameTableError
+from penstock.control import names as names_module
 from penstock.control.names import Names
 
 from ..scale import scaled
@@ -17,22 +18,25 @@ pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
 KEYS = ("a", "a/b", "a/b/c", "a/c", "ab", "ab/b")
 OWNERS = ("x", "y", "z")
 LEASES = (None, 1.0, 2.5)
+ROOTS = ("", "a", "a/b", "ab")
 
 
 class NamesMachine(RuleBasedStateMachine):
-    """The model is a dict: key to value, owner, lease and the time at which it runs out."""
+    """The model is a dict: key to value, owner, whether it is lasting. And each owner has a deadline. Followers see the
+    changes below their roots, some of them seldom."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.names = Names(lambda: self.now)
-        self.model: dict[str, tuple[int, str, float | None, float]] = {}
-        self.waiting: dict[str, str] = {}
-        self.watching: dict[str, tuple[tuple[str, ...], str, set[str]]] = {}
+        self.model: dict[str, tuple[int, str, bool]] = {}
+        self.deadlines: dict[str, float] = {}
+        self.seen: dict[str, tuple[dict[str, object], list[object]]] = {root: ({}, ["", -1]) for root in ROOTS}
         self.n = 0
 
-    def live(self) -> dict[str, tuple[int, str, float | None, float]]:
-        self.model = {k: v for k, v in self.model.items() if v[2] is None or v[3] > self.now}
+    def live(self) -> dict[str, tuple[int, str, bool]]:
+        ended = {owner for owner, deadline in self.deadlines.items() if deadline <= self.now}
+        self.model = {k: v for k, v in self.model.items() if v[2] or v[1] not in ended}
         return self.model
 
     @rule(
@@ -46,16 +50,16 @@ class NamesMachine(RuleBasedStateMachine):
                 self.names.add(key, self.n, owner=owner, lease=lease)
             return
         self.names.add(key, self.n, owner=owner, lease=lease, replace=replace)
-        self.model[key] = (self.n, owner, lease, self.now + (lease or 0.0))
-        for keys, _, seen in self.watching.values():
-            seen.update({key} & set(keys))
+        self.model[key] = (self.n, owner, lease is None)
+        if lease is not None:
+            self.deadlines[owner] = self.now + lease
 
-    @rule(owner=st.sampled_from(OWNERS))
-    def renew(self, owner: str) -> None:
-        mine = {k: v for k, v in self.live().items() if v[1] == owner}
-        assert self.names.renew(owner) == sorted(mine)
-        for key, (value, _, lease, _) in mine.items():
-            self.model[key] = (value, owner, lease, self.now + (lease or 0.0))
+    @rule(owner=st.sampled_from(OWNERS), lease=st.sampled_from(LEASES[1:]))
+    def renew(self, owner: str, lease: float) -> None:
+        mine = {k for k, v in self.live().items() if v[1] == owner}
+        self.names.renew(owner, lease)
+        assert self.names.keys_of(owner) == mine
+        self.deadlines[owner] = self.now + lease
 
     @rule(key=st.sampled_from(KEYS))
     def get(self, key: str) -> None:
@@ -85,45 +89,29 @@ class NamesMachine(RuleBasedStateMachine):
         for key in below:
             del self.model[key]
 
-    @rule(key=st.sampled_from(KEYS))
-    def wait(self, key: str) -> None:
-        self.n += 1
-        self.names.wait(key, f"wait {self.n}")
-        self.waiting[f"wait {self.n}"] = key
-
-    @rule(
-        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True), until=st.sampled_from(("any", "all"))
-    )
-    def watch(self, keys: list[str], until: str) -> None:
-        self.n += 1
-        self.names.watch(keys, f"watch {self.n}", until=until)
-        self.watching[f"watch {self.n}"] = (tuple(keys), until, set(keys) & set(self.live()))
-
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
-        tokens = sorted({*self.waiting, *self.watching})
-        if tokens:
-            token = data.draw(st.sampled_from(tokens))
-            self.names.forget(token)
-            self.waiting.pop(token, None)
-            self.watching.pop(token, None)
+    @rule(root=st.sampled_from(ROOTS))
+    def look(self, root: str) -> None:
+        self.names.expire()
+        found, (table, number) = self.seen[root]
+        if table != self.names.id:
+            found, number = {}, -1
+        while True:
+            is_touched = root in self.names.changed_prefixes(number)
+            changes, last = self.names.changes(frozenset([root]), number)
+            assert is_touched or not changes or number < 0
+            for key, value in changes.items():
+                found.pop(key, None)
+                if value:
+                    found[key] = value[0]
+            number = last
+            if last == self.names.number:
+                break
+        self.seen[root] = found, [self.names.id, number]
+        assert found == self.names.find(root)
 
     @rule(seconds=st.sampled_from((0.1, 0.5, 1.0, 3.0)))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-
-    @rule()
-    def due(self) -> None:
-        live = self.live()
-        expected: dict[str, object] = {t: live[key][0] for t, key in self.waiting.items() if key in live}
-        for token, (keys, until, seen) in self.watching.items():
-            gone = [key for key in keys if key in seen and key not in live]
-            if (until == "any" and gone) or (until == "all" and len(gone) == len(keys)):
-                expected[token] = gone
-        assert dict(self.names.due()) == expected
-        for token in expected:
-            self.waiting.pop(token, None)
-            self.watching.pop(token, None)
 
     @invariant()
     def the_table_is_the_model(self) -> None:
@@ -147,6 +135,35 @@ def test_a_lease_has_a_length(lease: float) -> None:
         Names(lambda: 0.0).add("a", 1, owner="x", lease=lease)
 
 
-def test_a_watch_is_for_any_or_all() -> None:
-    with pytest.raises(NameTableError, match='"any" or "all"'):
-        Names(lambda: 0.0).watch(["a"], "token", until="some")
+def test_many_names_come_in_pages() -> None:
+    names = Names(lambda: 0.0)
+    for i in range(1200):
+        names.add(f"workers/{i}", i, owner=f"owner {i}", lease=1.0)
+    found: dict[str, object] = {}
+    while page := names.find("workers", max(found, default="")):
+        assert len(page) <= 500
+        found |= page
+    assert len(found) == 1200
+    seen, number = dict[str, object](), -1
+    while number < names.number:
+        changes, number = names.changes(frozenset(["workers"]), number)
+        assert len(changes) <= 500
+        seen |= changes
+    assert len(seen) == 1200
+
+
+def test_what_is_remembered_of_changes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names_module, "_MOST_CHANGES", 10)
+    names = Names(lambda: 0.0)
+    names.add("kept", 1, owner="x")
+    first, number = names.id, names.number
+    for i in range(100):
+        names.add("changing", i, owner="x")
+    assert (names.id, len(names._log) <= 15) == (first, True)
+    assert names.changes(frozenset([""]), number)[0]["changing"] == [99]
+    for i in range(100):
+        names.add(f"short/{i}", i, owner="x")
+        names.delete(f"short/{i}")
+    assert len(names._log) <= 15
+    assert names.id != first, "who has missed changes asks for all names"
+    assert {"kept": [1], "changing": [99]}.items() <= names.changes(frozenset([""]), -1)[0].items()

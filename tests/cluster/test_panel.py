@@ -94,11 +94,14 @@ def test_a_worker_from_start_to_exit(panel: ControlPanel) -> None:
     assert panel.request("counter/0", "configure", step=2) == "READY"
     assert panel.request("counter/0", "start") == "RUNNING"
     wait_until(lambda: panel.request("counter/0", "count") > 4)
-    assert panel.request("counter/0", "pause") == "PAUSED"
+    assert panel.request("counter/0", "pause") in ("PAUSING", "PAUSED")
+    wait_until(lambda: panel.get_worker_status("counter/0") is Status.PAUSED)
     assert panel.request("counter/0", "add", n=1) % 2 == 1
     assert panel.request("counter/0", "reconfigure", step=1) == "PAUSED"
+    count = panel.request("counter/0", "count")
+    wait_until(lambda: panel.stats()["counter/0"].items() >= {"status": "PAUSED", "count": count}.items())
     assert panel.request("counter/0", "start") == "RUNNING"
-    assert panel.stats(timeout=10)["counter/0"]["status"] == "RUNNING"
+    wait_until(lambda: panel.stats()["counter/0"]["status"] == "RUNNING")
     assert "in _loop" in panel.request("counter/0", "stacks")
     assert panel.request("counter/0", "exit") == "COMPLETED"
     wait_until(lambda: panel.get_worker_status("counter/0") is Status.COMPLETED)
@@ -158,7 +161,7 @@ def test_urgent_requests_are_answered_while_a_poll_sleeps(panel: ControlPanel, r
         answers[command] = panel.request("counter/0", command)
         seconds.append(time.monotonic() - began)
     note("slowest answer while a poll sleeps [s]", max(seconds), 0.5)
-    assert (answers["ping"], answers["status"], answers["pause"]) == ("pong", "RUNNING", "PAUSED")
+    assert (answers["ping"], answers["status"], answers["pause"]) == ("pong", "RUNNING", "PAUSING")
     wait_until(lambda: panel.get_worker_status("counter/0") is Status.COMPLETED)
     # A process is killed when the panel closes. A thread ends with its poll.
     wait_until(lambda: all(thread.name != "counter/0" for thread in threading.enumerate()), scaled(60, 20))
@@ -210,7 +213,7 @@ def test_a_name_is_used_once(local: ControlPanel) -> None:
     local.connect()
     local.request("counter/0", "exit")
     wait_until(lambda: local.get_worker_status("counter/0") is Status.COMPLETED)
-    local.discard("counter/0")
+    wait_until(lambda: local.has_ended("counter/0"))
     local.launch(Counter)
     local.connect()
     assert local.get_worker_status("counter/0") is Status.READY
@@ -360,9 +363,7 @@ def test_the_name_table_may_end_and_come_again() -> None:
     first.close()
     assert peer.ask("", 10).result() == "here"  # without the table
     port = int(connection.address.rpartition(":")[2])
-    from penstock.control.wire_zmq import zmq_wire
-
-    second = zmq_wire(keys, port=port)
+    second = keys.wire(port)
     host = NameHost(second)
     try:
         wait_until(lambda: sorted(others.find()) == ["status/mine", "workers/mine"])
@@ -400,19 +401,29 @@ def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
     assert sorted(both.result(10)) == ["a", "b"]  # the lease of b has run out
 
 
-def test_a_strange_token_does_not_end_the_name_table(local: ControlPanel) -> None:
+def test_strange_syncs_do_not_end_the_name_table(local: ControlPanel) -> None:
     wire = local.connection.wire()
     peer = wire.reach(local.connection.address, "names")
+    good = {"call": "sync", "owner": "x", "lease": 1.0, "since": ["", -1], "roots": [], "entries": {}}
     try:
-        watching = peer.ask({"call": "watch", "keys": ["a"], "token": 5}, 10)
-        waiting = peer.ask({"call": "wait", "key": "a", "token": [5]}, 10)
-        peer.ask({"call": "wait", "key": "a", "token": 5}, 10)  # takes the place of the watch
+        assert peer.ask(good, 10).result()["keys"] == []
+        for strange in (
+            {"owner": [5]},
+            {"lease": "long"},
+            {"since": 5},
+            {"since": [local.names._since[0], "five"]},
+            {"roots": [[]]},
+            {"entries": {"a": 5}},
+            {"more": 5},
+            {"call": "expire"},
+        ):
+            with pytest.raises(RequestError):
+                peer.ask({**good, **strange}, 10).result()
+        waiting = peer.ask({**good, "since": list(local.names._since)}, 10)
+        assert peer.ask({**good, "since": list(local.names._since)}, 10).result()["keys"] == []
+        assert waiting.result(10) is None, "the second one has taken its place"
         local.names.add("a", 1)
-        assert waiting.result(10) == 1
-        local.names.delete("a")
-        time.sleep(0.1)
-        assert local.names.find("a") == {}
-        assert not watching.done()
+        assert local.names.find("a") == {"a": 1}
     finally:
         wire.close()
 

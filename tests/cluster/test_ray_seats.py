@@ -11,6 +11,7 @@ pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]
 from penstock import ConfigError, RandomAgent, SerialSampler
 from penstock.cluster import RaySampler
 from penstock.envs import ScriptedGame
+from tests.turns_support import TurnGame
 
 from .ray_support import assert_same, run
 
@@ -32,6 +33,14 @@ def test_seats_of_shards_are_those_of_one_machine(n_shards: int) -> None:
     found = run(RaySampler, ScriptedGame, RandomAgent, n_shards=n_shards, **options)
     assert_same(found, wanted)
     assert any(info["agent_id"] == "a4" for own in found[1] for info in own if "agent_id" in info)
+
+
+def test_games_in_turns_are_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match="a RaySampler cannot sample games in turns yet"),
+        RaySampler(TurnGame, batch_T=4, batch_B=2, n_shards=2) as sampler,
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
 
 
 def test_pieces_of_a_stream_have_the_seats_of_their_shard() -> None:

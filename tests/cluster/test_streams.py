@@ -18,7 +18,7 @@ from penstock.control.parameters import ParameterClient, ParameterServer
 from penstock.control.wire import Wire
 
 from ..scale import scaled
-from .support import MAKES, Wires, need, wait_until
+from .support import TRANSPORTS, Wires, need, wait_until
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
 PIECES = scaled(100_000, 4_000)
@@ -52,7 +52,7 @@ def in_four_threads(run: Callable[[int], None]) -> None:
         thread.join()
 
 
-@pytest.fixture(params=[*MAKES, "faulty"])
+@pytest.fixture(params=[*TRANSPORTS, "faulty"])
 def trial(request: pytest.FixtureRequest) -> Iterator[Trial]:
     need(request.param, request)
     made = Trial(request.param)

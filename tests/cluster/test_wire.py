@@ -19,12 +19,12 @@ from penstock.control.messages import BadMessageError
 from penstock.control.wire import Inbox, Letter, Peer, Wire
 
 from ..scale import scaled
-from .support import MAKES, FaultyHub, Wires, need, wait_until
+from .support import TRANSPORTS, FaultyHub, Wires, need, wait_until
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
 
 
-@pytest.fixture(params=[*MAKES, "faulty"])
+@pytest.fixture(params=[*TRANSPORTS, "faulty"])
 def wires(request: pytest.FixtureRequest) -> Iterator[Wires]:
     need(request.param, request)
     made = Wires(request.param)
@@ -413,3 +413,19 @@ def test_the_thread_of_a_socket_sleeps_while_another_thread_receives(server: Wir
     transport._attending.release()
     transport._rearm()
     assert future.result() == 2
+
+
+@pytest.mark.parametrize("wires", ["zmq"], indirect=True)
+def test_a_connection_may_be_left_while_large_replies_come(wires: Wires) -> None:
+    servers = [wires() for _ in range(3)]
+    for server in servers:
+        server.open("large", lambda letter: letter.reply(np.zeros(3 * 2**20, np.uint8)))
+    mine = wires()
+    for _ in range(scaled(300, 30)):
+        peers = [mine.reach(server.address, "large") for server in servers]
+        futures = [peer.ask("more", 30) for peer in peers for _ in range(3)]
+        futures[0].result()
+        peers[1].release()  # its replies, and those of the others, are on the way
+        assert all(future.result().nbytes == 3 * 2**20 for future in (*futures[:3], *futures[6:]))
+        peers[0].release()
+        peers[2].release()

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.buffers import native
-from penstock.buffers.native import COMPILED, PYTHON, WATCH_ALL, WATCH_UNUSUAL, step_ordinary, sum_episodes
+from penstock.buffers.native import (
+    COMPILED,
+    PYTHON,
+    WATCH_ALL,
+    WATCH_UNUSUAL,
+    game_goes_on,
+    step_ordinary,
+    sum_episodes,
+)
 from penstock.buffers.object_pipe import RECORD
 
 needs_compiler = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
@@ -380,3 +389,68 @@ def test_sums_that_cannot_be_made_change_nothing() -> None:
     ):
         assert sum_episodes(*arguments, 1.0) == -1
     assert sum_episodes(reward, done, valid, running, room, 0, ranks, 1.0) == 6
+
+
+GAMES = [pytest.param(PYTHON["game_goes_on"], id="python"), pytest.param(game_goes_on, id="as it is")]
+LIVING = ["a", "b"]
+SEEN, GAINED, NO = {"a": "seen by a", "b": "seen by b"}, {"a": 1.0, "b": 2.0}, {"a": False, "b": False}
+
+
+@pytest.mark.parametrize("goes_on", GAMES)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"rewards": defaultdict(int, GAINED)},
+        {"terminated": {"a": np.False_, "b": False}},
+        {"listed": ["".join("a"), "b"]},
+    ],
+)
+def test_a_game_that_goes_on_is_stored(goes_on: Any, changed: dict[str, Any]) -> None:
+    step = {"observations": SEEN, "rewards": GAINED, "terminated": NO, "truncated": NO, "infos": {}} | changed
+    listed = step.pop("listed", LIVING)
+    observations, rewards = [None] * 4, [0.0] * 4
+    assert goes_on(tuple(step.values()), LIVING, listed, observations, rewards, -1)
+    assert observations == [None] * 4
+    assert goes_on(tuple(step.values()), LIVING, listed, observations, rewards, 1)
+    assert observations == [None, "seen by a", "seen by b", None]
+    assert rewards == [0.0, 1.0, 2.0, 0.0]
+    with pytest.raises(IndexError, match="columns"):
+        goes_on(tuple(step.values()), LIVING, listed, observations, rewards, 3)
+
+
+@pytest.mark.parametrize("goes_on", GAMES)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"observations": dict(reversed(SEEN.items()))},  # another order: each value belongs to another column
+        {"observations": {"a": 0}},
+        {"rewards": {**GAINED, "c": 3.0}},
+        {"rewards": [1.0, 2.0]},
+        {"terminated": {"a": False, "b": True}},
+        {"terminated": {"a": False, "b": np.array([False])}},
+        {"truncated": {"a": False, "b": np.True_}},
+        {"truncated": {"a": False}},
+        {"infos": None},
+        {"listed": ["a"]},
+        {"listed": ["a", "c"]},
+        {"listed": ("a", "b")},
+    ],
+)
+def test_any_other_step_of_a_game_is_left_to_the_caller(goes_on: Any, changed: dict[str, Any]) -> None:
+    step = {"observations": SEEN, "rewards": GAINED, "terminated": NO, "truncated": NO, "infos": {}} | changed
+    listed = step.pop("listed", LIVING)
+    observations, rewards = [None] * 4, [0.0] * 4
+    assert not goes_on(tuple(step.values()), LIVING, listed, observations, rewards, 1)
+    assert not goes_on(list(step.values()), LIVING, listed, observations, rewards, 1)
+    assert (observations, rewards) == ([None] * 4, [0.0] * 4)
+
+
+@needs_compiler
+def test_a_game_holds_on_to_nothing() -> None:
+    seen, observations, rewards = object(), [None, None], [None, None]
+    step, before = ({"a": seen, "b": seen}, {"a": seen, "b": seen}, NO, NO, {}), sys.getrefcount(seen)
+    for _ in range(10):
+        assert game_goes_on(step, LIVING, LIVING, observations, rewards, 0)  # type: ignore[arg-type]
+    observations[:] = rewards[:] = [None, None]
+    assert sys.getrefcount(seen) == before

@@ -218,6 +218,9 @@ def test_registered_ids_are_found() -> None:
     class Game(ScriptedGame, pettingzoo.ParallelEnv):  # type: ignore[misc, name-defined]
         """A registered one must be a ParallelEnv."""
 
+    class InTurns(Turns, pettingzoo.AECEnv):  # type: ignore[misc, name-defined]
+        """A registered one must be an AECEnv."""
+
     pettingzoo.register("parallel", "penstock_test/scripted_v0", Game, kwargs={"k": 2})
     try:
         make = registered("penstock_test/scripted_v0")
@@ -228,9 +231,10 @@ def test_registered_ids_are_found() -> None:
         assert len(build_example_env(EnvFactory(factory.fn, factory.kwargs, None, ParallelView)).possible_agents) == 3
         assert cloudpickle.loads(cloudpickle.dumps(make))().possible_agents == ["a0", "a1"]
         assert registered("no/such_game_v0") is None
-        pettingzoo.register("aec", "penstock_test/turns_v0", Turns)
-        with pytest.raises(ConfigError, match=r"env_fn='penstock_test/turns_v0' is played in turns .*: give a Par"):
-            registered("penstock_test/turns_v0")
+        pettingzoo.register("aec", "penstock_test/turns_v0", InTurns)
+        in_turns = registered("penstock_test/turns_v0")
+        assert in_turns is not None
+        assert cloudpickle.loads(cloudpickle.dumps(in_turns))().possible_agents == ["a0", "a1", "a2"]
     finally:
         pettingzoo.parallel_registry.pop("penstock_test/scripted_v0", None)
         pettingzoo.aec_registry.pop("penstock_test/turns_v0", None)

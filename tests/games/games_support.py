@@ -21,6 +21,9 @@ from ..support import PROGRAMS
 
 SERVER = str(PROGRAMS / "faulty_game.py")
 COMMAND = [sys.executable, "-I", "-S", SERVER, "{port}"]
+#: Marks the games of this process: others may run tests too.
+OWN = f"GAMES_OF_TESTS={os.getpid()}."
+os.environ.update([OWN.split("=")])
 #: Short limits, for faults that are found when time is up.
 SHORT: dict[str, Any] = {"reply_timeout": 1.0, "stop_timeout": 0.2}
 
@@ -39,6 +42,8 @@ def processes(mark: str = SERVER) -> Iterator[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             with suppress(OSError):
+                if OWN.encode() not in Path(f"/proc/{entry}/environ").read_bytes():
+                    continue
                 files = [Path(f"/proc/{entry}/{name}").read_bytes() for name in ("cmdline", "environ")]
                 if any(mark.encode() in text for text in files):
                     yield int(entry)

@@ -12,24 +12,18 @@ from typing import Any
 import pytest
 
 from penstock import GpuSampler, ParallelSampler, RandomAgent, Sampler, WorkerDiedError
-from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.object_pipe import ObjectPipe
 from penstock.buffers.shared import NamedMemory
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
-from penstock.workers.gates import Gate
-from penstock.workers.launcher import Launcher
-from penstock.workers.stacks import StackFile
+from penstock.workers.gates import WakeUp
 
 pytestmark = pytest.mark.slow
 
 CLOSERS: list[tuple[type, str]] = [
-    (Gate, "close"),
+    (WakeUp, "close"),
     (ObjectPipe, "close"),
-    (StackFile, "close"),
-    (Mailbox, "close"),
     (NamedMemory, "close"),
-    (Launcher, "close"),
 ]
 
 

@@ -58,7 +58,7 @@ FAULTS: dict[str, Any] = {
     "hang": lambda *_: time.sleep(FOR_EVER),
     "late": lambda *_: time.sleep(0.4),
     "vanish": vanish,
-    "twice": lambda player, reply: player.sendall(reply),
+    "twice": lambda player, reply: player.sendall(reply * 2),  # at once, so that it is always noticed
     "drip": drip,
     "flood": flood,
     "child": lambda *_: start_children(),

@@ -354,20 +354,6 @@ def test_an_id_of_pettingzoo_is_an_env_fn(env_id: str) -> None:
     )
 
 
-def test_games_in_turns_are_refused() -> None:
-    def env_fn() -> Any:
-        from pettingzoo.classic import rps_v2
-
-        return rps_v2.env()
-
-    for given in (env_fn, "classic/connect_four_v3", "classic/chess_v6"):
-        with (
-            pytest.raises(ConfigError, match=r"played in turns .*: give a ParallelEnv"),
-            SerialSampler(given, batch_T=2, batch_B=1) as sampler,
-        ):
-            sampler.initialize(RandomAgent())
-
-
 def test_games_in_turns_can_be_converted() -> None:
     def env_fn() -> Any:
         from pettingzoo.classic import rps_v2
@@ -386,10 +372,10 @@ def test_games_in_turns_can_be_converted() -> None:
 EXAMPLES = {
     "generated_agents_parallel_v0": "possible_agents of .* must name each agent once",
     "generated_agents_parallel_cust_agentid_v0": "possible_agents of .* must name each agent once",
-    "generated_agents_env_v0": "played in turns",
-    "generated_agents_env_cust_agentid_v0": "played in turns",
-    "generated_agents_env_action_mask_info_v0": "played in turns",
-    "generated_agents_env_action_mask_obs_v0": "played in turns",
+    "generated_agents_env_v0": "possible_agents of .* must name each agent once",
+    "generated_agents_env_cust_agentid_v0": "possible_agents of .* must name each agent once",
+    "generated_agents_env_action_mask_info_v0": "possible_agents of .* must name each agent once",
+    "generated_agents_env_action_mask_obs_v0": "possible_agents of .* must name each agent once",
 }
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from penstock import ParallelSampler, RandomAgent, SamplerState, SamplerStateError
+from penstock.workers import control, sigint
 from penstock.workers import pool as pool_module
-from penstock.workers import sigint
-from penstock.workers.control import Command, ControlBlock
 from penstock.workers.monitor import Monitor
 
 from .. import support
@@ -97,15 +96,14 @@ def test_between_two_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     with sampler_of() as sampler:
         sampler.initialize(RandomAgent())
         with monkeypatch.context() as patched:
-            plain, opened = ControlBlock.open, []
+            between = []
 
-            def interrupted(control: ControlBlock, rank: int, command: Command) -> None:
-                plain(control, rank, command)
-                opened.append(rank)
-                if len(opened) == 1:
+            def interrupted() -> None:
+                between.append(list(sampler._memory.control.opened))
+                if len(between) == 2:  # before the gate of the second worker
                     ctrl_c()
 
-            patched.setattr(ControlBlock, "open", interrupted)
+            patched.setattr(control, "fence", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sampler.obtain_samples(0)
         assert sampler.state is SamplerState.SAMPLING

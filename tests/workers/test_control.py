@@ -70,7 +70,7 @@ def test_each_word_reads_as_last_written_whatever_is_written_to_the_others(
 def test_openings_are_counted_per_worker(ranks: list[int]) -> None:
     block = ControlBlock(WORKERS, T, shared=False)
     for rank in ranks:
-        block.open(rank)
+        block.open(Command(), [rank])
     assert [block.opened[rank] for rank in range(WORKERS)] == [ranks.count(rank) for rank in range(WORKERS)]
 
 
@@ -85,7 +85,7 @@ def test_every_opening_has_its_own_command(history: list[Command], ahead: int) -
     block = ControlBlock(WORKERS, T, shared=False)
     progress, waiting = block.progress(1), []
     for command in history:
-        block.open(1, command)
+        block.open(command, [1])
         waiting.append(command)
         if len(waiting) == ahead:
             for expected in waiting:
@@ -99,15 +99,15 @@ def test_every_opening_has_its_own_command(history: list[Command], ahead: int) -
 def test_a_ninth_open_command_is_refused_unless_it_is_the_same() -> None:
     block = ControlBlock(1, T, shared=False)
     for _ in range(20):
-        block.open(0, Command(itr=3))
+        block.open(Command(itr=3), [0])
     with pytest.raises(SamplerStateError, match="worker 0 has 8 commands open"):
-        block.open(0, Command(itr=4))
+        block.open(Command(itr=4), [0])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_worker_reads_the_words_and_writes_its_row_from_another_process(start_method: str) -> None:
     block = ControlBlock(WORKERS, T, shared=True)
-    block.open(1, Command(itr=41))
+    block.open(Command(itr=41), [1])
     code = "row = block.progress(1); row.arrived = row.command.itr + 1; row.at_env(7)"
     assert exit_code_of(start_method, code, block=block) == 0
     assert [block.progress(rank).arrived for rank in range(WORKERS)] == [0, 42, 0]
@@ -248,7 +248,7 @@ def test_stop_eval_reaches_the_workers(block: ControlBlock) -> None:
 def test_trajectories_count_from_the_opening_that_the_worker_has_noticed(block: ControlBlock) -> None:
     progress = block.progress(1)
     for answered, count in enumerate((4, 2)):
-        block.open(1)
+        block.open(Command(), [1])
         assert block.n_results_by_rank(2) == [0, 0], "those of the batch before are not of this one"
         progress.begin()
         assert block.n_results_by_rank(2) == [0, 0]
@@ -266,12 +266,12 @@ def test_the_counts_of_the_last_eight_openings_can_be_read(counts: list[int], ea
     block = ControlBlock(WORKERS, T, shared=False)
     progress = block.progress(1)
     for _ in range(earlier):
-        block.open(1)
+        block.open(Command(), [1])
         progress.begin()
         progress.n_results = 7
         progress.arrived += 1
     for _ in counts:
-        block.open(1)
+        block.open(Command(), [1])
     for done, count in enumerate(counts):
         number = earlier + 1 + done
         assert not block.have_completed(number, 2)

@@ -3,10 +3,14 @@
 import os
 import select
 import threading
+from typing import Any
 
 import pytest
 
+from penstock import GpuSampler, RandomAgent, Sampler, SerialSampler
 from penstock.buffers.ordering import full_fence
+from penstock.envs import CountingEnv
+from penstock.workers import control as control_module
 from penstock.workers import gates
 from penstock.workers.control import AWAKE, FOR_ANY, Command, ControlBlock
 from penstock.workers.gates import Gate, WakeUp
@@ -17,6 +21,16 @@ def wake_up_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.param == "pipe":
         monkeypatch.delattr(os, "eventfd", raising=False)
     return str(request.param)
+
+
+def opened(gate: Gate, command: Command = Command()) -> None:  # noqa: B008 - immutable
+    for _ in gate._control.open(command, [gate._rank]):
+        gates.notify(gate.go.writer.fd)
+
+
+def closed(gate: Gate) -> None:
+    gate.go.close()
+    gate.done.close()
 
 
 def _is_readable(fd: int) -> bool:
@@ -51,7 +65,7 @@ def test_every_opening_is_answered_once(wake_up_kind: str, spin: bool) -> None:
     thread = threading.Thread(target=worker)
     thread.start()
     for itr in range(200):
-        gate.open(Command(itr))
+        opened(gate, Command(itr))
         control.main_asleep[0] = FOR_ANY if itr % 2 else 1
         full_fence()
         while not control.has_arrived(0):
@@ -60,7 +74,7 @@ def test_every_opening_is_answered_once(wake_up_kind: str, spin: bool) -> None:
         control.main_asleep[0] = AWAKE
     thread.join(10)
     assert work == list(range(200))
-    gate.close()
+    closed(gate)
 
 
 def test_sides_that_are_awake_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,34 +84,35 @@ def test_sides_that_are_awake_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gates, "notify", lambda fd: calls.append("notify"))
     monkeypatch.setattr(gates, "clear", lambda fd: calls.append("clear"))
     for itr in range(3):
-        gate.open(Command(itr))
+        opened(gate, Command(itr))
         gate.wait_in(progress)
         gate.arrive(progress)
-        gate.open()
+        opened(gate)
         control.reply([0], [progress.n_requests + 1])
         gate.request(progress, 1)
         progress.arrived += 1
     assert calls == []
-    gate.close()
+    closed(gate)
 
 
 def test_where_no_fence_orders_a_load_behind_a_store_everybody_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     control = ControlBlock(1, 1, shared=False)
     gate, woken = Gate(control, 0, spin_seconds=1.0), list[int]()
     monkeypatch.setattr(gates, "HAS_FULL_FENCE", False)
+    monkeypatch.setattr(control_module, "HAS_FULL_FENCE", False)
     monkeypatch.setattr(gates, "notify", woken.append)
-    gate.open()
+    opened(gate)
     gate.wait_in(control.progress(0))
     gate.arrive(control.progress(0))
     assert woken == [gate.go.writer.fd, gate.done.writer.fd]
-    gate.close()
+    closed(gate)
 
 
 def test_a_main_process_that_waits_for_all_is_woken_by_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     control = ControlBlock(3, 1, shared=False)
     all_gates = [Gate(control, rank, spin_seconds=0.0) for rank in range(3)]
     for gate in all_gates:
-        gate.open()
+        opened(gate)
     arrived, woken = list[int](), list[int]()
     monkeypatch.setattr(gates, "notify", lambda fd: woken.append(len(arrived)))
     control.main_asleep[0] = 3
@@ -106,11 +121,11 @@ def test_a_main_process_that_waits_for_all_is_woken_by_the_last(monkeypatch: pyt
         all_gates[rank].arrive(control.progress(rank))
     assert woken == [3]
     control.main_asleep[0] = FOR_ANY
-    all_gates[0].open()
+    opened(all_gates[0])
     all_gates[0].arrive(control.progress(0))
     assert woken == [3, 3]
     for gate in all_gates:
-        gate.close()
+        closed(gate)
 
 
 def test_a_worker_that_sleeps_says_so_before_its_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,13 +136,13 @@ def test_a_worker_that_sleeps_says_so_before_its_last_look(monkeypatch: pytest.M
 
     def open_the_gate() -> None:
         if not control.opened[0]:
-            gate.open()
+            opened(gate)
 
     monkeypatch.setattr(gates, "full_fence", open_the_gate)
     gate.wait_in(control.progress(0))
     assert woken == ["wake"]
     assert not control.is_asleep(0)
-    gate.close()
+    closed(gate)
 
 
 def test_stray_wake_ups_open_nothing(wake_up_kind: str) -> None:
@@ -144,7 +159,16 @@ def test_stray_wake_ups_open_nothing(wake_up_kind: str) -> None:
     for _ in range(10):
         gates.notify(gate.go.writer.fd)
     assert not entered.wait(0.1)
-    gate.open()
+    opened(gate)
     assert entered.wait(10)
     thread.join(10)
-    gate.close()
+    closed(gate)
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, GpuSampler])
+def test_a_worker_in_place_is_never_woken(cls: type[Sampler], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "HAS_FULL_FENCE", False)
+    kwargs: dict[str, Any] = {} if cls is SerialSampler else {"n_workers": 1, "serve_envs": 1}
+    with cls(CountingEnv, batch_T=2, batch_B=2, **kwargs) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert sampler.obtain_samples(0)[0].env.reward.shape == (2, 2)

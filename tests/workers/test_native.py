@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.workers import spinning as native
-from penstock.workers.control import ARRIVED, FOR_ANY, KIND_BITS, REQUESTED, URGENT, ControlBlock
+from penstock.workers.control import ARRIVED, FOR_ANY, KIND_BITS, REQUESTED, URGENT, Command, ControlBlock
 
 BOTH = [pytest.param(False, id="python")]
 if native.COMPILED:
@@ -83,7 +83,7 @@ def test_with_zero_seconds_it_looks_once(compiled: bool) -> None:
 
     assert not has_news(False)
     assert not has_news(True)
-    control.open(1)
+    control.open(Command(), [1])
     control.progress(1).request(1)
     assert has_news(False)
     assert not has_news(True), "worker 0 is working"

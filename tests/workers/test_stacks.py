@@ -19,7 +19,7 @@ def child(stacks: StackFile, body: str) -> "subprocess.Popen[str]":
         from penstock.buffers.descriptors import InheritedFd
         from penstock.workers.stacks import StackFile
         stacks = StackFile.__new__(StackFile)
-        stacks._file = InheritedFd({stacks._file.fd})
+        stacks.file = InheritedFd({stacks.file.fd})
         stacks.install()
         def deep_inside():
             print("there", flush=True)
@@ -29,7 +29,7 @@ def child(stacks: StackFile, body: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
         stdout=subprocess.PIPE,
-        pass_fds=[stacks._file.fd],
+        pass_fds=[stacks.file.fd],
         text=True,
     )
 
@@ -57,7 +57,7 @@ def test_a_living_process_tells_where_it_is(body: str) -> None:
     process.stdout.close()
     stacks.clear()
     assert stacks.read() == ""
-    stacks.close()
+    stacks.file.close()
 
 
 def test_a_crash_leaves_the_stack_behind() -> None:
@@ -70,20 +70,20 @@ def test_a_crash_leaves_the_stack_behind() -> None:
     assert "Extension modules" not in text
     assert process.stdout is not None
     process.stdout.close()
-    stacks.close()
+    stacks.file.close()
 
 
 def test_the_frames_below_the_loop_are_left_out() -> None:
     stacks = StackFile()
     os.write(
-        stacks._file.fd,
+        stacks.file.fd,
         b'Current thread 0x02 (most recent call first):\n  File "env.py", line 3 in step\n'
         b'  File "/x/workers/process.py", line 5 in _run_commands\n  File "popen_fork.py", line 7 in _launch\n',
     )
     text = stacks.read()
     assert "step" in text
     assert text.endswith("in _run_commands")
-    stacks.close()
+    stacks.file.close()
 
 
 def test_one_that_is_gone_is_no_error() -> None:
@@ -91,4 +91,4 @@ def test_one_that_is_gone_is_no_error() -> None:
     process.wait()
     stacks = StackFile()
     assert stacks.ask(process.pid) == ""
-    stacks.close()
+    stacks.file.close()

@@ -503,9 +503,11 @@ def test_a_worker_gets_what_the_main_process_has_now(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_main_process_without_standard_input_output_and_error() -> None:
+def test_a_main_process_without_standard_input_output_and_error(tmp_path: Path) -> None:
+    """The resource tracker of multiprocessing ends with it: its pipe is not among the standard descriptors."""
     code = """
 import os, sys
+from multiprocessing import resource_tracker
 for fd in 0, 1, 2:
     os.close(fd)
 sys.path.insert(0, sys.argv[1])
@@ -517,10 +519,17 @@ def check():
 worker = start(supervisor, check)
 worker.join()
 supervisor.close()
+tracker = resource_tracker._resource_tracker._pid
+with open(sys.argv[2], "w") as file:
+    print(tracker, os.waitpid(tracker, os.WNOHANG)[0], file=file)
 os._exit(worker.exitcode)
 """
-    command = [sys.executable, "-c", code, str(Path(supervised.__file__).parent)]
+    found = tmp_path / "tracker"
+    command = [sys.executable, "-c", code, str(Path(supervised.__file__).parent), str(found)]
     assert subprocess.run(command, timeout=BOUND).returncode == 6
+    tracker, has_ended = map(int, found.read_text().split())
+    assert not has_ended, "it lives as long as the main process"
+    gone_after([tracker], time.monotonic(), LEFT_SECONDS)
 
 
 @pytest.mark.slow

@@ -1,0 +1,196 @@
+"""What do many workers cost their panel and their trainer? Each simulated worker is a wire over sockets of its own.
+
+    python benchmarks/cluster_scale.py --workers 10 100 1000 --json cluster_scale.json
+
+The workers run in a few other processes: each has a lease, follows two names, and sends ten figures. Printed for each
+number of them: the share of a core that the name table's own code takes, and the whole process of the panel with it,
+while `panel.stats` is read four times a second. Then this process publishes parameters, and all workers follow them:
+its CPU time for one version, and its memory above the state before, at the peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+from turns import machine
+
+from penstock.control import ControlPanel
+from penstock.control.keys import Connection
+from penstock.control.name_table import NameClient, NameHost
+from penstock.control.parameters import ParameterClient, ParameterServer
+
+N_PROCESSES = 4
+FIGURES = {f"figure{i}": 1.5 * i for i in range(8)}
+
+
+def work(file: str, first: int, count: int) -> None:
+    """Be `count` workers, until standard input ends. Print a dot for each version that a worker has got."""
+    connection = Connection.read(file)
+    clients = []
+    for i in range(first, first + count):
+        wire = connection.wire()
+        names = NameClient(wire, connection.address)
+        names.write(f"figures/actor/{i}", {"status": "RUNNING", "seconds": 0.0, **FIGURES})
+        names.announce(f"workers/actor/{i}", wire.open("worker"))
+        names.follow("streams/train")
+        clients.append((i, names, ParameterClient(wire, names, "policy")))
+    print("ready", flush=True)
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    next_figures, n_polls = 0.0, 0
+    while True:
+        if time.monotonic() > next_figures:
+            next_figures, n_polls = time.monotonic() + 0.5, n_polls + 1
+            for i, names, _ in clients:
+                names.write(f"figures/actor/{i}", {"status": "RUNNING", "seconds": n_polls / 2, **FIGURES})
+        n_new = sum(client.newer() is not None for _, _, client in clients)
+        if n_new:
+            print("." * n_new, flush=True)
+        time.sleep(0.02)
+
+
+class Meter:
+    """Seconds that the calls of some methods take, by the CPU clock of the thread that calls them."""
+
+    def __init__(self, cls: type, *methods: str) -> None:
+        self.seconds = 0.0
+        for name in methods:
+            setattr(cls, name, self._metered(getattr(cls, name)))
+
+    def _metered(self, method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - began
+
+        return call
+
+
+class Crowd:
+    """The simulated workers, in other processes."""
+
+    def __init__(self, file: Path, count: int) -> None:
+        self.n_versions = 0
+        n = min(N_PROCESSES, count)
+        shares = [range(count * i // n, count * (i + 1) // n) for i in range(n)]
+        command = [sys.executable, __file__, "--work", str(file)]
+        self.processes = [
+            subprocess.Popen([*command, str(own.start), str(len(own))], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for own in shares
+        ]
+        for process in self.processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            threading.Thread(target=self._count, args=(process.stdout,), daemon=True).start()
+
+    def _count(self, lines: Any) -> None:
+        for line in lines:
+            self.n_versions += line.count(b".")
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def measure(count: int, seconds: float, megabytes: float, table: Meter) -> dict[str, float]:
+    """The figures for `count` workers."""
+    me = psutil.Process()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trial.json"
+        with ControlPanel("scale", wire="zmq", file=file) as panel:
+            crowd = Crowd(file, count)
+            try:
+                while len(panel.stats()) < count:
+                    time.sleep(0.1)
+                time.sleep(3)  # until the begin is over
+                table.seconds, before, began = 0.0, sum(me.cpu_times()[:2]), time.monotonic()
+                ages: list[float] = []
+                while time.monotonic() - began < seconds:
+                    stats = panel.stats()
+                    ages += [stats[name]["age"] for name in (min(stats), max(stats))]
+                    time.sleep(0.25)
+                wall = time.monotonic() - began
+                found = {
+                    "workers": count,
+                    "table [%]": 100 * table.seconds / wall,
+                    "panel [%]": 100 * (sum(me.cpu_times()[:2]) - before) / wall,
+                    "age of figures [s]": float(np.mean(ages)),
+                }
+                return {**found, **publish(panel, crowd, count, megabytes, found["panel [%]"] / 100)}
+            finally:
+                crowd.close()
+
+
+def publish(panel: ControlPanel, crowd: Crowd, count: int, megabytes: float, usual: float) -> dict[str, float]:
+    """What publishing costs this process, without what it takes as a panel: a share `usual` of a core."""
+    me, wire = psutil.Process(), panel.connection.wire()
+    server = ParameterServer(wire, NameClient(wire, panel.connection.address), "policy")
+    parameters = {"weight": np.random.default_rng(0).standard_normal(int(megabytes * 2**20 / 8))}
+
+    def until(n: int) -> int:
+        peak, deadline = 0, time.monotonic() + 300
+        while crowd.n_versions < n and time.monotonic() < deadline:
+            server.serve()
+            peak = max(peak, me.memory_info().rss)
+            time.sleep(0.002)
+        assert crowd.n_versions >= n, f"{crowd.n_versions} of {n} versions have come"
+        return peak
+
+    try:
+        server.publish(1, {"weight": parameters["weight"][:10]})
+        until(count)
+        base, peak, before, began = me.memory_info().rss, 0, sum(me.cpu_times()[:2]), time.monotonic()
+        for version in (2, 3, 4):
+            server.publish(version, parameters)
+            peak = max(peak, until(count * version))
+        wall = time.monotonic() - began
+        return {
+            "CPU of a publish [s]": (sum(me.cpu_times()[:2]) - before - usual * wall) / 3,
+            "until all have it [s]": wall / 3,
+            "memory at its peak [copies]": (peak - base) / 2**20 / megabytes,
+        }
+    finally:
+        server.close()
+        wire.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the measurement of table and panel")
+    parser.add_argument("--megabytes", type=float, default=10.0, help="of the parameters")
+    parser.add_argument("--json", type=Path, help="write the machine and all figures to this file")
+    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        return work(args.work[0], int(args.work[1]), int(args.work[2]))
+    meter = Meter(NameHost, "_answer", "_tick")
+    found = [measure(count, args.seconds, args.megabytes, meter) for count in args.workers]
+    table = Table(title=f"Workers over sockets, parameters of {args.megabytes:g} MB")
+    for heading in found[0]:
+        table.add_column(heading, justify="right")
+    for row in found:
+        table.add_row(*(f"{value:.3g}" for value in row.values()))
+    Console(width=140).print(table)
+    if args.json:
+        args.json.write_text(json.dumps({**machine(), "results": found}, indent=1), encoding="utf-8")
+    return None
+
+
+if __name__ == "__main__":
+    main()

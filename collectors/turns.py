@@ -1,0 +1,518 @@
+"""Games in which agents take turns: each seat has a clock of its own.
+
+Row t of a column is the seat's t-th decision. The reward in it is everything that the agent gets until it decides again
+or ends. An environment stops when one of its seats is asked for decision `batch_T` + 1. The batch is complete when all
+environments have stopped. A decision that is still *open* then, because its reward is not complete, is row 0 of the
+next batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.agents.action_masks import ActionMask
+from penstock.agents.agent import AgentStep
+from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.native import put_row
+from penstock.buffers.samples import BatchColumns
+from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
+from penstock.collectors.action_checks import check_row, write_action
+from penstock.collectors.env_batch import no_legal_action, not_flags
+from penstock.collectors.games import Games, Place, SeatColumns
+from penstock.collectors.lock_step import Desk, LockStepCollector
+from penstock.collectors.tracking import snapshot
+from penstock.envs.checks import episode_flags, require_info, require_number
+from penstock.envs.rows import ColumnError, arrays_like, write_row
+from penstock.envs.seats import TurnView
+from penstock.errors import SpaceError, brief
+from penstock.workers.control import Phase, Progress
+
+# What a seat's last decision is: its reward is known, or it is open. RANDOM: one from before the first batch is open.
+CLOSED, OPEN, RANDOM = range(3)
+
+
+class TurnColumns(SeatColumns):
+    """The seats of one policy, in games that are played in turns. Lists have an entry for each column."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        n = len(self.env_ranks)
+        self.parked, self.actions = [], [None] * n
+        self.n, self.stage = [0] * n, [CLOSED] * n  #: closed rows in this batch, and what the last decision is
+        self.asked: list[int] = []  #: the columns that decide next
+        self.held: list[int] = []  #: those that are asked, but have all rows of this batch
+        self.most_rows = 0  #: of a batch
+        #: Called for a decision of which more than its reward must be noted: (column, observation, reward, terminated,
+        #: truncated, info).
+        self.on_close: Callable[..., None] = lambda *closed: None
+        self.on_reward: Callable[[int, float], None] = lambda column, reward: None  #: for one that is not zero
+        self.closes_with_hook = False  #: whether `on_close` is called for each decision
+
+
+class TurnGames(Games):
+    """One worker's environments that are played in turns. See `Games`.
+
+    `waits[e]`: whose decision environment e waits for. None: it is over, and must not be reset.
+    """
+
+    envs: Sequence[TurnView]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        n = len(self.envs)
+        self.waits: list[Place | None] = [None] * n
+        self.plies = [0] * n  #: how many decisions each environment was given
+        self.sums: list[dict[int, float]] = [{}] * n  #: its rewards after each of them
+        self.begin_rows()
+
+    def begin_rows(self) -> None:
+        """Count from here."""
+        # Rewards at the beginning of a game count with its first decision, which may come only now.
+        self.sums = [
+            defaultdict(float, {ply - n: reward for ply, reward in own.items() if ply > n})
+            for n, own in zip(self.plies, self.sums, strict=True)
+        ]
+        self.plies = [0] * len(self.envs)
+        self.ends: list[list[int]] = [[] for _ in self.envs]  #: the decisions after which its games have ended
+        self.late, self.over = [], []
+
+    # ---- games -----------------------------------------------------------------------------
+
+    def reset(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+        """Begin a game in environment e, and find who decides first."""
+        self.plies[e], self.ends[e] = 0, []
+        self.sums[e].clear()
+        self._begin(e, seed)
+        self.advance(e)
+
+    def clear(self, e: int) -> None:
+        self.waits[e] = None
+
+    def _begin(self, e: int, seed: int | None = None) -> None:
+        env, env_rank = self.envs[e], self.env_ranks[e]
+        self.progress.at_env(env_rank)
+        began = self.progress.enter(Phase.RESETTING)
+        env.reset(seed=seed)
+        self.progress.add_resetting_since(began)
+        if not env.agents:
+            raise SpaceError(f"env.reset of env_rank {env_rank} must leave at least one agent in env.agents")
+        self._words[Progress.PHASE] = Progress.IS_STEPPING
+
+    def _end_game(self, e: int) -> bool:
+        """Nobody is left in environment e. Returns whether the next game has begun."""
+        for columns, column in self.places[e].values():
+            if columns.stage[column]:  # type: ignore[attr-defined]
+                raise SpaceError(
+                    f"env_rank {columns.env_ranks[column]} is not in env.agents any more, but neither terminated nor "
+                    "truncated since its last decision"
+                )
+        if self._has_just_begun(e):
+            raise SpaceError(f"a game of env_rank {self.env_ranks[e]} has ended before any agent could act")
+        self.ends[e].append(self.plies[e])
+        self.over.append(e)
+        self.waits[e] = None
+        if may_reset := self.may_reset(e):
+            self._begin(e)
+        return may_reset
+
+    def _has_just_begun(self, e: int) -> bool:
+        """Whether no decision was made in this game of environment e."""
+        return self.plies[e] == (self.ends[e][-1] if self.ends[e] else 0)
+
+    # ---- turns -----------------------------------------------------------------------------
+
+    def play(self, e: int) -> bool:
+        """Give environment e the decision that it waits for, and find who decides next. Returns whether this seat has
+        a row left in the batch: otherwise the environment has stopped, or is over."""
+        place = self.waits[e]
+        assert place is not None
+        columns, column = place
+        self._rank_word[-1] = self.env_ranks[e]
+        if columns.checks.debug:
+            columns.check_action(column)
+        self.plies[e] += 1
+        self._bound[e][0].step(columns.actions[column])
+        return self.advance(e)
+
+    def advance(self, e: int) -> bool:  # noqa: C901 - it is called for each decision
+        """Close the decisions whose rewards are complete, until an agent must decide or environment e is over."""
+        env, raw, _, places, *_ = self._bound[e]
+        columns: Any
+        while True:
+            if not raw.agents:
+                if not self._end_game(e):
+                    return False
+                continue
+            agent = raw.agent_selection
+            if agent not in places:
+                self._require_known(e, [agent])
+            columns, column = places[agent]
+            result = env.last()  # type: ignore[attr-defined]
+            if result.__class__ is not tuple or len(result) != 5:
+                raise _not_five(columns.env_ranks[column], result)
+            observation, reward, terminated, truncated, info = result
+            ends = False
+            if not (terminated is truncated is False and reward.__class__ in (int, float) and info.__class__ is dict):
+                rank = columns.env_ranks[column]
+                terminated, truncated = episode_flags(terminated, truncated, rank)
+                reward, ends = require_number(reward, rank), terminated or truncated
+                require_info(info, rank)
+            stage = columns.stage[column]
+            if reward:
+                self._note_reward(e, columns, column, reward)
+            if stage:
+                columns.rewards[column] = reward
+                if ends or stage == RANDOM or columns.closes_with_hook:
+                    columns.on_close(column, observation, reward, terminated, truncated, info)
+                else:
+                    columns.n[column] += 1
+                columns.stage[column] = CLOSED
+            if ends:
+                env.step(None)  # type: ignore[arg-type]
+                continue
+            columns.observations[column] = observation
+            self.waits[e] = columns, column
+            has_rows = columns.n[column] < columns.most_rows
+            (columns.asked if has_rows else columns.held).append(column)
+            return has_rows  # type: ignore[no-any-return]
+
+    def _note_reward(self, e: int, columns: Any, column: int, reward: float) -> None:
+        columns.check_late(column, reward)
+        self.sums[e][self.plies[e] + self._has_just_begun(e)] += reward
+        if columns.stage[column]:
+            columns.on_reward(column, reward)
+        else:  # the agent has not decided in this game yet
+            self.late.append((e, reward))
+            columns.on_late(column, reward)
+
+
+def _not_five(rank: int, result: object) -> SpaceError:
+    return SpaceError(
+        f"env.last of env_rank {rank} must return a tuple (observation, reward, terminated, truncated, info), got "
+        f"{brief(result)}"
+    )
+
+
+class _Part:
+    """Memory for one row of m decisions: what the agent gets, and what it returns."""
+
+    def __init__(self, desk: TurnDesk, m: int) -> None:
+        samples, space = desk.samples, desk.envs.observation_space
+
+        def row(field: Any) -> Any:
+            return map_leaves(lambda leaf: np.zeros((1, m, *leaf.shape[2:]), leaf.dtype), field)
+
+        observation, action, agent_info = row(samples.observation), row(samples.action), row(samples.agent_info)
+        self.arrays = arrays_like(space, observation)
+        self.unchecked = None if desk.envs.checks else self.arrays
+        self.observation, self.action, self.actions = observation[0], action[0], action
+        self.write_info = AgentInfoWriter(agent_info).write
+        self.recorded, self.recorded_actions = _leaves(observation[0], agent_info[0]), _leaves(action[0])
+
+
+def _leaves(*fields: Any) -> list[Any]:
+    return [leaf for field in fields for _, leaf in NamedArrays(field=field).leaves()]
+
+
+class TurnDesk(Desk):
+    """Acts for the seats of one policy that are asked, and records their decisions."""
+
+    envs: TurnColumns
+    _targets: tuple[list[Any], list[Any]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        envs, samples = self.envs, self.samples
+        envs.on_close, envs.on_reward, envs.closes_with_hook = self._close, self._write_reward, self.on_step is not None
+        envs.most_rows = self.batch_T
+        self.ply_of: Callable[[int], int] = lambda column: 0  # of its environment
+        self._parts: dict[int, _Part] = {}
+        self._ends_at = np.zeros((self.batch_T, len(envs)), np.int64)  # where a row ends an episode: after which ply
+        self._random: list[list[float]] = [[] for _ in envs.env_ranks]  # the rewards of random steps
+        self._is_in_batch = False
+        self._acted_on: dict[int, Any] = {}  # for a hook: the observation and the action of open decisions
+        # The decisions that are open between two batches, and the agent_info of all that are.
+        self._open_observation = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.observation)
+        self._open_action = map_leaves(np.zeros_like, self.prev_action)
+        self._open_info = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.agent_info)
+
+    def _writers(self, samples: BatchColumns) -> dict[str, Any]:
+        targets = _leaves(samples.observation, samples.agent_info), _leaves(samples.action)
+        return {**super()._writers(samples), "_targets": targets}
+
+    # ---- a batch ---------------------------------------------------------------------------
+
+    def begin_batch(self, itr: int) -> None:
+        samples, envs = self.samples, self.envs
+        samples.begin_batch(None)
+        for field in (samples.observation, samples.action, samples.reward, samples.agent_info):
+            field[...] = 0  # what is no decision stays so
+        samples.episode_start[...] = self._episode_start
+        samples.action[0], samples.reward[0] = self._first_action, self._first_reward
+        at = np.flatnonzero(np.equal(envs.stage, OPEN))
+        samples.observation[0, at] = self._open_observation[at]
+        samples.action[1, at], samples.agent_info[0, at] = self._open_action[at], self._open_info[at]
+        envs.n, self._is_in_batch = [0] * len(envs), True
+        envs.asked, envs.held = sorted(envs.asked + envs.held), []
+        self._enter_mode(itr)
+
+    def decide(self) -> None:
+        """Act for the seats that are asked. Their environments find the actions in `envs.actions`."""
+        envs, asked = self.envs, self.envs.asked
+        if not asked:
+            return
+        part = self._parts.get(len(asked))
+        if part is None:
+            part = self._parts[len(asked)] = _Part(self, len(asked))
+        columns, rows = np.array(asked), np.array([envs.n[column] for column in asked])
+        observations = [envs.observations[column] for column in asked]
+        try:
+            if not put_row(part.unchecked, 0, observations):
+                self._write_observations(part, observations)
+            self._step_agent(part, columns)
+        except ColumnError as error:
+            raise envs.with_env_rank(asked[error.column], error) from None
+        recorded, actions = self._targets
+        for target, source in zip(recorded, part.recorded, strict=True):
+            target[rows, columns] = source
+        rows += 1
+        for target, source in zip(actions, part.recorded_actions, strict=True):
+            target[rows, columns] = source
+        self.prev_action[columns] = part.action
+        for i, (column, own) in enumerate(zip(asked, envs.split_actions(part.action), strict=True)):
+            envs.actions[column], envs.stage[column] = own, OPEN  # type: ignore[index]
+            if self.on_step is not None:
+                self._acted_on[column] = snapshot(observations[i]), snapshot(own)
+                self._open_info[column] = self.samples.agent_info[rows[i] - 1, column]
+        envs.asked = []
+
+    def _step_agent(self, part: _Part, columns: Any) -> None:
+        """What the agent returns for these columns is in `part` then."""
+        agent, rewards = self.agent, self.envs.rewards
+        if self._who:
+            self.progress.at_env(self._who)
+        if self._mask is not None:
+            self._check_masks(self._mask, part.observation)
+        prev_reward = np.array([rewards[column] for column in self.envs.asked], np.float32)
+        agent.select(columns)
+        step = agent.step(part.observation, self.prev_action[columns], prev_reward)
+        if step.__class__ is not AgentStep:
+            step = as_agent_step(step, agent)
+        action, agent_info = step
+        if not put_row(part.actions, 0, action):
+            write_action(part.action, action)
+        if self._has_agent_info or agent_info is not NO_AGENT_INFO:
+            part.write_info(0, agent_info)
+
+    def _write_observations(self, part: _Part, observations: Sequence[Any]) -> None:
+        """Write and check them. Raises `ColumnError`, whose column is an index in `envs.asked`."""
+        write_row(part.arrays, 0, observations)
+        check_row(self.envs.checks, self.envs.observation_space, part.arrays, 0, observations)
+
+    def _check_masks(self, mask: ActionMask, observation: Any) -> None:
+        """Raise `SpaceError` if a seat that is asked has no legal action; before the first decision, also if a mask has
+        other numbers than 0 and 1."""
+        if self._is_first_batch:
+            self._is_first_batch = False
+            if (others := mask.has_others(observation)).any():
+                raise not_flags(self.envs, self.envs.asked[int(others.argmax())])
+        if (none := mask.has_none(observation)).any():
+            raise no_legal_action(self.envs, self.envs.asked[int(none.argmax())])
+
+    # ---- what the games report -------------------------------------------------------------
+
+    def _write_reward(self, column: int, reward: float) -> None:
+        """The open decision of this column has this reward."""
+        if self.envs.stage[column] == OPEN:
+            try:
+                with np.errstate(over="raise"):
+                    self.samples.reward[self.envs.n[column] + 1, column] = reward
+            except (FloatingPointError, OverflowError):
+                raise SpaceError(
+                    f"the reward of env_rank {self.envs.env_ranks[column]} must be a number that float32 can hold, got "
+                    f"{brief(reward)}"
+                ) from None
+
+    def _close(
+        self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool, info: Mapping[str, Any]
+    ) -> None:
+        envs, ends = self.envs, terminated or truncated
+        if ends and observation is None:
+            if truncated and not terminated:
+                raise SpaceError(
+                    f"env_rank {envs.env_ranks[column]} was truncated, but env.last returned no observation for it"
+                )
+            observation = envs.zero
+        if envs.stage[column] == RANDOM:
+            self._close_random(column, observation, reward, ends=ends)
+        else:
+            n = envs.n[column]
+            if self.on_step is not None:
+                self.tracker.set_agent_info(self._open_info)
+                seen, action = self._acted_on.pop(column)
+                self.on_step(column, seen, action, reward, terminated, truncated, dict(info))
+            if ends:
+                self._record_end(n, column, observation, reward, terminated, truncated)
+            envs.n[column] = n + 1
+        if ends:
+            if self._agent_has_state:
+                self.agent.reset_one(column)
+            self.prev_action[column], envs.rewards[column] = 0, 0.0
+
+    def _record_end(
+        self, n: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool
+    ) -> None:
+        if self.agent.recurrent:
+            self.agent.select(None)  # the value of a truncation is computed with the state of all columns
+        ply = self._ends_at[n, column] = self.ply_of(column)
+        if self._who:
+            self.progress.at_env(self._who | int(self.envs.env_ranks[column]))
+        self._episode_ends.record(n, column, observation, reward, terminated, truncated)
+        if self.on_step is not None:
+            self.tracker.on_episode_end(int(ply), column, observation)
+
+    def _close_random(self, column: int, observation: Any, reward: float, *, ends: bool) -> None:
+        """A decision from before the first batch: it is no row, but the next decision continues its episode."""
+        if ends:
+            self.envs.check_final(column, observation)
+            self._random[column] = []
+            self.tracker.drop(column)
+        else:
+            self._random[column].append(reward)
+            self.tracker.preload(column, self._random[column])
+        self._episode_start[column] = ends
+        self._first_action[column], self._first_reward[column] = self.prev_action[column], reward
+        if self._is_in_batch:
+            self.samples.episode_start[column] = ends
+            self.samples.action[0, column], self.samples.reward[0, column] = self.prev_action[column], reward
+
+    # ---- the end of a batch ----------------------------------------------------------------
+
+    def finish(self, n_rows: int, first_t: int = 0) -> int:
+        """The batch is complete. Keep what is open, compute the missing values, and send the finished trajectories."""
+        samples, envs, columns = self.samples, self.envs, np.arange(len(self.envs))
+        n = np.array(envs.n)
+        is_open = np.equal(envs.stage, OPEN)
+        samples.valid[...] = np.arange(self.batch_T)[:, None] < n
+        samples.mark_starts()
+        # What the next batch begins with.
+        self._is_in_batch, at = False, columns[is_open]
+        self._episode_start = np.where(n > 0, samples.done[n - 1, columns], self._episode_start)
+        self._first_action, self._first_reward = samples.action[n, columns], samples.reward[n, columns]
+        self._open_observation[at] = samples.observation[n[at], at]
+        self._open_action[at], self._open_info[at] = samples.action[n[at] + 1, at], samples.agent_info[n[at], at]
+        # Of the first row that is no decision, only the observation is kept. It is also that after the last row.
+        samples.action[n[at] + 1, at] = 0
+        samples.agent_info[n[at], at] = 0
+        samples.observation[-1, at] = self._open_observation[at]
+        self._write_asked()
+        if self._who:
+            self.progress.at_env(self._who)
+        self.progress.enter(Phase.ACTING)
+        self.agent.select(None)
+        self._write_turn_values(is_open)
+        if self._episode_ends.pending:
+            self._episode_ends.write_values()
+        self.progress.enter(Phase.SENDING)
+        return self.tracker.end_rows(samples.reward[1:], samples.done, first_t, samples.valid, self._ends_at)
+
+    def _write_asked(self) -> None:
+        """The observations of seats that are asked are those after the last row."""
+        envs, last = self.envs, self.samples.batch_T
+        for column in envs.asked + envs.held:
+            envs._write_one(self._observations, last, column, envs.observations[column], "observation")
+
+    def _write_turn_values(self, is_open: Any) -> None:
+        """The value after the last row: of the observation that is asked, or of the open decision."""
+        samples, values = self.samples, self.samples.bootstrap_value
+        if values is None:
+            return
+        is_start = self._episode_start
+        action, reward = map_leaves(np.copy, self._first_action), np.where(is_start, np.float32(0), self._first_reward)
+        action[is_start] = 0
+        found = np.array(self.agent.value(samples.observation_rows[-1], action, reward), np.float32)
+        if "value" in samples.agent_info:  # as it was when the agent decided: a state has gone on since
+            found[is_open] = self._open_info.value[is_open]
+        is_open[self.envs.asked + self.envs.held] = True
+        values[...] = np.where(is_open, found, 0)
+
+    # ---- before the first row --------------------------------------------------------------
+
+    def start_afresh(self) -> None:
+        super().start_afresh()
+        envs, n = self.envs, len(self.envs)
+        envs.rewards, envs.asked, envs.held = [0.0] * n, [], []
+        envs.stage, envs.n = [CLOSED] * n, [0] * n
+        self._random, self._acted_on, self._is_in_batch = [[] for _ in range(n)], {}, False
+        self._first_action, self._first_reward = map_leaves(np.copy, self.prev_action), self.prev_reward.copy()
+
+    def draw_action(self, rng: np.random.Generator, column: int) -> None:
+        """A random action for the seat that is asked."""
+        actions = self.envs.actions
+        self.envs.asked.remove(column)
+        self.draw_actions(rng, [column])
+        actions[column], self.envs.actions = self.envs.actions[column], actions  # type: ignore[index]
+        self.envs.stage[column] = RANDOM
+
+
+class TurnCollector(LockStepCollector):
+    """Collects batches from the environments of one worker in which agents take turns."""
+
+    games: TurnGames
+    desks: Sequence[TurnDesk]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        first, games = self.games.env_ranks[0], self.games
+        for desk in self.desks:
+            ranks = [int(rank) - first for rank in desk.envs.env_ranks]
+            desk.ply_of = lambda column, ranks=ranks: games.plies[ranks[column]] - 1  # type: ignore[misc]
+
+    def collect_rows(self, itr: int, n_rows: int, first_t: int = 0, must_stop: Callable[[], bool] | None = None) -> int:
+        """Collect a batch. With `must_stop`, which is for evaluations: make up to `n_rows` decisions in each
+        environment. Returns how many trajectories were sent. `rows` says how many rounds of decisions were made."""
+        games, desks, progress, times = self.games, self.desks, self.progress, [0, 0]
+        games.begin_rows()
+        for desk in desks:
+            desk.begin_batch(itr)
+        playing, self.rows = [e for e, place in enumerate(games.waits) if place is not None], 0
+        while playing and (must_stop is None or (self.rows < n_rows and not must_stop())):
+            progress.begin_row(self.rows)
+            began = progress.enter(Phase.ACTING)
+            for desk in desks:
+                desk.decide()
+            stepped = progress.enter(Phase.STEPPING)
+            playing = [e for e in playing if games.play(e)]
+            times[0], times[1] = times[0] + stepped - began, times[1] + progress.enter(Phase.STEPPING) - stepped
+            self.rows += 1
+        if self._is_training:
+            progress.add_batch(times[0], times[1], sum(games.plies))
+            progress.add_late_rewards(len(games.late))
+        return self._finish(self.batch_T, first_t)
+
+    def _finish(self, n_rows: int, first_t: int) -> int:
+        games = self.games
+        n_sent, n = sum(desk.finish(n_rows, first_t) for desk in self.desks), max(games.plies)
+        rewards, over = np.zeros((n, len(games.envs)), np.float32), np.zeros((n, len(games.envs)), np.bool_)
+        for e, (sums, ends) in enumerate(zip(games.sums, games.ends, strict=True)):
+            rewards[[ply - 1 for ply in sums], e] = list(sums.values())
+            over[[ply - 1 for ply in ends], e] = True
+        return n_sent + self.tracker.end_rows(rewards, over, first_t, np.arange(n)[:, None] < games.plies)
+
+    def _make_random_steps(self, e: int, rng: np.random.Generator) -> None:
+        games = self.games
+        games.begin_rows()
+        for _ in range(int(rng.integers(0, self._max_steps + 1))):
+            self.progress.at_env(games.env_ranks[e])
+            self.progress.enter(Phase.DECORRELATING)
+            place = games.waits[e]
+            assert place is not None
+            columns, column = place
+            next(desk for desk in self.desks if desk.envs is columns).draw_action(rng, column)
+            games.play(e)
+        first = games.ends[e][-1] if games.ends[e] else 0
+        self.tracker.preload(e, [games.sums[e][ply] for ply in range(first + 1, games.plies[e] + 1)])

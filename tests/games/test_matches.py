@@ -1,0 +1,148 @@
+"""Many games at once, and several clients in one match: a seat for each client."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Discrete
+from pettingzoo import ParallelEnv
+
+from penstock import ConfigError, GameError, ParallelSampler, RandomAgent, WorkerError
+from penstock.games import GameProcess, Prints
+
+from ..scale import scaled
+from ..support import PROGRAMS, sampler_of, until
+from .games_support import SHORT, Played, game, play, processes
+
+pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.slow]
+
+MATCH = [sys.executable, "-I", "-S", str(PROGRAMS / "match_server.py"), "{port0}", "{port1}"]
+
+
+class Match(ParallelEnv[str, Any, Any]):
+    """Two players in one game, each through its own port. A request waits for the other player, so all are sent
+    before the first reply is read."""
+
+    def __init__(self, mark: str, dies_at: int = -1) -> None:
+        self.possible_agents = ["left", "right"]
+        self.game = GameProcess(MATCH, ports=2, consecutive=True, environ={"MARK": mark}, **SHORT)
+        self.dies_at = dies_at
+        self.seats: list[Any] = []
+
+    def observation_space(self, agent: str) -> Any:
+        return Box(-1, 100, (2,), np.float32)
+
+    def action_space(self, agent: str) -> Any:
+        return Discrete(5)
+
+    def exchange(self, lines: list[Any]) -> dict[str, Any]:
+        for seat, line in zip(self.seats, lines, strict=True):
+            seat.send(json.dumps(line).encode() + b"\n")
+        states = [json.loads(seat.receive_line()) for seat in self.seats]
+        self.t = states[0]["t"]
+        numbers = ((state["t"], state["other"] if self.t else -1) for state in states)
+        return {agent: np.array(pair, np.float32) for agent, pair in zip(self.agents, numbers, strict=True)}
+
+    def reset(self, seed: Any = None, options: Any = None) -> Any:
+        self.agents = self.possible_agents[:]
+        if not self.seats:
+            self.seats = [self.game.connect(port) for port in range(2)]
+        return self.exchange(["reset"] * 2), {agent: {} for agent in self.agents}
+
+    def step(self, actions: Any) -> Any:
+        lines = [int(actions[agent]) for agent in self.agents]
+        observations = self.exchange(["exit"] * 2 if self.t + 1 == self.dies_at else lines)
+        is_over = dict.fromkeys(self.agents, self.t == 6)
+        rewards = {agent: float(observations[agent][1]) for agent in self.agents}
+        infos: dict[str, Any] = {agent: {} for agent in self.agents}
+        if self.t == 6:
+            self.agents = []
+        return observations, rewards, is_over, dict.fromkeys(is_over, False), infos
+
+    def close(self) -> None:
+        self.game.close()
+
+
+def test_a_match_has_a_seat_for_each_client(tmp_path: Path) -> None:
+    with ParallelSampler(partial(Match, str(tmp_path)), batch_T=12, batch_B=4, n_workers=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(2):
+            samples, _ = sampler.obtain_samples(itr)
+            own = samples.by_env(2)
+            actions, rewards = own.agent.action, own.env.reward
+            np.testing.assert_array_equal(rewards[:, :, 0], actions[:, :, 1])
+            np.testing.assert_array_equal(rewards[:, :, 1], actions[:, :, 0])
+    until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)
+
+
+def test_a_match_that_ends_is_a_failure_of_its_worker(tmp_path: Path) -> None:
+    env_fn = partial(Match, str(tmp_path), 4)
+    with ParallelSampler(env_fn, batch_T=12, batch_B=2, n_workers=2, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError, match="ended with exit code 5") as caught:
+            sampler.obtain_samples(0)
+        assert isinstance(caught.value.__cause__, GameError)
+    sampler = ParallelSampler(partial(Match, str(tmp_path)), batch_T=2, batch_B=2, on_game_failure="renew")
+    with pytest.raises(ConfigError, match="several agents cannot build one again yet"):
+        sampler.initialize(RandomAgent(), seed=0)
+    until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)
+
+
+def test_a_host_and_its_clients() -> None:
+    """A client has no port of its own, and the host's port in its command."""
+    client = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])));"
+    client += "print('joined', flush=True); s.recv(1)"
+    with game() as host:
+        host.wait_ready()
+        command = [sys.executable, "-I", "-c", client, str(host.ports[0])]
+        with GameProcess(command, ports=0, ready=Prints("joined"), **SHORT) as own:
+            own.wait_ready()
+            assert own.ports == ()
+            assert own.tail() == ["joined"]
+
+
+def test_many_games_at_once(tmp_path: Path) -> None:
+    n, n_workers = scaled((64, 8), (24, 4))
+    with sampler_of(ParallelSampler, partial(Played, str(tmp_path)), batch_B=n, n_workers=n_workers) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        assert samples.env.valid.all()
+        assert len(set(processes(str(tmp_path)))) >= n
+    until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)
+
+
+def test_games_of_one_process_start_side_by_side() -> None:
+    """Each takes 0.3 s until it listens."""
+    began = time.monotonic()
+    games = [game("late_start") for _ in range(8)]
+    launched = time.monotonic() - began
+    for own in games:
+        play(own.connect(), 1)
+    took = time.monotonic() - began
+    for own in games:
+        own.close()
+    assert launched < 8 * 0.3
+    assert took < 8 * 0.3 + 2.0
+
+
+def test_threads_may_have_games() -> None:
+    found = []
+
+    def one() -> None:
+        with game() as own:
+            found.append(play(own.connect(), 3))
+
+    threads = [threading.Thread(target=one) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[1, 2, 3]] * 6

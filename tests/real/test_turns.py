@@ -1,0 +1,147 @@
+"""PettingZoo's classic games, whose agents take turns."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import ParallelSampler, RandomAgent, SerialSampler
+from penstock.errors import ConfigError
+from penstock.vector import ShmVectorEnv
+from tests.samplers.test_turns import check_batch, loops, recorded
+from tests.scale import scaled
+from tests.seats_support import assert_same, batches_of
+from tests.turns_support import PlainLoop, Scripted
+
+pytest.importorskip("pettingzoo.classic.tictactoe_v3", exc_type=ImportError)
+
+MASKED = "observation.action_mask"
+#: By name: the arguments of the game, its mask, the length of a batch, and how many games are played daily.
+GAMES: dict[str, tuple[dict[str, Any], str | None, int, int]] = {
+    "tictactoe_v3": ({}, MASKED, 8, 100),
+    "connect_four_v3": ({}, MASKED, 16, 50),
+    "rps_v2": ({"max_cycles": 15}, None, 8, 50),
+    "chess_v6": ({}, MASKED, 32, 2),
+}
+
+
+def game(name: str) -> Any:
+    module = pytest.importorskip(f"pettingzoo.classic.{name}", exc_type=ImportError)
+    path, kwargs = module.__name__, GAMES[name][0]
+    return lambda: importlib.import_module(path).env(**kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GAMES)
+def test_rewards_are_those_of_a_plain_loop(name: str) -> None:
+    """And the sum of each game is zero, and no move is illegal: an illegal one would end the game with a loss."""
+    env_fn, (_, mask_key, T, n_daily) = game(name), GAMES[name]
+    wanted, B, n = scaled(1_000, n_daily), 4, 4
+    while True:
+        batches, seats, _ = recorded(env_fn, NoValue(mask_key=mask_key), n, B=B, T=T)
+        if sum(info.agent_id is None for _, infos in batches[:-1] for info in infos) >= wanted:
+            break
+        n *= 2
+    each, column_of = loops(batches, seats, env_fn, T, seed=None)
+    for samples, infos in batches[:-1]:
+        check_batch(samples, each, column_of, T)
+        env = samples.env
+        if mask_key:
+            legal = np.take_along_axis(env.observation.action_mask, samples.agent.action[..., None], -1)
+            assert legal[env.valid].all()
+        assert all(info.Return == 0 for info in infos if info.agent_id is None)
+        assert all(info.Return in (-1, 0, 1) for info in infos if info.agent_id is not None) or not mask_key
+    for loop in each:
+        assert all(sum(own.values()) == 0 for own in loop.games)
+
+
+class NoValue(RandomAgent):
+    """Gives every observation the value 1."""
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return np.ones(len(prev_reward), np.float32)
+
+
+@pytest.mark.parametrize("env_id", ["classic/tictactoe-v3", "classic/rps-v2"])
+def test_ids_of_the_registry_and_numbers_of_workers(env_id: str) -> None:
+    options: Any = {"bootstrap_value": False, "n": 3, "batch_B": 5}
+    agent: Any = RandomAgent(mask_key=None if "rps" in env_id else MASKED)
+    wanted = batches_of(SerialSampler, env_id, agent, **options)
+    for n_workers in scaled((1, 2, 3, 5), (3,)):
+        assert_same(wanted, batches_of(ParallelSampler, env_id, agent, n_workers=n_workers, **options))
+
+
+def moves_of(seed: int) -> tuple[list[int], int]:
+    """A random game of tictactoe: its moves, and who has won (0, 1; 2: nobody)."""
+    env, rng, moves = game("tictactoe_v3")(), np.random.default_rng(seed), []
+    env.reset()
+    for agent in env.agent_iter():
+        observation, reward, terminated, _, _ = env.last()
+        if terminated:
+            return moves, 2 if not reward else (agent == "player_2") == (reward > 0)
+        moves.append(int(rng.choice(np.flatnonzero(observation["action_mask"]))))
+        env.step(moves[-1])
+    raise AssertionError
+
+
+def test_the_table_of_two_batches() -> None:
+    """The first player wins game 0 with its third move, the second one game 1 with its fourth. Batches of 4 rows."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for seed in range(200):
+        moves, winner = moves_of(seed)
+        found.setdefault((len(moves), int(winner)), moves)
+    g0, g1, g2 = found[5, 0], found[8, 1], found[9, 2]
+    agent = Scripted([g0[::2] + g1[::2] + g2[::2], g0[1::2] + g1[1::2] + g2[1::2]])
+    with SerialSampler(game("tictactoe_v3"), batch_T=4, batch_B=1, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(agent, seed=0)
+        one, two = (sampler.obtain_samples(itr)[0].copy().numpy() for itr in range(2))
+    T, F = True, False
+    assert one.env.valid.T.tolist() == [[T, T, T, T], [T, T, F, F]]
+    assert one.env.reward.T.tolist() == [[0, 0, 1, 0], [0, -1, 0, 0]]
+    assert one.env.done.T.tolist() == [[F, F, T, F], [F, T, F, F]]
+    assert one.env.prev_done.T.tolist() == [[T, F, F, T], [T, F, F, F]]
+    assert one.agent.action.T.tolist() == [[g0[0], g0[2], g0[4], g1[0]], [g0[1], g0[3], 0, 0]]
+    assert two.env.valid.T.tolist() == [[T, T, T, F], [T, T, T, T]]
+    assert two.env.reward.T.tolist() == [[0, 0, -1, 0], [0, 0, 0, 1]]
+    assert two.env.done.T.tolist() == [[F, F, T, F], [F, F, F, T]]
+    assert two.env.prev_done.T.tolist() == [[F, F, F, F], [T, F, F, F]]
+    assert two.agent.action.T.tolist() == [[g1[2], g1[4], g1[6], 0], [g1[1], g1[3], g1[5], g1[7]]]
+    # What both see, and what follows.
+    plain = game("tictactoe_v3")()
+    plain.reset()
+    seen = []
+    for moves in (g0, g1, g2):
+        for move in moves:
+            while plain.agents and plain.last()[2]:
+                plain.step(None)
+            if not plain.agents:
+                plain.reset()
+            seen.append(plain.last()[0]["observation"])
+            plain.step(move)
+    g1_at = len(g0)
+    g2_at = g1_at + len(g1)
+    equal = np.testing.assert_array_equal
+    equal(one.env.bootstrap_obs.observation[0], seen[g1_at + 2])  # asked
+    equal(one.env.bootstrap_obs.observation[1], seen[g1_at + 1])  # open
+    equal(one.env.observation.observation[2, 1], seen[g1_at + 1])  # its observation is kept
+    assert not one.env.observation.observation[3, 1].any()
+    equal(two.env.bootstrap_obs.observation[0], seen[g2_at])  # open
+    equal(two.env.bootstrap_obs.observation[1], seen[g2_at + 1])  # asked
+    equal(two.env.observation.observation[3, 0], seen[g2_at])
+
+
+def test_a_vector_environment_refuses_turns() -> None:
+    with pytest.raises(ConfigError, match=r"played in turns .*Samplers take such environments"):
+        ShmVectorEnv([game("rps_v2")] * 2)
+
+
+def test_the_plain_loop_is_plain() -> None:
+    """The loop of these tests, for one game: it must not repeat an error of the sampler."""
+    moves = iter([0, 1, 3, 4, 6])
+    loop = PlainLoop(game("tictactoe_v3")(), 3, lambda agent: next(moves, 8))
+    closed, _ = loop.batch()
+    assert [(own.action, own.reward) for own in closed["player_1"]] == [(0, 0), (3, 0), (6, 1)]
+    assert [(own.action, own.reward) for own in closed["player_2"]] == [(1, 0), (4, -1)]

@@ -1,0 +1,422 @@
+"""Games in turns: each seat's rows are its own decisions."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import (
+    AgentStep,
+    AlternatingSampler,
+    AsyncSampler,
+    GpuSampler,
+    NamedArrays,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SerialSampler,
+)
+from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.errors import ConfigError, SpaceError, WorkerError
+from penstock.replays import Replay
+from penstock.targets import Steps, gae, lambda_return, n_step_return, vtrace
+from tests.scale import scaled
+from tests.seats_support import Book, Valued, assert_same, batches_of
+from tests.turns_support import PlainLoop, TurnGame
+
+
+class Valuing(Book):
+    """A `Book` that reports its value, as a recurrent agent must."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        value = self.value(observation, prev_action, prev_reward)
+        action, info = super().step(observation, prev_action, prev_reward)
+        return AgentStep(action, NamedArrays(**dict(info.items()), value=value))
+
+
+def recorded(
+    env_fn: Any, agent: Any, n: int, *, B: int, T: int, on_batch: Any = lambda samples: None, **options: Any
+) -> tuple[Any, ...]:
+    """Copies of n batches, their trajectories, the seats, and how many rewards were late."""
+    found = []
+    with SerialSampler(env_fn, batch_T=T, batch_B=B, max_decorrelation_steps=0, **options) as sampler:
+        sampler.initialize(agent, seed=3, bootstrap_value=True)
+        for itr in range(n):
+            samples, infos = sampler.obtain_samples(itr)
+            on_batch(samples)
+            found.append((samples.copy().numpy(), infos))
+        return found, sampler.seats()["agent"], sampler.stats().late_rewards
+
+
+def loops(batches: Any, seats: Any, env_fn: Any, T: int, seed: int | None = 3) -> tuple[Any, dict[Any, int]]:
+    """For each environment, a plain loop with the recorded actions; and the column of each seat."""
+    column_of = {seat: b for b, seat in enumerate(seats)}
+    n_envs = 1 + max(rank for rank, _ in seats)
+    seeds = [None] * n_envs if seed is None else ColumnStreams(seed, range(n_envs)).env_seeds(Purpose.TRAIN)
+
+    def plain(rank: int) -> PlainLoop:
+        actions = {
+            agent: deque(
+                action
+                for samples, _ in batches
+                for action in samples.agent.action[:, b][samples.env.valid[:, b]].tolist()
+            )
+            for (own, agent), b in column_of.items()
+            if own == rank
+        }
+        return PlainLoop(env_fn(), T, lambda agent: actions[agent].popleft(), seeds[rank])
+
+    return [plain(rank) for rank in range(n_envs)], column_of
+
+
+def check_batch(samples: Any, each: list[Any], column_of: dict[Any, int], T: int) -> int:
+    """Every cell of a batch is what the plain loops say. Returns how many decisions it has."""
+    env, agent, n_valid = samples.env, samples.agent, 0
+    following = samples.transitions().next_observation
+    row_of = np.cumsum(env.valid.reshape(-1)).reshape(env.valid.shape) - 1
+    for rank, loop in enumerate(each):
+        closed, after = loop.batch()
+        assert max(map(len, closed.values())) == T, "one seat has all rows"
+        for seat, decisions in closed.items():
+            b, n = column_of[rank, seat], len(decisions)
+            n_valid += n
+            assert env.valid[:, b].tolist() == [True] * n + [False] * (T - n)
+            for t, decision in enumerate(decisions):
+                ends = decision.terminated or decision.truncated
+                np.testing.assert_equal(_row(env.observation, t, b), decision.observation)
+                assert agent.action[t, b] == decision.action
+                assert env.reward[t, b] == decision.reward
+                assert (env.terminated[t, b], env.truncated[t, b]) == (decision.terminated, decision.truncated)
+                assert env.done[t, b] == ends
+                assert env.prev_done[t, b] == decision.start
+                expected = decision.after if ends else _next(decisions, t, after, seat)
+                np.testing.assert_equal(_row(following, row_of[t, b]), expected)
+                if ends:
+                    np.testing.assert_equal(_row(env.final_obs, t, b), decision.after)
+            zero = NamedArrays(o=env.observation)[:, b].map(np.zeros_like)[0]
+            kept = NamedArrays(o=env.observation)[n:, b]
+            if n < T and seat in loop.open:  # the open decision keeps its observation
+                np.testing.assert_equal(_row(env.observation, n, b), loop.open[seat].observation)
+                kept = kept[1:]
+            for path, leaf in kept.leaves():
+                assert (leaf == zero[path]).all() if "." not in path else not leaf.any()
+            for field in (agent.action, env.reward, env.done, *(leaf for _, leaf in agent.agent_info.leaves())):
+                assert not field[n:, b].any()
+            if seat in after:
+                np.testing.assert_equal(_row(env.bootstrap_obs, b), after[seat])
+            else:
+                assert not any(leaf[b].any() for _, leaf in NamedArrays(o=env.bootstrap_obs).leaves())
+                assert agent.bootstrap_value[b] == 0
+    return n_valid
+
+
+def _row(tree: Any, *at: int) -> Any:
+    found = tree[at]
+    return found.to_dict() if isinstance(found, NamedArrays) else found
+
+
+def _next(decisions: list[Any], t: int, after: Any, seat: Any) -> Any:
+    return decisions[t + 1].observation if t + 1 < len(decisions) else after[seat]
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_every_cell_is_what_a_plain_loop_says(k: int) -> None:
+    env_fn, T = partial(TurnGame, k), 7
+    batches, seats, late = recorded(env_fn, Valuing(), 31, B=4, T=T)
+    each, column_of = loops(batches, seats, env_fn, T)
+    before = dict.fromkeys(column_of.values(), (0, 0.0, True))  # own steps, reward, whether an episode has ended
+    for samples, infos in batches[:-1]:
+        n_games = [len(loop.games) for loop in each]
+        check_batch(samples, each, column_of, T)
+        games = [info for info in infos if info.agent_id is None]
+        expected = {rank: loop.games[n:] for rank, (loop, n) in enumerate(zip(each, n_games, strict=True))}
+        assert sorted(info.env_rank for info in games) == sorted(r for r, own in expected.items() for _ in own)
+        for info in games:
+            assert info.Return == sum(expected[info.env_rank].pop(0).values())
+        assert len(infos) - len(games) == samples.env.done.sum()
+        # A recurrent state goes on only when its seat decides, and begins at zero after the end of its episode.
+        info, env = samples.agent.agent_info, samples.env
+        for b in range(len(seats)):
+            for t in np.flatnonzero(env.valid[:, b]):
+                own, reward, has_ended = before[b]
+                assert info.own[t, b] == (0 if has_ended else own)
+                assert info.prev_reward[t, b] == (0 if has_ended else reward)
+                before[b] = info.own[t, b] + 1, env.reward[t, b], env.done[t, b]
+    assert (late > 0) == (k > 1) or not any(loop.late for loop in each)
+
+
+def test_the_number_of_the_game_of_each_agent() -> None:
+    """An agent's record has the number of its game, also if its row is far from that of the others."""
+    with SerialSampler(partial(TurnGame, 3), batch_T=5, batch_B=3) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        games: dict[tuple[int, int], list[Any]] = {}
+        for itr in range(40):
+            for info in sampler.obtain_samples(itr)[1]:
+                games.setdefault((info.env_rank, info.episode), []).append(info)
+    whole = [own for own in games.values() if own[-1].agent_id is None]
+    assert len(whole) > 50
+    for own in whole:
+        if not own[-1].episode:  # it has begun before the first batch
+            continue
+        assert len({info.agent_id for info in own}) == len(own)
+        assert own[-1].Length == sum(info.Length for info in own[:-1])
+
+
+def brute_force(samples: Any, discount: float, lambda_: float, n_step: int) -> dict[str, Any]:
+    """GAE, lambda returns, n-step returns by their definitions, cell by cell."""
+    env, agent = samples.env, samples.agent
+    T, B = env.reward.shape
+    value, reward = agent.agent_info.value.astype(np.float64), env.reward.astype(np.float64)
+    found = {name: np.zeros((T, B)) for name in ("gae", "lambda", "n_step")}
+    for b in range(B):
+        n = int(env.valid[:, b].sum())
+        for t in range(n):
+            rows = [t]
+            while not env.done[rows[-1], b] and rows[-1] + 1 < n:
+                rows.append(rows[-1] + 1)
+
+            def after(row: int, b: int = b, n: int = n) -> float:
+                if env.terminated[row, b]:
+                    return 0.0
+                if env.truncated[row, b]:
+                    return float(agent.final_value[row, b])
+                return float(value[row + 1, b] if row + 1 < n else agent.bootstrap_value[b])
+
+            def n_step_return(m: int, rows: list[int] = rows, b: int = b, after: Any = after) -> float:
+                total = sum(discount**i * reward[row, b] for i, row in enumerate(rows[:m]))
+                return float(total + discount ** len(rows[:m]) * after(rows[:m][-1]))
+
+            deltas = [reward[row, b] + discount * after(row) - value[row, b] for row in rows]
+            found["gae"][t, b] = sum((discount * lambda_) ** i * delta for i, delta in enumerate(deltas))
+            returns = [n_step_return(m) for m in range(1, len(rows) + 1)]
+            weights = [(1 - lambda_) * lambda_**m for m in range(len(rows) - 1)] + [lambda_ ** (len(rows) - 1)]
+            found["lambda"][t, b] = sum(weight * own for weight, own in zip(weights, returns, strict=True))
+            found["n_step"][t, b] = n_step_return(n_step)
+    return found
+
+
+def test_targets_equal_brute_force() -> None:
+    n_games, wanted = 0, scaled(100_000, 300)
+    with SerialSampler(partial(TurnGame, 2), batch_T=6, batch_B=scaled(256, 16)) as sampler:
+        sampler.initialize(Valued(), seed=5, bootstrap_value=True)
+        itr = 0
+        while n_games < wanted:
+            samples, infos = sampler.obtain_samples(itr)
+            itr, n_games = itr + 1, n_games + sum(info.agent_id is None for info in infos)
+            expected = brute_force(samples.numpy(), 0.9, 0.8, 3)
+            advantage, target = gae(samples, 0.9, 0.8)
+            for name, own in (
+                ("gae", advantage),
+                ("lambda", target),
+                ("lambda", lambda_return(samples, 0.9, 0.8)),
+                ("lambda", vtrace(samples, samples.env.reward * 0, 0.9, 0.8)[1]),
+                ("n_step", n_step_return(samples, 3, 0.9)),
+            ):
+                np.testing.assert_allclose(own, expected[name], rtol=2e-4, atol=2e-4, err_msg=name)
+            as_numpy = gae(Steps.of(samples.numpy()), 0.9, 0.8)[0]
+            np.testing.assert_allclose(as_numpy, advantage, rtol=1e-6)
+
+
+def test_a_gap_between_two_steps_is_refused() -> None:
+    samples = recorded(partial(TurnGame, 2), Valued(), 1, B=2, T=6)[0][0][0]
+    samples.env.valid[...] = True
+    samples.env.terminated[...] = samples.env.truncated[...] = False
+    samples.env.valid[2, 1] = False
+    with pytest.raises(ConfigError, match=r"the step \[2, 1\] is not valid, but no episode ends at \[1, 1\]"):
+        gae(samples, 0.9, 0.9)
+
+
+SAMPLERS: list[tuple[type[Sampler], dict[str, Any]]] = [
+    (ParallelSampler, {"n_workers": 1}),
+    (ParallelSampler, {"n_workers": 2}),
+    (ParallelSampler, {"n_workers": 3}),
+    (ParallelSampler, {"n_workers": 5}),
+    (GpuSampler, {"n_workers": 2}),
+    (GpuSampler, {"n_workers": 3, "server": "process"}),
+    (GpuSampler, {"n_workers": 3, "min_ready": 1}),
+    (AlternatingSampler, {"n_workers": 2}),
+    (AsyncSampler, {"n_workers": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> Any:
+    return batches_of(SerialSampler, partial(TurnGame, 3), Valuing(), evaluate=True)
+
+
+@pytest.mark.parametrize(("cls", "options"), SAMPLERS)
+def test_one_batch_whatever_the_sampler(cls: type[Sampler], options: Any, wanted: Any) -> None:
+    assert_same(wanted, batches_of(cls, partial(TurnGame, 3), Valuing(), evaluate=True, **options))
+
+
+def test_several_policies_play_against_each_other() -> None:
+    def policy_of(agent_id: str, env_rank: int) -> str:
+        return "main" if agent_id == f"a{env_rank % 2}" else "other"
+
+    def agents() -> Any:
+        return {"main": Valuing(), "other": RandomAgent()}
+
+    options: Any = {"policy_of": policy_of, "bootstrap_value": False}
+    one = batches_of(SerialSampler, partial(TurnGame, 2), agents(), **options)
+    for n_workers in (2, 3):
+        assert_same(one, batches_of(ParallelSampler, partial(TurnGame, 2), agents(), n_workers=n_workers, **options))
+    for samples, _ in one:
+        # In each environment, the seat that was asked last has all rows.
+        most = np.maximum(*(samples[name].env.valid.sum(0) for name in ("main", "other")))
+        assert (most == 9).all()
+        n, others = (samples[name].env.valid.sum(0) for name in ("main", "other"))
+        assert n.sum() != others.sum()
+
+
+@pytest.mark.parametrize("n_step", [1, 3, 5])
+def test_a_replay_draws_every_decision(n_step: int) -> None:
+    """Each row can be drawn: with its return until the episode or the batch ends, and the observation after that."""
+    T, n = 6, 30
+    replay: Any = Replay(T * n * 6, n_step=n_step, discount=0.9, max_truncations=2_000)
+    batches, seats, _ = recorded(partial(TurnGame, 2), Valued(), n, B=3, T=T, on_batch=replay.append)
+    valid, n_checked = np.concatenate([samples.env.valid for samples, _ in batches]), 0
+    index = np.sort(replay.contents.index)
+    t, b = np.divmod(index, len(seats))
+    # Only what is n rows from the newest one is not known yet.
+    rows = np.flatnonzero(valid[:-n_step].reshape(-1))
+    assert index.tolist() == rows.tolist()
+    drawn = replay.contents.read(index).numpy()
+    for i, (row, column) in enumerate(zip(t.tolist(), b.tolist(), strict=True)):
+        total, discount, after = 0.0, 1.0, None
+        for k in range(row, row + n_step):
+            samples, at = batches[k // T][0], k % T
+            total, discount = total + discount * samples.env.reward[at, column], discount * 0.9
+            if samples.env.terminated[at, column]:
+                after = None
+                discount = 0.0
+                break
+            if samples.env.truncated[at, column]:
+                after = samples.env.final_obs[at, column]
+                break
+            more = at + 1 < T
+            after = (samples if more else batches[k // T + 1][0]).env.observation[(at + 1) % T, column]
+            if more and not samples.env.valid[at + 1, column]:
+                break
+        np.testing.assert_allclose(drawn.return_[i], total, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(drawn.discount[i], discount, rtol=1e-6)
+        if after is not None:
+            np.testing.assert_array_equal(drawn.next_observation[i], after)
+        n_checked += 1
+    assert n_checked > 500
+
+
+def test_masks_are_kept_by_every_move() -> None:
+    with SerialSampler(partial(TurnGame, 3, mask=True), batch_T=20, batch_B=4) as sampler:
+        sampler.initialize(RandomAgent(mask_key="info.action_mask"), seed=0)
+        samples, _ = sampler.obtain_samples(0)  # the game asserts that moves are legal
+        mask, valid = samples.env.observation.action_mask, samples.env.valid
+        assert mask[valid].gather(1, samples.agent.action[valid][:, None]).all()
+
+
+class NoMove(TurnGame):
+    """Allows no action from move 9 on."""
+
+    def last(self, observe: bool = True) -> Any:
+        *result, info = super().last(observe)
+        return (*result, {"action_mask": np.full(3, self.t < 9, np.int8)} if self.t >= 9 else info)
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_a_mask_without_a_legal_action_names_the_agent(cls: type[Sampler]) -> None:
+    with cls(partial(NoMove, 2, mask=True, ends=False), batch_T=40, batch_B=2, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(mask_key="info.action_mask"), seed=0)
+        with pytest.raises((SpaceError, WorkerError), match=r"env_rank [01], agent 'a[01]'.*allows no action"):
+            sampler.obtain_samples(0)
+
+
+class Broken(TurnGame):
+    """Breaks a rule at move 5."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(2, ends=False)
+        self._how = how
+
+    def last(self, observe: bool = True) -> Any:
+        observation, reward, terminated, truncated, info = super().last(observe)
+        if self.t < 5 or terminated or truncated:
+            return observation, reward, terminated, truncated, info
+        if self._how == "shape":
+            observation = np.zeros(3, np.float32)
+        elif self._how == "reward":
+            reward = "much"  # type: ignore[assignment]
+        elif self._how == "flag":
+            terminated = None  # type: ignore[assignment]
+        elif self._how == "tuple":
+            return observation, reward
+        elif self._how == "cut":
+            observation, truncated = None, True  # type: ignore[assignment]
+        elif self._how == "large":
+            reward = 1e300
+        return observation, reward, terminated, truncated, info
+
+    def step(self, action: Any) -> None:
+        super().step(action)
+        if self.t >= 5 and self._how == "raise":
+            raise ValueError("the board is gone")
+        if self.t >= 5 and self._how == "gone":
+            self.agents = []
+        if self.t >= 5 and self._how == "unknown":
+            self.agent_selection = "nobody"
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("shape", r"env_rank 0, agent 'a[01]' must have shape \(4,\)"),
+        ("reward", r"env_rank 0, agent 'a[01]' must be a single number"),
+        ("flag", r"env_rank 0, agent 'a[01]'"),
+        ("tuple", r"env\.last of env_rank 0, agent 'a[01]' must return a tuple"),
+        ("cut", r"env_rank 0, agent 'a[01]' was truncated, but env\.last returned no observation"),
+        ("large", r"env_rank 0, agent 'a[01]' must be a number that float32 can hold"),
+        ("gone", r"env_rank 0, agent 'a[01]' is not in env\.agents any more"),
+        ("unknown", r"env_rank 0, agent 'nobody' is not one of possible_agents"),
+        ("raise", r"the board is gone"),
+    ],
+)
+def test_a_broken_rule_names_environment_and_agent(how: str, message: str) -> None:
+    with SerialSampler(partial(Broken, how), batch_T=30, batch_B=1, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(Exception, match=message):
+            for itr in range(20):
+                sampler.obtain_samples(itr)
+
+
+class Recurrent(Book):
+    """Does not report its value."""
+
+
+@pytest.mark.parametrize(
+    ("options", "agent", "message"),
+    [
+        ({"env_info": {"score": 0.0}}, RandomAgent(), "RandomAgent cannot record env_info"),
+        ({"seed_episodes": True}, RandomAgent(), "cannot repeat an episode yet"),
+        ({}, Recurrent(), "Recurrent must report `value` in agent_info"),
+    ],
+)
+def test_what_is_not_possible_is_refused(options: Any, agent: Any, message: str) -> None:
+    sampler = SerialSampler(TurnGame, batch_T=4, batch_B=1, **options)
+    with sampler, pytest.raises(ConfigError, match=message):
+        sampler.initialize(agent, bootstrap_value=True)
+
+
+def test_a_timeline_is_refused_and_totals_stay() -> None:
+    with SerialSampler(TurnGame, batch_T=8, batch_B=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        with pytest.raises(ConfigError, match="timeline is not known where agents take turns"):
+            sampler.timeline()
+        (worker,) = sampler.stats().workers
+        assert worker.acting > 0
+        assert worker.stepping > 0
+        n = int(samples.env.valid.sum())
+        assert n <= worker.steps <= n + 6  # and the decisions that are open
+        assert sampler.metrics()["sampler/agent_steps"] == n
