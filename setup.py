@@ -78,7 +78,6 @@ DM_CONTROL = [
 ENVPOOL = ["envpool>=1.2; python_version >= '3.11' and python_version < '3.15'"]
 JAX = ["jax>=0.4.30"]  # examples/jax_ppo.py
 SB3 = ["stable-baselines3>=2.4"]
-PETTINGZOO = ["pettingzoo>=1.25", "mpe2>=1.0"]
 VIZDOOM = ["vizdoom>=1.3,<1.4"]  # a real game engine, for the tests and examples/vizdoom_match.py
 PETTINGZOO = ["pettingzoo>=1.25", "mpe2>=1.0", "chess>=1.9"]  # chess: for the game of that name
 VIDEO = ["moviepy>=1.0.3"]  # Gymnasium's RecordVideo writes with it

@@ -324,7 +324,10 @@ def _command(language: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("language", ["python", "c", "godot"])
-def test_a_client_plays_in(served: Any, program: Any, language: str, tmp_path: Path) -> None:
+def test_a_client_plays_in(
+    served: Any, program: Any, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Godot writes its logs here
     command = _command(language, tmp_path)
     env, goals = served(*LINE, token="secret"), []
     process = program(env, command)
