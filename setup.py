@@ -78,6 +78,7 @@ DM_CONTROL = [
 ENVPOOL = ["envpool>=1.2; python_version >= '3.11' and python_version < '3.15'"]
 JAX = ["jax>=0.4.30"]  # examples/jax_ppo.py
 SB3 = ["stable-baselines3>=2.4"]
+VIZDOOM = ["vizdoom>=1.3,<1.4"]  # a real game engine, for the tests and examples/vizdoom_match.py
 PETTINGZOO = ["pettingzoo>=1.25", "mpe2>=1.0", "chess>=1.9"]  # chess: for the game of that name
 VIDEO = ["moviepy>=1.0.3"]  # Gymnasium's RecordVideo writes with it
 DOCS = ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26"]
@@ -111,6 +112,7 @@ DEV = [
     *ENVPOOL,
     *SB3,
     *PETTINGZOO,
+    *VIZDOOM,
     "supersuit>=3.9",  # its vector environments are the oracle of those of several agents
     *DOCS,
     *WIRE,

@@ -9,14 +9,17 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 
 from penstock.arguments import integer, seconds
 from penstock.errors import ConfigError, GameError, SamplerStateError, brief
+from penstock.games.game_process import GameProcess
 from penstock.games.messages import Connection, decoded, described, encoded
+from penstock.games.ready import Connects
 from penstock.ports import PortLease, lease_port
 
 PROTOCOL = 1
@@ -35,8 +38,10 @@ class ServedGame(gym.Env[Any, Any]):
         wait: seconds in which `reset` waits for a client.
         reply_timeout: seconds that the client may be silent while the environment waits for it.
         reconnect: seconds in which a client that has lost its connection must come back.
+        command: starts the game in the constructor, and again for the next `reset` after its client has gone. `{port}`
+            is replaced, and the game has the variables PENSTOCK_PORTS and PENSTOCK_TOKEN. It ends with the environment.
 
-    It opens nothing before the first `reset`, or before `port` is read. So the example
+    Without a command it opens nothing before the first `reset`, or before `port` is read. So the example
     environment of a sampler does not listen.
 
     `reset` and `step` raise `GameError` if the client does not come, is silent, has gone, or sends something wrong.
@@ -55,6 +60,7 @@ class ServedGame(gym.Env[Any, Any]):
         wait: float = 60.0,
         reply_timeout: float = 10.0,
         reconnect: float = 10.0,
+        command: Sequence[str | Path] | None = None,
     ) -> None:
         self.observation_space, self.action_space = observation_space, action_space
         self._spaces = {"observation": described(observation_space), "action": described(action_space)}
@@ -65,9 +71,14 @@ class ServedGame(gym.Env[Any, Any]):
             raise ConfigError(f"other machines can connect to host {host!r}: give token= a secret text")
         self._host, self._token, self._wait = host, token, seconds("wait", wait)
         self._reply_timeout, self._reconnect = seconds("reply_timeout", reply_timeout), seconds("reconnect", reconnect)
+        self._command = command
+        self._game: GameProcess | None = None
         self._lease: PortLease | None = None
+        self._listener: socket.socket | None = None
         self._poll, self._strangers = select.poll(), dict[int, Connection]()  # by descriptor: no hello yet
         self._forget()
+        if command is not None:
+            self._listen()
 
     def _forget(self) -> None:
         """The state without a client."""
@@ -81,19 +92,42 @@ class ServedGame(gym.Env[Any, Any]):
     @property
     def port(self) -> int:
         """Where it listens. This begins now at the latest."""
-        if self._lease is None:
-            port = self._fixed  # its last owner may be about to end, so wait
-            lease = lease_port(port, port and port + 1, self._host, timeout=self._wait if port else 2.0)
+        if self._listener is None:
+            self._listen()
+        assert self._listener is not None
+        return int(self._listener.getsockname()[1])
+
+    def _listen(self) -> None:
+        start = self._fixed
+        stop = None if start is None else start + 1
+        if self._command is not None:
+            environ = {} if self._token is None else {"PENSTOCK_TOKEN": self._token}
+            self._game = GameProcess(
+                self._command, ready=Connects(), host=self._host, start=start, stop=stop, environ=environ
+            )
+            self._listener = self._game.running.listeners[0]
+        else:  # the last owner of a fixed port may be about to end, so wait
+            self._lease = lease_port(start, stop, self._host, timeout=self._wait if start else 2.0)
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             try:
-                family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-                self._listener = socket.create_server((self._host, lease.port), family=family)
+                self._listener = socket.create_server((self._host, self._lease.port), family=family)
             except BaseException:
-                lease.release()
+                self._lease.release()
                 raise
-            self._listener.setblocking(False)
-            self._poll.register(self._listener, select.POLLIN)
-            self._lease = lease
-        return self._lease.port
+        self._listener.setblocking(False)
+        self._poll.register(self._listener, select.POLLIN)
+
+    def _stop_listening(self) -> None:
+        for stranger in list(self._strangers.values()):
+            self._refuse(stranger, "the environment is closed")
+        if self._listener is not None:
+            self._poll.unregister(self._listener)
+            self._listener.close()
+        if self._game is not None:
+            self._game.close()
+        if self._lease is not None:
+            self._lease.release()
+        self._listener = self._game = self._lease = None
 
     # ---- the environment -----------------------------------------------------------------------
 
@@ -131,25 +165,25 @@ class ServedGame(gym.Env[Any, Any]):
     def close(self) -> None:
         """Disconnect the client and free the port. A second call does nothing."""
         self._disconnect("the environment is closed")
-        for stranger in list(self._strangers.values()):
-            self._refuse(stranger, "the environment is closed")
-        if self._lease is not None:
-            self._poll.unregister(self._listener)
-            self._listener.close()
-            self._lease.release()
-            self._lease = None
+        self._stop_listening()
 
     @contextlib.contextmanager
     def _disconnecting(self) -> Iterator[None]:
         """Disconnect the client after an exception. If the client is to blame, raise a `GameError`."""
-        at = f"port {self.port}"
         try:
             yield
         except (ValueError, OverflowError, TimeoutError) as error:
+            text = str(error)
             if not isinstance(error, TimeoutError):
-                error = ValueError(f"the client at {at} sent something wrong after message {self._n}: {error}")
-            self._disconnect(str(error))
-            raise GameError(str(error)) from None
+                text = f"the client at port {self.port} sent something wrong after message {self._n}: {text}"
+            failure = GameError(text)
+            if self._game is not None:
+                ended = self._game.running.exit_text()
+                failure = self._game.error(
+                    f"ended with {ended}{self._refusal}" if ended else f"was disconnected: {text}"
+                )
+            self._disconnect(text)
+            raise failure from None
         except BaseException:
             self._disconnect("the environment was interrupted")
             raise
@@ -183,7 +217,9 @@ class ServedGame(gym.Env[Any, Any]):
                 if self._is_next(message, kind):
                     return message
             left, client = self._until - time.monotonic(), self._client
-            ready = [descriptor for descriptor, _ in self._poll.poll(max(0.0, min(left, 0.5)) * 1000)]
+            ready = [descriptor for descriptor, _ in self._poll.poll(max(0.0, min(left, 0.1)) * 1000)]
+            if client is None and not ready and self._game is not None and self._game.running.exit_text():
+                raise TimeoutError("the game has ended")
             if left <= 0 and (client is None or client.fileno() not in ready):  # its message may wait to be read
                 raise TimeoutError(f"{self._otherwise}{client.part() if client else ''}{self._refusal}")
             for descriptor in ready:
@@ -214,7 +250,7 @@ class ServedGame(gym.Env[Any, Any]):
 
     def _read(self, descriptor: int) -> None:
         """Take what has come from a client, or to the listener."""
-        if descriptor == self._listener.fileno():
+        if self._listener is not None and descriptor == self._listener.fileno():
             with contextlib.suppress(OSError):  # it has gone already
                 new = Connection(self._listener.accept()[0], self._reply_timeout)
                 self._strangers[new.fileno()] = new
@@ -277,6 +313,8 @@ class ServedGame(gym.Env[Any, Any]):
         if self._client is not None:
             self._close(self._client, why)
         self._forget()
+        if self._game is not None:
+            self._stop_listening()
 
     def _close(self, connection: Connection, why: str | None = None) -> None:
         self._poll.unregister(connection)

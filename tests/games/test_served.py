@@ -17,15 +17,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import msgpack
 import numpy as np
+import psutil
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 from gymnasium.utils.env_checker import check_env
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import ConfigError, GameError
+from penstock import ConfigError, GameError, ParallelSampler, RandomAgent, SerialSampler
 from penstock.errors import SamplerStateError
 from penstock.games import ServedGame
 from penstock.games.messages import Connection, decoded, encoded
@@ -322,7 +324,10 @@ def _command(language: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("language", ["python", "c", "godot"])
-def test_a_client_plays_in(served: Any, program: Any, language: str, tmp_path: Path) -> None:
+def test_a_client_plays_in(
+    served: Any, program: Any, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # Godot writes its logs here
     command = _command(language, tmp_path)
     env, goals = served(*LINE, token="secret"), []
     process = program(env, command)
@@ -473,6 +478,97 @@ def test_many_connections_that_say_nothing_do_not_keep_a_client_out(served: Any)
         idle = [stack.enter_context(Raw(env)) for _ in range(40)]
         stack.enter_context(playing(env))
         assert idle[0].read() == {"error": "too many others came before it said hello"}
+
+
+# ---- games that the environment starts ---------------------------------------------------------
+
+STARTED = [sys.executable, "-I", "-c", PYTHON, str(EXAMPLES)]
+
+
+def test_the_environment_starts_its_game_and_starts_it_again(served: Any) -> None:
+    env, goals = served(*LINE, token="secret", command=STARTED, wait=10), []
+    pids = set()
+    for _ in range(2):
+        goals.append(walk(env, 6))
+        pids.add(env._game.pid)
+        os.kill(env._game.pid, signal.SIGKILL)
+        text = _error(lambda: walk(env, 2))
+        assert re.match(rf"the game \(pid {env_pid(text)}, port \d+\) ended with SIGKILL\n  command: ", text)
+    assert goals[0] == goals[1]
+    assert len(pids) == 2
+    env.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def env_pid(text: str) -> str:
+    return text.partition("(pid ")[2].partition(",")[0]
+
+
+@pytest.mark.parametrize(
+    ("program", "what"),
+    [
+        ("print('no licence'); raise SystemExit(3)", "ended with exit code 3"),
+        ("import time; time.sleep(60)", "was disconnected: no client came to port"),
+        ("import os, socket\ns = socket.create_connection(('127.0.0.1', {port}))\n"
+         "s.sendall(b'pong\\n')\nprint('no licence', flush=True)\ns.recv(999)", "no JSON object: b'pong"),
+    ],
+)  # fmt: skip
+def test_a_game_that_does_not_play(served: Any, program: str, what: str) -> None:
+    env = served(*LINE, command=[sys.executable, "-Ic", program], wait=0.8)
+    text = _error(env.reset)
+    assert what in text
+    if "no licence" in program:
+        assert "| no licence" in text
+
+
+def make_walk(context: Any) -> ServedGame:
+    return ServedGame(*LINE, command=STARTED, token="secret", wait=30)
+
+
+class Killing(gym.Wrapper[Any, Any, Any, Any]):
+    """Kills its game before a step."""
+
+    def __init__(self, env: Any, victim: int | None) -> None:
+        super().__init__(env)
+        self.left = victim
+
+    def step(self, action: Any) -> Any:
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(self.unwrapped._game.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        return super().step(action)
+
+
+def test_served_games_in_a_sampler_play_the_same_batches_and_are_renewed(tmp_path: Path) -> None:
+    """Four environments in two workers or in one process, each with a game at a port of its own. One game is killed."""
+    marker = tmp_path / "killed"
+
+    def make(context: Any) -> Any:
+        is_victim = context.env_rank == 1 and context.worker_rank >= 0 and not marker.exists()
+        if is_victim:
+            marker.touch()
+        return Killing(make_walk(context), 13 if is_victim else None)
+
+    def batches(cls: Any, env_fn: Any, **options: Any) -> Any:
+        options = {"batch_T": 20, "batch_B": 4, "max_decorrelation_steps": 0, "spaces": LINE, **options}
+        with cls(env_fn, **options) as sampler:
+            sampler.initialize(RandomAgent(), seed=3)
+            ports = sampler.get_attr("port")
+            assert len(set(ports)) == 4
+            return [sampler.obtain_samples(itr)[0].env.copy() for itr in range(2)], sampler.stats()
+
+    (plain, _), (other, stats) = (
+        batches(SerialSampler, make_walk),
+        batches(ParallelSampler, make, n_workers=2, on_game_failure="renew"),
+    )
+    assert (stats.renewals, stats.cut_episodes) == (1, 1)
+    for one, two in zip(plain, other, strict=True):
+        for name in ("observation", "reward", "done"):
+            a, b = (getattr(each, name)[:, [0, 2, 3]].numpy() for each in (one, two))
+            np.testing.assert_array_equal(a, b)
+    assert np.argwhere(~other[0].valid.numpy()).tolist() == [[12, 1]]
+    assert other[0].truncated[11, 1]
 
 
 # ---- rubbish ---------------------------------------------------------------------------------
