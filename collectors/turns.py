@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from penstock.collectors.tracking import snapshot
 from penstock.envs.checks import episode_flags, require_info, require_number
 from penstock.envs.rows import ColumnError, arrays_like, write_row
 from penstock.envs.seats import TurnView
+from penstock.envs.seeding import ColumnStreams, Purpose, stream
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase, Progress
 
@@ -63,8 +65,17 @@ class TurnGames(Games):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        n = len(self.envs)
+        n, (_, columns, _) = len(self.envs), args
+        self._all_places: dict[tuple[int, Any], list[Place]] = defaultdict(list)
+        for own in columns:
+            for i, rank in enumerate(own.env_ranks):
+                self._all_places[int(rank), rank.agent_id].append((own, i))
         self.waits: list[Place | None] = [None] * n
+        #: Which of `columns` has the seat in this game: (agent, env_rank, episode, rng). None: the only one.
+        self.chooser: Callable[..., int] | None = None
+        self.episodes = [0] * n  #: the number of the game of each environment
+        self.streams, self.key = ColumnStreams(0, self.env_ranks), (0, 0)
+        self.counts_games = True
         self.plies = [0] * n  #: how many decisions each environment was given
         self.sums: list[dict[int, float]] = [{}] * n  #: its rewards after each of them
         self.begin_rows()
@@ -84,7 +95,7 @@ class TurnGames(Games):
 
     def reset(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Begin a game in environment e, and find who decides first."""
-        self.plies[e], self.ends[e] = 0, []
+        self.plies[e], self.ends[e], self.episodes[e] = 0, [], 0
         self.sums[e].clear()
         self._begin(e, seed)
         self.advance(e)
@@ -100,7 +111,17 @@ class TurnGames(Games):
         self.progress.add_resetting_since(began)
         if not env.agents:
             raise SpaceError(f"env.reset of env_rank {env_rank} must leave at least one agent in env.agents")
+        if self.chooser is not None:
+            self._choose(self.chooser, e)
         self._words[Progress.PHASE] = Progress.IS_STEPPING
+
+    def _choose(self, chooser: Callable[..., int], e: int) -> None:
+        """Who plays this game of environment e."""
+        episode, env_rank, places = self.episodes[e], int(self.env_ranks[e]), self.places[e]
+        for seat, agent in enumerate(places):
+            key = env_rank, seat, episode, *self.key, self.streams.generation
+            rng = partial(stream, self.streams.seed, Purpose.SEATING, *key)
+            places[agent] = self._all_places[env_rank, agent][chooser(agent, env_rank, episode, rng)]
 
     def _end_game(self, e: int) -> bool:
         """Nobody is left in environment e. Returns whether the next game has begun."""
@@ -114,6 +135,7 @@ class TurnGames(Games):
             raise SpaceError(f"a game of env_rank {self.env_ranks[e]} has ended before any agent could act")
         self.ends[e].append(self.plies[e])
         self.over.append(e)
+        self.episodes[e] += self.counts_games
         self.waits[e] = None
         if may_reset := self.may_reset(e):
             self._begin(e)
@@ -503,9 +525,18 @@ class TurnCollector(LockStepCollector):
             over[[ply - 1 for ply in ends], e] = True
         return n_sent + self.tracker.end_rows(rewards, over, first_t, np.arange(n)[:, None] < games.plies)
 
+    def start(self) -> None:
+        self.games.streams, self.games.key = self.streams, (0, 0)
+        super().start()
+
+    def begin_evaluation(self, seeds: Sequence[int], key: int, is_used: Callable[[int], bool]) -> None:
+        self.games.streams, self.games.key = self.streams, (1, key)
+        super().begin_evaluation(seeds, key, is_used)
+
     def _make_random_steps(self, e: int, rng: np.random.Generator) -> None:
         games = self.games
         games.begin_rows()
+        games.counts_games = False  # a game that ends here is in no record
         for _ in range(int(rng.integers(0, self._max_steps + 1))):
             self.progress.at_env(games.env_ranks[e])
             self.progress.enter(Phase.DECORRELATING)
@@ -514,5 +545,6 @@ class TurnCollector(LockStepCollector):
             columns, column = place
             next(desk for desk in self.desks if desk.envs is columns).draw_action(rng, column)
             games.play(e)
+        games.counts_games = True
         first = games.ends[e][-1] if games.ends[e] else 0
         self.tracker.preload(e, [games.sums[e][ply] for ply in range(first + 1, games.plies[e] + 1)])

@@ -64,10 +64,22 @@ class Seats:
     agents: Sequence[Sequence[AgentId]]  #: by environment
     policy: Sequence[Sequence[int]]  #: the index of the policy of each of them
     first_env_rank: int = 0
+    #: Where the policy of a seat is chosen for each game: how many policies there are. Each has a column for each seat.
+    n_policies: int = 0
+
+    @property
+    def most(self) -> int:
+        """The largest number of agents in an environment."""
+        return max(map(len, self.agents), default=0)
 
     @cached_property
     def _by_policy(self) -> dict[int, list[tuple[int, int, AgentId]]]:
-        found = defaultdict(list)
+        found = defaultdict[int, list[tuple[int, int, AgentId]]](list)
+        if self.n_policies:
+            for p in range(self.n_policies):
+                for b, agents in enumerate(self.agents):
+                    found[p] += [(b, p * self.most + seat, agent) for seat, agent in enumerate(agents)]
+            return found
         for b, own in enumerate(zip(self.agents, self.policy, strict=True)):
             for seat, (agent, p) in enumerate(zip(*own, strict=True)):
                 found[p].append((b, seat, agent))
@@ -79,7 +91,8 @@ class Seats:
         return range(bisect_left(own, (envs.start,)), bisect_left(own, (envs.stop,)))
 
     def seats(self, p: int, envs: range) -> list[tuple[int, int, AgentId]]:
-        """The same columns: the index of each one's environment, that of its seat there, and its agent."""
+        """The same columns: the index of each one's environment, that of its seat there, and its agent. With
+        `n_policies`, each policy has seats of its own."""
         cells = self.cells(p, envs)
         return self._by_policy[p][cells.start : cells.stop] if cells else []
 

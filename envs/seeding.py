@@ -23,6 +23,7 @@ class Purpose(enum.IntEnum):
     EVAL_ACTION = 4
     MODEL = 5
     EPISODE = 6
+    SEATING = 7
 
 
 def fresh_seed() -> int:

@@ -29,6 +29,7 @@ from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
 from penstock.envs.state import is_same, load_env, prove, save_env
 from penstock.errors import ConfigError, RepeatError, brief
 from penstock.samplers.sampler_plan import SamplerPlan
+from penstock.samplers.seating import Chooser
 from penstock.workers.control import Phase
 
 #: How an environment continues: "get_state", "pickle" and "repeat" are exact.
@@ -86,6 +87,19 @@ class StateMessage(ABC):
     @abstractmethod
     def answer(self, parts: WorkerParts) -> Any:
         """What the worker answers."""
+
+
+@dataclass(frozen=True)
+class ChooseMessage(StateMessage):
+    """From the next game on, `chooser` says who plays which seat."""
+
+    chooser: Chooser
+
+    def answer(self, parts: WorkerParts) -> Any:
+        """Nothing."""
+        for collector in (parts.collector, parts.eval_collector):
+            if collector is not None:
+                collector.envs.chooser = self.chooser  # type: ignore[union-attr]
 
 
 # ---- saving ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents import Agent
+from penstock.agents import Agent, FunctionAgent
 from penstock.arguments import integer, one_of, true_or_false
 from penstock.buffers import Samples
 from penstock.buffers.object_pipe import ObjectMessage
@@ -32,7 +32,14 @@ from penstock.envs.video import warn_if_unwritten
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, InitArguments, allocate
 from penstock.samplers.batches import Batches
-from penstock.samplers.column_states import RESEEDED, LoadMessage, SaveMessage, StateMessage, untrusted_class
+from penstock.samplers.column_states import (
+    RESEEDED,
+    ChooseMessage,
+    LoadMessage,
+    SaveMessage,
+    StateMessage,
+    untrusted_class,
+)
 from penstock.samplers.config import SamplerConfig, SamplerState, TakesEnvFn
 from penstock.samplers.metrics import SamplerMetrics
 from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, checksum, load_server_agent, reasons
@@ -47,7 +54,7 @@ from penstock.samplers.results import (
     warn_if_unfinished,
 )
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
-from penstock.samplers.seating import SHARED, PolicyOf, Seating
+from penstock.samplers.seating import SHARED, Chooser, PolicyOf, Seating
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats, describe, worker_stats
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard, GuardedCall
@@ -211,7 +218,7 @@ class Sampler(TakesEnvFn, ABC):
 
     def initialize(
         self,
-        agent: Agent | Mapping[str, Agent],
+        agent: Agent | Mapping[str, Any],
         *,
         policy_of: PolicyOf | None = None,
         seed: int | None = None,
@@ -229,10 +236,12 @@ class Sampler(TakesEnvFn, ABC):
 
         Args:
             agent: initialized here from the environment's spaces, unless it already was. With several agents in an
-                environment, it plays all of them; or give a dict of agents, the policies by name.
+                environment, it plays all of them; or give a dict of agents, the policies by name. A function
+                in the dict is a scripted player: see `FunctionAgent`.
             policy_of: with a dict of agents, `policy_of(agent_id)` returns the name of the policy that plays an agent
-                of the environment. It may have a second parameter, `env_rank`. By default, the agents' ids are the
-                names.
+                of the environment. It may have a second parameter, `env_rank`. In games in turns it may also have
+                `episode`, the number of the game in this environment, and `rng`, a generator for this seat and game:
+                then it is called for each game. By default, the agents' ids are the names.
             seed: fixes every random stream; None takes a new one (see `sampler.seed`).
             affinity: CPUs per worker, or an `Affinity`. None pins each worker to one CPU that no other run on this
                 machine has claimed. If too few CPUs are free, no worker is pinned.
@@ -255,6 +264,9 @@ class Sampler(TakesEnvFn, ABC):
             bootstrap_value = true_or_false("bootstrap_value", bootstrap_value)
             if not isinstance(affinity, Affinity):
                 affinity = Affinity(cpus=affinity)
+            if isinstance(agent, Mapping):  # a scripted player may be a function
+                is_function = {name: not isinstance(own, Agent) and callable(own) for name, own in agent.items()}
+                agent = {name: FunctionAgent(own) if is_function[name] else own for name, own in agent.items()}
             self._agents = dict(agent) if isinstance(agent, Mapping) else {SHARED: agent}
             with naming_descriptor_limit(), ExitStack() as resources:
                 self._cpu_claims = CpuClaims()
@@ -328,6 +340,25 @@ class Sampler(TakesEnvFn, ABC):
         if self._seating is None:
             raise ConfigError("seats is for environments of several agents: here, column b is environment b")
         return self._seating.by_policy()
+
+    def set_policy_of(self, policy_of: PolicyOf) -> None:
+        """From the next game of each environment on, this function says which policy plays which agent. Running games
+        are played to their end as they are. It is for a sampler whose first `policy_of` has a parameter `episode` or
+        `rng`.
+
+        Raises `ConfigError` for a sampler with another one, or with `on_worker_failure="restart"`: a new worker would
+        begin with the first function.
+        """
+        with GuardedCall(self._guard, "set_policy_of", *self._idle_states):
+            pool, seating = self._require_pool("set_policy_of"), self._seating
+            if seating is None or seating.chooser is None or self.config.on_worker_failure == "restart":
+                raise ConfigError(
+                    "set_policy_of needs games in turns, a first policy_of with a parameter episode or rng, and "
+                    'on_worker_failure="raise"'
+                )
+            message = ChooseMessage(Chooser.of(policy_of, seating.policies))
+            self._finish_batches(pool, "set_policy_of")
+            self._send(message, "set_policy_of")
 
     # ---- sampling --------------------------------------------------------------------------
 

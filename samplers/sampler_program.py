@@ -247,6 +247,8 @@ class SamplerProgram:
             desks.append(desk_cls(parts, who=p + 1 if len(seating.policies) > 1 else 0, evaluates=is_eval))
         games_cls, collector_cls = (TurnGames, TurnCollector) if seating.in_turns else (Games, LockStepCollector)
         games = games_cls(envs, [desk.envs for desk in desks], streams.env_ranks)
+        if isinstance(games, TurnGames):
+            games.chooser = seating.chooser
         tracker = self._build_tracker(keys_of(seating, streams), of_games=True)
         return collector_cls(games, desks, tracker, streams)
 

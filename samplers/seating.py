@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from keyword import iskeyword
 from typing import Any
 
+import numpy as np
+
 from penstock.buffers import NamedArrays
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
@@ -20,7 +22,7 @@ from penstock.samplers.sampler_plan import SamplerPlan
 #: The name of the policy where one agent plays all seats.
 SHARED = "agent"
 
-#: `policy_of(agent_id)` names the policy of an agent. It may also have a parameter `env_rank`.
+#: `policy_of(agent_id)` names the policy of an agent. It may also have the parameters `env_rank`, `episode` and `rng`.
 PolicyOf = Callable[..., str]
 
 
@@ -33,6 +35,8 @@ class Seating:
     train: Seats
     evaluation: Seats
     in_turns: bool  #: whether the agents of an environment take turns
+    #: Chooses the policy of each seat in each game; None: a seat keeps its policy.
+    chooser: Chooser | None
     width: int  #: the largest number of seats in an environment, plus one for the environment itself
 
     def key(self, env_rank: int, seat: int | None) -> int:
@@ -42,7 +46,7 @@ class Seating:
 
     def n_seats(self, p: int) -> int:
         """How many seats of each environment policy p plays; 0 if their number differs."""
-        numbers = {list(own).count(p) for own in self.train.policy}
+        numbers = {len(self.train.cells(p, range(b, b + 1))) for b in range(len(self.train.agents))}
         return numbers.pop() if len(numbers) == 1 else 0
 
     def with_cells(self, plan: SamplerPlan) -> SamplerPlan:
@@ -80,7 +84,11 @@ class Seating:
                 games[info.env_rank] += 1
             else:
                 b = info.env_rank - side.first_env_rank
-                info.agent_id, info.policy = side.agents[b][seat], self.policies[side.policy[b][seat]]
+                if self.chooser is None:
+                    p = side.policy[b][seat]
+                else:
+                    p, seat = divmod(seat, side.most)
+                info.agent_id, info.policy = side.agents[b][seat], self.policies[p]
 
 
 # ---- finding it -------------------------------------------------------------------------------------
@@ -103,19 +111,31 @@ def find_seating(
     seen = [first]
     views = [[_seen_as(factory, seen) for factory in factories] for factories, _ in sides]
     policies, is_shared = _names(agents), not isinstance(agents, Mapping)
-    choose = _chooser(policy_of, policies, is_shared=is_shared)
+    chooser, in_turns = _chooser(policy_of, policies, is_shared=is_shared), isinstance(first[1], TurnView)
+    if chooser.is_dynamic and not in_turns:
+        raise ConfigError(
+            "policy_of asks for episode or rng, which is for games in turns (AECEnv): where all agents act in each "
+            "step, a seat keeps its policy for the whole run. Let it depend on agent_id and env_rank only"
+        )
     train, evaluation = (
         Seats(
             [view.possible_agents for view in own],
-            [[choose(agent, first_rank + b) for agent in view.possible_agents] for b, view in enumerate(own)],
+            [
+                [chooser(agent, first_rank + b, 0, lambda: np.random.default_rng(0)) for agent in view.possible_agents]
+                for b, view in enumerate(own)
+            ],
             first_rank,
+            len(policies) if chooser.is_dynamic else 0,
         )
         for own, (_, first_rank) in zip(views, sides, strict=True)
     )
     if len({isinstance(view, TurnView) for own in views for view in own}) > 1:
         raise ConfigError("in some environments agents take turns and in others not: use a sampler for each kind")
-    width = max(width, 1 + max(len(view.possible_agents) for own in views for view in own))
-    seating = Seating(policies, is_shared, train, evaluation, isinstance(first[1], TurnView), width)
+    if evaluation.agents and chooser.is_dynamic and evaluation.most != train.most:
+        raise ConfigError("with policy_of for each game, evaluation environments need as many agents as the others")
+    width = max(width, 1 + max(train.most, evaluation.most) * (len(policies) if chooser.is_dynamic else 1))
+    own_chooser = chooser if chooser.is_dynamic else None
+    seating = Seating(policies, is_shared, train, evaluation, in_turns, own_chooser, width)
     return seating, _examples(seating, views, [factories for factories, _ in sides])
 
 
@@ -156,45 +176,56 @@ def _names(agents: object) -> tuple[str, ...]:
     return tuple(agents)
 
 
-def _chooser(
-    policy_of: PolicyOf | None, policies: tuple[str, ...], *, is_shared: bool
-) -> Callable[[AgentId, int], int]:
-    """A function that returns the index of the policy of a seat."""
-    if policy_of is None:
-        if is_shared:
-            return lambda agent, env_rank: 0
-        policy_of = str
-    elif is_shared:
-        raise ConfigError("policy_of needs a dict of agents: initialize({'NAME': agent, ...}, policy_of=...)")
-    elif not callable(policy_of):
-        raise ConfigError(f"policy_of must be a function of agent_id, got {brief(policy_of)}")
-    try:
-        names = set(inspect.signature(policy_of).parameters)
-    except (TypeError, ValueError):  # a class or a function written in C
-        names = set()
-    if unknown := {"episode", "rng"} & names:
-        raise ConfigError(
-            f"policy_of asks for {' and '.join(sorted(unknown))}, but a seat keeps its policy for the whole run: let "
-            "it depend on agent_id and env_rank only"
-        )
+@dataclass(frozen=True)
+class Chooser:
+    """Names the policy of a seat in a game: the index of what `policy_of` returns. Raises `ConfigError`."""
 
-    def choose(agent: AgentId, env_rank: int) -> int:
-        more = {"env_rank": env_rank} if "env_rank" in names else {}
+    policy_of: PolicyOf
+    names: frozenset[str]  #: of its parameters
+    policies: tuple[str, ...]
+
+    @classmethod
+    def of(cls, policy_of: PolicyOf, policies: tuple[str, ...]) -> Chooser:
+        """The chooser for `policies`."""
+        if not callable(policy_of):
+            raise ConfigError(f"policy_of must be a function of agent_id, got {brief(policy_of)}")
         try:
-            name = policy_of(agent, **more)
-        except Exception as error:
-            raise ConfigError(
-                f"policy_of raised {in_one_line(error)} for env_rank {env_rank}, agent {agent!r}"
-            ) from error
-        if name not in policies:
-            hint = ": give policy_of, which names the policy of an agent" if policy_of is str else ""
-            raise ConfigError(
-                f"policy_of returned {name!r} for env_rank {env_rank}, agent {agent!r}, but the policies are "
-                f"{list(policies)}{hint}"
-            )
-        return policies.index(name)
+            names = frozenset(inspect.signature(policy_of).parameters)
+        except (TypeError, ValueError):  # a class or a function written in C
+            names = frozenset()
+        return cls(policy_of, names, policies)
 
-    return choose
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it chooses for each game."""
+        return not self.names.isdisjoint(("episode", "rng"))
+
+    def __call__(self, agent: AgentId, env_rank: int, episode: int, rng: Callable[[], np.random.Generator]) -> int:
+        """`rng` is called if `policy_of` asks for it."""
+        more: dict[str, Any] = {"env_rank": env_rank, "episode": episode}
+        more = {name: value for name, value in more.items() if name in self.names}
+        if "rng" in self.names:
+            more["rng"] = rng()
+        where = f"env_rank {env_rank}, agent {agent!r}"
+        try:
+            name = self.policy_of(agent, **more)
+        except Exception as error:
+            raise ConfigError(f"policy_of raised {in_one_line(error)} for {where}") from error
+        if name not in self.policies:
+            hint = ": give policy_of, which names the policy of an agent" if self.policy_of is str else ""
+            raise ConfigError(
+                f"policy_of returned {name!r} for {where}, but the policies are {list(self.policies)}{hint}"
+            )
+        return self.policies.index(name)
+
+
+def _chooser(policy_of: PolicyOf | None, policies: tuple[str, ...], *, is_shared: bool) -> Chooser:
+    """What chooses the policy of a seat."""
+    if is_shared and policy_of is not None:
+        raise ConfigError("policy_of needs a dict of agents: initialize({'NAME': agent, ...}, policy_of=...)")
+    if is_shared:
+        return Chooser(lambda agent: SHARED, frozenset(), policies)
+    return Chooser(str, frozenset(), policies) if policy_of is None else Chooser.of(policy_of, policies)
 
 
 def _examples(
@@ -205,7 +236,7 @@ def _examples(
     text = "observations {}, actions {}".format
     for side, own_views, own in zip((seating.train, seating.evaluation), views, factories, strict=True):
         for b, (view, factory) in enumerate(zip(own_views, own, strict=True)):
-            for agent, p in zip(side.agents[b], side.policy[b], strict=True):
+            for agent, p in _played(side, b):
                 where = f"env_rank {side.first_env_rank + b}, agent {agent!r}"
                 first = examples.setdefault(p, (factory, agent, view.spaces[agent], where))
                 if first[2] != view.spaces[agent]:
@@ -214,13 +245,20 @@ def _examples(
                         f"{text(*first[2])}; {text(*view.spaces[agent])}. Give them different policies (policy_of), or "
                         "wrap the environment so that their spaces are equal"
                     )
-    in_training = {p for own in seating.train.policy for p in own}
+    in_training = {p for b in range(len(seating.train.agents)) for _, p in _played(seating.train, b)}
     if missing := [name for p, name in enumerate(seating.policies) if p not in in_training]:
         raise ConfigError(
             f"no agent of the training environments has the policy {missing[0]!r}: leave it out, or let policy_of "
             "return it"
         )
     return [examples[p][:2] for p in range(len(seating.policies))]
+
+
+def _played(side: Seats, b: int) -> list[tuple[AgentId, int]]:
+    """The agents of environment b, with each policy that may play them."""
+    if side.n_policies:
+        return [(agent, p) for agent in side.agents[b] for p in range(side.n_policies)]
+    return list(zip(side.agents[b], side.policy[b], strict=True))
 
 
 def column_streams(

@@ -11,7 +11,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from penstock import Agent, AgentStep
+from penstock import Agent, AgentStep, NamedArrays
+from tests.seats_support import Book
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
@@ -104,6 +105,15 @@ class Scripted(Agent):
             found.append(self._actions[column][self._at[column] % len(self._actions[column])])
             self._at[column] += 1
         return AgentStep(np.array(found))
+
+
+class Valuing(Book):
+    """A `Book` that reports its value, as a recurrent agent must."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        value = self.value(observation, prev_action, prev_reward)
+        action, info = super().step(observation, prev_action, prev_reward)
+        return AgentStep(action, NamedArrays(**dict(info.items()), value=value))
 
 
 class Decision:

@@ -27,6 +27,7 @@ from penstock.testing.faults import Trigger
 
 from ..scale import scaled, with_start_methods
 from ..seats_support import Book, Follower, Valued, check_rules
+from ..turns_support import TurnGame
 from .support import ERROR_SECONDS, generator, killer, note
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
@@ -251,3 +252,39 @@ def test_an_evaluation_that_fails_is_told(tmp_path: Path) -> None:
         sampler.initialize(Valued(), seed=0)
         with pytest.raises(WorkerDiedError, match=r"stepping env_rank \d, t=\d \(evaluation, itr=3\)"):
             sampler.evaluate_agent(3)
+
+
+class FaultyTurns(TurnGame):
+    """Has a fault at one move."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        super().__init__(2)
+        self._trigger = None if fault is None else Trigger(fault)
+
+    def step(self, action: Any) -> None:
+        if self._trigger is not None:
+            self._trigger.call()
+        super().step(action)
+
+
+@pytest.mark.parametrize("kind", ["raise", "exit"])
+def test_a_failed_worker_of_games_in_turns_is_replaced(kind: str, tmp_path: Path) -> None:
+    """Only its columns differ, in the batch of the failure and later."""
+    fault = Fault(kind, 60, marker=str(tmp_path / "once"), spare_pid=os.getpid())
+    kwargs: Any = [{"fault": fault} if rank == 3 else {} for rank in range(6)]
+    found = []
+    for env_kwargs, options in (([{}] * 6, {}), (kwargs, {"on_worker_failure": "restart"})):
+        with ParallelSampler(
+            FaultyTurns, env_kwargs=env_kwargs, batch_T=12, batch_B=6, n_workers=3, **options
+        ) as sampler:
+            sampler.initialize(Valued(), seed=4, bootstrap_value=True)
+            found.append([sampler.obtain_samples(itr)[0].copy().numpy() for itr in range(8)])
+            assert sampler.stats().restarts == (1 if options else 0)
+    own, others, differs = slice(4, 8), [0, 1, 2, 3, 8, 9, 10, 11], False
+    for one, other in zip(*found, strict=True):
+        for name, *pair in ((name, x, y) for (name, x), (_, y) in zip(one.leaves(), other.leaves(), strict=True)):
+            left, right = (each[None] if name.split(".")[1].startswith("bootstrap") else each for each in pair)
+            np.testing.assert_array_equal(left[:, others], right[:, others], err_msg=name)
+            differs |= not np.array_equal(left[:, own], right[:, own])
+        assert other.env.valid.all(0).reshape(6, 2).any(1).all(), "one seat of each environment has all rows"
+    assert differs

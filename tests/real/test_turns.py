@@ -145,3 +145,34 @@ def test_the_plain_loop_is_plain() -> None:
     closed, _ = loop.batch()
     assert [(own.action, own.reward) for own in closed["player_1"]] == [(0, 0), (3, 0), (6, 1)]
     assert [(own.action, own.reward) for own in closed["player_2"]] == [(1, 0), (4, -1)]
+
+
+@pytest.mark.parametrize("name", ["kuhn_poker", "leduc_poker", "goofspiel", "matrix_rps", "tic_tac_toe"])
+def test_openspiel_through_shimmy_equals_a_plain_loop(name: str) -> None:
+    """Cards that are dealt and simultaneous moves too."""
+    pytest.importorskip("pyspiel")
+    compatibility = pytest.importorskip("shimmy.openspiel_compatibility", exc_type=ImportError)
+
+    class Seeded(compatibility.OpenSpielCompatibilityV0):  # type: ignore[misc, name-defined]
+        """Each reset is seeded: without a seed, shimmy takes a new one from the operating system."""
+
+        def reset(self, seed: int | None = None, options: Any = None) -> None:
+            self.seed = self.seed + 1 if seed is None else seed
+            super().reset(self.seed, options)
+
+    def env_fn() -> Any:
+        return Seeded(game_name=name)
+
+    T = 6
+    batches, seats, _ = recorded(env_fn, NoValue(mask_key="info.action_mask"), 12, B=3, T=T)
+    each, column_of = loops(batches, seats, env_fn, T)
+    for samples, _ in batches[:-1]:
+        env = samples.env
+        for rank, loop in enumerate(each):
+            for seat, decisions in loop.batch()[0].items():
+                b, n = column_of[rank, seat], len(decisions)
+                assert env.valid[:, b].tolist() == [True] * n + [False] * (T - n)
+                assert env.reward[:n, b].tolist() == [own.reward for own in decisions]
+                assert env.truncated[:n, b].tolist() == [own.truncated for own in decisions]
+                for t, own in enumerate(decisions):
+                    np.testing.assert_allclose(env.observation.observation[t, b], own.observation, rtol=1e-6)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 
 from penstock import (
-    AgentStep,
     AlternatingSampler,
     AsyncSampler,
     GpuSampler,
@@ -26,16 +27,9 @@ from penstock.replays import Replay
 from penstock.targets import Steps, gae, lambda_return, n_step_return, vtrace
 from tests.scale import scaled
 from tests.seats_support import Book, Valued, assert_same, batches_of
-from tests.turns_support import PlainLoop, TurnGame
+from tests.turns_support import PlainLoop, TurnGame, Valuing
 
-
-class Valuing(Book):
-    """A `Book` that reports its value, as a recurrent agent must."""
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        value = self.value(observation, prev_action, prev_reward)
-        action, info = super().step(observation, prev_action, prev_reward)
-        return AgentStep(action, NamedArrays(**dict(info.items()), value=value))
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
 
 def recorded(

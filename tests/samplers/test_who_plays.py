@@ -1,0 +1,126 @@
+"""Games in turns whose players change from game to game."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from penstock import AsyncSampler, ParallelSampler, RandomAgent, Sampler, SerialSampler
+from penstock.envs import ScriptedGame
+from penstock.errors import ConfigError, SamplerBrokenError
+from tests.seats_support import Published, assert_same, batches_of
+from tests.turns_support import TurnGame, Valuing
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
+
+
+def drawn(agent_id: str, env_rank: int, episode: int, rng: np.random.Generator) -> str:
+    """Draws the player, and shows what it was asked with."""
+    return "main" if rng.random() < 0.4 + 0.1 * env_rank else ("past", "other")[episode % 2]
+
+
+def in_turn(agent_id: str, episode: int) -> str:
+    return "main" if agent_id == f"a{episode % 2}" else "past"
+
+
+def zeros(observation: Any) -> Any:
+    """A scripted player."""
+    return np.zeros(len(observation), np.int64)
+
+
+def agents() -> dict[str, Any]:
+    return {"main": Valuing(), "past": Valuing(), "other": RandomAgent()}
+
+
+@pytest.mark.parametrize(
+    ("cls", "n_workers"), [(ParallelSampler, 1), (ParallelSampler, 2), (ParallelSampler, 4), (AsyncSampler, 3)]
+)
+def test_the_same_players_for_any_number_of_workers(cls: type[Sampler], n_workers: int) -> None:
+    options: Any = {"policy_of": drawn, "bootstrap_value": False, "evaluate": True}
+    one = batches_of(SerialSampler, TurnGame, agents(), **options)
+    assert_same(one, batches_of(cls, TurnGame, agents(), n_workers=n_workers, **options))
+    # Each policy has a column for each seat. The seats that it does not play have no rows.
+    played = {
+        name: sum(samples[name].env.valid.sum() for samples, _ in one if samples is not None) for name in agents()
+    }
+    assert min(played.values()) > 50
+
+
+def test_each_decision_is_of_one_policy_and_games_are_whole() -> None:
+    with SerialSampler(partial(TurnGame, 2), batch_T=12, batch_B=3, max_decorrelation_steps=0) as sampler:
+        sampler.initialize({"main": Valuing(), "past": zeros}, policy_of=in_turn, seed=2)
+        n, seats, games = 0, sampler.seats(), dict[Any, dict[Any, str]]()
+        assert seats["main"] == seats["past"]
+        for itr in range(30):
+            batch, infos = sampler.obtain_samples(itr)
+            n += sum(int(own.env.valid.sum()) for own in batch.values())
+            assert not batch.past.agent.action.any()
+            for info in infos:
+                game = games.setdefault((info.env_rank, info.episode), {})
+                game[info.agent_id] = info.policy
+        (worker,) = sampler.stats().workers
+        assert n <= worker.steps <= n + 12, "the decisions of all policies, and those that are open"
+    whole = [(key, game) for key, game in games.items() if None in game]
+    assert len(whole) > 50
+    for (_, episode), game in whole:
+        for agent_id, policy in game.items():
+            assert policy == (None if agent_id is None else in_turn(agent_id, episode))
+
+
+def test_set_policy_of_changes_no_running_game() -> None:
+    with ParallelSampler(partial(TurnGame, 2), batch_T=10, batch_B=4, n_workers=2) as sampler:
+        sampler.initialize(agents(), policy_of=lambda agent_id, episode: "main", seed=0)
+        running = [0] * 4
+        for itr in range(6):
+            for info in sampler.obtain_samples(itr)[1]:
+                if info.agent_id is None:
+                    running[info.env_rank] = info.episode + 1
+        sampler.set_policy_of(lambda agent_id: "past")
+        for itr in range(6, 14):
+            for info in sampler.obtain_samples(itr)[1]:
+                if info.agent_id is not None:
+                    assert info.policy == ("main" if info.episode <= running[info.env_rank] else "past")
+        assert info.policy in ("past", None)
+        with pytest.raises(ConfigError, match="policy_of must be a function of agent_id, got 3"):
+            sampler.set_policy_of(3)  # type: ignore[arg-type]
+
+
+def test_a_frozen_opponent_stays_as_it_is() -> None:
+    main, past = Published(), Published()
+    with ParallelSampler(partial(TurnGame, 2), batch_T=4, batch_B=2, n_workers=2) as sampler:
+        sampler.initialize({"main": main, "past": past}, policy_of=in_turn, seed=0)
+        for itr in range(100):
+            batch, _ = sampler.obtain_samples(itr)
+            for name, number in (("main", itr), ("past", 0)):
+                own = batch[name]
+                rows = own.env.valid.clone()
+                rows[0] = False  # it may be a decision of the batch before
+                assert (own.agent.agent_info.number[rows] == number).all()
+            main.publish()
+        assert past.number == 0
+        past.number = main.number.copy()  # the next opponent
+        past.sync_shared_memory()
+        batch, _ = sampler.obtain_samples(100)
+        rows = batch.past.env.valid.clone()
+        rows[0] = False
+        assert (batch.past.agent.agent_info.number[rows] == 100).all()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    sampler = SerialSampler(ScriptedGame, batch_T=4, batch_B=1)
+    with sampler, pytest.raises(ConfigError, match="policy_of asks for episode or rng, which is for games in turns"):
+        sampler.initialize(agents(), policy_of=in_turn)
+    with SerialSampler(TurnGame, batch_T=4, batch_B=1) as sampler:
+        sampler.initialize({"main": RandomAgent()}, policy_of=lambda agent_id: "main", seed=0)
+        with pytest.raises(ConfigError, match="set_policy_of needs games in turns, a first policy_of with"):
+            sampler.set_policy_of(lambda agent_id: "main")
+    with SerialSampler(TurnGame, batch_T=50, batch_B=1, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(agents(), policy_of=lambda agent_id, episode: "main" if episode < 2 else "nobody", seed=0)
+        with pytest.raises(SamplerBrokenError, match=r"policy_of returned 'nobody' for env_rank 0, agent 'a0'"):
+            for itr in range(9):
+                sampler.obtain_samples(itr)
