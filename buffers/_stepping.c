@@ -174,11 +174,13 @@ PyObject *penstock_step_ordinary(PyObject *Py_UNUSED(module), Arguments argument
 
 /* ---- games ------------------------------------------------------------------------------------- */
 
-/* Whether the keys of `dict`, or the items of a list, are `agents`, in this order: the same objects, or equal texts. */
+/* Whether both are texts, and equal. */
 static int is_text(PyObject *one, PyObject *other) {
     return PyUnicode_CheckExact(one) && PyUnicode_CheckExact(other) && PyUnicode_Compare(one, other) == 0;
 }
 
+/* Whether the keys of the dict `found`, or the items of the list, are `agents`, in this order: the same objects, or
+   equal texts. */
 static int has_agents(PyObject *found, PyObject *agents) {
     PyObject *key, *value;
     Py_ssize_t position = 0, n = PyList_GET_SIZE(agents);
