@@ -40,10 +40,8 @@ class ParameterServer:
         self._waiting: list[Letter] = []
         self._version: list[int] | None = None
         self._packed: Any = None
-        self._n_sent, self._holders = (
-            0,
-            list[Any](),
-        )  # of this version: whom it was sent to, and the places that have it
+        # Of this version: how often it was sent, and the places that have it, or get it now.
+        self._n_sent, self._holders = 0, list[Any]()
         self._inbox = offer(wire, names, self._key)
 
     def publish(self, version: int, parameters: Mapping[str, Any]) -> None:

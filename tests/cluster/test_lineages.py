@@ -220,7 +220,7 @@ def test_actors_are_held_back_and_nobody_waits_for_ever(
     trainers = {
         f"trainer{i}": partial(Rank, Learns, plan, batch=batch, max_staleness=max_staleness) for i in range(n_trainers)
     }
-    start(panel, **trainers, **{f"actor{i}": partial(makers[f"actor/{i}"], 0) for i in range(n_actors)})
+    start(panel, **trainers, **{f"actor{i}": makers[f"actor/{i}"] for i in range(n_actors)})
     # With "one", a trainer may have no actor.
     have_learned = any if routing == "one" else all
     wait_until(lambda: have_learned(panel.stats()[f"{name}/0"].get("version", 0) >= 30 for name in trainers), 60)

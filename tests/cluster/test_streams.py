@@ -187,7 +187,8 @@ def test_parameters_that_cannot_be_read_are_reported(trial: Trial, monkeypatch: 
     server = ParameterServer(*trial.join(), "policy")
     wire, names = trial.join()
     client = ParameterClient(wire, names, "policy")
-    assert client.newer() is None
+    # It must know the trainer before, since it cannot read what the name table says either.
+    wait_until(lambda: client.newer() is None and client._trainer is not None)
     monkeypatch.setattr(wire.transport, "unpack", _refuse)
     server.publish(1, {"weight": np.zeros(3)})
 
@@ -199,7 +200,7 @@ def test_parameters_that_cannot_be_read_are_reported(trial: Trial, monkeypatch: 
             return True
         return False
 
-    wait_until(fails)
+    wait_until(fails, 30)  # a lost request is sent again after 10 s
 
 
 def test_routings_are_checked() -> None:
