@@ -82,7 +82,8 @@ class EnvBuilder:
                 try:
                     env.close()
                 except Exception as error:  # it may use a connection that is lost
-                    _log.warning("closing env_rank %d, whose game has failed: %s", context.env_rank, in_one_line(error))
+                    text = "env.close of env_rank %d raised, after its game had failed: %s"
+                    _log.warning(text, context.env_rank, in_one_line(error))
             return self.build(factory, context, Phase.RENEWING)
 
     def _at(self, context: EnvContext, phase: Phase = Phase.BUILDING) -> None:

@@ -46,9 +46,12 @@ class Renewals:
             env_rank = self.streams.env_ranks[column]
             if len(recent) >= self.max_renewals:
                 self.is_exhausted = True
-                limit = f"max_renewals={self.max_renewals} are used up"
-                text = f"{len(recent) + 1} renewals of env_rank {env_rank} in {self.window:g} s: {limit}"
-                raise GameError("\n".join([f"{text}; earlier:", *recent, str(error)])) from error
+                text = (
+                    f"env_rank {env_rank} was built again {len(recent)} times in {self.window:g} s "
+                    f"(max_renewals={self.max_renewals}), and its game has failed again. Raise max_renewals, or find "
+                    f"out why it fails.{' Earlier failures:' if recent else ''}"
+                )
+                raise GameError("\n".join([text, *recent, str(error)])) from error
             history.append((now, in_one_line(error)))
             self.progress.count_renewal(is_cut=is_cut)
             cut = ", and its episode is cut" if is_cut else ""

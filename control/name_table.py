@@ -89,7 +89,7 @@ class NameHost:
         table, number = since
         sync = _Sync(letter, owner, frozenset(roots), number if table == names.id else -1, now + pace)
         if sync.since < 0 or names.number - sync.since > PAGE:
-            return [(letter, self._told(sync))]
+            return [(letter, self._answer_to(sync))]
         if sync.roots.isdisjoint(names.changed_prefixes(sync.since)):
             sync.since = names.number
         else:
@@ -98,7 +98,7 @@ class NameHost:
         self._syncs[owner] = sync
         return [] if old is None else [(old.letter, None)]
 
-    def _told(self, sync: _Sync) -> dict[str, Any]:
+    def _answer_to(self, sync: _Sync) -> dict[str, Any]:
         """The answer to a sync."""
         changes, last = self._names.changes(sync.roots, sync.since)
         keys = sorted(self._names.keys_of(sync.owner))
@@ -112,7 +112,7 @@ class NameHost:
             answers = []
             for owner, sync in list(self._syncs.items()):
                 if sync.until <= now or not sync.roots.isdisjoint(changed):
-                    answers.append((self._syncs.pop(owner).letter, self._told(sync)))
+                    answers.append((self._syncs.pop(owner).letter, self._answer_to(sync)))
                 else:
                     sync.since = self._looked_at
         for letter, answer in answers:
@@ -140,8 +140,9 @@ class NameClient:
     All calls raise `NoReplyError` if the table cannot be reached for `timeout` seconds.
 
     Args:
+        wire: the requests go over it, and its id is the owner of the names.
         address: where the table is.
-        timeout: seconds.
+        timeout: seconds that a call waits for the table.
         lease: seconds after which the names are deleted, unless a thread of the wire renews them. With very many
             clients, the table keeps them longer.
     """
@@ -285,15 +286,15 @@ class NameClient:
             self._unsent = set()
             with contextlib.suppress(ClusterError):  # the table was lost just now: the next tick tries again
                 self._sync = sync = self._live_peer().ask(message, _SILENT_SECONDS, patience=_PATIENCE_SECONDS)
-                sync.add_done_callback(self._told)
+                sync.add_done_callback(self._on_sync)
 
-    def _told(self, sync: Future[Any]) -> None:
+    def _on_sync(self, future: Future[Any]) -> None:
         """The table has answered a sync."""
         with self._changed:
-            if sync is not self._sync:
+            if future is not self._sync:
                 return  # a newer one was sent
             self._sync = None
-            answer = None if sync.exception() is not None else sync.result()
+            answer = None if future.exception() is not None else future.result()
             if answer is None:
                 return  # the next tick sends another one
             self.heard = now = time.monotonic()

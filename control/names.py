@@ -31,7 +31,7 @@ class Names:
     """Path keys such as `trial0/workers/actor/3`, each with a value and an owner.
 
     Each owner has one lease, which it renews for as long as it runs. When the lease has run out, its entries are
-    deleted, except lasting ones. Changes are numbered: who has seen all entries asks for those that changed since.
+    deleted, except lasting ones. Changes are numbered: a client that knows all entries asks only for later changes.
 
     Args:
         clock: returns seconds; it never goes back.
@@ -133,7 +133,7 @@ class Names:
         return {prefix for key in self._log[max(0, since - self._begin) :] for prefix in prefixes(key)}
 
     def expire(self) -> None:
-        """Delete what has no lease any more."""
+        """Delete entries whose lease has ended."""
         now = self._clock()
         while self._deadlines and self._deadlines[0][0] <= now:
             owner = heapq.heappop(self._deadlines)[1]

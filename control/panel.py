@@ -258,7 +258,7 @@ class ControlPanel:
         second and when its status changes, or less often if there are more than 300 workers. `age` is how many seconds
         ago they came. For a worker that sends none: `status`, and the error that ended it as `text`.
 
-        Raises `NoReplyError` if the name table was silent for some seconds more than `timeout`.
+        Raises `NoReplyError` if the name table was silent for more than `timeout` + 9 seconds.
         """
         self._check_open()
         if time.monotonic() - self.names.heard > timeout + 3 * LEASE_SECONDS:

@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.5  # between two tries to reach an inbox that was lost
 class Inboxes:
     """The inboxes that can be reached, of all that the name table has below `root`."""
 
-    def __init__(self, wire: Wire, names: NameClient, root: str, credit: int) -> None:
+    def __init__(self, names: NameClient, root: str, credit: int) -> None:
         self._names, self._root, self._credit = names, root, credit
         self._peers: dict[str, Peer] = {}
         self._version, self._look_at = -1, 0.0
@@ -74,7 +74,7 @@ class SampleProducer:
             raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {routing!r}")
         integer("credit", credit, 1)
         self._stream, self._routing, self._name = stream, routing, name
-        self._consumers = Inboxes(wire, names, f"streams/{stream}", credit)
+        self._consumers = Inboxes(names, f"streams/{stream}", credit)
         self._lock = threading.Lock()  # of what the callback changes too
         self._returned: list[Any] = []  # pieces of consumers that have ended
         self._n_waiting = 0  # how often a piece was sent that its consumer has not taken yet
@@ -227,7 +227,7 @@ class InferenceClient:
         generation: int = 0,
     ) -> None:
         self._generation = generation
-        self._servers = Inboxes(wire, names, f"policies/{stream}", 1)
+        self._servers = Inboxes(names, f"policies/{stream}", 1)
         self._wire, self._stream, self._name, self._timeout = wire, stream, name, timeout
         self._index, self._is_over = zlib.crc32(name.encode()), is_over
         self._server: str | None = None  # the place of the server that was asked last

@@ -46,13 +46,15 @@ class GameProcess:
         start_timeout: seconds from the start until it must be ready.
         start_tries: how often to start it, each time on other ports, if another program takes its port in between.
         reply_timeout: seconds for each reply through `connect()`.
-        quit: asks the game to end, with this object as its argument. Otherwise SIGTERM does.
-        stop_timeout: seconds until a game that was asked to end is killed.
+        quit: asks the game to end, with this object as its argument, before SIGTERM does.
+        stop_timeout: seconds that `quit` may take, that the game has to end after it, and again after SIGTERM. Then all
+            its processes are killed. If `quit` takes longer, they are killed at once.
         log_lines: most lines of the game's output that an error quotes.
         log_file: where to append the output, `{port}` included; None keeps the end of it in a file without a name.
         renew_every: `end_episode` starts the game again after so many episodes.
-        max_rss: bytes, or text such as "4 GB": `end_episode` starts the game again if all its processes use more. With
-            twice as much in an episode, the connection raises `GameError`.
+        max_rss: bytes, or text such as "4 GB": `end_episode` starts the game again if all its processes use more. In an
+            episode, only `request` of the connection looks at the memory, every 5 s. With more than twice as much, it
+            raises `GameError`.
         spares: how many started games to keep in reserve, for this command and in this process.
         environ: environment variables of the game, besides those of this process.
         cwd: the folder of the game.
@@ -162,7 +164,10 @@ class GameProcess:
                 break
             except PortTaken as taken:
                 if attempt == self._options.start_tries:
-                    raise self.error(f"has no port: {taken} between lease and start, {attempt} times") from None
+                    raise self.error(
+                        f"was started {attempt} times (start_tries), and each time another program had its port. The "
+                        f"last one: {taken}. Give start= and stop= a range that nobody else uses"
+                    ) from None
                 self._end()
                 self._launch()
 
@@ -171,6 +176,9 @@ class GameProcess:
 
         Raises `GameError` if it is not ready in time, or refuses the connection.
         """
+        if not self._options.ports:
+            instead = "use wait_ready() and your own connection"
+            raise ConfigError(f"connect needs a port, but the game has ports=0: {instead}")
         number = integer("port", port, 0, self._options.ports - 1)
         if self._options.protocol != "tcp":
             raise ConfigError("connect is for TCP: use a socket of your own with game.ports")
@@ -184,8 +192,10 @@ class GameProcess:
                 address = _ANYWHERE.get(host, host), game.ports[number]
                 connection = socket.create_connection(address, timeout=self._reply_timeout)
         except OSError as error:
-            ended = game.exit_text()
-            raise self.error(f"ended with {ended}" if ended else f"accepts no connection: {error}") from None
+            what = f"accepts no connection: {error}"
+            if game.listeners and isinstance(error, TimeoutError):
+                what = f"made no connection to port {game.ports[number]} within reply_timeout={self._reply_timeout:g} s"
+            raise self.error(f"ended with {ended}" if (ended := game.exit_text()) else what) from None
         self._sockets = [each for each in self._sockets if each.socket.fileno() >= 0]
         self._sockets.append(GameSocket(connection, game, self._reply_timeout, self._max_rss))
         return self._sockets[-1]
@@ -260,12 +270,16 @@ class GameProcess:
             with self.deadline(limit):
                 quit(self)
         except Exception as error:  # it is ended in any case
-            warnings.warn(f"quit of the game raised {type(error).__name__}: {error}", RuntimeWarning, stacklevel=4)
+            what = f"raised {type(error).__name__}: {error}"
+            if game.was_killed:
+                what = f"took more than {limit:g} s, so the game was killed"
+            warnings.warn(f"quit of the game {what}", RuntimeWarning, stacklevel=4)
         game.ends_within(limit)
 
     def close(self) -> None:
-        """End the game and release its ports: `quit` or SIGTERM, after `stop_timeout` SIGKILL for all its processes.
-        It may be called twice. In a fork of this process, it only closes descriptors."""
+        """End the game and release its ports. It calls `quit` and waits, then sends SIGTERM and waits, then kills all
+        processes of the game. Each of these takes at most `stop_timeout` seconds; if `quit` takes longer, the game is
+        killed at once. It may be called twice. In a fork of this process, it only closes descriptors."""
         try:
             self._end()
         finally:
@@ -295,7 +309,7 @@ class GameProcess:
 
 
 def _late(game: RunningGame, limit: float) -> GameError:
-    return game.error(f"took more than {limit:g} s in a deadline, and was killed")
+    return game.error(f"was killed, because the block `with game.deadline({limit:g})` took longer")
 
 
 def _bytes(value: int | str) -> int:
@@ -321,7 +335,7 @@ class _Spares:
 
     @classmethod
     def of(cls, options: GameOptions, n: int) -> _Spares:
-        """Those for `options`, with one more user."""
+        """The reserve for `options`. It counts the caller as a user."""
         own = _spares.setdefault((os.getpid(), options), cls(options))
         own.n, own.users = max(own.n, n), own.users + 1
         return own

@@ -14,11 +14,12 @@ from penstock.games.running import RunningGame
 _AT_ONCE = 1 << 16
 _END_SECONDS = 0.2  # the connection of a killed game closes before its exit code is there
 _WATCH_SECONDS = 5.0
+_NOT_READ = "did not read the request"
 
 
 class GameSocket:
-    """A TCP connection to a game. Every call ends within `reply_timeout` seconds, or raises `GameError`; after that,
-    every later call raises the same error, since a late reply would be taken for the next one.
+    """A TCP connection to a game. Each wait for the game lasts at most `reply_timeout` seconds. Then the call raises
+    `GameError`. Every later call raises the same error, since a late reply would be taken for the next one.
 
     `GameProcess.connect` makes it. `socket` is the socket itself, which has the same limit: its `recv` and `send` raise
     `BlockingIOError` after this time.
@@ -51,7 +52,7 @@ class GameSocket:
                 self._watch_memory()
             self._send(line)
         except OSError as error:
-            self._fail(error)
+            self._fail(error, _NOT_READ)
         return self.receive_line()
 
     def receive_line(self) -> bytes:
@@ -65,11 +66,11 @@ class GameSocket:
             self._fail(error)
 
     def send(self, data: bytes) -> None:
-        """Send bytes."""
+        """Send `data`. It does not wait for a reply."""
         try:
             self._send(data)
         except OSError as error:
-            self._fail(error)
+            self._fail(error, _NOT_READ)
 
     def receive(self, n: int) -> bytes:
         """Exactly `n` bytes."""
@@ -119,12 +120,12 @@ class GameSocket:
             self._fail(error)
         self._raise(_unasked(data))
 
-    def _fail(self, error: OSError) -> NoReturn:
+    def _fail(self, error: OSError, late: str = "sent no reply") -> NoReturn:
         if isinstance(error, BlockingIOError):
             if ended := self._game.exit_text():  # another process of the game holds the connection
                 self._raise(f"ended with {ended}")
             memory = f"{self._game.rss() / 1e9:.2g} GB"
-            self._raise(f"sent no reply within reply_timeout={self._timeout:g} s; it runs ({memory})")
+            self._raise(f"{late} within reply_timeout={self._timeout:g} s; it runs ({memory})")
         if not self._error and self.socket.fileno() < 0:
             raise GameError("the connection to the game was closed by close() or renew(): call connect() again")
         self._game.ends_within(_END_SECONDS)

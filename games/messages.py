@@ -81,7 +81,9 @@ class Connection:
         else:
             start, length = 4, 4 + (int.from_bytes(data[:4], "big") if len(data) >= 4 else 0)
         if length - start > self._limit:
-            raise ValueError(f"a message of {length:,} bytes or more: {bytes(data[:60])!r}")
+            raise ValueError(
+                f"a message of {length:,} bytes or more, the limit is {self._limit:,}: {bytes(data[:60])!r}"
+            )
         if length > len(data):
             self._searched = len(data)
             return None
@@ -120,7 +122,8 @@ def described(space: gym.Space[Any]) -> Any:
         return {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         return {"shape": list(space.shape), "dtype": str(space.dtype)}
-    raise ConfigError(f"a ServedGame cannot send values of {brief(space)}: use Box, Discrete, Dict or Tuple")
+    usable = "Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple"
+    raise ConfigError(f"a ServedGame cannot send values of {brief(space)}: use {usable}")
 
 
 def encoded(space: gym.Space[Any], value: Any) -> Any:

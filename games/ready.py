@@ -95,7 +95,7 @@ def _has_port(game: RunningGame, port: int) -> bool:
     if not found:
         return False
     if not found & game.socket_inodes():
-        raise PortTaken(f"port {port} was taken by {_owner(port, game.protocol)}")
+        raise PortTaken(f"port {port}, {_owner(port, game.protocol)}")
     return True
 
 
@@ -103,7 +103,7 @@ def refuse_taken_ports(game: RunningGame) -> None:
     """Raise `PortTaken` if a stranger uses a port of a game that has ended: this may be why it has."""
     for port in game.ports:
         if sockets_at(port, game.protocol) - game.socket_inodes():
-            raise PortTaken(f"port {port} was taken by {_owner(port, game.protocol)}")
+            raise PortTaken(f"port {port}, {_owner(port, game.protocol)}")
 
 
 def sockets_at(port: int, protocol: str, *, listening: bool = False) -> set[str]:

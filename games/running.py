@@ -121,11 +121,11 @@ class RunningGame:
         program, folder = self.command[0], self.options.cwd or os.getcwd()
         file = Path(folder, program) if os.sep in program else Path(shutil.which(program, path=path) or "")
         if not os.path.isdir(folder):
-            raise GameError(f"the folder of the game is not there: cwd={folder!r}")
+            raise GameError(f"cwd={folder!r} is no folder: give one that exists")
         if not file.is_file():
-            raise GameError(f"command not found: {program!r} (cwd {folder!r})")
+            raise GameError(f"command not found: {program!r} (cwd {folder!r}). Give its full path")
         if not os.access(file, os.X_OK):
-            raise GameError(f"not executable: {str(file)!r}: chmod +x")
+            raise GameError(f"{str(file)!r} is not executable: run chmod +x on it")
 
     def _open_log(self) -> None:
         if self.options.log_file is None:
@@ -133,7 +133,11 @@ class RunningGame:
                 self._output = os.dup(file.fileno())
         else:
             name, flags = self.options.fill(self.ports, self.options.log_file), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
-            self._output = os.open(name, flags, 0o644)
+            try:
+                self._output = os.open(name, flags, 0o644)
+            except OSError as error:
+                advice = "Create its folder, or give another path"
+                raise GameError(f"log_file={name!r} cannot be written: {error.strerror}. {advice}") from None
         # It appends, so that it goes on at the new end if the file is cut.
         fcntl.fcntl(self._output, fcntl.F_SETFL, fcntl.fcntl(self._output, fcntl.F_GETFL) | os.O_APPEND)
         self._output_start = os.fstat(self._output).st_size

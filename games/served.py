@@ -33,9 +33,9 @@ class ServedGame(gym.Env[Any, Any]):
     Args:
         observation_space, action_space: of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple.
         port: where to listen. With None, a free port is leased.
-        host: the address to listen at. Others than those of this machine alone (loopback) need a `token`.
+        host: the address to listen at. An address that other machines can reach needs a `token`.
         token: a text that the client must send in its first message.
-        wait: seconds in which `reset` waits for a client.
+        wait: seconds for which `reset` waits for a client.
         reply_timeout: seconds that the client may be silent while the environment waits for it.
         reconnect: seconds in which a client that has lost its connection must come back.
         command: starts the game in the constructor, and again for the next `reset` after its client has gone. `{port}`
@@ -214,7 +214,7 @@ class ServedGame(gym.Env[Any, Any]):
         """The client's next message, which must have the entry `kind`."""
         while True:
             while self._client is not None and (message := self._client.message()) is not None:
-                if self._is_next(message, kind):
+                if self._accept(message, kind):
                     return message
             left, client = self._until - time.monotonic(), self._client
             ready = [descriptor for descriptor, _ in self._poll.poll(max(0.0, min(left, 0.1)) * 1000)]
@@ -227,8 +227,8 @@ class ServedGame(gym.Env[Any, Any]):
             for stranger in [each for each in self._strangers.values() if each.until < time.monotonic()]:
                 self._refuse(stranger, "it did not say hello in time")
 
-    def _is_next(self, message: dict[str, Any], kind: str) -> bool:
-        """Whether the client's next numbered message has come. All others are dealt with."""
+    def _accept(self, message: dict[str, Any], kind: str) -> bool:
+        """Handle a message. Returns whether it is the numbered message that was waited for."""
         assert self._client is not None
         if message.get("beat") is True:
             self._until = time.monotonic() + self._reply_timeout

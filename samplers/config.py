@@ -255,8 +255,12 @@ class SamplerConfig:
         for cls in self.renew_on if isinstance(self.renew_on, tuple) else (self.renew_on,):
             if not (isinstance(cls, type) and issubclass(cls, Exception)):
                 raise ConfigError(f"renew_on must be a tuple of exception classes, got {brief(self.renew_on)}")
-            if issubclass(SpaceError, cls) or issubclass(StopCollecting, cls):
-                raise ConfigError(f"renew_on={cls.__name__} includes errors that a new game does not cure: be narrower")
+            not_cured = ((SpaceError, "SpaceError"), (StopCollecting, "penstock's own signals"))
+            if included := " and ".join(name for each, name in not_cured if issubclass(each, cls)):
+                raise ConfigError(
+                    f"renew_on must not contain {cls.__name__}, since it includes {included}: name the exceptions of "
+                    "your game's library"
+                )
         if self.on_game_failure == "raise":
             if self.renew_on:
                 raise ConfigError('renew_on needs on_game_failure="renew"')

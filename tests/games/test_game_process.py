@@ -99,6 +99,14 @@ def test_after_an_error_no_late_reply_is_taken_for_another() -> None:
             play(connection, 1)
 
 
+def test_a_game_that_does_not_read() -> None:
+    with game(reply_timeout=0.2) as own:
+        connection = own.connect()
+        connection.send(b'{"fault": "hang"}\n')
+        with pytest.raises(GameError, match=r"did not read the request within reply_timeout=0\.2 s; it runs"):
+            connection.request(b"1" * 20_000_000 + b"\n")
+
+
 def test_a_late_start_and_replies_in_parts() -> None:
     with game("late_start") as own:
         connection = own.connect()
@@ -149,6 +157,9 @@ def test_places_of_ports_are_filled() -> None:
         assert own.tail() == [f"{[str(a), f'-a={a}:{b}', f'{a},{b}', '{other}', '{}']} p{b} {a},{b}"]
         with pytest.raises(ConfigError, match="connect is for TCP"):
             own.connect()
+    says = r"connect needs a port, but the game has ports=0: use wait_ready\(\)"
+    with GameProcess(["sleep", "99"], ports=0, ready=Prints("x")) as own, pytest.raises(ConfigError, match=says):
+        own.connect()
 
 
 def test_a_port_that_is_taken_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +179,8 @@ def test_a_port_that_is_taken_at_the_last_moment(monkeypatch: pytest.MonkeyPatch
     steals = 10
     with game() as own, pytest.raises(GameError) as caught:
         own.connect()
-    says = rf"has no port: port \d+ was taken by pid {os.getpid()} \(.*\) between lease and start, 3 times\n"
+    says = r"was started 3 times \(start_tries\), and each time another program had its port. The last one: port \d+, "
+    says += rf"pid {os.getpid()} \(.*\)\. Give start= and stop= a range that nobody else uses\n"
     assert re.search(says, str(caught.value))
     assert len(thieves) == 4
     for thief in thieves:
@@ -182,6 +194,8 @@ def test_other_ways_to_be_ready(kind: str) -> None:
     if kind == "connects":
         with GameProcess([sys.executable, "-c", client, "{port}"], ready=Connects(), **SHORT) as own:
             assert own.connect().request(b"hello\n") == b"HELLO"
+            with pytest.raises(GameError, match=rf"made no connection to port {own.ports[0]} within reply_timeout=1 s"):
+                own.connect()
         return
 
     def answers(ports: tuple[int, ...]) -> bool:
@@ -240,7 +254,8 @@ def test_a_deadline_frees_a_library_that_blocks() -> None:
         with own.deadline(5.0):
             play(connection, 1)
         connection.socket.settimeout(60)
-        with pytest.raises(GameError, match=r"took more than 0.2 s in a deadline, and was killed"), own.deadline(0.2):
+        says = r"was killed, because the block `with game.deadline\(0.2\)` took longer"
+        with pytest.raises(GameError, match=says), own.deadline(0.2):
             connection.socket.recv(10)  # as a library in C
         own.renew()
         with pytest.raises(ValueError, match="mine"), own.deadline(5.0):
@@ -283,10 +298,10 @@ def test_arguments_that_cannot_work(command: Any, options: dict[str, Any], says:
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "game").write_text("")
     for command, cwd, says in (
-        ("./nothing", tmp_path, f"command not found: './nothing' (cwd '{tmp_path}')"),
+        ("./nothing", tmp_path, f"command not found: './nothing' (cwd '{tmp_path}'). Give its full path"),
         ("no-such-command", None, f"command not found: 'no-such-command' (cwd {os.getcwd()!r})"),
-        ("./game", tmp_path, "not executable: "),
-        ("sh", tmp_path / "no", "the folder of the game is not there"),
+        ("./game", tmp_path, f"'{tmp_path}/game' is not executable: run chmod +x on it"),
+        ("sh", tmp_path / "no", f"cwd='{tmp_path}/no' is no folder: give one that exists"),
     ):
         with pytest.raises(GameError, match="^" + re.escape(says)):
             GameProcess([command], cwd=cwd)
@@ -297,6 +312,9 @@ def test_output_may_go_to_a_file(tmp_path: Path) -> None:
         own.connect()
         file = tmp_path / f"{own.ports[0]}.txt"
     assert file.read_text() == "starting \nlistening\n"
+    says = f"log_file='{tmp_path}/no/log' cannot be written: No such file or directory. Create its folder, or"
+    with pytest.raises(GameError, match=re.escape(says)):
+        game(log_file=tmp_path / "no" / "log")
 
 
 def test_quit_asks_the_game(tmp_path: Path) -> None:
@@ -317,7 +335,7 @@ def test_quit_asks_the_game(tmp_path: Path) -> None:
         own.connect()
     own = game(quit=lambda own: connection.socket.recv(1))
     connection = own.connect()
-    with pytest.warns(RuntimeWarning, match="quit of the game raised GameError: .* took more than 0.2 s"):
+    with pytest.warns(RuntimeWarning, match="quit of the game took more than 0.2 s, so the game was killed"):
         own.close()
 
 

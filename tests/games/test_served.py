@@ -641,7 +641,7 @@ def test_a_client_that_does_not_wait_for_answers_is_named(served: Any) -> None:
     ("hello", "why"),
     [
         (b"GET / HTTP/1.1\n", "no JSON object: b'GET / HTTP/1.1\\n'"),
-        (b"\x80\x04\x95" + b"\0" * 4093, "a message of 4,097 bytes or more: b'\\x80\\x04\\x95"),
+        (b"\x80\x04\x95" + b"\0" * 4093, "a message of 4,097 bytes or more, the limit is 4,096: b'\\x80\\x04\\x95"),
         (b'{"hello": 2}\n', "it must say hello with protocol 1, got {'hello': 2}"),
         (b'{"n": 1, "begin": [0, 0, 0]}\n', "it must say hello with protocol 1"),
         (b'{"hello": 1, "session": "17"}\n', "this session has ended"),
@@ -682,7 +682,7 @@ def test_messages_have_a_limit(served: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("penstock.games.messages.MAX_MESSAGE", 100_000)
     with playing(env) as client:
         client.write(b"[" + b" " * 100_000)
-        assert "a message of 100,001 bytes or more: b'[   " in _error(lambda: env.step(0))
+        assert "a message of 100,001 bytes or more, the limit is 100,000: b'[   " in _error(lambda: env.step(0))
 
 
 # ---- any bytes, cut anywhere -------------------------------------------------------------------
