@@ -173,6 +173,8 @@ class TurnGames(Games):
             if agent not in places:
                 self._require_known(e, [agent])
             columns, column = places[agent]
+            if agent not in raw.agents:
+                raise SpaceError(f"env_rank {columns.env_ranks[column]} is env.agent_selection, but not in env.agents")
             result = env.last()  # type: ignore[attr-defined]
             if result.__class__ is not tuple or len(result) != 5:
                 raise _not_five(columns.env_ranks[column], result)

@@ -23,7 +23,8 @@ from typing import Any
 
 
 class Refused(RuntimeError):
-    """The learner has disconnected this client, and says why. It does not help to connect again."""
+    """The learner has disconnected this client, and says why. To connect again helps only if another client
+    plays here that has gone: it keeps its place for `reconnect` seconds."""
 
 
 class Client:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from penstock.arguments import integer, seconds, true_or_false
 from penstock.errors import ConfigError, GameError
 from penstock.games.game_socket import GameSocket
-from penstock.games.ready import Connects, Listens, PortTaken, Ready
-from penstock.games.running import GameOptions, RunningGame
+from penstock.games.running import Connects, GameOptions, Listens, PortTaken, Ready, RunningGame
 from penstock.ports.search import PortProtocol
 
 if TYPE_CHECKING:

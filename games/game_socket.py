@@ -14,6 +14,7 @@ from penstock.games.running import RunningGame
 _AT_ONCE = 1 << 16
 _END_SECONDS = 0.2  # the connection of a killed game closes before its exit code is there
 _WATCH_SECONDS = 5.0
+_LONGEST_LINE = 64 << 20  # bytes
 _NOT_READ = "did not read the request"
 
 
@@ -91,7 +92,9 @@ class GameSocket:
         if not data:
             raise ConnectionResetError
         parts = bytearray(data)
-        while (end := parts.find(b"\n")) < 0:
+        while (end := parts.find(b"\n", max(0, len(parts) - _AT_ONCE))) < 0:  # the rest was searched before
+            if len(parts) > _LONGEST_LINE:
+                self._raise(f"sent a line of more than {_LONGEST_LINE >> 20} MiB: {bytes(parts[:60])!r}")
             parts += self._more(_AT_ONCE, until)
         if end + 1 < len(parts):
             self._raise(_unasked(bytes(parts[end + 1 :])))
@@ -99,7 +102,8 @@ class GameSocket:
 
     def _more(self, n: int, until: float) -> bytes:
         """The next bytes. A reply that comes in drops has one deadline too."""
-        if not self._poll(max(0.0, until - time.monotonic()) * 1000):
+        left = until - time.monotonic()
+        if left <= 0 or not self._poll(left * 1000):  # also if there is always more to read
             raise BlockingIOError
         if not (data := self._receive(min(n, _AT_ONCE))):
             raise ConnectionResetError

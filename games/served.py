@@ -18,8 +18,8 @@ import gymnasium as gym
 from penstock.arguments import integer, seconds
 from penstock.errors import ConfigError, GameError, SamplerStateError, brief
 from penstock.games.game_process import GameProcess
-from penstock.games.messages import Connection, decoded, described, encoded
-from penstock.games.ready import Connects
+from penstock.games.running import Connects
+from penstock.games.served_messages import Connection, decoded, described, encoded
 from penstock.ports import PortLease, lease_port
 
 PROTOCOL = 1
@@ -276,7 +276,7 @@ class ServedGame(gym.Env[Any, Any]):
             *(repr(each).encode() for each in (hello.get("token"), self._token))
         ):
             raise ValueError("its token is wrong")
-        if hello.get("hello") != PROTOCOL:
+        if hello.get("hello") != PROTOCOL or hello["hello"] is True:
             raise ValueError(f"it must say hello with protocol {PROTOCOL}, got {brief(hello)}")
         theirs = hello.get("spaces") or {}
         for name, space in self._spaces.items():

@@ -60,6 +60,7 @@ def test_a_game_is_played_and_ends() -> None:
         ("crash", "ended with SIGSEGV", "the fault is crash"),
         ("hang", r"sent no reply within reply_timeout=1 s; it runs \(0\.\d+ GB\)", "the fault is hang"),
         ("drip", r"sent no reply within reply_timeout=1 s; it runs", "the fault is drip"),
+        ("spout", r"sent (no reply within|a line of more than 64 MiB)", "the fault is spout"),
         ("orphan", "ended with exit code 9", "the fault is orphan"),
         ("vanish", "closed the connection, but still runs", "the fault is vanish"),
         ("twice", r"sent \d+ bytes without being asked: b'\{", "the fault is twice"),
@@ -363,6 +364,9 @@ def test_a_fork_does_not_touch_the_game() -> None:
         assert play(connection, 2) == [1, 2]
 
 
+# Between the creation of a socket and its `with`, Python itself closes it, and warns.
+@pytest.mark.filterwarnings(r"ignore:Exception ignored in. <socket\.socket:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(r"ignore:unclosed <socket:ResourceWarning")
 def test_an_interrupt_at_any_moment_of_the_start_leaves_nothing() -> None:
     for k in range(1, 30):
         wait = k * 0.0005

@@ -35,6 +35,11 @@ def drip(player: Any, _: bytes) -> None:
         time.sleep(0.05)
 
 
+def spout(player: Any, _: bytes) -> None:
+    while True:
+        player.sendall(b"x" * 65536)
+
+
 def flood(*_: Any) -> None:
     sys.stdout.write(("y" * 99 + "\n") * 30_000)
     sys.stdout.flush()
@@ -58,6 +63,7 @@ FAULTS: dict[str, Any] = {
     "hang": lambda *_: time.sleep(FOR_EVER),
     "late": lambda *_: time.sleep(0.4),
     "vanish": vanish,
+    "spout": spout,
     "twice": lambda player, reply: player.sendall(reply * 2),  # at once, so that it is always noticed
     "drip": drip,
     "flood": flood,

@@ -360,6 +360,8 @@ class Broken(TurnGame):
             self.agents = []
         if self.t >= 5 and self._how == "unknown":
             self.agent_selection = "nobody"
+        if self.t >= 5 and self._how == "left":
+            self.agents = [agent for agent in self.agents if agent != self.agent_selection]
 
 
 @pytest.mark.parametrize(
@@ -373,6 +375,7 @@ class Broken(TurnGame):
         ("large", r"env_rank 0, agent 'a[01]' must be a number that float32 can hold"),
         ("gone", r"env_rank 0, agent 'a[01]' is not in env\.agents any more"),
         ("unknown", r"env_rank 0, agent 'nobody' is not one of possible_agents"),
+        ("left", r"env_rank 0, agent 'a[01]' is env\.agent_selection, but not in env\.agents"),
         ("raise", r"the board is gone"),
     ],
 )
