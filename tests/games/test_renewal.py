@@ -25,6 +25,7 @@ from penstock import (
     WorkerError,
 )
 from penstock.envs import CountingEnv
+from penstock.replays import Replay
 
 from ..models import Net
 from ..scale import pairs, scaled
@@ -199,3 +200,22 @@ def test_a_restart_of_the_worker_is_the_other_policy(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         sampler_of(SerialSampler, **options)
+
+
+@pytest.mark.parametrize("at", [3, 1, 8, 9, 16])
+def test_a_replay_leaves_out_the_cut_step(at: int, tmp_path: Path) -> None:
+    replay: Any = Replay(8 * 4 * 4, n_step=1, discount=0.9, max_truncations=100)
+    env_fn, valid = partial(Played, str(tmp_path), {1: (at, "exit")}), []
+    with sampler_of(SerialSampler, env_fn, **RENEW) as sampler:
+        sampler.initialize(RandomAgent(), seed=7)
+        for itr in range(3):
+            samples, _ = sampler.obtain_samples(itr)
+            replay.append(samples)
+            valid.append(samples.env.valid.numpy().copy())
+    index, all_valid = np.sort(replay.contents.index), np.concatenate(valid)
+    assert index.tolist() == np.flatnonzero(all_valid[:-1]).tolist()
+    assert (at - 1) * 4 + 1 not in index
+    drawn = replay.contents.read(index).numpy()
+    goes_on = drawn.discount > 0
+    before, after = drawn.observation[goes_on], drawn.next_observation[goes_on]
+    np.testing.assert_array_equal(after, np.add(before, [1, 0]))  # the next step of the same episode
