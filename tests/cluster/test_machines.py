@@ -173,15 +173,16 @@ class ValueTrainer:
         self.optimizer = torch.optim.SGD(agent.model.parameters(), 0.01)
 
     def step(self, batch: Batch) -> Mapping[str, float]:
+        # Before the gradients are averaged: a step that one rank has made, the others have made and written too.
+        if (self.folder / f"die {self.rank}").exists():
+            (self.folder / f"die {self.rank}").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
         _, value = self.agent.model(batch.samples.env.observation)
         loss = (value - batch.samples.env.observation.sum(-1)).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         self.steps += 1
-        if (self.folder / f"die {self.rank}").exists():
-            (self.folder / f"die {self.rank}").unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
         values = [parameter.detach().numpy().ravel() for parameter in self.agent.model.parameters()]
         np.save(self.folder / f"{self.steps} {self.rank}.npy", np.concatenate(values))
         return {"steps": self.steps}
