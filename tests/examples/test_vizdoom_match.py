@@ -15,7 +15,7 @@ from ..support import until
 
 pytest.importorskip("vizdoom")
 pytest.importorskip("pettingzoo")
-# Engines have files in /dev/shm while they start. The checks of other tests, which run at the same time, would see them.
+# Engines have files in /dev/shm while they start. The checks of other tests would see them.
 pytestmark = [
     pytest.mark.skipif(not FULL, reason="full scale: no other test may run meanwhile"),
     pytest.mark.xdist_group("ports"),

@@ -24,6 +24,7 @@ from penstock.games.running import RunningGame
 from penstock.ports import leases
 from penstock.workers import claims
 
+from ..scale import FULL
 from ..support import until
 from .games_support import COMMAND, SERVER, SHORT, game, play, processes
 
@@ -364,8 +365,7 @@ def test_a_fork_does_not_touch_the_game() -> None:
         assert play(connection, 2) == [1, 2]
 
 
-# Between the creation of a socket and its `with`, Python itself closes it, and warns. A pipe can be lost there: some one
-# run in ten of this test finds one.
+# Between the creation of a socket and its `with`, Python itself closes it, and warns. A pipe can be lost there.
 @pytest.mark.skipif(not FULL, reason="full scale: it fails once in a while, since an interrupt can lose a pipe")
 @pytest.mark.filterwarnings(r"ignore:Exception ignored in. <socket\.socket:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings(r"ignore:unclosed <socket:ResourceWarning")
