@@ -8,8 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from operator import is_not
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
@@ -90,7 +88,7 @@ class AgentRuntime:
 
     def unshare_memory(self, parameters: SharedParameters) -> None:
         """Stop publishing to this sampler."""
-        self.agent._subscribers = tuple(filter(partial(is_not, parameters), self.agent._subscribers or ()))
+        self.agent._subscribers = tuple(other for other in self.agent._subscribers or () if other is not parameters)
         parameters.memory.close()
 
     def worker_copy(self) -> Agent:

@@ -359,7 +359,7 @@ static PyObject *end_group_with_parent(PyObject *Py_UNUSED(module), Arguments Py
 
 /* In _stepping.c. */
 PyObject *penstock_step_ordinary(PyObject *module, Arguments arguments, Py_ssize_t n);
-PyObject *penstock_game_goes_on(PyObject *module, Arguments arguments, Py_ssize_t n);
+PyObject *penstock_store_game_step(PyObject *module, Arguments arguments, Py_ssize_t n);
 /* In _drawing.c. */
 PyObject *penstock_shift_rows(PyObject *module, Arguments arguments, Py_ssize_t n);
 PyObject *penstock_draw_rows(PyObject *module, Arguments arguments, Py_ssize_t n);
@@ -371,7 +371,7 @@ static PyMethodDef functions[] = {
     FUNCTION(put_row),
     FUNCTION(put_cell),
     NAMED("step_ordinary", penstock_step_ordinary),
-    NAMED("game_goes_on", penstock_game_goes_on),
+    NAMED("store_game_step", penstock_store_game_step),
     FUNCTION(sum_episodes),
     NAMED("shift_rows", penstock_shift_rows),
     NAMED("draw_rows", penstock_draw_rows),

@@ -224,7 +224,7 @@ static void put_values(PyObject *list, Py_ssize_t first, PyObject *dict) {
     }
 }
 
-PyObject *penstock_game_goes_on(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+PyObject *penstock_store_game_step(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t first;
     if (n != 6) {
         return PyErr_Format(PyExc_TypeError, "expected 6 arguments, got %zd", n);

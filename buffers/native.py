@@ -60,7 +60,7 @@ def _step_ordinary(
     return None
 
 
-def _game_goes_on(
+def _store_game_step(
     result: Any, living: list[Any], listed: Any, observations: list[Any], rewards: list[Any], first: int
 ) -> bool:
     if result.__class__ is not tuple or len(result) != 5 or not all(isinstance(part, dict) for part in result):
@@ -106,12 +106,12 @@ put_cell: Callable[[Any, int, int, Any], bool]
 #: the last environment. `words` int64 `[n]` are words of the progress row: the last gets the env_rank of the
 #: environment that steps, and the first (the phase) gets back the value that it had before `on_end`.
 step_ordinary: Callable[[Any, Any, Any, Any, int, int, Any, Any, Any], tuple[int, Any] | None]
-#: `game_goes_on(result, living, listed, observations, rewards, first)`: whether `result`, of the step of a game, is
+#: `store_game_step(result, living, listed, observations, rewards, first)`: whether `result`, of the step of a game, is
 #: ordinary: a tuple of five dicts; the agents of the first two, and of the list `listed`, are those of the list
 #: `living`, in its order (the same objects, or equal texts); the next two have as many flags, and all are False. Then
 #: the values of the first two are stored in the lists `observations` and `rewards` from column `first` on, or nowhere
 #: if that is negative.
-game_goes_on: Callable[[Any, list[Any], Any, list[Any], list[Any], int], bool]
+store_game_step: Callable[[Any, list[Any], Any, list[Any], list[Any], int], bool]
 #: `sum_episodes(reward, done, valid, running, records, first_t, env_ranks, discount)`: write a RECORD for each
 #: trajectory that finishes in the rows `[T, B]` that are `valid` (bool `[T, B]`; None: all) into `records`, uint8
 #: `[1, n]` with room for T * B of them. Return how many, or -1 if it cannot handle the arguments; then nothing was
@@ -132,7 +132,7 @@ PYTHON: dict[str, Callable[..., Any]] = {
     "put_row": lambda *_: False,
     "put_cell": lambda *_: False,
     "step_ordinary": _step_ordinary,
-    "game_goes_on": _game_goes_on,
+    "store_game_step": _store_game_step,
     "sum_episodes": lambda *_: -1,
     "shift_rows": lambda *_: None,
     "draw_rows": lambda *_: None,
@@ -147,7 +147,7 @@ try:
         raise ImportError("the compiled part was built for another layout of trajectory records: build it again")
 except (ImportError, AttributeError) as error:  # no C compiler, an older build, or a checkout that was never built
     WHY_NOT_COMPILED, _functions = str(error), PYTHON
-put_row, put_cell, step_ordinary, game_goes_on, sum_episodes, shift_rows, draw_rows = _functions.values()
+put_row, put_cell, step_ordinary, store_game_step, sum_episodes, shift_rows, draw_rows = _functions.values()
 
 #: Whether the compiled functions are in use.
 COMPILED = not WHY_NOT_COMPILED

@@ -12,7 +12,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from penstock.buffers.native import game_goes_on
+from penstock.buffers.native import store_game_step
 from penstock.buffers.tree import map_tree
 from penstock.collectors.action_checks import NO_CHECKS, Checks
 from penstock.collectors.columns import ListedColumns
@@ -201,7 +201,7 @@ class Games:
         before = self._before(e, given) if self._is_watched else None
         result = env.step(given)
         watched = self._is_watched or self._ghosts[e]
-        if not watched and game_goes_on(result, living, raw.agents, columns.observations, columns.rewards, first):
+        if not watched and store_game_step(result, living, raw.agents, columns.observations, columns.rewards, first):
             if whole is None:
                 observations, rewards, *_ = result
                 for agent in living:

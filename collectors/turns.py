@@ -1,4 +1,4 @@
-"""Games in which agents take turns: each seat has a clock of its own.
+"""Games in which agents take turns: each seat counts its own decisions.
 
 Row t of a column is the seat's t-th decision. The reward in it is everything that the agent gets until it decides again
 or ends. An environment stops when one of its seats is asked for decision `batch_T` + 1. The batch is complete when all
@@ -33,7 +33,8 @@ from penstock.envs.seeding import ColumnStreams, Purpose, stream
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase, Progress
 
-# What a seat's last decision is: its reward is known, or it is open. RANDOM: one from before the first batch is open.
+# The state of a seat's last decision. CLOSED: its reward is complete. OPEN: it is not. RANDOM: it is not, and the
+# action was a random step before the first batch.
 CLOSED, OPEN, RANDOM = range(3)
 
 

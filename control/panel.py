@@ -132,7 +132,7 @@ class ControlPanel:
             if old is not None and old.ending() is None:
                 raise NameTableError(f"there is a worker {each!r} already: choose another name, or another `first`")
             if old is not None:
-                old.wait(0)  # kills what it has started
+                old.wait(0)  # this kills the processes that the old worker has started
             self._forget(each)
             self._launched[each] = self._trial.launch(make, self.connection, each, resources or {})
         return names

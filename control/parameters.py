@@ -93,7 +93,7 @@ class ParameterClient:
         self._trainers = Inboxes(names, f"parameters/{name}", 1)
         self._trainer: Peer | None = None
         self._other: Peer | None = None  # a worker that sends parameters on
-        self._come: dict[str, Any] | None = None  # what has come and was not taken
+        self._come: dict[str, Any] | None = None  # parameters that have arrived, and that `newer` has not returned yet
         self._error: BaseException | None = None
         self._version, self._packed = [0, 0], None  # what this worker can send on
         self._waiting: list[Letter] = []
@@ -103,8 +103,8 @@ class ParameterClient:
         self._place = [wire.address, wire.id, self._inbox.name]
 
     def first(self, is_over: Callable[[], bool]) -> dict[str, Any]:
-        """Wait for the first parameters: nobody acts before. Raises `NoReplyError` if none come within 100 s, or if
-        `is_over()`."""
+        """Wait for the first parameters: a worker must not act before they are there. Raises `NoReplyError` if none
+        come within 100 s, or if `is_over()`."""
         until = time.monotonic() + _FIRST_SECONDS
         while (parameters := self.newer()) is None:
             if is_over() or time.monotonic() > until:

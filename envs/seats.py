@@ -26,8 +26,8 @@ GLOBAL_STATE = "global_state"  # the name of the state of the whole environment 
 
 #: The end of an error where only a `ParallelEnv` is possible.
 PLAYED_IN_TURNS = (
-    "is played in turns (PettingZoo's AECEnv). Samplers take such environments, this needs one in which all agents act "
-    "at the same time: give a ParallelEnv"
+    "is played in turns (PettingZoo's AECEnv). Samplers take such environments. Here all agents must act at the same "
+    "time: give a ParallelEnv"
 )
 
 AgentId = Hashable  # usually a text; integers are fine
@@ -313,10 +313,13 @@ class OneSeat(gym.Env[Any, Any]):
         self.observation_space, self.action_space = view.spaces[agent]
         self.metadata = view.metadata
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def _seed(self, seed: int | None) -> None:
         super().reset(seed=seed)
         for i, (_, space) in enumerate(self._view.spaces.values()):
             space.seed(None if seed is None else seed + i)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._seed(seed)
         observations, infos = self._view.reset(seed=seed)
         for _ in range(1000):  # steps in which the agent must join
             if self._agent in self._view.agents:
@@ -343,18 +346,13 @@ class OneSeat(gym.Env[Any, Any]):
         self._view.close()
 
 
-class OneTurnSeat(gym.Env[Any, Any]):
-    """One agent of a `TurnView`, as `OneSeat`. The others move at random, legally if there is an `action_mask`."""
+class OneTurnSeat(OneSeat):
+    """The same for a `TurnView`. The others move at random, legally if there is an `action_mask`."""
 
-    def __init__(self, agent: AgentId, view: TurnView) -> None:
-        self._agent, self._view = agent, view
-        self.observation_space, self.action_space = view.spaces[agent]
-        self.metadata = view.metadata
+    _view: TurnView
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        for i, (_, space) in enumerate(self._view.spaces.values()):
-            space.seed(None if seed is None else seed + i)
+        self._seed(seed)
         self._view.reset(seed=seed)
         for _ in range(1000):  # games in which the agent must move
             observation, _, terminated, truncated, info = self._until_asked()
@@ -377,9 +375,6 @@ class OneTurnSeat(gym.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._view.env.step(action)
         return self._until_asked()
-
-    def close(self) -> None:
-        self._view.close()
 
 
 def _random_move(space: gym.Space[Any], observation: Any, info: Any) -> Any:

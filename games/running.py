@@ -266,11 +266,7 @@ class RunningGame:
                     os.kill(pid, signal.SIGKILL)
 
     def _signal_group(self, number: int) -> None:
-        if (
-            self._process is not None
-            and self._process.returncode is None
-            and self.exit_text() != "an unknown exit code"
-        ):
+        if self._process is not None and self._process.returncode is None and self.exit_text() != _UNKNOWN:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 

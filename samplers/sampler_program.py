@@ -168,15 +168,15 @@ class SamplerProgram:
         if config.on_game_failure == "renew":
             columns.renewable = (GameError, *config.renew_on)
             columns.renewals = Renewals(
-                columns.renewable,
-                config.max_renewals,
-                config.restart_window,
-                self._builder,
-                factories,
-                streams,
-                purpose,
-                worker_rank,
-                self._progress,
+                errors=columns.renewable,
+                max_renewals=config.max_renewals,
+                window=config.restart_window,
+                builder=self._builder,
+                factories=factories,
+                streams=streams,
+                purpose=purpose,
+                worker_rank=worker_rank,
+                progress=self._progress,
             )
         return columns
 

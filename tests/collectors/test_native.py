@@ -18,8 +18,8 @@ from penstock.buffers.native import (
     PYTHON,
     WATCH_ALL,
     WATCH_UNUSUAL,
-    game_goes_on,
     step_ordinary,
+    store_game_step,
     sum_episodes,
 )
 from penstock.buffers.object_pipe import RECORD
@@ -391,7 +391,7 @@ def test_sums_that_cannot_be_made_change_nothing() -> None:
     assert sum_episodes(reward, done, valid, running, room, 0, ranks, 1.0) == 6
 
 
-GAMES = [pytest.param(PYTHON["game_goes_on"], id="python"), pytest.param(game_goes_on, id="as it is")]
+GAMES = [pytest.param(PYTHON["store_game_step"], id="python"), pytest.param(store_game_step, id="as it is")]
 LIVING = ["a", "b"]
 SEEN, GAINED, NO = {"a": "seen by a", "b": "seen by b"}, {"a": 1.0, "b": 2.0}, {"a": False, "b": False}
 
@@ -451,6 +451,6 @@ def test_a_game_holds_on_to_nothing() -> None:
     seen, observations, rewards = object(), [None, None], [None, None]
     step, before = ({"a": seen, "b": seen}, {"a": seen, "b": seen}, NO, NO, {}), sys.getrefcount(seen)
     for _ in range(10):
-        assert game_goes_on(step, LIVING, LIVING, observations, rewards, 0)  # type: ignore[arg-type]
+        assert store_game_step(step, LIVING, LIVING, observations, rewards, 0)  # type: ignore[arg-type]
     observations[:] = rewards[:] = [None, None]
     assert sys.getrefcount(seen) == before

@@ -20,7 +20,7 @@ from ..support import Batch, assert_same, run
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="was built without a C compiler")
 
 DRAWING = {"shift_rows", "draw_rows"}
-FUNCTIONS = set(native.PYTHON) - DRAWING - {"game_goes_on"}
+FUNCTIONS = set(native.PYTHON) - DRAWING - {"store_game_step"}
 LOOPS = {"step_ordinary", "sum_episodes"}
 ALWAYS = {"put_row", *LOOPS}
 
@@ -78,7 +78,7 @@ CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
     (partial(gym.make, "Acrobot-v1", max_episode_steps=9), RandomAgent, {"record_final_obs": False}, ALWAYS),
     (NestedEnv, RandomAgent, {}, FUNCTIONS),
     ("FrozenLake-v1", RandomAgent, {}, ALWAYS),
-    (ScriptedGame, RandomAgent, {}, {"put_row", "game_goes_on", "sum_episodes"}),
+    (ScriptedGame, RandomAgent, {}, {"put_row", "store_game_step", "sum_episodes"}),
 ]
 
 
