@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,34 @@ _PUT_SECONDS = 0.2  # how long a poll waits for a consumer
 _ANSWER_SECONDS = 600.0  # how long it waits for a policy worker, which may be silent or be started again
 
 
+@dataclass(frozen=True)
+class Actors:
+    """`count` actors, each with a sampler that `make_sampler` returns, for example
+    `partial(AlternatingSampler, "CartPole-v1", batch_T=64, batch_B=16)`.
+
+    With `inference`, the name of a stream of policy workers, these act for the actors. Otherwise each actor acts
+    itself, with the newest parameters. `samples` is the name of the stream for the samples; `SampleProducer` explains
+    `routing`. `resources` is what Ray reserves for each, such as `{"CPU": 2}`.
+
+    `joining` more actors may join from other machines, at any time: `actor/count` and those after it, see
+    `Experiment.join`.
+    """
+
+    count: int
+    make_sampler: Callable[[], Sampler]
+    inference: str | None = None
+    samples: str = "train"
+    routing: Routing = "any"
+    bootstrap_value: bool = True
+    resources: Mapping[str, float] | None = None
+    joining: int = 0
+
+    @property
+    def joining_names(self) -> list[str]:
+        """The names of the actors that may join."""
+        return [f"actor/{i}" for i in range(self.count, self.count + self.joining)]
+
+
 class ActorWorker(Worker):
     """Runs any sampler of penstock except `AsyncSampler`, one batch per poll.
 
@@ -33,17 +61,12 @@ class ActorWorker(Worker):
     piece, and new ones begin. The figure `truncated` counts them.
 
     Args:
-        make_sampler: returns a sampler that is not initialized.
-        plan: the seed, and how to make the agent for `inference=None`.
+        actors: the sampler and the streams.
+        plan: the seed, and how to make the agent without `inference`.
         rank, world_size: the number of this actor, and the number of all actors. The env_ranks of its environments
             begin at `rank * batch_B`.
-        inference: name of the inference stream whose policy workers act; None: the agent acts here, with the newest
-            parameters.
         parameters: name under which the trainer publishes the parameters.
-        samples: name of the sample stream.
-        routing: of the sample stream; see `SampleProducer`.
         credit: how many pieces of this actor may be under way. It samples the next one when there is room for it.
-        bootstrap_value: as in `sampler.initialize`.
 
     `configure` has the argument `generation`: how often this actor was started again. Each generation has other random
     streams. The `itr` of a batch is the number of the version that acts, minus 1. So schedules go on after a restart.
@@ -51,21 +74,16 @@ class ActorWorker(Worker):
 
     def __init__(
         self,
-        make_sampler: Callable[[], Sampler],
+        actors: Actors,
         plan: AgentPlan,
         *,
         rank: int = 0,
         world_size: int = 1,
-        inference: str | None = None,
         parameters: str = "policy",
-        samples: str = "train",
-        routing: Routing = "any",
         credit: int = 3,
-        bootstrap_value: bool = True,
     ) -> None:
-        self._make_sampler, self._plan, self._rank, self._world_size = make_sampler, plan, rank, world_size
-        self._inference, self._policy, self._stream, self._routing = inference, parameters, samples, routing
-        self._credit, self._bootstrap_value = credit, bootstrap_value
+        self._actors, self._plan, self._rank, self._world_size = actors, plan, rank, world_size
+        self._policy, self._credit = parameters, credit
         self._sampler: Sampler | None = None
         self._client: InferenceClient | None = None
         self._piece: dict[str, Any] | None = None  # a piece that no consumer has had room for yet
@@ -74,25 +92,17 @@ class ActorWorker(Worker):
     def _configure(self, generation: int = 0) -> None:
         self._generation = integer("generation", generation, 0)
         self._agent: Agent
-        if self._inference is None:
+        if self._actors.inference is None:
             self._parameters = ParameterClient(self.wire, self.names, self._policy)
             self._agent = self._plan.agent()
             self._agent.write_parameters(self._parameters.first(self._must_end))
             self._version = self._parameters.version
         else:
-            self._client = InferenceClient(
-                self.wire,
-                self.names,
-                self._inference,
-                self.name,
-                timeout=_ANSWER_SECONDS,
-                is_over=self._must_end,
-                generation=self._generation,
-            )
+            options: dict[str, Any] = {"timeout": _ANSWER_SECONDS, "is_over": self._must_end, "generation": generation}
+            self._client = InferenceClient(self.wire, self.names, self._actors.inference, self.name, **options)
             self._agent = StreamAgent(self._client)
-        self._producer = SampleProducer(
-            self.wire, self.names, self._stream, routing=self._routing, name=self.name, credit=self._credit
-        )
+        stream, options = self._actors.samples, {"name": self.name, "credit": self._credit}
+        self._producer = SampleProducer(self.wire, self.names, stream, routing=self._actors.routing, **options)
         # Whether a policy worker has recurrent state for this actor.
         self._is_recurrent = self._client is not None and self._plan.make_agent().recurrent
         self._begin_episodes()
@@ -107,7 +117,7 @@ class ActorWorker(Worker):
 
     def _begin_episodes(self) -> None:
         n_moves = self._n_moves
-        self._sampler = self._make_sampler()
+        self._sampler = self._actors.make_sampler()
         if n_moves:  # every column begins with the first step of an episode, where the recurrent state begins too
             self._sampler.config = replace(self._sampler.config, max_decorrelation_steps=0)
         # Other random streams for each generation, and for the episodes after each change of the policy worker. The
@@ -117,7 +127,7 @@ class ActorWorker(Worker):
         self._sampler.initialize(
             self._agent,
             seed=self._plan.seed,
-            bootstrap_value=self._bootstrap_value,
+            bootstrap_value=self._actors.bootstrap_value,
             rank=self._rank,
             world_size=self._world_size,
         )
@@ -126,7 +136,7 @@ class ActorWorker(Worker):
         assert self._sampler is not None
         if self._piece is None:
             has_room = self._producer.has_room()
-            if self._inference is None:  # after `has_room`: the trainer publishes before it makes room
+            if self._client is None:  # after `has_room`: the trainer publishes before it makes room
                 self._load_newer_parameters()
             if not has_room:
                 return PollResult()

@@ -14,22 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.agents import Agent
 from penstock.arguments import integer, one_of, seconds
-from penstock.control.actor_worker import ActorWorker
+from penstock.control.actor_worker import Actors, ActorWorker
 from penstock.control.keys import Connection
 from penstock.control.launched import LaunchedProcess
 from penstock.control.metric_sinks import JsonLines, MetricsSink, RunState
 from penstock.control.name_table import NameClient
-from penstock.control.panel import ControlPanel
-from penstock.control.policy_worker import AgentPlan, PolicyWorker
+from penstock.control.panel import ControlPanel, WireName
+from penstock.control.policy_worker import AgentPlan, Policies, PolicyWorker
 from penstock.control.statuses import Status
-from penstock.control.streams import Routing
-from penstock.control.trainer_worker import Trainer, TrainerWorker
-from penstock.control.trial_wires import WireName
+from penstock.control.trainer_worker import TrainerWorker, Training
 from penstock.control.worker import Worker
 from penstock.envs import fresh_seed
 from penstock.envs.factory import build_example_env, close_example_env, env_factories
 from penstock.errors import ClusterError, ConfigError, PeerLostError
-from penstock.samplers import AsyncSampler, Sampler
+from penstock.samplers import AsyncSampler
 from penstock.workers.marking import marked
 
 if TYPE_CHECKING:
@@ -47,66 +45,6 @@ _SOUND_SECONDS = 60.0  # a worker that has worked for so long does not fail in a
 _FAILED = (Status.ERROR.value, Status.LOST.value)
 _KINDS = ("trainer", "policy", "actor")  # each needs those before it
 _FACTS = "experiment"  # the name of what those that join must know
-
-
-@dataclass(frozen=True)
-class Actors:
-    """`count` actors, each with a sampler that `make_sampler` returns, for example
-    `partial(AlternatingSampler, "CartPole-v1", batch_T=64, batch_B=16)`.
-
-    With `inference`, the name of a stream of policy workers, these act for the actors. Otherwise each actor acts
-    itself, with the newest parameters. `samples` is the name of the stream for the samples; `SampleProducer` explains
-    `routing`. `resources` is what Ray reserves for each, such as `{"CPU": 2}`.
-
-    `joining` more actors may join from other machines, at any time: `actor/count` and those after it, see
-    `Experiment.join`.
-    """
-
-    count: int
-    make_sampler: Callable[[], Sampler]
-    inference: str | None = None
-    samples: str = "train"
-    routing: Routing = "any"
-    bootstrap_value: bool = True
-    resources: Mapping[str, float] | None = None
-    joining: int = 0
-
-    @property
-    def joining_names(self) -> list[str]:
-        """The names of the actors that may join."""
-        return [f"actor/{i}" for i in range(self.count, self.count + self.joining)]
-
-
-@dataclass(frozen=True)
-class Policies:
-    """`count` policy workers; `PolicyWorker` explains the other arguments. `resources` is what Ray reserves for each,
-    such as `{"GPU": 0.5}`."""
-
-    count: int
-    stream: str = "policy"
-    max_batch: int = 256
-    max_delay: float = 0.0
-    resources: Mapping[str, float] | None = None
-
-
-@dataclass(frozen=True)
-class Training:
-    """`count` trainer workers; `TrainerWorker` explains the other arguments. `stream` is the name of the stream of
-    samples. `resources` is what Ray reserves for each, such as `{"GPU": 1}`.
-
-    Several trainers are the ranks of one group of `torch.distributed`, with this `backend`, and each of them takes
-    `batch` pieces per step. If one of them fails, all begin again from the checkpoint.
-    """
-
-    make_trainer: Callable[[Agent], Trainer]
-    stream: str = "train"
-    batch: int = 1
-    max_staleness: int | None = None
-    checkpoint: str | Path | None = None
-    save_every: int = 10
-    resources: Mapping[str, float] | None = None
-    count: int = 1
-    backend: str = "gloo"
 
 
 @dataclass(frozen=True)
@@ -281,32 +219,21 @@ class Experiment:
     def _makers(self, plan: AgentPlan) -> dict[str, Callable[[], Worker]]:
         """Functions that make the workers, by name, in the order in which the workers start."""
         training, policies, actors = self.training, self.policies, self.actors
-        checkpoint = training.checkpoint and Path(training.checkpoint).absolute()  # it may work in another folder
+        if training.checkpoint is not None:  # a worker may work in another folder
+            training = replace(training, checkpoint=Path(training.checkpoint).absolute())
         makers: dict[str, Callable[[], Worker]] = {}
-        options: dict[str, Any] = {
-            "samples": training.stream,
-            "batch": training.batch,
-            "max_staleness": training.max_staleness,
-            "checkpoint": checkpoint,
-            "save_every": training.save_every,
-            "world_size": training.count,
-            "backend": training.backend,
-        }
         for i in range(training.count):
-            makers[f"trainer/{i}"] = partial(TrainerWorker, training.make_trainer, plan, rank=i, **options)
+            makers[f"trainer/{i}"] = partial(TrainerWorker, training, plan, rank=i)
         if policies is not None:
-            options = {"stream": policies.stream, "max_batch": policies.max_batch, "max_delay": policies.max_delay}
             for i in range(policies.count):
-                makers[f"policy/{i}"] = partial(PolicyWorker, plan, **options)
+                makers[f"policy/{i}"] = partial(PolicyWorker, policies, plan)
         # How many pieces of an actor are under way. With max_staleness, a piece is under way until it was trained on.
         # All together are no more than what the trainer takes in max_staleness + 1 steps (3 steps keep everybody busy),
         # but enough for one batch.
         n, size, stale = actors.count + actors.joining, training.batch * training.count, training.max_staleness
         credit = 3 if stale is None else max(-(-size // n), min(stale + 1, 3) * size // n)
         for i in range(n):
-            options = {"rank": i, "world_size": n, "bootstrap_value": actors.bootstrap_value, "credit": credit}
-            options |= {"inference": actors.inference, "samples": actors.samples, "routing": actors.routing}
-            makers[f"actor/{i}"] = partial(ActorWorker, actors.make_sampler, plan, **options)
+            makers[f"actor/{i}"] = partial(ActorWorker, actors, plan, rank=i, world_size=n, credit=credit)
         return makers
 
 

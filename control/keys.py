@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ class Connection:
     @classmethod
     def make(cls, trial: str, *, host: str = "127.0.0.1") -> Self:
         """New keys for `trial`. The address is empty."""
+        _need_sockets()
         import zmq
 
         server, client = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
@@ -46,6 +48,7 @@ class Connection:
     def wire(self, port: int = 0) -> Wire:
         """A new wire with these keys, at this port; 0 for any free one. Raises `ConfigError` for an address that cannot
         be used."""
+        _need_sockets()
         from penstock.control.wire_zmq import ZmqTransport
 
         return Wire(ZmqTransport(self, self.host, port))
@@ -82,3 +85,9 @@ class Connection:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is no connection file of penstock: {type(error).__name__}: {error}") from error
+
+
+def _need_sockets() -> None:
+    missing = [name for name in ("zmq", "msgpack") if find_spec(name) is None]
+    if missing:
+        raise ImportError(f'sockets need {" and ".join(missing)}, not installed: pip install ".[cluster]"')

@@ -15,15 +15,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import psutil
 
 from penstock.control.statuses import Status
-from penstock.control.worker import Connection, Worker
+from penstock.control.worker import Worker
 from penstock.errors import ConfigError
 from penstock.workers.stacks import StackFile
+
+if TYPE_CHECKING:
+    from penstock.control.worker import Connection
 
 _log = logging.getLogger("penstock")
 

@@ -11,14 +11,14 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.control.messages import plain_copy
 from penstock.control.names import PAGE, Names, prefixes
-from penstock.control.wire import Answer, Inbox, Letter, Peer, Wire
+from penstock.control.wire import LOST_SECONDS, Answer, Inbox, Letter, Peer, Wire
 from penstock.errors import ClusterError, NameTableError, NoReplyError, PeerLostError, RequestError
 
 INBOX = "names"
@@ -60,7 +60,7 @@ class NameHost:
         try:
             message = dict(letter.message)
             call = message.pop("call")
-            if call not in ("sync", "add", "get", "delete", "find", "clear"):
+            if call not in ("sync", "add", "delete", "clear"):
                 return letter.fail(f"the name table has no call {call!r}")
             with self._lock:
                 if call == "sync":
@@ -76,9 +76,18 @@ class NameHost:
         return None
 
     def _sync(
-        self, letter: Letter, *, owner: str, lease: float, since: list[Any], roots: list[str], entries: dict[str, Any]
+        self,
+        letter: Letter,
+        *,
+        owner: str,
+        lease: float,
+        since: list[Any],
+        roots: list[str],
+        entries: dict[str, Any],
+        is_urgent: bool,
     ) -> list[tuple[Letter, Any]]:
-        """Keep a sync until there is something to tell. Returns the letters that are answered now."""
+        """Keep a sync until there is something to tell, unless it is urgent. Returns the letters that are answered
+        now."""
         names, now = self._names, time.monotonic()
         pace = max(min(_SYNC_SECONDS, lease / 4), len(self._syncs) / _MOST_SYNCS)
         lease = max(lease, 3 * pace)
@@ -88,7 +97,7 @@ class NameHost:
                 names.add(key, value, owner=owner, lease=None if is_lasting else lease)
         table, number = since
         sync = _Sync(letter, owner, frozenset(roots), number if table == names.id else -1, now + pace)
-        if sync.since < 0 or names.number - sync.since > PAGE:
+        if is_urgent or sync.since < 0 or names.number - sync.since > PAGE:
             return [(letter, self._answer_to(sync))]
         if sync.roots.isdisjoint(names.changed_prefixes(sync.since)):
             sync.since = names.number
@@ -157,19 +166,24 @@ class NameClient:
         self._found: dict[str, tuple[Any, float]] = {}  # all names below the roots: value, when it came
         self._coming: dict[str, tuple[Any, float]] = {}  # the same, or the part of them that has come
         self._since: list[Any] = ["", -1]
-        self._is_listed = False  # whether all names below the roots are known
+        # How many syncs were sent, the last one whose answer has all names, and the one that somebody waits for.
+        self._n_syncs = self._n_known = self._n_wanted = 0
         self._watches: list[_Watch] = []
         self._sync: Answer | None = None
         self._sync_at = 0.0
         #: Grows with each change of the names that are followed.
         self.version = 0
-        #: When the table was last heard of, by `time.monotonic()`.
-        self.heard = time.monotonic()
+        self._heard = self._ticked = time.monotonic()  # when the table was heard of, and when this was looked at
         self._peer = self._reach()
         wire.on_tick.append(self._tick)
 
     def _reach(self) -> Peer:
         return self._wire.reach(self._address, INBOX)
+
+    @property
+    def silence(self) -> float:
+        """How many seconds the table was silent while this process ran: it may have been suspended."""
+        return float("inf") if self._wire.is_closed else self._ticked - self._heard
 
     # ---- calls -----------------------------------------------------------------------------
 
@@ -198,16 +212,15 @@ class NameClient:
 
     def get(self, key: str) -> Any:
         """The value of `key`. Raises `NameTableError` if it does not exist."""
-        return self._call("get", key=key)
+        found = self.find(key)
+        if key not in found:
+            raise NameTableError(f"there is no name {key!r} in the name table")
+        return found[key]
 
-    def find(self, root: str = "", *, timeout: float | None = None) -> dict[str, Any]:
-        """All names at `root` and below, with their values."""
-        found: dict[str, Any] = {}
-        page: dict[str, Any] = self._call("find", timeout, root=root)
-        while page:
-            found |= page
-            page = self._call("find", timeout, root=root, after=next(reversed(page))) if len(page) == PAGE else {}
-        return found
+    def find(self, root: str = "") -> dict[str, Any]:
+        """All names at `root` and below, with their values, sorted by name."""
+        with self._following(root, self.timeout):
+            return self.followed(root)
 
     def clear(self, root: str) -> int:
         """Delete `root` and everything below. Their owners add them again, unless they have ended."""
@@ -215,13 +228,10 @@ class NameClient:
 
     def wait(self, key: str, timeout: float) -> Any:
         """The value of `key`, as soon as there is one. Raises `NoReplyError` after `timeout` seconds."""
-        with self._changed:
-            self.follow(key, timeout=0.0)
-            try:
-                if self._changed.wait_for(lambda: key in self._found, timeout):
-                    return self._found[key][0]
-            finally:
-                self._roots[key] -= 1
+        until = time.monotonic() + timeout
+        with self._following(key, timeout), self._changed:
+            if self._changed.wait_for(lambda: key in self._found, until - time.monotonic()):
+                return self._found[key][0]
         raise NoReplyError(f"the name {key!r} was not added within {timeout:g} s")
 
     def watch(self, keys: list[str], *, until: str = "any") -> Future[Any]:
@@ -235,14 +245,14 @@ class NameClient:
             self._watches.append(watch := _Watch(list(keys), until, self._found.keys() & set(keys)))
         return watch.gone
 
-    def peer(self, key: str, *, credit: int = 16) -> Peer:
+    def peer(self, key: str) -> Peer:
         """The inbox whose address is the value of `key`. Raises `NameTableError` if it does not exist."""
-        return self.reach(self.get(key), credit=credit)
+        return self.reach(self.get(key))
 
-    def reach(self, place: Any, *, credit: int = 16) -> Peer:
+    def reach(self, place: Any, *, lost_after: float = LOST_SECONDS) -> Peer:
         """The inbox at `place`, which is the value of a name: address, wire id and name of the inbox."""
         address, wire_id, name = place
-        return self._wire.reach(str(address), str(name), target=str(wire_id), credit=credit)
+        return self._wire.reach(str(address), str(name), target=str(wire_id), lost_after=lost_after)
 
     def announce(self, key: str, inbox: Inbox, *, replace: bool = False) -> None:
         """Add `key`, so that others can reach `inbox` by this name."""
@@ -250,23 +260,40 @@ class NameClient:
 
     # ---- names that are followed -----------------------------------------------------------
 
-    def follow(self, root: str, *, timeout: float | None = None) -> None:
-        """From now on, `followed` knows the names at `root` and below. Waits until it does, for `timeout` seconds."""
-        timeout = self.timeout if timeout is None else timeout
+    def follow(self, root: str) -> None:
+        """From now on, `followed` knows the names at `root` and below. Waits until it does."""
+        self._follow(root, self.timeout)
+
+    @contextlib.contextmanager
+    def _following(self, root: str, timeout: float) -> Iterator[None]:
+        self._follow(root, timeout)
+        try:
+            yield
+        finally:
+            self._roots[root] -= 1
+
+    def _follow(self, root: str, timeout: float) -> None:
+        """Follow `root`, and wait until all of its names are known as they are now."""
         with self._changed:
+            if not any(self._roots[prefix] > 0 for prefix in prefixes(root)):
+                self._since = [self._since[0], -1]
             self._roots[root] += 1
-            if self._roots[root] == 1:
-                self._since, self._is_listed = ["", -1], False
-                self._send_sync()
-            if timeout and not self._changed.wait_for(lambda: self._is_listed or self._wire.is_closed, timeout):
-                raise self._silent(timeout)
+            self._n_wanted = number = self._n_syncs + 1
+            self._send_sync()
+            is_known = self._changed.wait_for(lambda: self._n_known >= number or self._wire.is_closed, timeout)
+            if not is_known or self._wire.is_closed:
+                self._roots[root] -= 1
         if self._wire.is_closed:
             raise PeerLostError("the name table is lost: this wire was closed")
+        if not is_known:
+            raise self._silent(timeout)
 
     def followed(self, root: str) -> dict[str, Any]:
         """The names at `root` and below, sorted by name, without asking the table. Call `follow` before."""
         with self._changed:
-            return {key: value for key, (value, _) in sorted(self._found.items()) if root in prefixes(key)}
+            below = f"{root}/"
+            keys = [key for key in self._found if not root or key == root or key.startswith(below)]
+            return {key: self._found[key][0] for key in sorted(keys)}
 
     def newest(self, key: str) -> tuple[Any, float] | None:
         """The value of a name that is followed, and how many seconds ago it came. None if it does not exist."""
@@ -274,15 +301,17 @@ class NameClient:
         return None if found is None else (found[0], time.monotonic() - found[1])
 
     def _tick(self, now: float) -> None:
+        self._ticked = now
         if self._sync is None and now >= self._sync_at:
             self._send_sync()
 
     def _send_sync(self) -> None:
         with self._changed:
-            self._sync, self._sync_at = None, time.monotonic() + _RETRY_SECONDS
+            self._sync, self._sync_at, self._n_syncs = None, time.monotonic() + _RETRY_SECONDS, self._n_syncs + 1
             entries = {key: list(self._entries[key]) for key in self._unsent & self._entries.keys()}
             message = {"call": "sync", "owner": self._wire.id, "lease": self._lease, "since": self._since}
             message |= {"roots": [root for root, n in self._roots.items() if n > 0], "entries": entries}
+            message["is_urgent"] = self._n_known < self._n_wanted
             self._unsent = set()
             with contextlib.suppress(ClusterError):  # the table was lost just now: the next tick tries again
                 self._sync = sync = self._live_peer().ask(message, _SILENT_SECONDS, patience=_PATIENCE_SECONDS)
@@ -297,10 +326,10 @@ class NameClient:
             answer = None if future.exception() is not None else future.result()
             if answer is None:
                 return  # the next tick sends another one
-            self.heard = now = time.monotonic()
+            self._heard = now = time.monotonic()
             self._unsent |= self._entries.keys() - set(answer["keys"])
             is_other = "" != self._since[0] != answer["since"][0]  # another table has taken its place
-            if answer["since"][0] != self._since[0]:
+            if is_other or self._since[1] < 0:
                 self._coming = {}  # these are all names, or the first of them
             for key, value in answer["changes"].items():
                 self._coming.pop(key, None)
@@ -308,7 +337,7 @@ class NameClient:
                     self._coming[key] = (value[0], now)
             self._since = answer["since"]
             if answer["is_last"]:
-                self._found, self._is_listed = self._coming, True
+                self._found, self._n_known = self._coming, self._n_syncs
             self.version += bool(answer["changes"])
             ended = [each for each in self._watches if each.ends(self._found, answer["changes"]) or is_other]
             self._watches = [each for each in self._watches if each not in ended]
@@ -323,13 +352,12 @@ class NameClient:
 
     # ---- requests --------------------------------------------------------------------------
 
-    def _call(self, call: str, timeout: float | None = None, /, **arguments: Any) -> Any:
-        timeout = self.timeout if timeout is None else timeout
-        deadline = time.monotonic() + timeout
+    def _call(self, call: str, **arguments: Any) -> Any:
+        deadline = time.monotonic() + self.timeout
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise self._silent(timeout)
+                raise self._silent(self.timeout)
             try:
                 result = self._live_peer().ask({"call": call, **arguments}, left).result()
             except PeerLostError:  # it may come back: these calls can be made twice
@@ -337,12 +365,12 @@ class NameClient:
                     raise
                 time.sleep(min(0.05, left))
             except NoReplyError:
-                raise self._silent(timeout) from None
+                raise self._silent(self.timeout) from None
             except RequestError as error:
                 _, is_name_error, text = str(error).partition(_NAME_ERROR)
                 raise (NameTableError(text) if is_name_error else error) from None
             else:
-                self.heard = time.monotonic()
+                self._heard = time.monotonic()
                 return result
 
     def _silent(self, timeout: float) -> NoReplyError:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.errors import NameTableError
 
 PAGE = 500  # names in one answer: a message is limited
-_MOST_CHANGES = 10_000  # beside two for each entry, before the list of changes is made shorter
+_MOST_DELETED = 10_000  # keys that were deleted and are remembered
 
 
 @dataclass
@@ -45,8 +45,7 @@ class Names:
         self._entries: dict[str, _Entry] = {}
         self._owners: dict[str, _Owner] = {}
         self._deadlines: list[tuple[float, str]] = []  # a heap, also of leases that were renewed since
-        self._log: list[str] = []  # the key of each change after the change number `_begin`
-        self._begin = 0
+        self._changed: dict[str, int] = {}  # the last change of each key, in the order of the changes
 
     def add(self, key: str, value: object, *, owner: str, lease: float | None = None, replace: bool = False) -> None:
         """Add an entry, and renew the lease of its owner, for so many seconds. None: the entry is lasting.
@@ -83,33 +82,19 @@ class Names:
         """The keys of `owner`, which adds missing ones again."""
         return self._owners[owner].keys if owner in self._owners else set()
 
-    def get(self, key: str) -> Any:
-        """The value of `key`. Raises `NameTableError` if it does not exist."""
+    def delete(self, key: str, *, owner: str) -> bool:
+        """Delete `key`, if it belongs to `owner`. Returns whether it was deleted."""
         self.expire()
-        if key not in self._entries:
-            raise NameTableError(f"there is no name {key!r} in the name table")
-        return self._entries[key].value
-
-    def delete(self, key: str, *, owner: str | None = None) -> bool:
-        """Delete `key`, if it belongs to `owner` (None: to anybody). Returns whether it was deleted."""
-        self.expire()
-        entry = self._entries.get(key)
-        if entry is None or owner not in (None, entry.owner):
+        if key not in self.keys_of(owner):
             return False
         self._delete(key)
         return True
 
-    def find(self, root: str = "", after: str = "") -> dict[str, Any]:
-        """The entries at `root` and below, sorted by key: the first `PAGE` whose keys come after `after`. `a/b` is
-        below `a`, `ab` is not."""
-        self.expire()
-        keys = sorted(key for key in self._below(root) if key > after)[:PAGE]
-        return {key: self._entries[key].value for key in keys}
-
     def clear(self, root: str) -> int:
-        """Delete `root` and everything below it. Returns how many entries there were."""
+        """Delete `root` and everything below it. Returns how many entries there were. `a/b` is below `a`, `ab` is
+        not."""
         self.expire()
-        keys = list(self._below(root))
+        keys = [key for key in self._entries if root in prefixes(key)]
         for key in keys:
             self._delete(key)
         return len(keys)
@@ -118,19 +103,17 @@ class Names:
         """The entries below `roots` that have changed after the change number `since`: `[value]` for each key, and `[]`
         if it was deleted; at most `PAGE`. Also the number of the last change that this has."""
         found: dict[str, list[Any]] = {}
-        since = max(since, self._begin)
-        for key in self._log[since - self._begin :]:
-            since += 1
+        for key in self._changed_after(since):
             if not roots.isdisjoint(prefixes(key)):
                 entry = self._entries.get(key)
                 found[key] = [] if entry is None else [entry.value]
                 if len(found) >= PAGE:
-                    break
-        return found, since
+                    return found, self._changed[key]
+        return found, self.number
 
     def changed_prefixes(self, since: int) -> set[str]:
         """The keys that have changed after the change number `since`, and everything above them."""
-        return {prefix for key in self._log[max(0, since - self._begin) :] for prefix in prefixes(key)}
+        return {prefix for key in self._changed_after(since) for prefix in prefixes(key)}
 
     def expire(self) -> None:
         """Delete entries whose lease has ended."""
@@ -144,8 +127,13 @@ class Names:
                 if not found.keys:
                     del self._owners[owner]
 
-    def _below(self, root: str) -> Iterator[str]:
-        return (key for key in self._entries if not root or key == root or key.startswith(f"{root}/"))
+    def _changed_after(self, since: int) -> list[str]:
+        keys = []
+        for key, number in reversed(self._changed.items()):
+            if number <= since:
+                break
+            keys.append(key)
+        return keys[::-1]
 
     def _delete(self, key: str) -> None:
         self._owners[self._entries.pop(key).owner].keys.discard(key)
@@ -153,15 +141,14 @@ class Names:
 
     def _note(self, key: str) -> None:
         self.number += 1
-        self._log.append(key)
-        if len(self._log) > 2 * len(self._entries) + _MOST_CHANGES:
-            last = list(dict.fromkeys(reversed(self._log)))  # each key once
-            if len(last) > len(self._entries) + _MOST_CHANGES // 2:  # most were deleted: forget them
-                last, self.id = [key for key in last if key in self._entries], uuid.uuid4().hex[:12]
-            self._log, self._begin = last[::-1], self.number - len(last)
+        self._changed.pop(key, None)
+        self._changed[key] = self.number
+        if len(self._changed) > len(self._entries) + _MOST_DELETED:  # forget the deleted keys
+            self._changed = {key: number for key, number in self._changed.items() if key in self._entries}
+            self.id = uuid.uuid4().hex[:12]
 
 
-def prefixes(key: str) -> Iterable[str]:
+def prefixes(key: str) -> list[str]:
     """`key`, and every path above it."""
     found = ["", key]
     while (end := key.rfind("/")) >= 0:

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from penstock.arguments import integer, seconds
-from penstock.control.launched import LaunchedThread, load_worker, snake
-from penstock.control.name_table import LEASE_SECONDS, NameClient
+from penstock.arguments import integer, one_of, seconds
+from penstock.control.keys import Connection as SocketConnection
+from penstock.control.launched import LaunchedProcess, LaunchedThread, load_worker, snake
+from penstock.control.name_table import LEASE_SECONDS, NameClient, NameHost
 from penstock.control.statuses import Status
-from penstock.control.trial_wires import OpenTrial, WireName, open_trial
 from penstock.control.wire import LOST_SECONDS, Peer, Wire
-from penstock.control.worker import Connection, Worker
+from penstock.control.wire_local import LocalConnection, LocalHub
+from penstock.control.worker import Worker
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from penstock.control.trial_wires import Launched
+    from penstock.control.launch_ray import LaunchedActor
+    from penstock.control.worker import Connection
+
+    Launched: TypeAlias = LaunchedThread | LaunchedProcess | LaunchedActor
 
 _log = logging.getLogger("penstock")
 
+WireName = Literal["local", "zmq", "ray"]
 _WATCH_SECONDS = 0.1  # how often the panel checks whether a launched worker has ended
 
 
@@ -73,29 +78,39 @@ class ControlPanel:
         port: int = 0,
         file: str | Path | None = None,
     ) -> None:
-        opened = open_trial(f"{experiment}/{trial}", wire, host, port, file)
-        self._trial: OpenTrial | None = opened
-        self._begin(opened.wire, opened.connection)
+        one_of("wire", wire, get_args(WireName))
+        if wire != "zmq" and (host or port or file):
+            raise ConfigError(f'host, port and file are for wire="zmq", not for {wire!r}')
+        with ExitStack() as resources:
+            connection, self._start = _trial(f"{experiment}/{trial}", wire, host, resources)
+            own = connection.wire(port)
+            resources.callback(own.close)
+            resources.callback(NameHost(own).close)
+            connection = replace(connection, address=own.address)
+            if file is not None:
+                connection.write(file)
+            self._begin(own, connection, resources.pop_all())
 
     @classmethod
     def join(cls, connection: Connection) -> Self:
         """Connect to a running experiment. This panel launches no workers."""
-        panel = cls.__new__(cls)
-        panel._trial = None
-        panel._begin(connection.wire(), connection)
+        panel, wire = cls.__new__(cls), connection.wire()
+        resources = ExitStack()
+        resources.callback(wire.close)
+        panel._start = None
+        panel._begin(wire, connection, resources)
         return panel
 
-    def _begin(self, wire: Wire, connection: Connection) -> None:
-        self._wire, self.connection = wire, connection
+    def _begin(self, wire: Wire, connection: Connection, resources: ExitStack) -> None:
+        self._wire, self.connection, self._resources = wire, connection, resources
         self._launched: dict[str, Launched] = {}
         self._peers: dict[str, Peer] = {}
-        self._listed: Collection[str] = ()  # the workers that the name table had when it was last read
         self._closing = threading.Event()
         self.names = NameClient(wire, connection.address)
         try:
-            self.names.follow("figures")
+            self.names.follow("")
         except BaseException:
-            wire.close()
+            resources.close()
             raise
         self._watcher = threading.Thread(target=self._watch, name="control panel", daemon=True)
         self._watcher.start()
@@ -119,7 +134,7 @@ class ControlPanel:
             resources: what Ray reserves for each, such as `{"CPU": 2, "GPU": 1}`; by default nothing. Other wires
                 reserve nothing.
         """
-        if self._trial is None:
+        if self._start is None:
             raise ConfigError("this panel has joined a trial: only the panel that began the trial launches workers")
         make = load_worker(worker)[0] if isinstance(worker, str) else worker
         if not callable(make) or (isinstance(make, type) and not issubclass(make, Worker)):
@@ -134,7 +149,7 @@ class ControlPanel:
             if old is not None:
                 old.wait(0)  # this kills the processes that the old worker has started
             self._forget(each)
-            self._launched[each] = self._trial.launch(make, self.connection, each, resources or {})
+            self._launched[each] = self._start(make, self.connection, each, resources or {})
         return names
 
     def connect(self, names: Iterable[str] | None = None, *, timeout: float = 30.0) -> list[str]:
@@ -167,7 +182,6 @@ class ControlPanel:
         """Connect to all workers that the name table lists. Returns their names."""
         self._check_open()
         found = {key.partition("/")[2]: place for key, place in self.names.find("workers").items()}
-        self._listed = found.keys()
         for name, place in found.items():
             peer = self._peers.get(name)
             if self._ending(name) is not None:
@@ -261,27 +275,18 @@ class ControlPanel:
         Raises `NoReplyError` if the name table was silent for more than `timeout` + 9 seconds.
         """
         self._check_open()
-        if time.monotonic() - self.names.heard > timeout + 3 * LEASE_SECONDS:
+        if self.names.silence > timeout + 3 * LEASE_SECONDS:
             raise NoReplyError(f"no control panel answers at {self.connection.address}: it may have ended")
         if names is None:
             names = sorted({*self.worker_names, *(key[len("figures/") :] for key in self.names.followed("figures"))})
         found: dict[str, dict[str, Any]] = {}
         for name in _listed(names):
-            if (figures := self._figures(name)) is not None:
+            figures = self.names.newest(f"figures/{name}")
+            if figures is not None and self._ending(name) is None:
                 found[name] = {**figures[0], "age": figures[1]}
             else:
                 status, text = self._status_from_outside(name)
                 found[name] = {"status": status.value, "text": text}
-        return found
-
-    def _figures(self, name: str) -> tuple[dict[str, Any], float] | None:
-        """The newest figures of a worker that has not ended, and their age."""
-        worker, key = self._launched.get(name), f"figures/{name}"
-        if worker is not None and worker.ending() is not None:
-            return None
-        if (found := self.names.newest(key)) is None and (worker is not None or name in self._peers):
-            with contextlib.suppress(NameTableError):  # its first ones may be in the table, and not here yet
-                return self.names.get(key), 0.0
         return found
 
     def table(self, *, timeout: float = 1.0) -> str:
@@ -304,7 +309,7 @@ class ControlPanel:
         if name not in self._peers and name not in self._launched:
             return Status.UNKNOWN, ""
         ending = self._ending(name)
-        lives = ending is None if name in self._launched else name in self._listed
+        lives = ending is None if name in self._launched else self.names.newest(f"workers/{name}") is not None
         return (Status.UNRESPONSIVE if lives else Status.LOST), ending or ""
 
     def _final(self, name: str) -> tuple[str, str] | None:
@@ -351,7 +356,7 @@ class ControlPanel:
         if self._closing.is_set():
             return
         running = [name for name, worker in self._launched.items() if worker.ending() is None]
-        if self._trial is not None:  # those that have joined end too: the trial ends with its panel
+        if self._start is not None:  # those that have joined end too: the trial ends with its panel
             running += [name for name, peer in self._peers.items() if name not in self._launched and not peer.is_dead]
         try:
             if running and not self._wire.is_closed:
@@ -366,10 +371,7 @@ class ControlPanel:
                     worker.kill()
                     if isinstance(worker, LaunchedThread):
                         _log.warning("worker %s has not ended: its thread ends with this process", name)
-            if self._trial is None:
-                self._wire.close()
-            else:
-                self._trial.resources.close()
+            self._resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -409,6 +411,19 @@ class ControlPanel:
                     if worker in before:  # at the first look, its last reply may be on the way
                         peer.lose(ending)
             before = ended
+
+
+def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tuple[Any, Any]:
+    """How to join a new trial, and what starts a worker in it."""
+    if wire == "local":
+        return LocalConnection(name, "", LocalHub()), LaunchedThread
+    if wire == "zmq":
+        return SocketConnection.make(name, host=host or "127.0.0.1"), LaunchedProcess
+    from penstock.cluster.placement import connect
+    from penstock.control.launch_ray import LaunchedActor, RayConnection
+
+    resources.callback(connect(None, 1, dashboard=False))
+    return RayConnection.make(name), LaunchedActor
 
 
 def _listed(names: Iterable[str]) -> Iterable[str]:

@@ -90,7 +90,7 @@ class ParameterClient:
 
     def __init__(self, wire: Wire, names: NameClient, name: str) -> None:
         self._names, self._name, self._lock = names, name, threading.RLock()
-        self._trainers = Inboxes(names, f"parameters/{name}", 1)
+        self._trainers = Inboxes(names, f"parameters/{name}")
         self._trainer: Peer | None = None
         self._other: Peer | None = None  # a worker that sends parameters on
         self._come: dict[str, Any] | None = None  # parameters that have arrived, and that `newer` has not returned yet

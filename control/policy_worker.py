@@ -57,6 +57,19 @@ class _Request:
     inputs: tuple[Any, ...] = field(repr=False)  #: observation, prev_action, prev_reward, each `[n, ...]`
 
 
+@dataclass(frozen=True)
+class Policies:
+    """`count` policy workers of the inference stream `stream`. If there are several requests, each acts for at most
+    `max_batch` environments at once. It waits `max_delay` seconds for more requests after the first. `resources` is
+    what Ray reserves for each, such as `{"GPU": 0.5}`."""
+
+    count: int
+    stream: str = "policy"
+    max_batch: int = 256
+    max_delay: float = 0.0
+    resources: Mapping[str, float] | None = None
+
+
 class PolicyWorker(Worker):
     """Answers all requests together that came while the model was busy. It keeps the noise and the recurrent state of
     every environment, by env_rank. A request with a mistake fails alone. The `itr` of the agent's
@@ -66,24 +79,13 @@ class PolicyWorker(Worker):
     `ActorWorker` begins new episodes.
 
     Args:
+        policies: the stream, and how many requests to answer at once.
         plan: how to make the agent.
-        stream: name of the inference stream.
         parameters: name under which the trainer publishes the parameters.
-        max_batch: the most environments that the agent acts for at once, if there are several requests.
-        max_delay: seconds to wait for more requests after the first.
     """
 
-    def __init__(
-        self,
-        plan: AgentPlan,
-        *,
-        stream: str = "policy",
-        parameters: str = "policy",
-        max_batch: int = 256,
-        max_delay: float = 0.0,
-    ) -> None:
-        self._plan, self._stream, self._policy = plan, stream, parameters
-        self._max_batch, self._max_delay = max_batch, max_delay
+    def __init__(self, policies: Policies, plan: AgentPlan, *, parameters: str = "policy") -> None:
+        self._policies, self._plan, self._policy = policies, plan, parameters
         self._server: InferenceInbox | None = None
         self._next: _Request | None = None  # a request that did not fit into the batch before
         self._n_rows = self._n_batches = 0
@@ -104,7 +106,7 @@ class PolicyWorker(Worker):
         self._actor.runtime.set_columns(ranks, plan.n_envs)
         self._load(first)
         self._sessions = [""] * plan.n_envs  # of each environment: see `InferenceClient.ask`
-        self._server = InferenceInbox(self.wire, self.names, self._stream, self.name)
+        self._server = InferenceInbox(self.wire, self.names, self._policies.stream, self.name)
 
     def _load(self, parameters: Mapping[str, Any]) -> None:
         self._actor.write_parameters(parameters)
@@ -139,8 +141,8 @@ class PolicyWorker(Worker):
     def _gather(self) -> list[_Request]:
         """The requests that wait, up to `max_batch` environments."""
         assert self._server is not None
-        requests, n_rows, until = list[_Request](), 0, 0.0
-        while n_rows < self._max_batch:
+        requests, n_rows, until, most = list[_Request](), 0, 0.0, self._policies.max_batch
+        while n_rows < most:
             request, self._next = self._next, None
             if request is None:
                 wait = _WAIT_SECONDS if not requests else max(0.0, until - time.monotonic())
@@ -151,11 +153,11 @@ class PolicyWorker(Worker):
                 if request is None:
                     continue
             n_rows += len(request.ranks)
-            if requests and n_rows > self._max_batch:
+            if requests and n_rows > most:
                 self._next = request
                 break
             if not requests:
-                until = time.monotonic() + self._max_delay
+                until = time.monotonic() + self._policies.max_delay
             requests.append(request)
         return requests
 

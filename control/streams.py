@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, get_args
 from penstock.arguments import integer
 from penstock.control.name_table import NameClient
 from penstock.control.wire import Inbox, Letter, Peer, Wire
-from penstock.errors import ClusterError, ConfigError, NoReplyError, PeerLostError
+from penstock.errors import ConfigError, NoReplyError, PeerLostError
 
 Routing = Literal["any", "all", "one"]
 ROUTINGS: tuple[str, ...] = get_args(Routing)
@@ -22,11 +22,16 @@ _LOOK_SECONDS = 0.5  # between two tries to reach an inbox that was lost
 
 
 class Inboxes:
-    """The inboxes that can be reached, of all that the name table has below `root`."""
+    """The inboxes that can be reached, of all that the name table has below `root`.
 
-    def __init__(self, names: NameClient, root: str, credit: int) -> None:
-        self._names, self._root, self._credit = names, root, credit
+    If one is silent, or its name has gone, its process may be busy or suspended. So it is lost only if there is another
+    one, or if another process has its name. Until then, what was sent to it is not sent again.
+    """
+
+    def __init__(self, names: NameClient, root: str) -> None:
+        self._names, self._root = names, root
         self._peers: dict[str, Peer] = {}
+        self._live: list[Peer] = []
         self._version, self._look_at = -1, 0.0
         self._lock = threading.Lock()
 
@@ -38,14 +43,21 @@ class Inboxes:
             now, version = time.monotonic(), self._names.version
             if version != self._version or now >= self._look_at:
                 self._version, self._look_at = version, now + _LOOK_SECONDS
-                found = self._names.followed(self._root)
-                for key, peer in list(self._peers.items()):
-                    if peer.is_dead or peer.place != list(found.get(key, ())):
-                        self._peers.pop(key).lose("its name has gone")
-                for key in found.keys() - self._peers.keys():
-                    self._peers[key] = self._names.reach(found[key], credit=self._credit)
-                self._peers = dict(sorted(self._peers.items()))
-            return [peer for peer in self._peers.values() if not peer.is_dead]
+                self._look()
+            return [peer for peer in self._live if not peer.is_dead]
+
+    def _look(self) -> None:
+        found = self._names.followed(self._root)
+        for key, place in found.items():
+            old = self._peers.get(key)
+            if old is None or old.is_dead or old.place != list(place):
+                self._peers[key] = self._names.reach(place, lost_after=float("inf"))
+                if old is not None:
+                    old.lose("another process has its name")
+        self._live = [peer for key, peer in sorted(self._peers.items()) if key in found and not peer.is_silent]
+        if self._live:
+            for key in [key for key, peer in self._peers.items() if peer not in self._live]:
+                self._peers.pop(key).lose("it is silent, or its name has gone")
 
 
 class SampleProducer:
@@ -56,7 +68,8 @@ class SampleProducer:
 
     If a consumer ends, it may have pieces that it has not taken. With "any", the next `put` or `flush` sends them to
     another consumer. With "all" and "one" they are lost, and `n_lost` counts them. If a consumer ends just when it
-    takes a piece, this piece may be consumed twice. Do not change a piece after `put`.
+    takes a piece, or is silent for more than 3 seconds while there is another one, a piece may be consumed twice. Do
+    not change a piece after `put`.
 
     Args:
         wire, names: the worker's.
@@ -73,8 +86,8 @@ class SampleProducer:
         if routing not in ROUTINGS:
             raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {routing!r}")
         integer("credit", credit, 1)
-        self._stream, self._routing, self._name = stream, routing, name
-        self._consumers = Inboxes(names, f"streams/{stream}", credit)
+        self._routing, self._name = routing, name
+        self._consumers, self._credit = Inboxes(names, f"streams/{stream}"), credit
         self._lock = threading.Lock()  # of what the callback changes too
         self._returned: list[Any] = []  # pieces of consumers that have ended
         self._n_waiting = 0  # how often a piece was sent that its consumer has not taken yet
@@ -130,24 +143,20 @@ class SampleProducer:
         if consumers and self._routing == "one":
             consumers = [consumers[zlib.crc32(self._name.encode()) % len(consumers)]]
         elif consumers and self._routing == "any":
-            consumers = [min(consumers, key=lambda peer: peer.n_told)]
-        return consumers if all(peer.has_credit for peer in consumers) else []
+            consumers = [min(consumers, key=lambda peer: peer.n_waiting)]
+        return consumers if all(peer.n_waiting < self._credit for peer in consumers) else []
 
     def _try(self, piece: object) -> bool:
         consumers = self._next_consumers()
         for peer in consumers:
             try:
-                taken = peer.tell_and_hear(piece)
+                taken = peer.ask(piece, float("inf"))
             except PeerLostError:  # it has ended just now
                 if self._routing == "all":
                     with self._lock:
                         self.n_lost += 1
                     continue
                 return False
-            if taken is None:
-                raise ClusterError(
-                    f"stream {self._stream}: two threads use one SampleProducer: make one producer for each thread"
-                )
             with self._lock:
                 self._n_waiting += 1
             taken.add_done_callback(partial(self._on_taken, piece))
@@ -181,11 +190,12 @@ class SampleConsumer:
 
     def get(self, timeout: float) -> Any:
         """The next piece. Raises `NoReplyError` if none comes within `timeout` seconds."""
-        letter = self._inbox.receive(timeout, holds=self._holds)
+        letter = self._inbox.receive(timeout)
         if letter is None:
             raise NoReplyError(f"no piece has come through {self._key} within {timeout:g} s")
-        if self._holds:
-            self._held.append(letter)
+        self._held.append(letter)
+        if not self._holds:
+            self.release()
         return letter.message
 
     def release(self) -> None:
@@ -227,7 +237,7 @@ class InferenceClient:
         generation: int = 0,
     ) -> None:
         self._generation = generation
-        self._servers = Inboxes(names, f"policies/{stream}", 1)
+        self._servers = Inboxes(names, f"policies/{stream}")
         self._wire, self._stream, self._name, self._timeout = wire, stream, name, timeout
         self._index, self._is_over = zlib.crc32(name.encode()), is_over
         self._server: str | None = None  # the place of the server that was asked last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,47 +40,49 @@ class Trainer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Training:
+    """`count` trainers, each of which takes `batch` pieces of the sample stream `stream` per step.
+
+    With `max_staleness`, a trainer drops a piece, and counts it, if its parameters are more versions old than this, or
+    if an earlier life of the trainer made them. A piece then takes its place in the stream until it was trained on, so
+    that actors do not sample too far ahead.
+
+    `checkpoint` is a file. The trainer saves its state there every `save_every` steps and at the end. If the file
+    exists, it starts from it. `resources` is what Ray reserves for each trainer, such as `{"GPU": 1}`.
+
+    Several trainers are the ranks of one group of `torch.distributed`, with this `backend`, which exists before
+    `make_trainer` is called with the agent. The gradients of `agent.model` are averaged over all ranks at each call of
+    `backward`, so all ranks keep the same parameters, and each must call `backward` equally often. If one of them
+    fails, all begin again from the checkpoint.
+    """
+
+    make_trainer: Callable[[Agent], Trainer]
+    stream: str = "train"
+    batch: int = 1
+    max_staleness: int | None = None
+    checkpoint: str | Path | None = None
+    save_every: int = 10
+    resources: Mapping[str, float] | None = None
+    count: int = 1
+    backend: str = "gloo"
+
+
 class TrainerWorker(Worker):
     """Calls the user's trainer with `batch` pieces at a time, and publishes the parameters after each step.
 
-    Args:
-        make_trainer: called with the agent; returns a `Trainer`.
-        plan: how to make the agent.
-        samples: name of the sample stream.
-        parameters: name under which the parameters are published.
-        batch: pieces per step.
-        max_staleness: the trainer drops a piece, and counts it, if its parameters are more versions old than this, or
-            if an earlier life of the trainer made them; None: it drops none. A piece then takes its place in the
-            stream until it was trained on, so that actors do not sample too far ahead.
-        checkpoint: a file. The trainer saves its state there every `save_every` steps and at the end. If the file
-            exists, it starts from it.
-        rank, world_size, backend: of a group of `torch.distributed`, if `world_size` is above 1. It exists before
-            `make_trainer` is called. The gradients of `agent.model` are averaged over all ranks at each call of
-            `backward`, so all ranks keep the same parameters. So each must call `backward` equally often. Rank 0
-            publishes the parameters and saves.
-
     `configure` has the argument `generation`: how often the group was started again.
+
+    Args:
+        training: the trainer, its stream, and what it saves.
+        plan: how to make the agent.
+        parameters: name under which the parameters are published.
+        rank: of several trainers. Rank 0 publishes the parameters and saves.
     """
 
-    def __init__(
-        self,
-        make_trainer: Callable[[Agent], Trainer],
-        plan: AgentPlan,
-        *,
-        samples: str = "train",
-        parameters: str = "policy",
-        batch: int = 1,
-        max_staleness: int | None = None,
-        checkpoint: str | Path | None = None,
-        save_every: int = 10,
-        rank: int = 0,
-        world_size: int = 1,
-        backend: str = "gloo",
-    ) -> None:
-        self._make_trainer, self._plan, self._stream, self._policy = make_trainer, plan, samples, parameters
-        self._batch, self._max_staleness = batch, max_staleness
-        self._checkpoint, self._save_every = None if checkpoint is None else Path(checkpoint), save_every
-        self._rank, self._world_size, self._backend = rank, world_size, backend
+    def __init__(self, training: Training, plan: AgentPlan, *, parameters: str = "policy", rank: int = 0) -> None:
+        self._training, self._plan, self._policy, self._rank = training, plan, parameters, rank
+        self._checkpoint = None if training.checkpoint is None else Path(training.checkpoint)
         self._lineage = 0
         self._group: TrainerGroup | None = None
         self._consumer: SampleConsumer | None = None
@@ -90,12 +93,12 @@ class TrainerWorker(Worker):
 
     def _configure(self, generation: int = 0) -> None:
         self._agent = self._plan.agent()
-        if self._world_size > 1:
+        if (size := self._training.count) > 1:
             from penstock.control.trainer_group import TrainerGroup  # only here, since it imports torch
 
-            key, size = f"trainers/{self._policy}/{generation}", self._world_size
-            self._group = TrainerGroup(self.wire, self.names, key, self._rank, size, self._backend, self._agent)
-        self._trainer = self._make_trainer(self._agent)
+            key, backend = f"trainers/{self._policy}/{generation}", self._training.backend
+            self._group = TrainerGroup(self.wire, self.names, key, self._rank, size, backend, self._agent)
+        self._trainer = self._training.make_trainer(self._agent)
         self._check_trainer()
         if self._checkpoint is not None and self._checkpoint.exists():
             self._load(self._checkpoint)
@@ -105,8 +108,8 @@ class TrainerWorker(Worker):
             self._server.publish(self._version, self._agent.read_parameters())
         if self._group is not None:  # nobody saves before all have loaded
             self._lineage = self._group.lineage_of_rank_0(self._lineage)
-        holds = self._max_staleness is not None
-        self._consumer = SampleConsumer(self.wire, self.names, self._stream, self.name, holds=holds)
+        holds = self._training.max_staleness is not None
+        self._consumer = SampleConsumer(self.wire, self.names, self._training.stream, self.name, holds=holds)
 
     def _check_trainer(self) -> None:
         """Raise `ConfigError` now for what would otherwise fail at the first step, or at the first checkpoint."""
@@ -131,7 +134,7 @@ class TrainerWorker(Worker):
             return PollResult()
         self._pieces.append(piece)
         self._drop_stale()
-        if len(self._pieces) < self._batch:
+        if len(self._pieces) < self._training.batch:
             return PollResult()
         staleness = [self._staleness(piece) for piece in self._pieces]
         self._largest_staleness = max([self._largest_staleness, *(n for n in staleness if n != _FOREIGN)])
@@ -146,7 +149,7 @@ class TrainerWorker(Worker):
         if self._server is not None:
             self._server.publish(self._version, self._agent.read_parameters())
         self._consumer.release()  # after `publish`: the next pieces are acted by the new parameters
-        if self._checkpoint is not None and self._version % self._save_every == 0 and self._rank == 0:
+        if self._checkpoint is not None and self._version % self._training.save_every == 0 and self._rank == 0:
             self._save(self._checkpoint)
         return PollResult(batch.samples.env.reward.numel(), 1)
 
@@ -155,8 +158,8 @@ class TrainerWorker(Worker):
         return self._version - piece["version"] if piece["lineage"] == self._lineage else _FOREIGN
 
     def _drop_stale(self) -> None:
-        if self._max_staleness is not None:
-            fresh = [piece for piece in self._pieces if 0 <= self._staleness(piece) <= self._max_staleness]
+        if (most := self._training.max_staleness) is not None:
+            fresh = [piece for piece in self._pieces if 0 <= self._staleness(piece) <= most]
             self._n_stale += len(self._pieces) - len(fresh)
             self._pieces = fresh
 

@@ -1,4 +1,4 @@
-"""A wire: inboxes with names, requests that are executed exactly once, and messages of which only some may wait.
+"""A wire: inboxes with names, and requests that are executed exactly once.
 
 The transport may lose, duplicate and delay packets, and lose connections. The sender keeps a request until it has the
 reply. If none comes, it sends a probe. The other side then answers that it is at work, or sends its reply again. If it
@@ -14,7 +14,7 @@ import time
 import traceback
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +23,11 @@ from penstock.control.messages import BadMessageError
 from penstock.errors import ClusterError, NoReplyError, PeerLostError, RequestError
 
 # The kinds of packets. From a peer to an inbox:
-#   ASK: a request. TELL: a message, whose reply says that it was taken. PROBE: has this request arrived?
+#   ASK: a request. PROBE: has this request arrived?
 # Back to the peer:
 #   REPLY, ERROR: the answer. PENDING: it has arrived, and has no answer yet. MISSING: it has not arrived. GONE: there
 #   is no such inbox.
-ASK, TELL, REPLY, ERROR, PROBE, PENDING, MISSING, GONE = range(8)
+ASK, REPLY, ERROR, PROBE, PENDING, MISSING, GONE = range(7)
 
 TICK_SECONDS = 0.05
 LOST_SECONDS = 5.0  # of silence, after which another side counts as lost
@@ -90,16 +90,9 @@ def is_header(header: object) -> bool:
 
 
 class Answer(Future[Any]):
-    """What comes back for one request. The thread that waits for it receives packets meanwhile.
-
-    After it has come, `done`, `result` and `exception` take no lock: each request calls them several times.
-    """
+    """What comes back for one request. The thread that waits for it receives packets meanwhile."""
 
     packed: Any = None  #: the reply, as it came
-
-    _is_over = False
-    _value: Any = None
-    _error: BaseException | None = None
 
     def __init__(self, transport: Transport) -> None:
         super().__init__()
@@ -108,40 +101,22 @@ class Answer(Future[Any]):
     def cancel(self) -> bool:
         return False  # the request is on its way
 
-    def running(self) -> bool:
-        return not self._is_over
-
-    def set_result(self, result: object) -> None:
-        self._value, self._is_over = result, True
-        super().set_result(result)
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        self._error, self._is_over = exception, True
-        super().set_exception(exception)
-
-    def done(self) -> bool:
-        return self._is_over
-
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has come, for `timeout` seconds. Returns whether it has."""
-        if not self._is_over:
+        if not self.done():
             until = float("inf") if timeout is None else time.monotonic() + timeout
             self._transport.attend(self.done, until)
-            if not self._is_over:  # another thread receives
+            if not self.done():  # another thread receives
                 wait([self], None if timeout is None else until - time.monotonic())
-        return self._is_over
+        return self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        return self._error if self.wait(timeout) else super().exception(0)
+        self.wait(timeout)
+        return super().exception(0)
 
     def result(self, timeout: float | None = None) -> Any:
-        error = self.exception(timeout)
-        if error is None:
-            return self._value
-        try:
-            raise error
-        finally:
-            del error, self  # its traceback would keep both
+        self.wait(timeout)
+        return super().result(0)
 
 
 _FIRST_PROBE, _LAST_PROBE = 0.25, 1.0  # seconds without a reply until the first probe, and between later ones
@@ -150,7 +125,6 @@ _FIRST_PROBE, _LAST_PROBE = 0.25, 1.0  # seconds without a reply until the first
 @dataclass
 class _Request:
     future: Answer
-    kind: int
     packed: Any
     deadline: float
     probe_at: float
@@ -163,12 +137,12 @@ class Peer:
     If that wire is closed and another one opens an inbox with the same name, make a new peer.
     """
 
-    def __init__(self, wire: Wire, name: str, address: str, target: str, credit: int, lost_after: float) -> None:
+    def __init__(self, wire: Wire, name: str, address: str, target: str, lost_after: float) -> None:
         self.name, self.address = name, address
-        self._wire, self._target, self._credit, self._lost_after = wire, target, credit, lost_after
+        self._wire, self._target, self._lost_after = wire, target, lost_after
         self._id = f"{wire.id}.{next(wire.numbers)}"
         self._requests: dict[int, _Request] = {}
-        self._next, self._n_told = 0, 0
+        self._next = 0
         self._silent_since: float | None = None  # when the first probe was sent that nothing has answered
         self._lost: str | None = None
 
@@ -183,31 +157,32 @@ class Peer:
         return self._lost is not None
 
     @property
-    def n_told(self) -> int:
-        """How many messages the other side has not taken from its inbox yet."""
-        return self._n_told
+    def is_silent(self) -> bool:
+        """Whether it was asked again and again for some seconds, and nothing has come back."""
+        since = self._silent_since
+        return bool(self._requests) and since is not None and time.monotonic() - since > LOST_SECONDS
 
     @property
-    def has_credit(self) -> bool:
-        """Whether `tell` would send a message."""
-        return self._lost is None and self._n_told < self._credit
+    def n_waiting(self) -> int:
+        """How many requests have no answer yet."""
+        return len(self._requests)
 
-    def ask(self, message: object, timeout: float, *, patience: float | None = None) -> Answer:
+    def ask(self, message: object, timeout: float, *, patience: float = _FIRST_PROBE) -> Answer:
         """Send a request. The future gets the reply, or `NoReplyError` after `timeout` seconds, `PeerLostError`, or
         `RequestError` with what the other side reported. After `patience` seconds, it begins to ask whether the request
-        has arrived. Raises `BadMessageError` if `message` cannot be sent."""
-        future = self._send(ASK, message, timeout, patience or _FIRST_PROBE)
-        assert future is not None  # only `tell` needs credit
+        has arrived. Raises `BadMessageError` if `message` cannot be sent, and `PeerLostError` if the other side has
+        ended."""
+        transport = self._wire.transport
+        future, packed, now = Answer(transport), transport.pack(message), time.monotonic()
+        with self._wire.lock:
+            if self._lost is not None:
+                raise PeerLostError(self._lost)
+            if not self._requests:
+                self._silent_since = None  # nothing was expected
+            number, self._next = self._next, self._next + 1
+            self._requests[number] = _Request(future, packed, now + timeout, now + patience, patience)
+        self._send(ASK, number, packed)
         return future
-
-    def tell(self, message: object) -> bool:
-        """Send a message, unless `credit` earlier ones are still in the inbox. Returns whether it was sent. Raises
-        `PeerLostError` if the other side has ended: messages that it has not taken are lost."""
-        return self.tell_and_hear(message) is not None
-
-    def tell_and_hear(self, message: object) -> Answer | None:
-        """As `tell`, but returns a future that ends when the message is taken, or None without credit."""
-        return self._send(TELL, message, float("inf"), _FIRST_PROBE)
 
     def lose(self, reason: str) -> None:
         """The other side has ended: fail all requests with `PeerLostError`."""
@@ -220,35 +195,10 @@ class Peer:
         for request in requests.values():
             request.future.set_exception(PeerLostError(self._lost))
 
-    def _send(self, kind: int, message: object, timeout: float, patience: float) -> Answer | None:
-        if kind == TELL and self._lost is None and not self.has_credit:
-            return None
-        transport = self._wire.transport
-        future = Answer(transport)
-        packed = transport.pack(message)
-        now = time.monotonic()
+    def _send(self, kind: int, number: int, packed: object = None) -> None:
         with self._wire.lock:
-            if self._lost is not None:
-                raise PeerLostError(self._lost)
-            if kind == TELL:
-                if self._n_told >= self._credit:
-                    return None
-                self._n_told += 1
-            if not self._requests:
-                self._silent_since = None  # nothing was expected
-            number, self._next = self._next, self._next + 1
-            self._requests[number] = _Request(future, kind, packed, now + timeout, now + patience, patience)
-            header = self._header(kind, number)
-        transport.send(self.address, header, packed)
-        return future
-
-    def _header(self, kind: int, number: int) -> Header:
-        oldest = next(iter(self._requests), self._next)  # the requests are in order
-        return kind, self._target, self.name, self._id, number, min(oldest, number)
-
-    def _send_packet(self, kind: int, number: int, packed: object = None) -> None:
-        with self._wire.lock:
-            header = self._header(kind, number)
+            oldest = next(iter(self._requests), number)  # the requests are in order
+            header = kind, self._target, self.name, self._id, number, min(oldest, number)
         self._wire.transport.send(self.address, header, packed)
 
     def release(self) -> None:
@@ -266,9 +216,8 @@ class Peer:
                 return None
             if kind in (REPLY, ERROR):
                 del self._requests[number]
-                self._n_told -= request.kind == TELL
         if kind == MISSING:
-            self._send_packet(request.kind, number, request.packed)
+            self._send(ASK, number, request.packed)
         elif kind != PENDING:
             self._finish(request.future, kind, packed)
         return None
@@ -306,7 +255,7 @@ class Peer:
         if self._requests and self._silent_since is not None and now - self._silent_since > self._lost_after:
             self.lose(f"it was silent for {self._lost_after:g} s")
         for number in probes if self._lost is None else ():
-            self._send_packet(PROBE, number)
+            self._send(PROBE, number)
 
 
 _MOST_LETTERS = 10_000  # in one inbox. More are not accepted, and the senders send them again
@@ -334,31 +283,38 @@ class Letter:
 
     def reply(self, message: object = None) -> None:
         """Send the result. Raises `BadMessageError` if it cannot cross a wire."""
-        self._answer(REPLY, message)
+        self._answer(REPLY, self._inbox.wire.transport.pack(message))
 
     def reply_packed(self, packed: object) -> None:
         """Send what `transport.pack_once`, or `packed` of an `Answer`, has: many letters may share it."""
-        self._answer_packed(REPLY, packed)
+        self._answer(REPLY, packed)
 
     def fail(self, reason: str) -> None:
         """Say why there is no result: the sender gets a `RequestError`."""
-        self._answer(ERROR, reason[:20_000])
+        self._answer(ERROR, self._inbox.wire.transport.pack(reason[:20_000]))
 
-    def answer_with(self, handler: Callable[..., Any]) -> None:
-        """Reply with the result of `handler(**kwargs)`, or fail with what it raises. The message of this letter has a
-        `command`, and perhaps `kwargs`."""
-        command = self.message["command"]
+    @property
+    def command(self) -> str | None:
+        """The `command` in the message."""
+        command = self.message.get("command") if isinstance(self.message, dict) else None
+        return command if isinstance(command, str) else None
+
+    def answer_with(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
+        """Call the handler for `command`, with `kwargs` of the message. Reply with its result, or fail with what it
+        raises."""
+        command = self.command
+        if command is None or command not in handlers:
+            known = ", ".join(sorted(handlers)) or "none"
+            return self.fail(f"there is no command {command!r}; the commands are {known}")
         try:
-            self.reply(handler(**self.message.get("kwargs", {})))
+            self.reply(handlers[command](**self.message.get("kwargs", {})))
         except RequestError as error:
             self.fail(str(error))
         except Exception as error:  # the user's handler may raise anything
             self.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
+        return None
 
-    def _answer(self, kind: int, message: object) -> None:
-        self._answer_packed(kind, self._inbox.wire.transport.pack(message))
-
-    def _answer_packed(self, kind: int, packed: object) -> None:
+    def _answer(self, kind: int, packed: object) -> None:
         if self.is_answered:
             raise ClusterError(f"inbox {self._inbox.name}: this letter was answered already")
         self.is_answered = True
@@ -371,35 +327,27 @@ class Inbox:
 
     def __init__(self, wire: Wire, name: str, handler: Callable[[Letter], None] | None = None) -> None:
         self.wire, self.name, self._handler = wire, name, handler
-        self._letters: queue.SimpleQueue[tuple[Letter, int] | None] = queue.SimpleQueue()
+        self._letters: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
         self._senders: dict[str, _Sender] = {}
         self.is_closed = False
 
     def __len__(self) -> int:
         return self._letters.qsize()
 
-    def receive(self, timeout: float | None = None, *, holds: bool = False) -> Letter | None:
-        """The next letter, or None after `timeout` seconds, or if the inbox was closed. A sender that used `tell` may
-        send one more message now, or with `holds` when the letter was answered."""
+    def receive(self, timeout: float | None = None) -> Letter | None:
+        """The next letter, or None after `timeout` seconds, or if the inbox was closed."""
         if self.is_closed:
             return None
+        if timeout is None:  # it may wait for long: threads that wait for an answer receive the packets
+            return self._letters.get()
+        until = time.monotonic() + timeout
+        if timeout > 0 and not len(self):
+            self.wire.transport.attend(self._letters.qsize, until)
+        left = until - time.monotonic()
         try:
-            if timeout is None:  # it may wait for long: threads that wait for an answer receive the packets
-                item = self._letters.get()
-            else:
-                until = time.monotonic() + timeout
-                if timeout > 0 and not len(self):
-                    self.wire.transport.attend(self._letters.qsize, until)
-                left = until - time.monotonic()
-                item = self._letters.get(timeout=left) if left > 0 else self._letters.get_nowait()
+            return self._letters.get(timeout=left) if left > 0 else self._letters.get_nowait()
         except queue.Empty:
             return None
-        if item is None:
-            return None
-        letter, kind = item
-        if kind == TELL and not holds:
-            letter.reply()
-        return letter
 
     def close(self) -> None:
         """Accept no more letters. Senders of requests without a reply learn that the inbox is gone."""
@@ -427,25 +375,20 @@ class Inbox:
             if is_new:
                 sender.replies[number] = None
         if is_new:
-            self._accept(header, packed)
+            self._accept(sender_id, number, packed)
         elif reply is not None:
             self.wire.send_back(route, *reply, header)
         elif kind == PROBE:
             self.wire.send_back(route, PENDING if is_known else MISSING, None, header)
 
-    def _accept(self, header: Header, packed: object) -> None:
-        kind, _, _, sender_id, number, _ = header
+    def _accept(self, sender_id: str, number: int, packed: object) -> None:
         try:
-            message = self.wire.transport.unpack(packed)
+            letter = Letter(self, sender_id, number, self.wire.transport.unpack(packed))
         except BadMessageError as error:
             self.wire.count("refused")
             self.answer(sender_id, number, ERROR, self.wire.transport.pack(str(error)))
         else:
-            letter = Letter(self, sender_id, number, message)
-            if self._handler is not None:
-                return self._handler(letter)
-            self._letters.put((letter, kind))
-        return None
+            (self._handler or self._letters.put)(letter)
 
     def answer(self, sender_id: str, number: int, kind: int, packed: object) -> None:
         """Remember a reply, and send it."""
@@ -500,18 +443,10 @@ class Wire:
             self.inboxes[name] = inbox = Inbox(self, name, handler)
         return inbox
 
-    def reach(
-        self, address: str, name: str, *, target: str = "", credit: int = 16, lost_after: float = LOST_SECONDS
-    ) -> Peer:
-        """The inbox `name` at `address`, of the wire whose id is `target` ("": the wire that has the address now).
-
-        Args:
-            credit: how many messages by `tell` may wait in its inbox.
-            lost_after: seconds of silence after which it counts as lost.
-
-        Raises `PeerLostError` if this wire is closed.
-        """
-        peer = Peer(self, name, address, target, credit, lost_after)
+    def reach(self, address: str, name: str, *, target: str = "", lost_after: float = LOST_SECONDS) -> Peer:
+        """The inbox `name` at `address`, of the wire whose id is `target` ("": the wire that has the address now). It
+        counts as lost after `lost_after` seconds of silence. Raises `PeerLostError` if this wire is closed."""
+        peer = Peer(self, name, address, target, lost_after)
         with self.lock:
             if self._is_closed:  # nothing would end the requests of this peer
                 raise PeerLostError(f"{name} is lost: this wire was closed")
@@ -537,7 +472,7 @@ class Wire:
         if not is_header(header):
             return self.count("refused")
         kind, target, name, sender, number, _ = header
-        if kind in (ASK, TELL, PROBE):
+        if kind in (ASK, PROBE):
             inbox = self.inboxes.get(name) if target in ("", self.id) else None
             if inbox is None:
                 return self.send_back(route, GONE, None, header)
@@ -561,12 +496,6 @@ class Wire:
             self._forget_at = now + _FORGET_SECONDS
             for inbox in list(self.inboxes.values()):
                 inbox.forget_silent(now - _FORGET_SECONDS)
-
-    def lose(self, prefix: str, reason: str) -> None:
-        """The process of all wires whose addresses begin with `prefix` has ended."""
-        for peer in list(self._peers.values()):
-            if peer.address.startswith(prefix):
-                peer.lose(reason)
 
     def forget(self, peer: Peer) -> None:
         """`peer` is lost."""

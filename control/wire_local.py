@@ -1,4 +1,4 @@
-"""A wire within one process: packets are function calls, and one thread keeps the time of all wires."""
+"""A wire within one process: packets are function calls."""
 
 from __future__ import annotations
 
@@ -14,55 +14,21 @@ _log = logging.getLogger("penstock")
 
 
 class LocalHub:
-    """The wires of this process that reach each other. Its thread runs for as long as one of them is open."""
+    """The wires of this process that reach each other."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wires: dict[str, Wire] = {}
+        self.wires: dict[str, Wire] = {}
         self._numbers = iter(range(2**62))
-        self._thread: threading.Thread | None = None
-        self._ended = threading.Event()
 
-    def wire(self, address: str | None = None) -> Wire:
-        """A new wire, at `address` or at a new one."""
-        return Wire(LocalTransport(self, address or f"local://{next(self._numbers)}"))
+    def wire(self) -> Wire:
+        """A new wire, at a new address."""
+        return Wire(LocalTransport(self, f"local://{next(self._numbers)}"))
 
     def carry(self, address: str, header: Header, packed: object, route: str) -> None:
         """Bring one packet to `address`. Tests override this."""
-        wire = self._wires.get(address)
+        wire = self.wires.get(address)
         if wire is not None:
             wire.deliver(header, packed, route)
-
-    def add(self, address: str, wire: Wire) -> None:
-        """A wire has opened."""
-        with self._lock:
-            self._wires[address] = wire
-            if self._thread is None:
-                self._ended = threading.Event()
-                self._thread = threading.Thread(target=self._run, args=(self._ended,), name="local wires", daemon=True)
-                self._thread.start()
-
-    def remove(self, address: str) -> None:
-        """A wire has closed."""
-        with self._lock:
-            self._wires.pop(address, None)
-            thread = None if self._wires else self._thread
-            if thread is not None:
-                self._thread = None
-                self._ended.set()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _run(self, ended: threading.Event) -> None:
-        while not ended.wait(TICK_SECONDS):
-            with self._lock:
-                wires = list(self._wires.values())
-            for wire in wires:
-                try:
-                    wire.tick()
-                except Exception:
-                    _log.exception("the thread of the local wires has failed: this wire is closed")
-                    wire.close()
 
 
 @dataclass(frozen=True)
@@ -73,22 +39,32 @@ class LocalConnection:
     address: str
     hub: LocalHub
 
-    def wire(self) -> Wire:
-        """A new wire."""
+    def wire(self, port: int = 0) -> Wire:
+        """A new wire, which has no port."""
         return self.hub.wire()
 
 
 class LocalTransport(Transport):
-    """Calls the other wire's `deliver`, in the thread of the sender."""
+    """Calls the other wire's `deliver`, in the thread of the sender. Its own thread keeps the time."""
+
+    pack = staticmethod(plain_copy)
 
     def __init__(self, hub: LocalHub, address: str) -> None:
         self.address, self._hub = address, hub
+        self._ended = threading.Event()
 
     def start(self, wire: Wire) -> None:
-        self._hub.add(self.address, wire)
+        self._hub.wires[self.address] = wire
+        self._thread = threading.Thread(target=self._run, args=(wire,), name="local wire", daemon=True)
+        self._thread.start()
 
-    def pack(self, message: object) -> Any:
-        return plain_copy(message)
+    def _run(self, wire: Wire) -> None:
+        try:
+            while not self._ended.wait(TICK_SECONDS):
+                wire.tick()
+        except Exception:
+            _log.exception("the thread of a wire has failed: the wire is closed")
+            wire.close()
 
     def unpack(self, packed: Any) -> Any:
         return packed
@@ -100,4 +76,7 @@ class LocalTransport(Transport):
         pass
 
     def close(self) -> None:
-        self._hub.remove(self.address)
+        self._hub.wires.pop(self.address, None)
+        self._ended.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()

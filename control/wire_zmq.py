@@ -122,7 +122,8 @@ class ZmqTransport(Transport):
 
     fan = 4
     pack = staticmethod(messages.encode)
-    pack_once = staticmethod(partial(messages.encode, frame=zmq.Frame))  # ZMQ counts who still needs a frame
+    # ZMQ counts who still needs a frame. Without `copy`, a large one would be the memory of the array itself.
+    pack_once = staticmethod(partial(messages.encode, frame=partial(zmq.Frame, copy=True)))
     unpack = staticmethod(messages.decode)
 
     def send(self, route: Any, header: Header, packed: Any) -> None:

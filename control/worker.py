@@ -10,13 +10,19 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from penstock.control.messages import BadMessageError
 from penstock.control.name_table import NameClient
 from penstock.control.statuses import FINAL, Status, StatusMachine
 from penstock.control.wire import Letter, Wire
 from penstock.errors import ClusterError, ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from penstock.control.keys import Connection as SocketConnection
+    from penstock.control.wire_local import LocalConnection
+
+    Connection: TypeAlias = SocketConnection | LocalConnection  # how to join a trial
 
 _log = logging.getLogger("penstock")
 
@@ -36,24 +42,6 @@ def check_handler(command: str, handler: Handler) -> None:
         raise ConfigError(f"a handler is the name of a command and a function, got {command!r} and {handler!r}")
 
 
-class Connection(Protocol):
-    """How to join a trial: `keys.Connection`, or `LocalConnection`."""
-
-    @property
-    def trial(self) -> str:
-        """Experiment and trial."""
-        ...
-
-    @property
-    def address(self) -> str:
-        """Where the name table is."""
-        ...
-
-    def wire(self) -> Wire:
-        """A new wire."""
-        ...
-
-
 @dataclass(frozen=True)
 class PollResult:
     """What one poll has done. If both are 0, the worker waits 2 ms before the next poll."""
@@ -66,78 +54,44 @@ class WorkerServer:
     """Receives the requests to one worker. Urgent handlers run at once, in the thread of this server. The others run in
     the worker's own thread, when it calls `handle`."""
 
-    def __init__(self, connection: Connection, name: str) -> None:
-        self.name = name
-        self._handlers: dict[str, tuple[Handler, bool]] = {}
-        self._is_announced = False
+    def __init__(self, wire: Wire, name: str) -> None:
+        self._handlers: dict[str, Handler] = {}
+        self._urgent: set[str | None] = set()
         self._requests: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
-        self.wire = connection.wire()
-        try:
-            self.names = NameClient(self.wire, connection.address)
-            self._inbox = self.wire.open(f"worker/{name}")
-        except BaseException:
-            self.wire.close()
-            raise
+        self.inbox = wire.open(f"worker/{name}")
         self._thread = threading.Thread(target=self._receive, name=f"server of {name}", daemon=True)
         self._thread.start()
 
     def register(self, command: str, handler: Handler, *, urgent: bool = False) -> None:
         """Call `handler(**kwargs)` for requests of this command. The result is sent: see `messages` for its types."""
-        self._handlers[command] = (handler, urgent)
+        self._handlers[command] = handler
+        (self._urgent.add if urgent else self._urgent.discard)(command)
 
-    def announce(self) -> None:
-        """Tell the name table that this worker can be reached. Raises `NameTableError` if another one has its name."""
-        self.names.announce(f"workers/{self.name}", self._inbox)
-        self._is_announced = True
-        self.names.clear(f"status/{self.name}")
-
-    def handle(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds for a request, and answer all that wait. Returns whether there was one."""
+    def handle(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds for a request, and answer all that wait."""
         try:
             letter = self._requests.get(timeout=timeout) if timeout else self._requests.get_nowait()
-        except queue.Empty:
-            return False
-        while letter is not None:
-            self._answer(letter)
-            try:
+            while letter is not None:
+                letter.answer_with(self._handlers)
                 letter = self._requests.get_nowait()
-            except queue.Empty:
-                break
-        return True
+        except queue.Empty:
+            pass
 
     def wake(self) -> None:
         """End a `handle` that waits."""
         self._requests.put(None)
 
-    def close(self, status: Status, text: str) -> None:
-        """Write the final status into the name table, and close the wire."""
-        self.names.timeout = _END_SECONDS  # the table may have ended
-        try:
-            if self._is_announced:  # otherwise another worker has this name
-                self.names.add(f"status/{self.name}", [status.value, text], replace=True, lasting=True)
-                self.names.delete(f"workers/{self.name}")
-                self.names.delete(f"figures/{self.name}")
-        except ClusterError as error:
-            _log.warning("worker %s could not report that it has ended: %s", self.name, error)
-        finally:
-            self._inbox.close()
-            self._thread.join(_END_SECONDS)
-            self.wire.close()
+    def close(self) -> None:
+        """Answer no more requests."""
+        self.inbox.close()
+        self._thread.join(_END_SECONDS)
 
     def _receive(self) -> None:
-        while (letter := self._inbox.receive()) is not None:
-            message = letter.message
-            command = message.get("command") if isinstance(message, dict) else None
-            if not isinstance(command, str) or command not in self._handlers:
-                letter.fail(f"there is no command {command!r}; the commands are {', '.join(sorted(self._handlers))}")
-            elif self._handlers[command][1]:
-                self._answer(letter)
+        while (letter := self.inbox.receive()) is not None:
+            if letter.command in self._urgent:
+                letter.answer_with(self._handlers)
             else:
                 self._requests.put(letter)
-
-    def _answer(self, letter: Letter) -> None:
-        handler, _ = self._handlers[letter.message["command"]]
-        letter.answer_with(handler)
 
 
 class Worker:
@@ -192,32 +146,47 @@ class Worker:
     def run(self, connection: Connection, name: str) -> Status:
         """Join a trial, and work until a command or an error ends this worker. Returns the final status."""
         self.name, self._worker_machine = name, StatusMachine()
-        self._worker_server = server = WorkerServer(connection, name)
-        self.wire, self.names = server.wire, server.names
         self._worker_counts = {"samples": 0, "batches": 0, "polls": 0}
         self._worker_figures: dict[str, float] = {}
-        self._worker_thread = threading.get_ident()
-        self._worker_began = time.monotonic()
-        text = ""
+        self._worker_thread, self._worker_began = threading.get_ident(), time.monotonic()
+        self.wire = connection.wire()
         try:
-            self._register_commands(server)
-            self._push(at_once=True)  # first: a panel that finds this worker finds its status too
-            server.announce()
-            self._loop(server)
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-            self._worker_machine.fail()
-            _log.exception("worker %s has failed", name)
-        finally:
+            self.names = NameClient(self.wire, connection.address)
+            self._worker_server = server = WorkerServer(self.wire, name)
+            text, is_announced = "", False
+            try:
+                self._register_commands(server)
+                self._push(at_once=True)  # first: a panel that finds this worker finds its status too
+                self.names.announce(f"workers/{name}", server.inbox)  # raises if another worker has this name
+                is_announced = True
+                self.names.clear(f"status/{name}")
+                self._loop(server)
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+                self._worker_machine.fail()
+                _log.exception("worker %s has failed", name)
             try:
                 self._close()
             except Exception as error:
                 self._worker_machine.fail()
                 text = text or f"_close raised {type(error).__name__}: {error}"
                 _log.exception("worker %s could not close", name)
-            finally:
-                server.close(self._worker_machine.status, text)
+            if is_announced:
+                self._report_end(text)
+            server.close()
+        finally:
+            self.wire.close()
         return self._worker_machine.status
+
+    def _report_end(self, text: str) -> None:
+        """Write the final status into the name table."""
+        self.names.timeout = _END_SECONDS  # the table may have ended
+        try:
+            self.names.add(f"status/{self.name}", [self._worker_machine.status.value, text], replace=True, lasting=True)
+            self.names.delete(f"workers/{self.name}")
+            self.names.delete(f"figures/{self.name}")
+        except ClusterError as error:
+            _log.warning("worker %s could not report that it has ended: %s", self.name, error)
 
     def _loop(self, server: WorkerServer) -> None:
         machine, next_stats, idle = self._worker_machine, 0.0, 0.0
@@ -237,7 +206,7 @@ class Worker:
             if is_due:
                 next_stats, status = now + _STATS_SECONDS, machine.status
                 self._worker_figures = {**self._worker_counts, **(self._stats() if machine.is_configured else {})}
-                if now - self.names.heard > ORPHAN_SECONDS:
+                if self.names.silence > ORPHAN_SECONDS:
                     raise ClusterError(
                         f"the name table was silent for {ORPHAN_SECONDS:g} s: its control panel has ended, or the "
                         "network is broken"

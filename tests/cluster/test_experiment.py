@@ -194,9 +194,9 @@ def test_no_worker_unpickles_what_comes_over_a_socket(monkeypatch: pytest.Monkey
         for name in ("load", "loads", "Unpickler"):
             monkeypatch.setattr(pickle, name, refuse)
         makers = {
-            "trainer/0": lambda: TrainerWorker(CountingTrainer, plan),
-            "policy/0": lambda: PolicyWorker(plan),
-            "actor/0": lambda: ActorWorker(SAMPLER, plan, inference="policy"),
+            "trainer/0": lambda: TrainerWorker(Training(CountingTrainer), plan),
+            "policy/0": lambda: PolicyWorker(Policies(1), plan),
+            "actor/0": lambda: ActorWorker(Actors(1, SAMPLER, "policy"), plan),
         }
         threads = [LaunchedThread(make, panel.connection, name) for name, make in makers.items()]
         panel.connect(list(makers))
@@ -275,7 +275,7 @@ def test_an_inference_stream_gives_the_samples_of_an_agent_in_the_actor(
 ) -> None:
     make = RandomAgent if agent == "random" else partial(RecurrentCategoricalPgAgent, recurrent_model)
     plan = experiment(agent=make)._plan()
-    start(panel, trainer=partial(Publisher, plan), policy=partial(PolicyWorker, plan))
+    start(panel, trainer=partial(Publisher, plan), policy=partial(PolicyWorker, Policies(1), plan))
     wire = panel.connection.wire()
     names = NameClient(wire, panel.connection.address)
     batches = []
@@ -299,7 +299,7 @@ def test_pieces_join_along_the_environments(panel: ControlPanel) -> None:
     plan = experiment(None)._plan()
     wire = panel.connection.wire()
     consumer = SampleConsumer(wire, NameClient(wire, panel.connection.address), "train", "test")
-    start(panel, trainer=partial(Publisher, plan), actor=partial(ActorWorker, SAMPLER, plan, world_size=2))
+    start(panel, trainer=partial(Publisher, plan), actor=partial(ActorWorker, Actors(2, SAMPLER), plan, world_size=2))
     pieces = [consumer.get(20) for _ in range(6)]
     wire.close()
     batch = batch_of(pieces)
@@ -319,7 +319,7 @@ def test_pieces_join_along_the_environments(panel: ControlPanel) -> None:
 
 def test_a_piece_does_not_change_with_the_next_batch(panel: ControlPanel) -> None:
     plan = experiment(None)._plan()
-    worker = ActorWorker(SAMPLER, plan)
+    worker = ActorWorker(Actors(1, SAMPLER), plan)
     start(panel, trainer=partial(Publisher, plan))
     panel.launch(lambda: worker, name="actor")
     panel.connect()
@@ -333,7 +333,7 @@ def test_a_piece_does_not_change_with_the_next_batch(panel: ControlPanel) -> Non
 
 def test_a_policy_worker_acts_for_no_more_environments_than_max_batch() -> None:
     waiting = [SimpleNamespace(ranks=np.arange(n)) for n in (2, 2, 2, 7, 1)]
-    worker: Any = PolicyWorker(experiment()._plan(), max_batch=5)
+    worker: Any = PolicyWorker(Policies(1, max_batch=5), experiment()._plan())
     worker._server = SimpleNamespace(receive=lambda _: waiting.pop(0) if waiting else None)
     worker._read = lambda request: request
     batches = [[len(request.ranks) for request in worker._gather()] for _ in range(5)]
@@ -393,7 +393,7 @@ def test_a_trainer_that_could_not_step_or_save_is_refused(
 ) -> None:
     plan = experiment(agent=RandomAgent)._plan()
     path = checkpoint and tmp_path / checkpoint
-    panel.launch(partial(TrainerWorker, make, plan, checkpoint=path), name="trainer")
+    panel.launch(partial(TrainerWorker, Training(make, checkpoint=path), plan), name="trainer")
     panel.connect()
     with pytest.raises(RequestError, match=error):
         panel.request("trainer/0", "configure")

@@ -89,7 +89,7 @@ def names_of(panel: ControlPanel) -> tuple[Any, NameClient]:
 
 def test_a_piece_of_another_lineage_or_of_a_newer_version_is_stale(panel: ControlPanel) -> None:
     plan = plan_of()
-    start(panel, trainer=partial(TrainerWorker, Steps, plan, max_staleness=1))
+    start(panel, trainer=partial(TrainerWorker, Training(Steps, max_staleness=1), plan))
     wire, names = names_of(panel)
     client, producer = ParameterClient(wire, names, "policy"), SampleProducer(wire, names, "train", credit=100)
     client.first(lambda: False)
@@ -121,9 +121,9 @@ def test_nobody_acts_before_the_first_parameters_and_schedules_follow_the_versio
 
     wire, names = names_of(panel)
     consumer = SampleConsumer(wire, names, "train", "test")
-    policy: dict[str, Any] = {"policy": partial(PolicyWorker, plan)} if inference else {}
+    policy: dict[str, Any] = {"policy": partial(PolicyWorker, Policies(1), plan)} if inference else {}
     start(panel, trainer=partial(Trained, plan), **policy)
-    start(panel, actor=partial(ActorWorker, SAMPLER, plan, inference=inference))
+    start(panel, actor=partial(ActorWorker, Actors(1, SAMPLER, inference), plan))
     versions: list[int] = []
 
     def take() -> int:
@@ -140,7 +140,7 @@ def test_nobody_acts_before_the_first_parameters_and_schedules_follow_the_versio
 
 
 def test_a_malformed_request_fails_alone(panel: ControlPanel) -> None:
-    start(panel, trainer=partial(Publisher, plan_of()), policy=partial(PolicyWorker, plan_of()))
+    start(panel, trainer=partial(Publisher, plan_of()), policy=partial(PolicyWorker, Policies(1), plan_of()))
     wire, names = names_of(panel)
     good: dict[str, Any] = {
         "kind": "step",
@@ -180,7 +180,7 @@ def test_a_malformed_request_fails_alone(panel: ControlPanel) -> None:
 def test_a_replaced_actor_and_another_policy_worker_have_new_random_streams(panel: ControlPanel) -> None:
     """And they are those of an agent inside the actor: of SeedSequence, with the generation."""
     plan = plan_of()
-    start(panel, trainer=partial(Publisher, plan), policy=partial(PolicyWorker, plan))
+    start(panel, trainer=partial(Publisher, plan), policy=partial(PolicyWorker, Policies(1), plan))
     wire, names = names_of(panel)
     actions = {}
     for generation in (0, 1, 2):
@@ -217,9 +217,7 @@ def test_actors_are_held_back_and_nobody_waits_for_ever(
 
     plan, training = plan_of(), Training(Learns, batch=batch, max_staleness=max_staleness)
     makers = Experiment("test", RandomAgent, Actors(n_actors, SAMPLER, routing=routing), training, seed=0)._makers(plan)
-    trainers = {
-        f"trainer{i}": partial(Rank, Learns, plan, batch=batch, max_staleness=max_staleness) for i in range(n_trainers)
-    }
+    trainers = {f"trainer{i}": partial(Rank, training, plan) for i in range(n_trainers)}
     start(panel, **trainers, **{f"actor{i}": makers[f"actor/{i}"] for i in range(n_actors)})
     # With "one", a trainer may have no actor.
     have_learned = any if routing == "one" else all

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock import RecurrentCategoricalPgAgent
-from penstock.control import ActorWorker, ControlPanel, PolicyWorker, SampleConsumer
+from penstock.control import Actors, ActorWorker, ControlPanel, Policies, PolicyWorker, SampleConsumer
 from penstock.control.launched import LaunchedThread
 from penstock.control.name_table import NameClient
 
@@ -52,9 +52,10 @@ def test_episodes_of_a_recurrent_agent_end_with_its_policy_worker(make: str, req
     plan = experiment(agent=partial(RecurrentCategoricalPgAgent, recurrent_model))._plan()
     with ControlPanel("test", wire=make) as panel:
         start(panel, publisher=partial(Publisher, plan))
-        policies = panel.launch(partial(PolicyWorker, plan), 2, name="policy")
+        policies = panel.launch(partial(PolicyWorker, Policies(1), plan), 2, name="policy")
         panel.connect(policies, timeout=60)
-        actor = LaunchedThread(lambda: ActorWorker(SAMPLER, plan, inference="policy"), panel.connection, "actor/0")
+        acting = Actors(1, SAMPLER, inference="policy")
+        actor = LaunchedThread(lambda: ActorWorker(acting, plan), panel.connection, "actor/0")
         wire = panel.connection.wire()
         consumer = SampleConsumer(wire, NameClient(wire, panel.connection.address), "train", "test")
         panel.connect(["actor/0"])

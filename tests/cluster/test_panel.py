@@ -405,6 +405,7 @@ def test_strange_syncs_do_not_end_the_name_table(local: ControlPanel) -> None:
     wire = local.connection.wire()
     peer = wire.reach(local.connection.address, "names")
     good = {"call": "sync", "owner": "x", "lease": 1.0, "since": ["", -1], "roots": [], "entries": {}}
+    good["is_urgent"] = False
     try:
         assert peer.ask(good, 10).result()["keys"] == []
         for strange in (

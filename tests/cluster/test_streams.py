@@ -123,7 +123,7 @@ def test_pieces_of_a_consumer_that_ends_go_to_another(trial: Trial) -> None:
         assert producer.put(i, 5)
     wait_until(lambda: len(first) == 5)
     taken = [first.get(5), first.get(5)]
-    wait_until(lambda: producer._consumers.live()[0].n_told == 3)
+    wait_until(lambda: producer._consumers.live()[0].n_waiting == 3)
     first.close()
     second = SampleConsumer(*trial.join(), "train", "b")
     assert producer.put(5, 20)
@@ -303,5 +303,44 @@ def test_a_client_without_servers_gives_up() -> None:
             InferenceClient(*trial.join(), "policy", "actor/0", timeout=0.2).ask({})
         with pytest.raises(NoReplyError):
             InferenceClient(*trial.join(), "policy", "actor/0", is_over=lambda: True).ask({})
+    finally:
+        trial.close()
+
+
+def test_published_parameters_do_not_change_with_the_trainers(trial: Trial) -> None:
+    server = ParameterServer(*trial.join(), "policy")
+    weight = np.zeros(2**18)  # ZMQ copies small ones in any case
+    server.publish(1, {"weight": weight})
+    weight += 1  # the trainer trains on, before anybody has asked
+    client = ParameterClient(*trial.join(), "policy")
+    found = list[Any]()
+
+    def comes() -> bool:
+        server.serve()
+        found.append(client.newer())
+        return found[-1] is not None
+
+    wait_until(comes)
+    assert (found[-1]["weight"] == 0).all()
+
+
+def test_a_consumer_that_was_silent_gets_each_piece_once() -> None:
+    """Its name goes while it is suspended, and comes back. There is no other consumer, so nothing is sent again."""
+    trial = Trial("local")
+    try:
+        wire, names = trial.join()
+        consumer = SampleConsumer(wire, names, "train", "trainer/0")
+        producer = SampleProducer(*trial.join(), "train", credit=5)
+        assert all(producer.put(i, 5) for i in range(3))
+        place = names.get("streams/train/trainer/0")
+        names.delete("streams/train/trainer/0")
+        wait_until(lambda: producer._consumers.live() == [])
+        assert not producer.put(3, 0.1)
+        names.add("streams/train/trainer/0", place)
+        assert producer.put(3, 10)
+        assert sorted(consumer.get(5) for _ in range(4)) == [0, 1, 2, 3]
+        with pytest.raises(NoReplyError):
+            consumer.get(0.1)
+        assert producer.flush(5)
     finally:
         trial.close()

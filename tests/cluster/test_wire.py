@@ -276,37 +276,17 @@ class TestContract:
         (sender,) = echo.inbox._senders.values()
         assert len(sender.replies) <= 20
 
-    # ---- messages with credit --------------------------------------------------------------
-
-    def test_telling_needs_credit(self, wires: Wires, inbox: Inbox) -> None:
-        peer = wires().reach(inbox.wire.address, "echo", credit=3)
-        assert [peer.tell(i) for i in range(5)] == [True, True, True, False, False]
-        wait_until(lambda: len(inbox) == 3)
-        assert inbox.receive(10) is not None
-        wait_until(lambda: peer.has_credit)
-        assert peer.tell("one more")
-
-    def test_each_message_arrives_once(self, peer: Peer, inbox: Inbox) -> None:
-        received = []
-
-        def receive() -> None:
-            while (letter := inbox.receive(10)) is not None and letter.message != "end":
-                received.append(letter.message)
-
-        thread = threading.Thread(target=receive)
-        thread.start()
-        for i in range(300):
-            wait_until(lambda i=i: peer.tell(i))
-        wait_until(lambda: peer.n_told == 0)
-        peer.tell("end")
-        thread.join()
-        assert sorted(received) == list(range(300))
-
-    def test_a_message_that_cannot_cross_costs_no_credit(self, wires: Wires, inbox: Inbox) -> None:
-        peer = wires().reach(inbox.wire.address, "echo", credit=1)
+    def test_a_peer_knows_how_many_requests_wait_and_whether_it_is_silent(self, peer: Peer, inbox: Inbox) -> None:
         with pytest.raises(BadMessageError):
-            peer.tell(object())
-        assert peer.tell("x")
+            peer.ask(object(), 10)
+        futures = [peer.ask(i, 20) for i in range(3)]
+        letters = [inbox.receive(10) for _ in futures]
+        assert (peer.n_waiting, peer.is_silent) == (3, False)
+        for letter in letters:
+            assert letter is not None
+            letter.reply()
+        wait_for(futures, 20)
+        assert (peer.n_waiting, peer.is_silent) == (0, False)
 
     # ---- the other side ends ---------------------------------------------------------------
 
@@ -318,8 +298,6 @@ class TestContract:
         assert peer.is_dead
         with pytest.raises(PeerLostError):
             peer.ask(3, 10)
-        with pytest.raises(PeerLostError):
-            peer.tell(4)
 
     def test_requests_that_wait_learn_that_the_inbox_was_closed(self, peer: Peer, echo: Echo) -> None:
         future = peer.ask("drop", 30)
