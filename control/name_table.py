@@ -173,7 +173,7 @@ class NameClient:
         self._sync_at = 0.0
         #: Grows with each change of the names that are followed.
         self.version = 0
-        self._heard = self._ticked = time.monotonic()  # when the table was heard of, and when this was looked at
+        self._silence, self._ticked = 0.0, time.monotonic()  # seconds since the table was heard of; the last tick
         self._peer = self._reach()
         wire.on_tick.append(self._tick)
 
@@ -182,8 +182,9 @@ class NameClient:
 
     @property
     def silence(self) -> float:
-        """How many seconds the table was silent while this process ran: it may have been suspended."""
-        return float("inf") if self._wire.is_closed else self._ticked - self._heard
+        """How many seconds the table was silent while this process ran: the time in which it was suspended, or C code
+        held the interpreter lock, does not count."""
+        return float("inf") if self._wire.is_closed else self._silence
 
     # ---- calls -----------------------------------------------------------------------------
 
@@ -301,6 +302,7 @@ class NameClient:
         return None if found is None else (found[0], time.monotonic() - found[1])
 
     def _tick(self, now: float) -> None:
+        self._silence += min(now - self._ticked, 1.0)
         self._ticked = now
         if self._sync is None and now >= self._sync_at:
             self._send_sync()
@@ -326,7 +328,7 @@ class NameClient:
             answer = None if future.exception() is not None else future.result()
             if answer is None:
                 return  # the next tick sends another one
-            self._heard = now = time.monotonic()
+            self._silence, now = 0.0, time.monotonic()
             self._unsent |= self._entries.keys() - set(answer["keys"])
             is_other = "" != self._since[0] != answer["since"][0]  # another table has taken its place
             if is_other or self._since[1] < 0:
@@ -370,7 +372,7 @@ class NameClient:
                 _, is_name_error, text = str(error).partition(_NAME_ERROR)
                 raise (NameTableError(text) if is_name_error else error) from None
             else:
-                self._heard = time.monotonic()
+                self._silence = 0.0
                 return result
 
     def _silent(self, timeout: float) -> NoReplyError:

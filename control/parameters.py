@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from penstock.control.name_table import NameClient
-from penstock.control.streams import Inboxes, offer, withdraw
+from penstock.control.streams import Inboxes, NamedInbox
 from penstock.control.wire import Answer, Letter, Peer, Wire
 from penstock.errors import NoReplyError, PeerLostError
 
@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 10.0  # a request for the next version may wait for long
 _PASS_SECONDS = 20.0  # how long another worker may take to send the parameters on
 
 
-class ParameterServer:
+class ParameterServer(NamedInbox):
     """Answers a request for parameters as soon as it has newer ones than the sender. Call `serve` often.
 
     Args:
@@ -34,7 +34,8 @@ class ParameterServer:
     """
 
     def __init__(self, wire: Wire, names: NameClient, name: str) -> None:
-        self._wire, self._names, self._key = wire, names, f"parameters/{name}"
+        super().__init__(wire, names, f"parameters/{name}")
+        self._wire = wire
         #: Which life of a trainer this is. A version is (lineage, number).
         self.lineage = int(wire.id, 16)
         self._waiting: list[Letter] = []
@@ -42,7 +43,6 @@ class ParameterServer:
         self._packed: Any = None
         # Of this version: how often it was sent, and the places that have it, or get it now.
         self._n_sent, self._holders = 0, list[Any]()
-        self._inbox = offer(wire, names, self._key)
 
     def publish(self, version: int, parameters: Mapping[str, Any]) -> None:
         """From now on these are the newest parameters. They are copied."""
@@ -74,10 +74,6 @@ class ParameterServer:
             letter.reply_packed(self._packed)
         else:
             letter.reply({"ask": self._holders[(len(self._holders) - 1) // fan - 1], "version": self._version})
-
-    def close(self) -> None:
-        """Answer no more requests."""
-        withdraw(self._names, self._key, self._inbox)
 
 
 class ParameterClient:

@@ -16,20 +16,31 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.arguments import integer, seconds
+from penstock.arguments import seconds
 from penstock.control.keys import Connection
 from penstock.control.worker import check_handler
 from penstock.errors import ClusterError, ConfigError
-from penstock.ports import PortLease, lease_port
+from penstock.ports import lease_port
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _INBOX = "calls"
+
+
+def _renamed(old: str, new: str) -> Callable[..., Any]:
+    """A method under its old name, which goes in version 0.3."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
+        return getattr(self, new)(*args, **kwargs)
+
+    return call
 
 
 class RpcServer:
@@ -42,18 +53,15 @@ class RpcServer:
 
     def __init__(self, port: int | None = None, *, host: str = "127.0.0.1") -> None:
         self._handlers: dict[str, Callable[..., Any]] = {}
-        self._lease: PortLease | None = None
-        if port is None:
-            self._lease = lease_port()
-            port = self._lease.port
-        integer("port", port, 0, 65535)
-        try:
-            keys = Connection.make("remote calls", host=host)
+        keys = Connection.make("remote calls", host=host)
+        with ExitStack() as resources:
+            if port is None:
+                lease = lease_port()
+                resources.callback(lease.release)
+                port = lease.port
             self._wire = keys.wire(port)
-        except BaseException:
-            if self._lease is not None:
-                self._lease.release()
-            raise
+            resources.callback(self._wire.close)
+            self._resources = resources.pop_all()
         self._inbox = self._wire.open(_INBOX)
         #: What a client needs.
         self.connection = replace(keys, address=self._wire.address)
@@ -81,16 +89,11 @@ class RpcServer:
             letter = self._inbox.receive(0.0)
         return n
 
-    # The old names go in version 0.3.
-
-    def register(self, command: str, handler: Callable[..., Any]) -> None:
-        """The old name of `register_handler`."""
-        _warn_of("register", "register_handler")
-        self.register_handler(command, handler)
+    register = _renamed("register", "register_handler")
 
     def serve(self, seconds: float) -> int:
         """Deprecated: call `handle_requests` in a loop. This does it for `seconds`."""
-        _warn_of("serve", "handle_requests")
+        warnings.warn("serve is now handle_requests", DeprecationWarning, stacklevel=2)
         until, n = time.monotonic() + seconds, 0
         while (left := until - time.monotonic()) > 0 and not self._wire.is_closed:
             n += self.handle_requests(left)
@@ -98,19 +101,13 @@ class RpcServer:
 
     def close(self) -> None:
         """Close the port. Calling it again does nothing."""
-        self._wire.close()
-        if self._lease is not None:
-            self._lease.release()
+        self._resources.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _warn_of(old: str, new: str) -> None:
-    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)
 
 
 class RpcClient:
@@ -140,10 +137,7 @@ class RpcClient:
         """As `request`, but returns a future, which gets the result or the error."""
         return self._peer.ask({"command": command, "kwargs": kwargs}, seconds("timeout", timeout))
 
-    def call(self, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Any:
-        """The old name of `request`."""
-        _warn_of("call", "request")
-        return self.request(command, timeout=timeout, **kwargs)
+    call = _renamed("call", "request")
 
     def close(self) -> None:
         """Close the connection."""

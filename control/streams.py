@@ -3,6 +3,7 @@ name."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import zlib
@@ -13,7 +14,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from penstock.arguments import integer
 from penstock.control.name_table import NameClient
-from penstock.control.wire import Inbox, Letter, Peer, Wire
+from penstock.control.wire import Letter, Peer, Wire
 from penstock.errors import ConfigError, NoReplyError, PeerLostError
 
 Routing = Literal["any", "all", "one"]
@@ -58,6 +59,24 @@ class Inboxes:
         if self._live:
             for key in [key for key, peer in self._peers.items() if peer not in self._live]:
                 self._peers.pop(key).lose("it is silent, or its name has gone")
+
+
+class NamedInbox:
+    """A new inbox with the name `key`. If there was another one of this name, it has ended."""
+
+    def __init__(self, wire: Wire, names: NameClient, key: str) -> None:
+        self._names, self._key, self._inbox = names, key, wire.open(key)
+        try:
+            names.announce(key, self._inbox, replace=True)
+        except BaseException:
+            self._inbox.close()
+            raise
+
+    def close(self) -> None:
+        """Answer no more, and delete the name."""
+        self._inbox.close()
+        with contextlib.suppress(PeerLostError, NoReplyError):  # the name table has ended, and the name with it
+            self._names.delete(self._key)
 
 
 class SampleProducer:
@@ -173,7 +192,7 @@ class SampleProducer:
                 self._refused = self._refused or (None if isinstance(error, PeerLostError) else error)
 
 
-class SampleConsumer:
+class SampleConsumer(NamedInbox):
     """Takes the pieces of a sample stream.
 
     Args:
@@ -184,9 +203,8 @@ class SampleConsumer:
     """
 
     def __init__(self, wire: Wire, names: NameClient, stream: str, name: str, *, holds: bool = False) -> None:
-        self._names, self._key, self._holds = names, f"streams/{stream}/{name}", holds
-        self._held = list[Letter]()
-        self._inbox = offer(wire, names, self._key)
+        super().__init__(wire, names, f"streams/{stream}/{name}")
+        self._holds, self._held = holds, list[Letter]()
 
     def get(self, timeout: float) -> Any:
         """The next piece. Raises `NoReplyError` if none comes within `timeout` seconds."""
@@ -206,10 +224,6 @@ class SampleConsumer:
 
     def __len__(self) -> int:
         return len(self._inbox)
-
-    def close(self) -> None:
-        """Take no more pieces."""
-        withdraw(self._names, self._key, self._inbox)
 
 
 class InferenceClient:
@@ -290,7 +304,7 @@ class InferenceClient:
         )
 
 
-class InferenceInbox:
+class InferenceInbox(NamedInbox):
     """The inbox of a server of an inference stream.
 
     Args:
@@ -300,33 +314,8 @@ class InferenceInbox:
     """
 
     def __init__(self, wire: Wire, names: NameClient, stream: str, name: str) -> None:
-        self._names, self._key = names, f"policies/{stream}/{name}"
-        self._inbox = offer(wire, names, self._key)
+        super().__init__(wire, names, f"policies/{stream}/{name}")
 
     def receive(self, timeout: float) -> Letter | None:
         """The next request, or None."""
         return self._inbox.receive(timeout)
-
-    def close(self) -> None:
-        """Answer no more requests."""
-        withdraw(self._names, self._key, self._inbox)
-
-
-def offer(wire: Wire, names: NameClient, key: str) -> Inbox:
-    """A new inbox, with the name `key`. If there was another one of this name, it has ended."""
-    inbox = wire.open(key)
-    try:
-        names.announce(key, inbox, replace=True)
-    except BaseException:
-        inbox.close()
-        raise
-    return inbox
-
-
-def withdraw(names: NameClient, key: str, inbox: Inbox) -> None:
-    """Close `inbox`, and delete its name."""
-    inbox.close()
-    try:
-        names.delete(key)
-    except (PeerLostError, NoReplyError):
-        pass  # the name table has ended, and the name with it

@@ -13,11 +13,10 @@ import threading
 import time
 import traceback
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.control.messages import BadMessageError
 from penstock.errors import ClusterError, NoReplyError, PeerLostError, RequestError
@@ -37,35 +36,29 @@ Header = tuple[int, str, str, str, int, int]
 _TYPES = [int, str, str, str, int, int]
 
 
-class Transport(ABC):
-    """Carries packets between wires. It may lose, duplicate and delay them."""
+class Transport(Protocol):
+    """Carries packets between wires. It may lose, duplicate and delay them.
 
-    #: Where others reach this wire.
-    address: str
-    #: To how many others it sends a large message, before these send it on.
-    fan: int = 2**62
+    After `start` it calls `wire.deliver` for each packet, in any thread, and `wire.tick` every `TICK_SECONDS`.
+    """
 
-    @abstractmethod
-    def start(self, wire: Wire) -> None:
-        """From now on call `wire.deliver` for each packet, in any thread, and `wire.tick` every `TICK_SECONDS`."""
+    address: str  #: where others reach this wire
+    fan: int  #: to how many others it sends a large message, before these send it on
 
-    @abstractmethod
+    def start(self, wire: Wire) -> None: ...
+
     def pack(self, message: object, /) -> Any:
         """`message` as it is sent. Raises `BadMessageError`."""
 
     def pack_once(self, message: object, /) -> Any:
         """`message` as it is sent to many: their transfers share the memory."""
-        return self.pack(message)
 
-    @abstractmethod
     def unpack(self, packed: Any, /) -> Any:
         """The message in `packed`. Raises `BadMessageError`."""
 
-    @abstractmethod
     def send(self, route: Any, header: Header, packed: Any) -> None:
         """Send a packet to an address, or back on the route on which a packet came. It never blocks."""
 
-    @abstractmethod
     def disconnect(self, address: str) -> None:
         """Nothing more will be sent to `address` for now."""
 
@@ -73,7 +66,6 @@ class Transport(ABC):
         """In a thread that waits: receive packets here until `is_done()`, or until this time by `time.monotonic()`, so
         that no other thread must wake this one. It may return earlier."""
 
-    @abstractmethod
     def close(self) -> None:
         """Send the packets that wait, and end the thread."""
 

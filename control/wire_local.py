@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.control.messages import plain_copy
-from penstock.control.wire import TICK_SECONDS, Header, Transport, Wire
+from penstock.control.wire import TICK_SECONDS, Header, Wire
 
 _log = logging.getLogger("penstock")
 
@@ -44,10 +44,11 @@ class LocalConnection:
         return self.hub.wire()
 
 
-class LocalTransport(Transport):
+class LocalTransport:
     """Calls the other wire's `deliver`, in the thread of the sender. Its own thread keeps the time."""
 
-    pack = staticmethod(plain_copy)
+    fan = 2**62
+    pack = pack_once = staticmethod(plain_copy)
 
     def __init__(self, hub: LocalHub, address: str) -> None:
         self.address, self._hub = address, hub
@@ -73,6 +74,9 @@ class LocalTransport(Transport):
         self._hub.carry(route, header, packed, self.address)
 
     def disconnect(self, address: str) -> None:
+        pass
+
+    def attend(self, is_done: object, until: float) -> None:
         pass
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from zmq.utils import z85
 from penstock.arguments import integer
 from penstock.control import messages
 from penstock.control.keys import Connection
-from penstock.control.wire import TICK_SECONDS, Header, Transport, Wire
+from penstock.control.wire import TICK_SECONDS, Header, Wire
 from penstock.errors import ConfigError
 from penstock.workers import sigint
 
@@ -39,7 +39,7 @@ _MOST_FRAME = messages.MOST_BYTES + 2**20  # ZMQ breaks a connection through whi
 _LINGER_SECONDS = 0.5  # how long `close` waits for packets that are not sent yet
 
 
-class ZmqTransport(Transport):
+class ZmqTransport:
     """Owns the sockets. Any thread may send. A thread holds `_lock` while it uses a socket.
 
     A thread that waits for a packet receives it itself (see `attend`), if no other thread does: so no other thread must
