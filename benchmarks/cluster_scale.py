@@ -6,6 +6,9 @@ The workers run in a few other processes: each has a lease, follows two names, a
 number of them: the share of a core that the name table's own code takes, and the whole process of the panel with it,
 while `panel.stats` is read four times a second. Then this process publishes parameters, and all workers follow them:
 its CPU time for one version, and its memory above the state before, at the peak.
+
+This machine cannot hold and encrypt the parameters of 1,000 workers. So only the first 80 take them and send them on.
+The others ask for each version, and are told whom to ask, but do not ask that worker.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +31,76 @@ from rich.console import Console
 from rich.table import Table
 from turns import machine
 
-from penstock.control import ControlPanel
+from penstock.control import ControlPanel, wire_zmq
 from penstock.control.keys import Connection
 from penstock.control.name_table import NameClient, NameHost
 from penstock.control.parameters import ParameterClient, ParameterServer
+from penstock.control.wire import Wire
 
-N_PROCESSES = 4
+N_PROCESSES, N_FULL = 4, 80
 FIGURES = {f"figure{i}": 1.5 * i for i in range(8)}
 
 
-def work(file: str, first: int, count: int) -> None:
+class Asker:
+    """Asks the trainer for each version, and takes none of them. In its place another worker sends them on."""
+
+    def __init__(self, names: NameClient, place: list[str]) -> None:
+        self._trainer, self._place = names.peer("parameters/policy"), place
+        self.n_versions = self.n_seen = 0
+        self._ask([0, 0])
+
+    def _ask(self, version: list[int]) -> None:
+        message = {"version": version, "place": self._place, "is_urgent": False}
+        self._trainer.ask(message, 1e9, patience=10.0).add_done_callback(self._told)
+
+    def _told(self, answer: Future[Any]) -> None:
+        if answer.exception() is None:
+            self.n_versions += 1
+            self._ask(answer.result()["version"])
+
+    def newer(self) -> bool | None:
+        """Whether there is another version. Otherwise None."""
+        self.n_seen, n_before = self.n_versions, self.n_seen
+        return True if self.n_seen > n_before else None
+
+
+def work(file: str, first: int, count: int, n_full: int) -> None:
     """Be `count` workers, until standard input ends. Print a dot for each version that a worker has got."""
+    wire_zmq.TICK_SECONDS = 0.5  # otherwise the threads of so many workers leave this machine no time
     connection = Connection.read(file)
-    clients = []
+    clients, followers = list[tuple[int, Wire, NameClient]](), list[ParameterClient | Asker]()
     for i in range(first, first + count):
         wire = connection.wire()
         names = NameClient(wire, connection.address)
         names.write(f"figures/actor/{i}", {"status": "RUNNING", "seconds": 0.0, **FIGURES})
         names.announce(f"workers/actor/{i}", wire.open("worker"))
         names.follow("streams/train")
-        clients.append((i, names, ParameterClient(wire, names, "policy")))
+        clients.append((i, wire, names))
     print("ready", flush=True)
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    has_trainer = threading.Event()
+
+    def read() -> None:
+        for _ in sys.stdin:
+            has_trainer.set()
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
     next_figures, n_polls = 0.0, 0
     while True:
         if time.monotonic() > next_figures:
             next_figures, n_polls = time.monotonic() + 0.5, n_polls + 1
-            for i, names, _ in clients:
+            for i, _, names in clients:
                 names.write(f"figures/actor/{i}", {"status": "RUNNING", "seconds": n_polls / 2, **FIGURES})
-        n_new = sum(client.newer() is not None for _, _, client in clients)
+        if has_trainer.is_set() and not followers:
+            full = [ParameterClient(wire, names, "policy") for _, wire, names in clients[:n_full]]
+            followers = [
+                *full,
+                *(Asker(names, full[k % n_full]._place) for k, (*_, names) in enumerate(clients[n_full:])),
+            ]
+        n_new = sum(follower.newer() is not None for follower in followers)
         if n_new:
             print("." * n_new, flush=True)
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 class Meter:
@@ -89,7 +131,11 @@ class Crowd:
         shares = [range(count * i // n, count * (i + 1) // n) for i in range(n)]
         command = [sys.executable, __file__, "--work", str(file)]
         self.processes = [
-            subprocess.Popen([*command, str(own.start), str(len(own))], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            subprocess.Popen(
+                [*command, str(own.start), str(len(own)), str(min(len(own), N_FULL // n))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
             for own in shares
         ]
         for process in self.processes:
@@ -100,6 +146,13 @@ class Crowd:
     def _count(self, lines: Any) -> None:
         for line in lines:
             self.n_versions += line.count(b".")
+
+    def follow(self) -> None:
+        """Follow the trainer, which is there now."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(b"follow\n")
+            process.stdin.flush()
 
     def close(self) -> None:
         for process in self.processes:
@@ -152,6 +205,7 @@ def publish(panel: ControlPanel, crowd: Crowd, count: int, megabytes: float, usu
         return peak
 
     try:
+        crowd.follow()
         server.publish(1, {"weight": parameters["weight"][:10]})
         until(count)
         base, peak, before, began = me.memory_info().rss, 0, sum(me.cpu_times()[:2]), time.monotonic()
@@ -175,10 +229,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of the measurement of table and panel")
     parser.add_argument("--megabytes", type=float, default=10.0, help="of the parameters")
     parser.add_argument("--json", type=Path, help="write the machine and all figures to this file")
-    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        return work(args.work[0], int(args.work[1]), int(args.work[2]))
+        return work(args.work[0], *map(int, args.work[1:]))
     meter = Meter(NameHost, "_answer", "_tick")
     found = [measure(count, args.seconds, args.megabytes, meter) for count in args.workers]
     table = Table(title=f"Workers over sockets, parameters of {args.megabytes:g} MB")

@@ -22,7 +22,7 @@ from penstock.errors import NoReplyError, PeerLostError
 _FOR_EVER = 1e9  # seconds
 _FIRST_SECONDS = 100.0  # how long a worker waits for the first parameters
 _PATIENCE_SECONDS = 10.0  # a request for the next version may wait for long
-_PASS_SECONDS = 20.0  # how long another worker may take to send the parameters on
+_PASS_SECONDS = 120.0  # how long another worker may take to send the parameters on, unless it is silent
 
 
 class ParameterServer(NamedInbox):

@@ -73,7 +73,7 @@ def small_model(observation_space: Any, action_space: Any) -> Any:
 
         def forward(self, observation: Any) -> tuple[Any, Any]:
             out = self.layer(observation)
-            return out[:, :2], out[:, 2]
+            return out[..., :2], out[..., 2]
 
     return Model()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,12 @@ import pytest
 pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
 pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
 
-from penstock import CategoricalPgAgent, ConfigError, RandomAgent, SerialSampler
+from penstock import CategoricalPgAgent, ConfigError, RandomAgent
 from penstock.control import Actors, Batch, Experiment, Policies, RunState, Training
 
 from ..scale import scaled
-
-SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)
+from .support import wait_until
+from .test_experiment import SAMPLER, small_model
 
 # A machine that joins has the code of the experiment as a file.
 MODULE = """
@@ -60,9 +61,11 @@ OTHER = Experiment("other", EXPERIMENT.make_agent, EXPERIMENT.actors, EXPERIMENT
 """
 
 
-def join(folder: Path, *names: str, experiment: str = "exp.py:EXPERIMENT", wait: float = 60) -> subprocess.Popen[str]:
+def join(
+    folder: Path, *names: str, experiment: str = "exp.py:EXPERIMENT", prefix: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     """Start `penstock join`, as another machine does."""
-    command = [sys.executable, "-m", "penstock", "join", "run.json", experiment, "--wait", str(wait), "--as", *names]
+    command = [*prefix, sys.executable, "-m", "penstock", "join", "run.json", experiment, "--as", *names]
     return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -109,6 +112,61 @@ def test_actors_of_another_machine_join_are_lost_and_join_again(tmp_path: Path) 
     assert ending(late) == (0, "actor/2: exit code 0\n"), "the end of the run ends it"
 
 
+def ip(command: str, prefix: Sequence[str] = ()) -> None:
+    subprocess.run([*prefix, "ip", *command.split()], check=True)
+
+
+@pytest.fixture
+def other_network() -> Iterator[list[str]]:
+    """What comes before a command that runs in another network, at 10.78.0.2. This one is 10.78.0.1 there."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        pytest.skip("needs root, unshare, nsenter and ip")
+    holder = subprocess.Popen(["unshare", "--net", "sleep", "600"])
+    path = f"/proc/{holder.pid}/ns/net"
+    try:
+        wait_until(lambda: os.readlink(path) != os.readlink("/proc/self/ns/net"))
+        made = subprocess.run(
+            ["ip", *["link", "add", "ps-near", "type", "veth", "peer", "name", "ps-far"]], capture_output=True
+        )
+        if made.returncode:
+            pytest.skip(f"no link between two networks: {made.stderr.decode()}")
+        ip(f"link set ps-far netns {holder.pid}")
+        prefix = ["nsenter", f"--net={path}"]
+        for end, address, where in (("ps-near", "10.78.0.1", []), ("ps-far", "10.78.0.2", prefix)):
+            ip(f"addr add {address}/24 dev {end}", where)
+            ip(f"link set {end} up", where)
+        yield prefix
+    finally:
+        subprocess.run(["ip", "link", "del", "ps-near"], capture_output=True)
+        holder.kill()
+        holder.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.xdist_group("other network")
+def test_an_actor_joins_from_another_network_and_goes_on_after_the_link_was_cut(
+    tmp_path: Path, other_network: list[str]
+) -> None:
+    experiment = load(tmp_path)["EXPERIMENT"]
+
+    def samples(state: RunState) -> int:
+        return int(state.workers.get("actor/1", {}).get("samples", 0))
+
+    with experiment.run(wire="zmq", host="10.78.0.1", file=tmp_path / "run.json") as run:
+        joined = join(tmp_path, "actor/1", prefix=other_network)
+        assert samples(run.wait(lambda s: samples(s) > 0, timeout=90)) > 0
+        ip("link set ps-near down")
+        state = run.wait(lambda s: s.workers["actor/1"]["status"] == "LOST", timeout=60)
+        assert state.workers["actor/1"]["status"] == "LOST"
+        state = run.wait(lambda s, v=state.version: s.version >= v + 3, timeout=60)
+        ip("link set ps-near up")
+        before = samples(run.wait(lambda s: samples(s) > 0, timeout=60))
+        assert samples(run.wait(lambda s: samples(s) > before, timeout=60)) > before
+        assert run.restarts == {"trainer/0": 0, "policy/0": 0, "actor/0": 0}
+    assert ending(joined) == (0, "actor/1: exit code 0\n")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_what_cannot_join_is_refused(tmp_path: Path) -> None:
@@ -147,21 +205,6 @@ def test_arguments_of_joins_and_of_several_trainers(tmp_path: Path) -> None:
             joinable.join(tmp_path / "none.json", names, timeout=0.1)  # type: ignore[arg-type]
 
 
-def model(observation_space: Any, action_space: Any) -> Any:
-    from torch import nn
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, observation: Any) -> tuple[Any, Any]:
-            out = self.layer(observation)
-            return out[..., :2], out[..., 2]
-
-    return Model()
-
-
 class ValueTrainer:
     """Learns the rewards, writes its parameters to a file after each step, and dies where it is told to."""
 
@@ -195,11 +238,11 @@ class ValueTrainer:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_two_trainers_have_equal_parameters_and_are_restarted_together(tmp_path: Path) -> None:
     experiment = Experiment(
         "two",
-        partial(CategoricalPgAgent, model),
+        partial(CategoricalPgAgent, small_model),
         Actors(2, SAMPLER, inference="policy"),
         Training(partial(ValueTrainer, str(tmp_path)), count=2, checkpoint=tmp_path / "trainer.pt", save_every=2),
         Policies(1),
@@ -213,7 +256,7 @@ def test_two_trainers_have_equal_parameters_and_are_restarted_together(tmp_path:
         assert not np.array_equal(one, np.load(tmp_path / f"{first} 0.npy"))
 
     with experiment.run(wire="zmq") as run:
-        version = run.wait(lambda s: s.version >= 6, timeout=60).version
+        version = run.wait(lambda s: s.version >= 6, timeout=120).version
         assert version >= 6
         check(1, 5)
         for number, rank in enumerate(scaled((1, 0, 1), (1,)), 1):
@@ -222,7 +265,7 @@ def test_two_trainers_have_equal_parameters_and_are_restarted_together(tmp_path:
                 lambda s, n=number, v=version: (
                     sum(run.restarts.values()) >= n and s.version >= v + 6 and "steps" in s.trainer
                 ),
-                timeout=90,
+                timeout=150,
             )
             version = state.version
             assert sum(run.restarts.values()) == number, "one failure counts once"

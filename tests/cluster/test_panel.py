@@ -404,7 +404,9 @@ def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
 def test_a_worker_that_was_suspended_does_not_take_the_name_table_for_lost(local: ControlPanel) -> None:
     (name,) = started(local)
     worker_names = local.names
-    worker_names._tick(time.monotonic() + 100)  # the next tick after a minute and more in which this process stood still
+    worker_names._tick(
+        time.monotonic() + 100
+    )  # the next tick after a minute and more in which this process stood still
     assert worker_names.silence <= 1.5
     assert local.stats()[name]["status"] == "RUNNING"
 

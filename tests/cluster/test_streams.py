@@ -344,3 +344,34 @@ def test_a_consumer_that_was_silent_gets_each_piece_once() -> None:
         assert producer.flush(5)
     finally:
         trial.close()
+
+
+@pytest.mark.parametrize("trial", TRANSPORTS, indirect=True)
+def test_parameters_pass_through_several_levels_and_around_a_worker_that_has_ended(trial: Trial) -> None:
+    wire, names = trial.join()
+    wire.transport.fan = 2
+    server = ParameterServer(wire, names, "policy")
+    server.publish(1, {"weight": np.zeros(2**16)})
+    clients = {}
+    for _ in range(14):  # 2, 4, and 8
+        wire, names = trial.join()
+        client = ParameterClient(wire, names, "policy")
+        clients[client._place[1]] = (client, wire)
+
+    def all_have(version: int) -> bool:
+        server.serve()
+        for client, _ in clients.values():
+            client.newer()
+        return all(client.version[1] == version for client, _ in clients.values())
+
+    wait_until(lambda: all_have(1), 30)
+    assert server._n_sent == 2
+    wait_until(lambda: all_have(1) and len(server._waiting) == len(clients), 30)
+    first = server._waiting[0].message["place"]
+    clients.pop(first[1])[1].close()  # it gets the next version, and was to send it on
+    server.publish(2, {"weight": np.ones(2**16)})
+    assert first in server._holders
+    wait_until(lambda: all_have(2), 60)
+    assert 2 < server._n_sent <= 5, "only those that had to ask it got the parameters from the trainer"
+    server.publish(3, {"weight": np.ones(2**16)})
+    wait_until(lambda: all_have(3), 60)
