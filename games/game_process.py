@@ -40,6 +40,7 @@ _START_TRIES = 3  # if other programs take its port
 _FIRST_PAUSE = 0.002  # seconds between two looks at a game that starts
 _LONGEST = 1e6  # seconds; the system has a limit too
 _KILL_SECONDS = 1.0  # until a killed process is gone
+_GRACE_SECONDS = 0.2  # for processes that the game leaves behind, such as its X server
 _KEPT_LOG = 1 << 20  # bytes of a log without a name
 _MOST_QUOTED = 8_000  # bytes of output in an error: a worker's error is sent with at most 16 kB
 _PLACE = re.compile(r"(?<!\$)\{(\w+)\}")  # ${name} is for a shell
@@ -529,11 +530,11 @@ class GameProcess:
         if os.getpid() == self._owner:
             self._signal_group(signal.SIGTERM)
             self.ends_within(self._stop_timeout)
-            deadline = time.monotonic() + _KILL_SECONDS
-            self.kill()
-            while (left := list(self._members())) and time.monotonic() < deadline:
-                self.kill()
-                time.sleep(0.002)
+            began = time.monotonic()
+            while (left := list(self._members())) and (passed := time.monotonic() - began) < _KILL_SECONDS:
+                if passed >= min(_GRACE_SECONDS, self._stop_timeout):  # its other processes have SIGTERM too
+                    self.kill()
+                time.sleep(0.005)
             if left:
                 _log.warning("%s", self.error(f"is still there {_KILL_SECONDS:g} s after SIGKILL: pids {left}"))
             self.ends_within(_KILL_SECONDS)

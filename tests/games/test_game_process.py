@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -134,6 +135,21 @@ def test_it_ends_for_certain(fault: str) -> None:
         began = time.monotonic()
     assert time.monotonic() - began < 2
     assert list(processes(f"mark-{fault}-{os.getpid()}")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("xvfb-run"), reason="no X server without a screen: apt-get install xvfb xauth")
+def test_a_game_with_a_display_ends_with_its_x_server() -> None:
+    connects = (
+        "import os, socket; s = socket.socket(socket.AF_UNIX); number = os.environ['DISPLAY'][1:].split('.')[0]\n"
+    )
+    connects += "s.connect('/tmp/.X11-unix/X' + number); print('display', number, flush=True); s.recv(1)"
+    command = ["xvfb-run", "-a", sys.executable, "-I", "-c", connects]
+    with GameProcess(command, ports=0, ready=re.compile(r"display \d+\n")) as own:
+        own.wait_ready()
+        number = own.tail()[-1].split()[1]
+        assert Path(f"/tmp/.X{number}-lock").exists()
+    assert not Path(f"/tmp/.X{number}-lock").exists(), "the server has ended by itself, and cleaned up"
 
 
 # ---- ports ---------------------------------------------------------------------------------
