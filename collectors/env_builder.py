@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium as gym
 
 from penstock.buffers.reports import in_one_line
 from penstock.envs.factory import EnvContext, EnvFactory
-from penstock.envs.seats import ParallelView
+from penstock.envs.seats import AgentId, ParallelView, SeatRank
 from penstock.errors import SpaceError
 from penstock.games.game_process import spares_kept
 from penstock.workers.control import Phase, Progress
@@ -39,9 +40,16 @@ class EnvBuilder:
         self._check_spaces(env, context)
         return env
 
-    def build_view(self, factory: EnvFactory, context: EnvContext) -> ParallelView:
-        """One environment of several agents."""
-        self._at(context)
+    def build_view(
+        self,
+        factory: EnvFactory,
+        spaces: Mapping[AgentId, Any],
+        context: EnvContext,
+        phase: Phase = Phase.BUILDING,
+    ) -> ParallelView:
+        """One environment of several agents. Raises `SpaceError` if it has other agents, or other spaces than `spaces`,
+        those of the example environment by agent."""
+        self._at(context, phase)
         env = factory(context)
         self._built.append((context.env_rank, env))
         if not isinstance(env, ParallelView):
@@ -49,6 +57,13 @@ class EnvBuilder:
                 f"env_fn returned {env} for env_rank {context.env_rank}, an environment of one agent, and one of "
                 "several agents in the main process: it must return the same kind everywhere"
             )
+        for agent in {**env.spaces, **spaces}:
+            own, of_example = env.spaces.get(agent, "none"), spaces.get(agent, "none")
+            if own != of_example:
+                raise SpaceError(
+                    f"env_rank {SeatRank(context.env_rank, agent)} has the spaces {own}, in the example environment of "
+                    f"the main process it has {of_example}: possible_agents and their spaces must be the same"
+                )
         return env
 
     def _check_spaces(self, env: object, context: EnvContext, prefix: str = "") -> None:
@@ -73,7 +88,7 @@ class EnvBuilder:
         self._built[at] = self._built[at][0], new
         old.close()
 
-    def renew(self, old: gym.Env[Any, Any] | None, factory: EnvFactory, context: EnvContext) -> Any:
+    def renew(self, old: Any, build: Callable[[EnvContext, Phase], Any], context: EnvContext) -> Any:
         """Close `old`, if there is one, which was built here and whose game has failed; then build another one."""
         self._at(context, Phase.RENEWING)
         with spares_kept():
@@ -84,7 +99,7 @@ class EnvBuilder:
                 except Exception as error:  # it may use a connection that is lost
                     text = "env.close of env_rank %d raised, after its game had failed: %s"
                     _log.warning(text, context.env_rank, in_one_line(error))
-            return self.build(factory, context, Phase.RENEWING)
+            return build(context, Phase.RENEWING)
 
     def _at(self, context: EnvContext, phase: Phase = Phase.BUILDING) -> None:
         self._progress.enter(phase)

@@ -16,6 +16,7 @@ from penstock.buffers.native import store_game_step
 from penstock.buffers.tree import map_tree
 from penstock.collectors.action_checks import NO_CHECKS, Checks
 from penstock.collectors.columns import ListedColumns
+from penstock.collectors.renewal import Renewals
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import episode_flags, require_info, require_number, step_values
 from penstock.envs.examples import example_of
@@ -57,6 +58,7 @@ class SeatColumns(ListedColumns):
         self.observations = [self.zero] * len(env_ranks)
         self.parked = list(range(len(env_ranks)))
         self.on_join: Callable[[int], None] = lambda column: None
+        self.on_cut: Callable[[int], None] = lambda column: None
         self.on_end: SeatEndHook = lambda *end: None
         self.on_late: Callable[[int, float], None] = lambda column, reward: None
         self.on_step: StepHook | None = None
@@ -108,12 +110,16 @@ class Games:
     After `reset` and `step`: `infos` has the infos that each environment returned last, by agent and unchecked.
     After `step`: `late` has the rewards of the step that belong to no decision, as pairs (e, reward): the agent had
     ended, or had not joined yet. `over` has the environments in which nobody is left. `step` resets these, unless
-    `may_reset(e)` is False.
+    `may_reset(e)` is False. `cut` has those whose game has failed in this step: for each seat that has acted, `on_cut`
+    was called, and the environment was built again and reset.
 
     Raises `SpaceError`, with the env_rank and the agent, for data that do not fit.
     """
 
-    def __init__(self, envs: Sequence[ParallelView], columns: Sequence[SeatColumns], env_ranks: Sequence[int]) -> None:
+    renewals: Renewals | None = None
+    renewable: tuple[type[Exception], ...] = ()  #: see `EnvColumns`
+
+    def __init__(self, envs: list[ParallelView], columns: Sequence[SeatColumns], env_ranks: Sequence[int]) -> None:
         self.envs, self.env_ranks = envs, env_ranks
         seats = {(int(rank), rank.agent_id): (own, i) for own in columns for i, rank in enumerate(own.env_ranks)}
         self.places: list[dict[AgentId, Place]] = [
@@ -126,6 +132,7 @@ class Games:
         self.infos: list[Mapping[Any, Any]] = [{}] * len(envs)
         self.late: list[tuple[int, float]] = []
         self.over: list[int] = []
+        self.cut: list[int] = []
         self.may_reset: Callable[[int], bool] = lambda e: True
         self._bound = [
             (env, env.env, rank, own, list(own), _span(own))
@@ -135,12 +142,23 @@ class Games:
 
     # ---- resets ----------------------------------------------------------------------------
 
-    def reset(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+    def reset(
+        self,
+        e: int,
+        seed: int | None = None,
+        options: dict[str, Any] | None = None,
+        phase: Phase = Phase.RESETTING,
+    ) -> None:
         """Reset environment e; the agents that it lists join."""
-        env, _, env_rank, *_ = self._bound[e]
-        self.progress.at_env(env_rank)
-        began = self.progress.enter(Phase.RESETTING)
-        result = env.reset(seed=seed, options=options)
+        while True:
+            env, _, env_rank, *_ = self._bound[e]
+            self.progress.at_env(env_rank)
+            began = self.progress.enter(phase)
+            try:
+                result = env.reset(seed=seed, options=options)
+                break
+            except self.renewable as error:
+                seed, phase = self._renew(e, error, is_cut=False), Phase.RENEWING
         self.progress.add_resetting_since(began)
         if not are_by_agent(result, 2):
             raise SpaceError(
@@ -179,10 +197,32 @@ class Games:
 
     def step(self) -> None:
         """Step every environment with the `actions` of the columns, and reset those that are over."""
-        self.late, self.over = [], []
+        self.late, self.over, self.cut = [], [], []
         for e in range(len(self.envs)):
             if self.living[e]:
-                self.step_env(e)
+                try:
+                    self.step_env(e)
+                except self.renewable as error:
+                    self._cut(e, error)
+
+    def _cut(self, e: int, error: Exception) -> None:
+        """The game of environment e has failed in this step, which has no result."""
+        seed = self._renew(e, error, is_cut=True)
+        for columns, column in self.acting(e):
+            columns.rewards[column], columns.infos[column] = 0.0, {}
+            columns.on_cut(column)
+        self.cut.append(e)
+        self.clear(e)
+        self.reset(e, seed, phase=Phase.RENEWING)
+        self._words[Progress.PHASE] = Progress.IS_STEPPING
+
+    def _renew(self, e: int, error: Exception, *, is_cut: bool) -> int:
+        """Build environment e again. Returns the seed of its first reset."""
+        if self.renewals is None or self.renewals.is_exhausted:
+            raise error
+        self.envs[e], seed = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
+        self._bound[e] = (self.envs[e], self.envs[e].env, *self._bound[e][2:])
+        return seed
 
     def step_env(self, e: int) -> None:
         """Step one environment; see `step`."""

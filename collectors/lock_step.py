@@ -38,6 +38,7 @@ class Desk(Collector):
         self._evaluates = evaluates
         self._who = who << WHO_BITS
         self.envs.on_join, self.envs.on_end, self.envs.on_step = self._join, self._end, self.on_step
+        self.envs.on_cut = self._cut
         self._t = -1  # the row that is stepped; -1 outside a batch
         self._changed: list[int] = []  # columns that have joined or ended in this row
 
@@ -97,6 +98,14 @@ class Desk(Collector):
         if self._who:  # the policy's value may be computed here
             self.progress.at_env(self._who | int(self.envs.env_ranks[column]))
         self.record_episode_end(self._t, column, observation, reward, terminated, truncated)
+        self.samples.valid[self._t + 1 :, column] = False
+
+    def _cut(self, column: int) -> None:
+        """The game has failed in this step: the column's episode has ended with the step before."""
+        self._changed.append(column)
+        if self._who:
+            self.progress.at_env(self._who | int(self.envs.env_ranks[column]))
+        self.record_cut(self._t, column)
         self.samples.valid[self._t + 1 :, column] = False
 
     def _write_values(self) -> None:
@@ -248,6 +257,9 @@ class LockStepCollector:
                 self._note_late(t)
             if games.over:
                 self._over[t, games.over] = True
+            for e in games.cut:
+                ends = np.flatnonzero(self._over[:t, e])
+                self.tracker.cut(e, int(ends[-1]) + 1 if ends.size else 0, t)
             for desk in desks:
                 desk.record_step(t)
         return self._finish(self.rows, first_t)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.buffers.reports import in_one_line
 from penstock.collectors.env_builder import EnvBuilder
-from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.factory import EnvContext
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import GameError
-from penstock.workers.control import Progress
+from penstock.workers.control import Phase, Progress
 
 _log = logging.getLogger("penstock")
 
@@ -26,7 +26,7 @@ class Renewals:
     max_renewals: int  #: of each environment within `window` seconds
     window: float
     builder: EnvBuilder
-    factories: Sequence[EnvFactory]
+    builds: Sequence[Callable[[EnvContext, Phase], Any]]  #: by column
     streams: ColumnStreams
     purpose: Purpose
     worker_rank: int
@@ -59,6 +59,6 @@ class Renewals:
             seed = self.streams.renewal_seed(column, self.purpose, len(history))
             context = EnvContext(env_rank, self.worker_rank, seed, self.purpose)
             try:
-                return self.builder.renew(old, self.factories[column], context), seed
+                return self.builder.renew(old, self.builds[column], context), seed
             except self.errors as another:  # the new game has failed at its start
                 error, old, is_cut = another, None, False

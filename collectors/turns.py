@@ -62,7 +62,7 @@ class TurnGames(Games):
     `waits[e]`: whose decision environment e waits for. None: it is over, and must not be reset.
     """
 
-    envs: Sequence[TurnView]
+    envs: list[TurnView]  # type: ignore[assignment]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -94,7 +94,13 @@ class TurnGames(Games):
 
     # ---- games -----------------------------------------------------------------------------
 
-    def reset(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
+    def reset(
+        self,
+        e: int,
+        seed: int | None = None,
+        options: dict[str, Any] | None = None,
+        phase: Phase = Phase.RESETTING,
+    ) -> None:
         """Begin a game in environment e, and find who decides first."""
         self.plies[e], self.ends[e], self.episodes[e] = 0, [], 0
         self.sums[e].clear()

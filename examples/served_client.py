@@ -79,9 +79,10 @@ class Client:
         """Send the message, again if the connection was lost, and return the reply; of None, the answer to hello."""
         until = time.monotonic() + self.wait
         while True:
-            is_new = self.socket is None
+            is_connected = self.socket is not None
             try:
-                welcome = self._connect() if is_new else {}
+                welcome = {} if is_connected else self._connect()
+                is_connected = True
                 if message is None:
                     return welcome
                 self._send(message)
@@ -90,9 +91,11 @@ class Client:
                 if self.socket is not None:
                     self.socket.close()
                     self.socket = None
-                if is_new:  # the learner does not listen yet, or has gone
-                    if time.monotonic() > until:
-                        raise
+                if is_connected:  # it is lost, maybe after a long wait for the learner
+                    until = time.monotonic() + self.wait
+                elif time.monotonic() > until:  # the learner does not listen yet, or has gone
+                    raise
+                else:
                     time.sleep(0.05)
 
     def _connect(self) -> dict[str, Any]:

@@ -3,8 +3,8 @@
     python examples/vizdoom_match.py --steps 20000 --kill-every 1000
 
 Needs vizdoom and pettingzoo. The two engines of a match talk over UDP, at a port that the environment leases. Every
-`--kill-every` steps the example kills one engine. Its match then raises `GameError`, the worker of the match is
-replaced, and the run goes on. The exit status is 1 if an engine or a file in shared memory is left at the end.
+`--kill-every` steps the example kills one engine. Its match then raises `GameError`, only this match is started again,
+and the run goes on. The exit status is 1 if an engine or a file in shared memory is left at the end.
 """
 
 from __future__ import annotations
@@ -167,9 +167,14 @@ def engines() -> list[psutil.Process]:
     return [each for each in psutil.Process().children(recursive=True) if each.name() == "vizdoom"]
 
 
-def shared_files() -> set[str]:
-    """The files of engines in shared memory, those of other runs too."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("ViZDoom")}
+def ids_of(engines: list[psutil.Process]) -> set[str]:
+    """The ids of engines, with which the names of their files in shared memory end."""
+    found = set()
+    for engine in engines:
+        with contextlib.suppress(psutil.Error, ValueError):  # it has ended, or is about to begin
+            words = engine.cmdline()
+            found.add(words[words.index("+viz_instance_id") + 1])
+    return found
 
 
 def main() -> int:
@@ -180,15 +185,15 @@ def main() -> int:
     parser.add_argument("--n-workers", type=int, default=2)
     options = parser.parse_args()
     chance, killed, batch_T = random.Random(0), 0, 25
-    began, files = time.perf_counter(), shared_files()
+    began, ids = time.perf_counter(), set[str]()
     with ParallelSampler(
         DoomMatch,
         batch_T=batch_T,
         batch_B=options.n_envs,
         n_workers=options.n_workers,
         max_decorrelation_steps=0,
-        on_worker_failure="restart",
-        max_restarts=1000,
+        on_game_failure="renew",
+        max_renewals=1000,
     ) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         for itr in range(options.steps // (batch_T * options.n_envs)):
@@ -197,15 +202,16 @@ def main() -> int:
                 chance.choice(engines()).kill()
                 killed += 1
             samples, _ = sampler.obtain_samples(itr)
+            ids |= ids_of(engines())
             if itr == 0:
                 print("playing", *(each.pid for each in engines()), flush=True)
-        frags, restarts = float(samples.env.reward.sum()), sampler.stats().restarts
+        frags, stats = float(samples.env.reward.sum()), sampler.stats()
     seconds = time.perf_counter() - began
     left = [each for each in engines() if each.is_running()]
-    new = shared_files() - files
-    print(f"{options.steps} steps in {seconds:.0f} s, {killed} engines killed, {restarts} workers replaced")
+    new = [name for name in os.listdir("/dev/shm") if name.startswith("ViZDoom") and any(map(name.endswith, ids))]
+    print(f"{options.steps} steps in {seconds:.0f} s, {killed} engines killed, {stats.renewals} matches started again")
     print(f"frags in the last batch: {frags:g}; left: {len(left)} engines, {len(new)} files")
-    return 0 if restarts == killed and not left and not new else 1
+    return 0 if stats.renewals == killed and not stats.restarts and not left and not new else 1
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from penstock.games.game_process import GameProcess
 from penstock.games.game_socket import GameSocket
-from penstock.games.running import Answers, Connects, Listens, Prints, Ready
 from penstock.games.served import ServedGame
 
-__all__ = ["Answers", "Connects", "GameProcess", "GameSocket", "Listens", "Prints", "Ready", "ServedGame"]
+__all__ = ["GameProcess", "GameSocket", "ServedGame"]

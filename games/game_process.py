@@ -2,50 +2,129 @@
 
 from __future__ import annotations
 
+import difflib
+import fcntl
+import logging
 import os
 import re
+import select
+import signal
 import socket
+import subprocess
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
+
+import psutil
 
 from penstock.arguments import integer, seconds, true_or_false
-from penstock.errors import ConfigError, GameError
+from penstock.errors import ConfigError, GameError, brief
 from penstock.games.game_socket import GameSocket
-from penstock.games.running import Connects, GameOptions, Listens, PortTaken, Ready, RunningGame
-from penstock.ports.search import PortProtocol
+from penstock.ports import PortLeases, leases
+from penstock.ports.search import PortProtocol, describe_process
+from penstock.workers import sigint
+from penstock.workers.marking import marked
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_log = logging.getLogger("penstock")
+
 _MOST_PORTS = 1000
+_START_TRIES = 3  # if other programs take its port
+_FIRST_PAUSE = 0.002  # seconds between two looks at a game that starts
+_LONGEST = 1e6  # seconds; the system has a limit too
+_KILL_SECONDS = 1.0  # until a killed process is gone
+_GRACE_SECONDS = 0.2  # for processes that the game leaves behind, such as its X server
+_KEPT_LOG = 1 << 20  # bytes of a log without a name
+_MOST_QUOTED = 8_000  # bytes of output in an error: a worker's error is sent with at most 16 kB
+_PLACE = re.compile(r"(?<!\$)\{(\w+)\}")  # ${name} is for a shell
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_WATCH_SECONDS = 0.05  # how often the watchdog looks
+_OF_ONE_START = ["_process", "_mark", "_leases", "listeners", "_filled", "_output", "_output_start"]
+_OF_ONE_START += ["_began", "_is_ready", "_was_killed"]
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+#: When a game is ready; see `GameProcess`.
+Ready = Literal["listens", "connects"] | re.Pattern[str] | Callable[[tuple[int, ...]], object]
+
+
+class PortTaken(Exception):
+    """A stranger has the port of a game. The text says which, and who."""
+
+
+# ---- spares ------------------------------------------------------------------------------------
+
+
+class _Spares:
+    """The started games in reserve with these options in this process. All with the same ones use it."""
+
+    def __init__(self) -> None:
+        self.n, self.games, self.users = 0, list[GameProcess](), set[int]()
+
+    def take(self) -> GameProcess | None:
+        """A game in reserve that still runs, if there is one."""
+        while self.games:
+            game = self.games.pop(0)
+            if not game.exit_text():
+                return game
+            game.close()
+        return None
+
+    def leave(self, user: int) -> None:
+        """The last user ends the games."""
+        self.users.discard(user)
+        if not self.users:
+            self.n = 0
+            while self.games:
+                self.games.pop().close()
+
+
+_spares: dict[Any, _Spares] = {}
+os.register_at_fork(after_in_child=_spares.clear)
+
+
+@contextmanager
+def spares_kept() -> Iterator[None]:
+    """Inside, an environment may be closed before another takes its place: the games in reserve stay."""
+    kept, user = list(_spares.values()), -threading.get_ident()
+    for each in kept:
+        each.users.add(user)
+    try:
+        yield
+    finally:
+        for each in kept:
+            each.leave(user)
+
+
+# ---- the game ----------------------------------------------------------------------------------
 
 
 class GameProcess:
     """A game in a process of its own, on ports that it leases. It ends with this object, or with this process.
 
     The constructor starts the game and does not wait, so that several games start side by side. `connect`, or
-    `wait_ready` for a library that has its own connection, waits until it is ready.
+    `wait_ready` for a library that has its own connection, waits until it is ready. If another program has taken the
+    port, the game is started again on another one.
 
     Args:
         command: the program and its arguments. `{port}`, `{port0}`, `{port1}` and `{ports}` are replaced by the leased
             ports, in `environ` too; the variable PENSTOCK_PORTS has them as well.
         ports: how many ports to lease; 0 for a client that has no port of its own.
         protocol, consecutive, start, stop, host: as in `penstock.ports.leases`.
-        ready: when the game is ready: `Listens()`, `Connects()`, `Prints(pattern)` or `Answers(fn)`.
+        ready: when the game is ready. "listens": it listens at all its ports; penstock reads this from /proc, since the
+            game may take the first connection for its player. "connects": it has connected to its ports, at which
+            penstock listens from before the start; `connect` accepts. `re.compile(pattern)`: its output has the
+            pattern; a program in C may need `stdbuf -oL`. A function: `fn(ports)` is true; an `OSError` means no.
         start_timeout: seconds from the start until it must be ready.
-        start_tries: how often to start it, each time on other ports, if another program takes its port in between.
         reply_timeout: seconds for each reply through `connect()`.
-        quit: asks the game to end, with this object as its argument, before SIGTERM does.
+        quit: asks the game to end, with this object as its argument, before SIGTERM does. It runs in a thread.
         stop_timeout: seconds that `quit` may take, that the game has to end after it, and again after SIGTERM. Then all
             its processes are killed. If `quit` takes longer, they are killed at once.
         log_lines: most lines of the game's output that an error quotes.
@@ -61,8 +140,16 @@ class GameProcess:
     Raises `ConfigError` for arguments that cannot work, and `GameError` if the game cannot be started.
     """
 
-    _run: RunningGame | None = None
+    # All processes of the game have a mark in their environment variables, whatever session they are in.
+    _mark = ""
+    _process: subprocess.Popen[bytes] | None = None
+    _leases: PortLeases | None = None
+    _output: IO[bytes] | None = None
     _pool: _Spares | None = None
+    _quit: Callable[[GameProcess], object] | None = None
+    _sockets: list[GameSocket]
+    renewal = 0  #: how often the game was started again
+    listeners: Sequence[socket.socket] = ()  #: with ready="connects", where the game connects
 
     def __init__(
         self,
@@ -74,9 +161,8 @@ class GameProcess:
         start: int | None = None,
         stop: int | None = None,
         host: str = "127.0.0.1",
-        ready: Ready = Listens(),  # noqa: B008 - it cannot change
+        ready: Ready = "listens",
         start_timeout: float = 60.0,
-        start_tries: int = 3,
         reply_timeout: float = 10.0,
         quit: Callable[[GameProcess], object] | None = None,
         stop_timeout: float = 2.0,
@@ -88,192 +174,310 @@ class GameProcess:
         environ: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
     ) -> None:
-        if isinstance(command, str | bytes) or not command or not all(isinstance(p, str | Path) for p in command):
+        if isinstance(command, str | bytes) or not command or not all(map(_is_text, command)):
             raise ConfigError(f'command must be a list such as ["./game", "--port", "{{port}}"], got {command!r}')
-        if not isinstance(ready, Ready):
-            raise ConfigError(f"ready must be Listens(), Connects(), Prints(pattern) or Answers(fn), got {ready!r}")
+        by_ports = ready in ("listens", "connects")
+        if not (by_ports or (isinstance(ready, re.Pattern) and isinstance(ready.pattern, str)) or callable(ready)):
+            raise ConfigError(f'ready must be "listens", "connects", re.compile(pattern) or a function, got {ready!r}')
         if quit is not None and not callable(quit):
             raise ConfigError(f"quit must be a function with the game as its argument, or None, got {quit!r}")
-        if isinstance(ready, Listens | Connects) and (ports == 0 or (protocol == "udp" and ready.binds_ports)):
-            raise ConfigError(
-                f"ready={ready} does not fit ports={ports}, protocol={protocol!r}: give Prints or Answers"
-            )
-        self._options = GameOptions(
-            command=tuple(map(str, command)),
-            ports=integer("ports", ports, 0, _MOST_PORTS),
-            protocol=protocol,
-            consecutive=true_or_false("consecutive", consecutive),
-            start=start,
-            stop=stop,
-            host=host,
-            ready=ready,
-            start_timeout=seconds("start_timeout", start_timeout),
-            start_tries=integer("start_tries", start_tries, 1),
-            stop_timeout=seconds("stop_timeout", stop_timeout, zero=True),
-            log_lines=integer("log_lines", log_lines, 0),
-            log_file=None if log_file is None else os.fspath(log_file),
-            environ=tuple((str(name), str(value)) for name, value in (environ or {}).items()),
-            cwd=None if cwd is None else os.fspath(cwd),
+        if by_ports and (ports == 0 or (protocol == "udp" and ready == "connects")):
+            what = f"ready={ready!r} does not fit ports={ports}, protocol={protocol!r}"
+            raise ConfigError(f"{what}: give re.compile(pattern) or a function")
+        # What two games must have in common to take each other's place.
+        self._command, self._n_ports = tuple(map(str, command)), integer("ports", ports, 0, _MOST_PORTS)
+        self._protocol, self._consecutive = protocol, true_or_false("consecutive", consecutive)
+        self._where, self._ready, self._start_timeout = (
+            (start, stop, host),
+            ready,
+            seconds("start_timeout", start_timeout),
         )
-        self._reply_timeout, self._quit = seconds("reply_timeout", reply_timeout), quit
+        self._stop_timeout = min(seconds("stop_timeout", stop_timeout, zero=True), _LONGEST)
+        self._log_lines, self._log_file = integer("log_lines", log_lines, 0), _path("log_file", log_file)
+        self._environ, self._cwd, self._owner = _variables(environ), _path("cwd", cwd), os.getpid()
+        options = vars(self).copy()
+        self._reply_timeout, self._quit = min(seconds("reply_timeout", reply_timeout), _LONGEST), quit
         self._renew_every = None if renew_every is None else integer("renew_every", renew_every, 1)
-        self._max_rss = 0 if max_rss is None else _bytes(max_rss)
-        self._owner, self._episodes, self._sockets = os.getpid(), 0, list[GameSocket]()
-        #: How often the game was started again.
-        self.renewal = 0
-        self._pool = _Spares.of(self._options, integer("spares", spares, 0))
+        self._max_rss, n_spares = 0 if max_rss is None else _bytes(max_rss), integer("spares", spares, 0)
+        self._episodes, self._sockets = 0, []
         try:
-            self._launch()
+            with sigint.deferred():  # Ctrl-C could lose a game that is started, or a pipe of `subprocess`
+                if n_spares:
+                    self._pool = _spares.setdefault(tuple(options.items()), _Spares())
+                    self._pool.n, self._spare_options = max(self._pool.n, n_spares), options
+                    self._pool.users.add(id(self))
+                self._launch()
         except BaseException:
             self.close()
             raise
 
+    # ---- start -----------------------------------------------------------------------------
+
     def _launch(self) -> None:
-        assert self._pool is not None
-        self._run = self._pool.take(self.renewal)
-        self._pool.fill()
+        """Take a game from the reserve, or start one."""
+        with sigint.deferred():
+            if self._pool is None or (spare := self._pool.take()) is None:
+                self._start()
+            else:
+                vars(self).update({name: vars(spare).pop(name) for name in _OF_ONE_START})
+            while self._pool is not None and len(self._pool.games) < self._pool.n:
+                spare = GameProcess.__new__(GameProcess)
+                vars(spare).update(self._spare_options, _sockets=[])
+                spare._start()
+                self._pool.games.append(spare)
 
-    # ---- the game --------------------------------------------------------------------------
-
-    @property
-    def running(self) -> RunningGame:
-        """The started game. Raises `GameError` after `close`, and in a fork of the process that has started it."""
-        if self._run is None or self._owner != os.getpid():
-            raise GameError(
-                f"the game {self._options.command[0]!r} was closed, or belongs to the process that this one is a fork "
-                "of: make a new GameProcess"
+    def _start(self) -> None:
+        self._mark = f"PENSTOCK_GAME_{os.getpid()}_{os.urandom(8).hex()}"
+        try:
+            if self._n_ports:
+                how: Any = {"protocol": self._protocol, "consecutive": self._consecutive}
+                self._leases = leases(self._n_ports, *self._where, **how)
+            ports, host = self._leases.ports if self._leases else (), self._where[2]
+            self.listeners = listeners = list[socket.socket]()
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            for port in ports if self._ready == "connects" else ():
+                listeners.append(socket.create_server((host, port), family=family))
+            self._filled = [_fill(part, ports) for part in self._command]
+            own = {name: _fill(value, ports) for name, value in self._environ}
+            own |= {"PENSTOCK_PORTS": ",".join(map(str, ports)), self._mark: "1"}
+            self._open_log(None if self._log_file is None else _fill(self._log_file, ports))
+            with marked:  # it ends with this process, however this process ends
+                environ = {**os.environ, **own}
+            self._began, self._is_ready, self._was_killed = time.monotonic(), False, False
+            self._process = subprocess.Popen(
+                self._filled,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                env=environ,
+                cwd=self._cwd,
+                start_new_session=True,  # Ctrl-C must not reach it
             )
-        return self._run
+        except BaseException as error:
+            self._stop()
+            if isinstance(error, OSError):
+                raise GameError(self._why_not_started(error)) from error
+            raise
 
-    @property
-    def ports(self) -> tuple[int, ...]:
-        """The leased ports, lowest first. `renew` changes them."""
-        return self.running.ports
+    def _why_not_started(self, error: OSError) -> str:
+        cwd = os.getcwd() if self._cwd is None else self._cwd
+        where = f"{self._command[0]!r} (cwd {cwd!r})"
+        if not os.path.isdir(cwd):
+            return f"cwd={cwd!r} is no folder: give one that exists"
+        if isinstance(error, FileNotFoundError):
+            return f"command not found: {where}. Give its full path. If it is a script, its interpreter must exist"
+        if isinstance(error, PermissionError):
+            return f"{where} is not executable: run chmod +x on it"
+        return f"{where} cannot be started: {error}"
+
+    def _open_log(self, name: str | None) -> None:
+        try:  # a temporary file has no name, so nothing stays
+            file: Any = tempfile.TemporaryFile(buffering=0) if name is None else open(name, "a+b", 0)  # noqa: SIM115
+        except OSError as error:
+            advice = "Create its folder, or give another path"
+            raise GameError(f"log_file={name!r} cannot be written: {error.strerror}. {advice}") from None
+        # It appends, so that it goes on at the new end if the file is cut.
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
+        self._output, self._output_start = file, os.fstat(file.fileno()).st_size
+
+    def wait_ready(self) -> None:
+        """Wait until the game is ready. Raises `GameError` if it ends, or is not ready within `start_timeout`."""
+        self._require_started()
+        tries, pause = 1, _FIRST_PAUSE
+        while not self._is_ready:
+            try:
+                if ended := self.exit_text():
+                    self._has_ports()
+                    raise self.error(f"ended with {ended} before it was ready")
+                if self._meets(self._ready):
+                    self._is_ready = True
+                    return
+            except PortTaken as taken:
+                what = f"was started {tries} times, and each time another program had its port. The last one: {taken}"
+                if tries == _START_TRIES:
+                    raise self.error(f"{what}. Give start= and stop= a range that nobody else uses") from None
+                tries, pause = tries + 1, _FIRST_PAUSE
+                self._end()
+                self._launch()
+            if time.monotonic() > self._began + self._start_timeout:
+                why = f"it runs, but is not ready (ready={self._ready!r})"
+                raise self.error(f"was not ready in start_timeout={self._start_timeout:g} s: {why}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+
+    def _meets(self, ready: Ready) -> bool:
+        if isinstance(ready, re.Pattern):
+            return ready.search(self.output(1 << 20)) is not None
+        if callable(ready):
+            with suppress(OSError):  # such as a refused connection
+                return bool(ready(self.ports))
+            return False
+        if ready == "listens":
+            return self._has_ports()
+        poll = select.poll()
+        for listener in self.listeners:
+            poll.register(listener, select.POLLIN)
+        return len(poll.poll(0)) == len(self.listeners)
+
+    def _has_ports(self) -> bool:
+        """Whether the game listens at all its ports. Raises `PortTaken` if another program has one of them."""
+        found = [self._has_port(port) for port in self.ports if not self.listeners]  # each of them is looked at
+        return all(found)
+
+    def _has_port(self, port: int) -> bool:
+        if not _is_used(port, self._protocol):
+            return False
+        found = [each for each in psutil.net_connections(self._protocol) if each.laddr and each.laddr[1] == port]
+        own = set(self._members())
+        if found and not any(each.pid in own for each in found):
+            raise PortTaken(f"port {port}, {describe_process(found[0].pid)}")
+        return any(each.status in (psutil.CONN_LISTEN, psutil.CONN_NONE) for each in found)  # UDP has no states
+
+    def connect(self, port: int = 0) -> GameSocket:
+        """Wait until the game is ready, and connect to its port number `port`; with "connects", accept its connection.
+
+        Raises `GameError` if it is not ready in time, or refuses the connection.
+        """
+        if not self._n_ports or self._protocol != "tcp":
+            why = "the game has ports=0" if not self._n_ports else "protocol is 'udp'"
+            raise ConfigError(f"connect needs a TCP port, but {why}: use wait_ready() and a connection of your own")
+        number = integer("port", port, 0, self._n_ports - 1)
+        self.wait_ready()
+        try:
+            if self.listeners:
+                self.listeners[number].settimeout(self._reply_timeout)
+                connection, _ = self.listeners[number].accept()
+            else:
+                address = _ANYWHERE.get(self._where[2], self._where[2]), self.ports[number]
+                connection = socket.create_connection(address, timeout=self._reply_timeout)
+        except OSError as error:
+            what = f"accepts no connection: {error}"
+            if self.listeners and isinstance(error, TimeoutError):
+                what = f"made no connection to port {self.ports[number]} within reply_timeout={self._reply_timeout:g} s"
+            raise self.error(f"ended with {ended}" if (ended := self.exit_text()) else what) from None
+        self._sockets = [each for each in self._sockets if each.socket.fileno() >= 0]
+        self._sockets.append(GameSocket(connection, self, self._reply_timeout, self._max_rss))
+        return self._sockets[-1]
+
+    # ---- its processes and its output ------------------------------------------------------------
 
     @property
     def pid(self) -> int:
         """The process id of the game, which is also that of its group and session."""
-        return self.running.pid
+        return self._require_started().pid
 
-    def wait_ready(self) -> None:
-        """Wait until the game is ready. Raises `GameError` if it ends, or is not ready within `start_timeout`."""
-        for attempt in range(1, self._options.start_tries + 1):
-            try:
-                self.running.wait_ready()
-                break
-            except PortTaken as taken:
-                if attempt == self._options.start_tries:
-                    raise self.error(
-                        f"was started {attempt} times (start_tries), and each time another program had its port. The "
-                        f"last one: {taken}. Give start= and stop= a range that nobody else uses"
-                    ) from None
-                self._end()
-                self._launch()
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """The leased ports, lowest first. `renew` changes them."""
+        self._require_started()
+        return () if self._leases is None else self._leases.ports
 
-    def connect(self, port: int = 0) -> GameSocket:
-        """Wait until the game is ready, and connect to its port number `port`; with `Connects`, accept its connection.
+    def _require_started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._owner != os.getpid():
+            raise GameError(
+                f"the game {self._command[0]!r} was closed, or belongs to the process that this one is a fork of: make "
+                "a new GameProcess"
+            )
+        return self._process
 
-        Raises `GameError` if it is not ready in time, or refuses the connection.
-        """
-        if not self._options.ports:
-            instead = "use wait_ready() and your own connection"
-            raise ConfigError(f"connect needs a port, but the game has ports=0: {instead}")
-        number = integer("port", port, 0, self._options.ports - 1)
-        if self._options.protocol != "tcp":
-            raise ConfigError("connect is for TCP: use a socket of your own with game.ports")
-        self.wait_ready()
-        game, host = self.running, self._options.host
-        try:
-            if game.listeners:
-                game.listeners[number].settimeout(self._reply_timeout)
-                connection, _ = game.listeners[number].accept()
-            else:
-                address = _ANYWHERE.get(host, host), game.ports[number]
-                connection = socket.create_connection(address, timeout=self._reply_timeout)
-        except OSError as error:
-            what = f"accepts no connection: {error}"
-            if game.listeners and isinstance(error, TimeoutError):
-                what = f"made no connection to port {game.ports[number]} within reply_timeout={self._reply_timeout:g} s"
-            raise self.error(f"ended with {ended}" if (ended := game.exit_text()) else what) from None
-        self._sockets = [each for each in self._sockets if each.socket.fileno() >= 0]
-        self._sockets.append(GameSocket(connection, game, self._reply_timeout, self._max_rss))
-        return self._sockets[-1]
+    def exit_text(self) -> str:
+        """How the game has ended, such as "exit code 3" or "SIGKILL"; empty while it runs."""
+        if self._process is None or os.getpid() != self._owner:
+            return "an unknown exit code"
+        if (code := self._process.poll()) is None:
+            return ""
+        with suppress(ValueError):  # no signal
+            return signal.Signals(-code).name
+        return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
-    def tail(self, n: int = 20) -> list[str]:
-        """The last `n` lines of its output. Fewer if they are very long."""
-        return self.running.tail(n)
+    def ends_within(self, limit: float) -> None:
+        """Wait for its end, at most `limit` seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            if not self.exit_text() and self._process is not None:
+                self._process.wait(limit)
 
     def rss(self) -> int:
         """How many bytes of memory its processes use."""
-        return self.running.rss()
+        total = 0
+        for pid in self._members():
+            with suppress(psutil.Error):
+                total += psutil.Process(pid).memory_info().rss
+        return total
+
+    def _members(self) -> Iterator[int]:
+        mark = b"\0" + self._mark.encode() + b"="
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:  # a zombie has none
+                    if mark in b"\0" + file.read():
+                        yield int(entry)
+
+    def output(self, n_bytes: int) -> str:
+        """The last `n_bytes` of its output."""
+        if self._output is None:
+            return ""
+        size = os.fstat(self._output.fileno()).st_size
+        first = max(min(self._output_start, size), size - n_bytes)
+        return os.pread(self._output.fileno(), size - first, first).decode(errors="replace")
+
+    def tail(self, n: int = 20) -> list[str]:
+        """The last `n` lines of its output. Fewer if they are very long."""
+        return self.output(_MOST_QUOTED).splitlines()[-n:] if n else []
 
     def error(self, what: str) -> GameError:
         """A `GameError` that says `what` the game has done, for checks of your own: "sent no score". It has the command
         and the end of the output."""
-        return self.running.error(what)
+        lines, ports = self.tail(self._log_lines), self._leases.ports if self._leases else ()
+        where = f"pid {self._process.pid if self._process else 0}" + (
+            f", port {str(list(ports))[1:-1]}" if ports else ""
+        )
+        renewal = f" (renewal {self.renewal})" if self.renewal else ""
+        heading = f"the last {len(lines)} lines of its output:" if lines else "it has printed nothing"
+        text = [f"the game ({where}){renewal} {what}", f"  command: {' '.join(self._filled)}", f"  {heading}"]
+        return GameError("\n".join([*text, *(f"  | {line}" for line in lines)]))
 
     @contextmanager
     def deadline(self, limit: float) -> Iterator[None]:
         """Kill the game if the `with` block takes more than `limit` seconds, so that a library that waits for the game
         in C returns or raises. Then the block raises `GameError`."""
-        game, until = self.running, time.monotonic() + seconds("limit", limit)
-        watched = _watchdog.watch(game, until)
+        self._require_started()
+        timer = threading.Timer(min(seconds("limit", limit), _LONGEST), self._kill_late)
+        timer.daemon, failed = True, None
         try:
+            timer.start()
             yield
         except Exception as error:
-            if game.was_killed:
-                raise _late(game, limit) from error
-            raise
+            failed = error
         finally:
-            _watchdog.forget(watched)
-        if game.was_killed:
-            raise _late(game, limit)
+            timer.cancel()
+        if self._was_killed:
+            raise self.error(f"was killed, because the block `with game.deadline({limit:g})` took longer") from failed
+        if failed is not None:
+            raise failed
 
     # ---- renewal and end -------------------------------------------------------------------
 
     def end_episode(self) -> bool:
         """Call this between two episodes: starts the game again if `renew_every` or `max_rss` says so, and keeps the
         log short. Returns whether it did; then call `connect` again."""
+        self._require_started()
         self._episodes += 1
-        self.running.trim_log()
-        if (self._renew_every and self._episodes % self._renew_every == 0) or (
-            self._max_rss and self.rss() > self._max_rss
-        ):
+        if self._output and self._log_file is None and os.fstat(self._output.fileno()).st_size > _KEPT_LOG:
+            kept = self.output(1 << 16).encode()
+            self._output.truncate(0)
+            self._output.write(kept)
+        is_due = self._renew_every is not None and self._episodes % self._renew_every == 0
+        if is_due or (self._max_rss and self.rss() > self._max_rss):
             self.renew()
             return True
         return False
 
     def renew(self) -> None:
         """End the game and start it again, on other ports. With `spares`, a started one takes its place."""
+        self._require_started()
         self._end()
         self.renewal += 1
         self._launch()
-
-    def _end(self) -> None:
-        """End the game that runs."""
-        game = self._run
-        if game is None:
-            return
-        try:
-            if self._quit is not None and self._owner == os.getpid() and not game.exit_text():
-                self._ask_to_quit(game, self._quit)
-        finally:
-            for each in self._sockets:
-                each.close()
-            game.end()
-            self._run, self._sockets = None, []
-
-    def _ask_to_quit(self, game: RunningGame, quit: Callable[[GameProcess], object]) -> None:
-        limit = max(self._options.stop_timeout, _WATCH_SECONDS)
-        try:
-            with self.deadline(limit):
-                quit(self)
-        except Exception as error:  # it is ended in any case
-            what = f"raised {type(error).__name__}: {error}"
-            if game.was_killed:
-                what = f"took more than {limit:g} s, so the game was killed"
-            warnings.warn(f"quit of the game {what}", RuntimeWarning, stacklevel=4)
-        game.ends_within(limit)
 
     def close(self) -> None:
         """End the game and release its ports. It calls `quit` and waits, then sends SIGTERM and waits, then kills all
@@ -284,7 +488,79 @@ class GameProcess:
         finally:
             pool, self._pool = self._pool, None
             if pool is not None and self._owner == os.getpid():
-                pool.leave()
+                pool.leave(id(self))
+
+    def _end(self) -> None:
+        """End the game that runs."""
+        if self._process is None:
+            return
+        try:
+            if self._quit is not None and not self.exit_text():
+                self._ask_to_quit(self._quit)
+        finally:
+            for each in self._sockets:
+                each.close()
+            self._stop()
+
+    def _ask_to_quit(self, quit: Callable[[GameProcess], object]) -> None:
+        """In a thread, since `quit` may never return."""
+        limit, failed = max(self._stop_timeout, 0.05), list[str]()
+
+        def ask() -> None:
+            try:
+                quit(self)
+            except Exception as error:  # the game is ended in any case
+                failed.append(f"raised {type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=ask, name="penstock-quit", daemon=True)
+        thread.start()
+        thread.join(limit)
+        if thread.is_alive():
+            failed.insert(0, f"took more than {limit:g} s, so the game was killed")
+            self.kill()
+            thread.join(_KILL_SECONDS)  # it may have waited for the game
+        if failed:
+            warnings.warn(f"quit of the game {failed[0]}", RuntimeWarning, stacklevel=4)
+        self.ends_within(limit)
+
+    def _stop(self) -> None:
+        """End the game politely, then for certain, and release its ports last."""
+        for listener in self.listeners:
+            listener.close()
+        if os.getpid() == self._owner:
+            self._signal_group(signal.SIGTERM)
+            self.ends_within(self._stop_timeout)
+            began = time.monotonic()
+            while (left := list(self._members())) and (passed := time.monotonic() - began) < _KILL_SECONDS:
+                if passed >= min(_GRACE_SECONDS, self._stop_timeout):  # its other processes have SIGTERM too
+                    self.kill()
+                time.sleep(0.005)
+            if left:
+                _log.warning("%s", self.error(f"is still there {_KILL_SECONDS:g} s after SIGKILL: pids {left}"))
+            self.ends_within(_KILL_SECONDS)
+            if self._leases is not None:
+                self._leases.release()
+            self._process = self._leases = None
+        if self._output is not None:
+            self._output.close()
+        self._output, self.listeners = None, ()
+
+    def kill(self) -> None:
+        """Kill all its processes at once. Any thread may call this; `close` does the rest."""
+        if os.getpid() == self._owner:
+            self._signal_group(signal.SIGKILL)
+            for pid in self._members():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _kill_late(self) -> None:
+        self._was_killed = True
+        self.kill()
+
+    def _signal_group(self, number: int) -> None:
+        if self._process is not None and not self.exit_text():  # else another process may have its id
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
 
     def __enter__(self) -> Self:
         return self
@@ -293,22 +569,68 @@ class GameProcess:
         self.close()
 
     def __del__(self) -> None:
-        if self._run is not None and self._owner == os.getpid():
+        if self._process is not None and self._owner == os.getpid():
             try:
                 warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2, source=self)
             finally:  # the warning may be raised as an error
                 self.close()
 
     def __repr__(self) -> str:
-        state = f"pid {self._run.pid}, ports {list(self._run.ports)}" if self._run is not None else "closed"
-        return f"<GameProcess {self._options.command[0]!r}, {state}>"
+        is_open = self._process is not None and self._owner == os.getpid()
+        state = f"pid {self.pid}, ports {list(self.ports)}" if is_open else "closed"
+        return f"<GameProcess {self._command[0]!r}, {state}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} belongs to the process that has started it: make one in each worker")
 
 
-def _late(game: RunningGame, limit: float) -> GameError:
-    return game.error(f"was killed, because the block `with game.deadline({limit:g})` took longer")
+# ---- helpers -------------------------------------------------------------------------------------------
+
+
+def _is_used(port: int, protocol: str) -> bool:
+    """Whether any socket has this port. This is much faster than to ask whose it is."""
+    tables = ""
+    for name in (protocol, f"{protocol}6"):
+        with suppress(OSError):
+            tables += Path(f"/proc/net/{name}").read_text()
+    return re.search(rf"^ *\d+: \w+:{port:04X} ", tables, re.MULTILINE) is not None
+
+
+def _fill(text: str, ports: tuple[int, ...]) -> str:
+    """`text` with the ports in place of {port}, {port0}, {port1} and {ports}. Other braces stay, but a word that is
+    nearly one of these is refused."""
+    numbers = {f"port{i}": str(port) for i, port in enumerate(ports)}
+    if ports:
+        numbers |= {"port": str(ports[0]), "ports": ",".join(map(str, ports))}
+
+    def number(match: re.Match[str]) -> str:
+        word = match[1]
+        if word not in numbers and re.fullmatch(r"ports|port\d*", word):
+            raise ConfigError(f"{text!r} needs {match[0]}, but the game has ports={len(ports)}")
+        if word not in numbers and (near := difflib.get_close_matches(word.lower(), ("port", "ports"), 1, 0.7)):
+            raise ConfigError(f"{text!r} has {match[0]}: did you mean {{{near[0]}}}?")
+        return numbers.get(word, match[0])
+
+    return _PLACE.sub(number, text)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str | Path) and "\0" not in str(value)
+
+
+def _path(name: str, value: Any) -> str | None:
+    if value is None or (_is_text(value) and str(value)):
+        return None if value is None else str(value)
+    raise ConfigError(f"{name} must be a path or None, got {brief(value)}")
+
+
+def _variables(environ: Any) -> tuple[tuple[str, str], ...]:
+    given = {} if environ is None else environ
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and re.fullmatch(r"[^=\0]+", name) and _is_text(value) for name, value in given.items()
+    ):
+        raise ConfigError(f'environ must have names and texts, such as {{"DISPLAY": ":1"}}, got {brief(environ)}')
+    return tuple((name, str(value)) for name, value in given.items())
 
 
 def _bytes(value: int | str) -> int:
@@ -318,115 +640,3 @@ def _bytes(value: int | str) -> int:
             raise ConfigError(f'max_rss must be a number of bytes, or text such as "4 GB" or "512 MiB", got {value!r}')
         value = int(float(found[1]) * _UNITS[found[2].upper()])
     return integer("max_rss", value, 1)
-
-
-# ---- spares ------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Spares:
-    """The started games in reserve for one command in one process."""
-
-    options: GameOptions
-    n: int = 0
-    users: int = 0
-    games: list[RunningGame] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, options: GameOptions, n: int) -> _Spares:
-        """The reserve for `options`. It counts the caller as a user."""
-        own = _spares.setdefault((os.getpid(), options), cls(options))
-        own.n, own.users = max(own.n, n), own.users + 1
-        return own
-
-    def take(self, renewal: int) -> RunningGame:
-        """A game in reserve that still runs, or a new one."""
-        while self.games:
-            game = self.games.pop(0)
-            if not game.exit_text():
-                game.renewal = renewal
-                return game
-            game.end()
-        return RunningGame(self.options, renewal)
-
-    def fill(self) -> None:
-        """Start as many as are missing."""
-        while len(self.games) < self.n:
-            self.games.append(RunningGame(self.options))
-
-    def leave(self) -> None:
-        """One user less; the last one ends the games."""
-        self.users -= 1
-        if not self.users:
-            _spares.pop((os.getpid(), self.options), None)
-            while self.games:
-                self.games.pop().end()
-
-
-_spares: dict[tuple[int, GameOptions], _Spares] = {}
-
-
-@contextmanager
-def spares_kept() -> Iterator[None]:
-    """Inside, an environment may be closed before another takes its place: the games in reserve stay."""
-    kept = [pool for (pid, _), pool in list(_spares.items()) if pid == os.getpid()]
-    for pool in kept:
-        pool.users += 1
-    try:
-        yield
-    finally:
-        for pool in kept:
-            pool.leave()
-
-
-# ---- deadlines ---------------------------------------------------------------------------------
-
-
-class _Watchdog:
-    """One thread of this process, which kills games whose deadline has passed. It runs while there are deadlines."""
-
-    def __init__(self) -> None:
-        self._watched: dict[object, tuple[RunningGame, float]] = {}
-        self._lock, self._thread = threading.Lock(), list[threading.Thread]()
-
-    def watch(self, game: RunningGame, until: float) -> object:
-        """Kill `game` at `until`, unless `forget` comes first."""
-        key = object()
-        with self._lock:
-            self._watched[key] = game, until
-            if not self._thread:
-                self._thread.append(threading.Thread(target=self._run, name="penstock-games", daemon=True))
-                self._thread[0].start()
-        return key
-
-    def forget(self, key: object) -> None:
-        """The block is left."""
-        self._watched.pop(key, None)
-
-    def _run(self) -> None:
-        idle = 0
-        while True:
-            time.sleep(_WATCH_SECONDS)
-            now = time.monotonic()
-            for game, until in list(self._watched.values()):
-                if now > until:
-                    game.was_killed = True
-                    game.kill()
-            idle = 0 if self._watched else idle + 1
-            if idle > 1 / _WATCH_SECONDS:  # a game that is stepped again and again keeps its thread
-                with self._lock:
-                    if not self._watched:
-                        self._thread.clear()
-                        return
-
-
-_watchdog = _Watchdog()
-
-
-def _after_fork() -> None:
-    global _watchdog  # noqa: PLW0603 - a fork has no threads, and no games
-    _watchdog = _Watchdog()
-    _spares.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

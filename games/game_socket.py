@@ -6,16 +6,17 @@ import select
 import socket
 import struct
 import time
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from penstock.errors import GameError
-from penstock.games.running import RunningGame
+
+if TYPE_CHECKING:
+    from penstock.games.game_process import GameProcess
 
 _AT_ONCE = 1 << 16
 _END_SECONDS = 0.2  # the connection of a killed game closes before its exit code is there
 _WATCH_SECONDS = 5.0
 _LONGEST_LINE = 64 << 20  # bytes
-_NOT_READ = "did not read the request"
 
 
 class GameSocket:
@@ -26,12 +27,12 @@ class GameSocket:
     `BlockingIOError` after this time.
     """
 
-    def __init__(self, connection: socket.socket, game: RunningGame, reply_timeout: float, max_rss: int = 0) -> None:
+    def __init__(self, connection: socket.socket, game: GameProcess, reply_timeout: float, max_rss: int = 0) -> None:
         self.socket, self._game, self._timeout, self._max_rss = connection, game, reply_timeout, max_rss
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The kernel measures the time, so that a reply in one piece costs no further system call.
-        limit = struct.pack("ll", int(reply_timeout), int(reply_timeout % 1 * 1e6))
+        # The kernel measures the time, so that a reply in one piece costs no further system call. 0 would be no limit.
+        limit = struct.pack("ll", *divmod(max(1, int(reply_timeout * 1e6)), 10**6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, limit)
         self._send, self._receive = connection.sendall, connection.recv
@@ -47,67 +48,58 @@ class GameSocket:
         something without being asked.
         """
         if self._poll(0):
-            self._refuse()
-        try:
-            if self._max_rss and time.monotonic() > self._watch_at:
-                self._watch_memory()
-            self._send(line)
-        except OSError as error:
-            self._fail(error, _NOT_READ)
+            self._refuse(self._more(_AT_ONCE, time.monotonic() + self._timeout))
+        if self._max_rss and time.monotonic() > self._watch_at:
+            self._watch_memory()
+        self.send(line)
         return self.receive_line()
 
     def receive_line(self) -> bytes:
         """The next line, without its newline. There may be no more than one."""
         try:
             data = self._receive(_AT_ONCE)
-            if data.find(b"\n") == len(data) - 1 and data:
-                return data[:-1]
-            return self._rest_of_line(data)
         except OSError as error:
             self._fail(error)
+        if data.find(b"\n") == len(data) - 1 and data:
+            return data[:-1]
+        until, parts = time.monotonic() + self._timeout, bytearray(data or self._fail(ConnectionResetError()))
+        while (end := parts.find(b"\n", max(0, len(parts) - _AT_ONCE))) < 0:  # the rest was searched before
+            if len(parts) > _LONGEST_LINE:
+                self._raise(f"sent a line of more than {_LONGEST_LINE >> 20} MiB: {bytes(parts[:60])!r}")
+            parts += self._more(_AT_ONCE, until)
+        if end + 1 < len(parts):
+            self._refuse(bytes(parts[end + 1 :]))
+        return bytes(parts[:-1])
 
     def send(self, data: bytes) -> None:
         """Send `data`. It does not wait for a reply."""
         try:
             self._send(data)
         except OSError as error:
-            self._fail(error, _NOT_READ)
+            self._fail(error, "did not read the request")
 
     def receive(self, n: int) -> bytes:
         """Exactly `n` bytes."""
         parts, until = bytearray(), time.monotonic() + self._timeout
-        try:
-            while len(parts) < n:
-                parts += self._more(n - len(parts), until)
-        except OSError as error:
-            self._fail(error)
+        while len(parts) < n:
+            parts += self._more(n - len(parts), until)
         return bytes(parts)
 
     def close(self) -> None:
         """Close the connection. It may be called twice."""
         self.socket.close()
 
-    def _rest_of_line(self, data: bytes) -> bytes:
-        until = time.monotonic() + self._timeout
-        if not data:
-            raise ConnectionResetError
-        parts = bytearray(data)
-        while (end := parts.find(b"\n", max(0, len(parts) - _AT_ONCE))) < 0:  # the rest was searched before
-            if len(parts) > _LONGEST_LINE:
-                self._raise(f"sent a line of more than {_LONGEST_LINE >> 20} MiB: {bytes(parts[:60])!r}")
-            parts += self._more(_AT_ONCE, until)
-        if end + 1 < len(parts):
-            self._raise(_unasked(bytes(parts[end + 1 :])))
-        return bytes(parts[:-1])
-
     def _more(self, n: int, until: float) -> bytes:
-        """The next bytes. A reply that comes in drops has one deadline too."""
-        left = until - time.monotonic()
-        if left <= 0 or not self._poll(left * 1000):  # also if there is always more to read
-            raise BlockingIOError
-        if not (data := self._receive(min(n, _AT_ONCE))):
+        """The next bytes, at most `n`. A reply that comes in drops has one deadline too."""
+        try:
+            left = until - time.monotonic()
+            if left <= 0 or not self._poll(left * 1000):  # also if there is always more to read
+                raise BlockingIOError
+            if data := self._receive(min(n, _AT_ONCE), socket.MSG_DONTWAIT):
+                return data
             raise ConnectionResetError
-        return data
+        except OSError as error:
+            self._fail(error)
 
     def _watch_memory(self) -> None:
         self._watch_at = time.monotonic() + _WATCH_SECONDS
@@ -115,33 +107,23 @@ class GameSocket:
             limit = f"max_rss={self._max_rss / 1e9:.2g} GB"
             self._raise(f"uses {rss / 1e9:.2g} GB, more than twice {limit}, in an episode")
 
-    def _refuse(self) -> NoReturn:
-        """There is something to read before the request."""
-        try:
-            if not (data := self.socket.recv(_AT_ONCE, socket.MSG_DONTWAIT)):
-                raise ConnectionResetError
-        except OSError as error:
-            self._fail(error)
-        self._raise(_unasked(data))
+    def _refuse(self, data: bytes) -> NoReturn:
+        self._raise(f"sent {len(data)} bytes without being asked: {data[:60]!r}")
 
     def _fail(self, error: OSError, late: str = "sent no reply") -> NoReturn:
-        if isinstance(error, BlockingIOError):
-            if ended := self._game.exit_text():  # another process of the game holds the connection
-                self._raise(f"ended with {ended}")
-            memory = f"{self._game.rss() / 1e9:.2g} GB"
-            self._raise(f"{late} within reply_timeout={self._timeout:g} s; it runs ({memory})")
         if not self._error and self.socket.fileno() < 0:
             raise GameError("the connection to the game was closed by close() or renew(): call connect() again")
-        self._game.ends_within(_END_SECONDS)
-        ended = self._game.exit_text()
-        self._raise(f"ended with {ended}" if ended else "closed the connection, but still runs")
+        is_late = isinstance(error, BlockingIOError)
+        if not is_late:
+            self._game.ends_within(_END_SECONDS)
+        if ended := self._game.exit_text():  # if it is late, another process of the game holds the connection
+            self._raise(f"ended with {ended}")
+        if is_late:
+            self._raise(f"{late} within reply_timeout={self._timeout:g} s; it runs ({self._game.rss() / 1e9:.2g} GB)")
+        self._raise("closed the connection, but still runs")
 
     def _raise(self, what: str) -> NoReturn:
         """No later reply may be taken for that of a later request."""
         self._error = self._error or str(self._game.error(what))
         self.close()
         raise GameError(self._error)
-
-
-def _unasked(data: bytes) -> str:
-    return f"sent {len(data)} bytes without being asked: {data[:60]!r}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hmac
 import ipaddress
+import math
+import re
 import secrets
 import select
 import socket
@@ -18,12 +20,12 @@ import gymnasium as gym
 from penstock.arguments import integer, seconds
 from penstock.errors import ConfigError, GameError, SamplerStateError, brief
 from penstock.games.game_process import GameProcess
-from penstock.games.running import Connects
 from penstock.games.served_messages import Connection, decoded, described, encoded
 from penstock.ports import PortLease, lease_port
 
 PROTOCOL = 1
 _MOST_STRANGERS = 8
+_TOKEN = re.compile(r"[!#-&(-\[\]-~]{1,512}")  # what every client can put in a line of 1,024 bytes
 
 
 class ServedGame(gym.Env[Any, Any]):
@@ -65,8 +67,11 @@ class ServedGame(gym.Env[Any, Any]):
         self.observation_space, self.action_space = observation_space, action_space
         self._spaces = {"observation": described(observation_space), "action": described(action_space)}
         self._fixed = None if port is None else integer("port", port, 1, 65_535)
-        if not (token is None or (isinstance(token, str) and token)):
-            raise ConfigError("token must be a text that is not empty")
+        if token is not None and not (isinstance(token, str) and _TOKEN.fullmatch(token)):
+            raise ConfigError(
+                "token must be a text of 1 to 512 letters, digits and signs of ASCII, without spaces, quotes and "
+                "backslashes, such as secrets.token_hex(16)"
+            )
         if token is None and not _is_loopback(host):
             raise ConfigError(f"other machines can connect to host {host!r}: give token= a secret text")
         self._host, self._token, self._wait = host, token, seconds("wait", wait)
@@ -98,22 +103,17 @@ class ServedGame(gym.Env[Any, Any]):
         return int(self._listener.getsockname()[1])
 
     def _listen(self) -> None:
-        start = self._fixed
-        stop = None if start is None else start + 1
+        start, stop = (None, None) if self._fixed is None else (self._fixed, self._fixed + 1)
         if self._command is not None:
             environ = {} if self._token is None else {"PENSTOCK_TOKEN": self._token}
-            self._game = GameProcess(
-                self._command, ready=Connects(), host=self._host, start=start, stop=stop, environ=environ
-            )
-            self._listener = self._game.running.listeners[0]
+            where: Any = {"host": self._host, "start": start, "stop": stop}
+            self._game = GameProcess(self._command, ready="connects", environ=environ, **where)
+            self._listener = self._game.listeners[0]
         else:  # the last owner of a fixed port may be about to end, so wait
-            self._lease = lease_port(start, stop, self._host, timeout=self._wait if start else 2.0)
+            timeout = self._wait if start else 2.0
+            self._lease = self._lease or lease_port(start, stop, self._host, timeout=timeout)
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            try:
-                self._listener = socket.create_server((self._host, self._lease.port), family=family)
-            except BaseException:
-                self._lease.release()
-                raise
+            self._listener = socket.create_server((self._host, self._lease.port), family=family)
         self._listener.setblocking(False)
         self._poll.register(self._listener, select.POLLIN)
 
@@ -137,7 +137,7 @@ class ServedGame(gym.Env[Any, Any]):
         self._seed, self._is_playing, port = int(self.np_random.integers(2**31)), False, self.port
         with self._disconnecting():
             if self._session is None:
-                self._expect(f"no client came to port {port} within wait={self._wait:g} s", self._wait)
+                self._limit(f"no client came to port {port} within wait={self._wait:g} s", self._wait)
             else:
                 self._reply(seed=self._seed)
             message = self._receive("begin")
@@ -155,7 +155,7 @@ class ServedGame(gym.Env[Any, Any]):
             message = self._receive("obs")
             observation = decoded(self.observation_space, message["obs"], "obs")
             reward, end = message.get("reward"), message.get("end")
-            if not isinstance(reward, int | float) or isinstance(reward, bool):
+            if not isinstance(reward, int | float) or isinstance(reward, bool) or not math.isfinite(reward):
                 raise ValueError(f"reward must be a number, got {brief(reward)}")
             if end not in (None, "terminated", "truncated"):
                 raise ValueError(f'end must be "terminated" or "truncated", got {brief(end)}')
@@ -178,7 +178,7 @@ class ServedGame(gym.Env[Any, Any]):
                 text = f"the client at port {self.port} sent something wrong after message {self._n}: {text}"
             failure = GameError(text)
             if self._game is not None:
-                ended = self._game.running.exit_text()
+                ended = self._game.exit_text()
                 failure = self._game.error(
                     f"ended with {ended}{self._refusal}" if ended else f"was disconnected: {text}"
                 )
@@ -190,12 +190,13 @@ class ServedGame(gym.Env[Any, Any]):
 
     # ---- messages ------------------------------------------------------------------------------
 
-    def _expect(self, otherwise: str, within: float) -> None:
+    def _limit(self, otherwise: str, within: float) -> None:
+        """The client must do something within so many seconds; the text says what it is told otherwise."""
         self._otherwise, self._until = otherwise, time.monotonic() + within
 
-    def _expect_reply(self) -> None:
+    def _limit_reply(self) -> None:
         text = f"the client at port {self.port} sent nothing for reply_timeout={self._reply_timeout:g} s"
-        self._expect(f"{text} after message {self._n}", self._reply_timeout)
+        self._limit(f"{text} after message {self._n}", self._reply_timeout)
 
     def _reply(self, **answer: Any) -> None:
         """Answer the client's last message."""
@@ -206,7 +207,7 @@ class ServedGame(gym.Env[Any, Any]):
         self._send(self._answer)
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._expect_reply()
+        self._limit_reply()
         if self._client is not None and not self._client.send(message):
             self._lose_client()
 
@@ -214,11 +215,11 @@ class ServedGame(gym.Env[Any, Any]):
         """The client's next message, which must have the entry `kind`."""
         while True:
             while self._client is not None and (message := self._client.message()) is not None:
-                if self._accept(message, kind):
+                if self._handle(message, kind):
                     return message
             left, client = self._until - time.monotonic(), self._client
             ready = [descriptor for descriptor, _ in self._poll.poll(max(0.0, min(left, 0.1)) * 1000)]
-            if client is None and not ready and self._game is not None and self._game.running.exit_text():
+            if client is None and not ready and self._game is not None and self._game.exit_text():
                 raise TimeoutError("the game has ended")
             if left <= 0 and (client is None or client.fileno() not in ready):  # its message may wait to be read
                 raise TimeoutError(f"{self._otherwise}{client.part() if client else ''}{self._refusal}")
@@ -227,7 +228,7 @@ class ServedGame(gym.Env[Any, Any]):
             for stranger in [each for each in self._strangers.values() if each.until < time.monotonic()]:
                 self._refuse(stranger, "it did not say hello in time")
 
-    def _accept(self, message: dict[str, Any], kind: str) -> bool:
+    def _handle(self, message: dict[str, Any], kind: str) -> bool:
         """Handle a message. Returns whether it is the numbered message that was waited for."""
         assert self._client is not None
         if message.get("beat") is True:
@@ -235,7 +236,7 @@ class ServedGame(gym.Env[Any, Any]):
             return False
         if "bye" in message and kind == "begin":
             self._disconnect("bye")
-            self._expect(f"the client said bye, and no other came to port {self.port} in {self._wait:g} s", self._wait)
+            self._limit(f"the client said bye, and no other came to port {self.port} in {self._wait:g} s", self._wait)
             return False
         n, has_returned, self._client.has_returned = message.get("n"), self._client.has_returned, False
         if has_returned and n == self._n and self._answer:
@@ -292,7 +293,7 @@ class ServedGame(gym.Env[Any, Any]):
             self._close(self._client)
         self._client = self._strangers.pop(stranger.fileno())
         self._client.has_returned, self._session = self._session is not None, session
-        self._expect_reply()
+        self._limit_reply()
         if not is_sent:
             self._lose_client()
 
@@ -301,7 +302,7 @@ class ServedGame(gym.Env[Any, Any]):
         self._close(self._client)
         self._client = None
         text = f"the client at port {self.port} was lost after message {self._n}, and did not come back"
-        self._expect(f"{text} within reconnect={self._reconnect:g} s", self._reconnect)
+        self._limit(f"{text} within reconnect={self._reconnect:g} s", self._reconnect)
 
     def _refuse(self, stranger: Connection, why: str) -> None:
         del self._strangers[stranger.fileno()]

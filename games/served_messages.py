@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from penstock.errors import ConfigError, brief
+from penstock.errors import ConfigError, SpaceError, brief
 
 MAX_HELLO, MAX_MESSAGE = 4096, 64 << 20  #: bytes of the first message, and of each later one
 _GOODBYE = 100  # milliseconds in which the client can close first
@@ -26,7 +26,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
         """`timeout` is in seconds: for the first message, and for sending one."""
-        self._socket, self._timeout, self.until = sock, timeout, time.monotonic() + timeout
+        self._socket, self._timeout, self.until = sock, min(timeout, 1e6), time.monotonic() + timeout
         self._data, self._searched, self._limit = bytearray(), 0, MAX_HELLO
         self._msgpack: Any = None  # the module, or None for JSON
         self.has_returned = False  #: whether it may repeat its last message
@@ -132,7 +132,10 @@ def encoded(space: gym.Space[Any], value: Any) -> Any:
         return {name: encoded(part, value[name]) for name, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
         return [encoded(part, each) for part, each in zip(space.spaces, value, strict=True)]
-    return np.asarray(value, space.dtype).reshape(space.shape).tolist()
+    found = np.asarray(value, space.dtype).reshape(space.shape)
+    if found.dtype.kind == "f" and not np.isfinite(found).all():
+        raise SpaceError(f"an action for a game must have finite numbers, which JSON can hold, got {brief(value)}")
+    return found.tolist()
 
 
 def decoded(space: gym.Space[Any], value: Any, name: str) -> Any:
@@ -155,7 +158,8 @@ def decoded(space: gym.Space[Any], value: Any, name: str) -> Any:
             found = np.array(value)
         with np.errstate(over="raise", invalid="raise"):
             cast = found.astype(dtype)
-        if found.dtype.kind in "biuf" and cast.shape == space.shape and (dtype.kind == "f" or (cast == found).all()):
+        fits = found.dtype.kind in "biuf" and cast.shape == space.shape
+        if fits and bool((cast == found).all() if dtype.kind != "f" else not np.isnan(cast).any()):
             return cast[()]
     except (ValueError, TypeError, OverflowError, FloatingPointError):
         pass  # the reason would only repeat what follows

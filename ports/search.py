@@ -210,7 +210,7 @@ def describe_ports(ports: Sequence[int], address: ServerAddress) -> str:
     bound: dict[int, int | None] = {}
     with contextlib.suppress(psutil.Error):  # some systems tell only the administrator
         bound = {each.laddr.port: each.pid for each in psutil.net_connections(address.protocol) if each.laddr}
-    process = functools.cache(_describe_process)  # for this report only: a later process may have the same pid
+    process = functools.cache(describe_process)  # for this report only: a later process may have the same pid
     ports_by_user: dict[str, list[int]] = defaultdict(list)
     since: dict[str, float] = {}
     for port in ports:
@@ -233,7 +233,7 @@ def describe_ports(ports: Sequence[int], address: ServerAddress) -> str:
     return "\n".join(lines)
 
 
-def _describe_process(pid: int | None, uid: int | None = None) -> str:
+def describe_process(pid: int | None, uid: int | None = None) -> str:
     """The process as text. A `pid` of None or 0 stands for a process that cannot be seen from here."""
     text = f"pid {pid}" if pid else "a process that cannot be seen from here"
     if pid:

@@ -236,7 +236,11 @@ def _refuse_with_seats(config: SamplerConfig, setup: InitArguments, seating: Sea
     refusals = (
         (config.collector_cls is not ResetCollector, "has its own collector: leave collector_cls out"),
         (config.eval_collector_cls is not EvalCollector, "has its own collectors: leave eval_collector_cls out"),
-        (config.on_game_failure == "renew", 'cannot build one again yet: leave on_game_failure="renew" out'),
+        (
+            config.on_game_failure == "renew" and seating.in_turns,
+            "that are played in turns cannot build one again, since its seats have decisions that are open: use "
+            'on_worker_failure="restart" in place of on_game_failure="renew"',
+        ),
         (config.seed_episodes, "cannot repeat an episode yet: leave seed_episodes out"),
         (
             setup.central and len(seating.policies) > 1,

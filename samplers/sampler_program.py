@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +33,9 @@ from penstock.collectors.turns import TurnCollector, TurnColumns, TurnDesk, Turn
 from penstock.collectors.vector import VectorColumns, VectorEnvCollector
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.factory import EnvContext, EnvFactory
-from penstock.envs.seats import ParallelView, SeatRank, Seats
+from penstock.envs.seats import ParallelView
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import GameError, SpaceError
+from penstock.errors import GameError
 from penstock.samplers.column_states import StateMessage, WorkerParts
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.sampler_memory import SamplerMemory
@@ -164,21 +164,32 @@ class SamplerProgram:
             self._builder.build(factory, EnvContext(env_rank, worker_rank, seed, purpose))
             for factory, env_rank, seed in zip(factories, env_ranks, seeds, strict=True)
         ]
-        columns, config = EnvColumns(envs, env_ranks, self._progress, checks, self.config.flatten_wrappers), self.config
+        columns = EnvColumns(envs, env_ranks, self._progress, checks, self.config.flatten_wrappers)
+        self._make_renewable(columns, [partial(self._builder.build, each) for each in factories], streams, purpose)
+        return columns
+
+    def _make_renewable(
+        self,
+        envs: EnvColumns | Games,
+        builds: Sequence[Callable[[EnvContext, Phase], Any]],
+        streams: ColumnStreams,
+        purpose: Purpose,
+    ) -> None:
+        """With on_game_failure="renew": an environment whose game has failed is built again."""
+        config = self.config
         if config.on_game_failure == "renew":
-            columns.renewable = (GameError, *config.renew_on)
-            columns.renewals = Renewals(
-                errors=columns.renewable,
+            envs.renewable = (GameError, *config.renew_on)
+            envs.renewals = Renewals(
+                errors=envs.renewable,
                 max_renewals=config.max_renewals,
                 window=config.restart_window,
                 builder=self._builder,
-                factories=factories,
+                builds=builds,
                 streams=streams,
                 purpose=purpose,
-                worker_rank=worker_rank,
+                worker_rank=self._plan.worker_rank,
                 progress=self._progress,
             )
-        return columns
 
     def _build_agent(self, p: int, streams: ColumnStreams, purpose: Purpose) -> Agent:
         """The copy of the agent of policy p that acts for the columns of `streams`."""
@@ -218,7 +229,15 @@ class SamplerProgram:
         plan, config, is_eval = self._plan, self.config, purpose is Purpose.EVAL
         side, own_envs = (seating.evaluation, plan.eval_columns) if is_eval else (seating.train, plan.columns)
         streams = column_streams(None, plan, self.seed, evaluation=is_eval)
-        envs = self._build_views(side, own_envs, factories, streams, purpose)
+        example_spaces = [(agent.observation_space, agent.action_space) for agent in self.agents]
+        builds: list[Callable[..., ParallelView]] = []
+        for b, factory in zip(own_envs, factories, strict=True):
+            expected = {a: example_spaces[p] for a, p in zip(side.agents[b], side.policy[b], strict=True)}
+            builds.append(partial(self._builder.build_view, factory, expected))
+        envs = [
+            build(EnvContext(rank, plan.worker_rank, seed, purpose))
+            for build, rank, seed in zip(builds, streams.env_ranks, streams.env_seeds(purpose), strict=True)
+        ]
         desks, untimed = list[Desk](), UntimedProgress(self._memory.control, plan.worker_rank)
         layouts, checks = [layouts_of(slot) for slot in self._memory.slots], Checks(config.check_finite, config.debug)
         for p, cells in enumerate(plan.eval_cells if is_eval else plan.cells):
@@ -247,29 +266,11 @@ class SamplerProgram:
             desks.append(desk_cls(parts, who=p + 1 if len(seating.policies) > 1 else 0, evaluates=is_eval))
         games_cls, collector_cls = (TurnGames, TurnCollector) if seating.in_turns else (Games, LockStepCollector)
         games = games_cls(envs, [desk.envs for desk in desks], streams.env_ranks)
+        self._make_renewable(games, builds, streams, purpose)
         if isinstance(games, TurnGames):
             games.chooser = seating.chooser
         tracker = self._build_tracker(keys_of(seating, streams), of_games=True)
         return collector_cls(games, desks, tracker, streams)
-
-    def _build_views(
-        self, side: Seats, envs: range, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose
-    ) -> list[ParallelView]:
-        """The environments. Raises `SpaceError` if one has other agents or other spaces than its example."""
-        spaces = [(agent.observation_space, agent.action_space) for agent in self.agents]
-        views = []
-        for b, factory, rank, seed in zip(envs, factories, streams.env_ranks, streams.env_seeds(purpose), strict=True):
-            view = self._builder.build_view(factory, EnvContext(rank, self._plan.worker_rank, seed, purpose))
-            expected = {agent: spaces[p] for agent, p in zip(side.agents[b], side.policy[b], strict=True)}
-            for agent in {**view.spaces, **expected}:
-                own, of_example = view.spaces.get(agent, "none"), expected.get(agent, "none")
-                if own != of_example:
-                    raise SpaceError(
-                        f"env_rank {SeatRank(rank, agent)} has the spaces {own}, in the example environment of the "
-                        f"main process it has {of_example}: possible_agents and their spaces must be the same"
-                    )
-            views.append(view)
-        return views
 
     # ---- commands --------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
@@ -15,11 +16,22 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 from pettingzoo import ParallelEnv
 
-from penstock import ConfigError, GameError, ParallelSampler, RandomAgent, WorkerError
-from penstock.games import GameProcess, Prints
+from penstock import (
+    AlternatingSampler,
+    AsyncSampler,
+    ConfigError,
+    GameError,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    SerialSampler,
+    WorkerError,
+)
+from penstock.games import GameProcess
 
 from ..scale import scaled
-from ..support import PROGRAMS, sampler_of, until
+from ..support import PROGRAMS, assert_same, collect, sampler_of, until
+from ..turns_support import TurnGame
 from .games_support import SHORT, Played, game, play, processes
 
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.slow]
@@ -31,7 +43,11 @@ class Match(ParallelEnv[str, Any, Any]):
     """Two players in one game, each through its own port. A request waits for the other player, so all are sent
     before the first reply is read."""
 
-    def __init__(self, mark: str, dies_at: int = -1) -> None:
+    def __init__(self, mark: str, dies_at: int = -1, *, once: bool = False, context: Any = None) -> None:
+        """`once`: only the first match of env_rank 1 dies."""
+        self.marker = Path(mark, "died")
+        if once and (context.env_rank != 1 or self.marker.exists()):
+            dies_at = -1
         self.possible_agents = ["left", "right"]
         self.game = GameProcess(MATCH, ports=2, consecutive=True, environ={"MARK": mark}, **SHORT)
         self.dies_at = dies_at
@@ -59,7 +75,9 @@ class Match(ParallelEnv[str, Any, Any]):
 
     def step(self, actions: Any) -> Any:
         lines = [int(actions[agent]) for agent in self.agents]
-        observations = self.exchange(["exit"] * 2 if self.t + 1 == self.dies_at else lines)
+        if dies := self.t + 1 == self.dies_at:
+            self.marker.touch()
+        observations = self.exchange(["exit"] * 2 if dies else lines)
         is_over = dict.fromkeys(self.agents, self.t == 6)
         rewards = {agent: float(observations[agent][1]) for agent in self.agents}
         infos: dict[str, Any] = {agent: {} for agent in self.agents}
@@ -90,10 +108,78 @@ def test_a_match_that_ends_is_a_failure_of_its_worker(tmp_path: Path) -> None:
         with pytest.raises(WorkerError, match="ended with exit code 5") as caught:
             sampler.obtain_samples(0)
         assert isinstance(caught.value.__cause__, GameError)
-    sampler = ParallelSampler(partial(Match, str(tmp_path)), batch_T=2, batch_B=2, on_game_failure="renew")
-    with pytest.raises(ConfigError, match="several agents cannot build one again yet"):
-        sampler.initialize(RandomAgent(), seed=0)
     until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)
+
+
+def test_games_in_turns_are_not_renewed() -> None:
+    sampler = ParallelSampler(TurnGame, batch_T=2, batch_B=2, on_game_failure="renew")
+    with pytest.raises(ConfigError, match=r"that are played in turns cannot build one again, since .* in place of"):
+        sampler.initialize(RandomAgent(), seed=0)
+
+
+def matches(cls: Any, env_fn: Any, n: int = 3, **options: Any) -> tuple[Any, Any]:
+    """`n` batches of 8 rows, by environment and seat; the lengths of the trajectories, and the statistics. A match has
+    6 steps."""
+    options = {"batch_T": 8, "batch_B": 3, "max_decorrelation_steps": 0, "on_game_failure": "renew", **options}
+    with cls(env_fn, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        if cls is AsyncSampler:
+            sampler.start()
+        found = [collect(sampler, 1, range(3) if options.get("eval_n_envs") else ()) for _ in range(n)]
+        return [each[0] for each in found], sampler.stats()
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler, AsyncSampler])
+@pytest.mark.parametrize("at", [3, 1])
+def test_all_seats_of_a_match_are_cut_in_one_row(cls: Any, at: int, tmp_path: Path) -> None:
+    """The match of env_rank 1 dies in row at - 1 of the first batch."""
+    sizes = {} if cls is SerialSampler else {"batch_B": 4, "n_workers": 2}
+    wanted, _ = matches(cls, partial(Match, str(tmp_path)), **sizes)
+    found, stats = matches(cls, partial(Match, str(tmp_path), at, once=True), **sizes)
+    assert (stats.renewals, stats.cut_episodes, stats.restarts) == (1, 1, 0)
+    ours, theirs = ([batch.by_env(2) for batch, _ in each] for each in (found, wanted))
+    others = [0, *range(2, sizes.get("batch_B", 3))]
+    assert_same([batch[:, others] for batch in ours], [batch[:, others] for batch in theirs])
+    first = ours[0].env
+    assert np.argwhere(~first.valid).tolist() == [[at - 1, 1, 0], [at - 1, 1, 1]]
+    assert first.done[at - 1, 1].all()
+    assert (first.reward[at - 1, 1] == 0).all()
+    assert all(batch.env.valid.all() for batch in ours[1:])
+    if at == 3:
+        assert first.truncated[1, 1].all()
+        np.testing.assert_array_equal(first.final_obs[1, 1], first.observation[2, 1])
+    assert not first.terminated[:at, 1].any()
+    np.testing.assert_array_equal(first.observation[at, 1], [[0, -1]] * 2)  # a new match begins
+    lengths = [info["Length"] for _, infos in found for info in infos]
+    assert set(lengths) == {6}, "no trajectory of the match that was cut"
+    until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)
+
+
+def test_a_match_of_an_evaluation_is_played_again(tmp_path: Path) -> None:
+    class Once(Match):
+        def __init__(self, mark: str, context: Any = None) -> None:
+            super().__init__(mark, 3 if context is not None and context.purpose == 1 else -1)
+
+        def step(self, actions: Any) -> Any:
+            if self.marker.exists():
+                self.dies_at = -1
+            return super().step(actions)
+
+    sizes = {"batch_T": 8, "batch_B": 2, "eval_n_envs": 2, "eval_episodes": 4, "max_decorrelation_steps": 0}
+    with SerialSampler(partial(Once, str(tmp_path)), on_game_failure="renew", **sizes) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        infos = sampler.evaluate_agent(0)
+        assert [info.Length for info in infos if info.agent_id is None] == [6] * 4
+        assert sampler.stats().cut_episodes == 1
+
+
+def test_too_many_renewals_of_a_match(tmp_path: Path) -> None:
+    sizes = {"batch_T": 12, "batch_B": 1, "max_decorrelation_steps": 0, "max_renewals": 2}
+    with SerialSampler(partial(Match, str(tmp_path), 4), on_game_failure="renew", **sizes) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError, match="env_rank 0 was built again 2 times") as caught:
+            sampler.obtain_samples(0)
+        assert str(caught.value.__cause__).count("ended with exit code 5") == 3
 
 
 def test_a_host_and_its_clients() -> None:
@@ -103,7 +189,7 @@ def test_a_host_and_its_clients() -> None:
     with game() as host:
         host.wait_ready()
         command = [sys.executable, "-I", "-c", client, str(host.ports[0])]
-        with GameProcess(command, ports=0, ready=Prints("joined"), **SHORT) as own:
+        with GameProcess(command, ports=0, ready=re.compile("joined"), **SHORT) as own:
             own.wait_ready()
             assert own.ports == ()
             assert own.tail() == ["joined"]

@@ -27,7 +27,7 @@ from gymnasium.utils.env_checker import check_env
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import ConfigError, GameError, ParallelSampler, RandomAgent, SerialSampler
+from penstock import ConfigError, GameError, ParallelSampler, RandomAgent, SerialSampler, SpaceError
 from penstock.errors import SamplerStateError
 from penstock.games import ServedGame
 from penstock.games.served_messages import Connection, decoded, encoded
@@ -596,6 +596,16 @@ def test_served_games_in_a_sampler_play_the_same_batches_and_are_renewed(tmp_pat
         (b'{"n": 2, "obs": {"b64": "A"}, "reward": 1}\n', "obs must have the shape (3,)"),
         (b'{"n": 2, "obs": [0, 0, 0]}\n', "reward must be a number, got None"),
         (b'{"n": 2, "obs": [0, 0, 0], "reward": true}\n', "reward must be a number, got True"),
+        (b'{"n": 2, "obs": [0, 0, 0], "reward": NaN}\n', "reward must be a number, got nan"),
+        (b'{"n": 2, "obs": [0, 0, 0], "reward": -Infinity}\n', "reward must be a number, got -inf"),
+        (
+            b'{"n": 2, "obs": [0, NaN, 0], "reward": 1}\n',
+            "obs must have the shape (3,) and fit float32",
+        ),
+        (
+            b'{"n": 2, "obs": {"b64": "AADAfwAAAAAAAAAA"}, "reward": 1}\n',
+            "obs must have the shape (3,) and fit float32",
+        ),
         (b'{"n": 2, "obs": [0, 0, 0], "reward": 1' + b"0" * 400 + b"}\n", "int too large to convert to float"),
         (b'{"n": 2, "obs": [0, 0, 0], "reward": 1, "end": true}\n', 'end must be "terminated" or "truncated"'),
         (b'{"n": 2, "obs": [0, 0, 0], "reward": 1, "info": 3}\n', "info must have names and values, got 3"),
@@ -626,6 +636,34 @@ def test_integers_keep_their_values(served: Any, value: list[Any], fits: bool) -
             np.testing.assert_array_equal(env.reset()[0], np.array(value, np.uint8))
         else:
             assert "begin must have the shape (2,) and fit uint8" in _error(env.reset)
+
+
+def test_an_action_that_json_cannot_hold_is_the_learners_fault(served: Any) -> None:
+    env = served(action=Box(-1, 1, (2,), np.float32))
+    with playing(env) as client:
+        with pytest.raises(SpaceError, match="an action for a game must have finite numbers"):
+            env.step(np.array([0, np.nan], np.float32))
+        client.send(n=2, obs=OBS, reward=1)
+        env.step(np.zeros(2, np.float32))
+
+
+def test_a_client_waits_after_a_loss_and_not_only_after_its_call(served: Any) -> None:
+    """The learner takes longer than the client's `wait`; then the connection is lost, and the client comes back."""
+    env = served()
+    port = env.port
+
+    def play() -> Any:
+        client = served_client.Client(port, wait=0.5)
+        return client.begin(OBS), client.act(OBS, 1.0), client.bye()
+
+    with game(play) as seen:
+        env.reset(seed=1)
+        threading.Event().wait(0.8)
+        env._client._socket.shutdown(socket.SHUT_RDWR)
+        env.step(2)
+        env._reply(action=3)
+        env.close()
+    assert seen[0][:2] == (2, 3)
 
 
 def test_a_client_that_does_not_wait_for_answers_is_named(served: Any) -> None:
@@ -781,6 +819,9 @@ def test_samples_come_back_as_they_were(space: Any, seed: int, form: str) -> Non
         ({"port": True}, "port must be an integer"),
         ({"port": 70_000}, "port must be at most 65,535"),
         ({"token": ""}, "token must be a text"),
+        ({"token": "x" * 513}, "token must be a text of 1 to 512"),
+        ({"token": 'a"b'}, "without spaces, quotes and backslashes"),
+        ({"token": "\u00e9"}, "signs of ASCII"),
         ({"token": b"x"}, "token must be a text"),
         ({"host": "0.0.0.0"}, "other machines can connect to host '0.0.0.0': give token="),
         ({"host": "example.org"}, "other machines can connect"),

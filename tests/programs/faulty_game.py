@@ -68,6 +68,7 @@ FAULTS: dict[str, Any] = {
     "drip": drip,
     "flood": flood,
     "child": lambda *_: start_children(),
+    "ignore_term": lambda *_: signal.signal(signal.SIGTERM, signal.SIG_IGN),
     "orphan": orphan,
     "leak": lambda *_: LEAKED.append(b"x" * 100_000_000),
 }
