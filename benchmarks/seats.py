@@ -117,11 +117,11 @@ def bare_process(work: Work, n_envs: int, pipe: Any) -> None:
 class Bare:
     """Bare loops in each process. "In step" is the speed of the slowest, times their number."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, loop: Callable[..., None] = bare_process) -> None:
         context, self._pipes, self._processes = multiprocessing.get_context("fork"), [], []
         for games in np.array_split(range(work.n_envs), work.n_workers):
             here, there = context.Pipe()
-            process = context.Process(target=bare_process, args=(work, len(games), there), daemon=True)
+            process = context.Process(target=loop, args=(work, len(games), there), daemon=True)
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
@@ -215,7 +215,7 @@ class TorchRL:
 class RLlib:
     """Two of RLlib's multi-agent env runners, which act at random."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, wrapper: Callable[[Any], Any] | None = None) -> None:
         import ray
         from ray.rllib.algorithms.ppo import PPOConfig
         from ray.rllib.core.rl_module.rl_module import RLModuleSpec
@@ -224,7 +224,8 @@ class RLlib:
         from ray.tune.registry import register_env
 
         ray.init(num_cpus=work.n_workers, logging_level="ERROR", include_dashboard=False)
-        register_env("game", lambda _: ParallelPettingZooEnv(work.make_env()))
+        wrapper = wrapper or ParallelPettingZooEnv
+        register_env("game", lambda _: wrapper(work.make_env()))
         config = (
             PPOConfig()
             .environment("game")
@@ -255,11 +256,19 @@ CONTESTANTS: dict[str, tuple[Callable[[Work], Any], Sequence[str]]] = {
 # ---- measuring -------------------------------------------------------------------------------------
 
 
-def compare(work: str, args: argparse.Namespace) -> dict[str, Any]:
+def compare(
+    work: str,
+    args: argparse.Namespace,
+    title: str = "",
+    names: Sequence[str] = (),
+    script: str = __file__,
+    unit: str = "steps of agents",
+) -> dict[str, Any]:
     """Rounds of turns of all contestants, and a table."""
     from peer_process import Contestant, await_calm
 
-    contestants = [Contestant(work, name, args.limit, False, script=__file__) for name in CONTESTANTS]
+    names, title = names or list(CONTESTANTS), title or WORKS[work].title
+    contestants = [Contestant(work, name, args.limit, False, script=script) for name in names]
     rounds: list[dict[str, Any]] = []
     try:
         for repeat in range(args.repeats):
@@ -275,8 +284,8 @@ def compare(work: str, args: argparse.Namespace) -> dict[str, Any]:
         for contestant in contestants:
             if contestant.missing is None:
                 contestant.close()
-    print(f"{WORKS[work].title}: steps of agents per second; median (middle half) of {len(rounds)} rounds")
-    for name in CONTESTANTS:
+    print(f"{title}: {unit} per second; median (middle half) of {len(rounds)} rounds")
+    for name in names:
         turns = [one[name] for one in rounds if name in one]
         if not turns:
             print(f"  {name}: {missing.get(name)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import numpy as np
@@ -492,9 +492,30 @@ class SamplesBuffer:
         self.batches = tuple(_batch_view(arrays, batch_T, spec) for arrays in self.slots)
 
 
-def layouts_of(arrays: NamedArrays) -> Sequence[NamedArrays]:
-    """The arrays of each policy in those of a slot."""
-    return [arrays] if "valid" in arrays else arrays.values()
+def layouts_of(arrays: NamedArrays, policies: Sequence[str] = ()) -> Sequence[Any]:
+    """The arrays of each policy in those of a slot. With the names of all `policies`: None for those that are not
+    recorded."""
+    if "valid" in arrays:
+        return [arrays]
+    recorded = dict(arrays.items())
+    return [recorded.get(name) for name in policies or recorded]
+
+
+def unrecorded_arrays(spec: SampleSpec, batch_T: int, n_columns: int) -> NamedArrays:
+    """Arrays such as those of a slot, in private memory, for a policy that is not recorded. All rows of an observation,
+    an action and `agent_info` are the same memory, which has the newest one."""
+
+    def one_row(own: ArraySpec) -> Any:
+        row = np.zeros(own.shape[1:], own.dtype)
+        return as_strided(row, own.shape, (0, *row.strides))
+
+    arrays: dict[str, Any] = {}
+    small = replace(spec, bootstrap_value=False, final_obs=False, env_info=None)
+    for name, field in _slot_specs(small, batch_T, n_columns).items():
+        is_large = name in ("observation", "action", "agent_info")
+        arrays[name] = map_leaves(one_row if is_large else lambda own: np.zeros(own.shape, own.dtype), field)
+    arrays["valid"][...] = True
+    return NamedArrays(arrays)
 
 
 def _batch_view(
@@ -585,6 +606,8 @@ class BatchColumns:
         self._last_done, self._last_valid = self.done[-1], self.valid[-1]
         flags = (self.terminated, self.truncated, self.done, self.final_value, self.extra or None)
         self._cleared = [field for field in flags if field is not None]
+        rows = NamedArrays(o=self.observation, a=self.action, r=self.reward, i=self.agent_info).leaves()
+        self._rows = [leaf if leaf.strides[0] else leaf[0] for _, leaf in rows]  # see `unrecorded_arrays`
         # Made once, because making a view takes as long as writing the row.
         self.observation_rows = [self.observation[t] for t in range(self.batch_T + 1)]
         self.action_rows = [self.action[t] for t in range(self.batch_T + 1)]
@@ -613,6 +636,11 @@ class BatchColumns:
                 self.final_obs[t, b] = 0
         for flags in self._cleared:
             flags[...] = 0
+
+    def zero_rows(self) -> None:
+        """Write zeros into all rows of observation, action, reward and agent_info."""
+        for leaf in self._rows:
+            leaf[...] = 0
 
     def mark_starts(self) -> None:
         """If `has_gaps`, when all rows are written: `prev_done` is True where an episode starts.

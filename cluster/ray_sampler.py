@@ -212,8 +212,6 @@ class RaySampler(Sampler):
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> ShardPool:
         config, program = self.config, allocation.program
-        if program.seating is not None and program.seating.in_turns:
-            raise ConfigError("a RaySampler cannot sample games in turns yet: use a ParallelSampler or an AsyncSampler")
         if program.seating is not None and (not program.seating.is_shared or config.eval_max_trajectories):
             raise ConfigError(
                 "a RaySampler of environments with several agents takes one agent for all of them, and counts the "

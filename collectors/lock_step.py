@@ -181,7 +181,7 @@ class LockStepCollector:
 
     def __init__(self, games: Games, desks: Sequence[Desk], tracker: Tracker, streams: ColumnStreams) -> None:
         self.games, self.desks, self.tracker, self.streams = games, desks, tracker, streams
-        self.envs, self.progress, self.batch_T = games, games.progress, desks[0].batch_T
+        self.envs, self.progress, self.batch_T = games, games.progress, min(desk.batch_T for desk in desks)
         self._is_training = not isinstance(self.progress, UntimedProgress)
         self._max_steps = desks[0]._max_decorrelation_steps
         n = len(games.envs)

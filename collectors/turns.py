@@ -280,8 +280,7 @@ class TurnDesk(Desk):
     def begin_batch(self, itr: int) -> None:
         samples, envs = self.samples, self.envs
         samples.begin_batch(None)
-        for field in (samples.observation, samples.action, samples.reward, samples.agent_info):
-            field[...] = 0  # what is no decision stays so
+        samples.zero_rows()  # what is no decision stays so
         samples.episode_start[...] = self._episode_start
         samples.action[0], samples.reward[0] = self._first_action, self._first_reward
         at = np.flatnonzero(np.equal(envs.stage, OPEN))

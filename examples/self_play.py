@@ -1,22 +1,25 @@
-"""PPO on connect four, by self-play against a pool of past selves.
+"""PPO on connect four, by self-play in a league of past selves.
 
-    python examples/self_play.py --picture elo.png
+    python examples/self_play.py --folder league --picture elo.png
 
 Needs the extra `pettingzoo`; the picture needs matplotlib. In half of the games, `main` plays both sides. In the others
-it plays against one of the past selves in the slots `past_0` to `past_3`, which are not trained. Every few batches the
-parameters of `main` become a new past self. The ledger has the results of all pairs, and matchmaking is a function of
-it. At the end, the trained policy plays 200 games against random moves. Exits with status 1 if it wins fewer than
-`goal`.
+it plays against a past self in one of the slots `past_0` to `past_3`, which are neither trained nor recorded. Every few
+batches, the parameters of `main` become a new past self, a file in the folder. The ledger has all games, and
+matchmaking, a function of the ledger, chooses who is loaded into the slots. At the end, the trained policy plays 200
+games against random moves. Exits with status 1 if it wins fewer than `goal`. Start the same command again with more
+`--iterations` to continue.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -32,6 +35,7 @@ from penstock import CategoricalPgAgent, ParallelSampler, RandomAgent, Samples, 
 from penstock.targets import gae
 
 MASK = "observation.action_mask"
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -46,15 +50,16 @@ class Config:
     batch_B: int = 32  # games
     n_slots: int = 4  # past selves that can be opponents at the same time
     new_self_every: int = 10  # iterations
+    matchmaking: str = "prioritized"  # or "uniform", "elo_band"
     eval_games: int = 200
-    learning_rate: float = 1e-3
+    learning_rate: float = 1e-3  # at the beginning; it falls to a tenth
     discount: float = 0.98
     gae_lambda: float = 0.95
     epochs: int = 4
     minibatches: int = 8
     clip: float = 0.2
-    entropy_weight: float = 0.01
-    folder: str = ""  # continue with the past selves and the ledger in this folder, and save them there
+    entropy_weight: float = 0.02
+    folder: str = ""  # where the league is kept, or continued
     picture: str = ""  # a file for the curve of the ratings
 
 
@@ -62,31 +67,48 @@ def parse_config(arguments: Sequence[str] | None = None) -> Config:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for own in fields(Config):
         name, default = own.name.replace("_", "-"), own.default
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
+        choices = list(MATCHMAKING) if own.name == "matchmaking" else None
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, choices=choices, help=f"default: {default}"
+        )
     return Config(**vars(parser.parse_args(arguments)))
 
 
 class ActorCritic(nn.Module):
+    """Filters of 4 x 4 squares, each of which can see a line of four."""
+
     def __init__(self, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(6 * 7 * 2, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
+        self.lines = nn.Conv2d(2, 64, 4)  # it has 3 x 4 places on the board of 6 x 7
+        self.body = nn.Sequential(nn.Linear(64 * 3 * 4, 128), nn.ReLU())
         self.policy, self.critic = nn.Linear(128, 7), nn.Linear(128, 1)
 
     def forward(self, observation: Any) -> tuple[Tensor, Tensor]:
-        features = self.body(observation.observation.to(self.critic.weight.dtype))
+        board = observation.observation.to(self.critic.weight.dtype)  # [n, 6, 7, 2]: own pieces, those of the other
+        features = self.body(self.lines(board.permute(0, 3, 1, 2)).relu().flatten(1))
         return self.policy(features), self.critic(features).squeeze(-1)
 
 
 # ---- the ledger ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Match:
+    """A game: the players in the order of their seats, the versions of their parameters when it ended, and the points
+    of the first player. A win is 1, a draw 0.5."""
+
+    players: tuple[str, str]
+    versions: tuple[int, int]
+    points: float
+
+
 @dataclass
 class Ledger:
-    """The results of all pairs of players: `wins[a, b]` are the points of a against b, a draw is half a point."""
+    """All games of the league."""
 
-    wins: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    matches: list[Match] = field(default_factory=list)
 
-    def record(self, infos: Iterable[TrajInfo], names: Mapping[str, str]) -> None:
+    def record(self, infos: Iterable[TrajInfo], names: Mapping[str, str], versions: Mapping[str, int]) -> None:
         """Add the games that have finished. `names`: which player each policy is at the moment."""
         games: dict[tuple[int, int], list[TrajInfo]] = defaultdict(list)
         for info in infos:
@@ -94,61 +116,70 @@ class Ledger:
                 games[info.env_rank, info.episode].append(info)
         for game in games.values():
             if len(game) == 2:
-                for info, other in (game, game[::-1]):
-                    self.wins[names[info.policy], names[other.policy]] += (info.Return + 1) / 2
+                one, two = sorted(game, key=lambda info: info.agent_id)
+                players, version = (names[one.policy], names[two.policy]), (versions[one.policy], versions[two.policy])
+                self.matches.append(Match(players, version, (one.Return + 1) / 2))
 
-    def payoff(self, player: str, others: Sequence[str]) -> np.ndarray[Any, Any]:
-        """The share of points of `player` against each of `others`; 0.5 before their first game."""
-        won = np.array([self.wins.get((player, other), 0.0) for other in others])
-        lost = np.array([self.wins.get((other, player), 0.0) for other in others])
-        return (won + 0.5) / (won + lost + 1)
+    def results(self, players: Sequence[str]) -> tuple[Array, Array]:
+        """The points `[n, n]` of each player against each other one, and the number of their games `[n, n]`."""
+        number, points = {player: i for i, player in enumerate(players)}, np.zeros((2, len(players), len(players)))
+        for match in self.matches:
+            i, j = (number.get(player, -1) for player in match.players)
+            if i >= 0 <= j and i != j:
+                points[:, i, j] += match.points, 1
+                points[:, j, i] += 1 - match.points, 1
+        return points[0], points[1]
 
-    def ratings(self, players: Sequence[str], anchor: str) -> dict[str, float]:
-        """Elo ratings that explain the results best; that of `anchor` is 0."""
-        own, rating = {player: i for i, player in enumerate(players)}, np.zeros(len(players))
+    def payoff(self, players: Sequence[str]) -> Array:
+        """The payoff matrix: which share of the points each player has won from each other one. Every pair begins with
+        a draw, so that one game does not decide."""
+        points, games = self.results(players)
+        return (points + 0.5) / (games + 1)  # type: ignore[no-any-return]
+
+    def ratings(self, players: Sequence[str]) -> Array:
+        """Elo ratings that explain the results best; that of the first player is 0."""
+        (points, games), rating = self.results(players), np.zeros(len(players))
+        points, games = points + 0.5 * (games > 0), games + (games > 0)
         for _ in range(2_000):
-            expected, found = np.zeros(len(players)), np.zeros(len(players))
-            games = np.ones(len(players))
-            for (one, other), points in self.wins.items():
-                n = points + self.wins.get((other, one), 0.0)
-                if one != other and one in own and other in own:
-                    i, j = own[one], own[other]
-                    expected[i] += n / (1 + 10 ** ((rating[j] - rating[i]) / 400))
-                    found[i], games[i] = found[i] + points, games[i] + n
-            rating += 400 * (found - expected) / games
-        return {player: float(rating[i] - rating[own[anchor]]) for player, i in own.items()}
-
-    def promote(self, name: str) -> None:
-        """`main` becomes the past self `name`: the games of `main` until now were those of this self."""
-        for pair, points in list(self.wins.items()):
-            if "main" in pair:
-                one, other = (name if own == "main" else own for own in pair)
-                if one != other:
-                    self.wins[one, other] += points
-                del self.wins[pair]
+            expected = games / (1 + 10 ** ((rating - rating[:, None]) / 400))
+            rating += 400 * (points - expected).sum(1) / games.sum(1).clip(1)
+        return rating - rating[0]  # type: ignore[no-any-return]
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps([[*pair, points] for pair, points in self.wins.items()]))
+        """One game in each line, as JSON."""
+        path.write_text("".join(json.dumps(vars(match)) + "\n" for match in self.matches), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Ledger:
-        ledger = cls()
-        for one, other, points in json.loads(path.read_text()):
-            ledger.wins[one, other] = points
-        return ledger
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return cls([Match(tuple(own["players"]), tuple(own["versions"]), own["points"]) for own in lines])
 
 
-def matchmaking(ledger: Ledger, player: str, opponents: Sequence[str]) -> np.ndarray[Any, Any]:
-    """Prioritized fictitious self-play: how often to meet each opponent. Hard ones come more often."""
-    weights = (1 - ledger.payoff(player, opponents)) ** 2 + 0.05
-    return weights / weights.sum()
+# Matchmaking: how often the last of `players` meets each of the others `[n - 1]`.
 
 
-def players(agent_id: str, env_rank: int, episode: int, rng: np.random.Generator, *, chances: Sequence[float]) -> str:
-    """Who plays this side of a game: every second game is `main` against itself."""
-    if (env_rank + episode) % 2 or agent_id == f"player_{episode // 2 % 2}":
-        return "main"
-    return f"past_{rng.choice(len(chances), p=chances)}"
+def uniform(ledger: Ledger, players: Sequence[str]) -> Array:
+    return np.full(len(players) - 1, 1 / (len(players) - 1))
+
+
+def prioritized(ledger: Ledger, players: Sequence[str]) -> Array:
+    """Prioritized fictitious self-play: those that are hard to beat come more often."""
+    weights = (1 - ledger.payoff(players)[-1, :-1]) ** 2 + 0.05
+    return weights / weights.sum()  # type: ignore[no-any-return]
+
+
+def elo_band(ledger: Ledger, players: Sequence[str], width: float = 200.0) -> Array:
+    """Those whose ratings are near come more often."""
+    ratings = ledger.ratings(players)
+    weights = (np.abs(ratings[:-1] - ratings[-1]) <= width) + 0.05
+    return weights / weights.sum()  # type: ignore[no-any-return]
+
+
+MATCHMAKING: dict[str, Callable[[Ledger, Sequence[str]], Array]] = {
+    "uniform": uniform,
+    "prioritized": prioritized,
+    "elo_band": elo_band,
+}
 
 
 # ---- training --------------------------------------------------------------------------------------
@@ -191,65 +222,105 @@ def share_won(agent: CategoricalPgAgent, cfg: Config) -> float:
     return sum(result > 0 for result in own) / len(own)
 
 
-def put(slots: Mapping[str, CategoricalPgAgent], names: dict[str, str], i: int, name: str, source: Any) -> None:
-    """Past self number i takes the place of the oldest one. `source`: the agent, or the folder with the file."""
-    slot = f"past_{i % len(slots)}"
-    if isinstance(source, Path):
-        slots[slot].load(source / f"{name}.pt")
-    else:
-        slots[slot].load_state_dict(source.state_dict())
-    slots[slot].sync_shared_memory()
-    names[slot] = name
+def players(agent_id: str, env_rank: int, episode: int, rng: np.random.Generator, *, n_slots: int) -> str:
+    """Who plays this side of a game: in every second game, `main` plays against itself."""
+    if (env_rank + episode) % 2 or agent_id == f"player_{episode // 2 % 2}":
+        return "main"
+    return f"past_{rng.integers(n_slots)}"
 
 
-def main(cfg: Config) -> int:
+@dataclass
+class League:
+    """The past selves in a folder, those of them that are in the slots, and the ledger."""
+
+    agent: CategoricalPgAgent
+    slots: Mapping[str, CategoricalPgAgent]
+    folder: Path
+    matchmaking: Callable[[Ledger, Sequence[str]], Array]
+    ledger: Ledger = field(default_factory=Ledger)
+    n_selves: int = 0
+    #: The player in each slot. The games of `main` are those of the self that it will be.
+    names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def selves(self) -> list[str]:
+        """The past selves, oldest first."""
+        return [f"self_{i}" for i in range(self.n_selves)]
+
+    def add_self(self, rng: np.random.Generator) -> None:
+        """The present parameters become a past self, and matchmaking chooses who is in the slots."""
+        self.agent.save(self.folder / f"self_{self.n_selves}.pt")
+        self.n_selves += 1
+        chances = self.matchmaking(self.ledger, self.selves) if self.n_selves > 1 else [1.0]
+        drawn = rng.choice(self.selves[: len(chances)], len(self.slots), p=chances)
+        self.seat({"main": f"self_{self.n_selves}", **dict(zip(self.slots, drawn.tolist(), strict=True))})
+
+    def seat(self, names: dict[str, str]) -> None:
+        """Load these players into the slots."""
+        self.names = names
+        for slot, agent in self.slots.items():
+            agent.load(self.folder / f"{names[slot]}.pt")
+            agent.sync_shared_memory()
+
+    def save(self, itr: int, optimizer: torch.optim.Optimizer) -> None:
+        """Write what `load` needs. Each file is complete, also if the program is killed."""
+        state = {"itr": itr, "n_selves": self.n_selves, "names": self.names, "matches": len(self.ledger.matches)}
+        state |= {"agent": self.agent.state_dict(), "optimizer": optimizer.state_dict()}
+        self.ledger.save(self.folder / "matches.new")
+        os.replace(self.folder / "matches.new", self.folder / "matches.jsonl")
+        torch.save(state, self.folder / "league.new")
+        os.replace(self.folder / "league.new", self.folder / "league.pt")
+
+    def load(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        """Continue where this state was saved."""
+        self.agent.load_state_dict(state["agent"])
+        self.agent.sync_shared_memory()
+        optimizer.load_state_dict(state["optimizer"])
+        # The file of the games may be newer than the state.
+        self.ledger = Ledger(Ledger.load(self.folder / "matches.jsonl").matches[: state["matches"]])
+        self.n_selves = state["n_selves"]
+        self.seat(state["names"])
+
+
+def main(cfg: Config, folder: Path) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(cfg.seed)
-    began, ledger, folder = time.monotonic(), Ledger(), Path(cfg.folder) if cfg.folder else None
+    began, saved = time.monotonic(), folder / "league.pt"
+    state = torch.load(saved) if saved.exists() else None
+    first = state["itr"] if state else 0
     agent = CategoricalPgAgent(ActorCritic, mask_key=MASK, greedy_eval=True)
     slots = {f"past_{i}": CategoricalPgAgent(ActorCritic, mask_key=MASK) for i in range(cfg.n_slots)}
-    names = {"main": "main", **dict.fromkeys(slots, "self_0")}
-    selves = ["self_0"]
+    league = League(agent, slots, folder, MATCHMAKING[cfg.matchmaking])
     with ParallelSampler(
         connect_four_v3.env, batch_T=cfg.batch_T, batch_B=cfg.batch_B, n_workers=cfg.n_workers
     ) as sampler:
-        chances = [1 / cfg.n_slots] * cfg.n_slots
         sampler.initialize(
-            {"main": agent, **slots}, policy_of=partial(players, chances=chances), seed=cfg.seed, bootstrap_value=True
+            {"main": agent, **slots},
+            policy_of=partial(players, n_slots=cfg.n_slots),
+            record=["main"],
+            seed=cfg.seed + first,  # a run that continues plays other games
+            bootstrap_value=True,
         )
-        for i in range(cfg.n_slots):
-            put(slots, names, i, "self_0", agent)
-        if folder is not None and (folder / "ledger.json").exists():
-            ledger = Ledger.load(folder / "ledger.json")
-            selves = [f"self_{i}" for i in range(len(list(folder.glob("self_*.pt"))))]
-            agent.load(folder / f"{selves[-1]}.pt")
-            agent.sync_shared_memory()
-            for i, name in list(enumerate(selves))[-cfg.n_slots :]:
-                put(slots, names, i, name, folder)
-        elif folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            agent.save(folder / "self_0.pt")
         optimizer = torch.optim.Adam(agent.model.parameters(), lr=cfg.learning_rate)
-        for itr in range(cfg.iterations):
+        if state:
+            league.load(state, optimizer)
+        else:
+            league.add_self(np.random.default_rng((cfg.seed, 0)))
+        for itr in range(first, cfg.iterations):
+            optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - 0.9 * itr / cfg.iterations)
             batch, traj_infos = sampler.obtain_samples(itr)
-            ledger.record(traj_infos, names)
+            league.ledger.record(traj_infos, league.names, sampler.policy_version)
             train(agent, optimizer, batch.main, cfg)
             agent.sync_shared_memory()
             if (itr + 1) % cfg.new_self_every == 0:
-                selves.append(f"self_{len(selves)}")
-                ledger.promote(selves[-1])
-                put(slots, names, len(selves) - 1, selves[-1], agent)
-                if folder is not None:
-                    agent.save(folder / f"{selves[-1]}.pt")
-                    ledger.save(folder / "ledger.json")
-                found = matchmaking(ledger, selves[-1], [names[own] for own in slots])
-                sampler.set_policy_of(partial(players, chances=found.tolist()))
-                shown = ", ".join(f"{names[own]} {chance:.2f}" for own, chance in zip(slots, found, strict=True))
-                print(f"{itr + 1}: {time.monotonic() - began:.0f} s; opponents: {shown}", flush=True)
-    ratings = ledger.ratings(selves, "self_0")
-    print("ratings: " + ", ".join(f"{name} {rating:.0f}" for name, rating in ratings.items()))
+                league.add_self(np.random.default_rng((cfg.seed, itr + 1)))
+                league.save(itr + 1, optimizer)
+                opponents = ", ".join(league.names[slot] for slot in slots)
+                print(f"{itr + 1}: {time.monotonic() - began:.0f} s; opponents: {opponents}", flush=True)
+    ratings = league.ledger.ratings(league.selves)
+    print("ratings: " + ", ".join(f"{name} {own:.0f}" for name, own in zip(league.selves, ratings, strict=True)))
     if cfg.picture:
-        draw(list(ratings.values()), cfg)
+        draw(ratings, cfg)
     share = share_won(agent, cfg)
     print(f"won {share:.1%} of {cfg.eval_games} games against random moves, after {time.monotonic() - began:.0f} s")
     if share < cfg.goal:
@@ -257,7 +328,7 @@ def main(cfg: Config) -> int:
     return int(share < cfg.goal)
 
 
-def draw(ratings: Sequence[float], cfg: Config) -> None:
+def draw(ratings: Array, cfg: Config) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -272,4 +343,8 @@ def draw(ratings: Sequence[float], cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse_config()))
+    config = parse_config()
+    with tempfile.TemporaryDirectory() as temporary:
+        league_folder = Path(config.folder or temporary)
+        league_folder.mkdir(parents=True, exist_ok=True)
+        sys.exit(main(config, league_folder))

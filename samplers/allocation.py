@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from keyword import iskeyword
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,7 @@ class InitArguments:
     shared: bool  #: whether workers are processes
     central: bool  #: whether workers hold no agent
     policy_of: PolicyOf | None = None
+    record: object = None  #: the names of the policies that are recorded; None: all
     seat_width: int = 0  #: see `Seating.width`
 
 
@@ -118,15 +120,17 @@ def allocate(
     else:
         _refuse_for_one_agent(config, agents, setup.policy_of, built)
     traj_info_kwargs = _checked_traj_info_kwargs(config.traj_info_cls, setup.traj_info_kwargs)
+    is_recorded = _are_recorded(setup.record, agents)
     extra, specs, copies, differences = _extra_example(config.collector_cls), [], [], []
     for p, (agent, example) in enumerate(zip(each, examples, strict=True)):
         env = built if seating is None else build_example_env(example)
         with _naming_policy("" if seating is None or seating.is_shared else seating.policies[p]):
             env_info = _prepare_agent(agent, env, setup.seed, config, p)
             copied = agent.runtime.worker_copy()
+            own_setup = replace(setup, bootstrap_value=setup.bootstrap_value and is_recorded[p])
             if agent.joint:
-                copied = JointSeats(copied, _seats_of_joint(agent, seating, p, config, setup))
-            spec = replace(_try_agent(copied, example, config, setup), env_info=env_info, extra=extra)
+                copied = JointSeats(copied, _seats_of_joint(agent, seating, p, config, own_setup))
+            spec = replace(_try_agent(copied, example, config, own_setup), env_info=env_info, extra=extra)
         copies.append(copied)
         _refuse_in_turns(agent, spec, seating)
         specs.append(replace(spec, n_seats=None if seating is None else seating.n_seats(p)))
@@ -141,9 +145,10 @@ def allocate(
         env_range=env_range,
         seed=setup.seed,
         seating=seating,
+        unrecorded={p: spec for p, spec in enumerate(specs) if not is_recorded[p]},
     )
     worker_data = [([train[b] for b in plan.columns], [evals[b] for b in plan.eval_columns]) for plan in plans]
-    buffer = _samples_buffer(config, setup, plans, specs, seating)
+    buffer = _samples_buffer(config, setup, plans, specs, is_recorded, seating)
     memory = _allocate_memory(config, each, setup, plans, buffer, program.eval_max_T)
     for part in [*memory.parts, memory.mailbox.file]:
         resources.callback(part.close)
@@ -173,6 +178,19 @@ def _checked_agents(agents: object) -> tuple[Agent, ...]:
                 "CategoricalPgAgent(model), or subclass penstock.Agent"
             )
     return each
+
+
+def _are_recorded(record: Any, agents: object) -> Sequence[bool]:
+    """Whether each policy is recorded. Raises `ConfigError` unless `record` is None or has names of policies."""
+    names = list(agents) if isinstance(agents, Mapping) else [""]
+    if record is None:
+        return [True] * len(names)
+    if not isinstance(agents, Mapping):
+        raise ConfigError("record says which policies of a dict of agents are recorded: leave it out for one agent")
+    is_list = isinstance(record, list | tuple) and len(record) > 0
+    if not is_list or not all(isinstance(name, str) and name in names for name in record):
+        raise ConfigError(f"record must be a list with some of the policies {names}, got {brief(record)}")
+    return [name in record for name in names]
 
 
 def _prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory], config: SamplerConfig) -> Any:
@@ -278,13 +296,14 @@ def _samples_buffer(
     setup: InitArguments,
     plans: Sequence[SamplerPlan],
     specs: Sequence[SampleSpec],
+    is_recorded: Sequence[bool],
     seating: Seating | None,
 ) -> SamplesBuffer:
     shared, n_slots, T = setup.shared, config.memory_slots, config.batch_T
     numbers = [last.stop - first.start for first, last in zip(plans[0].cells, plans[-1].cells, strict=True)]
     if seating is None or seating.is_shared:
         return SamplesBuffer(specs[0], T, numbers[0], shared=shared, n_slots=n_slots)
-    by_name = dict(zip(seating.policies, specs, strict=True))
+    by_name = dict(compress(zip(seating.policies, specs, strict=True), is_recorded))
     batch_B = dict(zip(seating.policies, numbers, strict=True))
     return SamplesBuffer(by_name, T, batch_B, shared=shared, n_slots=n_slots)
 

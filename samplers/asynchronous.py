@@ -155,10 +155,16 @@ class AsyncSampler(ParallelSampler):
 
     def _keep(self, allocation: Allocation, env_range: EnvRange) -> None:
         super()._keep(allocation, env_range)
-        # The version in each column of each slot, as memoryviews: an item is read in a tenth of numpy's time.
+        # The version in each column of each slot, by the recorded policies, as memoryviews: an item is read in a tenth
+        # of numpy's time.
+        batches = allocation.batches
+        names = self._agents if isinstance(batches[0], Samples) else batches[0].keys()
         self._versions = [
-            [memoryview(cast(Any, own.agent.policy_version)[0]) for own in parts_of(batch)]
-            for batch in allocation.batches
+            {
+                name: memoryview(cast(Any, own.agent.policy_version)[0])
+                for name, own in zip(names, parts_of(batch), strict=True)
+            }
+            for batch in batches
         ]
 
     # ---- running ---------------------------------------------------------------------------
@@ -373,12 +379,11 @@ class AsyncSampler(ParallelSampler):
         return samples, infos
 
     def _note_versions(self, batch: int) -> None:
-        slot, last = self._versions[batch % len(self._versions)], {}
-        for p, (name, parameters, versions) in enumerate(zip(self._agents, self._memory.parameters, slot, strict=True)):
-            newest = parameters.version
+        slot, last = self._versions[batch % len(self._versions)], self._newest_versions()
+        for p, (name, newest) in enumerate(list(last.items())):
             for plan in self._plans:
-                if cells := plan.cells[p]:  # all columns of a worker have the same version
-                    last[name] = version = versions[cells.start]
+                if name in slot and (cells := plan.cells[p]):  # all columns of a worker have the same version
+                    last[name] = version = slot[name][cells.start]
                     self._lags.add(newest - version, len(cells))
         self.policy_version = self._by_policy(last)
 

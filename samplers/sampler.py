@@ -221,6 +221,7 @@ class Sampler(TakesEnvFn, ABC):
         agent: Agent | Mapping[str, Any],
         *,
         policy_of: PolicyOf | None = None,
+        record: Sequence[str] | None = None,
         seed: int | None = None,
         affinity: Affinity | Sequence[int | Sequence[int]] | None = None,
         bootstrap_value: bool = False,
@@ -242,6 +243,9 @@ class Sampler(TakesEnvFn, ABC):
                 of the environment. It may have a second parameter, `env_rank`. In games in turns it may also have
                 `episode`, the number of the game in this environment, and `rng`, a generator for this seat and game:
                 then it is called for each game. By default, the agents' ids are the names.
+            record: with a dict of agents, the names of the policies whose decisions are recorded, such as `["main"]`:
+                the others, frozen opponents or scripted players, act but are not in the batch, and need no `value`.
+                None records all.
             seed: fixes every random stream; None takes a new one (see `sampler.seed`).
             affinity: CPUs per worker, or an `Affinity`. None pins each worker to one CPU that no other run on this
                 machine has claimed. If too few CPUs are free, no worker is pinned.
@@ -274,7 +278,16 @@ class Sampler(TakesEnvFn, ABC):
                 self._plans = plans = self._make_plans(affinity, env_range, resources)
                 shared, central, width = self._shared_memory, self._central, self._seat_width
                 setup = InitArguments(
-                    plans, seed, env_range, bootstrap_value, traj_info_kwargs, shared, central, policy_of, width
+                    plans,
+                    seed,
+                    env_range,
+                    bootstrap_value,
+                    traj_info_kwargs,
+                    shared,
+                    central,
+                    policy_of,
+                    record,
+                    width,
                 )
                 # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest.
                 with sigint.allowed(), marked:

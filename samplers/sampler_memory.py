@@ -88,8 +88,10 @@ class SamplerMemory:
         if command is None or command.has_message:
             return n_running
         slot = self.slots[command.batch % len(self.slots)]
-        policies = zip(layouts_of(slot), plan.cells, strict=True)
-        return n_running + sum(int(own.done[1 : t + 2, cells.start : cells.stop].sum()) for own, cells in policies)
+        policies = zip(layouts_of(slot, plan.policies), plan.cells, strict=True)
+        return n_running + sum(
+            int(own.done[1 : t + 2, cells.start : cells.stop].sum()) for own, cells in policies if own is not None
+        )
 
     @property
     def slots(self) -> tuple[NamedArrays, ...]:

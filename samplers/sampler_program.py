@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.agents.agent import Agent
 from penstock.buffers.named import map_leaves
-from penstock.buffers.samples import BatchColumns, layouts_of, public_view
+from penstock.buffers.samples import BatchColumns, SampleSpec, layouts_of, public_view, unrecorded_arrays
 from penstock.collectors.action_checks import Checks
 from penstock.collectors.collector import Collector, CollectorParts
 from penstock.collectors.columns import EnvColumns
@@ -63,6 +63,7 @@ class SamplerProgram:
     env_range: EnvRange  #: the environments of this sampler among those of all machines
     seed: int
     seating: Seating | None = None  #: who sits where, if several agents share an environment
+    unrecorded: Mapping[int, SampleSpec] = field(default_factory=dict)  #: of each policy that is not recorded
 
     data_name = "env_fn (or env_kwargs, eval_env_fn, eval_env_kwargs)"
 
@@ -239,12 +240,18 @@ class SamplerProgram:
             for build, rank, seed in zip(builds, streams.env_ranks, streams.env_seeds(purpose), strict=True)
         ]
         desks, untimed = list[Desk](), UntimedProgress(self._memory.control, plan.worker_rank)
-        layouts, checks = [layouts_of(slot) for slot in self._memory.slots], Checks(config.check_finite, config.debug)
+        layouts = [layouts_of(slot, plan.policies) for slot in self._memory.slots]
+        checks = Checks(config.check_finite, config.debug)
         for p, cells in enumerate(plan.eval_cells if is_eval else plan.cells):
             if not cells:
                 continue
+            spec = self.unrecorded.get(p)
             if is_eval:
-                slots = [eval_columns(layouts[0][p], config.batch_T, len(cells))]
+                layout = layouts[0][p] if spec is None else unrecorded_arrays(spec, config.batch_T, 1)
+                slots = [eval_columns(layout, config.batch_T, len(cells))]
+            elif spec is not None:
+                arrays = unrecorded_arrays(spec, config.batch_T, len(cells))
+                slots = [BatchColumns(arrays, slice(None))] * len(layouts)
             else:
                 slots = [BatchColumns(slot[p], _slice(cells), is_poisoned=config.debug) for slot in layouts]
             agent, seats = self.agents[p], column_streams(seating, plan, self.seed, p, evaluation=is_eval)

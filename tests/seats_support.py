@@ -211,6 +211,7 @@ def batches_of(
     n: int = 5,
     evaluate: bool = False,
     policy_of: Any = None,
+    record: Any = None,
     traj_info_kwargs: Any = None,
     bootstrap_value: bool = True,
     **options: Any,
@@ -223,7 +224,12 @@ def batches_of(
         options |= {"eval_n_envs": 3, "eval_max_steps": 60}
     with cls(env_fn, **options) as sampler:
         sampler.initialize(
-            agents, seed=7, bootstrap_value=bootstrap_value, policy_of=policy_of, traj_info_kwargs=traj_info_kwargs
+            agents,
+            seed=7,
+            bootstrap_value=bootstrap_value,
+            policy_of=policy_of,
+            record=record,
+            traj_info_kwargs=traj_info_kwargs,
         )
         if is_async:
             sampler.start()

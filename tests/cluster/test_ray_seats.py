@@ -11,7 +11,7 @@ pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]
 from penstock import ConfigError, RandomAgent, SerialSampler
 from penstock.cluster import RaySampler
 from penstock.envs import ScriptedGame
-from tests.turns_support import TurnGame
+from tests.turns_support import TurnGame, Valuing
 
 from .ray_support import assert_same, run
 
@@ -35,12 +35,15 @@ def test_seats_of_shards_are_those_of_one_machine(n_shards: int) -> None:
     assert any(info["agent_id"] == "a4" for own in found[1] for info in own if "agent_id" in info)
 
 
-def test_games_in_turns_are_refused() -> None:
-    with (
-        pytest.raises(ConfigError, match="a RaySampler cannot sample games in turns yet"),
-        RaySampler(TurnGame, batch_T=4, batch_B=2, n_shards=2) as sampler,
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
+@pytest.mark.parametrize("n_shards", [1, 3])
+def test_games_in_turns_are_those_of_one_machine(n_shards: int) -> None:
+    """Rows, open decisions, values after the last row, and the numbers of the games."""
+    options: dict[str, Any] = {"env_kwargs": [{"k": k} for k in (3, 2, 1, 4, 2, 3, 2)]}
+    options |= {"eval_n_envs": 4, "eval_episodes": 6, "eval_max_steps": 2_000, "batch_T": 9, "iterations": 5}
+    wanted = run(SerialSampler, TurnGame, Valuing, **options)
+    found = run(RaySampler, TurnGame, Valuing, n_shards=n_shards, **options)
+    assert_same(found, wanted)
+    assert not wanted[0][0].env.valid.all()
 
 
 def test_pieces_of_a_stream_have_the_seats_of_their_shard() -> None:

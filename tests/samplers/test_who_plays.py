@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from functools import partial
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
+import torch
+from gymnasium import spaces
 
-from penstock import AsyncSampler, ParallelSampler, RandomAgent, Sampler, SerialSampler
+from penstock import (
+    AgentStep,
+    AsyncSampler,
+    CategoricalPgAgent,
+    NamedArrays,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SerialSampler,
+)
 from penstock.envs import ScriptedGame
 from penstock.errors import ConfigError, SamplerBrokenError
+from tests.models import Net
 from tests.seats_support import Published, assert_same, batches_of
 from tests.turns_support import TurnGame, Valuing
 
@@ -26,6 +39,17 @@ def drawn(agent_id: str, env_rank: int, episode: int, rng: np.random.Generator) 
 
 def in_turn(agent_id: str, episode: int) -> str:
     return "main" if agent_id == f"a{episode % 2}" else "past"
+
+
+class Wide(TurnGame):
+    """A `TurnGame` whose observations take more memory than all else."""
+
+    def observation_space(self, agent: str) -> Any:
+        return spaces.Box(-np.inf, np.inf, (4 + 1000,), np.float32)
+
+    def last(self, observe: bool = True) -> Any:
+        observation, *others = super().last(observe)
+        return np.append(observation, np.ones(1000, np.float32)), *others
 
 
 def zeros(observation: Any) -> Any:
@@ -124,3 +148,90 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(SamplerBrokenError, match=r"policy_of returned 'nobody' for env_rank 0, agent 'a0'"):
             for itr in range(9):
                 sampler.obtain_samples(itr)
+
+
+# ---- what is recorded ---------------------------------------------------------------------------
+
+
+class Checked(CategoricalPgAgent):
+    """Reports the checksum of the parameters with which it acts."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        action, info = super().step(observation, prev_action, prev_reward)
+        found = zlib.crc32(b"".join(value.tobytes() for value in self.read_parameters().values()))
+        return AgentStep(action, NamedArrays(**dict(info.items()), checksum=np.full(len(action), found)))
+
+
+def test_the_checksum_of_a_frozen_opponent_stays_after_100_publications() -> None:
+    main, past = Checked(Net(4, 3, 0)), Checked(Net(4, 3, 0))
+    seen: dict[str, set[int]] = {"main": set(), "past": set()}
+    with ParallelSampler(partial(TurnGame, 2), batch_T=4, batch_B=2, n_workers=2) as sampler:
+        sampler.initialize({"main": main, "past": past}, policy_of=in_turn, seed=0)
+        for itr in range(101):
+            batch, _ = sampler.obtain_samples(itr)
+            for name, own in batch.items():
+                seen[name] |= set(own.agent.agent_info.checksum[own.env.valid].tolist())
+            with torch.no_grad():
+                for parameter in main.model.parameters():
+                    parameter.add_(0.01)
+            main.sync_shared_memory()
+        assert sampler.policy_version == {"main": 101, "past": 1}
+    assert len(seen["main"]) > 90
+    assert len(seen["past"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (SerialSampler, {}),
+        (ParallelSampler, {"n_workers": 2, "debug": True}),
+        (ParallelSampler, {"n_workers": 2, "n_slots": 2}),
+        (AsyncSampler, {"n_workers": 3}),
+    ],
+)
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_without_the_others_the_batch_is_the_same(cls: Any, options: Any, in_turns: bool) -> None:
+    env_fn: Any = TurnGame if in_turns else ScriptedGame
+    policy_of: Any = drawn if in_turns else {"a0": "main", "a1": "past", "a2": "other"}.get
+    given: Any = {"policy_of": policy_of, "bootstrap_value": False, "evaluate": True}
+    every = batches_of(SerialSampler, env_fn, agents(), **given)
+    found = batches_of(cls, env_fn, agents(), **given, **options, record=["main"])
+    assert_same([(None if own is None else NamedArrays(main=own.main), infos) for own, infos in every], found)
+
+
+def test_who_is_not_recorded_needs_no_value_and_no_memory() -> None:
+    """Observations of 3 policies, or of one."""
+    nbytes = {}
+    for record in (None, ("main",)):
+        players = {"main": Valuing(), "past": Valuing(), "other": zeros if record else Valuing()}
+        with ParallelSampler(partial(Wide, 2), batch_T=16, batch_B=4, n_workers=2) as sampler:
+            example = sampler.initialize(players, policy_of=drawn, seed=0, bootstrap_value=True, record=record)
+            batch, infos = sampler.obtain_samples(0)
+            assert batch.keys() == example.keys() == (record or ("main", "past", "other"))
+            assert set(sampler.seats()) == set(players)
+            assert {info.policy for info in infos} == {None, *players}, "their trajectories are there"
+            assert batch.main.agent.bootstrap_value.any()
+            assert sampler.metrics()["sampler/policy_version/past"] == 1
+            nbytes[record] = sampler.stats().bytes_shared
+    assert nbytes["main",] < 0.4 * nbytes[None]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("main", r"record must be a list with some of the policies \['main', 'past', 'other'\], got 'main'"),
+        ([], "record must be a list with some of the policies"),
+        (["main", "nobody"], "record must be a list with some of the policies"),
+        ([3], "record must be a list with some of the policies"),
+        (7, "record must be a list with some of the policies"),
+    ],
+)
+def test_a_wrong_record_is_refused(record: Any, message: str) -> None:
+    with SerialSampler(TurnGame, batch_T=4, batch_B=1) as sampler, pytest.raises(ConfigError, match=message):
+        sampler.initialize(agents(), policy_of=drawn, record=record)
+
+
+def test_one_agent_is_always_recorded() -> None:
+    message = "record says which policies of a dict of agents are recorded"
+    with SerialSampler(TurnGame, batch_T=4, batch_B=1) as sampler, pytest.raises(ConfigError, match=message):
+        sampler.initialize(RandomAgent(), record=["agent"])

@@ -1,0 +1,160 @@
+"""Connect four, whose players take turns: how fast penstock, TorchRL and RLlib record it, beside the game alone.
+
+    python benchmarks/connect_four.py --repeats 15 --json FILE
+
+All contestants play 8 games in 2 processes, with random legal moves, and take turns in one run. Bare loops play the
+games and record nothing: they show what the game alone takes. Speeds count moves. Peers that are not installed are
+named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from seats import BARE, Bare, RLlib, Work, compare
+
+
+def connect_four() -> Any:
+    from pettingzoo.classic import connect_four_v3
+
+    return connect_four_v3.env()
+
+
+WORKS = {"connect_four": Work("connect four", connect_four, k=2, T=64)}
+
+
+def bare_process(work: Work, n_envs: int, pipe: Any) -> None:
+    """Play `n_envs` games for as many seconds as a message says, as PettingZoo's documents do, and record nothing."""
+    envs = [work.make_env() for _ in range(n_envs)]
+    for i, env in enumerate(envs):
+        env.reset(seed=i)
+    noise = np.random.default_rng(0).random(4096).tolist()
+    at = 0
+    while True:
+        seconds, moves, began = pipe.recv(), 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            for env in envs:
+                observation, _, terminated, truncated, _ = env.last()
+                while terminated or truncated:
+                    env.step(None)
+                    if not env.agents:
+                        env.reset()
+                    observation, _, terminated, truncated, _ = env.last()
+                legal = observation["action_mask"].nonzero()[0]
+                at = (at + 1) % 4096
+                env.step(int(legal[int(noise[at] * len(legal))]))
+            moves += n_envs
+        pipe.send((moves, time.perf_counter() - began))
+
+
+class Sampling:
+    """A sampler of penstock."""
+
+    def __init__(self, work: Work) -> None:
+        import penstock
+
+        self._sampler = penstock.ParallelSampler(
+            work.make_env, batch_T=work.T, batch_B=work.n_envs, n_workers=work.n_workers, max_decorrelation_steps=0
+        )
+        self._sampler.initialize(penstock.RandomAgent(mask_key="observation.action_mask"), seed=0)
+        self._itr, self.close = 0, self._sampler.shutdown
+
+    def advance(self) -> int:
+        self._itr += 1
+        samples, _ = self._sampler.obtain_samples(self._itr)
+        return int(samples.env.valid.sum())
+
+
+class TorchRL:
+    """TorchRL's `ParallelEnv` of two processes, each with half of the games, and its collector."""
+
+    def __init__(self, work: Work) -> None:
+        import torch
+        from torchrl import collectors
+        from torchrl.envs import ParallelEnv, PettingZooWrapper, SerialEnv
+
+        def legal(data: Any) -> Any:
+            for player in ("player_0", "player_1"):
+                mask = data[player, "action_mask"]
+                drawn = torch.multinomial(mask.flatten(0, -2).float(), 1)
+                data[player, "action"] = drawn.view(mask.shape[:-1])
+            return data
+
+        n = work.n_envs // work.n_workers
+        env = ParallelEnv(
+            work.n_workers, lambda: SerialEnv(n, lambda: PettingZooWrapper(work.make_env(), use_mask=True))
+        )
+        cls = getattr(collectors, "Collector", None) or collectors.SyncDataCollector
+        self._collector = cls(env, legal, frames_per_batch=work.T * work.n_envs, total_frames=-1)
+        self._batches, self.close = iter(self._collector), self._collector.shutdown
+
+    def advance(self) -> int:
+        return int(next(self._batches).numel())
+
+
+def rllib(work: Work) -> RLlib:
+    """Two of RLlib's multi-agent env runners. Its own random actions would be illegal ones too, and end games early: so
+    the "action space" of a player draws from the legal ones."""
+    from ray.rllib.env.wrappers.pettingzoo_env import PettingZooEnv
+
+    class Legal(PettingZooEnv):  # type: ignore[misc]
+        def get_action_space(self, agent_id: Any) -> Any:
+            return SimpleNamespace(sample=self._draw)
+
+        def _draw(self) -> int:
+            legal = self._mask.nonzero()[0]
+            return int(legal[np.random.randint(len(legal))])
+
+        def reset(self, **kwargs: Any) -> Any:
+            return self._noted(super().reset(**kwargs))
+
+        def step(self, action: Any) -> Any:
+            return self._noted(super().step(action))
+
+        def _noted(self, result: Any) -> Any:
+            for observation in result[0].values():
+                self._mask = observation["action_mask"]
+            return result
+
+    return RLlib(work, Legal)
+
+
+CONTESTANTS: dict[str, tuple[Callable[[Work], Any]]] = {
+    BARE: (lambda work: Bare(work, bare_process),),
+    "penstock ParallelSampler": (Sampling,),
+    "TorchRL ParallelEnv": (TorchRL,),
+    "RLlib multi-agent env runners": (rllib,),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15, help="rounds")
+    parser.add_argument("--seconds", type=float, default=0.5, help="least length of a turn")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds to start, and for one turn")
+    parser.add_argument("--calm", type=float, default=0.0, help="longest wait before a turn until other programs rest")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    args = parser.parse_args(arguments)
+    (name,) = WORKS
+    result = compare(name, args, WORKS[name].title, list(CONTESTANTS), __file__, "moves")
+    if args.json:
+        from turns import machine
+
+        args.json.write_text(json.dumps({**machine(), "results": [result]}, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        from peer_process import serve
+
+        serve(sys.argv[2], sys.argv[3], "--whole-batches" in sys.argv, "connect_four")
+    else:
+        main()
