@@ -406,6 +406,19 @@ class PolicySamples(NamedArrays):
 
     __slots__ = ()
 
+    def __getitem__(self, loc: Any) -> Any:
+        if isinstance(loc, tuple) and len(loc) > 1:
+            raise ConfigError(f"policies have different columns: index the samples of one, for example {self._one()}")
+        return super().__getitem__(loc)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self and not name.startswith("_") and hasattr(Samples, name):
+            raise AttributeError(f"{name} is of the samples of one policy, for example {self._one()}.{name}")
+        return super().__getattr__(name)
+
+    def _one(self) -> str:
+        return f"batch.{next(iter(self.keys()))}"
+
     @property
     def batch(self) -> int | None:
         """The number of the batch, counted from 0; None for a copy."""

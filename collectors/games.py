@@ -283,7 +283,8 @@ class Games:
         """Any step: someone may have joined or ended, or the dicts are in another order."""
         places = self.places[e]
         agents = self._listed(e)
-        self._require_known(e, [*agents, *observations, *rewards])
+        flags_of = [agent for agent in (*terminated, *truncated) if agent != "__all__"]  # which RLlib's games have
+        self._require_known(e, [*agents, *observations, *rewards, *flags_of])
         listed, acted, stay = set(agents), self.living[e], list[AgentId]()
         ghosts = self._ghosts[e] = self._ghosts[e] & listed
         for agent in acted:
@@ -311,6 +312,8 @@ class Games:
                 self.late.append((e, number))
                 columns.on_late(column, number)
         self.living[e] = stay
+        # Who would join, but has ended already, has made no decision.
+        ghosts |= {a for a in listed.difference(acted) if _flag_of(terminated, a) or _flag_of(truncated, a)}
         self._join(e, [agent for agent in agents if agent not in ghosts and agent not in acted], observations)
         if not self.living[e]:
             self.over.append(e)

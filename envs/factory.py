@@ -217,7 +217,7 @@ def build_example_env(factory: EnvFactory, *, batched: int = 0) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"the main process could not build an example environment: env_fn raised {in_one_line(error)}"
+            f"the main process could not build an example environment and read its spaces: {in_one_line(error)}"
         ) from error
     for name in () if isinstance(env, ParallelView) else ("observation_space", "action_space"):
         space = getattr(env, f"single_{name}" if batched else name, None)

@@ -39,7 +39,10 @@ def require_samples(samples: object) -> None:
     """Raise `ConfigError` if this is something else."""
     if not hasattr(samples, "env"):
         kind = type(samples).__name__
-        raise ConfigError(f"a replay takes samples, got a {kind}: obtain_samples returns (samples, traj_infos)")
+        raise ConfigError(
+            f"a replay takes samples, got a {kind}: obtain_samples returns (samples, traj_infos), with several "
+            "policies give the samples of one"
+        )
 
 
 def shape_of(

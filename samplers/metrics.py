@@ -14,8 +14,8 @@ from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats
 
 _NEWEST = 100  # how many trajectories of batches the figures are of
 _KINDS = ("idle", "acting", "stepping")
-#: The figures that a resumed run continues; the others are of this sampler.
-COUNTS = ("env_steps", "batches", "trajectories", "seconds")
+#: The figures that a resumed run continues; the others are of this sampler. The last two are of several agents.
+COUNTS = ("env_steps", "batches", "trajectories", "seconds", "agent_steps", "late_rewards")
 
 
 class SamplerMetrics:
@@ -27,7 +27,7 @@ class SamplerMetrics:
         """`example` is a new instance of the sampler's `traj_info_cls`. Its numbers have the names of the figures.
         `policies`: where several agents share an environment, the policies that play them; `per_game` is the largest
         number of trajectories in a game."""
-        self._policies, self.agent_steps = policies, 0
+        self._policies, self.agent_steps = policies, 0  # steps of agents in this sampler
         self._names = [name for name, value in vars(example).items() if name[0] != "_" and isinstance(value, Real)]
         self.training: deque[TrajInfo] = deque(maxlen=_NEWEST * per_game)  #: the newest trajectories of batches
         #: The trajectories of the last evaluation; None without evaluation environments.
@@ -45,6 +45,8 @@ class SamplerMetrics:
             "batches": before["batches"] + min(worker.batches for worker in workers),
             "trajectories": before["trajectories"] + sum(worker.trajectories for worker in workers),
             "seconds": before["seconds"] + time.monotonic() - self._began,
+            "agent_steps": before["agent_steps"] + self.agent_steps,
+            "late_rewards": before["late_rewards"] + stats.late_rewards,
         }
 
     def start_at(self, counts: Mapping[str, float]) -> None:
@@ -60,7 +62,7 @@ class SamplerMetrics:
         counts = self.counts(stats)
         steps, seconds = counts["env_steps"], now - self._called
         figures: dict[str, float] = {
-            **{f"sampler/{name}": value for name, value in counts.items()},
+            **{f"sampler/{name}": counts[name] for name in (COUNTS if self._policies else COUNTS[:4])},
             "sampler/steps_per_second": (steps - self._steps) / seconds if seconds else 0.0,
             **_versions(policy_version),
             "sampler/restarts": stats.restarts,
@@ -81,9 +83,6 @@ class SamplerMetrics:
             n_steps = sum(server.served.values())
             served = sum(n * times for n, times in server.served.items())
             figures["server/envs_per_step"] = served / n_steps if n_steps else math.nan
-        if self._policies:
-            figures["sampler/agent_steps"] = self.agent_steps
-            figures["sampler/late_rewards"] = stats.late_rewards
         for group, infos, most in (("train", self.training, _NEWEST), ("eval", self.evaluation, sys.maxsize)):
             if infos is not None:
                 # With several agents, those of a policy and whole games are told apart.

@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, brief
 from penstock.samplers.column_states import KINDS, RESEEDED, restart_agent
 from penstock.samplers.metrics import COUNTS
 
-FORMAT = 2
+FORMAT = 3
 _LARGEST_COUNT = 2**63
 _MOST_LISTED = 5
 #: What to do if the saved run had something else.

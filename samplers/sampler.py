@@ -670,8 +670,9 @@ class Sampler(TakesEnvFn, ABC):
         if self._no_restore:
             raise SamplerStateError(f"{call} was called {self._no_restore}")
         if len(self._agents) > 1 or (self._seating is not None and self._central):
+            what = "several policies" if len(self._agents) > 1 else "several agents in a central sampler"
             raise ConfigError(
-                f"{call} cannot save a run with several policies, or with several agents and a server yet"
+                f"{call} does not work with {what} yet: save and load the parameters of each agent, and begin new games"
             )
         if self.config.collector_cls.batched:
             raise ConfigError(f"{call} needs single environments: a batched one cannot be divided among other workers")

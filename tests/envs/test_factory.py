@@ -129,7 +129,7 @@ def test_the_example_environment_is_what_the_factory_builds() -> None:
 
 def test_an_exception_of_a_factory_is_named_and_is_the_cause() -> None:
     with pytest.raises(
-        ConfigError, match="main process could not build an example environment: env_fn raised ZeroDivisionError"
+        ConfigError, match="main process could not build an example environment and read its spaces: ZeroDivisionError"
     ) as caught:
         build_example_env(EnvFactory(lambda: 1 / 0))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -141,7 +141,7 @@ def raising(error: Exception) -> Any:
 
 @pytest.mark.parametrize("error", [AssertionError(), AssertionError("\n")])
 def test_an_exception_without_text_leaves_no_empty_end(error: Exception) -> None:
-    with pytest.raises(ConfigError, match=r"env_fn raised AssertionError$"):
+    with pytest.raises(ConfigError, match=r"its spaces: AssertionError$"):
         build_example_env(EnvFactory(raising, {"error": error}))
 
 

@@ -30,11 +30,14 @@ from penstock import (
 )
 from penstock.collectors import EpisodeEvalCollector
 from penstock.envs.toy import CountingEnv, ScriptedGame
+from penstock.replays import Replay
+from penstock.targets import gae
 
 from ..scale import quick_first, scaled
 from ..seats_support import Book, Valued, serial
 
 LONG: Any = [{}] * 30
+SAVED = ("env_steps", "batches", "trajectories", "agent_steps", "late_rewards")  # counts that a resumed run continues
 Spoil = Callable[[Any, list[Any]], Any]
 
 SAMPLERS: list[tuple[type[Sampler], dict[str, Any]]] = [
@@ -135,6 +138,7 @@ SPOILS: dict[str, tuple[Spoil, str]] = {
     "cut without observation": (cut_without_observation, f"{SEAT} was truncated, but env.step returned no observation"),
     "unknown in agents": (list_unknown, r"env_rank 2, agent 'a9' is not one of possible_agents, \['a0', 'a1', 'a2'\]"),
     "unknown observation": (give(0, np.zeros(4), "a9"), r"env_rank 2, agent 'a9' is not one of possible_agents"),
+    "unknown flag": (give(2, True, "a9"), r"env_rank 2, agent 'a9' is not one of possible_agents"),
     "unknown reward": (give(1, 1.0, "a9"), r"env_rank 2, agent 'a9' is not one of possible_agents"),
     "joins without observation": (list_absent, r"env_rank 2, agent 'a2' is in env.agents, but has no observation"),
     "four dicts": (lambda game, results: tuple(results[:4]), r"env\.step.* of env_rank 2 .*"),
@@ -225,6 +229,45 @@ def test_what_is_unusual_but_clear_is_accepted() -> None:
             else:
                 assert not env.final_obs[2, column].any()
                 assert env.reward[2, column] > 0
+
+
+class OfThoseWhoAct(Spoiled):
+    """Its list has only agents that have acted, and those that `spoil` adds."""
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.agents = [*actions]
+        return super().step(actions)
+
+
+def test_who_has_ended_when_it_is_listed_first_does_not_join() -> None:
+    def joins_flagged(game: Any, results: list[Any]) -> None:
+        game.agents.append("a2")
+        for part, value in zip(results, (results[0]["a1"], 5.0, True, False, {}), strict=True):
+            part["a2"] = value
+
+    with SerialSampler(
+        partial(OfThoseWhoAct, joins_flagged, 2, start=["a0", "a1"]), batch_T=4, batch_B=1, max_decorrelation_steps=0
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+        assert not sampler.samples_np.env.valid[:, 2].any()
+        assert sampler.stats().late_rewards == 1
+
+
+def test_an_index_of_columns_is_for_one_policy() -> None:
+    with SerialSampler(ScriptedGame, batch_T=4, batch_B=2) as sampler:
+        sampler.initialize({"one": RandomAgent(), "two": RandomAgent()}, policy_of=kinds, seed=0)
+        batch, _ = sampler.obtain_samples(0)
+        assert batch[1:3].two.env.reward.shape[0] == 2
+        with pytest.raises(ConfigError, match=r"index the samples of one, for example batch\.one"):
+            batch[:, 1]
+        with pytest.raises(AttributeError, match=r"of one policy, .* batch\.one\.minibatches"):
+            _ = batch.minibatches
+        with pytest.raises(AttributeError, match="has no field 'three'"):
+            _ = batch.three
+        for take in (partial(gae, discount=0.9, lambda_=0.9), Replay(100, discount=0.9).append):
+            with pytest.raises(ConfigError, match="with several policies give the samples of one"):
+                take(batch)
 
 
 class Ghostly(ScriptedGame):
@@ -584,7 +627,7 @@ def test_calls_that_are_not_for_several_agents_are_refused(tmp_path: Any) -> Non
     ):
         with cls(ScriptedGame, batch_T=2, batch_B=2, **options) as sampler:
             sampler.initialize(agents, policy_of=kinds if isinstance(agents, dict) else None, seed=0)
-            with pytest.raises(ConfigError, match=r"cannot save a run with several policies"):
+            with pytest.raises(ConfigError, match=r"does not work with several (policies|agents in a central) "):
                 sampler.state_dict()
 
 
@@ -595,13 +638,16 @@ def test_a_reseeded_run_continues_with_new_games() -> None:
         for itr in range(3):
             sampler.obtain_samples(itr)
         first = sampler.samples_np.env.observation.copy()
-        state = sampler.state_dict()
+        state, before = sampler.state_dict(), sampler.metrics()
+        assert before["sampler/agent_steps"] > 0
     found = []
     for cls, kwargs in ((SerialSampler, {}), (ParallelSampler, {"n_workers": 2})):
         with cls(ScriptedGame, **options, **kwargs) as sampler:
             sampler.initialize(Book(), seed=3)
             report = sampler.load_state_dict(state)
             assert list(report.exact) == []
+            continued = sampler.metrics()
+            assert [continued[f"sampler/{name}"] for name in SAVED] == [before[f"sampler/{name}"] for name in SAVED]
             batches = []
             for itr in range(2):
                 sampler.obtain_samples(itr)
