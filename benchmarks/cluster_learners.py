@@ -5,8 +5,9 @@
 An Experiment over sockets with one trainer, then with two, in turns. Each step of a trainer takes `--step-ms`
 milliseconds, in which it sleeps: so this machine needs no more CPUs for two. The gradients of a small model are
 averaged at each step. The rate is of pieces that were trained on, by both trainers together. Prints it for each turn,
-the CPU time of all processes per piece, and the ratio. If one trainer is far below `--batch` pieces per step time,
-learning is not the limit: take longer steps.
+the CPU time of all processes per piece, and the ratio. Fails if the parameters of the two differ after any step of which
+both have reported them. "Busy" is the share of the time that the trainers spend in steps: if it is far below 100 %,
+learning is not the limit, and the ratio says little: take longer steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from workloads import ActorCritic
 
 from penstock import CategoricalPgAgent, SerialSampler
-from penstock.control import Actors, Batch, Experiment, Policies, Training
+from penstock.control import Actors, Batch, Experiment, Policies, RunState, Training
 
 
 class SlowTrainer:
@@ -41,11 +42,21 @@ class SlowTrainer:
         loss.backward()
         self.optimizer.step()
         time.sleep(max(0.0, until - time.monotonic()))
-        return {"loss": loss.item()}
+        total = sum(parameter.double().sum().item() for parameter in self.agent.model.parameters())
+        return {"loss": loss.item(), "total": total}
 
 
-def turn(count: int, args: argparse.Namespace) -> tuple[float, float]:
-    """Pieces per second, and seconds of CPU time per piece."""
+def turn(count: int, args: argparse.Namespace) -> tuple[float, float, float]:
+    """Pieces per second, seconds of CPU time per piece, and the share of the time in steps."""
+    totals = [dict[int, float]() for _ in range(count)]  # of the parameters of each trainer, by version
+
+    def has(state: RunState, is_over: bool) -> bool:
+        for rank, seen in enumerate(totals):
+            figures = state.workers[f"trainer/{rank}"]
+            if "total" in figures:
+                seen[int(figures["version"])] = figures["total"]
+        return is_over
+
     experiment = Experiment(
         "learners",
         partial(CategoricalPgAgent, ActorCritic),
@@ -55,12 +66,19 @@ def turn(count: int, args: argparse.Namespace) -> tuple[float, float]:
         seed=0,
     )
     with experiment.run(wire="zmq") as run:
-        first = run.wait(lambda state: state.version >= 4).version  # warm
+        first = run.wait(lambda state: has(state, state.version >= 4), timeout=120 + args.step_ms / 100).version  # warm
         began, cpu = time.monotonic(), used_cpu()
-        last = run.wait(lambda state: time.monotonic() - began >= args.seconds).version
+        last = run.wait(lambda state: has(state, time.monotonic() - began >= args.seconds)).version
         wall, cpu = time.monotonic() - began, used_cpu() - cpu
+        if first < 4 or last == first or any(run.restarts.values()):
+            raise RuntimeError(
+                f"the trainers made steps {first} to {last}, restarts {run.restarts}: is the machine busy?"
+            )
+    common = set.intersection(*map(set, totals))
+    if not common or any(len({seen[version] for seen in totals}) > 1 for version in common):
+        raise RuntimeError(f"the parameters of the trainers differ: {totals}")
     pieces = (last - first) * args.batch * count
-    return pieces / wall, cpu / pieces
+    return pieces / wall, cpu / pieces, (last - first) * args.step_ms / 1000 / wall
 
 
 def used_cpu() -> float:
@@ -77,12 +95,15 @@ def main() -> None:
     args = parser.parse_args()
     ratios = []
     for _ in range(args.turns):
-        (one, one_cpu), (two, two_cpu) = turn(1, args), turn(2, args)
-        ratios.append(two / one)
-        print(f"1 trainer {one:7.2f} pieces/s, {1000 * one_cpu:6.1f} ms of CPU each", end="   ")
-        print(
-            f"2 trainers {two:7.2f} pieces/s, {1000 * two_cpu:6.1f} ms of CPU each   ratio {two / one:.2f}", flush=True
-        )
+        rates = []
+        for count in (1, 2):
+            rate, cpu, busy = turn(count, args)
+            rates.append(rate)
+            print(
+                f"{count} trainers {rate:7.2f} pieces/s, {1000 * cpu:6.1f} ms of CPU each, busy {busy:4.0%}", end="   "
+            )
+        ratios.append(rates[1] / rates[0])
+        print(f"ratio {ratios[-1]:.2f}", flush=True)
     print(f"median ratio {statistics.median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}")
 
 

@@ -154,6 +154,12 @@ class Crowd:
             process.stdin.write(b"follow\n")
             process.stdin.flush()
 
+    def check(self) -> None:
+        """Raise `RuntimeError` if one of the processes has ended."""
+        for process in self.processes:
+            if process.poll() is not None:
+                raise RuntimeError(f"a process of simulated workers has ended with {process.returncode}: run it again")
+
     def close(self) -> None:
         for process in self.processes:
             process.kill()
@@ -169,6 +175,7 @@ def measure(count: int, seconds: float, megabytes: float, table: Meter) -> dict[
             crowd = Crowd(file, count)
             try:
                 while len(panel.stats()) < count:
+                    crowd.check()
                     time.sleep(0.1)
                 time.sleep(3)  # until the begin is over
                 table.seconds, before, began = 0.0, sum(me.cpu_times()[:2]), time.monotonic()
@@ -198,6 +205,7 @@ def publish(panel: ControlPanel, crowd: Crowd, count: int, megabytes: float, usu
     def until(n: int) -> int:
         peak, deadline = 0, time.monotonic() + 300
         while crowd.n_versions < n and time.monotonic() < deadline:
+            crowd.check()
             server.serve()
             peak = max(peak, me.memory_info().rss)
             time.sleep(0.002)

@@ -125,9 +125,8 @@ def other_network() -> Iterator[list[str]]:
     path = f"/proc/{holder.pid}/ns/net"
     try:
         wait_until(lambda: os.readlink(path) != os.readlink("/proc/self/ns/net"))
-        made = subprocess.run(
-            ["ip", *["link", "add", "ps-near", "type", "veth", "peer", "name", "ps-far"]], capture_output=True
-        )
+        command = ["ip", "link", "add", "ps-near", "type", "veth", "peer", "name", "ps-far"]
+        made = subprocess.run(command, capture_output=True)
         if made.returncode:
             pytest.skip(f"no link between two networks: {made.stderr.decode()}")
         ip(f"link set ps-far netns {holder.pid}")
