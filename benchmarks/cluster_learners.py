@@ -6,8 +6,8 @@ An Experiment over sockets with one trainer, then with two, in turns. Each step 
 milliseconds, in which it sleeps: so this machine needs no more CPUs for two. The gradients of a small model are
 averaged at each step. The rate is of pieces that were trained on, by both trainers together. Prints it for each turn,
 the CPU time of all processes per piece, and the ratio. Fails if the parameters of the two differ after any step of
-which both have reported them. "Busy" is the share of the time that the trainers spend in steps: if it is far below 100 %,
-learning is not the limit, and the ratio says little: take longer steps.
+which both have reported them. "Busy" is the share of the time that the trainers spend in steps: if it is far below
+100 %, learning is not the limit, and the ratio says little: take longer steps.
 """
 
 from __future__ import annotations
