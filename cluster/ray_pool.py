@@ -150,8 +150,7 @@ class ShardPool:
         self._answered: dict[Shard, Trajectories] = {}  # what they have found
         # The newest parameters in Ray's object store, and how often any were put there: once per version.
         self._version, self._parameters, self.n_puts = 1, None, 0
-        self._owner_pid, self._close_lock = os.getpid(), threading.Lock()
-        self._closing_thread: int | None = None
+        self._owner_pid, self._close_lock = os.getpid(), threading.RLock()  # a signal handler may call `close` in it
         self._have_ended = False  # whether the shards have ended
         self._spec, self._group = ray.put(spec), None
         self._cls = ray.remote(concurrency_groups={"orders": 16, "control": 4})(ShardHost)
@@ -441,26 +440,20 @@ class ShardPool:
         returns False, it leaves them open. A call that fails closes with `broken`.
         """
         self._memory.control.quit = True
-        if os.getpid() != self._owner_pid or self._closing_thread == threading.get_ident():
+        # With `broken`, the thread that closes the pool already waits for this call.
+        if os.getpid() != self._owner_pid or not self._close_lock.acquire(blocking=not broken):
             return
-        if broken and self._closing_thread is not None:
-            return
-        with self._close_lock, sigint.deferred():
-            if self.is_closed:
-                return
-            self._closing_thread = threading.get_ident()
-            try:
+        try:
+            with sigint.deferred():
                 if not self._have_ended:
                     self._end_shards(_CLOSE_BROKEN_SECONDS if broken else _CLOSE_SECONDS)
-                self._have_ended = True
-                if await_call():
-                    for shard in self.shards:
-                        shard.orders.clear()
+                    self._have_ended = True
+                if not self.is_closed and await_call():
                     self._resources.close()
                     self.is_closed = True
                     atexit.unregister(self.close)
-            finally:
-                self._closing_thread = None
+        finally:
+            self._close_lock.release()
 
     def _end_shards(self, seconds: float) -> None:
         if not ray.is_initialized():  # Ray has ended before, and its actors with it

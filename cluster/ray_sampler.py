@@ -218,7 +218,6 @@ class RaySampler(Sampler):
             sampler_options=self._sampler_options,
             config=config,
             agent=program.agents[0],
-            env_range=self._env_range,
             plans=tuple(plan for plan in self._plans if isinstance(plan, ShardPlan)),
             n_cpus=self._workers_per_shard,
             affinity=self._affinity,
@@ -226,6 +225,8 @@ class RaySampler(Sampler):
                 "seed": program.seed,
                 "bootstrap_value": "bootstrap_value" in allocation.memory.slots[0],
                 "traj_info_kwargs": program.traj_info_kwargs,
+                "n_envs": self._env_range.n_envs,
+                "n_eval_envs": self._env_range.n_eval_envs,
             },
             seat_width=0 if program.seating is None else program.seating.width,
         )

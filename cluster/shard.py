@@ -24,7 +24,7 @@ from penstock.samplers.allocation import eval_fn, eval_kwargs
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.results import Trajectories
 from penstock.samplers.sampler import Sampler
-from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env, eval_max_T
+from penstock.samplers.sampler_plan import SamplerPlan, episodes_per_env, eval_max_T
 from penstock.samplers.serial import SerialSampler
 from penstock.workers.affinity import limit_threads, usable_cpus
 from penstock.workers.control import Command
@@ -59,7 +59,6 @@ class ShardSpec:
     sampler_options: Mapping[str, Any]  #: arguments that only this class has
     config: SamplerConfig  #: of all shards together
     agent: Agent  #: a copy that acts
-    env_range: EnvRange  #: of all shards together
     plans: tuple[ShardPlan, ...]
     n_cpus: int  #: that a shard takes
     affinity: Affinity
@@ -241,9 +240,7 @@ class ShardHost:
             sampler.initialize(
                 spec.agent,
                 first_env_rank=plan.env_ranks.start,
-                n_envs=spec.env_range.n_envs,
                 first_eval_env_rank=plan.eval_env_ranks.start,
-                n_eval_envs=spec.env_range.n_eval_envs,
                 affinity=_own_affinity(spec),
                 **spec.setup,
             )

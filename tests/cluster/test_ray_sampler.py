@@ -376,15 +376,15 @@ def test_a_slow_shard_is_left_out() -> None:
         ({"on_node_failure": "ignore"}, "on_node_failure must be one of raise, restart"),
         (
             {"min_ready": 0.0},
-            "min_ready, if it is not a share of the shards .* must be an integer of at least 1, got 0.0",
+            "min_ready, if it is not a share .* an integer of at least 1, got 0.0",
         ),
         (
             {"min_ready": 1.5},
-            "min_ready, if it is not a share of the shards .* must be an integer of at least 1, got 1.5",
+            "min_ready, if it is not a share .* an integer of at least 1, got 1.5",
         ),
         (
             {"min_ready": True},
-            "min_ready, if it is not a share of the shards .* must be an integer of at least 1, got True",
+            "min_ready, if it is not a share .* an integer of at least 1, got True",
         ),
         ({"min_shards": 1}, 'min_shards needs on_node_failure="restart"'),
         ({"sampler_cls": RaySampler}, "A shard cannot be a RaySampler: for groups of nodes, give each learner its own"),
