@@ -1,13 +1,13 @@
 """Round trips between two processes: penstock's wire over ZMQ beside a bare REQ/REP pair with msgpack, in one run.
 
     python benchmarks/cluster_wire.py --repeats 24 --json cluster_wire.json
-    python benchmarks/cluster_wire.py --megabytes 29 --seconds 1     # a piece of samples; and calls of Ray
+    python benchmarks/cluster_wire.py --megabytes 29 --seconds 1     # a piece of samples, also over Ray
 
 The contestants take turns, in random order. Each sends the same small message, and waits for it to come back. The CPU
 time is that of both processes. "penstock, arrays" sends the message of an actor with 16 environments, and gets actions.
 
-With `--megabytes`, each sends an array of that size, and gets nothing back. "Ray" calls a method of an actor on this
-machine with the array as its argument, which Ray puts into its object store.
+With `--megabytes`, each sends an array of that size, and gets nothing back. "penstock on Ray" is the wire of an
+Experiment with `wire="ray"`: from 4 MB on, Ray's object store carries the array.
 """
 
 from __future__ import annotations
@@ -110,32 +110,34 @@ class Ours:
         self.server.communicate()
 
 
-class Receiver:
-    """What runs in the actor of `Ray`."""
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def take(self, message: Any) -> None:
-        assert message["samples"][0] == 0
-
-
-class Ray:
-    """An actor of Ray."""
+class OnRay:
+    """A wire, and one in an actor of Ray."""
 
     def __init__(self, message: Any) -> None:
         import ray
 
         from penstock.cluster.placement import actor_options, connect
+        from penstock.control.launch_ray import ActorProcess, RayConnection
 
-        self._leave, self._message, self._get = connect(None, 1, dashboard=False), message, ray.get
-        self._actor = ray.remote(Receiver).options(**actor_options({"CPU": 1})).remote()
+        class Echo(ActorProcess):
+            def open(self, connection: Connection) -> str:
+                self.wire = connection.wire()
+                self.wire.open("echo", lambda letter: letter.reply())
+                return self.wire.address
+
+        self._leave, self._message, keys = connect(None, 1, dashboard=False), message, RayConnection.make("benchmark")
+        me = ray.get_runtime_context().get_node_id(), os.getpid(), psutil.Process().create_time()
+        options = {**actor_options({"CPU": 1}), "name": "echo", "namespace": "penstock", "max_concurrency": 4}
+        self._actor = ray.remote(Echo).options(**options).remote("echo", me)
+        self._wire = keys.wire()
+        self._peer = self._wire.reach(ray.get(self._actor.open.remote(keys)), "echo")
         self.server = psutil.Process(ray.get(self._actor.pid.remote()))
 
     def __call__(self) -> None:
-        self._get(self._actor.take.remote(self._message))
+        assert self._peer.ask(self._message, 30).result() is None
 
     def close(self) -> None:
+        self._wire.close()
         self._leave()
 
 
@@ -150,7 +152,7 @@ def start(kind: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
 def measure(repeats: int, seconds: float, megabytes: float) -> dict[str, dict[str, list[float]]]:
     """Microseconds of a round trip, `repeats` times for each contestant, in random order."""
     keys = Connection.make("benchmark")
-    makers: dict[str, Callable[[], Bare | Ours | Ray]] = {
+    makers: dict[str, Callable[[], Bare | Ours | OnRay]] = {
         "bare": lambda: Bare(None),
         YARDSTICK: lambda: Bare(keys),
         "penstock": lambda: Ours(keys, MESSAGE),
@@ -161,7 +163,7 @@ def measure(repeats: int, seconds: float, megabytes: float) -> dict[str, dict[st
         makers = {
             YARDSTICK: lambda: Bare(keys, {"samples": piece.tobytes()}),
             "penstock": lambda: Ours(keys, {"samples": piece}),
-            "Ray": lambda: Ray({"samples": piece}),
+            "penstock on Ray": lambda: OnRay({"samples": piece}),
         }
     results: dict[str, dict[str, list[float]]] = {name: {"wall_us": [], "cpu_us": []} for name in makers}
     with ExitStack() as stack:

@@ -25,7 +25,7 @@ from penstock.control.wire_zmq import ZmqTransport
 from penstock.control.worker import Worker
 
 _START_SECONDS = 120.0
-_LARGE = 2**20  # bytes of a message from which on the object store takes less time than a socket
+_LARGE = 4 * 2**20  # bytes of a message from which on the object store takes less CPU time than sockets
 _NAMESPACE = "penstock"  # of the names of the actors
 
 _own_name = ""  # of the actor that this process is
