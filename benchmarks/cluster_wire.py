@@ -1,9 +1,13 @@
 """Round trips between two processes: penstock's wire over ZMQ beside a bare REQ/REP pair with msgpack, in one run.
 
     python benchmarks/cluster_wire.py --repeats 24 --json cluster_wire.json
+    python benchmarks/cluster_wire.py --megabytes 29 --seconds 1     # a piece of samples, also over Ray
 
 The contestants take turns, in random order. Each sends the same small message, and waits for it to come back. The CPU
 time is that of both processes. "penstock, arrays" sends the message of an actor with 16 environments, and gets actions.
+
+With `--megabytes`, each sends an array of that size, and gets nothing back. "penstock on Ray" is the wire of an
+Experiment with `wire="ray"`: from 4 MB on, Ray's object store carries the array.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import psutil
 import zmq
 from clocks import cpu_clocks, used
 from rich.console import Console
@@ -48,7 +53,8 @@ def serve_bare(public: str, secret: str) -> None:
     socket.bind("tcp://127.0.0.1:*")
     print(socket.last_endpoint.decode(), flush=True)
     while True:
-        socket.send(msgpack.packb(msgpack.unpackb(socket.recv())))
+        message = msgpack.unpackb(socket.recv())
+        socket.send(msgpack.packb(message if "command" in message else None))
 
 
 def serve_wire(*keys: str) -> None:
@@ -56,13 +62,15 @@ def serve_wire(*keys: str) -> None:
     inbox = wire.open("echo")
     print(wire.address, flush=True)
     while (letter := inbox.receive(60)) is not None:
-        letter.reply(letter.message if "command" in letter.message else {"action": letter.message["prev_action"]})
+        message = letter.message
+        letter.reply(message if "command" in message else {"action": message.get("prev_action")})
 
 
 class Bare:
     """A REQ socket, and the process of a REP socket."""
 
-    def __init__(self, keys: Connection | None) -> None:
+    def __init__(self, keys: Connection | None, message: Any = MESSAGE) -> None:
+        self._message = message
         texts = ("", "") if keys is None else (keys.server_public, keys.server_secret)
         self.server, address = start("bare", *texts)
         self._context = zmq.Context()
@@ -74,8 +82,8 @@ class Bare:
         self._socket.connect(address)
 
     def __call__(self) -> None:
-        self._socket.send(msgpack.packb(MESSAGE))
-        assert msgpack.unpackb(self._socket.recv()) == MESSAGE
+        self._socket.send(msgpack.packb(self._message))
+        assert msgpack.unpackb(self._socket.recv()) in (MESSAGE, None)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -94,12 +102,43 @@ class Ours:
 
     def __call__(self) -> None:
         reply = self._peer.ask(self._message, 30).result()
-        assert reply == MESSAGE or "action" in reply
+        assert reply in (MESSAGE, None) or "action" in reply
 
     def close(self) -> None:
         self._wire.close()
         self.server.kill()
         self.server.communicate()
+
+
+class OnRay:
+    """A wire, and one in an actor of Ray."""
+
+    def __init__(self, message: Any) -> None:
+        import ray
+
+        from penstock.cluster.placement import actor_options, connect
+        from penstock.control.launch_ray import ActorProcess, RayConnection
+
+        class Echo(ActorProcess):
+            def open(self, connection: Connection) -> str:
+                self.wire = connection.wire()
+                self.wire.open("echo", lambda letter: letter.reply())
+                return self.wire.address
+
+        self._leave, self._message, keys = connect(None, 1, dashboard=False), message, RayConnection.make("benchmark")
+        me = ray.get_runtime_context().get_node_id(), os.getpid(), psutil.Process().create_time()
+        options = {**actor_options({"CPU": 1}), "name": "echo", "namespace": "penstock", "max_concurrency": 4}
+        self._actor = ray.remote(Echo).options(**options).remote("echo", me)
+        self._wire = keys.wire()
+        self._peer = self._wire.reach(ray.get(self._actor.open.remote(keys)), "echo")
+        self.server = psutil.Process(ray.get(self._actor.pid.remote()))
+
+    def __call__(self) -> None:
+        assert self._peer.ask(self._message, 30).result() is None
+
+    def close(self) -> None:
+        self._wire.close()
+        self._leave()
 
 
 def start(kind: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
@@ -110,22 +149,29 @@ def start(kind: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
     return server, server.stdout.readline().strip()
 
 
-def measure(repeats: int, seconds: float) -> dict[str, dict[str, list[float]]]:
+def measure(repeats: int, seconds: float, megabytes: float) -> dict[str, dict[str, list[float]]]:
     """Microseconds of a round trip, `repeats` times for each contestant, in random order."""
     keys = Connection.make("benchmark")
-    makers: dict[str, Callable[[], Bare | Ours]] = {
+    makers: dict[str, Callable[[], Bare | Ours | OnRay]] = {
         "bare": lambda: Bare(None),
         YARDSTICK: lambda: Bare(keys),
         "penstock": lambda: Ours(keys, MESSAGE),
         "penstock, arrays": lambda: Ours(keys, STEP),
     }
+    if megabytes:
+        piece = np.zeros(int(megabytes * 2**20), np.uint8)
+        makers = {
+            YARDSTICK: lambda: Bare(keys, {"samples": piece.tobytes()}),
+            "penstock": lambda: Ours(keys, {"samples": piece}),
+            "penstock on Ray": lambda: OnRay({"samples": piece}),
+        }
     results: dict[str, dict[str, list[float]]] = {name: {"wall_us": [], "cpu_us": []} for name in makers}
     with ExitStack() as stack:
         calls = {}
         for name, make in makers.items():
             calls[name] = call = make()
             stack.callback(call.close)
-            for _ in range(100):
+            for _ in range(10 if megabytes else 100):
                 call()
         for repeat in range(repeats):
             for name in np.random.default_rng(repeat).permutation(list(calls)):
@@ -141,16 +187,17 @@ def measure(repeats: int, seconds: float) -> dict[str, dict[str, list[float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=24, help="turns of each contestant")
     parser.add_argument("--seconds", type=float, default=0.2, help="of each turn")
+    parser.add_argument("--megabytes", type=float, default=0.0, help="of an array that each sends")
     parser.add_argument("--json", help="write the machine and all turns to this file")
     parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         texts = [bytes.fromhex(digits).decode() for digits in args.serve[1:]]
         {"bare": serve_bare, "wire": serve_wire}[args.serve[0]](*texts)
-    results = measure(args.repeats, args.seconds)
+    results = measure(args.repeats, args.seconds, args.megabytes)
     table = Table(title="Round trips, with msgpack", caption=CAPTION)
     for heading in ("", "µs", "CPU µs", f"time of {YARDSTICK}"):
         table.add_column(heading, justify="right" if heading else "left")

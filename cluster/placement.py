@@ -1,4 +1,4 @@
-"""Joins a Ray cluster, or starts Ray on this machine and ends it; and makes the actors of the shards."""
+"""Joins a Ray cluster, or starts Ray on this machine and ends it; and the options of actors."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
-from ray._private import ray_constants
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from penstock.cluster.shard import ShardHost
 from penstock.errors import ConfigError, brief
-
-if TYPE_CHECKING:
-    from penstock.cluster.shard import ShardSpec
 
 #: Ray's variables for the process of a shard or a worker. By default Ray kills the child processes of an actor that
 #: ends, so the supervisor could not end what the environments have started. And by default Ray lowers the priority of
@@ -36,10 +30,8 @@ ACTOR_VARIABLES = {
     "RAY_worker_niceness": "0",
     "RAY_max_direct_call_object_size": str(512 * 1024),
 }
-# With this variable at 0, a Ray that is started takes the loopback address, as it does on macOS. Without it, Ray
-# replaces that address by the machine's. No public function of Ray does this.
-_CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-_LOOPBACK = "127.0.0.1"
+# Of a Ray that is started here. Elsewhere than on macOS, Ray would replace 127.0.0.1 by the address of the machine.
+_LOOPBACK = "127.0.0.1" if sys.platform == "darwin" else "127.0.0.2"
 _ANSWER_SECONDS = 2.0  # how long the head of a cluster may take for a connection, and then for its first bytes
 # The first bytes of HTTP/2, and an empty frame of settings. A gRPC server answers with a frame of this type.
 _HTTP2_GREETING, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 4
@@ -131,12 +123,11 @@ def _start(n_cpus: int, dashboard: bool) -> None:
     session folder."""
     global _folder  # noqa: PLW0603 - a property of the process
     # Without a mode, Ray turns its tokens on. It takes the user's token, if there is one.
-    variables: dict[str, str | None] = {"RAY_AUTH_MODE": None, _CLUSTER_VARIABLE: "0"}
+    variables: dict[str, str | None] = {"RAY_AUTH_MODE": None}
     if not ("RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ or _token_file().exists()):
         variables["RAY_AUTH_TOKEN"] = _token
     given = {name: os.environ.get(name) for name in variables}
     _set(variables)
-    has_clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     # As Ray does, not in TMPDIR: the paths of sockets are limited to 107 bytes.
     _folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # with mode 0700
     try:
@@ -152,7 +143,6 @@ def _start(n_cpus: int, dashboard: bool) -> None:
         shutil.rmtree(_folder, ignore_errors=True)
         raise
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = has_clusters
         _set(given)
 
 
@@ -205,31 +195,3 @@ def actor_options(resources: Mapping[str, float], strategy: object = "SPREAD") -
         "runtime_env": {"env_vars": ACTOR_VARIABLES},
         "scheduling_strategy": strategy,
     }
-
-
-class Placement:
-    """Makes the actors. Each needs `resources`. With `together`, Ray reserves the places of all shards at once, on as
-    many nodes as possible. Otherwise each shard starts as soon as a node has room for it."""
-
-    def __init__(self, n_shards: int, resources: dict[str, float], spec: ShardSpec, *, together: bool) -> None:
-        self.resources, self._spec = resources, spec
-        self._group: Any = None
-        if together:
-            self._group = placement_group([resources] * n_shards, strategy="SPREAD")
-        self._cls = ray.remote(concurrency_groups={"orders": 16, "control": 4})(ShardHost)
-
-    def make(self, index: int, generation: int) -> Any:
-        """A new actor for shard `index`, which starts as soon as a node has room for it."""
-        strategy: Any = "SPREAD"
-        if self._group is not None:
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        options = actor_options(self.resources, strategy)
-        return self._cls.options(**options, max_restarts=0, max_task_retries=0).remote(index, generation, self._spec)
-
-    def close(self, actors: Sequence[Any]) -> None:
-        """End the actors, and give their places back."""
-        if ray.is_initialized():  # otherwise Ray has ended before, and its actors with it
-            for actor in actors:
-                ray.kill(actor)
-            if self._group is not None:
-                remove_placement_group(self._group)

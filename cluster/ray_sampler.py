@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import cloudpickle
 import numpy as np
 import numpy.typing as npt
-import ray
 
 from penstock.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false
-from penstock.cluster.handles import ShardOptions, answers_of, no_figures
-from penstock.cluster.placement import Placement, connect, node_resources
-from penstock.cluster.ray_pool import ShardPool
+from penstock.cluster.placement import connect, node_resources
+from penstock.cluster.ray_pool import ShardOptions, ShardPool
 from penstock.cluster.shard import ShardPlan, ShardSpec
 from penstock.cluster.stream import Piece, Stream, as_samples
 from penstock.collectors import TrajInfo
@@ -28,10 +25,12 @@ from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.config import SamplerState
 from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.sampler import EVALUATION, Sampler
-from penstock.samplers.sampler_plan import EnvRange
+from penstock.samplers.sampler_plan import EnvRange, make_plans
+from penstock.samplers.serial import SerialSampler
 from penstock.samplers.stats import SamplerStats, WorkerStats
 from penstock.workers.call_guard import GuardedCall
-from penstock.workers.plan import Affinity, split
+from penstock.workers.launcher import unpicklable
+from penstock.workers.plan import Affinity
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -148,12 +147,16 @@ class RaySampler(Sampler):
             )
         self._sampler_cls, self._sampler_options = sampler_cls, dict(sampler_options or {})
         one_of("on_node_failure", on_node_failure, ("raise", "restart"))
-        self._is_restarted = on_node_failure == "restart"
-        self._min_ready = _checked_min_ready(min_ready)
-        self._min_shards = None if min_shards is None else integer("min_shards", min_shards, 1)
-        if min_shards is not None and not self._is_restarted:
+        if not (is_share := isinstance(min_ready, float) and 0 < min_ready <= 1):
+            integer("min_ready, if it is not a share of the shards (0 < share <= 1.0),", min_ready, 1)
+        self._shard_options = ShardOptions(
+            is_restarted=on_node_failure == "restart",
+            min_ready=float(min_ready) if is_share else int(min_ready),
+            min_shards=None if min_shards is None else integer("min_shards", min_shards, 1),
+            unavailable_timeout=seconds("unavailable_timeout", unavailable_timeout),
+        )
+        if min_shards is not None and on_node_failure == "raise":
             raise ConfigError('min_shards needs on_node_failure="restart"')
-        self._unavailable_timeout = seconds("unavailable_timeout", unavailable_timeout)
         for name, amount in (resources or {}).items():
             is_number = isinstance(amount, int | float | np.integer | np.floating) and not isinstance(amount, bool)
             if not (is_number and 0 <= amount < math.inf):
@@ -168,36 +171,29 @@ class RaySampler(Sampler):
     def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[ShardPlan, ...]:
         n_cpus = (self._n_shards or 1) * (self.config.n_workers or 1)
         resources.callback(connect(self._address, n_cpus, dashboard=self._dashboard))
-        nodes, wanted = node_resources(), self.config.n_workers
+        nodes, n_built, options = node_resources(), self.config.n_built, self._shard_options
+        wanted = 1 if issubclass(self._sampler_cls, SerialSampler) else self.config.n_workers
         n_usable = sum(self._n_places([node], wanted or 1) > 0 for node in nodes)
-        n_shards = self._n_shards or max(1, min(n_usable, self.config.n_built))
-        for name, number in (("min_shards", self._min_shards), ("min_ready", self._min_ready)):
+        n_shards = self._n_shards or max(1, min(n_usable, n_built))
+        for name, number in (("min_shards", options.min_shards), ("min_ready", options.min_ready)):
             if number is not None and number > n_shards:
                 raise ConfigError(f"{name} must be at most n_shards={n_shards}, got {number}")
-        most = math.ceil(self.config.n_built / n_shards)
+        most = math.ceil(n_built / n_shards)
         largest = int(max(node.get("CPU", 0) for node in nodes))
         fitting = (n for n in range(min(most, largest), 0, -1) if self._n_places(nodes, n) >= n_shards)
         self._workers_per_shard = min(most, wanted or next(fitting, 1))
         needs, n_places = self._needs(self._workers_per_shard), self._n_places(nodes, self._workers_per_shard)
-        if n_places < (self._min_shards or n_shards):
+        if n_places < (options.min_shards or n_shards):
             has = [{name: node.get(name, 0) for name in needs} for node in nodes]
             raise ConfigError(
                 f"the cluster has room for {n_places} of {n_shards} shards. Each needs {needs} on one node, and the "
                 f"nodes have {brief(has)}: add nodes, or use fewer shards or workers"
             )
         self._affinity, self._env_range = affinity, env_range
-        first, first_eval, unit = env_range.first_env_rank, env_range.first_eval_env_rank, self.config.rows_per_env
-        columns = zip(split(self.batch_B, n_shards, unit), split(self.config.eval_n_envs, n_shards, unit), strict=True)
-        return tuple(
-            ShardPlan(
-                worker_rank=i,
-                columns=own,
-                env_ranks=range(first + own.start, first + own.stop),
-                eval_columns=evals,
-                eval_env_ranks=range(first_eval + evals.start, first_eval + evals.stop),
-            )
-            for i, (own, evals) in enumerate(columns)
-        )
+        unit, n_evals = self.config.rows_per_env, self.config.eval_n_envs
+        plans = make_plans(self.batch_B, n_evals, [()] * n_shards, env_range, unit=unit)
+        n_workers = [min(self._workers_per_shard, len(plan.columns) // unit) for plan in plans]
+        return tuple(ShardPlan(**vars(plan), n_workers=n) for plan, n in zip(plans, n_workers, strict=True))
 
     def _needs(self, n_workers: int) -> dict[str, float]:
         """What a shard with `n_workers` needs of Ray."""
@@ -222,38 +218,31 @@ class RaySampler(Sampler):
             sampler_options=self._sampler_options,
             config=config,
             agent=program.agents[0],
-            env_range=self._env_range,
             plans=tuple(plan for plan in self._plans if isinstance(plan, ShardPlan)),
-            n_workers=self._workers_per_shard,
+            n_cpus=self._workers_per_shard,
             affinity=self._affinity,
             setup={
                 "seed": program.seed,
                 "bootstrap_value": "bootstrap_value" in allocation.memory.slots[0],
                 "traj_info_kwargs": program.traj_info_kwargs,
+                "n_envs": self._env_range.n_envs,
+                "n_eval_envs": self._env_range.n_eval_envs,
             },
             seat_width=0 if program.seating is None else program.seating.width,
         )
-        options = ShardOptions(
-            is_restarted=self._is_restarted,
-            min_ready=self._min_ready,
-            min_shards=self._min_shards,
-            unavailable_timeout=self._unavailable_timeout,
-            start_timeout=config.start_timeout,
-            max_restarts=config.max_restarts,
-            restart_window=config.restart_window,
-            eval_max_trajectories=config.eval_max_trajectories,
-        )
-        needs = self._needs(self._workers_per_shard)
-        together = self._min_shards is None
-        placement = Placement(len(self._plans), needs, ray.put(_pickled(spec)), together=together)
-        return ShardPool(spec.plans, placement, allocation.memory, options, resources)
+        try:
+            pickled = bytes(cloudpickle.dumps(spec))
+        except Exception as error:  # pickling runs the user's code, which may raise anything
+            raise unpicklable({"agent": spec.agent, **vars(config)}, error) from error
+        needs, options = self._needs(self._workers_per_shard), self._shard_options
+        return ShardPool(spec.plans, needs, pickled, config, allocation.memory, options, resources)
 
     @property
     def _n_seats(self) -> int | None:
         return None if self._seating is None else self._seating.n_seats(0)
 
     def _take_traj_infos(self, pool: Any, slot: int = 0, opening: int | None = None) -> list[TrajInfo]:
-        return self._as_infos(pool.take_trajectories(), evaluation=slot == EVALUATION)
+        return self._as_infos(pool.take_messages(), evaluation=slot == EVALUATION)
 
     # ---- streaming -------------------------------------------------------------------------
 
@@ -319,14 +308,7 @@ class RaySampler(Sampler):
     @property
     def n_workers(self) -> int:
         """The number of workers of all shards; 0 before `initialize`."""
-        return sum(min(self._workers_per_shard, len(plan.columns)) for plan in self._plans)
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """The process ids of the workers on their nodes, by shard, as they were started. Empty before `initialize`
-        and when the sampler is closed or broken."""
-        shards = [] if self._pool is None or self._pool.is_closed else self._shard_pool("worker_pids").shards
-        return [pid for shard in shards if shard.started for pid in shard.started.worker_pids]
+        return sum(plan.n_workers for plan in self._plans if isinstance(plan, ShardPlan))
 
     def _shard_pool(self, call: str) -> ShardPool:
         pool = self._require_pool(call)
@@ -337,12 +319,9 @@ class RaySampler(Sampler):
         """Where the workers' time went since `initialize`, and what happened to each shard."""
         pool = self._shard_pool("stats")
         workers: list[WorkerStats] = []
-        for shard, found in zip(pool.shards, answers_of(pool.shards, "stats", _ANSWER_SECONDS), strict=True):
+        for shard, found in zip(pool.shards, pool.ask(pool.shards, _ANSWER_SECONDS, "ask", "stats"), strict=True):
             shard.figures = shard.figures if found is None else found.workers
-            unit = self.config.rows_per_env
-            n_workers = min(self._workers_per_shard, len(shard.plan.columns) // unit)
-            own = shard.totals() or no_figures(shard.plan, n_workers, unit)
-            workers += [replace(worker, worker_rank=len(workers) + i) for i, worker in enumerate(own)]
+            workers += [replace(worker, worker_rank=len(workers) + i) for i, worker in enumerate(shard.totals())]
         shards = tuple(
             ShardStats(
                 shard=(rank := shard.plan.worker_rank),
@@ -358,13 +337,14 @@ class RaySampler(Sampler):
             for shard in pool.shards
         )
         nbytes, difference = self._memory.nbytes, self._inference_difference
-        return RayStats(tuple(workers), nbytes, difference, shards=shards, parameter_puts=pool.parameters.n_puts)
+        return RayStats(tuple(workers), nbytes, difference, shards=shards, parameter_puts=pool.n_puts)
 
     def timeline(self) -> npt.NDArray[np.float64]:
         """Times of the last batch, as for one sampler, of the workers of all shards that answer. Each node has its own
         clock."""
         pool = self._shard_pool("timeline")
-        found = [part for part in answers_of(pool.shards, "timeline", _ANSWER_SECONDS) if part is not None]
+        answers = pool.ask(pool.shards, _ANSWER_SECONDS, "ask", "timeline")
+        found = [part for part in answers if part is not None]
         return np.concatenate(found) if found else np.zeros((0, 2 * self.batch_T + 1))
 
     def __repr__(self) -> str:
@@ -374,29 +354,3 @@ class RaySampler(Sampler):
             return f"<{heading}>"
         lines = [f"<{heading}, seed={self.seed}, {len(shards)} shards"]
         return "\n".join([*lines, *(f"  {shard}" for shard in shards[:16])]) + ">"
-
-
-def _checked_min_ready(value: Any) -> int | float:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    is_count = isinstance(value, int | np.integer)
-    if not is_number or not (int(value) >= 1 if is_count else 0 < value <= 1):
-        raise ConfigError(
-            f"min_ready must be a share of the shards (0 < share <= 1.0) or a number of shards, got {value!r}"
-        )
-    return int(value) if is_count else float(value)
-
-
-def _pickled(spec: ShardSpec) -> bytes:
-    """The spec for Ray. Raises `ConfigError` naming the argument that cannot be pickled."""
-    try:
-        return bytes(cloudpickle.dumps(spec))
-    except Exception as error:  # pickling runs the user's code, which may raise anything
-        parts = {field.name: getattr(spec.config, field.name) for field in fields(spec.config)}
-        for name, part in {"agent": spec.agent, **parts}.items():
-            try:
-                cloudpickle.dumps(part)
-            except Exception as cause:
-                raise ConfigError(
-                    f"{name} cannot be pickled for the shards: {cause}. Create such objects inside the function"
-                ) from cause
-        raise ConfigError(f"the arguments cannot be pickled for the shards: {error}") from error

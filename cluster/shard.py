@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
 import threading
 import warnings
 from collections.abc import Mapping
@@ -23,10 +24,9 @@ from penstock.samplers.allocation import eval_fn, eval_kwargs
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.results import Trajectories
 from penstock.samplers.sampler import Sampler
-from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env, eval_max_T
+from penstock.samplers.sampler_plan import SamplerPlan, episodes_per_env, eval_max_T
 from penstock.samplers.serial import SerialSampler
-from penstock.samplers.stats import SamplerStats
-from penstock.workers.affinity import limit_threads
+from penstock.workers.affinity import limit_threads, usable_cpus
 from penstock.workers.control import Command
 from penstock.workers.plan import Affinity
 
@@ -37,8 +37,11 @@ _GENERATION_BITS = 16  # the lowest bits of a generation count the replaced work
 Parameters = tuple[int, dict[str, npt.NDArray[Any]]]
 
 
+@dataclass(frozen=True, kw_only=True)
 class ShardPlan(SamplerPlan):
     """Which columns and environments a shard holds."""
+
+    n_workers: int
 
     @property
     def name(self) -> str:
@@ -56,9 +59,8 @@ class ShardSpec:
     sampler_options: Mapping[str, Any]  #: arguments that only this class has
     config: SamplerConfig  #: of all shards together
     agent: Agent  #: a copy that acts
-    env_range: EnvRange  #: of all shards together
     plans: tuple[ShardPlan, ...]
-    n_workers: int
+    n_cpus: int  #: that a shard takes
     affinity: Affinity
     setup: Mapping[str, Any]  #: further arguments of `initialize`
     seat_width: int = 0  #: see `Seating.width`
@@ -67,8 +69,7 @@ class ShardSpec:
         """The arguments of the sampler of one shard."""
         config, n_evals = self.config, len(plan.eval_columns)
         own = {field.name: getattr(config, field.name) for field in fields(config)}
-        n_built = len(plan.columns) // config.rows_per_env
-        own |= {"batch_B": len(plan.columns), "n_workers": min(self.n_workers, n_built), "n_slots": 1}
+        own |= {"batch_B": len(plan.columns), "n_workers": plan.n_workers, "n_slots": 1}
         own |= {"env_fn": _part(config.env_fn, plan.columns), "env_kwargs": _part(config.env_kwargs, plan.columns)}
         own |= {"eval_n_envs": n_evals, "eval_env_fn": None, "eval_env_kwargs": None, "eval_episodes": None}
         if n_evals:
@@ -89,16 +90,6 @@ def _part(value: Any, columns: range) -> Any:
     """The part of these columns, if `value` is a list with an entry for each."""
     is_list = not (value is None or isinstance(value, str | Mapping) or callable(value))
     return value[columns.start : columns.stop] if is_list else value
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a shard is to do next. Orders are numbered from 0, and run in this order."""
-
-    number: int
-    command: Command
-    message: bytes | None = None  #: the `EnvCall`, if the command has a message
-    n_done: int = 0  #: the driver has the replies to all orders below this number
 
 
 class Failure(NamedTuple):
@@ -140,7 +131,6 @@ class Started:
 class Reply:
     """What a shard has done for an order."""
 
-    number: int
     arrays: dict[str, npt.NDArray[Any]]  #: its columns of the samples buffer, by path; empty except for batches
     found: Trajectories  #: finished trajectories, or the results of a call
     version: int  #: of the parameters that acted
@@ -155,46 +145,48 @@ class ShardHost:
 
     def __init__(self, index: int, generation: int, spec: bytes) -> None:
         self._index, self._generation = index, generation
-        self._condition = threading.Condition()
-        self._orders: dict[int, Order] = {}
-        self._replies: dict[int, Future[Reply | Failure]] = {}
+        self._lock = threading.Lock()
+        self._early: dict[int, tuple[Command, bytes | None]] = {}  # orders before which another one is missing
+        self._orders: queue.SimpleQueue[tuple[int, Command, bytes | None] | None] = queue.SimpleQueue()
+        self._next_number = 1
+        self._replies: dict[int, Future[Started | Reply | Failure]] = {0: Future()}  # number 0 is the start
+        self._n_known = 0  # the driver has the replies to all orders below this number
         self._spare: list[dict[str, npt.NDArray[Any]]] = []  # arrays to use again: the driver has their replies
-        self._next_number = 0
         self._parameters: Parameters | None = None
-        self._is_closing = self._is_evaluating = False
+        self._is_evaluating = False
         self._sampler: Any = None
-        self._started: Future[Started | Failure] = Future()
         self._thread = threading.Thread(target=self._work, args=(spec,), name="penstock-shard", daemon=True)
         self._thread.start()
 
     # ---- calls of the driver ---------------------------------------------------------------
 
-    def start(self) -> Started | Failure:
-        """Wait until the sampler is ready."""
-        return self._started.result()
-
-    def run(self, order: Order, parameters: Parameters | None) -> Reply | Failure:
-        """Run `order` after those before it, with these parameters or newer ones. The same order may be given again,
-        if the driver does not know whether it has arrived: then this returns the same reply."""
+    def run(
+        self, number: int, n_known: int, command: Command, message: bytes | None, parameters: Parameters | None
+    ) -> Started | Reply | Failure | None:
+        """Run order `number` after those before it, with these parameters or newer ones. Order 0 is the start. The
+        driver has the replies to all orders below `n_known`. If it does not know whether an order has arrived, it gives
+        this order again, and gets the same reply."""
         if parameters is not None:
             self.take_parameters(parameters)
-        with self._condition:
-            if order.number not in self._replies:
-                self._replies[order.number] = Future()
-                self._orders[order.number] = order
-                self._condition.notify_all()
-            reply = self._replies[order.number]
-            for number in [number for number in self._replies if number < order.n_done]:
-                earlier = self._replies.pop(number)
-                # An order that came again, after the driver had its reply, never gets another one.
-                if earlier.done() and isinstance(found := earlier.result(), Reply) and found.arrays:
-                    self._spare.append(found.arrays)
+        with self._lock:
+            self._n_known = max(self._n_known, n_known)
+            if number < self._n_known:
+                return None  # it came again, and has been overtaken
+            for known in [known for known in self._replies if known < self._n_known]:
+                if isinstance(reply := self._replies.pop(known).result(), Reply) and reply.arrays:
+                    self._spare.append(reply.arrays)
+            if number not in self._replies:
+                self._replies[number], self._early[number] = Future(), (command, message)
+            while self._next_number in self._early:  # Ray's threads may change the order
+                self._orders.put((self._next_number, *self._early.pop(self._next_number)))
+                self._next_number += 1
             del self._spare[len(self._replies) :]  # one for each order that the driver waits for
-        return reply.result()
+            future = self._replies[number]
+        return future.result()
 
     def take_parameters(self, parameters: Parameters) -> None:
         """From the next order on, act with these parameters, unless there are newer ones."""
-        with self._condition:
+        with self._lock:
             if self._parameters is None or parameters[0] > self._parameters[0]:
                 self._parameters = parameters
 
@@ -208,40 +200,28 @@ class ShardHost:
         if self._is_evaluating:
             self._sampler._memory.control.stop_eval = True
 
-    def stats(self) -> SamplerStats | None:
-        """The statistics of the sampler; None before it is ready."""
-        return None if self._sampler is None else self._sampler.stats()
-
-    def timeline(self) -> npt.NDArray[np.float64] | None:
-        """The times of the sampler's last batch; None before it is ready."""
-        return None if self._sampler is None else self._sampler.timeline()
+    def ask(self, method: str) -> Any:
+        """What this method of the sampler returns."""
+        return getattr(self._sampler, method)()
 
     def close(self) -> None:
         """Close the sampler. Running orders get errors as their replies."""
-        with self._condition:
-            self._is_closing = True
-            self._condition.notify_all()
+        self._orders.put(None)
+        if self._sampler is not None:  # an order that runs ends only when another thread closes the sampler
+            self._sampler.shutdown()
         self._thread.join(_CLOSE_SECONDS)
 
     # ---- the thread ------------------------------------------------------------------------
 
     def _work(self, spec: bytes) -> None:
-        closer = threading.Thread(target=self._close_when_told, name="penstock-shard-close", daemon=True)
         try:
-            made = self._make(pickle.loads(spec))
-            closer.start()
-            self._started.set_result(made)
+            self._replies[0].set_result(self._make(pickle.loads(spec)))
         except BaseException as error:
-            self._started.set_result(Failure.of(error))
+            self._replies[0].set_result(Failure.of(error))
             return
-        while (order := self._take_order()) is not None:
-            self._replies[order.number].set_result(self._execute(order))
-        self._sampler.shutdown()
-
-    def _close_when_told(self) -> None:
-        """A command that runs ends only when another thread closes the sampler."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._is_closing)
+        while (item := self._orders.get()) is not None:
+            number, command, message = item
+            self._replies[number].set_result(self._execute(command, message))
         self._sampler.shutdown()
 
     def _make(self, spec: ShardSpec) -> Started:
@@ -249,53 +229,42 @@ class ShardHost:
 
         self._spec, self._plan = spec, spec.plans[self._index]
         # A SerialSampler steps in this process. Another sampler acts here while its workers wait: their CPUs are free.
-        limit_threads(1 if issubclass(spec.sampler_cls, SerialSampler) else spec.n_workers)
+        limit_threads(1 if issubclass(spec.sampler_cls, SerialSampler) else spec.n_cpus)
         options, plan = spec.options(self._plan), self._plan
         sampler = spec.sampler_cls(options.pop("env_fn"), **options)
         sampler._generation = self._generation << _GENERATION_BITS
         sampler._seat_width = spec.seat_width
         sampler._makes_infos = False  # the driver makes them, in the order of all shards
-        context = ray.get_runtime_context()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the driver has given the same warnings
             sampler.initialize(
                 spec.agent,
                 first_env_rank=plan.env_ranks.start,
-                n_envs=spec.env_range.n_envs,
                 first_eval_env_rank=plan.eval_env_ranks.start,
-                n_eval_envs=spec.env_range.n_eval_envs,
-                affinity=_own_affinity(ray, spec),
+                affinity=_own_affinity(spec),
                 **spec.setup,
             )
         self._sampler = sampler
-        node = f"{ray.util.get_node_ip_address()} {context.get_node_id()[:8]}"
+        node = f"{ray.util.get_node_ip_address()} {ray.get_runtime_context().get_node_id()[:8]}"
         return Started(node, os.getpid(), tuple(sampler.worker_pids))
 
-    def _take_order(self) -> Order | None:
-        with self._condition:
-            self._condition.wait_for(lambda: self._is_closing or self._next_number in self._orders)
-            if self._is_closing:
-                return None
-            self._next_number += 1
-            return self._orders.pop(self._next_number - 1)
-
-    def _execute(self, order: Order) -> Reply | Failure:
-        sampler, command, arrays = self._sampler, order.command, {}
+    def _execute(self, command: Command, message: bytes | None) -> Reply | Failure:
+        sampler, arrays = self._sampler, {}
         found: Any = []
-        with self._condition:
+        with self._lock:
             parameters, self._parameters = self._parameters, None
         try:
             shared = sampler._memory.parameters[0]
             if parameters is not None and parameters[0] > shared.version:
                 shared.publish(parameters[1], parameters[0])
             if command.has_message:
-                found = self._call(pickle.loads(order.message or b""))
+                found = self._call(pickle.loads(message or b""))
             elif command.do_eval:
                 found = self._evaluate(command.itr)
             else:
                 _, found = sampler.obtain_samples(command.itr)
                 arrays = self._copy_batch()
-            return Reply(order.number, arrays, [_portable(item) for item in found], shared.version)
+            return Reply(arrays, [_portable(item) for item in found], shared.version)
         except BaseException as error:
             return Failure.of(error)
 
@@ -316,7 +285,7 @@ class ShardHost:
         than to copy."""
         sampler = self._sampler
         slot = sampler._memory.slots[(sampler._batch - 1) % sampler._batches.n_slots]
-        with self._condition:
+        with self._lock:
             arrays = self._spare.pop() if self._spare else {}
         for path, array in slot.leaves():
             if path in arrays:
@@ -333,13 +302,11 @@ class ShardHost:
         return found
 
 
-def _own_affinity(ray: Any, spec: ShardSpec) -> Affinity:
-    """Pin workers only if the shard has the whole node, or if the user has chosen the CPUs. Otherwise other shards on
-    this node would be pinned to the same CPUs."""
-    node_id = ray.get_runtime_context().get_node_id()
-    n_cpus = next((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == node_id), 0)
-    has_whole_node = spec.affinity.cpus is not None or spec.n_workers >= n_cpus
-    return spec.affinity if has_whole_node else replace(spec.affinity, pin=False)
+def _own_affinity(spec: ShardSpec) -> Affinity:
+    """Pin workers only if the shard has all CPUs of this machine, or if the user has chosen the CPUs. Otherwise other
+    shards here would be pinned to the same CPUs."""
+    has_all = spec.affinity.cpus is not None or spec.n_cpus >= len(usable_cpus())
+    return spec.affinity if has_all else replace(spec.affinity, pin=False)
 
 
 def _portable(item: object) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from penstock.buffers import NamedArrays, Samples
 from penstock.buffers.samples import public_view
-from penstock.cluster.handles import Shard
-from penstock.cluster.ray_pool import ShardPool
+from penstock.cluster.ray_pool import Shard, ShardPool
 from penstock.cluster.shard import Reply, Started
 from penstock.collectors import TrajInfo
 from penstock.workers.control import Command
@@ -37,11 +36,10 @@ class Stream:
 
     def __init__(self, pool: ShardPool, max_in_flight: int, max_staleness: int | None, itr: int) -> None:
         self._pool, self._max_in_flight, self._max_staleness, self._itr = pool, max_in_flight, max_staleness, itr
-        self._number = pool.begin_stream()
+        self._number = pool.begin(Command())
         self._given: Counter[Shard] = Counter()  # orders of this stream
         self._taken: Counter[Shard] = Counter()  # pieces that were returned or dropped
         self._come: deque[tuple[Shard, Reply]] = deque()
-        self._early: defaultdict[Shard, list[Reply]] = defaultdict(list)  # replies before which another is missing
         for shard in pool.shards:
             self._fill(shard)
 
@@ -67,31 +65,20 @@ class Stream:
             shard.stale += 1
 
     def _receive(self) -> None:
-        for pending, answer in self._pool.answers("stream"):
-            shard = pending.shard
-            if isinstance(answer, Started):  # it was built again: give it the orders of the lost actor
-                shard.late += len(self._early.pop(shard, ()))  # the order before them was lost: they run again
-                n_waiting = sum(other is shard for other, _ in self._come)
-                self._given[shard] = self._taken[shard] + n_waiting
+        for shard, order, reply in self._pool.replies("stream"):
+            if isinstance(reply, Started):  # it was built again: give it the orders of the lost actor
+                self._given[shard] = self._taken[shard] + sum(other is shard for other, _ in self._come)
                 self._fill(shard)
-            elif pending.batch == self._number:
-                self._early[shard].append(answer)
+            elif order.batch == self._number:
+                self._come.append((shard, reply))
             else:
                 shard.late += 1
-            # Several threads of a shard send its replies, so one may overtake another.
-            early = self._early[shard]
-            early.sort(key=lambda reply: reply.number)
-            while early and all(early[0].number < number for number in shard.waiting):
-                self._come.append((shard, early.pop(0)))
 
     def end(self) -> None:
         """Pieces that have come and were not taken count as late. The pool counts later ones."""
         for shard, _ in self._come:
             shard.late += 1
-        for shard, replies in self._early.items():
-            shard.late += len(replies)
         self._come.clear()
-        self._early.clear()
 
 
 def as_samples(template: NamedArrays, reply: Reply, batch_T: int, n_seats: int | None) -> Samples:

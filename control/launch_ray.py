@@ -1,4 +1,5 @@
-"""Workers in Ray actors, which Ray places and watches. Messages between them go over sockets, as without Ray."""
+"""Workers in Ray actors, which Ray places and watches. Messages between them go over sockets, as without Ray; but large
+ones, such as pieces of images, go through Ray's object store."""
 
 from __future__ import annotations
 
@@ -6,21 +7,72 @@ import contextlib
 import os
 import signal
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from typing import Any
 
 import cloudpickle
+import numpy as np
 import psutil
 import ray
 from ray import exceptions as ray_errors
 
 from penstock.cluster.placement import actor_options
 from penstock.control.keys import Connection
-from penstock.control.wire import Wire
+from penstock.control.wire import Header, Wire
+from penstock.control.wire_zmq import ZmqTransport
 from penstock.control.worker import Worker
 
 _START_SECONDS = 120.0
+_LARGE = 4 * 2**20  # bytes of a message from which on the object store takes less CPU time than sockets
+_NAMESPACE = "penstock"  # of the names of the actors
+
+_own_name = ""  # of the actor that this process is
+_transports: dict[str, RayTransport] = {}  # of this process, by address
+
+
+class RayTransport(ZmqTransport):
+    """Sockets, and calls of actors for what is large: Ray puts it into its object store, from which the receiver reads
+    it without a copy. An address ends with the name of the actor there, if it is one."""
+
+    def __init__(self, connection: Connection, host: str, port: int) -> None:
+        super().__init__(connection, host, port)
+        self.address += f"#{_own_name}"
+        self._actors: dict[str, Any] = {}  # by name
+
+    def start(self, wire: Wire) -> None:
+        _transports[self.address] = self
+        super().start(wire)
+
+    def send(self, route: Any, header: Header, packed: Any) -> None:
+        name = route.partition("#")[2] if isinstance(route, str) else ""
+        if not name or sum(map(len, packed or ())) < _LARGE:
+            return super().send(route, header, packed)
+        try:
+            if name not in self._actors:
+                self._actors[name] = ray.get_actor(name, _NAMESPACE)
+            frames = [np.frombuffer(frame, np.uint8) for frame in packed]
+            self._actors[name].bring.remote(header, route, self.address, frames)
+        except (ValueError, ray_errors.RayError):  # it has ended
+            self._wire.count("unsent")
+
+    def bring(self, header: Header, route: str, frames: list[Any]) -> None:
+        """A large packet has come from the wire at the address `route`."""
+        self._wire.count("large")
+        self._wire.deliver(header, [memoryview(frame) for frame in frames], route)
+
+    def disconnect(self, address: str) -> None:
+        address, _, name = address.partition("#")
+        self._actors.pop(name, None)
+        super().disconnect(address)
+
+    def close(self) -> None:
+        _transports.pop(self.address, None)
+        super().close()
+
+    def _route_to(self, address: str) -> bytes:
+        return super()._route_to(address.partition("#")[0])
 
 
 class RayConnection(Connection):
@@ -29,22 +81,30 @@ class RayConnection(Connection):
 
     def wire(self, port: int = 0) -> Wire:
         """A new wire."""
-        return Connection.wire(replace(self, host=ray.util.get_node_ip_address()), port)
+        return Wire(RayTransport(self, ray.util.get_node_ip_address(), port))
 
 
 class ActorProcess:
     """What runs in the process of an actor. Its methods compute nothing: a worker has a separate thread.
 
     Args:
+        name: of this actor.
         owner: node, process id and start time of the process that has made it.
     """
 
-    def __init__(self, owner: tuple[str, int, float]) -> None:
+    def __init__(self, name: str, owner: tuple[str, int, float]) -> None:
+        global _own_name  # noqa: PLW0603 - a property of the process
+        _own_name = name
         threading.Thread(target=_end_with, args=owner, name="watchdog", daemon=True).start()
 
     def pid(self) -> int:
         """The process id."""
         return os.getpid()
+
+    def bring(self, header: Header, address: str, route: str, frames: list[Any]) -> None:
+        """A large packet has come for the wire at `address`, from the wire at `route`."""
+        if (transport := _transports.get(address)) is not None:
+            transport.bring(header, route, frames)
 
     def run(self, code: bytes) -> str:
         """Run a worker until it ends. Returns its status."""
@@ -79,9 +139,10 @@ class LaunchedActor:
     def __init__(
         self, make: Callable[[], Worker], connection: Connection, name: str, resources: Mapping[str, float]
     ) -> None:
-        options = {**actor_options(resources), "max_concurrency": 4}
+        own_name = f"worker-{uuid.uuid4().hex}"
+        options = {**actor_options(resources), "max_concurrency": 4, "name": own_name, "namespace": _NAMESPACE}
         owner = _node(), os.getpid(), psutil.Process().create_time()
-        self._actor = ray.remote(ActorProcess).options(**options).remote(owner)
+        self._actor = ray.remote(ActorProcess).options(**options).remote(own_name, owner)
         self._ended: Future[str] = self._actor.run.remote(cloudpickle.dumps((make, connection, name))).future()
 
     @property

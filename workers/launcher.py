@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import cloudpickle
@@ -48,7 +48,8 @@ def post_programs(
     try:
         parts = [bytes(cloudpickle.dumps(part)) for part in (*distinct.values(), *worker_data)]
     except Exception as error:  # pickling runs the user's code, which may raise anything
-        raise _unpicklable(tuple(distinct.values()), worker_data, error) from error
+        named = {name: part for program in distinct.values() for name, part in program.pickled_parts().items()}
+        raise unpicklable({**named, programs[0].data_name: worker_data}, error) from error
     mailbox = Mailbox()
     places = mailbox.post_parts(parts)
     place_of = dict(zip(distinct, places, strict=False))  # the data of the workers follow
@@ -56,10 +57,9 @@ def post_programs(
     return mailbox, [(place_of[id(program)], own) for program, own in own_places]
 
 
-def _unpicklable(programs: Sequence[WorkerProgram], worker_data: Sequence[Any], error: Exception) -> ConfigError:
-    """The error that names the argument which cannot be pickled."""
-    named = {name: part for program in programs for name, part in program.pickled_parts().items()}
-    for name, part in {**named, programs[0].data_name: worker_data}.items():
+def unpicklable(parts: Mapping[str, Any], error: Exception) -> ConfigError:
+    """The error that names the first of these arguments that cannot be pickled."""
+    for name, part in parts.items():
         try:
             cloudpickle.dumps(part)
         except Exception as cause:

@@ -42,3 +42,7 @@ def test_cluster(tmp_path: Path) -> None:
     shares = {int(n): row for n, row in results["model"]["share"].items()}
     assert sorted(shares) == [10, 100, 300, 1000]
     assert shares[1000]["0.95"] > shares[1000]["1.0"]
+    found = results["model"]["bytes"]
+    assert found["images"]["1000"] < 0.2 < 0.6 < found["CartPole"]["1000"], "the bytes are the limit of one driver"
+    assert found["images"]["10"] > 0.7
+    assert 10 < found["learners"]["1000"] < 100, "of the plan that keeps 0.7 of the ideal rate"

@@ -23,7 +23,7 @@ from penstock import CategoricalPgAgent, ConfigError, RandomAgent
 from penstock.control import Actors, Batch, Experiment, Policies, RunState, Training
 
 from ..scale import scaled
-from .support import wait_until
+from .support import need, wait_until
 from .test_experiment import SAMPLER, small_model
 
 # A machine that joins has the code of the experiment as a file.
@@ -238,7 +238,11 @@ class ValueTrainer:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_trainers_have_equal_parameters_and_are_restarted_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wire", ["zmq", pytest.param("ray", marks=pytest.mark.ray)])
+def test_two_trainers_have_equal_parameters_and_are_restarted_together(
+    wire: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    need(wire, request)
     experiment = Experiment(
         "two",
         partial(CategoricalPgAgent, small_model),
@@ -254,7 +258,7 @@ def test_two_trainers_have_equal_parameters_and_are_restarted_together(tmp_path:
             np.testing.assert_array_equal(one, other)
         assert not np.array_equal(one, np.load(tmp_path / f"{first} 0.npy"))
 
-    with experiment.run(wire="zmq") as run:
+    with experiment.run(wire=wire) as run:
         version = run.wait(lambda s: s.version >= 6, timeout=120).version
         assert version >= 6
         check(1, 5)

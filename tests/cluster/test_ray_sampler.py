@@ -103,7 +103,8 @@ def test_the_same_seed_gives_the_same_batches_for_any_number_of_shards(
     options: dict[str, Any] = {"batch_B": batch_B, "traj_info_cls": traj_info_cls, "eval_n_envs": 2, "eval_episodes": 5}
     reference = run(SerialSampler, CARTPOLE, RandomAgent, **options)
     assert any(batch.env.done.any() for batch in reference[0])
-    assert_same(reference, run(RaySampler, CARTPOLE, RandomAgent, n_shards=n_shards, **options))
+    cls = SerialSampler if n_shards == 3 else ParallelSampler  # which starts fewer processes
+    assert_same(reference, run(RaySampler, CARTPOLE, RandomAgent, n_shards=n_shards, sampler_cls=cls, **options))
 
 
 class Cost(ResetCollector):
@@ -139,13 +140,17 @@ class Pictures(gym.Env[Any, Any]):
 
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "pictures, env_info": (Pictures, RandomAgent, {"env_info": {"count": 0}, "batch_B": 5}),
+    "pictures, env_info": (
+        Pictures,
+        RandomAgent,
+        {"env_info": {"count": 0}, "batch_B": 5, "sampler_cls": SerialSampler},
+    ),
     "nested, wait-reset": (
         NestedEnv,
         RandomAgent,
         {"collector_cls": WaitResetCollector, "sampler_cls": SerialSampler},
     ),
-    "own fields": (CARTPOLE, RandomAgent, {"collector_cls": Cost}),
+    "own fields": (CARTPOLE, RandomAgent, {"collector_cls": Cost, "sampler_cls": SerialSampler}),
     "own fields, central": (CARTPOLE, RandomAgent, {"collector_cls": Cost, "sampler_cls": GpuSampler}),
     "batched": (vector_env, RandomAgent, {"collector_cls": VectorEnvCollector}),
     "central": (CARTPOLE, model_agent, {"sampler_cls": GpuSampler}),
@@ -369,9 +374,18 @@ def test_a_slow_shard_is_left_out() -> None:
         ({"n_shards": 4}, "n_shards must be at most 3"),
         ({"n_shards": 0}, "n_shards must be an integer of at least 1"),
         ({"on_node_failure": "ignore"}, "on_node_failure must be one of raise, restart"),
-        ({"min_ready": 0.0}, "min_ready must be a share of the shards"),
-        ({"min_ready": 1.5}, "min_ready must be a share of the shards"),
-        ({"min_ready": True}, "min_ready must be a share of the shards"),
+        (
+            {"min_ready": 0.0},
+            "min_ready, if it is not a share .* an integer of at least 1, got 0.0",
+        ),
+        (
+            {"min_ready": 1.5},
+            "min_ready, if it is not a share .* an integer of at least 1, got 1.5",
+        ),
+        (
+            {"min_ready": True},
+            "min_ready, if it is not a share .* an integer of at least 1, got True",
+        ),
         ({"min_shards": 1}, 'min_shards needs on_node_failure="restart"'),
         ({"sampler_cls": RaySampler}, "A shard cannot be a RaySampler: for groups of nodes, give each learner its own"),
         ({"sampler_cls": int}, "sampler_cls must be a synchronous sampler class"),
@@ -397,7 +411,7 @@ def test_what_does_not_fit_the_cluster_is_refused() -> None:
         sampler.initialize(RandomAgent())
     with (
         RaySampler(lambda: CARTPOLE() if lock else None, batch_T=2, batch_B=3, n_shards=2) as sampler,
-        pytest.raises(ConfigError, match="env_fn cannot be pickled for the shards"),
+        pytest.raises(ConfigError, match="env_fn cannot be pickled for the workers"),
     ):
         sampler.initialize(RandomAgent())
 

@@ -13,6 +13,7 @@ from penstock.cluster import RaySampler
 from penstock.envs import ScriptedGame
 from tests.turns_support import TurnGame, Valuing
 
+from ..scale import scaled
 from .ray_support import assert_same, run
 
 pytestmark = [
@@ -26,11 +27,11 @@ pytestmark = [
 GAMES: dict[str, Any] = {"env_kwargs": [{"k": k} for k in (3, 4, 2, 3, 1, 5, 3)], "global_state": True}
 
 
-@pytest.mark.parametrize("n_shards", [1, 3])
+@pytest.mark.parametrize("n_shards", scaled([1, 3], [3]))
 def test_seats_of_shards_are_those_of_one_machine(n_shards: int) -> None:
     options = {**GAMES, "eval_n_envs": 4, "eval_episodes": 6}
     wanted = run(SerialSampler, ScriptedGame, RandomAgent, **options)
-    found = run(RaySampler, ScriptedGame, RandomAgent, n_shards=n_shards, **options)
+    found = run(RaySampler, ScriptedGame, RandomAgent, n_shards=n_shards, sampler_cls=SerialSampler, **options)
     assert_same(found, wanted)
     assert any(info["agent_id"] == "a4" for own in found[1] for info in own if "agent_id" in info)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import penstock
 from penstock import RandomAgent, SerialSampler
 from penstock.cluster.shard import ShardHost
 
@@ -18,3 +22,10 @@ def test_trajectories_of_a_batch_do_not_count_for_the_evaluation_after_it() -> N
         host.stop_evaluation()
         assert (host.n_finished(), sampler._memory.control.stop_eval) == (n_finished, True)
         assert n_finished > 0
+
+
+def test_no_private_module_of_ray_is_used() -> None:
+    """They change with each version of Ray."""
+    files = [file for room in ("cluster", "control") for file in Path(penstock.__file__).parent.glob(f"{room}/*.py")]
+    assert len(files) > 20
+    assert [file.name for file in files if re.search(r"\bray\._", file.read_text(encoding="utf-8"))] == []
