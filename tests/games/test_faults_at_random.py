@@ -51,7 +51,7 @@ def test_nothing_hangs_and_nothing_is_left(trial: int, tmp_path: Path) -> None:
     if draw.random() < 0.3:
         options["collector_cls"] = WaitResetCollector
     failing = [fault for _, fault in faults.values() if fault not in HARMLESS]
-    env_fn = partial(Played, str(tmp_path), faults, reply_timeout=2.0, stop_timeout=0.1, spares=draw.randrange(2))
+    env_fn = partial(Played, str(tmp_path), faults, reply_timeout=5.0, stop_timeout=0.1, spares=draw.randrange(2))
     raised: list[WorkerError] = []
     with sampler_of(cls, env_fn, **options) as sampler:
         sampler.initialize(RandomAgent(), seed=7)
