@@ -19,7 +19,7 @@ import numpy as np
 from penstock.agents.action_masks import ActionMask
 from penstock.agents.agent import AgentStep
 from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.buffers.native import put_row
+from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
 from penstock.collectors.action_checks import check_row, write_action
@@ -254,21 +254,23 @@ class _Part:
         self.observation, self.action, self.actions = observation[0], action[0], action
         self.prev_reward = np.zeros(m, np.float32)
         self.write_info = AgentInfoWriter(agent_info).write
-        # What is copied into the batch. The row of a single decision is copied to one cell, which is faster.
+        # What is copied into the batch. The row of a single decision is copied to one cell.
         at = (0, 0, ...) if m == 1 else 0
-        self.recorded = [leaf[at] for leaf in _leaves(observation, agent_info)]
-        self.given = [leaf[at] for leaf in _leaves(action)]
+        self.recorded, self.infos, self.given = (
+            [leaf[at] for leaf in _leaves(field)] for field in (observation, agent_info, action)
+        )
 
 
-def _leaves(*fields: Any) -> list[Any]:
-    return [leaf for field in fields for _, leaf in NamedArrays(field=field).leaves()]
+def _leaves(field: Any) -> list[Any]:
+    return [leaf for _, leaf in NamedArrays(field=field).leaves()]
 
 
 class TurnDesk(Desk):
     """Acts for the seats of one policy that are asked, and records their decisions."""
 
     envs: TurnColumns
-    _targets: tuple[list[Any], list[Any]]
+    _targets: tuple[list[Any], list[Any], list[Any]]
+    _actions: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -281,7 +283,7 @@ class TurnDesk(Desk):
         n = len(envs)
         # Of each column: its index as an array, and its previous action as a batch of one.
         self._alone = [(np.array([b]), self.prev_action[b : b + 1]) for b in range(n)]
-        self._prev_actions_of = _leaves(self.prev_action)
+        self._prev_actions = arrays_like(envs.action_space, self._prev_actions)
         self._ends_at = np.zeros((self.batch_T, len(envs)), np.int64)  # where a row ends an episode: after which ply
         self._random: list[list[float]] = [[] for _ in envs.env_ranks]  # the rewards of random steps
         self._is_in_batch = False
@@ -292,8 +294,9 @@ class TurnDesk(Desk):
         self._open_info = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.agent_info)
 
     def _writers(self, samples: BatchColumns) -> dict[str, Any]:
-        targets = _leaves(samples.observation, samples.agent_info), _leaves(samples.action)
-        return {**super()._writers(samples), "_targets": targets}
+        fields = samples.observation, samples.agent_info, samples.action
+        actions = arrays_like(self.envs.action_space, samples.action)
+        return {**super()._writers(samples), "_targets": tuple(map(_leaves, fields)), "_actions": actions}
 
     # ---- a batch ---------------------------------------------------------------------------
 
@@ -335,18 +338,34 @@ class TurnDesk(Desk):
             self._step_agent(part, columns, prev_action)
         except ColumnError as error:
             raise envs.with_env_rank(asked[error.column], error) from None
-        recorded, actions = self._targets
-        for target, source in zip(recorded, part.recorded, strict=True):
-            target[row, at] = source
-        row = row + 1
-        for target, kept, source in zip(actions, self._prev_actions_of, part.given, strict=True):
-            target[row, at] = kept[at] = source
-        for i, (column, own) in enumerate(zip(asked, envs.split_actions(part.action), strict=True)):
-            envs.actions[column], envs.stage[column] = own, OPEN  # type: ignore[index]
-            if self.on_step is not None:
-                self._acted_on[column] = snapshot(observations[i]), snapshot(own)
-                self._open_info[column] = self.samples.agent_info[envs.n[column], column]
+        self._record(part, observations, row, at)
         envs.asked = []
+
+    def _record(self, part: _Part, observations: Sequence[Any], row: Any, at: Any) -> None:
+        """Write the decisions into the batch, each into the next row of its column. `row` and `at` index these cells."""
+        envs, kept = self.envs, self._prev_actions
+        has_observations = has_actions = True
+        # Cell by cell, in C: that is faster than an index of several cells, as long as there are few.
+        for i, (column, own) in enumerate(zip(envs.asked, envs.split_actions(part.action), strict=True)):
+            t = envs.n[column]
+            has_observations = put_cell(self._observations, t, column, observations[i]) and has_observations
+            has_actions = put_cell(self._actions, t + 1, column, own) and has_actions
+            has_actions = put_cell(kept, 0, column, own) and has_actions
+            envs.actions[column], envs.stage[column] = own, OPEN  # type: ignore[index]
+        recorded, infos, actions = self._targets
+        for target, source in zip(infos, part.infos, strict=True):
+            target[row, at] = source
+        if not has_observations:
+            for target, source in zip(recorded, part.recorded, strict=True):
+                target[row, at] = source
+        if not has_actions:
+            self.prev_action[at] = part.action if len(envs.asked) > 1 else part.action[0]
+            for target, source in zip(actions, part.given, strict=True):
+                target[row + 1, at] = source
+        if self.on_step is not None:
+            for column, observation in zip(envs.asked, observations, strict=True):
+                self._acted_on[column] = snapshot(observation), snapshot(envs.actions[column])
+                self._open_info[column] = self.samples.agent_info[envs.n[column], column]
 
     def _step_agent(self, part: _Part, columns: Any, prev_action: Any) -> None:
         """What the agent returns for these columns is in `part` then."""
