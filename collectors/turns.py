@@ -342,7 +342,7 @@ class TurnDesk(Desk):
         envs.asked = []
 
     def _record(self, part: _Part, observations: Sequence[Any], row: Any, at: Any) -> None:
-        """Write the decisions into the batch, each into the next row of its column. `row` and `at` index these cells."""
+        """Write the decisions into the batch, each into the next row of its column: `row` and `at` are these cells."""
         envs, kept = self.envs, self._prev_actions
         has_observations = has_actions = True
         # Cell by cell, in C: that is faster than an index of several cells, as long as there are few.
