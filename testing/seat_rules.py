@@ -125,9 +125,9 @@ class GameSetup:
         games.reset(0, self.seed)
         for _ in range(self.n_steps):
             assert games.waits[0] is not None
-            own, _ = games.waits[0]
+            own = games.waits[0][0]  # type: ignore[assignment]
             self._act(own, rng)
-            own.actions, own.stage, own.held = list(own.actions), [OPEN], []  # type: ignore[attr-defined]
+            own.actions, own.stage, own.held = list(own.actions), [OPEN], []
             games.play(0)
 
     def _act(self, own: SeatColumns, rng: np.random.Generator) -> None:
