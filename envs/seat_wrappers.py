@@ -180,6 +180,8 @@ class Seats(_Wrapper):
                 f"{brief(seats)} and kind={brief(kind)}"
             )
         for name, n in seats.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"the kinds of Seats must be texts, got {name!r}")
             if not isinstance(n, int) or isinstance(n, bool) or n < 1:
                 raise ConfigError(f"the number of seats of kind {name!r} must be an integer of at least 1, got {n!r}")
         self.possible_agents = [f"{name}:{i}" for name, n in seats.items() for i in range(n)]
@@ -225,7 +227,7 @@ class Seats(_Wrapper):
             name = self._kind(agent)
         except Exception as error:
             raise ConfigError(f"kind raised {in_one_line(error)} for agent {agent!r}") from error
-        if name not in self._n:
+        if not isinstance(name, str) or name not in self._n:
             raise SpaceError(f"agent {agent!r} is of kind {name!r}, and only these kinds have seats: {list(self._n)}")
         return name
 

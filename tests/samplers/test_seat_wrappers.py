@@ -388,6 +388,8 @@ def test_the_rows_of_an_agent_are_in_one_seat() -> None:
         ({"kind": lambda agent: 1 / 0}, r"kind raised ZeroDivisionError.* for agent '(ant|bee)_0'"),
         ({"seats": {}}, "Seats needs a dict with the number of seats of each kind"),
         ({"kind": "ant"}, "and a function of an agent's id"),
+        ({"kind": lambda agent: [agent]}, r"is of kind \['(ant|bee)_0'\], and only these kinds have seats"),
+        ({"seats": {1: 2}}, "the kinds of Seats must be texts, got 1"),
         ({"seats": {"ant": True, "bee": 1}}, "of kind 'ant' must be an integer of at least 1, got True"),
         ({"seats": {"ant": 0, "bee": 1}}, "of kind 'ant' must be an integer of at least 1, got 0"),
         ({"seats": {**SEATS, "cat": 2}}, r"no agent of kind 'cat' is there after env.reset, .* give spaces=\{'cat'"),
