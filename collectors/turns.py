@@ -80,7 +80,6 @@ class TurnGames(Games):
         self.counts_games = True
         self.plies = [0] * n  #: how many decisions each environment was given
         self.sums: list[dict[int, float]] = [{}] * n  #: its rewards after each of them
-        self._take_late = [getattr(env.env, "take_late_rewards", None) for env in self.envs]  # `OwnClocks` has it
         self.begin_rows()
 
     def begin_rows(self) -> None:
@@ -153,7 +152,7 @@ class TurnGames(Games):
 
     def take_late(self, e: int) -> None:
         """Count the rewards for agents that were not in the game of environment e."""
-        take = self._take_late[e]
+        take = getattr(self._bound[e][1], "take_late_rewards", None)  # `OwnClocks` has it
         for reward in () if take is None else take():
             number = require_number(reward, self.env_ranks[e])
             self.sums[e][self.plies[e] + self._has_just_begun(e)] += number
