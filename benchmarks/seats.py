@@ -1,6 +1,7 @@
 """Several agents in one environment: what a step of an agent costs, and how fast other libraries are.
 
     python benchmarks/seats.py cost                       # CPU time of an agent step, beyond the game and the policy
+    python benchmarks/seats.py plies                      # the same for a decision in a game in turns
     python benchmarks/seats.py still spread --json FILE   # penstock and its peers take turns in one run
 
 "still" is a game of three agents that takes no time, "spread" is simple_spread of mpe2. All contestants step 8 games
@@ -66,6 +67,50 @@ class Still(ParallelEnv):  # type: ignore[misc, unused-ignore]
             return self._seen, *self._step
         self.agents = []
         return self._seen, *self._last
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class StillTurns:
+    """A game of two players in turns (an `AECEnv`) that takes no time: it returns the same objects in each move, with
+    the observations of connect four. After `length` moves it is over."""
+
+    metadata = {"name": "still_turns", "render_modes": []}  # noqa: RUF012
+    render_mode = None
+
+    def __init__(self, length: int = 30) -> None:
+        self.possible_agents = ["player_0", "player_1"]
+        self.agents: list[str] = []
+        own = {"observation": spaces.Box(0, 1, (6, 7, 2), np.int8), "action_mask": spaces.Box(0, 1, (7,), np.int8)}
+        self._spaces = spaces.Dict(own), spaces.Discrete(7)
+        seen: dict[str, Any] = {"observation": np.ones((6, 7, 2), np.int8), "action_mask": np.ones(7, np.int8)}
+        self._on, self._over = (seen, 0.0, False, False, {}), (seen, 1.0, True, False, {})
+        self._length = length
+
+    def observation_space(self, agent: str) -> Any:
+        return self._spaces[0]
+
+    def action_space(self, agent: str) -> Any:
+        return self._spaces[1]
+
+    def agent_iter(self) -> Any:
+        while self.agents:
+            yield self.agent_selection
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        self.agents, self._t, self.agent_selection = list(self.possible_agents), 0, "player_0"
+
+    def last(self, observe: bool = True) -> Any:
+        return self._on if self._t < self._length else self._over
+
+    def step(self, action: Any) -> None:
+        if self._t >= self._length:
+            self.agents.remove(self.agent_selection)
+            self.agent_selection = self.agents[0] if self.agents else ""
+            return
+        self._t += 1
+        self.agent_selection = self.possible_agents[self._t % 2]
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -331,16 +376,55 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
     return {"work": "cost", "ns": rows}
 
 
+def plies(args: argparse.Namespace) -> dict[str, Any]:
+    """CPU time of a decision in a game in turns, in a `SerialSampler`, beyond the game and without a policy."""
+    from penstock import Agent, SerialSampler
+    from penstock.agents import AgentStep
+
+    class Fixed(Agent):
+        def seed_columns(self, rngs: Any) -> None:
+            self._steps = [AgentStep(np.zeros(n, np.int64)) for n in range(len(rngs) + 1)]
+
+        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+            return self._steps[len(prev_reward)]
+
+    rows, T = {}, 200
+    print("µs of CPU time for each decision in a game of two players, beyond the game; the least of the rounds")
+    for n in (1, 4, 16):
+        env = StillTurns()
+        with SerialSampler(StillTurns, batch_T=T, batch_B=n, max_decorrelation_steps=0) as sampler:
+            sampler.initialize(Fixed(), seed=0)
+            own, bare = [], []
+            for itr in range(args.repeats):
+                began = time.process_time()
+                samples, _ = sampler.obtain_samples(itr)
+                between, n_plies = time.process_time(), int(samples.env.valid.sum())
+                own.append((between - began) / n_plies)
+                between = time.process_time()
+                for _ in range(n_plies):
+                    while not env.agents or env.last()[2]:
+                        if env.agents:
+                            env.step(None)
+                        else:
+                            env.reset()
+                    env.step(0)
+                bare.append((time.process_time() - between) / n_plies)
+        name = f"{n} games" if n > 1 else "1 game"
+        rows[name] = (min(own) - min(bare)) * 1e6
+        print(f"  {name}: {rows[name]:.2f} (the game alone {min(bare) * 1e6:.2f})")
+    return {"work": "plies", "us": rows}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("works", nargs="*", help="of cost, still, spread; all by default")
+    parser.add_argument("works", nargs="*", help="of cost, plies, still, spread; all by default")
     parser.add_argument("--repeats", type=int, default=15, help="rounds")
     parser.add_argument("--seconds", type=float, default=0.5, help="least length of a turn")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds to start, and for one turn")
     parser.add_argument("--calm", type=float, default=0.0, help="longest wait before a turn until other programs rest")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(arguments)
-    known: dict[str, Callable[[argparse.Namespace], Any]] = {"cost": cost}
+    known: dict[str, Callable[[argparse.Namespace], Any]] = {"cost": cost, "plies": plies}
     known |= {name: partial(compare, name) for name in WORKS}
     if unknown := set(args.works) - set(known):
         parser.error(f"there is no work {', '.join(sorted(unknown))}")

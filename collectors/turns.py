@@ -8,6 +8,7 @@ next batch.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ import numpy as np
 from penstock.agents.action_masks import ActionMask
 from penstock.agents.agent import AgentStep
 from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.buffers.native import put_row
+from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
 from penstock.collectors.action_checks import check_row, write_action
@@ -104,17 +105,17 @@ class TurnGames(Games):
         """Begin a game in environment e, and find who decides first."""
         self.plies[e], self.ends[e], self.episodes[e] = 0, [], 0
         self.sums[e].clear()
-        self._begin(e, seed)
+        self._begin(e, seed, options)
         self.advance(e)
 
     def clear(self, e: int) -> None:
         self.waits[e] = None
 
-    def _begin(self, e: int, seed: int | None = None) -> None:
+    def _begin(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         env, env_rank = self.envs[e], self.env_ranks[e]
         self.progress.at_env(env_rank)
         began = self.progress.enter(Phase.RESETTING)
-        env.reset(seed=seed)
+        env.reset(seed=seed, options=options)
         self.progress.add_resetting_since(began)
         if not env.agents:
             raise SpaceError(f"env.reset of env_rank {env_rank} must leave at least one agent in env.agents")
@@ -140,6 +141,7 @@ class TurnGames(Games):
                 )
         if self._has_just_begun(e):
             raise SpaceError(f"a game of env_rank {self.env_ranks[e]} has ended before any agent could act")
+        self.take_late(e)
         self.ends[e].append(self.plies[e])
         self.over.append(e)
         self.episodes[e] += self.counts_games
@@ -147,6 +149,14 @@ class TurnGames(Games):
         if may_reset := self.may_reset(e):
             self._begin(e)
         return may_reset
+
+    def take_late(self, e: int) -> None:
+        """Count the rewards for agents that were not in the game of environment e."""
+        take = getattr(self._bound[e][1], "take_late_rewards", None)  # `OwnClocks` has it
+        for reward in () if take is None else take():
+            number = require_number(reward, self.env_ranks[e])
+            self.sums[e][self.plies[e] + self._has_just_begun(e)] += number
+            self.late.append((e, number))
 
     def _has_just_begun(self, e: int) -> bool:
         """Whether no decision was made in this game of environment e."""
@@ -241,27 +251,38 @@ class _Part:
         self.arrays = arrays_like(space, observation)
         self.unchecked = None if desk.envs.checks else self.arrays
         self.observation, self.action, self.actions = observation[0], action[0], action
+        self.prev_reward = np.zeros(m, np.float32)
         self.write_info = AgentInfoWriter(agent_info).write
-        self.recorded, self.recorded_actions = _leaves(observation[0], agent_info[0]), _leaves(action[0])
+        # What is copied into the batch. The row of a single decision is copied to one cell.
+        at = (0, 0, ...) if m == 1 else 0
+        self.recorded, self.infos, self.given = (
+            [leaf[at] for leaf in _leaves(field)] for field in (observation, agent_info, action)
+        )
 
 
-def _leaves(*fields: Any) -> list[Any]:
-    return [leaf for field in fields for _, leaf in NamedArrays(field=field).leaves()]
+def _leaves(field: Any) -> list[Any]:
+    return [leaf for _, leaf in NamedArrays(field=field).leaves()]
 
 
 class TurnDesk(Desk):
     """Acts for the seats of one policy that are asked, and records their decisions."""
 
     envs: TurnColumns
-    _targets: tuple[list[Any], list[Any]]
+    _targets: tuple[list[Any], list[Any], list[Any]]
+    _actions: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         envs, samples = self.envs, self.samples
-        envs.on_close, envs.on_reward, envs.closes_with_hook = self._close, self._write_reward, self.on_step is not None
+        envs.on_close, envs.on_reward = self._close, self._write_reward
+        envs.closes_with_hook = self.on_step is not None or self._info_writer is not None
         envs.most_rows = self.batch_T
         self.ply_of: Callable[[int], int] = lambda column: 0  # of its environment
         self._parts: dict[int, _Part] = {}
+        n = len(envs)
+        # Of each column: its index as an array, and its previous action as a batch of one.
+        self._alone = [(np.array([b]), self.prev_action[b : b + 1]) for b in range(n)]
+        self._prev_actions = arrays_like(envs.action_space, self._prev_actions)
         self._ends_at = np.zeros((self.batch_T, len(envs)), np.int64)  # where a row ends an episode: after which ply
         self._random: list[list[float]] = [[] for _ in envs.env_ranks]  # the rewards of random steps
         self._is_in_batch = False
@@ -272,8 +293,9 @@ class TurnDesk(Desk):
         self._open_info = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.agent_info)
 
     def _writers(self, samples: BatchColumns) -> dict[str, Any]:
-        targets = _leaves(samples.observation, samples.agent_info), _leaves(samples.action)
-        return {**super()._writers(samples), "_targets": targets}
+        fields = samples.observation, samples.agent_info, samples.action
+        actions = arrays_like(self.envs.action_space, samples.action)
+        return {**super()._writers(samples), "_targets": tuple(map(_leaves, fields)), "_actions": actions}
 
     # ---- a batch ---------------------------------------------------------------------------
 
@@ -281,6 +303,8 @@ class TurnDesk(Desk):
         samples, envs = self.samples, self.envs
         samples.begin_batch(None)
         samples.zero_rows()  # what is no decision stays so
+        if samples.env_info is not None:
+            samples.env_info[...] = 0
         samples.episode_start[...] = self._episode_start
         samples.action[0], samples.reward[0] = self._first_action, self._first_reward
         at = np.flatnonzero(np.equal(envs.stage, OPEN))
@@ -295,41 +319,62 @@ class TurnDesk(Desk):
         envs, asked = self.envs, self.envs.asked
         if not asked:
             return
-        part = self._parts.get(len(asked))
-        if part is None:
-            part = self._parts[len(asked)] = _Part(self, len(asked))
-        columns, rows = np.array(asked), np.array([envs.n[column] for column in asked])
+        m = len(asked)
+        part = self._parts.get(m) or self._parts.setdefault(m, _Part(self, m))
+        at: Any
+        row: Any
+        if m == 1:  # numpy takes longer for arrays of one index
+            (at,) = asked
+            (columns, prev_action), row, part.prev_reward[0] = self._alone[at], envs.n[at], envs.rewards[at]
+        else:
+            columns = at = np.array(asked)
+            prev_action, row = self.prev_action[at], np.array([envs.n[column] for column in asked])
+            part.prev_reward[:] = [envs.rewards[column] for column in asked]
         observations = [envs.observations[column] for column in asked]
         try:
             if not put_row(part.unchecked, 0, observations):
                 self._write_observations(part, observations)
-            self._step_agent(part, columns)
+            self._step_agent(part, columns, prev_action)
         except ColumnError as error:
             raise envs.with_env_rank(asked[error.column], error) from None
-        recorded, actions = self._targets
-        for target, source in zip(recorded, part.recorded, strict=True):
-            target[rows, columns] = source
-        rows += 1
-        for target, source in zip(actions, part.recorded_actions, strict=True):
-            target[rows, columns] = source
-        self.prev_action[columns] = part.action
-        for i, (column, own) in enumerate(zip(asked, envs.split_actions(part.action), strict=True)):
-            envs.actions[column], envs.stage[column] = own, OPEN  # type: ignore[index]
-            if self.on_step is not None:
-                self._acted_on[column] = snapshot(observations[i]), snapshot(own)
-                self._open_info[column] = self.samples.agent_info[rows[i] - 1, column]
+        self._record(part, observations, row, at)
         envs.asked = []
 
-    def _step_agent(self, part: _Part, columns: Any) -> None:
+    def _record(self, part: _Part, observations: Sequence[Any], row: Any, at: Any) -> None:
+        """Write the decisions into the batch, each into the next row of its column: `row` and `at` are these cells."""
+        envs, kept = self.envs, self._prev_actions
+        has_observations = has_actions = True
+        # Cell by cell, in C: that is faster than an index of several cells, as long as there are few.
+        for i, (column, own) in enumerate(zip(envs.asked, envs.split_actions(part.action), strict=True)):
+            t = envs.n[column]
+            has_observations = put_cell(self._observations, t, column, observations[i]) and has_observations
+            has_actions = put_cell(self._actions, t + 1, column, own) and has_actions
+            has_actions = put_cell(kept, 0, column, own) and has_actions
+            envs.actions[column], envs.stage[column] = own, OPEN  # type: ignore[index]
+        recorded, infos, actions = self._targets
+        for target, source in zip(infos, part.infos, strict=True):
+            target[row, at] = source
+        if not has_observations:
+            for target, source in zip(recorded, part.recorded, strict=True):
+                target[row, at] = source
+        if not has_actions:
+            self.prev_action[at] = part.action if len(envs.asked) > 1 else part.action[0]
+            for target, source in zip(actions, part.given, strict=True):
+                target[row + 1, at] = source
+        if self.on_step is not None:
+            for column, observation in zip(envs.asked, observations, strict=True):
+                self._acted_on[column] = snapshot(observation), snapshot(envs.actions[column])
+                self._open_info[column] = self.samples.agent_info[envs.n[column], column]
+
+    def _step_agent(self, part: _Part, columns: Any, prev_action: Any) -> None:
         """What the agent returns for these columns is in `part` then."""
-        agent, rewards = self.agent, self.envs.rewards
+        agent = self.agent
         if self._who:
             self.progress.at_env(self._who)
         if self._mask is not None:
             self._check_masks(self._mask, part.observation)
-        prev_reward = np.array([rewards[column] for column in self.envs.asked], np.float32)
         agent.select(columns)
-        step = agent.step(part.observation, self.prev_action[columns], prev_reward)
+        step = agent.step(part.observation, prev_action, part.prev_reward)
         if step.__class__ is not AgentStep:
             step = as_agent_step(step, agent)
         action, agent_info = step
@@ -381,6 +426,11 @@ class TurnDesk(Desk):
             self._close_random(column, observation, reward, ends=ends)
         else:
             n = envs.n[column]
+            if self._info_writer is not None:
+                try:
+                    self._info_writer.write(self.samples.env_info[n, column : column + 1], [info])
+                except ColumnError as error:
+                    raise envs.with_env_rank(column, error) from None
             if self.on_step is not None:
                 self.tracker.set_agent_info(self._open_info)
                 seen, action = self._acted_on.pop(column)
@@ -505,22 +555,23 @@ class TurnCollector(LockStepCollector):
     def collect_rows(self, itr: int, n_rows: int, first_t: int = 0, must_stop: Callable[[], bool] | None = None) -> int:
         """Collect a batch. With `must_stop`, which is for evaluations: make up to `n_rows` decisions in each
         environment. Returns how many trajectories were sent. `rows` says how many rounds of decisions were made."""
-        games, desks, progress, times = self.games, self.desks, self.progress, [0, 0]
+        games, desks, progress = self.games, self.desks, self.progress
         games.begin_rows()
         for desk in desks:
             desk.begin_batch(itr)
         playing, self.rows = [e for e, place in enumerate(games.waits) if place is not None], 0
+        acting, began = 0, time.monotonic_ns()
         while playing and (must_stop is None or (self.rows < n_rows and not must_stop())):
-            progress.begin_row(self.rows)
-            began = progress.enter(Phase.ACTING)
+            acting -= progress.begin_row(self.rows)
             for desk in desks:
                 desk.decide()
-            stepped = progress.enter(Phase.STEPPING)
+            acting += progress.enter(Phase.STEPPING)
             playing = [e for e in playing if games.play(e)]
-            times[0], times[1] = times[0] + stepped - began, times[1] + progress.enter(Phase.STEPPING) - stepped
             self.rows += 1
+        for e in range(len(games.envs)):
+            games.take_late(e)
         if self._is_training:
-            progress.add_batch(times[0], times[1], sum(games.plies))
+            progress.add_batch(acting, time.monotonic_ns() - began - acting, sum(games.plies))
             progress.add_late_rewards(len(games.late))
         return self._finish(self.batch_T, first_t)
 
@@ -528,8 +579,9 @@ class TurnCollector(LockStepCollector):
         games = self.games
         n_sent, n = sum(desk.finish(n_rows, first_t) for desk in self.desks), max(games.plies)
         rewards, over = np.zeros((n, len(games.envs)), np.float32), np.zeros((n, len(games.envs)), np.bool_)
-        for e, (sums, ends) in enumerate(zip(games.sums, games.ends, strict=True)):
-            rewards[[ply - 1 for ply in sums], e] = list(sums.values())
+        for e, (sums, ends, plies) in enumerate(zip(games.sums, games.ends, games.plies, strict=True)):
+            made = {ply - 1: reward for ply, reward in sums.items() if ply <= plies}
+            rewards[list(made), e] = list(made.values())
             over[[ply - 1 for ply in ends], e] = True
         return n_sent + self.tracker.end_rows(rewards, over, first_t, np.arange(n)[:, None] < games.plies)
 

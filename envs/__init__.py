@@ -9,6 +9,7 @@ from penstock.envs.lives import BatchedEpisodicLife, EpisodicLife
 from penstock.envs.masks import MaskInObservation
 from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.rows import action_splitter, arrays_like, write_row
+from penstock.envs.seat_wrappers import OwnClocks, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
 from penstock.envs.state import check_env_state
 from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, ScriptedGame, SlowEnv
@@ -28,10 +29,12 @@ __all__ = [
     "InfoWriter",
     "MaskInObservation",
     "NestedEnv",
+    "OwnClocks",
     "Purpose",
     "RecordedEpisode",
     "SameStep",
     "ScriptedGame",
+    "Seats",
     "SlowEnv",
     "action_splitter",
     "arrays_like",

@@ -57,7 +57,7 @@ class SeatRank(int):
 
 
 @dataclass(frozen=True)
-class Seats:
+class SeatTable:
     """Which agents some environments have, and which policy plays each. Each policy has a column for each of its seats,
     environment by environment, in the order of `possible_agents`."""
 
@@ -217,7 +217,7 @@ class ParallelView:
         if not are_by_agent(result, 5):
             return result  # which the caller refuses
         observations, rewards, terminated, truncated, infos = result
-        last = {agent for agent in observations if _is_set(terminated.get(agent)) or _is_set(truncated.get(agent))}
+        last = {agent for agent in observations if is_set(terminated.get(agent)) or is_set(truncated.get(agent))}
         return self._completed(observations, infos, last), rewards, terminated, truncated, infos
 
     def _completed(self, observations: Mapping[Any, Any], infos: Any, last: Collection[Any] | None) -> dict[Any, Any]:
@@ -268,7 +268,8 @@ class ParallelView:
         return self.env if hasattr(self.env, name) or not hasattr(self.unwrapped, name) else self.unwrapped
 
 
-def _is_set(flag: Any) -> bool:
+def is_set(flag: Any) -> bool:
+    """Whether this flag of an agent is True. What is no flag is refused elsewhere."""
     try:
         return bool(flag)
     except ValueError:  # an array of several numbers, which is refused later
@@ -290,7 +291,7 @@ class TurnView(ParallelView):
             return result  # which the caller refuses
         observation, reward, terminated, truncated, info = result
         agent = self.env.agent_selection
-        ended = {agent} if _is_set(terminated) or _is_set(truncated) else set()
+        ended = {agent} if is_set(terminated) or is_set(truncated) else set()
         if observation is not None:
             observation = self._completed({agent: observation}, {agent: info}, ended)[agent]
         return observation, reward, terminated, truncated, info

@@ -278,7 +278,6 @@ def _refuse_in_turns(agent: Agent, spec: SampleSpec, seating: Seating | None) ->
     info = spec.agent_info
     refusals = (
         (agent.joint, "cannot be joint: one agent acts at a time"),
-        (spec.env_info is not None, "cannot record env_info: leave it out"),
         ("has_rnn_state" in info, 'must record its state at each decision: give it record_state="step"'),
         (
             agent.recurrent and spec.bootstrap_value and "value" not in info,

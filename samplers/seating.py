@@ -15,7 +15,7 @@ from penstock.buffers import NamedArrays
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
 from penstock.envs import ColumnStreams, EnvFactory, build_example_env, close_example_env
-from penstock.envs.seats import AgentId, ParallelView, Seats, TurnView
+from penstock.envs.seats import AgentId, ParallelView, SeatTable, TurnView
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.samplers.sampler_plan import SamplerPlan
 
@@ -32,8 +32,8 @@ class Seating:
 
     policies: tuple[str, ...]
     is_shared: bool  #: whether one agent was given, and not a dict of agents
-    train: Seats
-    evaluation: Seats
+    train: SeatTable
+    evaluation: SeatTable
     in_turns: bool  #: whether the agents of an environment take turns
     #: Chooses the policy of each seat in each game; None: a seat keeps its policy.
     chooser: Chooser | None
@@ -118,7 +118,7 @@ def find_seating(
             "step, a seat keeps its policy for the whole run. Let it depend on agent_id and env_rank only"
         )
     train, evaluation = (
-        Seats(
+        SeatTable(
             [view.possible_agents for view in own],
             [
                 [chooser(agent, first_rank + b, 0, lambda: np.random.default_rng(0)) for agent in view.possible_agents]
@@ -254,7 +254,7 @@ def _examples(
     return [examples[p][:2] for p in range(len(seating.policies))]
 
 
-def _played(side: Seats, b: int) -> list[tuple[AgentId, int]]:
+def _played(side: SeatTable, b: int) -> list[tuple[AgentId, int]]:
     """The agents of environment b, with each policy that may play them."""
     if side.n_policies:
         return [(agent, p) for agent in side.agents[b] for p in range(side.n_policies)]

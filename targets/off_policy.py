@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from penstock.buffers import Samples
-from penstock.errors import ConfigError
-from penstock.targets.returns import as_steps, checked_lambda, number_up_to
+from penstock.targets.returns import as_steps, checked_lambda, number_up_to, require_like
 from penstock.targets.steps import Array, Ends, Steps
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     from torch import Tensor
 
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 def vtrace(
     steps: Samples,
     log_ratio: Tensor,
-    discount: float,
+    discount: float | Tensor,
     lambda_: float = 1.0,
     *,
     clip_rho: float = 1.0,
@@ -31,7 +29,7 @@ def vtrace(
 def vtrace(
     steps: Steps[Array],
     log_ratio: Array,
-    discount: float,
+    discount: float | Array,
     lambda_: float = 1.0,
     *,
     clip_rho: float = 1.0,
@@ -40,7 +38,7 @@ def vtrace(
 def vtrace(
     steps: Samples | Steps[Array],
     log_ratio: Array,
-    discount: float,
+    discount: float | Array,
     lambda_: float = 1.0,
     *,
     clip_rho: float = 1.0,
@@ -60,7 +58,7 @@ def vtrace(
     Raises `ConfigError` if `log_ratio` has another shape than the rewards, or another argument is out of range.
     """
     steps, discount = as_steps(steps, discount)
-    _check(log_ratio, steps.reward)
+    require_like("log_ratio", log_ratio, steps.reward)
     ends = Ends(steps)
     log_ratio = ends.steps_only(log_ratio)  # in rows that are not valid, it may have any value, also NaN
     ratio: Any = np.exp(log_ratio) if isinstance(log_ratio, np.ndarray) else log_ratio.exp()
@@ -70,14 +68,3 @@ def vtrace(
     target = steps.value + ends.summed_backwards(ends.steps_only(delta), discount * c)
     advantage = rho * (steps.reward + discount * ends.following(target) - steps.value)
     return ends.steps_only(advantage), ends.steps_only(target)
-
-
-def _check(log_ratio: npt.NDArray[Any] | Tensor, reward: npt.NDArray[Any] | Tensor) -> None:
-    """Raise `ConfigError` unless `log_ratio` is an array of the same kind and shape as `reward`."""
-    is_same_kind = isinstance(log_ratio, np.ndarray) is isinstance(reward, np.ndarray)
-    shape, given = list(reward.shape), list(getattr(log_ratio, "shape", ()))
-    if not is_same_kind or given != shape:
-        raise ConfigError(
-            f"log_ratio must be a {type(reward).__name__} {shape}, as the rewards are: got a "
-            f"{type(log_ratio).__name__} {given}"
-        )

@@ -2,6 +2,7 @@
 
 from penstock.envs import check_env_state
 from penstock.testing.conformance import (
+    check_aec_env,
     check_agent,
     check_collector,
     check_eval_collector,
@@ -31,6 +32,7 @@ __all__ = [
     "Trigger",
     "UnpicklableFault",
     "UnprintableFault",
+    "check_aec_env",
     "check_agent",
     "check_collector",
     "check_env_state",

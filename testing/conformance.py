@@ -13,7 +13,7 @@ from penstock.testing import agent_rules, collector_rules, run_rules
 from penstock.testing.agent_setup import AgentSetup
 from penstock.testing.evaluation_rules import EVALUATION_RULES, EvaluationSetup
 from penstock.testing.rules import apply
-from penstock.testing.seat_rules import GAME_RULES, GameSetup
+from penstock.testing.seat_rules import GAME_RULES, TURN_RULES, GameSetup
 from penstock.testing.traces import CollectorSetup, record
 from penstock.testing.traj_info_rules import TRAJ_INFO_RULES, TrajInfoSetup
 from penstock.workers.launcher import StartMethod
@@ -134,10 +134,28 @@ def check_parallel_env(
     Random agents make `n_steps` steps in it, as a sampler does. `mask_key` names the mask of legal actions, as for an
     agent. Raises `ConformanceError` for the first broken rule, or `ConfigError` if `env_fn` returns something else.
     """
-    factory = env_factories(env_fn, env_kwargs, 1)[0]
-    setup = GameSetup(factory, mask_key, int(n_steps), seed)
+    _check_game(GAME_RULES, GameSetup(env_factories(env_fn, env_kwargs, 1)[0], mask_key, int(n_steps), seed))
+
+
+def check_aec_env(
+    env_fn: EnvFn,
+    *,
+    env_kwargs: Mapping[str, Any] | None = None,
+    mask_key: str | None = None,
+    n_steps: int = 200,
+    seed: int = 0,
+) -> None:
+    """Check an environment whose agents take turns, a PettingZoo `AECEnv`, against every rule.
+
+    Arguments and errors are those of `check_parallel_env`. `n_steps` counts the actions of all agents.
+    """
+    setup = GameSetup(env_factories(env_fn, env_kwargs, 1)[0], mask_key, int(n_steps), seed, in_turns=True)
+    _check_game(TURN_RULES, setup)
+
+
+def _check_game(rules: Sequence[Callable[[GameSetup], None]], setup: GameSetup) -> None:
     name = setup.name()
-    for rule in GAME_RULES:
+    for rule in rules:
         apply(rule, name, setup)
 
 

@@ -1,9 +1,11 @@
-"""The rules of an environment of several agents (PettingZoo's `ParallelEnv`), and the random games that show them."""
+"""The rules of an environment of several agents (PettingZoo's `ParallelEnv` and `AECEnv`), and the random games that
+show them."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,9 @@ from penstock.agents.action_masks import ActionMask, info_key
 from penstock.agents.space_draws import draw
 from penstock.collectors.action_checks import NO_CHECKS, Checks
 from penstock.collectors.games import Games, SeatColumns
+from penstock.collectors.turns import OPEN, TurnColumns, TurnGames
 from penstock.envs import EnvFactory
-from penstock.envs.seats import ParallelView, SeatRank
+from penstock.envs.seats import ParallelView, SeatRank, TurnView, is_in_turns
 from penstock.envs.state import is_same
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.testing.rules import Violation
@@ -25,17 +28,33 @@ class Recorded:
 
     def __init__(self, env: Any) -> None:
         self.env, self.log = env, list[tuple[Any, Any]]()
+        self.rewards: list[tuple[Any, Any, float]] = []  #: in turns: agent, reward of `last`, sum of its `env.rewards`
+        self._sums: dict[Any, float] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
 
     def reset(self, **arguments: Any) -> Any:
         """As the environment."""
+        self._sums = {}
         return self._noted(self.env.reset(**arguments))
 
     def step(self, actions: Any) -> Any:
         """As the environment."""
-        return self._noted(self.env.step(actions))
+        if not is_in_turns(self.env):
+            return self._noted(self.env.step(actions))
+        self._sums[self.env.agent_selection] = 0.0
+        self._noted(self.env.step(actions))
+        for agent, reward in getattr(self.env, "rewards", {}).items():
+            self._sums[agent] = self._sums.get(agent, 0.0) + reward
+        return None
+
+    def last(self) -> Any:
+        """As the environment, which is played in turns."""
+        agent, result = self.env.agent_selection, self.env.last()
+        if hasattr(self.env, "rewards") and isinstance(result, tuple) and len(result) == 5:
+            self.rewards.append((agent, result[1], self._sums.get(agent, 0.0)))
+        return self._noted((agent, result))[1]
 
     def _noted(self, result: Any) -> Any:
         self.log.append((result, copy.deepcopy((result, self.env.agents))))
@@ -50,12 +69,15 @@ class GameSetup:
     mask_key: str | None
     n_steps: int
     seed: int
+    in_turns: bool = False
 
     def build(self) -> Recorded:
-        """A new environment. Raises `ConfigError` if it has one agent, or is played in turns."""
+        """A new environment. Raises `ConfigError` if it has one agent, or is of the other kind."""
         env = replace(self.factory, as_seats=Recorded)()
-        if not isinstance(env, Recorded):
-            raise ConfigError(f"check_parallel_env is for a ParallelEnv of PettingZoo, and env_fn returns {brief(env)}")
+        if not isinstance(env, Recorded) or is_in_turns(env.env) is not self.in_turns:
+            env = env.env if isinstance(env, Recorded) else env
+            name, kind = ("check_aec_env", "an AECEnv") if self.in_turns else ("check_parallel_env", "a ParallelEnv")
+            raise ConfigError(f"{name} is for {kind} of PettingZoo, and env_fn returns {brief(env)}")
         return env
 
     def name(self) -> str:
@@ -68,6 +90,9 @@ class GameSetup:
         """Play as a sampler does. Raises `Violation` where a sampler raises an error."""
         env, rng = self.build(), np.random.default_rng(self.seed)
         try:
+            if self.in_turns:
+                self._play_turns(env, rng, checks)
+                return env
             view = ParallelView(env, mask_key=info_key(self.mask_key))
             progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
             seats = [
@@ -89,6 +114,22 @@ class GameSetup:
             env.close()
         return env
 
+    def _play_turns(self, env: Recorded, rng: np.random.Generator, checks: Checks) -> None:
+        view = TurnView(env, mask_key=info_key(self.mask_key))
+        progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
+        seats = [TurnColumns([SeatRank(0, agent)], spaces, progress, checks) for agent, spaces in view.spaces.items()]
+        for own in seats:
+            own.on_close = partial(_close, own)
+            own.closes_with_hook = True
+        games = TurnGames([view], seats, [0])
+        games.reset(0, self.seed)
+        for _ in range(self.n_steps):
+            assert games.waits[0] is not None
+            own = games.waits[0][0]  # type: ignore[assignment]
+            self._act(own, rng)
+            own.actions, own.stage, own.held = list(own.actions), [OPEN], []
+            games.play(0)
+
     def _act(self, own: SeatColumns, rng: np.random.Generator) -> None:
         row, observation = draw(own.action_space, rng, 1), own.observations[0]
         own.on_end = lambda column, last, *_: own.check_final(column, last)
@@ -98,6 +139,14 @@ class GameSetup:
                 mask = ActionMask(self.mask_key, own.observation_space, own.action_space)
                 row = mask.draw(mask.legal(observation), rng.random((1, mask.n_components)))
         own.actions = own.split_actions(row)
+
+
+def _close(own: TurnColumns, column: int, observation: Any, reward: float, *ends_and_info: Any) -> None:
+    terminated, truncated, _ = ends_and_info
+    if observation is None and truncated and not terminated:
+        raise SpaceError(f"env_rank {own.env_ranks[column]} was truncated, but env.last returned no observation for it")
+    if observation is not None and (terminated or truncated):
+        own.check_final(column, observation)
 
 
 def games_say_who_plays_and_who_ends(setup: GameSetup) -> None:
@@ -128,6 +177,32 @@ def one_seed_gives_one_game(setup: GameSetup) -> None:
             seen = f"call {i} after reset returned {brief(left)} and {brief(right)}"
             raise Violation(seen, "draw all random numbers from a generator that reset(seed=...) seeds")
 
+
+def games_say_whose_turn_it_is_and_who_ends(setup: GameSetup) -> None:
+    """env.agent_selection is one of env.agents, and env.last() returns observation, reward, terminated, truncated and
+    info of this agent. An agent leaves env.agents by the step(None) after its end."""
+    setup.play()
+
+
+def rewards_are_counted_until_the_next_turn(setup: GameSetup) -> None:
+    """The reward of env.last() is the sum of the agent's entries in env.rewards since its last action. So each reward
+    is returned once, and the reward for an action comes with the next observation of the agent."""
+    for i, (agent, found, wanted) in enumerate(setup.play().rewards):
+        if not np.isclose(found, wanted):
+            raise Violation(
+                f"call {i} of last() returned the reward {found} for agent {agent!r}, whose entries in env.rewards "
+                f"since its last action sum up to {wanted}",
+                "clear env.rewards in each step, set _cumulative_rewards of the agent that acts to 0, then call "
+                "_accumulate_rewards() once",
+            )
+
+
+TURN_RULES = (
+    games_say_whose_turn_it_is_and_who_ends,
+    observations_lie_in_their_spaces,
+    rewards_are_counted_until_the_next_turn,
+    one_seed_gives_one_game,
+)
 
 GAME_RULES = (
     games_say_who_plays_and_who_ends,

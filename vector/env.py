@@ -18,7 +18,7 @@ from penstock.arguments import integer, seconds, true_or_false
 from penstock.envs.calls import EnvCall
 from penstock.envs.examples import checked_spaces, example_of
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
-from penstock.envs.seats import Seats
+from penstock.envs.seats import SeatTable
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.vector.batch_rows import BatchProgram
@@ -198,7 +198,7 @@ class ShmVectorEnv(CallsOnEnvs):
         spaces: tuple[gym.Space[Any], gym.Space[Any]] | None,
         autoreset_mode: ModeName | AutoresetMode | None,
         n_rows: int,
-    ) -> Seats | None:
+    ) -> SeatTable | None:
         """Read spaces, metadata and spec from an example environment; with `n_rows`, from a batched one. Returns who
         sits where if it has several agents, else None."""
         env = build_example_env(factories[0].as_example(spaces), batched=n_rows)

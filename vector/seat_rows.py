@@ -20,7 +20,7 @@ from penstock.envs.calls import EnvCall
 from penstock.envs.checks import require_info, require_number
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
-from penstock.envs.seats import PLAYED_IN_TURNS, AgentId, ParallelView, SeatRank, Seats, is_in_turns
+from penstock.envs.seats import PLAYED_IN_TURNS, AgentId, ParallelView, SeatRank, SeatTable, is_in_turns
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.vector.exchange import Exchange, Flags, Ids, Infos, require_finite
 from penstock.vector.step_memory import VectorMemory, copy_rows
@@ -73,7 +73,7 @@ def refuse_seats(env: object) -> NoReturn:
     )
 
 
-def read_seats(factories: Sequence[EnvFactory], first: SharedSpaces) -> Seats:
+def read_seats(factories: Sequence[EnvFactory], first: SharedSpaces) -> SeatTable:
     """Builds an example environment for each different factory. `first` is that of the first."""
     found = {id(factories[0]): first.possible_agents}
     for i, factory in enumerate(factories):
@@ -87,14 +87,14 @@ def read_seats(factories: Sequence[EnvFactory], first: SharedSpaces) -> Seats:
                 )
             found[id(factory)] = env.possible_agents
     agents = [found[id(factory)] for factory in factories]
-    return Seats(agents, [[0] * len(own) for own in agents])
+    return SeatTable(agents, [[0] * len(own) for own in agents])
 
 
 @dataclass
 class SeatProgram(VectorProgram):
     """The `VectorProgram` of environments of several agents."""
 
-    seats: Seats
+    seats: SeatTable
 
     def _bind(self, memory: VectorMemory) -> None:
         plan, seats = self._plan, self.seats

@@ -150,12 +150,13 @@ class Progress:
         words[PHASE] = _IS_STEPPING
         self._stamps[2 * t + 1] = words[HEARTBEAT] = time.monotonic_ns()
 
-    def begin_row(self, t: int) -> None:
-        """As `begin_acting`, outside a batch: the timeline stays as it is."""
+    def begin_row(self, t: int) -> int:
+        """As `begin_acting`, outside a batch: the timeline stays as it is. Returns `time.monotonic_ns()`."""
         self.words[T] = t
-        self.enter(Phase.ACTING)
+        now = self.enter(Phase.ACTING)
         if self._main[QUIT]:
             raise StopCollecting
+        return now
 
     def end_batch(self, batch_T: int, n_steps: int) -> None:
         """A training batch of `batch_T` rows and `n_steps` environment steps is complete: add to the totals."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections import deque
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -39,21 +41,35 @@ def game(name: str) -> Any:
 def test_rewards_are_those_of_a_plain_loop(name: str) -> None:
     """And the sum of each game is zero, and no move is illegal: an illegal one would end the game with a loss."""
     env_fn, (_, mask_key, T, n_daily) = game(name), GAMES[name]
-    wanted, B, n = scaled(1_000, n_daily), 4, 4
-    while True:
-        batches, seats, _ = recorded(env_fn, NoValue(mask_key=mask_key), n, B=B, T=T)
-        if sum(info.agent_id is None for _, infos in batches[:-1] for info in infos) >= wanted:
-            break
-        n *= 2
-    each, column_of = loops(batches, seats, env_fn, T, seed=None)
-    for samples, infos in batches[:-1]:
-        check_batch(samples, each, column_of, T)
-        env = samples.env
-        if mask_key:
-            legal = np.take_along_axis(env.observation.action_mask, samples.agent.action[..., None], -1)
-            assert legal[env.valid].all()
-        assert all(info.Return == 0 for info in infos if info.agent_id is None)
-        assert all(info.Return in (-1, 0, 1) for info in infos if info.agent_id is not None) or not mask_key
+    wanted, B, n_games, before = scaled(1_000, n_daily), 4, 0, None
+    with SerialSampler(env_fn, batch_T=T, batch_B=B, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(NoValue(mask_key=mask_key), seed=3, bootstrap_value=True)
+        seats = sampler.seats()["agent"]
+        column_of = {seat: b for b, seat in enumerate(seats)}
+        queues: Any = {seat: deque() for seat in seats}
+
+        def loop_of(rank: int) -> PlainLoop:
+            return PlainLoop(env_fn(), T, lambda agent: queues[rank, agent].popleft())
+
+        each = [loop_of(rank) for rank in range(B)]
+        for itr in count():
+            samples, infos = sampler.obtain_samples(itr)
+            samples = samples.copy().numpy()
+            for seat, b in column_of.items():
+                queues[seat] += samples.agent.action[:, b][samples.env.valid[:, b]].tolist()
+            if before is not None:  # this batch says what the open decisions of the one before were
+                check_batch(before, each, column_of, T)
+            before, env = samples, samples.env
+            if mask_key:
+                legal = np.take_along_axis(env.observation.action_mask, samples.agent.action[..., None], -1)
+                assert legal[env.valid].all()
+            games = [info for info in infos if info.agent_id is None]
+            assert all(info.Return == 0 for info in games)
+            assert all(info.Return in (-1, 0, 1) for info in infos if info.agent_id is not None) or not mask_key
+            n_games += len(games)
+            if n_games >= wanted:
+                break
+    assert sum(len(loop.games) for loop in each) >= wanted - 2 * B
     for loop in each:
         assert all(sum(own.values()) == 0 for own in loop.games)
 

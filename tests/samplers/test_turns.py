@@ -10,21 +10,27 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
+from torch import nn
 
 from penstock import (
+    AgentStep,
     AlternatingSampler,
     AsyncSampler,
     GpuSampler,
     NamedArrays,
     ParallelSampler,
     RandomAgent,
+    RecurrentCategoricalPgAgent,
     Sampler,
     SerialSampler,
 )
+from penstock.collectors.turns import TurnColumns, TurnGames
+from penstock.envs.seats import SeatRank, TurnView
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SpaceError, WorkerError
 from penstock.replays import Replay
 from penstock.targets import Steps, gae, lambda_return, n_step_return, vtrace
+from penstock.workers.control import ControlBlock, UntimedProgress
 from tests.scale import scaled
 from tests.seats_support import Book, Valued, assert_same, batches_of
 from tests.turns_support import PlainLoop, TurnGame, Valuing
@@ -391,18 +397,43 @@ class Recurrent(Book):
     """Does not report its value."""
 
 
+class Together(RandomAgent):
+    """Acts for all seats of a game at once."""
+
+    joint = True
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        return AgentStep(np.zeros(prev_reward.shape, np.int64))
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return np.zeros(prev_reward.shape, np.float32)
+
+
+class Lstm(nn.Module):
+    state_shape = (4,)
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+        return state[:, :3], state[:, 3], state
+
+
 @pytest.mark.parametrize(
     ("options", "agent", "message"),
     [
-        ({"env_info": {"score": 0.0}}, RandomAgent(), "RandomAgent cannot record env_info"),
+        ({}, Together(), "where agents take turns, Together cannot be joint: one agent acts at a time"),
+        (
+            {},
+            RecurrentCategoricalPgAgent(Lstm(), record_state="batch"),
+            'must record its state at each decision: give it record_state="step"',
+        ),
         ({"seed_episodes": True}, RandomAgent(), "cannot repeat an episode yet"),
         ({}, Recurrent(), "Recurrent must report `value` in agent_info"),
     ],
 )
 def test_what_is_not_possible_is_refused(options: Any, agent: Any, message: str) -> None:
     sampler = SerialSampler(TurnGame, batch_T=4, batch_B=1, **options)
-    with sampler, pytest.raises(ConfigError, match=message):
+    with sampler, pytest.raises(ConfigError, match=message) as caught:
         sampler.initialize(agent, bootstrap_value=True)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_timeline_is_refused_and_totals_stay() -> None:
@@ -417,3 +448,42 @@ def test_a_timeline_is_refused_and_totals_stay() -> None:
         n = int(samples.env.valid.sum())
         assert n <= worker.steps <= n + 6  # and the decisions that are open
         assert sampler.metrics()["sampler/agent_steps"] == n
+
+
+def test_options_of_reset_reach_the_game() -> None:
+    """Also where a game in turns is reset by hand."""
+
+    class Board(TurnGame):
+        def reset(self, seed: int | None = None, options: Any = None) -> None:
+            super().reset(seed, options)
+            self.options = options
+
+    view, progress = TurnView(Board(2)), UntimedProgress(ControlBlock(1, 1, shared=False), 0)
+    columns = TurnColumns([SeatRank(0, agent) for agent in view.possible_agents], view.spaces["a0"], progress)
+    columns.most_rows = 1
+    TurnGames([view], [columns], [0]).reset(0, 3, {"size": 9})
+    assert view.env.options == {"size": 9}
+    assert columns.asked == [int(view.env.agent_selection[1:])]
+
+
+class Scored(TurnGame):
+    """Says in info how many moves were made, and who is asked."""
+
+    def last(self, observe: bool = True) -> Any:
+        *result, info = super().last(observe)
+        return (*result, {**info, "moves": self.t, "who": {"number": int(self.agent_selection[1:])}})
+
+
+def test_env_info_is_that_of_the_end_of_a_decision() -> None:
+    with SerialSampler(partial(Scored, 2), batch_T=7, batch_B=2, env_info=["moves", "who.number"]) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(6):
+            env = sampler.obtain_samples(itr)[0].copy().numpy().env
+            info, valid = env.env_info, env.valid
+            assert (info._moves == valid).all()
+            assert not info.moves[~valid].any()
+            for b, number in enumerate([0, 1, 0, 1]):
+                assert (info.who.number[:, b] == number * valid[:, b]).all()
+                t = np.flatnonzero(valid[:-1, b] & valid[1:, b] & ~env.done[:-1, b])
+                # The observation of the next decision has the same number of moves.
+                assert (info.moves[t, b] == env.observation[t + 1, b, 1]).all()

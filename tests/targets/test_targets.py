@@ -281,6 +281,44 @@ def test_results_keep_the_type_and_gradients_flow() -> None:
     assert gae(steps, 0.9, 0.5)[0].dtype == torch.float32
 
 
+def test_each_row_may_have_its_own_discount() -> None:
+    """The definitions, with a product of discounts in the place of a power. A row that is not valid may have NaN."""
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        steps, log_ratio, episodes, _ = random_batch(rng, T, B)
+        discount = np.where(steps.valid, 0.9 ** rng.integers(1, 9, (T, B)), np.nan)
+        wanted = {name: np.zeros((T, B)) for name in ("gae", "n_step")}
+        for own in episodes:
+            d = discount[own.start : own.start + len(own), own.column]
+            delta = [own.reward[t] + d[t] * own.next_value(t) - own.value[t] for t in range(len(own))]
+            for t in range(len(own)):
+                at, last = (own.start + t, own.column), min(t + 3, len(own))
+                wanted["gae"][at] = sum(np.prod(0.8 * d[t:i]) * delta[i] for i in range(t, len(own)))
+                wanted["n_step"][at] = sum(np.prod(d[t:i]) * own.reward[i] for i in range(t, last))
+                wanted["n_step"][at] += np.prod(d[t:last]) * own.next_value(last - 1)
+        tensors = as_tensors(steps), torch.from_numpy(discount)
+        for of, own_discount, ratio in ((steps, discount, log_ratio), (*tensors, torch.from_numpy(log_ratio))):
+            advantage, target = gae(of, own_discount, 0.8)
+            np.testing.assert_allclose(advantage, wanted["gae"], atol=1e-9)
+            np.testing.assert_allclose(n_step_return(of, 3, own_discount), wanted["n_step"], atol=1e-9)
+            np.testing.assert_allclose(lambda_return(of, own_discount, 0.8), target, atol=1e-9)
+            np.testing.assert_allclose(vtrace(of, 0 * ratio, own_discount, 0.8)[1], target, atol=1e-9)
+
+
+def test_a_wrong_array_of_discounts_is_named() -> None:
+    steps, _ = terminating_batch()
+    discount = torch.full((T, B), 0.9)
+    assert gae(steps, discount.double(), 0.9)[0].dtype == torch.float32
+    torch.testing.assert_close(gae(steps, discount, 0.9), gae(steps, 0.9, 0.9))
+    for wrong in (discount[0], discount.T, discount.numpy()):
+        with pytest.raises(ConfigError, match=r"discount must be a Tensor \[24, 16\], as the rewards are: got a"):
+            gae(steps, wrong, 0.9)
+    for number in (1.1, -0.1, np.nan):
+        discount[2, 3] = number
+        with pytest.raises(ConfigError, match="discount must be from 0 to 1 in all valid rows"):
+            gae(steps, discount, 0.9)
+
+
 # ---- a sampler's batch -----------------------------------------------------------------------------
 
 
@@ -348,7 +386,7 @@ def test_what_is_missing_or_wrong_is_named() -> None:
     with pytest.raises(ConfigError, match=r"lambda_ must be from 0 to 1, got 1\.1"):
         vtrace(steps, log_ratio, 0.9, 1.1)
     for wrong in ("x", "0.5", None, torch.zeros(2), np.zeros(2), np.nan):
-        with pytest.raises(ConfigError, match="discount must be from 0 to 1, got"):
+        with pytest.raises(ConfigError, match=r"discount must be .*got"):
             gae(steps, wrong, 0.9)  # type: ignore[call-overload]
         with pytest.raises(ConfigError, match="lambda_ must be from 0 to 1, got"):
             gae(steps, 0.9, wrong)  # type: ignore[call-overload]

@@ -9,7 +9,8 @@ import pytest
 
 from penstock.envs import CountingEnv, ScriptedGame
 from penstock.errors import ConfigError
-from penstock.testing import ConformanceError, check_parallel_env
+from penstock.testing import ConformanceError, check_aec_env, check_parallel_env
+from tests.turns_support import TurnGame
 
 
 class Changed(ScriptedGame):
@@ -161,3 +162,80 @@ def test_agents_without_a_name_of_their_own_are_named() -> None:
 def test_games_of_pettingzoo_keep_all_rules() -> None:
     simple_tag = pytest.importorskip("mpe2.simple_tag_v3")
     check_parallel_env(simple_tag.parallel_env, n_steps=30)
+
+
+# ---- games in turns --------------------------------------------------------------------------------
+
+
+class Turns(TurnGame):
+    """A random game that breaks a rule from move 4 on; with `""` none. It has `rewards`, as PettingZoo's have."""
+
+    def __init__(self, how: str = "", mask: bool = False) -> None:
+        super().__init__(3, mask)
+        self.how, self.rewards = how, dict[str, float]()
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        super().reset(seed, options)
+        if self.how == "seed":
+            self._draw = np.float32(np.random.default_rng().random())
+        self.rewards = dict.fromkeys(self.agents, 0.0)
+
+    def last(self, observe: bool = True) -> Any:
+        observation, reward, terminated, truncated, info = super().last(observe)
+        if self.how == "wide" and self.t > 4:
+            observation = np.zeros(5, np.float32)
+        if self.how == "nan" and self.t > 4:
+            reward = float("nan")
+        return observation, reward, terminated, truncated, info
+
+    def step(self, action: Any) -> None:
+        before, agent = dict(self._rewards), self.agent_selection
+        super().step(action)
+        self.rewards = {
+            other: 0.0 if action is None else own - (0.0 if other == agent else before[other])
+            for other, own in self._rewards.items()
+        }
+        if self.how == "twice" and action is not None:  # the reward of the move before is counted again
+            self._rewards[agent] += before[agent]
+        if self.how == "gone" and self.t > 4:
+            self.agents = []
+        if self.how == "unknown" and self.t > 4:
+            self.agent_selection = "a9"
+
+
+def test_a_sound_game_in_turns_keeps_all_rules() -> None:
+    check_aec_env(Turns)
+    check_aec_env(Turns, env_kwargs={"mask": True}, mask_key="info.action_mask", n_steps=50)
+
+
+@pytest.mark.parametrize(
+    ("how", "rule", "seen"),
+    [
+        ("gone", "games_say_whose_turn_it_is_and_who_ends", "is not in env.agents any more, but neither terminated"),
+        ("unknown", "games_say_whose_turn_it_is_and_who_ends", "agent 'a9' is not one of possible_agents"),
+        ("wide", "games_say_whose_turn_it_is_and_who_ends", r"must have shape \(4,\)"),
+        ("nan", "observations_lie_in_their_spaces", r"reward of env_rank 0, agent 'a\d' must be finite"),
+        ("twice", "rewards_are_counted_until_the_next_turn", r"for agent 'a\d', whose entries in env.rewards since"),
+        ("seed", "one_seed_gives_one_game", "returned"),
+    ],
+)
+def test_a_broken_rule_of_turns_is_named(how: str, rule: str, seen: str) -> None:
+    with pytest.raises(ConformanceError, match=seen) as caught:
+        check_aec_env(Turns, env_kwargs={"how": how})
+    assert caught.value.rule == rule
+
+
+def test_a_kit_refuses_the_other_kind_of_game() -> None:
+    with pytest.raises(ConfigError, match="check_aec_env is for an AECEnv of PettingZoo, and env_fn returns"):
+        check_aec_env(ScriptedGame)
+    with pytest.raises(ConfigError, match="check_parallel_env is for a ParallelEnv of PettingZoo, and env_fn returns"):
+        check_parallel_env(TurnGame)
+    with pytest.raises(ConfigError, match="check_aec_env is for an AECEnv"):
+        check_aec_env(CountingEnv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tictactoe_v3", "connect_four_v3"])
+def test_classic_games_keep_all_rules(name: str) -> None:
+    module = pytest.importorskip(f"pettingzoo.classic.{name}", exc_type=ImportError)
+    check_aec_env(module.env, mask_key="observation.action_mask", n_steps=60)

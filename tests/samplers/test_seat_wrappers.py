@@ -1,0 +1,447 @@
+"""Agents that decide at their own times (`OwnClocks`), and agents that come with new ids (`Seats`)."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import Any
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from penstock import AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, Sampler, SerialSampler
+from penstock.envs import CountingEnv, OwnClocks, Seats
+from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.errors import ConfigError, SpaceError
+from penstock.targets import gae
+from tests.scale import scaled
+from tests.seats_support import assert_same, batches_of
+from tests.turns_support import TurnGame, Valuing
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
+
+
+class Clocks:
+    """A random `ParallelEnv`. Agents join late, die, are cut off and come back. Each step asks some of those that are
+    there, or nobody. Everybody may get a reward, also who is not there.
+
+    An observation is (agent's number + 1, step, 0, random number).
+    """
+
+    metadata: dict[str, Any] = {"name": "clocks"}  # noqa: RUF012
+    render_mode = None
+
+    def __init__(self, k: int = 3, chance: float = 0.4) -> None:
+        self.possible_agents = [f"a{i}" for i in range(k)]
+        self.agents: list[str] = []
+        self.chance, self.rng, self.ledger = chance, np.random.default_rng(0), 0.0
+
+    def observation_space(self, agent: Any) -> gym.Space[Any]:
+        return spaces.Box(-np.inf, np.inf, (4,), np.float32)
+
+    def action_space(self, agent: Any) -> gym.Space[Any]:
+        return spaces.Discrete(3)
+
+    def _seen(self, agents: Any) -> dict[str, Any]:
+        found = {}
+        for agent in agents:
+            found[agent] = np.array([int(agent[1:]) + 1, self.t, 0, self.rng.random()], np.float32)
+        return found
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.finished = self.ledger  # the rewards of all games before
+        self.agents, self.t, self.options = [self.possible_agents[0]], 0, options
+        self.asked = {agent for agent in self.agents if self.rng.random() < self.chance}
+        self.has_begun = bool(self.asked)  # a game in which nobody acts is an error
+        return self._seen(sorted(self.asked)), {}
+
+    def step(self, actions: dict[str, int]) -> Any:
+        assert set(actions) == self.asked
+        rng, before = self.rng, list(self.agents)
+        self.t += 1
+        rewards = {agent: float(rng.integers(-3, 4)) for agent in self.possible_agents if rng.random() < 0.5}
+        rewards = {agent: reward + actions.get(agent, 0) for agent, reward in rewards.items()}
+        self.ledger += sum(rewards.values())
+        is_over, terminated, truncated = self.t >= 30, {}, {}
+        for agent in before:
+            if is_over or (self.has_begun and rng.random() < 0.05):
+                (terminated if rng.random() < 0.6 else truncated)[agent] = True
+        self.agents = [agent for agent in before if agent not in {**terminated, **truncated}]
+        self.asked = {agent for agent in self.agents if rng.random() < self.chance}
+        self.has_begun = self.has_begun or bool(self.asked)
+        observations = self._seen([*terminated, *truncated, *sorted(self.asked)])
+        if not is_over and self.agents and rng.random() < 0.3:
+            joiner = self.possible_agents[rng.integers(len(self.possible_agents))]
+            if joiner not in self.agents and joiner not in before:
+                self.agents.append(joiner)
+        return observations, rewards, terminated, truncated, {agent: {"own": self.t} for agent in before}
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def plain_decisions(env: Any, seed: int, actions: dict[Any, deque[int]]) -> tuple[dict[Any, list[Any]], float]:
+    """What each agent decides in a loop over a `ParallelEnv`, with recorded actions, until one has no more; and the
+    rewards that belong to no decision. A decision: observation, action, reward, flags, steps, last observation."""
+    found: dict[Any, list[Any]] = {agent: [] for agent in actions}
+    running: dict[Any, dict[str, Any]] = {}
+    late, (observations, _) = 0.0, env.reset(seed=seed)
+    while True:
+        given = {}
+        for agent, observation in observations.items():
+            if not actions[agent]:
+                return found, late
+            given[agent] = actions[agent].popleft()
+            running[agent] = {"observation": observation, "action": given[agent], "reward": 0.0, "steps": 0}
+        observations, rewards, terminated, truncated, _ = env.step(given)
+        late += sum(reward for agent, reward in rewards.items() if agent not in running)
+        for agent, own in list(running.items()):
+            own["reward"], own["steps"] = own["reward"] + rewards.get(agent, 0.0), own["steps"] + 1
+            flags = terminated.get(agent, False), truncated.get(agent, False)
+            if agent in observations:
+                found[agent].append({**own, "flags": flags, "last": observations[agent]})
+                del running[agent]
+        observations = {agent: seen for agent, seen in observations.items() if agent in env.agents}
+        if not env.agents:
+            observations, _ = env.reset()
+
+
+@pytest.mark.parametrize(("k", "chance"), [(1, 0.3), (3, 0.4), (4, 1.0)])
+def test_each_decision_has_the_rewards_and_steps_until_the_next_one(k: int, chance: float) -> None:
+    T, n, B = 6, scaled(300, 25), 3
+    with SerialSampler(
+        lambda: OwnClocks(Clocks(k, chance)),
+        batch_T=T,
+        batch_B=B,
+        max_decorrelation_steps=0,
+        env_info={"steps": 0, "own": 0},
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=3, bootstrap_value=True)
+        seats = sampler.seats()["agent"]
+        rows: dict[Any, list[Any]] = {seat: [] for seat in seats}
+        n_rows = {}
+        for itr in range(n + 1):  # the last one says what the open decisions were
+            n_rows = {seat: len(own) for seat, own in rows.items()}
+            samples = sampler.obtain_samples(itr)[0].copy().numpy()
+            env, agent = samples.env, samples.agent
+            counts = env.valid.sum(0)
+            assert (env.valid == (np.arange(T)[:, None] < counts)).all()
+            assert counts.reshape(B, k).max(1).tolist() == [T] * B, "one seat has all rows"
+            assert not env.env_info.steps[~env.valid].any()
+            for b, seat in enumerate(seats):
+                for t in range(counts[b]):
+                    row = {"observation": env.observation[t, b], "action": agent.action[t, b]}
+                    row |= {"reward": env.reward[t, b], "steps": env.env_info.steps[t, b]}
+                    row |= {"flags": (env.terminated[t, b], env.truncated[t, b]), "done": env.done[t, b]}
+                    rows[seat].append({**row, "last": env.final_obs[t, b], "start": env.prev_done[t, b]})
+                    assert env.env_info._own[t, b], "the environment's own entries are recorded too"
+        n_late = sampler.stats().late_rewards
+        games = sampler.metrics()["train/trajectories"]
+    assert games > 3
+    seeds = ColumnStreams(3, range(B)).env_seeds(Purpose.TRAIN)
+    for rank in range(B):
+        actions = {agent: deque(int(row["action"]) for row in rows[rank, agent]) for r, agent in seats if r == rank}
+        wanted, late = plain_decisions(Clocks(k, chance), seeds[rank], actions)
+        assert (late != 0) <= (n_late > 0)
+        for agent, decisions in wanted.items():
+            own = rows[rank, agent]
+            assert n_rows[rank, agent] <= len(decisions) <= len(own) + 1
+            start = True
+            for row, decision in zip(own, decisions, strict=False):
+                np.testing.assert_array_equal(row["observation"], decision["observation"])
+                assert {name: row[name] for name in ("action", "reward", "steps", "flags")} == {
+                    name: decision[name] for name in ("action", "reward", "steps", "flags")
+                }
+                assert row["start"] == start
+                if start := bool(row["done"]):
+                    np.testing.assert_array_equal(row["last"], decision["last"])
+
+
+def test_every_reward_is_in_a_decision_or_late() -> None:
+    envs: list[Clocks] = []
+
+    def env_fn() -> Any:
+        envs.append(Clocks(3))
+        return OwnClocks(envs[-1])
+
+    with SerialSampler(env_fn, batch_T=8, batch_B=2, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        recorded = returns = 0.0
+        for itr in range(40):
+            samples, infos = sampler.obtain_samples(itr)
+            recorded += float(samples.env.reward.sum())
+            returns += sum(info.Return for info in infos if info.agent_id is None)
+        assert returns == sum(env.finished for env in envs[-2:]), "all rewards of the finished games"
+        assert returns != recorded
+        assert sampler.stats().late_rewards > 100
+
+
+SAMPLERS: list[tuple[type[Sampler], dict[str, Any]]] = [
+    (ParallelSampler, {"n_workers": 2}),
+    (ParallelSampler, {"n_workers": 3}),
+    (GpuSampler, {"n_workers": 2}),
+    (AsyncSampler, {"n_workers": 2}),
+]
+
+
+@pytest.mark.slow
+def test_one_batch_whatever_the_sampler() -> None:
+    options: dict[str, Any] = {"evaluate": True, "env_info": {"steps": 0}, "n": 3}
+    wanted = batches_of(SerialSampler, lambda: OwnClocks(Clocks()), Valuing(), **options)
+    for cls, own in SAMPLERS:
+        assert_same(wanted, batches_of(cls, lambda: OwnClocks(Clocks()), Valuing(), **own, **options))
+
+
+def test_targets_use_the_steps_of_each_decision() -> None:
+    with SerialSampler(lambda: OwnClocks(Clocks()), batch_T=8, batch_B=2, env_info=["steps"]) as sampler:
+        sampler.initialize(Valuing(), seed=0, bootstrap_value=True)
+        samples, _ = sampler.obtain_samples(0)
+        advantage, _ = gae(samples, 0.9**samples.env.env_info.steps, 0.0)
+        env, agent = samples.env, samples.agent
+        value = agent.agent_info.value
+        t, b = 0, int((env.valid.sum(0) == 8).nonzero()[0])
+        after = 0.0 if env.terminated[t, b] else agent.final_value[t, b] if env.truncated[t, b] else value[1, b]
+        wanted = env.reward[t, b] + 0.9 ** env.env_info.steps[t, b] * after - value[t, b]
+        assert float(advantage[t, b]) == pytest.approx(float(wanted), rel=1e-5)
+
+
+class Wrong(Clocks):
+    """Breaks a rule at step 5."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(2, 1.0)
+        self.how = how
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, terminated, truncated, infos = super().step(actions)
+        if self.t == 5:
+            if self.how == "unknown":
+                observations["nobody"] = np.zeros(4, np.float32)
+            elif self.how == "gone":
+                self.agents, terminated, truncated = [], {}, {}
+            elif self.how == "reward":
+                rewards = dict.fromkeys(infos, "much")
+            elif self.how == "flag":
+                terminated = dict.fromkeys(self.possible_agents, None)
+            elif self.how == "tuple":
+                return observations, rewards
+            elif self.how == "cut":
+                observations, truncated = {}, dict.fromkeys(infos, True)
+        return observations, rewards, terminated, truncated, infos
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("unknown", "agent 'nobody' is not one of possible_agents"),
+        ("gone", r"agent 'a\d' is not in env.agents any more, but neither terminated nor truncated"),
+        ("reward", r"the reward of agent 'a\d' must be a single number, got 'much'"),
+        ("flag", r"env_rank 0, agent 'a\d'"),
+        ("tuple", "env.step must return five dicts by agent"),
+        ("cut", r"env_rank 0, agent 'a\d' was truncated, but env.last returned no observation"),
+    ],
+)
+def test_a_broken_rule_of_own_clocks_names_the_agent(how: str, message: str) -> None:
+    with SerialSampler(lambda: OwnClocks(Wrong(how)), batch_T=30, batch_B=1, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(Exception, match=message):
+            for itr in range(20):
+                sampler.obtain_samples(itr)
+
+
+def test_own_clocks_are_for_parallel_envs() -> None:
+    for wrong in (CountingEnv(), TurnGame(), 3):
+        with pytest.raises(ConfigError, match="OwnClocks is for a ParallelEnv of PettingZoo, got"):
+            OwnClocks(wrong)
+
+
+# ---- agents with new ids ---------------------------------------------------------------------------
+
+
+class Crowd:
+    """A `ParallelEnv` whose agents are born and die, each with an id of its own: "ant_0", "bee_1", ... Who has died may
+    still get a reward, and one that is born may die at once.
+
+    An observation is (id's number, step, age, random number).
+    """
+
+    metadata: dict[str, Any] = {"name": "crowd"}  # noqa: RUF012
+    render_mode = None
+
+    def __init__(self, most: int = 6, length: int = 40) -> None:
+        self.agents: list[str] = []
+        self.most, self.length, self.rng, self.born, self.ledger = most, length, np.random.default_rng(0), 0, 0.0
+
+    def observation_space(self, agent: str) -> gym.Space[Any]:
+        return spaces.Box(-np.inf, np.inf, (4,), np.float32)
+
+    def action_space(self, agent: str) -> gym.Space[Any]:
+        return spaces.Discrete(3 if agent.startswith("ant") else 2)
+
+    def _bear(self) -> str:
+        agent = f"{'ant' if self.rng.random() < 0.6 else 'bee'}_{self.born}"
+        self.born += 1
+        self.birth[agent] = self.t
+        return agent
+
+    def _seen(self, agents: Any) -> dict[str, Any]:
+        return {
+            agent: np.array(
+                [int(agent[4:]), self.t, self.t - self.birth[agent], self.rng.random()],
+                np.float32,
+            )
+            for agent in agents
+        }
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.t, self.birth, self.dead = 0, dict[str, int](), list[str]()
+        self.agents = [self._bear() for _ in range(3)]
+        return self._seen(self.agents), {}
+
+    def step(self, actions: dict[str, int]) -> Any:
+        assert list(actions) == self.agents
+        assert all(action in self.action_space(agent) for agent, action in actions.items())
+        self.t += 1
+        before, rng = self.agents, self.rng
+        over = self.t >= self.length
+        ended = {agent: over or rng.random() < 0.1 for agent in before}
+        self.agents = [agent for agent in before if not ended[agent]]
+        born = [self._bear() for _ in range(rng.integers(0, 3)) if not over and len(self.agents) < self.most - 2]
+        rewards = {agent: float(actions.get(agent, 0) + rng.integers(3)) for agent in (*before, *self.dead[-2:], *born)}
+        self.ledger += sum(rewards.values())
+        observations = self._seen([*before, *born])
+        for agent in born:
+            ended[agent] = rng.random() < 0.2
+        self.agents += [agent for agent in born if not ended[agent]]
+        self.dead = [agent for agent in ended if ended[agent]]
+        return observations, rewards, ended, {}, {}
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def kind_of(agent: str) -> str:
+    return agent.partition("_")[0]
+
+
+SEATS = {"ant": 12, "bee": 12}
+SPACES = {kind: (Crowd().observation_space(kind), Crowd().action_space(kind)) for kind in SEATS}
+
+
+def crowd() -> Any:
+    return Seats(Crowd(), SEATS, kind=kind_of, spaces=SPACES)
+
+
+def test_the_rows_of_an_agent_are_in_one_seat() -> None:
+    env = Crowd()
+
+    def env_fn() -> Any:
+        return Seats(env, SEATS, kind=kind_of, spaces=SPACES)
+
+    with SerialSampler(env_fn, batch_T=25, batch_B=1, max_decorrelation_steps=0) as sampler:
+        agents = {"ant": RandomAgent(), "bee": RandomAgent()}
+        sampler.initialize(agents, policy_of=lambda seat: seat.partition(":")[0], seed=0)
+        env.ledger = 0.0
+        rows: dict[int, list[Any]] = {}
+        recorded, where, returns = 0.0, dict[int, Any](), 0.0
+        for itr in range(scaled(400, 40)):
+            batch, infos = sampler.obtain_samples(itr)
+            returns += sum(info.Return for info in infos if info.agent_id is None)
+            for name, samples in batch.items():
+                own = samples.copy().numpy().env
+                recorded += own.reward.sum()
+                for t, b in np.argwhere(own.valid):
+                    agent = int(own.observation[t, b, 0])
+                    rows.setdefault(agent, []).append((own.observation[t, b, 2], own.prev_done[t, b], own.done[t, b]))
+                    assert where.setdefault(agent, (name, b)) == (name, b), "an agent stays in its seat"
+        running = env.ledger - returns
+        n_late = sampler.stats().late_rewards
+        assert len(env.birth) <= env.born
+        assert len(sampler.seats()["ant"]) == 12
+    finished = 0
+    for own in rows.values():
+        assert [age for age, _, _ in own] == list(range(len(own)))
+        assert [start for _, start, _ in own] == [True] + [False] * (len(own) - 1)
+        assert not any(done for _, _, done in own[:-1])
+        finished += bool(own[-1][2])
+    assert finished > 100
+    assert n_late > 100
+    assert 0 <= running <= 40 * 24 * 5, "all rewards are in a game, or in one that still runs"
+    assert recorded < env.ledger
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"seats": {"ant": 1, "bee": 12}},
+            r"2 agents of kind 'ant' are there, with agent 'ant_\d+', and it has 1 seats",
+        ),
+        ({"seats": {"ant": 12}}, r"agent 'bee_\d+' is of kind 'bee', and only these kinds have seats: \['ant'\]"),
+        ({"kind": lambda agent: 1 / 0}, r"kind raised ZeroDivisionError.* for agent '(ant|bee)_0'"),
+        ({"seats": {}}, "Seats needs a dict with the number of seats of each kind"),
+        ({"kind": "ant"}, "and a function of an agent's id"),
+        ({"kind": lambda agent: [agent]}, r"is of kind \['(ant|bee)_0'\], and only these kinds have seats"),
+        ({"seats": {1: 2}}, "the kinds of Seats must be texts, got 1"),
+        ({"seats": {"ant": True, "bee": 1}}, "of kind 'ant' must be an integer of at least 1, got True"),
+        ({"seats": {"ant": 0, "bee": 1}}, "of kind 'ant' must be an integer of at least 1, got 0"),
+        ({"seats": {**SEATS, "cat": 2}}, r"no agent of kind 'cat' is there after env.reset, .* give spaces=\{'cat'"),
+        ({"env": CountingEnv()}, "Seats is for environments of several agents"),
+    ],
+)
+def test_wrong_arguments_of_seats_are_named(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"env": Crowd(), "seats": SEATS, "kind": kind_of, **change}
+    with pytest.raises((ConfigError, SpaceError), match=message):
+        env = Seats(arguments.pop("env"), arguments.pop("seats"), **arguments)
+        for seed in range(20):
+            env.reset(seed=seed)
+            while env.agents:
+                env.step(dict.fromkeys(env.agents, 0))
+
+
+def test_agents_of_a_kind_have_the_same_spaces() -> None:
+    own = Crowd().observation_space("ant_0"), Crowd().action_space("ant_0")
+    env = Seats(Crowd(), {"any": 20}, kind=lambda agent: "any", spaces={"any": own})
+    with pytest.raises(SpaceError, match=r"agent 'bee_\d+' of kind 'any' has the spaces .*the agents of a kind must"):
+        for seed in range(20):
+            env.reset(seed=seed)
+
+
+def test_who_sits_where_and_who_disappears() -> None:
+    env = crowd()
+    env.reset(seed=1)
+    for seat in env.agents:
+        assert env.agent_of(seat) in env.env.agents
+    assert env.agent_of("ant:11") is None
+    gone = env.env.agents[-1]
+    env.env.step = lambda actions: (env.env.agents.remove(gone), ({}, {}, {}, {}, {}))[1]
+    with pytest.raises(SpaceError, match=f"agent '{gone}' is not in env.agents any more, but neither"):
+        env.step(dict.fromkeys(env.agents, 0))
+
+
+def test_both_wrappers_together() -> None:
+    """A crowd in which each agent decides when it is asked."""
+    for env_fn in (
+        lambda: OwnClocks(crowd()),
+        lambda: Seats(OwnClocks(crowd()), SEATS, kind=lambda seat: seat.partition(":")[0], spaces=SPACES),
+    ):
+        with SerialSampler(env_fn, batch_T=10, batch_B=2, env_info={"steps": 0}) as sampler:
+            agents = {"ant": RandomAgent(), "bee": RandomAgent()}
+            sampler.initialize(agents, policy_of=lambda seat: seat.partition(":")[0], seed=0)
+            for itr in range(5):
+                batch, infos = sampler.obtain_samples(itr)
+                assert (batch.ant.env.env_info.steps[batch.ant.env.valid] == 1).all()
+            assert infos
+
+
+def test_options_of_reset_reach_the_game() -> None:
+    env = OwnClocks(Clocks())
+    env.reset(seed=0, options={"board": 3})
+    assert env.env.options == {"board": 3}
