@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.buffers import NamedArrays
-from penstock.buffers.named import map_leaves
+from penstock.buffers import NamedArrays, Samples
+from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.errors import ConfigError, SpaceError
 from penstock.replays.observations import check_frames, newest_frames
 from penstock.replays.options import Frames, Sequences
 from penstock.replays.ring import BEGINS, CUT, PARTIAL, TERMINATED, TRUNCATED, VALID, Ring, Shape, lacks_next, leaves
-
-if TYPE_CHECKING:
-    from penstock.buffers import Samples
-    from penstock.buffers.named import ArrayTree
 
 STATE = "prev_rnn_state"  # the field of agent_info
 HAS_STATE = "has_rnn_state"  # where the agent has recorded it; not there if it does so at each step

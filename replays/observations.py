@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import NamedArrays
+from penstock.buffers.named import ArrayTree
 from penstock.errors import SpaceError
 from penstock.replays.options import Frames
 from penstock.replays.ring import BEGINS, PARTIAL, TERMINATED, TRUNCATED, Ring
 from penstock.replays.windows import Positions, Windows
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 
 def _read_ages(

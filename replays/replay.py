@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
+from penstock.buffers import Samples
 from penstock.buffers.ordering import fence
 from penstock.errors import ConfigError, SamplerStateError, brief
 from penstock.replays.appending import Appender, shape_of
@@ -27,13 +30,8 @@ from penstock.replays.sum_tree import SumTree
 from penstock.replays.windows import Positions, WindowReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
     from torch import Tensor
     from typing_extensions import TypeVar
-
-    from penstock.buffers import Samples
 
     Numbers = Tensor | NDArray[Any] | Sequence[float]  #: `[N]`
     Batch = TypeVar("Batch", bound=ReplayBatch | SequenceBatch, default=ReplayBatch)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from keyword import iskeyword
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -20,7 +20,7 @@ from penstock.agents.joint import JointSeats
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec, TrajectoryRecords
 from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import layouts_of
 from penstock.collectors import (
@@ -59,9 +59,6 @@ from penstock.samplers.sampler_program import SamplerProgram, WorkerFactories
 from penstock.samplers.seating import PolicyOf, Seating, find_seating
 from penstock.samplers.stats import ServerTotals
 from penstock.workers.control import ControlBlock
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 _DRY_RUN_COLUMNS = 2  # the agent is tried on more than one column, so that a lost dimension shows
 _CHECKED_ROWS = 16  # observations on which fast inference is compared with torch

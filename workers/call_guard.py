@@ -9,13 +9,11 @@ import threading
 import time
 from multiprocessing.util import Finalize
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from penstock.errors import SamplerBrokenError, SamplerClosedError, SamplerStateError
 from penstock.workers import sigint
-
-if TYPE_CHECKING:
-    from penstock.workers.control import ControlBlock
+from penstock.workers.control import ControlBlock
 
 _State = TypeVar("_State", bound=enum.Enum)
 
