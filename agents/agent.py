@@ -18,12 +18,9 @@ from gymnasium import spaces
 
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.shared_parameters import SharedParameters
-from penstock.buffers.named import NamedArrays, as_named, map_leaves
+from penstock.buffers.named import ArrayTree, NamedArrays, as_named, map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves, tree_of
 from penstock.errors import ConfigError, SamplerStateError, SpaceError
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 #: The space of observations or actions.
 Space = gym.Space[Any]

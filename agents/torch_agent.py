@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,9 @@ from penstock.agents.agent import Agent, AgentRuntime, Space
 from penstock.agents.inference import INFERENCE, Inference, TracedModel
 from penstock.agents.numpy_model import NumpyModel
 from penstock.arguments import one_of
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 _log = logging.getLogger("penstock")
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
 from penstock.buffers.shared import ArraySpec, NamedMemory
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 #: The words of a column. A position counts the rows of a column since its worker was started.
 POSITION, EPISODE, START, FIRST_EPISODE, FIRST_START, AT, GENERATION = range(7)

@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
+import numpy.typing as npt
+
 from penstock.errors import ConfigError, SpaceError
-
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    import numpy.typing as npt
-
-    #: An array of numpy, or `NamedArrays` of such arrays.
-    ArrayTree: TypeAlias = "npt.NDArray[Any] | NamedArrays"
 
 _Self = TypeVar("_Self", bound="NamedArrays")
 
@@ -179,6 +173,10 @@ class NamedArrays:
                 what = repr(value) if shape is None else f"{list(shape)} {value.dtype}"
                 lines.append(f"{pad}{name}: {what}")
         return [*lines, "  " * depth + ")"] if len(lines) > 1 else [lines[0] + ")"]
+
+
+#: An array of numpy, or `NamedArrays` of such arrays.
+ArrayTree = npt.NDArray[Any] | NamedArrays
 
 
 class FixedFields(NamedArrays):

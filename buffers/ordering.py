@@ -29,17 +29,13 @@ def fence_of_locks() -> None:
         pass
 
 
-def _full_fence() -> Callable[[], None]:
-    try:
-        from penstock.buffers._native import fence as compiled
-    except ImportError:
-        return fence_of_locks
-    return compiled
-
-
 #: No store or load passes an earlier store or load. Without the compiled part this is certain on x86 only, where taking
 #: a lock is a full fence.
-full_fence = _full_fence()
+full_fence: Callable[[], None]
+try:
+    from penstock.buffers._native import fence as full_fence
+except ImportError:
+    full_fence = fence_of_locks
 #: Whether `full_fence` is one.
 HAS_FULL_FENCE = IS_ORDERED or full_fence is not fence_of_locks
 #: Where only stores must not pass earlier stores, and loads not earlier loads.

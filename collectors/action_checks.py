@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from penstock.buffers.named import NamedArrays, as_named
+from penstock.buffers.named import ArrayTree, NamedArrays, as_named
 from penstock.buffers.tree import tree_leaves
 from penstock.envs.rows import ColumnError, as_dtype, dtype_error
 from penstock.errors import SpaceError, brief
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from penstock.agents.action_masks import mask_of
 from penstock.agents.agent import Agent, AgentStep
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.native import put_row
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, Words, as_agent_step, write_fields
@@ -27,9 +27,6 @@ from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import SpaceError
 from penstock.workers.control import Phase, Progress
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import NamedArrays
 
 
 @dataclass(frozen=True)

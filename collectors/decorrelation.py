@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.action_masks import ActionMask
 from penstock.agents.space_draws import draw
+from penstock.buffers.named import ArrayTree
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_batch import no_legal_action
 from penstock.collectors.tracking import Tracker, snapshot
 from penstock.workers.control import Phase
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 
 def decorrelate(

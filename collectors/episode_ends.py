@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.agent import Agent
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.native import put_cell
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.env_batch import EnvBatch
 from penstock.envs.infos import element
 from penstock.envs.rows import arrays_like
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 
 @dataclass(frozen=True)

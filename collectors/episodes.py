@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy.typing as npt
 
 from penstock.buffers.episode_log import (
     AT,
@@ -15,14 +17,9 @@ from penstock.buffers.episode_log import (
     START,
     EpisodeLog,
 )
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.envs.seeding import ColumnStreams, episode_seed
 from penstock.workers.control import Progress, T
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from penstock.buffers.named import ArrayTree
 
 
 class EpisodeRecorder:

@@ -253,8 +253,10 @@ class LockStepCollector:
                 desk.act(t)
             self.progress.begin_stepping(t)
             games.step()
-            if games.late:
-                self._note_late(t)
+            for e, reward in games.late:
+                self._late[t, e] += reward
+            if games.late and self._is_training:
+                self.progress.add_late_rewards(len(games.late))
             if games.over:
                 self._over[t, games.over] = True
             for e in games.cut:
@@ -263,12 +265,6 @@ class LockStepCollector:
             for desk in desks:
                 desk.record_step(t)
         return self._finish(self.rows, first_t)
-
-    def _note_late(self, t: int) -> None:
-        for e, reward in self.games.late:
-            self._late[t, e] += reward
-        if self._is_training:
-            self.progress.add_late_rewards(len(self.games.late))
 
     def _finish(self, n_rows: int, first_t: int) -> int:
         if self._is_training:

@@ -79,7 +79,8 @@ class WaitResetCollector(ResetCollector):
             self._zero_parked(t)
             self.step_envs(t)
         self.end_batch()
-        self._zero_parked_values()
+        if self.samples.bootstrap_value is not None:
+            self.samples.bootstrap_value[self.envs.parked] = 0
 
     def step_envs(self, t: int) -> None:
         """Second part of step t: step every environment that is not parked, and record the results."""
@@ -113,8 +114,3 @@ class WaitResetCollector(ResetCollector):
             self.prev_action[column] = 0
             if self._has_agent_info:
                 self.samples.agent_info[t, column] = 0
-
-    def _zero_parked_values(self) -> None:
-        if self.samples.bootstrap_value is not None:
-            for column in self.envs.parked:
-                self.samples.bootstrap_value[column] = 0

@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.native import sum_episodes
 from penstock.buffers.object_pipe import FIGURES, RECORD, MessageKind, ObjectMessage
 from penstock.collectors.traj_info import TrajInfo
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 #: Called for column b after each environment step: (b, observation acted on, action, reward,
 #: terminated, truncated, info). Observation and action are copies made before the step.

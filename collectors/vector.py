@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
 
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves
 from penstock.collectors.action_checks import NO_CHECKS, Checks, check_row
 from penstock.collectors.env_batch import EnvBatch, EpisodeEndHook
@@ -26,9 +26,6 @@ from penstock.envs.infos import InfoWriter, element, info_of
 from penstock.envs.rows import ColumnError, arrays_like, as_dtype, write_row
 from penstock.errors import ConfigError, SpaceError
 from penstock.workers.control import Phase, Progress
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree, NamedArrays
 
 _log = logging.getLogger("penstock")
 

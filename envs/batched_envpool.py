@@ -5,17 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from gymnasium.vector.utils import batch_space
 
 from penstock.envs.batched import Rows, SameStep, seeds_of_rows
 from penstock.envs.seeding import fresh_seed
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 
 class BatchedEnvPool(SameStep):

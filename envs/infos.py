@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 
 from penstock.buffers.named import NamedArrays, as_named
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import map_tree
 from penstock.envs.rows import ColumnError, as_dtype
 from penstock.errors import ConfigError, brief
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 #: True for every numeric entry of an example step; or a list of names, where dots separate nested names; or a dict of
 #: names and examples.

@@ -5,21 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 from gymnasium import spaces
 
-from penstock.buffers.named import fields_of
+from penstock.buffers.named import ArrayTree, NamedArrays, fields_of
 from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.tree import map_tree
 from penstock.errors import SpaceError, brief
-
-if TYPE_CHECKING:
-    import gymnasium as gym
-    import numpy.typing as npt
-
-    from penstock.buffers.named import ArrayTree, NamedArrays
 
 Splitter = Callable[[Any], Sequence[Any]]
 

@@ -131,7 +131,8 @@ def is_same(one: Any, other: Any) -> bool:
 def save_env(env: gym.Env[Any, Any]) -> tuple[StateKind, bytes]:
     """How `env` is saved, and its state. Raises `ConfigError` with the reason if that is impossible."""
     layers = _layers(env)
-    n_outside = _n_outside(layers)
+    has_both = [all(callable(getattr(type(each), f"{verb}_state", None)) for verb in ("get", "set")) for each in layers]
+    n_outside = has_both.index(True) if any(has_both) else None  # how many wrappers are around the outermost such layer
     try:
         if n_outside is None:
             return "pickle", _dumps(env, [])
@@ -163,14 +164,6 @@ def _layers(env: gym.Env[Any, Any] | None) -> list[Any]:
     while isinstance(layers[-1], gym.Wrapper):
         layers.append(layers[-1].env)
     return layers
-
-
-def _n_outside(layers: list[Any]) -> int | None:
-    """How many wrappers are around the outermost layer with `get_state` and `set_state`; None if none has them."""
-    for i, layer in enumerate(layers):
-        if all(callable(getattr(type(layer), name, None)) for name in ("get_state", "set_state")):
-            return i
-    return None
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

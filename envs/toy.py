@@ -6,14 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 from gymnasium import spaces
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 
 class CountingEnv(gym.Env[Any, Any]):

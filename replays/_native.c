@@ -11,9 +11,8 @@ typedef struct {
 } Tree;
 
 static int read_tree(Arguments arguments, Tree *tree) {
-    PyArrayObject *sum = as_line(arguments[0], NPY_FLOAT64);
-    PyArrayObject *max = sum == NULL ? NULL : as_line(arguments[1], NPY_FLOAT64);
-    if (max == NULL) {
+    PyArrayObject *sum, *max;
+    if (!read_line(arguments[0], NPY_FLOAT64, &sum) || !read_line(arguments[1], NPY_FLOAT64, &max)) {
         return 0;
     }
     if (PyArray_SIZE(sum) != PyArray_SIZE(max) || PyArray_SIZE(sum) < 2) {
@@ -44,12 +43,9 @@ static void recompute_above(const Tree *tree, const npy_int64 *leaf, npy_intp co
 /* tree_update(sum, max, leaves, values) */
 static PyObject *tree_update(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Tree tree;
-    if (n != 4) {
-        return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", n);
-    }
-    PyArrayObject *leaves = as_line(arguments[2], NPY_INT64);
-    PyArrayObject *values = leaves == NULL ? NULL : as_line(arguments[3], NPY_FLOAT64);
-    if (values == NULL || !read_tree(arguments, &tree)) {
+    PyArrayObject *leaves, *values;
+    if (!check_arguments(n, 4) || !read_line(arguments[2], NPY_INT64, &leaves) ||
+        !read_line(arguments[3], NPY_FLOAT64, &values) || !read_tree(arguments, &tree)) {
         return NULL;
     }
     npy_intp count = PyArray_SIZE(leaves);
@@ -71,23 +67,18 @@ static PyObject *tree_update(PyObject *Py_UNUSED(module), Arguments arguments, P
 /* tree_assign(sum, max, n_leaves, low, high, places, priorities, values) */
 static PyObject *tree_assign(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Tree tree;
-    npy_intp number[3]; /* n_leaves, low, high */
-    if (n != 8) {
-        return PyErr_Format(PyExc_TypeError, "expected 8 arguments, got %zd", n);
+    PyArrayObject *places, *priorities, *values;
+    if (!check_arguments(n, 8) || !read_line(arguments[5], NPY_INT64, &places) ||
+        !read_line(arguments[6], NPY_FLOAT64, &priorities) || !read_line(arguments[7], NPY_FLOAT64, &values) ||
+        !read_tree(arguments, &tree)) {
+        return NULL;
     }
-    for (int i = 0; i < 3; i++) {
-        number[i] = PyNumber_AsSsize_t(arguments[2 + i], PyExc_IndexError);
-    }
+    npy_intp n_leaves = PyNumber_AsSsize_t(arguments[2], PyExc_IndexError);
+    npy_intp low = PyNumber_AsSsize_t(arguments[3], PyExc_IndexError);
+    npy_intp high = PyNumber_AsSsize_t(arguments[4], PyExc_IndexError), count = PyArray_SIZE(places), n_kept = 0;
     if (PyErr_Occurred()) {
         return NULL;
     }
-    PyArrayObject *places = as_line(arguments[5], NPY_INT64);
-    PyArrayObject *priorities = places == NULL ? NULL : as_line(arguments[6], NPY_FLOAT64);
-    PyArrayObject *values = priorities == NULL ? NULL : as_line(arguments[7], NPY_FLOAT64);
-    if (values == NULL || !read_tree(arguments, &tree)) {
-        return NULL;
-    }
-    npy_intp n_leaves = number[0], low = number[1], high = number[2], count = PyArray_SIZE(places), n_kept = 0;
     if (n_leaves < 1 || n_leaves > tree.size || low < 0 || high < low || high - low > n_leaves ||
         PyArray_SIZE(priorities) != count || PyArray_SIZE(values) != count) {
         return PyErr_Format(PyExc_ValueError, "the sizes of the tree and the arrays do not fit together");
@@ -134,18 +125,13 @@ static PyObject *tree_assign(PyObject *Py_UNUSED(module), Arguments arguments, P
 /* tree_range(sum, max, first, values) */
 static PyObject *tree_range(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Tree tree;
-    if (n != 4) {
-        return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", n);
-    }
-    Py_ssize_t first = PyNumber_AsSsize_t(arguments[2], PyExc_IndexError);
-    PyArrayObject *values = first == -1 && PyErr_Occurred() ? NULL : as_line(arguments[3], NPY_FLOAT64);
-    if (values == NULL || !read_tree(arguments, &tree)) {
+    PyArrayObject *values;
+    if (!check_arguments(n, 4) || !read_line(arguments[3], NPY_FLOAT64, &values) || !read_tree(arguments, &tree)) {
         return NULL;
     }
-    npy_intp count = PyArray_SIZE(values);
+    npy_intp first = PyNumber_AsSsize_t(arguments[2], PyExc_IndexError), count = PyArray_SIZE(values);
     if (first < 0 || first > tree.size - count) {
-        PyErr_SetString(PyExc_IndexError, "the range is not within the leaves");
-        return NULL;
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_IndexError, "the range is not within the leaves");
     }
     if (count == 0) {
         Py_RETURN_NONE;
@@ -165,13 +151,9 @@ static PyObject *tree_range(PyObject *Py_UNUSED(module), Arguments arguments, Py
 
 /* tree_draw(sum, mass, n_leaves, low, places) */
 static PyObject *tree_draw(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (n != 5) {
-        return PyErr_Format(PyExc_TypeError, "expected 5 arguments, got %zd", n);
-    }
-    PyArrayObject *tree = as_line(arguments[0], NPY_FLOAT64);
-    PyArrayObject *masses = tree == NULL ? NULL : as_line(arguments[1], NPY_FLOAT64);
-    PyArrayObject *places = masses == NULL ? NULL : as_line(arguments[4], NPY_INT64);
-    if (places == NULL) {
+    PyArrayObject *tree, *masses, *places;
+    if (!check_arguments(n, 5) || !read_line(arguments[0], NPY_FLOAT64, &tree) ||
+        !read_line(arguments[1], NPY_FLOAT64, &masses) || !read_line(arguments[4], NPY_INT64, &places)) {
         return NULL;
     }
     npy_intp n_leaves = PyNumber_AsSsize_t(arguments[2], PyExc_IndexError);
@@ -211,20 +193,15 @@ static PyObject *tree_draw(PyObject *Py_UNUSED(module), Arguments arguments, Py_
 
 /* tree_ratios(sum, n_leaves, places, ratios) */
 static PyObject *tree_ratios(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    if (n != 4) {
-        return PyErr_Format(PyExc_TypeError, "expected 4 arguments, got %zd", n);
-    }
-    PyArrayObject *tree = as_line(arguments[0], NPY_FLOAT64);
-    PyArrayObject *places = tree == NULL ? NULL : as_line(arguments[2], NPY_INT64);
-    PyArrayObject *ratios = places == NULL ? NULL : as_line(arguments[3], NPY_FLOAT64);
-    npy_intp n_leaves = ratios == NULL ? -1 : PyNumber_AsSsize_t(arguments[1], PyExc_IndexError);
-    if (PyErr_Occurred()) {
+    PyArrayObject *tree, *places, *ratios;
+    if (!check_arguments(n, 4) || !read_line(arguments[0], NPY_FLOAT64, &tree) ||
+        !read_line(arguments[2], NPY_INT64, &places) || !read_line(arguments[3], NPY_FLOAT64, &ratios)) {
         return NULL;
     }
+    npy_intp n_leaves = PyNumber_AsSsize_t(arguments[1], PyExc_IndexError);
     npy_intp count = PyArray_SIZE(places), size = PyArray_SIZE(tree) / 2;
     if (PyArray_SIZE(ratios) != count || n_leaves < 1 || n_leaves > size) {
-        PyErr_SetString(PyExc_ValueError, "there must be one ratio for each place, and a tree");
-        return NULL;
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "there must be one ratio for each place, and a tree");
     }
     const double *leaf = (const double *)PyArray_DATA(tree) + size;
     const npy_int64 *place = PyArray_DATA(places);
@@ -252,12 +229,12 @@ static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, 
     enum { N_ARGUMENTS = sizeof(types) / sizeof(*types) };
     void *data[N_ARGUMENTS];
     npy_intp sizes[N_ARGUMENTS];
-    if (n_arguments != N_ARGUMENTS) {
-        return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", N_ARGUMENTS, n_arguments);
+    if (!check_arguments(n_arguments, N_ARGUMENTS)) {
+        return NULL;
     }
     for (int i = 0; i < N_ARGUMENTS; i++) {
-        PyArrayObject *array = types[i] < 0 ? NULL : as_line(arguments[i], types[i]);
-        if (types[i] >= 0 && array == NULL) {
+        PyArrayObject *array = NULL;
+        if (types[i] >= 0 && !read_line(arguments[i], types[i], &array)) {
             return NULL;
         }
         data[i] = array == NULL ? NULL : PyArray_DATA(array);

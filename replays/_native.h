@@ -22,15 +22,17 @@ typedef PyObject *const *Arguments;
 
 enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8, PARTIAL = 16, CUT = 32 }; /* as in ring.py */
 
-/* `object`, if it is a contiguous array of one dimension with this type of numbers. NULL with an exception set
-   otherwise. */
-static inline PyArrayObject *as_line(PyObject *object, int type) {
-    PyArrayObject *array = PyArray_CheckExact(object) ? (PyArrayObject *)object : NULL;
-    if (array == NULL || PyArray_NDIM(array) != 1 || PyArray_TYPE(array) != type || !PyArray_ISCARRAY(array)) {
-        PyErr_SetString(PyExc_TypeError, "expected a contiguous array of one dimension and of the right dtype");
-        return NULL;
-    }
-    return array;
+/* Like all functions here that return 0 or 1: 0 with an exception set. */
+static inline int check_arguments(Py_ssize_t given, Py_ssize_t expected) {
+    return given == expected || PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, given);
+}
+
+/* Set `line` to `object`, which must be a contiguous array of one dimension with this type of numbers. */
+static inline int read_line(PyObject *object, int type, PyArrayObject **line) {
+    *line = (PyArrayObject *)object;
+    int fits = PyArray_CheckExact(object) && PyArray_NDIM(*line) == 1 && PyArray_TYPE(*line) == type &&
+               PyArray_ISCARRAY(*line);
+    return fits || PyErr_Format(PyExc_TypeError, "expected a contiguous array of one dimension and of the right dtype");
 }
 
 /* In _rows.c. */

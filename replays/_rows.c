@@ -9,8 +9,8 @@
 PyObject *pack_flags(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n_arguments) {
     enum { N_ARRAYS = 5 };
     PyArrayObject *arrays[N_ARRAYS];
-    if (n_arguments != N_ARRAYS) {
-        return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", N_ARRAYS, n_arguments);
+    if (!check_arguments(n_arguments, N_ARRAYS)) {
+        return NULL;
     }
     for (int i = 0; i < N_ARRAYS; i++) {
         PyArrayObject *array = PyArray_CheckExact(arguments[i]) ? (PyArrayObject *)arguments[i] : NULL;
@@ -166,8 +166,8 @@ PyObject *same_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t
 /* take_rows(source, at, out) */
 PyObject *take_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n_arguments) {
     enum { N_AHEAD = 16, MOST_BYTES = 512 }; /* rows, and bytes of each, that are loaded before they are copied */
-    if (n_arguments != 3) {
-        return PyErr_Format(PyExc_TypeError, "expected 3 arguments, got %zd", n_arguments);
+    if (!check_arguments(n_arguments, 3)) {
+        return NULL;
     }
     for (int i = 0; i < 3; i++) {
         if (!PyArray_CheckExact(arguments[i]) || !PyArray_ISCARRAY_RO((PyArrayObject *)arguments[i])) {
@@ -215,12 +215,10 @@ PyObject *take_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t
 
 /* read_ages(flags, at, B, back, age, known) */
 PyObject *read_ages(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n_arguments) {
-    if (n_arguments != 6) {
-        return PyErr_Format(PyExc_TypeError, "expected 6 arguments, got %zd", n_arguments);
-    }
-    PyArrayObject *flags = as_line(arguments[0], NPY_UINT8), *at = as_line(arguments[1], NPY_INT64);
-    PyArrayObject *ages = as_line(arguments[4], NPY_INT64), *known = as_line(arguments[5], NPY_BOOL);
-    if (flags == NULL || at == NULL || ages == NULL || known == NULL) {
+    PyArrayObject *flags, *at, *ages, *known;
+    if (!check_arguments(n_arguments, 6) || !read_line(arguments[0], NPY_UINT8, &flags) ||
+        !read_line(arguments[1], NPY_INT64, &at) || !read_line(arguments[4], NPY_INT64, &ages) ||
+        !read_line(arguments[5], NPY_BOOL, &known)) {
         return NULL;
     }
     Py_ssize_t B = PyNumber_AsSsize_t(arguments[2], PyExc_IndexError);
@@ -281,8 +279,8 @@ static inline const char *frame_of(const Stacks *stacks, npy_intp i, npy_intp j,
 
 /* Read the arguments (at, age, out) of `take_frames`. Returns 1; 0 if the layout is unknown; -1 with an exception set. */
 static int read_stacks(Arguments arguments, PyArrayObject *frames, const Frames *of, npy_intp count, Stacks *stacks) {
-    PyArrayObject *at = as_line(arguments[0], NPY_INT64), *ages = as_line(arguments[1], NPY_INT64);
-    if (at == NULL || ages == NULL) {
+    PyArrayObject *at, *ages;
+    if (!read_line(arguments[0], NPY_INT64, &at) || !read_line(arguments[1], NPY_INT64, &ages)) {
         return -1;
     }
     PyArrayObject *out = (PyArrayObject *)arguments[2];

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.buffers import NamedArrays
-from penstock.buffers.named import map_leaves
+from penstock.buffers import NamedArrays, Samples
+from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.errors import ConfigError, SpaceError
 from penstock.replays.observations import check_frames, newest_frames
 from penstock.replays.options import Frames, Sequences
 from penstock.replays.ring import BEGINS, CUT, PARTIAL, TERMINATED, TRUNCATED, VALID, Ring, Shape, lacks_next, leaves
-
-if TYPE_CHECKING:
-    from penstock.buffers import Samples
-    from penstock.buffers.named import ArrayTree
 
 STATE = "prev_rnn_state"  # the field of agent_info
 HAS_STATE = "has_rnn_state"  # where the agent has recorded it; not there if it does so at each step
@@ -213,7 +209,8 @@ class Appender:
         n_truncated = pack_flags(*arguments)
         if n_truncated < 0:
             n_truncated = _pack_flags(*arguments)
-        before, starts, is_continued = self._last_flags(), prev_done[:1], not self._is_first and continues
+        before = self.ring.arrays.flags[self._last_row] if self.end else None
+        starts, is_continued = prev_done[:1], not self._is_first and continues
         if before is not None and not (was_valid := before & VALID != 0).all():
             starts = starts | ~was_valid
             flags[0, ~was_valid & ~prev_done[0] & batch.flags[0][0]] |= np.uint8(BEGINS | PARTIAL)
@@ -258,11 +255,6 @@ class Appender:
             found, expected = _layout(arrays(given), 2), self._layouts[name]
             if found != expected:
                 raise SpaceError(f"the {name} of this batch is {found}, that of the first batch was {expected}")
-
-    def _last_flags(self) -> Any:
-        """The flags of the newest row of this writer, in the ring; None if there is none."""
-        row, columns = self._last_row
-        return self.ring.arrays.flags[row, columns] if self.end else None
 
     def _is_continued(self, batch: Batch, starts: npt.NDArray[Any]) -> bool:
         """Whether row 0 follows the newest row of the ring, as far as its previous action and reward show it. Columns

@@ -16,20 +16,17 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import NamedArrays
-from penstock.buffers.named import as_named
+from penstock.buffers.named import ArrayTree, as_named
 from penstock.buffers.tree import map_tree
 from penstock.errors import ConfigError
 from penstock.replays.replay_batches import of_one_writer
 from penstock.replays.ring import NOWHERE, Ring, Shape
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 _INDEX, _FORMAT = "replay.json", 2
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import NamedArrays
+from penstock.buffers.named import ArrayTree
 from penstock.errors import SpaceError
 from penstock.replays.options import Frames
 from penstock.replays.ring import BEGINS, PARTIAL, TERMINATED, TRUNCATED, Ring
 from penstock.replays.windows import Positions, Windows
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 
 def _read_ages(
@@ -149,7 +147,9 @@ class FrameStacks:
         stacks, found = (self._memory(after.shape, memory) for memory in (out, out_next))
         self._build((windows.at, ages[0], stacks), (after, self.ages(after)[0], found))
         if windows.truncated.size:
-            self._add_final(found, windows.truncated, windows.last[windows.truncated])
+            which = windows.truncated  # these move on by one frame, the final observation
+            found[which, :-1] = found[which, 1:]
+            found[which, -1] = self._ring.final_obs(windows.last[which])
         if windows.terminated.size:
             found[windows.terminated] = 0
         return stacks, found
@@ -164,12 +164,6 @@ class FrameStacks:
         arguments = ring.observation, ring.B, is_zero, *itertools.chain.from_iterable(stacks)
         if not take_frames(*arguments):
             _take_frames(*arguments)
-
-    def _add_final(self, stacks: npt.NDArray[Any], which: npt.NDArray[np.intp], last: Positions) -> None:
-        """Move the stacks `which` on by one frame, the final observations of the steps `last`."""
-        older = stacks[which, 1:]
-        stacks[which, :-1] = older
-        stacks[which, -1] = self._ring.final_obs(last)
 
 
 def newest_frames(stacks: npt.NDArray[Any]) -> Any:

@@ -7,14 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from penstock.arguments import integer
 from penstock.errors import ConfigError
-
-
-def require_count(name: str, value: object, lowest: int = 1) -> int:
-    """`value` as an int. Raises `ConfigError` if it is no integer of at least `lowest`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < lowest:
-        raise ConfigError(f"{name} must be an integer of at least {lowest}, got {value!r}")
-    return int(value)
 
 
 def require_number(name: str, value: Any, highest: float) -> float:
@@ -60,7 +54,7 @@ class Sequences:
 
     def __post_init__(self) -> None:
         for name, lowest in (("length", 1), ("burn_in", 0), ("state_every", 1)):
-            object.__setattr__(self, name, require_count(name, getattr(self, name), lowest))
+            object.__setattr__(self, name, integer(name, getattr(self, name), lowest))
         if self.burn_in >= self.length:
             raise ConfigError(
                 f"burn_in={self.burn_in} leaves nothing of sequences of length={self.length} to train on: lower burn_in"
@@ -79,6 +73,6 @@ class Frames:
     padding: Literal["reset", "zero"] = "reset"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", require_count("n", self.n, 2))
+        object.__setattr__(self, "n", integer("n", self.n, 2))
         if self.padding not in ("reset", "zero"):
             raise ConfigError(f'padding must be "reset" or "zero", got {self.padding!r}')

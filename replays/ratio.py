@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.arguments import integer
 from penstock.errors import ConfigError
-from penstock.replays.options import require_count, require_number
+from penstock.replays.options import require_number
 from penstock.replays.replay import Replay
 
 
@@ -49,8 +50,8 @@ class Ratio:
             raise ConfigError("samples_per_step must be more than 0")
         for name in ("batch_steps", "batch_size"):
             if getattr(self, name) is not None:
-                require_count(name, getattr(self, name))
-        require_count("min_steps", self.min_steps, 0)
+                integer(name, getattr(self, name), 1)
+        integer("min_steps", self.min_steps, 0)
         if self.slack is None:
             return
         require_number("slack", self.slack, np.finfo(float).max)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
+from penstock.arguments import integer
+from penstock.buffers import Samples
 from penstock.buffers.ordering import fence
 from penstock.errors import ConfigError, SamplerStateError, brief
 from penstock.replays.appending import Appender, shape_of
 from penstock.replays.checkpoint import read_index, read_priorities, read_steps, saved_shape, write_checkpoint
 from penstock.replays.contents import Contents
 from penstock.replays.estimate import Estimate
-from penstock.replays.options import Frames, Prioritized, Sequences, require_count, require_number
+from penstock.replays.options import Frames, Prioritized, Sequences, require_number
 from penstock.replays.position_draws import DrawIndex, UniformDraw
 from penstock.replays.priorities import PriorityDraw
 from penstock.replays.replay_batches import ReplayBatch, SequenceBatch, SequenceReader, Transitions, move
@@ -27,13 +31,8 @@ from penstock.replays.sum_tree import SumTree
 from penstock.replays.windows import Positions, WindowReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
     from torch import Tensor
     from typing_extensions import TypeVar
-
-    from penstock.buffers import Samples
 
     Numbers = Tensor | NDArray[Any] | Sequence[float]  #: `[N]`
     Batch = TypeVar("Batch", bound=ReplayBatch | SequenceBatch, default=ReplayBatch)
@@ -141,8 +140,8 @@ class Replay(Generic[Batch]):
         max_truncations: int | None = None,
         seed: int | None = None,
     ) -> None:
-        self.capacity = require_count("capacity", capacity)
-        self.n_step, self.discount = require_count("n_step", n_step), require_number("discount", discount, 1.0)
+        self.capacity = integer("capacity", capacity, 1)
+        self.n_step, self.discount = integer("n_step", n_step, 1), require_number("discount", discount, 1.0)
         for name, value, cls in (
             ("prioritized", prioritized, Prioritized),
             ("sequences", sequences, Sequences),
@@ -152,7 +151,7 @@ class Replay(Generic[Batch]):
                 raise ConfigError(f"{name} must be {cls.__name__}(...) or None, got {value!r}")
         self.prioritized, self.sequences, self.frames, self.file = prioritized, sequences, frames, file
         if max_truncations is not None:
-            max_truncations = require_count("max_truncations", max_truncations)
+            max_truncations = integer("max_truncations", max_truncations, 1)
         self.max_truncations = max_truncations
         if not isinstance(file, str | os.PathLike | None):
             raise ConfigError(f"file must be a path or None, got {file!r}")
@@ -161,7 +160,7 @@ class Replay(Generic[Batch]):
         self._alpha = prioritized.alpha if prioritized else 0.0
         #: Positions drawn so far.
         self.n_drawn = 0
-        self._rng = np.random.default_rng(None if seed is None else require_count("seed", seed, 0))
+        self._rng = np.random.default_rng(None if seed is None else integer("seed", seed, 0, None))
         self._storage: _Storage | None = None
         self._feeder: weakref.ref[Feeder] | None = None  # so that no cycle keeps the memory
         self._has_warned = False
@@ -292,7 +291,7 @@ class Replay(Generic[Batch]):
 
         Raises `SamplerStateError` if no step can be drawn yet.
         """
-        n = require_count("n", n)
+        n = integer("n", n, 1)
         if newer_than is not None and self.prioritized is not None:
             raise ConfigError("newer_than needs a replay without priorities: make it with prioritized=None")
         batch_cls = self._batch_cls

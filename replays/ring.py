@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +22,11 @@ import numpy.typing as npt
 from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
 from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.memory_limits import free_memory
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.ordering import fence
 from penstock.buffers.shared import make_private, shared_mappings
 from penstock.buffers.tree import tree_leaves
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 # The flags of a row. BEGINS: the row does not continue the row before it. PARTIAL: it also does not begin an episode,
 # so what came before it is unknown. CUT: the episode goes on, but the row after it is no step and has only the next

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from keyword import iskeyword
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -20,11 +20,10 @@ from penstock.agents.joint import JointSeats
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec, TrajectoryRecords
 from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import layouts_of
 from penstock.collectors import (
-    BaseEvalCollector,
     Collector,
     EpisodeEvalCollector,
     EvalCollector,
@@ -59,9 +58,6 @@ from penstock.samplers.sampler_program import SamplerProgram, WorkerFactories
 from penstock.samplers.seating import PolicyOf, Seating, find_seating
 from penstock.samplers.stats import ServerTotals
 from penstock.workers.control import ControlBlock
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 _DRY_RUN_COLUMNS = 2  # the agent is tried on more than one column, so that a lost dimension shows
 _CHECKED_ROWS = 16  # observations on which fast inference is compared with torch
@@ -136,10 +132,12 @@ def allocate(
         specs.append(replace(spec, n_seats=None if seating is None else seating.n_seats(p)))
         differences.append(copied.runtime.inference_difference(partial(_real_inputs, copied, example, config)))
     difference = max((own for own in differences if own is not None), default=None)
+    # Whole episodes need another collector, unless the user has chosen one.
+    counts_episodes = config.eval_episodes is not None and config.eval_collector_cls is EvalCollector
     program = SamplerProgram(
         agents=tuple(copies),
         config=replace(config, env_fn="", env_kwargs=None, eval_env_fn=None, eval_env_kwargs=None, env_info=False),
-        eval_collector_cls=_eval_collector_cls(config),
+        eval_collector_cls=EpisodeEvalCollector if counts_episodes else config.eval_collector_cls,
         traj_info_kwargs=traj_info_kwargs,
         eval_max_T=eval_max_T(config.eval_max_steps, config.eval_n_envs),
         env_range=env_range,
@@ -335,21 +333,11 @@ def _allocate_memory(
         records=TrajectoryRecords(capacities, shared=shared),
         parameters=tuple(agent.runtime.share_memory(shared=shared) for agent in agents),
         mailbox=Mailbox(),
-        episodes=_episode_log(config, buffer, setup) if config.seed_episodes else None,
+        episodes=EpisodeLog(buffer.slots[0].action, config.batch_T, config.max_decorrelation_steps, shared=shared)
+        if config.seed_episodes
+        else None,
         **server,
     )
-
-
-def _episode_log(config: SamplerConfig, buffer: SamplesBuffer, setup: InitArguments) -> EpisodeLog:
-    action, n_before = buffer.slots[0].action, config.max_decorrelation_steps
-    return EpisodeLog(action, config.batch_T, n_before, shared=setup.shared)
-
-
-def _eval_collector_cls(config: SamplerConfig) -> type[BaseEvalCollector]:
-    """Whole episodes need another collector, unless the user has chosen one."""
-    if config.eval_episodes is not None and config.eval_collector_cls is EvalCollector:
-        return EpisodeEvalCollector
-    return config.eval_collector_cls
 
 
 def eval_fn(config: SamplerConfig) -> Any:

@@ -19,7 +19,7 @@ from penstock.replays import Ratio, Replay
 from penstock.replays.appending import Appender
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.central import pool_with_server
-from penstock.samplers.config import SamplerState
+from penstock.samplers.config import SamplerOptions, SamplerState
 from penstock.samplers.inference_server import ServerOptions
 from penstock.samplers.parallel import ParallelSampler, pool_options
 from penstock.samplers.readiness import readiness_maker
@@ -32,9 +32,6 @@ from penstock.workers.spinning import SPIN_SECONDS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from penstock.replays import Ratio, Replay
-    from penstock.samplers.config import SamplerOptions
 
 _RUNNING, _PAUSED = SamplerState.RUNNING, SamplerState.PAUSED
 

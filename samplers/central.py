@@ -19,6 +19,7 @@ from penstock.collectors.request_client import RemoteAgent
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
+from penstock.samplers.config import SamplerOptions
 from penstock.samplers.inference_server import InferenceServer, ServerOptions, ServerProgram
 from penstock.samplers.parallel import ParallelSampler, pool_options
 from penstock.samplers.readiness import Alternating, Readiness, readiness_maker
@@ -32,8 +33,6 @@ from penstock.workers.spinning import SPIN_SECONDS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from penstock.samplers.config import SamplerOptions
 
 _log = logging.getLogger("penstock")
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.agent import Agent
-from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
 from penstock.collectors.acting import AgentInfoWriter, as_agent_step
 from penstock.collectors.action_checks import write_action
 from penstock.envs.rows import ColumnError
 from penstock.samplers.sampler_memory import StepBuffer
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 
 class InferenceBatch:

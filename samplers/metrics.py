@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 
 from penstock.collectors import TrajInfo
-from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats
+from penstock.samplers.stats import SamplerStats, ServerStats
 
 _NEWEST = 100  # how many trajectories of batches the figures are of
 _KINDS = ("idle", "acting", "stepping")
@@ -74,7 +74,7 @@ class SamplerMetrics:
             figures["sampler/skipped_batches"] = stats.skipped_batches
         shares: dict[str, float] = {}
         for worker in workers:
-            shares |= self._shares(f"worker_{worker.worker_rank}", _seconds_of(worker))
+            shares |= self._shares(f"worker_{worker.worker_rank}", (worker.waiting, worker.acting, worker.stepping))
         idle = [shares[f"worker_{worker.worker_rank}/idle_share"] for worker in workers]
         figures["sampler/idle_share"] = sum(idle) / len(idle)
         figures |= shares
@@ -119,7 +119,3 @@ def _versions(policy_version: int | Mapping[str, int | None] | None) -> dict[str
     name = "sampler/policy_version"
     each = policy_version.items() if isinstance(policy_version, Mapping) else [("", policy_version)]
     return {f"{name}/{own}" if own else name: math.nan if version is None else version for own, version in each}
-
-
-def _seconds_of(worker: WorkerStats) -> tuple[float, float, float]:
-    return worker.waiting, worker.acting, worker.stepping

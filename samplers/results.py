@@ -6,7 +6,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import in_one_line
@@ -16,9 +16,7 @@ from penstock.envs.video import require_folder, require_video
 from penstock.errors import ConfigError, brief
 from penstock.samplers.config import SamplerConfig
 from penstock.workers.control import Command, ControlBlock
-
-if TYPE_CHECKING:
-    from penstock.workers.pool import Pool
+from penstock.workers.pool import Pool
 
 #: Trajectories as the workers send them: records of `TrajInfo` itself, or one `ObjectMessage` for each other object.
 Trajectories = list[Any]

@@ -40,7 +40,7 @@ from penstock.samplers.column_states import (
     StateMessage,
     untrusted_class,
 )
-from penstock.samplers.config import SamplerConfig, SamplerState, TakesEnvFn
+from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, TakesEnvFn
 from penstock.samplers.metrics import SamplerMetrics
 from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, checksum, load_server_agent, reasons
 from penstock.samplers.results import (
@@ -68,8 +68,6 @@ from penstock.workers.pool import Pool
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
-
-    from penstock.samplers.config import SamplerOptions
 
 _log = logging.getLogger("penstock")
 

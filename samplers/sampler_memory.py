@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
-from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
 from penstock.buffers.object_pipe import TrajectoryRecords
 from penstock.buffers.samples import layouts_of
 from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.replays.appending import Appender
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.samplers.stats import ServerTotals
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.plan import WorkerPlan
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
-    from penstock.replays.appending import Appender
 
 
 class StepBuffer:

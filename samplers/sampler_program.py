@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
 from penstock.agents.agent import Agent
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.samples import BatchColumns, SampleSpec, layouts_of, public_view, unrecorded_arrays
 from penstock.collectors.action_checks import Checks
 from penstock.collectors.collector import Collector, CollectorParts
@@ -43,9 +43,6 @@ from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_e
 from penstock.samplers.seating import Seating, column_streams, keys_of
 from penstock.workers.control import Command, Phase, UntimedProgress
 from penstock.workers.program import WorkerContext
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 #: The data of one worker: the factories of its training environments, and of its evaluation environments.
 WorkerFactories = tuple[Sequence[EnvFactory], Sequence[EnvFactory]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -13,9 +13,7 @@ from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.workers.control import ControlBlock
 from penstock.workers.failures import Restarts
 from penstock.workers.plan import WorkerPlan, span
-
-if TYPE_CHECKING:
-    from penstock.workers.pool import Pool
+from penstock.workers.pool import Pool
 
 _MAX_SHOWN = 16  # workers in a repr
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import numpy as np
+import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.buffers import NamedArrays
@@ -23,9 +24,6 @@ from penstock.errors import ConfigError
 from penstock.samplers import GpuSampler, ParallelSampler, SerialSampler
 from penstock.testing.agent_setup import AgentSetup, act, stack, step
 from penstock.testing.rules import Violation, first_difference
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 _NOISE = "draw column b's noise only from rngs[b] of seed_columns(rngs)"
 _SELECT = "read and write only the state of the columns in self.selected (None: of all columns)"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from penstock.agents import Agent, RandomAgent
 from penstock.agents.action_masks import info_key
 from penstock.buffers import NamedArrays, as_named
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.tree import tree_leaves
 from penstock.collectors.acting import as_agent_step
 from penstock.envs import ColumnStreams, MaskInObservation, Purpose, build_example_env, env_factories
@@ -22,9 +22,6 @@ from penstock.samplers import Sampler, SerialSampler
 from penstock.testing.environments import Setup
 from penstock.testing.rules import Violation
 from penstock.workers.marking import marked
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from penstock.buffers.named import as_named, map_leaves
+from penstock.buffers.named import ArrayTree, as_named, map_leaves
 from penstock.buffers.tree import tree_leaves
 from penstock.collectors import TrajInfo
 from penstock.testing.rules import Violation
 from penstock.testing.traces import BatchTrace, Step, Trace, place, probe
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from penstock.buffers.named import ArrayTree
 
 
 def _compare(name: str, found: object, wanted: object, where: str, source: str, remedy: str) -> None:

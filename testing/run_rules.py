@@ -7,21 +7,19 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
 
 from penstock.buffers import Samples
+from penstock.buffers.named import ArrayTree
 from penstock.buffers.tree import tree_leaves
 from penstock.collectors import TrajInfo
 from penstock.errors import SamplerBrokenError
 from penstock.samplers import AlternatingSampler, GpuSampler, ParallelSampler, Sampler, SerialSampler
 from penstock.testing.rules import Violation, first_difference
 from penstock.testing.traces import CollectorSetup, Trace, record
-
-if TYPE_CHECKING:
-    from penstock.buffers.named import ArrayTree
 
 _EXIT_SECONDS = 3.0  # how long processes may take to exit after shutdown
 

@@ -92,17 +92,11 @@ class ShmVectorEnv(CallsOnEnvs):
             allowed.
         spaces: `(observation_space, action_space)` of the environments. Then none is built in the main process to read
             them. `spec` and `render_mode` are None then, and `metadata` has little more than the autoreset mode.
-        affinity: CPUs for each worker, or an `Affinity`. None pins each worker to one CPU that no other run on this
-            machine has claimed. If there are more workers than free CPUs, no worker is pinned.
-        step_timeout: seconds that a worker may make no progress before `WorkerTimeoutError`; None waits for ever, as
-            long as the worker lives.
-        start_timeout: the same, while environments are built.
+        affinity, step_timeout, start_timeout, max_restarts, restart_window: as in the samplers; see
+            `ParallelSampler`, and `affinity` of its `initialize`.
         on_worker_failure: "raise" breaks the vector environment when a worker raises, dies or hangs. "restart"
             replaces the worker. The next step of each of its environments is then `truncated`, with the last
             observation (under SAME_STEP: as `final_obs`) and `worker_restarted` in its info.
-        max_restarts: the most replacements within `restart_window` seconds; one more raises an error that lists the
-            earlier ones.
-        restart_window: the seconds over which `max_restarts` counts.
         check_finite: raise a `SpaceError` that names the field and the environment if a reward or a floating-point
             array of the observation has NaN or inf. Parts without a fixed shape are not checked. The results of that
             step are lost; the next call works.

@@ -9,13 +9,11 @@ import threading
 import time
 from multiprocessing.util import Finalize
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from penstock.errors import SamplerBrokenError, SamplerClosedError, SamplerStateError
 from penstock.workers import sigint
-
-if TYPE_CHECKING:
-    from penstock.workers.control import ControlBlock
+from penstock.workers.control import ControlBlock
 
 _State = TypeVar("_State", bound=enum.Enum)
 
@@ -130,13 +128,6 @@ class CallGuard(Generic[_State]):
                     self._control.quit = True
                 self._await_call(deadline)
 
-    def _complete_close(self) -> None:
-        """At the end of a call that `close` has interrupted: write the state again, since the call may have changed it,
-        and close what `close` has left."""
-        self.state = self._closed
-        if self._pool is not None:
-            self._pool.close()
-
     def _await_call(self, deadline: float) -> bool:
         """Wait until the call that another thread runs has ended. Returns False if it has not at the deadline."""
         while (call := self._running.get(0)) and call.thread != threading.get_ident() and _is_on_a_stack(call.frame):
@@ -206,8 +197,10 @@ class GuardedCall(sigint.deferred):
                 finally:
                     if guard._running.get(0) is call:
                         del guard._running[0]
-                        if guard._is_closed:
-                            guard._complete_close()
+                        if guard._is_closed:  # `close` interrupted this call, which may have changed the state again
+                            guard.state = guard._closed
+                            if guard._pool is not None:
+                                guard._pool.close()  # what `close` has left
         finally:
             _undefer(self)
 

@@ -20,7 +20,10 @@ _PROCESSES_BESIDE = 3  # the supervisor, the resource tracker, the shell of mark
 def check_limits(n_workers: int) -> None:
     """Raise `ConfigError` naming what is needed and what is left if `n_workers` more cannot be started."""
     descriptors = n_workers * _DESCRIPTORS_PER_WORKER + _DESCRIPTORS_BESIDE
-    left = _descriptors_left()  # fewer than 0, if the limit was lowered later
+    left: int | None = None
+    if (limit := _descriptor_limit()) is not None:
+        with contextlib.suppress(OSError):  # the system does not say
+            left = limit - len(os.listdir("/proc/self/fd"))  # fewer than 0, if the limit was lowered later
     if left is not None and descriptors > left:
         raise ConfigError(
             f"{n_workers} workers need about {descriptors} file descriptors and this process may open only "
@@ -61,14 +64,6 @@ def _descriptor_limit() -> int | None:
         return None  # the system has none
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _descriptors_left() -> int | None:
-    limit = _descriptor_limit()
-    try:
-        return None if limit is None else limit - len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return None  # the system does not say
 
 
 def _processes_left(*where: Path) -> list[int]:

@@ -6,78 +6,15 @@ from typing import TYPE_CHECKING, Any
 if not hasattr(os, "fork"):
     raise ImportError("penstock needs Linux: on Windows, use it in WSL 2")
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # of these, `penstock` offers what `__all__` lists
     from penstock import errors
-    from penstock.agents import (
-        Agent,
-        AgentStep,
-        CategoricalPgAgent,
-        DeterministicPgAgent,
-        EpsilonGreedyAgent,
-        ExponentialSchedule,
-        FunctionAgent,
-        GaussianPgAgent,
-        LinearSchedule,
-        RandomAgent,
-        RecurrentCategoricalPgAgent,
-        RecurrentEpsilonGreedyAgent,
-        RecurrentGaussianPgAgent,
-        SquashedGaussianAgent,
-        TorchAgent,
-    )
-    from penstock.buffers import NamedArrays, PolicySamples, Samples
-    from penstock.collectors import (
-        BaseEvalCollector,
-        Collector,
-        CollectorParts,
-        EpisodeEvalCollector,
-        EvalCollector,
-        EvalCollectorParts,
-        ResetCollector,
-        TrajInfo,
-        VectorEnvCollector,
-        WaitResetCollector,
-    )
-    from penstock.envs import RecordedEpisode
-    from penstock.errors import (
-        ClusterError,
-        ConfigError,
-        EnvCallError,
-        GameError,
-        NameTableError,
-        NodeLostError,
-        NoReplyError,
-        PeerLostError,
-        PenstockError,
-        PortLeaseError,
-        RepeatError,
-        RequestError,
-        SamplerBrokenError,
-        SamplerClosedError,
-        SamplerStateError,
-        SpaceError,
-        StaleSamplesError,
-        TrajectoryCountError,
-        WorkerDiedError,
-        WorkerError,
-        WorkerTimeoutError,
-    )
-    from penstock.samplers import (
-        Affinity,
-        AlternatingSampler,
-        AsyncSampler,
-        GpuSampler,
-        LagStats,
-        ParallelSampler,
-        ResumeReport,
-        Sampler,
-        SamplerState,
-        SamplerStats,
-        SerialSampler,
-        ServerStats,
-        WorkerStats,
-    )
-    from penstock.tools import TuneReport, TuneRow, tune
+    from penstock.agents import *
+    from penstock.buffers import *
+    from penstock.collectors import *
+    from penstock.envs import *
+    from penstock.errors import *
+    from penstock.samplers import *
+    from penstock.tools import *
 
 __version__ = "0.2.0"
 
