@@ -366,14 +366,11 @@ def test_workers_of_games_in_turns_may_be_killed_at_any_moment(record: Any) -> N
 def test_a_failed_worker_of_games_in_turns_is_replaced(kind: str, tmp_path: Path) -> None:
     """Only its columns differ, in the batch of the failure and later."""
     at = generator("replaced", kind).randint(30, 79)
-    fault = Fault(kind, at, marker=str(tmp_path / "once"), spare_pid=os.getpid())
-    kwargs: Any = [{"fault": fault} if rank == 3 else {} for rank in range(6)]
+    kwargs: Any = [{"fault": fault(kind, at, tmp_path / "once")} if rank == 3 else {} for rank in range(6)]
     found = []
     restart: Any = {"on_worker_failure": "restart", "step_timeout": 1.0 if kind == "hang" else None}
     for env_kwargs, options in (([{}] * 6, {}), (kwargs, restart)):
-        with ParallelSampler(
-            FaultyTurns, env_kwargs=env_kwargs, batch_T=12, batch_B=6, n_workers=3, **options
-        ) as sampler:
+        with sampler_of(FaultyTurns, env_kwargs=env_kwargs, **options) as sampler:
             sampler.initialize(Valued(), seed=4, bootstrap_value=True)
             found.append([sampler.obtain_samples(itr)[0].copy().numpy() for itr in range(8)])
             assert sampler.stats().restarts == (1 if options else 0)
