@@ -97,7 +97,8 @@ class TorchRL:
             work.n_workers, lambda: SerialEnv(n, lambda: PettingZooWrapper(work.make_env(), use_mask=True))
         )
         cls = getattr(collectors, "Collector", None) or collectors.SyncDataCollector
-        self._collector = cls(env, legal, frames_per_batch=work.T * work.n_envs, total_frames=-1)
+        frames = work.T * work.n_envs
+        self._collector = cls(env, legal, frames_per_batch=frames, total_frames=-1, trust_policy=True)
         self._batches, self.close = iter(self._collector), self._collector.shutdown
 
     def advance(self) -> int:
@@ -106,10 +107,16 @@ class TorchRL:
 
 def rllib(work: Work) -> RLlib:
     """Two of RLlib's multi-agent env runners. Its own random actions would be illegal ones too, and end games early: so
-    the "action space" of a player draws from the legal ones."""
+    the "action space" of a player draws from the legal ones. It records the boards only, as its network wants them."""
+    from gymnasium import spaces
     from ray.rllib.env.wrappers.pettingzoo_env import PettingZooEnv
 
     class Legal(PettingZooEnv):  # type: ignore[misc]
+        def __init__(self, env: Any) -> None:
+            super().__init__(env)
+            self.observation_spaces = dict.fromkeys(self.possible_agents, spaces.Box(0, 1, (84,), np.int8))
+            self.observation_space = spaces.Dict(self.observation_spaces)
+
         def get_action_space(self, agent_id: Any) -> Any:
             return SimpleNamespace(sample=self._draw)
 
@@ -124,8 +131,9 @@ def rllib(work: Work) -> RLlib:
             return self._noted(super().step(action))
 
         def _noted(self, result: Any) -> Any:
-            for observation in result[0].values():
+            for agent_id, observation in result[0].items():
                 self._mask = observation["action_mask"]
+                result[0][agent_id] = observation["observation"].reshape(84)
             return result
 
     return RLlib(work, Legal)
