@@ -44,12 +44,12 @@ class Config:
 
     seed: int = 0
     goal: float = 0.9  # share of games that are won against random moves
-    iterations: int = 60
+    iterations: int = 120
     n_workers: int = 2
     batch_T: int = 64
     batch_B: int = 32  # games
     n_slots: int = 4  # past selves that can be opponents at the same time
-    new_self_every: int = 5  # iterations
+    new_self_every: int = 10  # iterations
     matchmaking: str = "prioritized"  # or "uniform", "elo_band"
     eval_games: int = 200
     learning_rate: float = 1e-3  # at the beginning; it falls to a tenth
