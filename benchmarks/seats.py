@@ -268,7 +268,7 @@ class RLlib:
         from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
         from ray.tune.registry import register_env
 
-        ray.init(num_cpus=work.n_workers, logging_level="ERROR", include_dashboard=False)
+        ray.init("local", num_cpus=work.n_workers, logging_level="ERROR", include_dashboard=False)
         wrapper = wrapper or ParallelPettingZooEnv
         register_env("game", lambda _: wrapper(work.make_env()))
         config = (

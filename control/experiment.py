@@ -26,6 +26,7 @@ from penstock.control.trainer_worker import TrainerWorker, Training
 from penstock.control.worker import Worker
 from penstock.envs import fresh_seed
 from penstock.envs.factory import build_example_env, close_example_env, env_factories
+from penstock.envs.seats import ParallelView, view_of
 from penstock.errors import ClusterError, ConfigError, PeerLostError
 from penstock.samplers import AsyncSampler
 from penstock.workers.marking import marked
@@ -203,12 +204,22 @@ class Experiment:
             )
         config = sampler.config
         batched = config.collector_cls.batched
-        factory = env_factories(config.env_fn, config.env_kwargs, config.batch_B)[0].as_example(config.spaces)
+        factory = env_factories(config.env_fn, config.env_kwargs, config.batch_B)[0]
+        view = partial(view_of, global_state=config.global_state)
+        factory = replace(factory, as_seats=view).as_example(config.spaces)
         with marked:
             env = build_example_env(factory, batched=config.example_size)
         try:
             prefix = "single_" if batched else ""
-            spaces = [getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action")]
+            if not isinstance(env, ParallelView):
+                spaces = [getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action")]
+            elif self.actors.inference is None:  # one policy plays all agents, whose spaces are equal
+                spaces = list(env.spaces[env.possible_agents[0]])
+            else:
+                raise ConfigError(
+                    "policy workers act for environments of one agent, and env_fn returns one of several: leave "
+                    "inference and policies out, so that the actors act"
+                )
         finally:
             close_example_env(env)
             sampler.shutdown()

@@ -23,7 +23,7 @@ from penstock.control.wire import Letter
 from penstock.control.worker import PollResult, Worker
 from penstock.envs.examples import example_of
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import brief
+from penstock.errors import ConfigError, brief
 
 _WAIT_SECONDS = 0.05  # how long a poll waits for the first request
 
@@ -41,6 +41,11 @@ class AgentPlan:
     def agent(self) -> Agent:
         """A new agent. Its first parameters depend on the seed only."""
         agent = self.make_agent()
+        if not isinstance(agent, Agent):
+            raise ConfigError(
+                f"make_agent must return an Agent, got {brief(agent)}: an experiment has one policy, which may play "
+                "several agents of an environment. For several policies, use a ParallelSampler or an AsyncSampler"
+            )
         model_seed = ColumnStreams(self.seed, range(1)).env_seeds(Purpose.MODEL)[0]
         agent.runtime.ensure_initialized(self.observation_space, self.action_space, model_seed)
         return agent

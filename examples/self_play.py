@@ -44,7 +44,7 @@ class Config:
 
     seed: int = 0
     goal: float = 0.9  # share of games that are won against random moves
-    iterations: int = 80
+    iterations: int = 120
     n_workers: int = 2
     batch_T: int = 64
     batch_B: int = 32  # games
@@ -75,7 +75,8 @@ def parse_config(arguments: Sequence[str] | None = None) -> Config:
 
 
 class ActorCritic(nn.Module):
-    """Filters of 4 x 4 squares, each of which can see a line of four."""
+    """Filters of 4 x 4 squares, each of which can see a line of four. What it finds for the board and for its mirror
+    image is added, so that both are the same to it."""
 
     def __init__(self, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> None:
         super().__init__()
@@ -85,8 +86,10 @@ class ActorCritic(nn.Module):
 
     def forward(self, observation: Any) -> tuple[Tensor, Tensor]:
         board = observation.observation.to(self.critic.weight.dtype)  # [n, 6, 7, 2]: own pieces, those of the other
-        features = self.body(self.lines(board.permute(0, 3, 1, 2)).relu().flatten(1))
-        return self.policy(features), self.critic(features).squeeze(-1)
+        board = board.permute(0, 3, 1, 2)
+        features = self.body(self.lines(torch.cat([board, board.flip(3)])).relu().flatten(1))
+        (logits, mirrored), values = self.policy(features).chunk(2), self.critic(features).squeeze(-1).chunk(2)
+        return logits + mirrored.flip(1), values[0] + values[1]
 
 
 # ---- the ledger ------------------------------------------------------------------------------------

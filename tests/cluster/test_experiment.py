@@ -51,8 +51,11 @@ from penstock.control.launched import LaunchedThread
 from penstock.control.name_table import NameClient
 from penstock.control.parameters import ParameterServer
 from penstock.control.pieces import batch_of
+from penstock.targets import gae
 
+from ..models import Net
 from ..scale import scaled
+from ..turns_support import TurnGame
 from .support import MAKES, need, wait_until
 
 pytestmark = pytest.mark.slow
@@ -396,6 +399,47 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         Experiment("x", RandomAgent, Actors(1, SAMPLER), Training(CountingTrainer), Policies(1, stream="a")).run()
     with pytest.raises(ConfigError, match="actors fill 'a', the trainer reads 'train'"):
         Experiment("x", RandomAgent, Actors(1, SAMPLER, samples="a"), Training(CountingTrainer)).run()
+
+
+class TurnTrainer(CountingTrainer):
+    """Takes games in turns: the valid rows of a column come first."""
+
+    def step(self, batch: Batch) -> Mapping[str, float]:
+        valid = batch.samples.env.valid
+        assert batch.samples.env.reward.shape == (8, 2 * 4 * 3), "2 pieces of 4 games of 3 agents"
+        assert bool((valid[:-1] >= valid[1:]).all())
+        assert not bool(valid.all())
+        assert bool(valid.reshape(8, 8, 3).all(0).any(1).all()), "one agent of each game has all rows"
+        gae(batch.samples, 0.99, 0.95)
+        return super().step(batch)
+
+
+def turn_agent() -> CategoricalPgAgent:
+    return CategoricalPgAgent(Net(4, 3, 0))
+
+
+@pytest.mark.parametrize("wire", ["local", pytest.param("zmq", marks=needs_zmq)])
+def test_one_policy_plays_games_in_turns_in_the_actors(wire: Any) -> None:
+    games = Experiment(
+        "turns",
+        turn_agent,
+        Actors(2, partial(SerialSampler, TurnGame, batch_T=8, batch_B=4)),
+        Training(TurnTrainer, batch=2, max_staleness=6),
+        seed=3,
+    )
+    with games.run(wire=wire) as run:
+        state = run.wait(lambda s: s.version >= 5, timeout=60)
+        assert state.trainer["rows"] >= 4 * 2 * 8 * 12
+        assert run.restarts == dict.fromkeys(run.restarts, 0)
+    asked = replace(games, actors=replace(games.actors, inference="policy"), policies=Policies(1))
+    with pytest.raises(ConfigError, match="policy workers act for environments of one agent, and env_fn returns one"):
+        asked.run(wire=wire)
+
+
+def test_several_policies_are_refused() -> None:
+    plan = replace(experiment(None), make_agent=lambda: {"main": RandomAgent()})._plan()  # type: ignore[arg-type,return-value]
+    with pytest.raises(ConfigError, match=r"make_agent must return an Agent, got .*: an experiment has one policy"):
+        plan.agent()
 
 
 @pytest.mark.parametrize(

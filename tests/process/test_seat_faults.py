@@ -254,29 +254,123 @@ def test_an_evaluation_that_fails_is_told(tmp_path: Path) -> None:
             sampler.evaluate_agent(3)
 
 
-class FaultyTurns(TurnGame):
-    """Has a fault at one move."""
+# ---- games in turns ----------------------------------------------------------------------------
 
-    def __init__(self, fault: Fault | None = None) -> None:
+
+class FaultyTurns(TurnGame):
+    """Has a fault at one call of `where`."""
+
+    def __init__(self, fault: Fault | None = None, where: str = "step") -> None:
         super().__init__(2)
-        self._trigger = None if fault is None else Trigger(fault)
+        self._trigger, self._where = None if fault is None else Trigger(fault), where
+
+    def _call(self, where: str) -> None:
+        if self._trigger is not None and self._where == where:
+            self._trigger.call()
 
     def step(self, action: Any) -> None:
-        if self._trigger is not None:
-            self._trigger.call()
+        self._call("step")
         super().step(action)
 
+    def last(self, observe: bool = True) -> Any:
+        self._call("last")
+        return super().last(observe)
 
-@pytest.mark.parametrize("kind", ["raise", "exit"])
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        self._call("reset")
+        super().reset(seed, options)
+
+
+def seat(agent_id: str, env_rank: int, episode: int, rng: np.random.Generator) -> str:
+    return "one" if rng.random() < 0.6 else "two"
+
+
+@with_start_methods("how", HOWS)
+@pytest.mark.parametrize("where", ["step", "last", "reset"])
+def test_the_game_in_turns_that_failed_is_named(how: str, where: str, start_method: str) -> None:
+    at = generator("turns", how, where).randint(3, 8)
+    env_fns: Any = [FaultyTurns] * B
+    env_fns[3] = partial(FaultyTurns, fault(how, at), where)
+    error, message = HOWS[how]
+    limit = {"step_timeout": 1.0} if how == "hang" else {}
+    with sampler_of(env_fns, start_method=start_method, **limit) as sampler:
+        sampler.initialize(Valued(), seed=0)
+        began = time.monotonic()
+        with pytest.raises(error, match=message) as told:
+            for itr in range(20):
+                began = time.monotonic()
+                sampler.obtain_samples(itr)
+        took = time.monotonic() - began
+        assert f"{'resetting' if where == 'reset' else 'stepping'} env_rank 3, t=" in str(told.value)
+        note(f"turns, {how}", took - limit.get("step_timeout", 0), 2 * ERROR_SECONDS)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("record", [None, ["one"]])
+def test_the_policy_that_was_acting_in_turns_is_named(how: str, record: Any) -> None:
+    """Also if it is not recorded."""
+    error, message = HOWS[how]
+    limit = {"step_timeout": 1.0} if how == "hang" else {}
+    agents = {"one": Valued(), "two": FaultyPolicy(fault(how, generator("turn policy", how).randint(3, 29)))}
+    with sampler_of(FaultyTurns, **limit) as sampler:
+        sampler.initialize(agents, policy_of=seat, record=record, seed=0)
+        with pytest.raises(error, match=message) as told:
+            for itr in range(20):
+                sampler.obtain_samples(itr)
+        assert "acting by the policy 'two'" in str(told.value)
+
+
+def check_turns(samples: Any) -> None:
+    """Valid rows are a prefix of each column, and each episode in it has all its decisions, one after the other."""
+    env = samples.env
+    valid, own = env.valid, env.observation[..., 2]
+    assert (valid[:-1] >= valid[1:]).all()
+    np.testing.assert_array_equal(env.prev_done, valid & (own == 0))
+    goes_on = valid[1:] & ~env.done[:-1]
+    np.testing.assert_array_equal(own[1:][goes_on], own[:-1][goes_on] + 1)
+    assert not env.prev_done[1:][goes_on].any()
+    assert not env.reward[~valid].any()
+    assert not samples.agent.action[~valid].any()
+
+
+@pytest.mark.parametrize("record", [None, ["one"]])
+def test_workers_of_games_in_turns_may_be_killed_at_any_moment(record: Any) -> None:
+    rng, n_batches, ended, games = generator("turns", str(record)), scaled(400, 30), 0, 0
+    with (
+        killer() as kill,
+        sampler_of(partial(TurnGame, 2), on_worker_failure="restart", max_restarts=10**6) as sampler,
+    ):
+        agents = {"one": Book(), "two": Book()}
+        sampler.initialize(agents, policy_of=seat, record=record, seed=4)
+        for itr in range(n_batches):
+            is_hit = itr % 3 == 1
+            if is_hit:
+                kill.kill([rng.choice(sampler.worker_pids)], rng.random() * 0.004)
+            _, infos = sampler.obtain_samples(itr)
+            if is_hit:
+                kill.when()
+            own = parts(sampler.samples_np)
+            for name, part in own.items():
+                check_turns(part)
+                assert sum(info.policy == name for info in infos) == part.env.done.sum()
+            if record is None:  # one seat of each environment has all rows: of one policy, or of the two together
+                n = sum(part.env.valid.sum(0) for part in own.values())
+                assert (n.reshape(B, 2).max(1) >= T).all()
+            ended += sum(info.agent_id is not None for info in infos)
+            games += sum(info.agent_id is None for info in infos)
+        assert sampler.stats().restarts >= 5
+        assert ended > games > 50
+
+
+@pytest.mark.parametrize("kind", ["raise", "exit", "kill", "hang"])
 def test_a_failed_worker_of_games_in_turns_is_replaced(kind: str, tmp_path: Path) -> None:
     """Only its columns differ, in the batch of the failure and later."""
-    fault = Fault(kind, 60, marker=str(tmp_path / "once"), spare_pid=os.getpid())
-    kwargs: Any = [{"fault": fault} if rank == 3 else {} for rank in range(6)]
+    at = generator("replaced", kind).randint(30, 79)
+    kwargs: Any = [{"fault": fault(kind, at, tmp_path / "once")} if rank == 3 else {} for rank in range(6)]
     found = []
-    for env_kwargs, options in (([{}] * 6, {}), (kwargs, {"on_worker_failure": "restart"})):
-        with ParallelSampler(
-            FaultyTurns, env_kwargs=env_kwargs, batch_T=12, batch_B=6, n_workers=3, **options
-        ) as sampler:
+    restart: Any = {"on_worker_failure": "restart", "step_timeout": 1.0 if kind == "hang" else None}
+    for env_kwargs, options in (([{}] * 6, {}), (kwargs, restart)):
+        with sampler_of(FaultyTurns, env_kwargs=env_kwargs, **options) as sampler:
             sampler.initialize(Valued(), seed=4, bootstrap_value=True)
             found.append([sampler.obtain_samples(itr)[0].copy().numpy() for itr in range(8)])
             assert sampler.stats().restarts == (1 if options else 0)
