@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+<<<<<<< HEAD
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+=======
+import time
+from collections.abc import Mapping
+>>>>>>> c33fca0 (Tests of experiments and scripts take less CPU time: launched workers and the command line are forks of a process that has imported torch, scripts use one torch thread, and trainers of tests pause after each step)
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +28,19 @@ from penstock import CategoricalPgAgent, ConfigError, RandomAgent
 from penstock.control import Actors, Batch, Experiment, Policies, RunState, Training
 
 from ..scale import scaled
+<<<<<<< HEAD
 from .support import wait_until
 from .test_experiment import SAMPLER, small_model
+=======
+from ..starter import Program
+from ..support import PROGRAMS
+
+SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)
+>>>>>>> c33fca0 (Tests of experiments and scripts take less CPU time: launched workers and the command line are forks of a process that has imported torch, scripts use one torch thread, and trainers of tests pause after each step)
 
 # A machine that joins has the code of the experiment as a file.
 MODULE = """
+import time
 from functools import partial
 from torch import nn
 from penstock import CategoricalPgAgent, SerialSampler
@@ -47,6 +60,7 @@ class Counting:
         self.rows = 0
 
     def step(self, batch):
+        time.sleep(0.05)  # actors and policy worker wait for it, and leave the CPUs to others
         self.rows += batch.samples.env.reward.numel()
         return {"rows": self.rows}
 
@@ -61,15 +75,22 @@ OTHER = Experiment("other", EXPERIMENT.make_agent, EXPERIMENT.actors, EXPERIMENT
 """
 
 
+<<<<<<< HEAD
 def join(
     folder: Path, *names: str, experiment: str = "exp.py:EXPERIMENT", prefix: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
     """Start `penstock join`, as another machine does."""
     command = [*prefix, sys.executable, "-m", "penstock", "join", "run.json", experiment, "--as", *names]
     return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
+=======
+def join(folder: Path, *names: str, experiment: str = "exp.py:EXPERIMENT") -> Program:
+    """Start `penstock join`, as another machine does. The workers that it launches are new interpreters."""
+    words = ["join", "run.json", experiment, "--wait", "60", "--as", *names]
+    return Program([PROGRAMS / "command.py", *words], cwd=folder)
+>>>>>>> c33fca0 (Tests of experiments and scripts take less CPU time: launched workers and the command line are forks of a process that has imported torch, scripts use one torch thread, and trainers of tests pause after each step)
 
 
-def ending(process: subprocess.Popen[str]) -> tuple[int, str]:
+def ending(process: Program) -> tuple[int, str]:
     text = process.communicate(timeout=60)[1]
     return process.returncode, text
 
@@ -82,6 +103,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.timeout(180)
 def test_actors_of_another_machine_join_are_lost_and_join_again(tmp_path: Path) -> None:
     experiment = load(tmp_path)["EXPERIMENT"]
@@ -168,6 +190,7 @@ def test_an_actor_joins_from_another_network_and_goes_on_after_the_link_was_cut(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.timeout(120)
 def test_what_cannot_join_is_refused(tmp_path: Path) -> None:
     experiment = load(tmp_path)["EXPERIMENT"]
@@ -220,6 +243,7 @@ class ValueTrainer:
         if (self.folder / f"die {self.rank}").exists():
             (self.folder / f"die {self.rank}").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)  # actors and policy worker wait for it, and leave the CPUs to others
         _, value = self.agent.model(batch.samples.env.observation)
         loss = (value - batch.samples.env.observation.sum(-1)).square().mean()
         self.optimizer.zero_grad()
@@ -238,7 +262,12 @@ class ValueTrainer:
 
 
 @pytest.mark.slow
+<<<<<<< HEAD
 @pytest.mark.timeout(300)
+=======
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.timeout(180)
+>>>>>>> c33fca0 (Tests of experiments and scripts take less CPU time: launched workers and the command line are forks of a process that has imported torch, scripts use one torch thread, and trainers of tests pause after each step)
 def test_two_trainers_have_equal_parameters_and_are_restarted_together(tmp_path: Path) -> None:
     experiment = Experiment(
         "two",
