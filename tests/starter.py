@@ -39,8 +39,8 @@ SET_CHILD_SUBREAPER = 36  # of prctl(2)
 @dataclass(frozen=True)
 class Request:
     """What to run. `strict`: warnings are errors. `light`: its supervisor does not import torch for the workers.
-    `forks_supervisor`: its supervisor is a fork, and need not import torch. `is_child`: of the process that asks. `kept`:
-    the numbers of descriptors that it has beside the standard ones."""
+    `forks_supervisor`: its supervisor is a fork, and need not import torch. `is_child`: of the process that asks.
+    `kept`: the numbers of descriptors that it has beside the standard ones."""
 
     argv: list[str]
     strict: bool
@@ -232,7 +232,9 @@ def fork_for_above() -> int:
 def take(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
     """Give the descriptors these numbers, in rising order, and close all others."""
     high = numbers[-1] + 1
-    for descriptor, number in zip([fcntl.fcntl(each, fcntl.F_DUPFD, high) for each in descriptors], numbers, strict=True):
+    for descriptor, number in zip(
+        [fcntl.fcntl(each, fcntl.F_DUPFD, high) for each in descriptors], numbers, strict=True
+    ):
         os.dup2(descriptor, number)
     for before, number in zip(numbers, [*numbers[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
         os.closerange(before + 1, number)

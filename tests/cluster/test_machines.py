@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-<<<<<<< HEAD
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-=======
 import time
-from collections.abc import Mapping
->>>>>>> c33fca0 (Tests of experiments and scripts take less CPU time: launched workers and the command line are forks of a process that has imported torch, scripts use one torch thread, and trainers of tests pause after each step)
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,15 +24,10 @@ from penstock import CategoricalPgAgent, ConfigError, RandomAgent
 from penstock.control import Actors, Batch, Experiment, Policies, RunState, Training
 
 from ..scale import scaled
-<<<<<<< HEAD
-from .support import wait_until
-from .test_experiment import SAMPLER, small_model
-=======
 from ..starter import Program
 from ..support import PROGRAMS
-
-SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)
->>>>>>> c33fca0 (Tests of experiments and scripts take less CPU time: launched workers and the command line are forks of a process that has imported torch, scripts use one torch thread, and trainers of tests pause after each step)
+from .support import wait_until
+from .test_experiment import SAMPLER, small_model
 
 # A machine that joins has the code of the experiment as a file.
 MODULE = """
@@ -75,22 +66,19 @@ OTHER = Experiment("other", EXPERIMENT.make_agent, EXPERIMENT.actors, EXPERIMENT
 """
 
 
-<<<<<<< HEAD
 def join(
     folder: Path, *names: str, experiment: str = "exp.py:EXPERIMENT", prefix: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
-    """Start `penstock join`, as another machine does."""
-    command = [*prefix, sys.executable, "-m", "penstock", "join", "run.json", experiment, "--as", *names]
+    """Start `penstock join`, as another machine does. The workers that it launches are new interpreters. With a
+    `prefix`, it is one itself."""
+    words = ["join", "run.json", experiment, "--as", *names]
+    if not prefix:
+        return Program([PROGRAMS / "command.py", *words], cwd=folder)
+    command = [*prefix, sys.executable, "-m", "penstock", *words]
     return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
-=======
-def join(folder: Path, *names: str, experiment: str = "exp.py:EXPERIMENT") -> Program:
-    """Start `penstock join`, as another machine does. The workers that it launches are new interpreters."""
-    words = ["join", "run.json", experiment, "--wait", "60", "--as", *names]
-    return Program([PROGRAMS / "command.py", *words], cwd=folder)
->>>>>>> c33fca0 (Tests of experiments and scripts take less CPU time: launched workers and the command line are forks of a process that has imported torch, scripts use one torch thread, and trainers of tests pause after each step)
 
 
-def ending(process: Program) -> tuple[int, str]:
+def ending(process: subprocess.Popen[str]) -> tuple[int, str]:
     text = process.communicate(timeout=60)[1]
     return process.returncode, text
 
@@ -165,6 +153,7 @@ def other_network() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.timeout(240)
 @pytest.mark.xdist_group("other network")
 def test_an_actor_joins_from_another_network_and_goes_on_after_the_link_was_cut(
@@ -262,12 +251,8 @@ class ValueTrainer:
 
 
 @pytest.mark.slow
-<<<<<<< HEAD
-@pytest.mark.timeout(300)
-=======
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.timeout(180)
->>>>>>> c33fca0 (Tests of experiments and scripts take less CPU time: launched workers and the command line are forks of a process that has imported torch, scripts use one torch thread, and trainers of tests pause after each step)
+@pytest.mark.timeout(300)
 def test_two_trainers_have_equal_parameters_and_are_restarted_together(tmp_path: Path) -> None:
     experiment = Experiment(
         "two",
