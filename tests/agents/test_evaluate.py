@@ -187,6 +187,7 @@ class Squashed(Heads):
         return super().forward(observation, prev_action, prev_reward)[:2]
 
 
+@pytest.mark.slow
 @given(
     kind=st.sampled_from(["box", "matrix", "number", "double"]),
     is_dict=st.booleans(),
@@ -221,6 +222,7 @@ def test_squashed_actions_have_the_recorded_log_prob(kind: str, is_dict: bool, w
             assert parameter.grad.isfinite().all(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["matrix", "number"])
 def test_a_squashed_distribution_has_that_log_prob_and_entropy(kind: str) -> None:
     torch.manual_seed(0)
@@ -239,6 +241,7 @@ def test_a_squashed_distribution_has_that_log_prob_and_entropy(kind: str) -> Non
     assert ((draws.mean(0) - found.entropy).abs() < 5 * draws.std(0) / n_draws**0.5).all()
 
 
+@pytest.mark.slow
 def test_only_the_state_before_the_batch_is_needed() -> None:
     agent: Any = make_agent("discrete", "logits", mask=False, cell="lstm", record_state="batch")
     with SerialSampler(lambda: Walk("discrete", False), batch_T=8, batch_B=3) as sampler:
@@ -308,6 +311,7 @@ def test_an_own_head_without_log_prob_says_what_to_define() -> None:
             agent.evaluate(samples)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
 def test_a_device_is_where_the_model_goes(device: Any) -> None:
     agent = CategoricalPgAgent(lambda action_space: Heads(action_space, "logits"), device=device)

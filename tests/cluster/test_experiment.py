@@ -58,7 +58,7 @@ from ..scale import scaled
 from ..turns_support import TurnGame
 from .support import MAKES, need, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]
 
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
 needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")

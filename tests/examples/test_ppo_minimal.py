@@ -14,6 +14,7 @@ import torch
 from penstock import SerialSampler
 
 from .. import starter
+from ..scale import FULL
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -57,6 +58,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not FULL, reason="full scale: 100,000 steps. Daily, an update of continuous actions is tested")
 def test_ppo_learns_continuous_actions(tmp_path: Path) -> None:
     # A random policy stays near -1,200.
     options = {"env-id": "Pendulum-v1", "goal": -700, "discount": 0.9, "gae-lambda": 0.95, "n-workers": 2}
@@ -65,6 +67,7 @@ def test_ppo_learns_continuous_actions(tmp_path: Path) -> None:
     assert "goal of -700 reached" in done.stdout
 
 
+@pytest.mark.slow
 def test_one_update_of_continuous_actions_changes_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.delitem(sys.modules, "ppo", raising=False)

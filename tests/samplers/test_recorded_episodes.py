@@ -91,6 +91,7 @@ def test_any_step_of_the_last_batch_is_repeated(env_fn: Any, cls: type[Sampler],
     assert n_long > 10, "episodes that began before this batch, some before the first"
 
 
+@pytest.mark.slow
 def test_the_seeds_of_the_episodes_depend_on_env_rank_and_episode_only() -> None:
     batches = []
     for cls, kwargs in ((SerialSampler, {}), (ParallelSampler, {"n_workers": 3}), (GpuSampler, {"n_workers": 2})):
@@ -197,6 +198,7 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Path)
     assert caught.value.episode.step == 17
 
 
+@pytest.mark.slow
 def test_a_replaced_worker_leaves_a_file(tmp_path: Path) -> None:
     fault = Fault("raise", at=60, marker=str(tmp_path / "marker"))
     folder = tmp_path / "crashes"

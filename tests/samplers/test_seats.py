@@ -77,7 +77,9 @@ def reference(name: str) -> list[tuple[Any, Any]]:
 # ---- one seed, one batch -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "how"), scaled(list(product(AGENTS, SAMPLERS)), pairs(AGENTS, SAMPLERS)))
+@pytest.mark.parametrize(
+    ("name", "how"), quick_first(scaled(list(product(AGENTS, SAMPLERS)), pairs(AGENTS, SAMPLERS)), 4)
+)
 def test_every_sampler_gives_the_same_batches(name: str, how: str) -> None:
     wanted = reference(name)
     assert any(batch is not None and not batch.env.valid.all() for batch, _ in wanted)
@@ -233,6 +235,7 @@ def test_every_step_may_be_taken_the_careful_way() -> None:
         assert_same([(batch, 0) for batch, _ in fast], [(batch, 0) for batch, _ in watched])
 
 
+@pytest.mark.slow
 def test_an_environment_that_reuses_its_memory_gives_the_batches_of_one_that_does_not() -> None:
     kwargs = [{**each, "shuffle": False} for each in MIXED]
     plain = serial(ScriptedGame, Book(), env_kwargs=MIXED, batch_T=40)
@@ -396,8 +399,8 @@ class Diary(TrajInfo):
         self.end = final_observation.tolist()
 
 
-@pytest.mark.parametrize("env_fn", [ScriptedGame, Odd])
-@pytest.mark.parametrize("n_workers", [1, 2])
+@pytest.mark.parametrize("env_fn", quick_first([ScriptedGame, Odd]))
+@pytest.mark.parametrize("n_workers", quick_first([2, 1]))
 def test_a_traj_info_of_one_s_own_follows_each_agent(env_fn: Any, n_workers: int) -> None:
     options: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 20, "batch_B": 5, "max_decorrelation_steps": 0}
     with ParallelSampler(env_fn, traj_info_cls=Diary, n_workers=n_workers, **options) as sampler:
@@ -563,7 +566,8 @@ class Nested(ScriptedGame):
         return super().step({agent: number for agent, (number, _) in actions.items()})
 
 
-@pytest.mark.parametrize("dtype", [None, pytest.param(np.float32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, np.float32])
 def test_observations_and_actions_may_have_many_parts(dtype: Any) -> None:
     options: dict[str, Any] = {"bootstrap_value": False, "evaluate": True, "observation_dtype": dtype}
     wanted = serial(Nested, RandomAgent(), **options)

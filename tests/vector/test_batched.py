@@ -22,7 +22,7 @@ from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
 from ..envs.space_strategies import any_space
-from ..scale import scaled
+from ..scale import quick_first, scaled
 from ..support import assert_same
 from .vector_support import talkative
 
@@ -72,7 +72,7 @@ def compare(ours: Any, theirs: Any, n_steps: int, *, seeds: Any = None, exact: b
     return n_ends
 
 
-@modes
+@pytest.mark.parametrize("mode", quick_first(MODES), ids=lambda mode: mode.name)
 def test_the_same_for_any_number_of_workers(mode: AutoresetMode) -> None:
     env_fn = partial(synced, talkative(spaces.Box(-1, 1, (3,), np.float64), spaces.Discrete(3, start=-1)), mode=mode)
     for n_workers in (1, 2, 3):
@@ -114,7 +114,7 @@ def test_an_environment_with_one_random_stream_gets_the_seed_of_its_first_row(gi
     ours.close()
 
 
-@pytest.mark.parametrize("n_workers", [1, 2, 3])
+@pytest.mark.parametrize("n_workers", quick_first([2, 1, 3]))
 def test_batched_cartpole(n_workers: int) -> None:
     cartpoles = partial(BatchedCartPole, max_episode_steps=20)
     assert compare(ShmVectorEnv(cartpoles, num_envs=5, n_workers=n_workers), cartpoles(5), 60, exact=False) > 10
@@ -259,7 +259,7 @@ def test_a_slow_worker_keeps_the_others_not_waiting(tmp_path: Path) -> None:
         assert observation[:, 1].tolist() == [0, 1, 1, 4, 0]
 
 
-@modes
+@pytest.mark.parametrize("mode", quick_first(MODES), ids=lambda mode: mode.name)
 def test_some_rows_are_reset_with_options(mode: AutoresetMode) -> None:
     env_fn = partial(synced, talkative(spaces.Discrete(50), spaces.Discrete(2)), mode=mode)
     theirs = env_fn(num_envs=5)
@@ -371,6 +371,7 @@ def test_parts_without_a_fixed_shape_are_refused() -> None:
         ShmVectorEnv(env_fn, num_envs=2)
 
 
+@pytest.mark.slow
 def test_with_spaces_no_environment_is_built_in_the_main_process() -> None:
     def env_fn(num_envs: int, main: int = os.getpid()) -> Any:
         assert os.getpid() != main
