@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.buffers import Samples
 from penstock.targets.returns import as_steps, checked_lambda, number_up_to, require_like
