@@ -37,6 +37,7 @@ def _renamed(old: str, new: str) -> Callable[..., Any]:
     """A method under its old name, which goes in version 0.3."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The old name of another method. It warns."""
         warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
         return getattr(self, new)(*args, **kwargs)
 

@@ -85,8 +85,8 @@ def raising_factory() -> gym.Env[Any, Any]:
         ({"env_fn": "NoSuchEnv-v0"}, ConfigError, "'NoSuchEnv-v0' is not a registered environment id"),
         ({"env_fn": [CountingEnv]}, ConfigError, "a list of 1 callables for 3 environments"),
         ({"env_kwargs": [{}, {}]}, ConfigError, "a list of 2 dicts for 3 environments"),
-        ({"env_fn": raising_factory}, ConfigError, "raised FileNotFoundError: no such game"),
-        ({"env_kwargs": {"no_such": 1}}, ConfigError, "raised TypeError"),
+        ({"env_fn": raising_factory}, ConfigError, "its spaces: FileNotFoundError: no such game"),
+        ({"env_kwargs": {"no_such": 1}}, ConfigError, "its spaces: TypeError"),
         ({"env_fn": TextEnv}, SpaceError, "Text space.*TransformObservation"),
     ],
 )
