@@ -1,7 +1,8 @@
 """Runs scripts in forks of one process that has imported torch and penstock: for these imports a new interpreter takes
 two seconds of CPU time.
 
-A script runs as the main module, at the top level, and its process ends as that of a Python program does. The
+A script runs as the main module, at the top level, and its process ends as that of a Python program does. A `Child` is
+a child process of the tests, a `Program` one of the process that makes the forks, which tells how it has ended. The
 supervisor of a `Program` is a new interpreter, that of `run` is a fork of the script. A test that is about imports,
 options of the interpreter or the start of a supervisor needs a new interpreter: it uses `subprocess.Popen`.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
+import fcntl
 import gc
 import importlib
 import multiprocessing.process
@@ -30,17 +33,21 @@ from typing import Any
 MODULES = ("torch", "gymnasium.envs.classic_control", "penstock.testing", "penstock.samplers.sampler_program")
 MESSAGE_BYTES = 100_000
 SECONDS = 60
+SET_CHILD_SUBREAPER = 36  # of prctl(2)
 
 
 @dataclass(frozen=True)
 class Request:
     """What to run. `strict`: warnings are errors. `light`: its supervisor does not import torch for the workers.
-    `forks_supervisor`: its supervisor is a fork, and need not import torch."""
+    `forks_supervisor`: its supervisor is a fork, and need not import torch. `is_child`: of the process that asks.
+    `kept`: the numbers of descriptors that it has beside the standard ones."""
 
     argv: list[str]
     strict: bool
     light: bool
     forks_supervisor: bool = False
+    is_child: bool = False
+    kept: tuple[int, ...] = ()
     folder: str = field(default_factory=os.getcwd)
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
@@ -60,6 +67,12 @@ class Starter:
 
     def start(self, request: Request, descriptors: list[int]) -> int:
         """Returns the process id."""
+        if request.is_child:
+            with _orphans_are_ours():
+                return self._start(request, descriptors)
+        return self._start(request, descriptors)
+
+    def _start(self, request: Request, descriptors: list[int]) -> int:
         socket.send_fds(self._socket, [pickle.dumps(vars(request))], descriptors)
         while True:
             pid, status = self._receive()
@@ -87,6 +100,17 @@ class Starter:
         self._process.wait(SECONDS)
 
 
+@contextlib.contextmanager
+def _orphans_are_ours() -> Iterator[None]:
+    """A process below this one that loses its parent becomes a child of this one."""
+    prctl = ctypes.CDLL(None).prctl
+    assert prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        yield
+    finally:
+        prctl(SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
 _starters: list[Starter] = []
 
 
@@ -100,7 +124,29 @@ def starting() -> Iterator[None]:
         _starters.pop().close()
 
 
-class Program(subprocess.Popen):  # type: ignore[type-arg]
+class Child(subprocess.Popen):  # type: ignore[type-arg]
+    """`Popen([sys.executable, *argv], **options)`, but started by the `starter`. The options are those of pipes and
+    `pass_fds`."""
+
+    def __init__(self, argv: Sequence[object], request: dict[str, Any] | None = None, **options: Any) -> None:
+        self._words = [str(word) for word in argv]
+        self._settings = request or {"is_child": True, "forks_supervisor": True}
+        self._starter = _starters[-1]
+        super().__init__(self._words, **options)
+
+    # What Popen itself leaves to the system that it runs on.
+
+    def _execute_child(self, *arguments: Any) -> None:
+        kept = tuple(sorted(arguments[4]))
+        pipes = arguments[10:16]  # the two ends of stdin, of stdout and of stderr, or -1
+        ends = [own if own != -1 else standard for standard, own in enumerate((pipes[0], pipes[3], pipes[5]))]
+        request = Request(self._words, kept=kept, **{"strict": False, "light": False, **self._settings})
+        self.pid = self._starter.start(request, [*ends, *kept])
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+class Program(Child):
     """`Popen([sys.executable, *argv], text=True, start_new_session=True)` with pipes, but started by the `starter`."""
 
     def __init__(
@@ -113,18 +159,8 @@ class Program(subprocess.Popen):  # type: ignore[type-arg]
         forks_supervisor: bool = False,
     ) -> None:
         where = {} if cwd is None else {"folder": str(cwd)}
-        self._request = Request([str(word) for word in argv], strict, light, forks_supervisor, **where)
-        self._starter = _starters[-1]
-        super().__init__(self._request.argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    # What Popen itself leaves to the system that it runs on.
-
-    def _execute_child(self, *arguments: Any) -> None:
-        pipes = arguments[10:16]  # the two ends of stdin, of stdout and of stderr, or -1
-        ends = [own if own != -1 else standard for standard, own in enumerate((pipes[0], pipes[3], pipes[5]))]
-        self.pid = self._starter.start(self._request, ends)
-        self._child_created = True
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        request = {"strict": strict, "light": light, "forks_supervisor": forks_supervisor, **where}
+        super().__init__(argv, request, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         status = self._starter.wait(self.pid, block=wait_flags != os.WNOHANG)
@@ -162,20 +198,46 @@ def serve(connection: socket.socket) -> Request | None:
             connection.send(pickle.dumps((pid, os.waitpid(pid, 0)[1])))
             os.close(pidfd)
         if connection in ready:
-            message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+            message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 8)
             if not message:
                 return None
-            if (pid := os.fork()) == 0:
+            request = Request(**pickle.loads(message))
+            if (pid := (fork_for_above if request.is_child else os.fork)()) == 0:
                 os.setsid()
-                for standard, descriptor in enumerate(descriptors):
-                    os.dup2(descriptor, standard)
-                os.closerange(3, os.sysconf("SC_OPEN_MAX"))
                 connection.detach()
-                return Request(**pickle.loads(message))
-            running[os.pidfd_open(pid)] = pid
+                take(descriptors, [0, 1, 2, *request.kept])
+                return request
+            if not request.is_child:
+                running[os.pidfd_open(pid)] = pid
             connection.send(pickle.dumps((pid, None)))
             for descriptor in descriptors:
                 os.close(descriptor)
+
+
+def fork_for_above() -> int:
+    """A fork whose parent ends at once, so that it becomes a child of the process above this one."""
+    read, write = os.pipe()
+    if (between := os.fork()) == 0:
+        if (pid := os.fork()) == 0:
+            return 0
+        os.write(write, b"%d" % pid)
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as file:
+        pid = int(file.read())
+    os.waitpid(between, 0)
+    return pid
+
+
+def take(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give the descriptors these numbers, in rising order, and close all others."""
+    high = numbers[-1] + 1
+    for descriptor, number in zip(
+        [fcntl.fcntl(each, fcntl.F_DUPFD, high) for each in descriptors], numbers, strict=True
+    ):
+        os.dup2(descriptor, number)
+    for before, number in zip(numbers, [*numbers[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(before + 1, number)
 
 
 def become(request: Request) -> types.ModuleType:
@@ -202,6 +264,7 @@ def become(request: Request) -> types.ModuleType:
             return made
 
         launch.Supervisor = supervisor
+    sys.modules["torch"].set_num_threads(1)  # several tests share the CPUs
     main = types.ModuleType("__main__")
     main.__file__, main.__builtins__ = script, builtins  # type: ignore[attr-defined]
     sys.modules["starter"], sys.modules["__main__"] = sys.modules["__main__"], main

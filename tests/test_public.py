@@ -132,6 +132,7 @@ def test_importing_the_rooms_of_many_machines_imports_neither_ray_nor_zmq() -> N
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
+@pytest.mark.slow
 def test_the_command_line_describes_the_machine() -> None:
     done = subprocess.run([sys.executable, "-m", "penstock"], capture_output=True, text=True, timeout=60)
     assert f"penstock {penstock.__version__}" in done.stdout

@@ -187,6 +187,7 @@ class Squashed(Heads):
         return super().forward(observation, prev_action, prev_reward)[:2]
 
 
+@pytest.mark.slow
 @given(
     kind=st.sampled_from(["box", "matrix", "number", "double"]),
     is_dict=st.booleans(),
@@ -221,6 +222,7 @@ def test_squashed_actions_have_the_recorded_log_prob(kind: str, is_dict: bool, w
             assert parameter.grad.isfinite().all(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["matrix", "number"])
 def test_a_squashed_distribution_has_that_log_prob_and_entropy(kind: str) -> None:
     torch.manual_seed(0)

@@ -82,6 +82,7 @@ def rows(printed: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in found[2:]}
 
 
+@pytest.mark.slow
 def test_pictures_show_every_contestant_in_steps_per_second(report: Callable[..., Path]) -> None:
     picture = report([{name: turn(rate) for name, rate in RATES.items()}] * 3)
     expected = {name: f"{rate:,}" for name, rate in sorted(RATES.items(), key=lambda item: -item[1])}
@@ -95,6 +96,7 @@ def test_pictures_show_every_contestant_in_steps_per_second(report: Callable[...
         assert file.read_text(encoding="utf-8").count(OWN) == n_own, "penstock's bars have a colour of their own"
 
 
+@pytest.mark.slow
 def test_every_panel_shows_every_contestant(report: Callable[..., Path]) -> None:
     """All works with all contestants; of "short" there are no figures, since nothing could be measured."""
     adapters = importlib.import_module("peer_adapters")

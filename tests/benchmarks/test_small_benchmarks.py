@@ -68,12 +68,13 @@ def run(folder: Path, name: str, *options: object) -> tuple[str, Any]:
 
 
 def test_batched(folder: Path) -> None:
-    sizes = ["--batch-B", 4, 6, "--batch-T", 8, "--n-workers", 1, "--seconds", 0.02, "--repeats", 1]
-    printed, content = run_program(folder, "batched", "--agents", "random", "mlp", "none", *sizes)
+    agents, n_envs = scaled(("random", "mlp"), ("mlp",)), scaled((4, 6), (4,))
+    sizes = ["--batch-B", *n_envs, "--batch-T", 8, "--n-workers", 1, "--seconds", 0.02, "--repeats", 1]
+    printed, content = run_program(folder, "batched", "--agents", *agents, "none", *sizes)
     assert "times the first" in printed
     rows = {(row["agent"], row["kind"], row["batch_B"]): row for row in content["table"]}
-    for agent in ("random", "mlp"):
-        assert rows.keys() >= {(agent, kind, n) for kind in ("single", "batched") for n in (4, 6)}
+    for agent in agents:
+        assert rows.keys() >= {(agent, kind, n) for kind in ("single", "batched") for n in n_envs}
         assert rows[agent, "single", 4]["times_single"]["median"] == 1
     assert all(len(result["steps_per_s"]) == 1 and min(result["steps_per_s"]) > 0 for result in content["results"])
 
@@ -200,6 +201,7 @@ def test_native(folder: Path) -> None:
         assert all(len(pairs) == 2 and np.min(pairs) > 0 for pairs in figures.values())
 
 
+@pytest.mark.skipif(not FULL, reason="full scale: test_layers runs this program, test_compare measures versions")
 def test_inference(folder: Path) -> None:
     site = Path(penstock.__file__).parent.parent
     options = ["--before", site, "--repeats", 2, "--seconds", 0.01, "--subjects", "one row of 16"]
@@ -231,9 +233,10 @@ def test_cluster_wire(folder: Path) -> None:
 def test_compare(folder: Path) -> None:
     site = Path(penstock.__file__).parent.parent
     sizes = ["--repeats", 2, "--starts", 1, "--seconds", 0.01]
-    printed, content = run(folder, "compare", site, site, *sizes, "--cases", "copy=False", "first start, ShmVectorEnv")
+    cases = {"ShmVectorEnv, copy=False", *scaled(["first start, ShmVectorEnv"], [])}
+    printed, content = run(folder, "compare", site, site, *sizes, "--cases", *cases)
     assert "OLD and NEW in turns" in printed
-    assert content["results"].keys() == {"ShmVectorEnv, copy=False", "first start, ShmVectorEnv"}
+    assert content["results"].keys() == cases
     for case, turns in content["results"].items():
         assert turns.keys() == {"old", "new"}
         for figures in turns.values():
@@ -244,14 +247,15 @@ def test_compare(folder: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("pufferlib") is not None, reason="PufferLib is installed here")
 def test_peers(folder: Path) -> None:
     picture = folder / "peers.svg"
-    sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "bare", "penstock ParallelSampler"]
-    sizes += ["rlpyt", "PufferLib", "--picture", picture]
+    sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "bare", "penstock ParallelSampler", *scaled(["rlpyt"], [])]
+    sizes += ["PufferLib", "--picture", picture]
     printed, content = run(folder, "peers", "random", *sizes)
     assert "Cores: " in printed
     assert "PufferLib took no part: " in printed, "a missing peer is named with the reason"
     (result,) = content["results"]
     (turns,) = result["rounds"]
-    assert {"bare loop, 1 process", "bare loops", "rlpyt's loop", "penstock ParallelSampler"} <= turns.keys()
+    names = {"bare loop, 1 process", "bare loops", "penstock ParallelSampler", *scaled(["rlpyt's loop"], [])}
+    assert names <= turns.keys()
     assert all(turn["rate"] > 0 and turn["cpu_us"] > 0 for turn in turns.values())
     assert b"<svg" in picture.read_bytes()
     assert picture.stat().st_size < 60_000

@@ -37,6 +37,7 @@ def training() -> Iterator[Any]:
             del sys.modules[module]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("env_id", "name"), [("CartPole-v1", "cartpole"), ("Pendulum-v1", "halfcheetah")])
 def test_the_updates_are_the_same(training: Any, env_id: str, name: str) -> None:
     """From one batch, CleanRL's update and penstock's lead to the same parameters. With one minibatch, their random

@@ -136,6 +136,7 @@ def info(t: int, env_rank: int, payload: dict[str, Any]) -> ObjectMessage:
     return ObjectMessage(MessageKind.TRAJ_INFO, t, env_rank, payload)
 
 
+@pytest.mark.slow
 @quick
 @given(st.lists(message_lists, min_size=1, max_size=3))
 def test_messages_come_out_as_they_went_in_batch_after_batch(batches: list[Any]) -> None:

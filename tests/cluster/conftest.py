@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import uuid
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import penstock
 
+from .. import starter as starters
 from ..scale import scaled
+from ..support import PROGRAMS
 from .ray_support import our_processes, wait_for_none
 
 # Every process that Ray or a test starts from here has this variable.
@@ -49,6 +53,17 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before = our_processes()
     yield
     assert wait_for_none(before, scaled(2.0, 5.0)) == {}  # daily, other tests use the CPUs too
+
+
+@pytest.fixture
+def forked_workers(starter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers that an experiment launches as processes are forks of one that has imported torch. In test_panel.py
+    they are new interpreters."""
+
+    def launch(_: Any, *, pass_fds: list[int], stdin: int, start_new_session: bool) -> starters.Child:
+        return starters.Child([PROGRAMS / "launched.py", *pass_fds], pass_fds=pass_fds, stdin=stdin)
+
+    monkeypatch.setattr("penstock.control.launched.subprocess", SimpleNamespace(Popen=launch, PIPE=subprocess.PIPE))
 
 
 @pytest.fixture(scope="session")

@@ -92,7 +92,8 @@ class Wires:
         self.hub = FaultyHub() if make == "faulty" else LocalHub()
         self._patch = pytest.MonkeyPatch()
         if make == "faulty":  # so many packets are lost that the usual times would take minutes
-            for name in ("wire._FIRST_PROBE", "wire._LAST_PROBE", "name_table._PATIENCE_SECONDS"):
+            probes = ("wire._FIRST_PROBE", "wire._LAST_PROBE")
+            for name in (*probes, "name_table._PATIENCE_SECONDS", "parameters._PATIENCE_SECONDS"):
                 self._patch.setattr(f"penstock.control.{name}", 0.05)
         if make == "zmq":
             from penstock.control.keys import Connection

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ..scale import scaled
+from ..starter import run
 
 pytest.importorskip("zmq", reason="the documents use the wire over sockets")
 pytest.importorskip("msgpack", reason="the documents use the wire over sockets")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]
 
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,9 +54,9 @@ LEARNS = [("local", False), *scaled([("zmq", False), ("zmq", True), *ON_RAY], []
 def test_the_example_learns(wire: str, is_killed: bool) -> None:
     if wire == "ray":
         pytest.importorskip("ray")
-    command = [sys.executable, ROOT / "examples/cluster_experiment.py", "--wire", wire, "--goal", scaled("400", "40")]
+    command = ["examples/cluster_experiment.py", "--wire", wire, "--goal", scaled("400", "40")]
     command += ["--time-limit", "270", *(["--kill-policy", "10"] if is_killed else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = run(*command, cwd=ROOT, seconds=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trainer/0" in done.stdout
     assert f"'policy/0': {int(is_killed)}" in done.stdout

@@ -54,7 +54,7 @@ from penstock.control.pieces import batch_of
 from ..scale import scaled
 from .support import MAKES, need, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]
 
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
 needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")

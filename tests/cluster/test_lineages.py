@@ -49,7 +49,7 @@ from .test_experiment import SAMPLER, Publisher, experiment, needs_zmq, panel, s
 
 __all__ = ["panel"]
 
-pytestmark = [pytest.mark.timeout(scaled(7200, 200)), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(scaled(7200, 200)), pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]
 
 
 # ---- parts, as threads ---------------------------------------------------------------------
@@ -373,7 +373,7 @@ class Faulty:
                 self.wrong += int(((ages < 0) | (ages > faulty.max_staleness)).sum())
                 self.number += 1
                 self.stamp()
-                time.sleep(0.02)
+                time.sleep(0.05)
                 return {"wrong": self.wrong, "life": self.life, "number": self.number}
 
         return Trainer()

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,11 +24,14 @@ from penstock import CategoricalPgAgent, ConfigError, RandomAgent
 from penstock.control import Actors, Batch, Experiment, Policies, RunState, Training
 
 from ..scale import scaled
+from ..starter import Program
+from ..support import PROGRAMS
 from .support import wait_until
 from .test_experiment import SAMPLER, small_model
 
 # A machine that joins has the code of the experiment as a file.
 MODULE = """
+import time
 from functools import partial
 from torch import nn
 from penstock import CategoricalPgAgent, SerialSampler
@@ -47,6 +51,7 @@ class Counting:
         self.rows = 0
 
     def step(self, batch):
+        time.sleep(0.05)  # actors and policy worker wait for it, and leave the CPUs to others
         self.rows += batch.samples.env.reward.numel()
         return {"rows": self.rows}
 
@@ -64,8 +69,12 @@ OTHER = Experiment("other", EXPERIMENT.make_agent, EXPERIMENT.actors, EXPERIMENT
 def join(
     folder: Path, *names: str, experiment: str = "exp.py:EXPERIMENT", prefix: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
-    """Start `penstock join`, as another machine does."""
-    command = [*prefix, sys.executable, "-m", "penstock", "join", "run.json", experiment, "--as", *names]
+    """Start `penstock join`, as another machine does. The workers that it launches are new interpreters. With a
+    `prefix`, it is one itself."""
+    words = ["join", "run.json", experiment, "--as", *names]
+    if not prefix:
+        return Program([PROGRAMS / "command.py", *words], cwd=folder)
+    command = [*prefix, sys.executable, "-m", "penstock", *words]
     return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -82,6 +91,7 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.timeout(180)
 def test_actors_of_another_machine_join_are_lost_and_join_again(tmp_path: Path) -> None:
     experiment = load(tmp_path)["EXPERIMENT"]
@@ -143,6 +153,7 @@ def other_network() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.timeout(240)
 @pytest.mark.xdist_group("other network")
 def test_an_actor_joins_from_another_network_and_goes_on_after_the_link_was_cut(
@@ -168,6 +179,7 @@ def test_an_actor_joins_from_another_network_and_goes_on_after_the_link_was_cut(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.timeout(120)
 def test_what_cannot_join_is_refused(tmp_path: Path) -> None:
     experiment = load(tmp_path)["EXPERIMENT"]
@@ -220,6 +232,7 @@ class ValueTrainer:
         if (self.folder / f"die {self.rank}").exists():
             (self.folder / f"die {self.rank}").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)  # actors and policy worker wait for it, and leave the CPUs to others
         _, value = self.agent.model(batch.samples.env.observation)
         loss = (value - batch.samples.env.observation.sum(-1)).square().mean()
         self.optimizer.zero_grad()
@@ -238,6 +251,7 @@ class ValueTrainer:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.timeout(300)
 def test_two_trainers_have_equal_parameters_and_are_restarted_together(tmp_path: Path) -> None:
     experiment = Experiment(

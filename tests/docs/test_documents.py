@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def definitions(name: str) -> dict[str, Any]:
     for block in blocks(name):
         exec(compile(block, name, "exec"), namespace)
     return namespace
+
+
+@cache
+def extending() -> dict[str, Any]:
+    """Those of docs/extending.md, whose blocks are executed once for all tests."""
+    return definitions("docs/extending.md")
 
 
 def test_the_asynchronous_example_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +126,7 @@ def test_the_sticky_collector_of_the_guide() -> None:
 
 
 def test_a_collector_from_nothing() -> None:
-    cls = definitions("docs/extending.md")["FreshStartCollector"]
+    cls = extending()["FreshStartCollector"]
     (block,) = (block for block in blocks("docs/extending.md") if "class FreshStartCollector" in block)
     assert len(block.splitlines()) <= 42  # of 80 columns
     with ParallelSampler(CountingEnv, batch_T=7, batch_B=3, collector_cls=cls) as sampler:
@@ -131,7 +138,7 @@ def test_a_collector_from_nothing() -> None:
 
 
 def test_the_frame_skip_repeats_actions_within_an_episode() -> None:
-    frame_skip = definitions("docs/extending.md")["FrameSkip"]
+    frame_skip = extending()["FrameSkip"]
     with SerialSampler(
         lambda: frame_skip(CountingEnv(), n=2), batch_T=6, batch_B=1, max_decorrelation_steps=0
     ) as sampler:
@@ -142,7 +149,7 @@ def test_the_frame_skip_repeats_actions_within_an_episode() -> None:
 
 
 def test_environments_differ_by_rank_and_purpose() -> None:
-    make_env = definitions("docs/extending.md")["make_env"]
+    make_env = extending()["make_env"]
     train, evaluation = (make_env(EnvContext(2, 0, 0, purpose)) for purpose in (Purpose.TRAIN, Purpose.EVAL))
     for env, reward in ((train, 0.1), (evaluation, 1.0)):
         env.reset(seed=0)
@@ -151,7 +158,7 @@ def test_environments_differ_by_rank_and_purpose() -> None:
 
 
 def test_batches_are_converted_as_the_extending_page_says() -> None:
-    names = definitions("docs/extending.md")
+    names = extending()
     assert names["lengths"] == [0.5, 0.6, 0.7, 0.8]
     assert names["found"] == [True] * 4
     assert names["samples"].env.observation.dtype == torch.float32
@@ -163,7 +170,7 @@ def test_batches_are_converted_as_the_extending_page_says() -> None:
 
 
 def test_masks_and_acting_as_the_extending_page_says() -> None:
-    names = definitions("docs/extending.md")
+    names = extending()
     observation, action = names["masked_samples"].env.observation, names["masked_samples"].agent.action
     assert observation.action_mask.gather(-1, action[..., None]).all()
     recorded = names["masked_samples"].agent.agent_info.log_prob
@@ -196,7 +203,7 @@ class SwitchesModel(torch.nn.Module):
 
 
 def test_the_distribution_of_the_extending_page_is_evaluated() -> None:
-    agent = definitions("docs/extending.md")["BernoulliPgAgent"](SwitchesModel)
+    agent = extending()["BernoulliPgAgent"](SwitchesModel)
     with SerialSampler(Switches, batch_T=4, batch_B=2) as sampler:
         sampler.initialize(agent, seed=0)
         samples, _ = sampler.obtain_samples(0)
@@ -208,7 +215,7 @@ def test_the_distribution_of_the_extending_page_is_evaluated() -> None:
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 def test_the_tabular_agent(cls: Any) -> None:
-    agent = definitions("docs/extending.md")["TabularAgent"]()
+    agent = extending()["TabularAgent"]()
     with cls("FrozenLake-v1", batch_T=30, batch_B=4, n_workers=2) as sampler:
         sampler.initialize(agent, seed=0, bootstrap_value=True)
         sampler.obtain_samples(0)
@@ -221,7 +228,7 @@ def test_the_tabular_agent(cls: Any) -> None:
 
 
 def test_the_trajectory_info() -> None:
-    cls = definitions("docs/extending.md")["PushesTrajInfo"]
+    cls = extending()["PushesTrajInfo"]
     with ParallelSampler(CountingEnv, batch_T=10, batch_B=1, traj_info_cls=cls, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0, traj_info_kwargs={"scale": 2.0})
         samples, infos = sampler.obtain_samples(0)
@@ -235,7 +242,7 @@ def test_the_trajectory_info() -> None:
 
 @pytest.mark.parametrize("traj_info", ["TrajInfo", "PushesTrajInfo"])
 def test_the_evaluation_of_one_episode_each(traj_info: str) -> None:
-    names = definitions("docs/extending.md")
+    names = extending()
     how = {"eval_collector_cls": names["FirstEpisodeEval"], "traj_info_cls": names[traj_info]}
     sizes = {"eval_n_envs": 3, "eval_env_kwargs": [{"length": n} for n in (2, 9, 4)], "eval_max_steps": 90}
     with sampler_of(ParallelSampler, **sizes, **how) as sampler:
@@ -259,7 +266,7 @@ def test_the_testing_page_runs_as_written(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_classes_of_the_extending_page_keep_the_rules() -> None:
-    names = definitions("docs/extending.md")
+    names = extending()
     check_collector(names["FreshStartCollector"], CountingEnv, continues=False, n_workers=(2,))
     with pytest.raises(ConformanceError, match="continues=False"):
         check_collector(names["FreshStartCollector"], CountingEnv)
@@ -269,7 +276,7 @@ def test_the_classes_of_the_extending_page_keep_the_rules() -> None:
 
 
 def test_the_batched_environment_is_sampled() -> None:
-    cls = definitions("docs/extending.md")["Walks"]
+    cls = extending()["Walks"]
     with ParallelSampler(cls, batch_T=40, batch_B=6, n_workers=2, collector_cls=VectorEnvCollector) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         samples, infos = sampler.obtain_samples(0)

@@ -68,7 +68,8 @@ def test_a_reset_starts_a_new_game_in_the_middle_of_an_episode_or_with_a_seed(se
     env.close()
 
 
-@pytest.mark.parametrize(("rom", "n_steps"), [("breakout", 250), pytest.param("qbert", 1500, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("rom", "n_steps"), [("breakout", 250), ("qbert", 1500)])
 def test_batched_games_are_cut_at_each_lost_life(rom: str, n_steps: int) -> None:
     """Qbert goes on for some frames after the last life: such a life ends no episode of its own."""
     plain, env, rng = games(rom), BatchedEpisodicLife(games(rom)), np.random.default_rng(0)

@@ -193,6 +193,7 @@ def test_a_factory_returns_a_view_or_says_what_is_wrong() -> None:
         build_example_env(EnvFactory(Turns, {}, None, ParallelView))
 
 
+@pytest.mark.slow
 def test_nothing_imports_pettingzoo() -> None:
     program = """
 import sys

@@ -65,6 +65,7 @@ def test_ppo_learns_continuous_actions(tmp_path: Path) -> None:
     assert "goal of -700 reached" in done.stdout
 
 
+@pytest.mark.slow
 def test_one_update_of_continuous_actions_changes_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.delitem(sys.modules, "ppo", raising=False)

@@ -24,7 +24,7 @@ from penstock.games import GameProcess
 from penstock.ports import leases
 from penstock.workers import claims
 
-from ..scale import scaled
+from ..scale import quick_first, scaled
 from ..support import until
 from .games_support import COMMAND, SERVER, SHORT, game, play, processes
 
@@ -56,18 +56,25 @@ def test_a_game_is_played_and_ends() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "says", "last"),
-    [
-        ("exit", "ended with exit code 7", "the fault is exit"),
-        ("crash", "ended with SIGSEGV", "the fault is crash"),
-        ("hang", r"sent no reply within reply_timeout=1 s; it runs \(0\.\d+ GB\)", "the fault is hang"),
-        ("drip", r"sent no reply within reply_timeout=1 s; it runs", "the fault is drip"),
-        ("spout", r"sent (no reply within|a line of more than 64 MiB)", "the fault is spout"),
-        ("orphan", "ended with exit code 9", "the fault is orphan"),
-        ("vanish", "closed the connection, but still runs", "the fault is vanish"),
-        ("twice", r"sent \d+ bytes without being asked: b'\{", "the fault is twice"),
-        ("die_at_start", "ended with exit code 3 before it was ready", "cannot open display"),
-        ("never_ready", r"was not ready in start_timeout=1 s: it runs.*\(ready='listens'\)", "starting never_ready"),
-    ],
+    quick_first(
+        [
+            ("exit", "ended with exit code 7", "the fault is exit"),
+            ("crash", "ended with SIGSEGV", "the fault is crash"),
+            ("hang", r"sent no reply within reply_timeout=1 s; it runs \(0\.\d+ GB\)", "the fault is hang"),
+            ("drip", r"sent no reply within reply_timeout=1 s; it runs", "the fault is drip"),
+            ("spout", r"sent (no reply within|a line of more than 64 MiB)", "the fault is spout"),
+            ("orphan", "ended with exit code 9", "the fault is orphan"),
+            ("vanish", "closed the connection, but still runs", "the fault is vanish"),
+            ("twice", r"sent \d+ bytes without being asked: b'\{", "the fault is twice"),
+            ("die_at_start", "ended with exit code 3 before it was ready", "cannot open display"),
+            (
+                "never_ready",
+                r"was not ready in start_timeout=1 s: it runs.*\(ready='listens'\)",
+                "starting never_ready",
+            ),
+        ],
+        3,
+    ),
 )
 def test_an_error_says_what_has_happened(fault: str, says: str, last: str) -> None:
     with game(fault, start_timeout=1.0 if fault == "never_ready" else 30.0) as own:
@@ -253,6 +260,7 @@ def test_extreme_limits(timeout: float) -> None:
 # ---- renewal -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_planned_renewal() -> None:
     with game(renew_every=2) as own:
         assert play(own.connect(), 2) == [1, 2]
@@ -452,7 +460,7 @@ def test_an_interrupt_at_any_moment_of_the_start_leaves_nothing() -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("spelling", ["exit", "kill", "exception"])
+@pytest.mark.parametrize("spelling", quick_first(["exit", "kill", "exception"]))
 def test_a_game_ends_with_the_script_that_started_it(spelling: str) -> None:
     mark = f"script-{spelling}-{os.getpid()}"
     end = {"exit": "", "kill": "os.kill(os.getpid(), 9)", "exception": "raise SystemExit(3)"}[spelling]

@@ -28,7 +28,7 @@ from penstock.envs import CountingEnv
 from penstock.replays import Replay
 
 from ..models import Net
-from ..scale import pairs, scaled
+from ..scale import START_METHODS, pairs, quick_first, scaled
 from ..support import assert_same, batches_of, collect, sampler_of, until
 from .games_support import Played, processes
 
@@ -54,7 +54,7 @@ def run(cls: Any, folder: Path, faults: dict[int, tuple[int, str]], n: int = 3, 
         return collect(sampler, n), sampler.stats()
 
 
-@pytest.mark.parametrize("at", [3, 1, 8, 9, 16], ids=["inside", "first", "after an end", "t=0", "t=T-1"])
+@pytest.mark.parametrize("at", quick_first([3, 1, 8, 9, 16]), ids=["inside", "first", "after an end", "t=0", "t=T-1"])
 def test_a_cut_invents_no_transition(at: int, tmp_path: Path) -> None:
     """Batches have 8 rows and episodes 7 steps. The fault strikes in step `at` of column 1, so in row at - 1."""
     wanted, _ = run(SerialSampler, tmp_path, {})
@@ -91,6 +91,7 @@ def test_a_cut_invents_no_transition(at: int, tmp_path: Path) -> None:
     assert len(lengths) == int(joined([batch for batch, _ in found], "terminated").sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traj_info_cls", [TrajInfo, type("OwnTrajInfo", (TrajInfo,), {})])
 def test_the_next_trajectories_of_the_column_are_whole(traj_info_cls: Any, tmp_path: Path) -> None:
     found, _ = run(SerialSampler, tmp_path, {1: (3, "crash"), 2: (9, "vanish")}, traj_info_cls=traj_info_cls)
@@ -99,6 +100,7 @@ def test_the_next_trajectories_of_the_column_are_whole(traj_info_cls: Any, tmp_p
     assert len(lengths) > 8
 
 
+@pytest.mark.slow
 def test_final_values_and_seeds(tmp_path: Path) -> None:
     """The value of the last observation is recorded, and a second run gives the same, whatever the sampler."""
 
@@ -118,8 +120,10 @@ def test_final_values_and_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cls", "start_method"), pairs(SAMPLERS, ("fork", "forkserver", "spawn")))
-@pytest.mark.parametrize("collector_cls", [None, WaitResetCollector], ids=["reset", "wait"])
+@pytest.mark.parametrize(
+    ("cls", "start_method", "collector_cls"),
+    [(*first, last) for first, last in pairs(pairs(SAMPLERS, START_METHODS), [None, WaitResetCollector])],
+)
 def test_other_columns_stay_with_every_sampler(cls: Any, start_method: str, collector_cls: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"start_method": start_method}
     if collector_cls is not None:
@@ -133,6 +137,7 @@ def test_other_columns_stay_with_every_sampler(cls: Any, start_method: str, coll
     assert not np.array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_evaluation_plays_a_cut_episode_again(tmp_path: Path) -> None:
     class Once(Played):
         def __init__(self, folder: str, context: Any = None) -> None:
@@ -147,6 +152,7 @@ def test_evaluation_plays_a_cut_episode_again(tmp_path: Path) -> None:
         assert sampler.stats().cut_episodes == 1
 
 
+@pytest.mark.slow
 def test_too_many_renewals_are_an_error_that_lists_them(tmp_path: Path) -> None:
     class Bad(Played):
         def step(self, action: Any) -> Any:
@@ -177,6 +183,7 @@ def test_errors_of_other_libraries(tmp_path: Path) -> None:
         assert "1 environments built again, 1 episodes cut" in repr(sampler.stats())
 
 
+@pytest.mark.slow
 def test_a_restart_of_the_worker_is_the_other_policy(tmp_path: Path) -> None:
     found, stats = run(
         ParallelSampler, tmp_path, {1: (5, "exit")}, on_game_failure="raise", on_worker_failure="restart"
@@ -202,7 +209,7 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], says: str) -> None
         sampler_of(SerialSampler, **options)
 
 
-@pytest.mark.parametrize("at", [3, 1, 8, 9, 16])
+@pytest.mark.parametrize("at", quick_first([3, 1, 8, 9, 16]))
 def test_a_replay_leaves_out_the_cut_step(at: int, tmp_path: Path) -> None:
     replay: Any = Replay(8 * 4 * 4, n_step=1, discount=0.9, max_truncations=100)
     env_fn, valid = partial(Played, str(tmp_path), {1: (at, "exit")}), []

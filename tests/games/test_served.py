@@ -540,6 +540,7 @@ class Killing(gym.Wrapper[Any, Any, Any, Any]):
         return super().step(action)
 
 
+@pytest.mark.slow
 def test_served_games_in_a_sampler_play_the_same_batches_and_are_renewed(tmp_path: Path) -> None:
     """Four environments in two workers or in one process, each with a game at a port of its own. One game is killed."""
     marker = tmp_path / "killed"

@@ -197,7 +197,7 @@ def test_inside_pytest_xdist(tmp_path: Path) -> None:
         "pytest",
         "-q",
         "-n",
-        "2",
+        "1",
         "-p",
         "no:cacheprovider",
         "-W",

@@ -43,9 +43,10 @@ def batches(cls: Any, mode: str, **kwargs: Any) -> Any:
     return run(cls, partial(pong, mode=mode), None, 2, range(2), **sizes, **kwargs)
 
 
-@pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
+# An environment id means the other mode.
+@pytest.mark.parametrize("mode", scaled(["SameStep", "NextStep"], ["SameStep"]))
 def test_one_batch_per_seed_whatever_the_workers(mode: str) -> None:
     found = batches(SerialSampler, mode)
-    for n_workers in scaled((1, 2, 3), (1, 3)):
+    for n_workers in scaled((1, 2, 3), (3,)):
         assert_same(found, batches(ParallelSampler, mode, n_workers=n_workers))
     assert assert_as_plain_loop(pong(4, mode), np.array(env_seeds(4)), batches_of(found)) > 8

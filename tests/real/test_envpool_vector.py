@@ -28,6 +28,6 @@ def test_one_batch_per_seed_whatever_the_workers(task: str) -> None:
     env_fn = partial(BatchedEnvPool, task, **TASKS[task])
     sizes = {"batch_T": 30, "batch_B": 4, "eval_n_envs": 3, "eval_max_steps": 120, "collector_cls": VectorEnvCollector}
     found = run(SerialSampler, env_fn, None, 2, range(2), **sizes)
-    for n_workers in scaled((1, 2, 3), (1, 3)):
+    for n_workers in scaled((1, 2, 3), (3,)):
         assert_same(found, run(ParallelSampler, env_fn, None, 2, range(2), n_workers=n_workers, **sizes))
     assert assert_as_plain_loop(env_fn(4), env_seeds(4, small=False), batches_of(found)) > 8

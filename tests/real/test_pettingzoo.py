@@ -280,7 +280,7 @@ class Attacking(RandomAgent):
         return step._replace(action=13 + np.asarray(step.action) % 8)
 
 
-QUICK = ("simple_world_comm_v3", "continuous", "rps")
+QUICK = ("continuous", "rps")
 
 
 @pytest.mark.parametrize(
@@ -394,6 +394,7 @@ def same_without_wrapper(wrap: Callable[[Any], Any], **options: Any) -> None:
     assert_same(plain, serial(lambda: wrap(make()), RandomAgent(), bootstrap_value=False, n=2, **options))
 
 
+@pytest.mark.slow
 def test_wrappers_of_pettingzoo_work() -> None:
     from pettingzoo.utils import BaseParallelWrapper, aec_to_parallel, parallel_to_aec
     from pettingzoo.utils.wrappers import OrderEnforcingWrapper
@@ -410,6 +411,7 @@ def test_wrappers_of_pettingzoo_work() -> None:
         assert sampler.get_attr("mark") == [4, 5]
 
 
+@pytest.mark.slow
 def test_wrappers_of_supersuit_work() -> None:
     supersuit = pytest.importorskip("supersuit", exc_type=ImportError)
     same_without_wrapper(supersuit.pad_observations_v0)

@@ -65,6 +65,7 @@ class NoValue(RandomAgent):
         return np.ones(len(prev_reward), np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env_id", ["classic/tictactoe-v3", "classic/rps-v2"])
 def test_ids_of_the_registry_and_numbers_of_workers(env_id: str) -> None:
     options: Any = {"bootstrap_value": False, "n": 3, "batch_B": 5}

@@ -1,4 +1,4 @@
-"""100 games of Breakout as `examples/ppo_atari.py` plays them: their scores are those of a plain loop."""
+"""Games of Breakout as `examples/ppo_atari.py` plays them: their scores are those of a plain loop."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from penstock import ParallelSampler, RandomAgent
 from penstock.envs import ColumnStreams, Purpose
 
 from ..batched_support import env_seeds
+from ..scale import scaled
 
 ale_py = pytest.importorskip("ale_py")
 pytest.importorskip("cv2")
 pytestmark = pytest.mark.slow
 
-B, GAMES = 8, 50  # of each form
+B, GAMES = 8, scaled(50, 16)  # of each form
 LIVES = 5
 Score = tuple[float, int]  # of a game, and its steps
 

@@ -80,6 +80,7 @@ def _compare_memory_with_the_estimate(n_steps: int) -> None:
     assert found <= 1.05 * n_steps * (84 * 84 + 64)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_replay_of_frames_is_as_estimated() -> None:
     in_a_child(_compare_memory_with_the_estimate, 2**18 if scaled(True, False) else 2**14)
 

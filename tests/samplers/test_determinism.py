@@ -60,6 +60,7 @@ def test_a_policy_acts_alike_in_serial_and_in_parallel() -> None:
         assert_same(parallel, serial, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluations_are_the_same_with_any_number_of_workers() -> None:
     def evaluate(cls: type[Sampler], **kwargs: Any) -> list[list[dict[str, Any]]]:
         with cls(CARTPOLE, batch_T=4, batch_B=5, eval_n_envs=4, eval_max_steps=400, **kwargs) as sampler:

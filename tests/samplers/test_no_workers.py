@@ -27,6 +27,8 @@ from penstock.envs import CountingEnv
 from penstock.testing import Fault, faulty_env
 from penstock.workers.affinity import idle_cpus, usable_cpus
 
+from ..scale import quick_first
+
 SIZE: dict[str, Any] = {"batch_T": 4, "batch_B": 5, "serve_envs": "auto"}
 
 
@@ -40,17 +42,20 @@ def n_processes(cls: type[GpuSampler], affinity: Any = None, **kwargs: Any) -> i
 
 @pytest.mark.parametrize(
     ("idle", "cls", "kwargs", "has_none"),
-    [
-        (1.4, GpuSampler, {}, True),
-        (0.0, GpuSampler, {"min_ready": 2}, True),
-        (1.6, GpuSampler, {}, False),
-        (0.0, GpuSampler, {"n_workers": 1}, False),
-        (0.0, GpuSampler, {"serve_envs": 2}, False),
-        (0.0, GpuSampler, {"step_timeout": 60.0}, False),
-        (0.0, GpuSampler, {"on_worker_failure": "restart"}, False),
-        (0.0, GpuSampler, {"affinity": Affinity(pin=False)}, True),
-        (0.0, AlternatingSampler, {}, False),
-    ],
+    quick_first(
+        [
+            (1.4, GpuSampler, {}, True),
+            (0.0, GpuSampler, {"min_ready": 2}, True),
+            (1.6, GpuSampler, {}, False),
+            (0.0, GpuSampler, {"n_workers": 1}, False),
+            (0.0, GpuSampler, {"serve_envs": 2}, False),
+            (0.0, GpuSampler, {"step_timeout": 60.0}, False),
+            (0.0, GpuSampler, {"on_worker_failure": "restart"}, False),
+            (0.0, GpuSampler, {"affinity": Affinity(pin=False)}, True),
+            (0.0, AlternatingSampler, {}, False),
+        ],
+        4,
+    ),
 )
 def test_when_it_does_without_workers(idle: float, cls: Any, kwargs: Any, has_none: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr("penstock.samplers.central.idle_cpus", lambda seconds: idle)

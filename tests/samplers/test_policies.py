@@ -235,6 +235,7 @@ def test_ids_are_the_names_by_default() -> None:
         assert samples.a1.env.valid.shape == (4, 2)
 
 
+@pytest.mark.slow
 def test_a_worker_may_have_no_seat_of_a_policy() -> None:
     def alone(agent_id: str, env_rank: int) -> str:
         return "odd" if (agent_id, env_rank) == ("a1", 4) else "even"
@@ -370,6 +371,7 @@ def test_evaluations_do_not_show_in_batches() -> None:
     assert_same(plain, [each for each in between if each[0] is not None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", quick_first(["agents", "one"]))
 def test_evaluations_are_alike_in_any_number_of_workers(kind: str) -> None:
     agents, policy_of = (two, odd_or_even) if kind == "agents" else (Book, None)

@@ -91,6 +91,7 @@ def test_any_step_of_the_last_batch_is_repeated(env_fn: Any, cls: type[Sampler],
     assert n_long > 10, "episodes that began before this batch, some before the first"
 
 
+@pytest.mark.slow
 def test_the_seeds_of_the_episodes_depend_on_env_rank_and_episode_only() -> None:
     batches = []
     for cls, kwargs in ((SerialSampler, {}), (ParallelSampler, {"n_workers": 3}), (GpuSampler, {"n_workers": 2})):

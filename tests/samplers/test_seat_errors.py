@@ -662,6 +662,7 @@ def test_a_reseeded_run_continues_with_new_games() -> None:
             np.testing.assert_array_equal(left, right, err_msg=name)
 
 
+@pytest.mark.slow
 def test_central_samplers_name_the_agent() -> None:
     spoil, message = SPOILS["reward is text"]
     for cls in (GpuSampler, AlternatingSampler):

@@ -111,6 +111,7 @@ def test_the_state_stands_beside_each_observation(record_final_obs: bool) -> Non
         assert n_compared > 500
 
 
+@pytest.mark.slow
 def test_states_are_alike_in_every_sampler() -> None:
     options = {"env_kwargs": MIXED, "global_state": True}
     wanted = serial(Stated, Valued(), **options)
@@ -271,6 +272,7 @@ def legal_of(samples: Any) -> Any:
     return observation.rules.legal if "rules" in observation else observation.action_mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", quick_first(["observation", "info"]))
 @pytest.mark.parametrize("name", ["random", *(pytest.param(name, marks=pytest.mark.slow) for name in [*MASKED][1:])])
 def test_no_illegal_action_is_taken(name: str, where: str) -> None:

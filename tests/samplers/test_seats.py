@@ -77,7 +77,9 @@ def reference(name: str) -> list[tuple[Any, Any]]:
 # ---- one seed, one batch -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "how"), scaled(list(product(AGENTS, SAMPLERS)), pairs(AGENTS, SAMPLERS)))
+@pytest.mark.parametrize(
+    ("name", "how"), quick_first(scaled(list(product(AGENTS, SAMPLERS)), pairs(AGENTS, SAMPLERS)), 4)
+)
 def test_every_sampler_gives_the_same_batches(name: str, how: str) -> None:
     wanted = reference(name)
     assert any(batch is not None and not batch.env.valid.all() for batch, _ in wanted)
@@ -396,8 +398,8 @@ class Diary(TrajInfo):
         self.end = final_observation.tolist()
 
 
-@pytest.mark.parametrize("env_fn", [ScriptedGame, Odd])
-@pytest.mark.parametrize("n_workers", [1, 2])
+@pytest.mark.parametrize("env_fn", quick_first([ScriptedGame, Odd]))
+@pytest.mark.parametrize("n_workers", quick_first([2, 1]))
 def test_a_traj_info_of_one_s_own_follows_each_agent(env_fn: Any, n_workers: int) -> None:
     options: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 20, "batch_B": 5, "max_decorrelation_steps": 0}
     with ParallelSampler(env_fn, traj_info_cls=Diary, n_workers=n_workers, **options) as sampler:
@@ -563,7 +565,8 @@ class Nested(ScriptedGame):
         return super().step({agent: number for agent, (number, _) in actions.items()})
 
 
-@pytest.mark.parametrize("dtype", [None, pytest.param(np.float32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, np.float32])
 def test_observations_and_actions_may_have_many_parts(dtype: Any) -> None:
     options: dict[str, Any] = {"bootstrap_value": False, "evaluate": True, "observation_dtype": dtype}
     wanted = serial(Nested, RandomAgent(), **options)

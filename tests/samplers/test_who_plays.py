@@ -29,6 +29,8 @@ from tests.models import Net
 from tests.seats_support import Published, assert_same, batches_of
 from tests.turns_support import TurnGame, Valuing
 
+from ..scale import quick_first
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
 
@@ -62,7 +64,8 @@ def agents() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("cls", "n_workers"), [(ParallelSampler, 1), (ParallelSampler, 2), (ParallelSampler, 4), (AsyncSampler, 3)]
+    ("cls", "n_workers"),
+    quick_first([(ParallelSampler, 2), (AsyncSampler, 3), (ParallelSampler, 1), (ParallelSampler, 4)]),
 )
 def test_the_same_players_for_any_number_of_workers(cls: type[Sampler], n_workers: int) -> None:
     options: Any = {"policy_of": drawn, "bootstrap_value": False, "evaluate": True}
@@ -114,6 +117,7 @@ def test_set_policy_of_changes_no_running_game() -> None:
             sampler.set_policy_of(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_frozen_opponent_stays_as_it_is() -> None:
     main, past = Published(), Published()
     with ParallelSampler(partial(TurnGame, 2), batch_T=4, batch_B=2, n_workers=2) as sampler:

@@ -22,6 +22,7 @@ def test_all_names_exist_and_are_sorted() -> None:
 # ---- evaluation ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_eval_collector_keeps_all_rules() -> None:
     check_eval_collector(EvalCollector, CountingEnv)
     check_eval_collector(EvalCollector, "Pendulum-v1", n_workers=(3,))

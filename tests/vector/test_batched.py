@@ -22,7 +22,7 @@ from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
 from ..envs.space_strategies import any_space
-from ..scale import scaled
+from ..scale import quick_first, scaled
 from ..support import assert_same
 from .vector_support import talkative
 
@@ -72,7 +72,7 @@ def compare(ours: Any, theirs: Any, n_steps: int, *, seeds: Any = None, exact: b
     return n_ends
 
 
-@modes
+@pytest.mark.parametrize("mode", quick_first(MODES), ids=lambda mode: mode.name)
 def test_the_same_for_any_number_of_workers(mode: AutoresetMode) -> None:
     env_fn = partial(synced, talkative(spaces.Box(-1, 1, (3,), np.float64), spaces.Discrete(3, start=-1)), mode=mode)
     for n_workers in (1, 2, 3):
@@ -371,6 +371,7 @@ def test_parts_without_a_fixed_shape_are_refused() -> None:
         ShmVectorEnv(env_fn, num_envs=2)
 
 
+@pytest.mark.slow
 def test_with_spaces_no_environment_is_built_in_the_main_process() -> None:
     def env_fn(num_envs: int, main: int = os.getpid()) -> Any:
         assert os.getpid() != main

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from penstock.vector import ShmVectorEnv, exchange
 from penstock.vector.exchange import batch_infos
 
+from ..scale import quick_first
+
 BOX, DISCRETE = spaces.Box(-9, 9, (2,), np.float32), spaces.Discrete(5)
 
 
@@ -38,18 +40,21 @@ class Returning(gym.Env[Any, Any]):
 
 @pytest.mark.parametrize(
     ("space", "last", "is_sent"),
-    [
-        (BOX, np.ones(2, np.float32), False),
-        (BOX, np.full(2, 0.1), True),
-        (BOX, [0.5, 1], True),
-        (DISCRETE, 2, True),
-        (DISCRETE, np.int64(2), False),
-        (spaces.Box(-1, 1, ()), np.array(0.5, np.float32), True),
-        (spaces.Dict(a=BOX, b=DISCRETE), {"a": np.ones(2, np.float32), "b": np.int64(1)}, False),
-        (spaces.Dict(a=BOX, b=DISCRETE), {"a": np.ones(2, np.float32), "b": 1}, True),
-        (spaces.Tuple([BOX, DISCRETE]), (np.ones(2, np.float32), np.int64(1)), False),
-        (spaces.Tuple([BOX, DISCRETE]), [np.ones(2, np.float32), np.int64(1)], True),
-    ],
+    quick_first(
+        [
+            (BOX, np.ones(2, np.float32), False),
+            (BOX, np.full(2, 0.1), True),
+            (BOX, [0.5, 1], True),
+            (DISCRETE, 2, True),
+            (DISCRETE, np.int64(2), False),
+            (spaces.Box(-1, 1, ()), np.array(0.5, np.float32), True),
+            (spaces.Dict(a=BOX, b=DISCRETE), {"a": np.ones(2, np.float32), "b": np.int64(1)}, False),
+            (spaces.Dict(a=BOX, b=DISCRETE), {"a": np.ones(2, np.float32), "b": 1}, True),
+            (spaces.Tuple([BOX, DISCRETE]), (np.ones(2, np.float32), np.int64(1)), False),
+            (spaces.Tuple([BOX, DISCRETE]), [np.ones(2, np.float32), np.int64(1)], True),
+        ],
+        3,
+    ),
 )
 def test_it_is_what_the_environment_returned(space: Any, last: Any, is_sent: bool, monkeypatch: Any) -> None:
     n_unpickled = 0

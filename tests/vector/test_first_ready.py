@@ -153,6 +153,7 @@ def test_what_is_out_of_order_or_does_not_fit_is_refused() -> None:
             envs.step([0, 0, 0])
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(data=st.data(), mode=st.sampled_from(list(AutoresetMode)), n_workers=st.integers(1, 4))
 def test_every_environment_goes_its_own_way(data: Any, mode: AutoresetMode, n_workers: int) -> None:

@@ -141,6 +141,7 @@ def test_a_game_with_a_death_a_late_reward_and_a_return() -> None:
     assert [row["valid"][1] for row in rows] == [True, True, True, True, False]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, 2**31), st.sampled_from([1, 2, 3, 5]))
 @settings(max_examples=scaled(60, 6), deadline=None)
 def test_random_games_equal_a_plain_loop_and_lose_no_reward(ks: list[int], seed: int, n_workers: int) -> None:

@@ -66,6 +66,7 @@ def another_process(
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_claim_has_one_owner_until_it_is_released(folder: Path, names: bool) -> None:
     mine = claim(KIND, "1")
     assert mine is not None
@@ -296,6 +297,7 @@ def no_more_files(folder: Path) -> None:
 SPOILED = [a_link, a_file, open_to_others, someone_elses, no_more_files]
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("spoil", quick_first(SPOILED))
 def test_without_a_folder_the_name_alone_decides(folder: Path, spoil: Callable[[Path], None]) -> None:

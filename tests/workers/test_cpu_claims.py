@@ -48,6 +48,7 @@ def chosen(n: int, affinity: Affinity = Affinity()) -> tuple[list[int], CpuClaim
     return list(claims.choose(affinity, n, MASK)), claims
 
 
+@pytest.mark.slow
 def test_each_run_gets_the_first_cpus_that_are_free() -> None:
     with another_run(1) as first, another_run(2) as second:
         assert (first, second) == ([100], [101, 102])

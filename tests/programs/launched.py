@@ -1,0 +1,7 @@
+"""What a process does that a `LaunchedProcess` has started."""
+
+import sys
+
+from penstock.control.launched import run_child
+
+run_child(int(sys.argv[1]))
