@@ -34,7 +34,7 @@ gc.disable()  # until `_servers`: the garbage collector would search all that th
 
 # No deadline: several tests share a CPU.
 settings.register_profile("scaled", max_examples=scaled(300, 50), deadline=None)
-settings.register_profile("quick", max_examples=10, deadline=None)
+settings.register_profile("quick", max_examples=6, deadline=None)
 settings.load_profile("scaled")
 
 # In the background a shell ignores SIGINT, and nohup ignores SIGHUP. Processes that the tests start would inherit this.

@@ -120,6 +120,7 @@ def test_log_prob_is_finite_for_logits_of_any_size() -> None:
     np.testing.assert_allclose(step.agent_info.log_prob, [0, -np.log(3)], rtol=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 100))
 def test_actions_are_the_same_however_columns_are_split(widths: list[int], seed: int) -> None:

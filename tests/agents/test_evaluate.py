@@ -241,6 +241,7 @@ def test_a_squashed_distribution_has_that_log_prob_and_entropy(kind: str) -> Non
     assert ((draws.mean(0) - found.entropy).abs() < 5 * draws.std(0) / n_draws**0.5).all()
 
 
+@pytest.mark.slow
 def test_only_the_state_before_the_batch_is_needed() -> None:
     agent: Any = make_agent("discrete", "logits", mask=False, cell="lstm", record_state="batch")
     with SerialSampler(lambda: Walk("discrete", False), batch_T=8, batch_B=3) as sampler:

@@ -119,6 +119,7 @@ def test_nested_spaces_are_seen_and_acted_on(cls: Any) -> None:
         np.testing.assert_array_equal(samples.agent.agent_info.distance, np.abs(position).sum(2))
 
 
+@pytest.mark.slow
 def test_it_runs_without_torch() -> None:
     code = (
         "import sys, numpy as np; from gymnasium import spaces; from penstock import FunctionAgent, LinearSchedule\n"

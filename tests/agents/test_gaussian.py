@@ -105,6 +105,7 @@ def test_float64_actions_keep_their_digits() -> None:
     np.testing.assert_allclose(step.action, [[1 / 3], [2 / 3]], rtol=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 100))
 def test_actions_are_the_same_however_columns_are_split(widths: list[int], seed: int) -> None:

@@ -133,7 +133,7 @@ def test_no_illegal_action_is_taken(name: str, multi: bool, where: str) -> None:
 
 
 @pytest.mark.parametrize("collector_cls", quick_first([None, WaitResetCollector]))
-@pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
+@pytest.mark.parametrize("cls", quick_first([GpuSampler, ParallelSampler]))
 def test_every_sampler_and_any_number_of_workers_draw_the_same(cls: Any, collector_cls: Any) -> None:
     more = {} if collector_cls is None else {"collector_cls": collector_cls}
     actions = []

@@ -142,6 +142,7 @@ def test_the_statistics_are_equal_bit_for_bit_for_any_number_of_workers(name: st
         assert all(torch.equal(one, two) for one, two in zip(batch, other, strict=True))
 
 
+@pytest.mark.slow
 def test_the_asynchronous_sampler_is_one_batch_late_and_equal_for_any_number_of_workers() -> None:
     one, two = (train(partial(AsyncSampler, lag=1, n_workers=n)) for n in (1, 3))
     assert all(torch.equal(value, two[0].state_dict()[key]) for key, value in one[0].state_dict().items())
@@ -154,7 +155,7 @@ def test_parked_columns_do_not_count() -> None:
     assert model.norm.count == model.rewards.count < 120
 
 
-@pytest.mark.parametrize("inference", ["torch", "traced", "numpy"])
+@pytest.mark.parametrize("inference", quick_first(["numpy", "torch", "traced"]))
 def test_workers_act_with_published_statistics(inference: Any) -> None:
     agent = CategoricalPgAgent(Model, inference=inference)
     with ParallelSampler(CountingEnv, batch_T=10, batch_B=3, n_workers=2) as sampler:

@@ -41,7 +41,7 @@ class Recurrent(Model):
         return *super().forward(observation), state + 1
 
 
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler])
+@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler, GpuSampler]))
 @pytest.mark.parametrize("inference", quick_first(["torch", "numpy"]))
 def test_the_logits_are_those_that_the_actions_were_drawn_from(cls: Any, inference: Any) -> None:
     plain, recording = (CategoricalPgAgent(Model, record_distribution=r, inference=inference) for r in (False, True))

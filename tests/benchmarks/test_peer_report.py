@@ -114,6 +114,7 @@ def test_every_panel_shows_every_contestant(report: Callable[..., Path]) -> None
     assert all_bars(report(rounds.pop("random"), **rounds)) == expected
 
 
+@pytest.mark.slow
 def test_the_table_has_the_figures_of_the_picture(
     report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

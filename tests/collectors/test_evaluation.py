@@ -63,7 +63,7 @@ class Own(TrajInfo):
 
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Own])
+@pytest.mark.parametrize("traj_info_cls", quick_first([Own, TrajInfo]))
 def test_every_evaluation_equals_a_plain_loop(cls: Any, traj_info_cls: type[TrajInfo]) -> None:
     with cls(Paying, n_workers=2, traj_info_cls=traj_info_cls, **SIZES) as sampler:
         sampler.initialize(Attentive(), seed=SEED)
@@ -75,7 +75,7 @@ def test_every_evaluation_equals_a_plain_loop(cls: Any, traj_info_cls: type[Traj
 
 
 @pytest.mark.parametrize(("cls", "n_workers"), [(SerialSampler, 1), (ParallelSampler, 1), (ParallelSampler, 3)])
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Own])
+@pytest.mark.parametrize("traj_info_cls", quick_first([TrajInfo, Own]))
 @pytest.mark.parametrize("episodes", quick_first([2, 3, 10]))
 def test_exactly_so_many_episodes_each_environment_its_share(
     cls: Any, n_workers: int, traj_info_cls: type[TrajInfo], episodes: int

@@ -170,7 +170,7 @@ both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitReset
 
 
 @both_modes
-@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("recurrent", quick_first([True, False]))
 @settings(max_examples=15, deadline=None)
 @given(T=st.integers(1, 20), B=st.integers(1, 4), warm_up=st.integers(0, 12))
 def test_every_field_equals_a_plain_loop(collector_cls: Any, recurrent: bool, T: int, B: int, warm_up: int) -> None:

@@ -186,6 +186,7 @@ def test_places_of_ports_are_filled() -> None:
         own.connect()
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     thieves: list[socket.socket] = []
     steals = 1
@@ -292,6 +293,7 @@ def test_spares_are_ready_and_end_with_the_last_game() -> None:
         assert play(own.connect(), 1) == [1]
         (spare,) = set(processes()) - {own.pid, other.pid}
         os.kill(spare, signal.SIGKILL)
+        until(lambda: spare not in processes())
         own.renew()
         assert own.pid != spare
         assert play(own.connect(), 1) == [1]

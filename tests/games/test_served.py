@@ -32,6 +32,8 @@ from penstock.errors import SamplerStateError
 from penstock.games import ServedGame
 from penstock.games.served_messages import Connection, decoded, encoded
 
+from ..scale import quick_first
+
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 FLOATS, ACTIONS = Box(-1, 1, (3,), np.float32), Discrete(4)
 
@@ -323,7 +325,7 @@ def _command(language: str, folder: Path) -> list[str]:
     return [sys.executable, "-I", "-c", PYTHON, str(EXAMPLES)]
 
 
-@pytest.mark.parametrize("language", ["python", "c", "godot"])
+@pytest.mark.parametrize("language", quick_first(["python", "c", "godot"]))
 def test_a_client_plays_in(
     served: Any, program: Any, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

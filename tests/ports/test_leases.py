@@ -6,6 +6,7 @@ import pickle
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,14 @@ from penstock.workers import claims
 from penstock.workers.claims import lock_folder
 
 pytestmark = pytest.mark.xdist_group("ports")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes that other tests have ended leave files in the other folder, until the next process leases a port."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_PORT_FOLDER", str(tmp_path_factory.mktemp("leases") / "locks"))
+        yield
 
 
 def ports_with_lock_file() -> list[int]:

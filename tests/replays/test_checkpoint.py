@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from penstock import ConfigError
 from penstock.replays import Frames, Prioritized, Replay, Sequences, checkpoint
 
-from ..scale import scaled
+from ..scale import quick_first, scaled
 from ..support import assert_same
 from . import test_sequences, test_transitions
 from .streams import DISCOUNT, Stream
@@ -58,7 +58,7 @@ def use(replay: Replay, rng: np.random.Generator) -> Any:
 
 
 @kinds
-@pytest.mark.parametrize("n_batches", [3, 12])
+@pytest.mark.parametrize("n_batches", quick_first([12, 3]))
 def test_after_load_the_draws_are_the_same(tmp_path: Path, kind: str, n_batches: int) -> None:
     stream, replay = make(kind, n_batches)
     rng = np.random.default_rng(0)

@@ -74,6 +74,7 @@ def test_evaluations_are_the_same_with_any_number_of_workers() -> None:
         assert evaluate(ParallelSampler, n_workers=n_workers) == reference
 
 
+@pytest.mark.slow
 def test_an_evaluation_cut_short_does_not_change_the_next() -> None:
     def second_evaluation(limit: int | None) -> list[dict[str, Any]]:
         with ParallelSampler(

@@ -62,6 +62,7 @@ def test_when_it_does_without_workers(idle: float, cls: Any, kwargs: Any, has_no
     assert (n_processes(cls, **kwargs) == 0) == has_none
 
 
+@pytest.mark.slow
 def test_idle_cpus_counts_what_other_programs_leave() -> None:
     n = len(usable_cpus())
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * n)]

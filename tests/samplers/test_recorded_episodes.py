@@ -198,6 +198,7 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Path)
     assert caught.value.episode.step == 17
 
 
+@pytest.mark.slow
 def test_a_replaced_worker_leaves_a_file(tmp_path: Path) -> None:
     fault = Fault("raise", at=60, marker=str(tmp_path / "marker"))
     folder = tmp_path / "crashes"

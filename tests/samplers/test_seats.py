@@ -235,6 +235,7 @@ def test_every_step_may_be_taken_the_careful_way() -> None:
         assert_same([(batch, 0) for batch, _ in fast], [(batch, 0) for batch, _ in watched])
 
 
+@pytest.mark.slow
 def test_an_environment_that_reuses_its_memory_gives_the_batches_of_one_that_does_not() -> None:
     kwargs = [{**each, "shuffle": False} for each in MIXED]
     plain = serial(ScriptedGame, Book(), env_kwargs=MIXED, batch_T=40)

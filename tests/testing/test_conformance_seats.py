@@ -11,6 +11,8 @@ from penstock.envs import CountingEnv, ScriptedGame
 from penstock.errors import ConfigError
 from penstock.testing import ConformanceError, check_parallel_env
 
+from ..scale import quick_first
+
 
 class Changed(ScriptedGame):
     """A game whose results `change` changes. `t` counts the steps of an episode."""
@@ -80,7 +82,7 @@ def ignore_the_seed(game: Any, result: Any) -> None:
 GAME = {"k": 3, "script": [{}, {"a1": "cut"}, {}, {}]}
 
 
-@pytest.mark.parametrize("mask_key", [None, "info.action_mask"])
+@pytest.mark.parametrize("mask_key", quick_first(["info.action_mask", None]))
 def test_a_sound_game_keeps_all_rules(mask_key: str | None) -> None:
     check_parallel_env(ScriptedGame, env_kwargs={"k": 4, "mask": True}, mask_key=mask_key)
     check_parallel_env(lambda: Changed(nothing, **GAME), n_steps=20)

@@ -114,7 +114,7 @@ def test_an_environment_with_one_random_stream_gets_the_seed_of_its_first_row(gi
     ours.close()
 
 
-@pytest.mark.parametrize("n_workers", [1, 2, 3])
+@pytest.mark.parametrize("n_workers", quick_first([2, 1, 3]))
 def test_batched_cartpole(n_workers: int) -> None:
     cartpoles = partial(BatchedCartPole, max_episode_steps=20)
     assert compare(ShmVectorEnv(cartpoles, num_envs=5, n_workers=n_workers), cartpoles(5), 60, exact=False) > 10
@@ -259,7 +259,7 @@ def test_a_slow_worker_keeps_the_others_not_waiting(tmp_path: Path) -> None:
         assert observation[:, 1].tolist() == [0, 1, 1, 4, 0]
 
 
-@modes
+@pytest.mark.parametrize("mode", quick_first(MODES), ids=lambda mode: mode.name)
 def test_some_rows_are_reset_with_options(mode: AutoresetMode) -> None:
     env_fn = partial(synced, talkative(spaces.Discrete(50), spaces.Discrete(2)), mode=mode)
     theirs = env_fn(num_envs=5)

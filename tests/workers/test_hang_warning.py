@@ -141,6 +141,7 @@ def test_with_a_limit_there_is_an_error_and_no_warning(tmp_path: Path, checks: C
     assert checks.warnings == []
 
 
+@pytest.mark.slow
 def test_an_asynchronous_sampler_warns_while_the_learner_does_other_work(tmp_path: Path, checks: Checks) -> None:
     checks.hold(6)
     with AsyncSampler([CountingEnv, lambda: Held(tmp_path), CountingEnv, CountingEnv], **SIZE) as sampler:

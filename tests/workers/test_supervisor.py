@@ -166,6 +166,7 @@ def test_a_supervisor_that_was_killed(supervisor: Supervisor) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
 def test_main_process_and_supervisor_killed_together(how: str) -> None:
     """The kernel ends the workers. What they have started needs the compiled part."""
@@ -484,6 +485,7 @@ print("end")
 """
 
 
+@pytest.mark.slow
 def test_a_worker_gets_what_the_main_process_has_now(tmp_path: Path) -> None:
     """Variables, import path, folder and CPUs. A script needs no guard, and the current folder is not imported."""
     for name in ("torch", "pickle", "json", "socket", "ctypes", "penstock"):
