@@ -311,6 +311,7 @@ def test_an_own_head_without_log_prob_says_what_to_define() -> None:
             agent.evaluate(samples)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
 def test_a_device_is_where_the_model_goes(device: Any) -> None:
     agent = CategoricalPgAgent(lambda action_space: Heads(action_space, "logits"), device=device)

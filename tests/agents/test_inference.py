@@ -30,6 +30,7 @@ from penstock.buffers import NamedArrays
 from penstock.errors import ConfigError
 
 from ..models import CartPoleNet, acting, of_columns
+from ..scale import quick_first
 
 FAST = ("traced", "numpy")
 ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
@@ -94,7 +95,7 @@ def chains(draw: st.DrawFn) -> nn.Module:
     return nn.Sequential(*layers).to(draw(st.sampled_from([torch.float32, torch.float64])))
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", quick_first(FAST))
 @settings(max_examples=40, deadline=None)
 @given(model=chains(), rows=st.integers(1, 17), seed=st.integers(0, 2**32))
 def test_random_chains_compute_what_torch_computes(kind: str, model: nn.Module, rows: int, seed: int) -> None:

@@ -462,7 +462,8 @@ def test_an_interrupt_at_any_moment_of_the_start_leaves_nothing() -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("spelling", quick_first(["exit", "kill", "exception"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("spelling", ["exit", "kill", "exception"])
 def test_a_game_ends_with_the_script_that_started_it(spelling: str) -> None:
     mark = f"script-{spelling}-{os.getpid()}"
     end = {"exit": "", "kill": "os.kill(os.getpid(), 9)", "exception": "raise SystemExit(3)"}[spelling]

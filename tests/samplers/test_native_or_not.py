@@ -83,7 +83,7 @@ CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("env_fn", "make_agent", "kwargs", "used"), CASES)
+@pytest.mark.parametrize(("env_fn", "make_agent", "kwargs", "used"), quick_first(CASES, 4))
 def test_batches_are_the_same_bit_for_bit(env_fn: Any, make_agent: Any, kwargs: Any, used: set[str]) -> None:
     with calls_of_native(compiled=True) as done:
         found = sample(env_fn, make_agent, **kwargs)
