@@ -29,7 +29,7 @@ from penstock import (
 )
 from penstock.games import GameProcess
 
-from ..scale import scaled
+from ..scale import pairs, scaled
 from ..support import PROGRAMS, assert_same, collect, sampler_of, until
 from ..turns_support import TurnGame
 from .games_support import SHORT, Played, game, play, processes
@@ -129,8 +129,9 @@ def matches(cls: Any, env_fn: Any, n: int = 3, **options: Any) -> tuple[Any, Any
         return [each[0] for each in found], sampler.stats()
 
 
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler, AsyncSampler])
-@pytest.mark.parametrize("at", [3, 1])
+@pytest.mark.parametrize(
+    ("cls", "at"), pairs([SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler, AsyncSampler], [3, 1])
+)
 def test_all_seats_of_a_match_are_cut_in_one_row(cls: Any, at: int, tmp_path: Path) -> None:
     """The match of env_rank 1 dies in row at - 1 of the first batch."""
     sizes = {} if cls is SerialSampler else {"batch_B": 4, "n_workers": 2}
