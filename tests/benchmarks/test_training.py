@@ -18,6 +18,7 @@ import torch
 from penstock import CategoricalPgAgent, GaussianPgAgent, SerialSampler
 
 from .. import starter
+from ..scale import scaled
 
 pytest.importorskip("rich")
 ROOT = Path(__file__).parent.parent.parent
@@ -65,7 +66,8 @@ def test_the_updates_are_the_same(training: Any, env_id: str, name: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("env", "arm"), [("cartpole", "penstock"), ("halfcheetah", "sb3"), ("halfcheetah", "penstock, lag=1")]
+    ("env", "arm"),
+    [("cartpole", "penstock"), ("halfcheetah", "sb3"), *scaled([("halfcheetah", "penstock, lag=1")], [])],
 )
 def test_an_arm(env: str, arm: str) -> None:
     for module in ("mujoco", "stable_baselines3"):

@@ -14,6 +14,7 @@ import torch
 from penstock import SerialSampler
 
 from .. import starter
+from ..scale import FULL
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -57,6 +58,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not FULL, reason="full scale: 100,000 steps. Daily, an update of continuous actions is tested")
 def test_ppo_learns_continuous_actions(tmp_path: Path) -> None:
     # A random policy stays near -1,200.
     options = {"env-id": "Pendulum-v1", "goal": -700, "discount": 0.9, "gae-lambda": 0.95, "n-workers": 2}

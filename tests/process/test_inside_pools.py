@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 
 
 @methods("forkserver")
-@pytest.mark.parametrize("pool", scaled(["spawn", "forkserver", "torch", "loky"], ["spawn", "loky"]))
+@pytest.mark.parametrize("pool", scaled(["spawn", "forkserver", "torch", "loky"], ["spawn"]))
 def test_classes_of_the_script_reach_the_workers(tmp_path: Path, pool: str, start_method: str) -> None:
     if pool == "loky":
         pytest.importorskip("joblib")
