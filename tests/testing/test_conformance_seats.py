@@ -14,6 +14,8 @@ from tests.turns_support import TurnGame
 
 from ..scale import quick_first
 
+from ..scale import quick_first
+
 
 class Changed(ScriptedGame):
     """A game whose results `change` changes. `t` counts the steps of an episode."""
