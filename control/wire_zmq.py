@@ -108,15 +108,7 @@ class ZmqTransport:
         socket = self._context.socket(zmq.ROUTER)
         socket.linger = int(_LINGER_SECONDS * 1000)
         socket.maxmsgsize = _MOST_FRAME
-        # The kernel closes a connection whose other end does not confirm that bytes have arrived. ZMQ's heartbeats
-        # would also close one whose process is busy or suspended, and libzmq 4.3.5 may abort then (its issue 3937).
-        socket.tcp_maxrt, socket.connect_timeout = 3000, 2000
-        socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = (
-            1,
-            9,
-            3,
-            3,
-        )
+        socket.heartbeat_ivl, socket.heartbeat_timeout = 1000, 3000
         socket.sndhwm = 10_000
         socket.reconnect_ivl, socket.reconnect_ivl_max = 50, 1000
         return socket
