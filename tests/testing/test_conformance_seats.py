@@ -14,8 +14,6 @@ from tests.turns_support import TurnGame
 
 from ..scale import quick_first
 
-from ..scale import quick_first
-
 
 class Changed(ScriptedGame):
     """A game whose results `change` changes. `t` counts the steps of an episode."""
