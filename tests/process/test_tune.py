@@ -41,7 +41,7 @@ def test_every_candidate_has_turns() -> None:
         assert row.ratios(report.rows[0])
     assert report.best is not None
     assert {row.candidate.batch_T for row in report.rows} == {4, 8}
-    namespace: dict[str, Any] = vars(penstock).copy()
+    namespace: dict[str, Any] = {name: getattr(penstock, name) for name in penstock.__all__}
     exec(report.recommendation, namespace)
     with namespace["sampler"] as sampler:
         sampler.initialize(penstock.RandomAgent(), seed=0)
