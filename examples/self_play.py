@@ -337,12 +337,15 @@ def draw(ratings: Array, cfg: Config) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 3.5))
-    axes.plot([cfg.new_self_every * i for i in range(len(ratings))], ratings, marker="o")
-    axes.set_xlabel("batches")
-    axes.set_ylabel("Elo rating; 0: the first self")
-    figure.tight_layout()
-    figure.savefig(cfg.picture)
+    # A grey that can be read on white and on black.
+    colors = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    style = {"svg.fonttype": "none", "savefig.transparent": True, "font.size": 12, **dict.fromkeys(colors, "#808080")}
+    with pyplot.rc_context(style):
+        figure, axes = pyplot.subplots(figsize=(5, 3), layout="constrained")
+        axes.plot([cfg.new_self_every * i for i in range(len(ratings))], ratings, marker="o")
+        axes.set_xlabel("batches")
+        axes.set_ylabel("Elo rating; 0: the first self")
+        figure.savefig(cfg.picture)
 
 
 if __name__ == "__main__":
