@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import warnings
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from penstock.errors import ConfigError, brief
 
@@ -30,8 +30,11 @@ ACTOR_VARIABLES = {
     "RAY_worker_niceness": "0",
     "RAY_max_direct_call_object_size": str(512 * 1024),
 }
-# Of a Ray that is started here. Elsewhere than on macOS, Ray would replace 127.0.0.1 by the address of the machine.
-_LOOPBACK = "127.0.0.1" if sys.platform == "darwin" else "127.0.0.2"
+# With this variable at 0, a Ray that is started takes the loopback address, as it does on macOS. Without it, Ray
+# replaces that address by the machine's. No public function of Ray does this. At another loopback address, such as
+# 127.0.0.2, a process of Ray listens at all addresses.
+_CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_LOOPBACK = "127.0.0.1"
 _ANSWER_SECONDS = 2.0  # how long the head of a cluster may take for a connection, and then for its first bytes
 # The first bytes of HTTP/2, and an empty frame of settings. A gRPC server answers with a frame of this type.
 _HTTP2_GREETING, _SETTINGS = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 4
@@ -123,11 +126,12 @@ def _start(n_cpus: int, dashboard: bool) -> None:
     session folder."""
     global _folder  # noqa: PLW0603 - a property of the process
     # Without a mode, Ray turns its tokens on. It takes the user's token, if there is one.
-    variables: dict[str, str | None] = {"RAY_AUTH_MODE": None}
+    variables: dict[str, str | None] = {"RAY_AUTH_MODE": None, _CLUSTER_VARIABLE: "0"}
     if not ("RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ or _token_file().exists()):
         variables["RAY_AUTH_TOKEN"] = _token
     given = {name: os.environ.get(name) for name in variables}
     _set(variables)
+    has_clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     # As Ray does, not in TMPDIR: the paths of sockets are limited to 107 bytes.
     _folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # with mode 0700
     try:
@@ -143,6 +147,7 @@ def _start(n_cpus: int, dashboard: bool) -> None:
         shutil.rmtree(_folder, ignore_errors=True)
         raise
     finally:
+        ray_constants.ENABLE_RAY_CLUSTER = has_clusters
         _set(given)
 
 

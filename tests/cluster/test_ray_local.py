@@ -100,7 +100,7 @@ def test_ray_is_started_for_this_machine_alone_and_ends_with_the_program(
     try:
         assert process.stdout is not None
         first: dict[str, Any] = json.loads(next(line for line in process.stdout if line.startswith("{")))
-        assert first == {"ip": "127.0.0.2", "token": False, "mode": 0o700}
+        assert first == {"ip": "127.0.0.1", "token": False, "mode": 0o700}
         if how == "wait":
             assert {ip for ip in listening(run) if not ip.removeprefix("::ffff:").startswith("127.")} == set()
             os.kill(process.pid, signal.SIGKILL)

@@ -24,8 +24,8 @@ def test_trajectories_of_a_batch_do_not_count_for_the_evaluation_after_it() -> N
         assert n_finished > 0
 
 
-def test_no_private_module_of_ray_is_used() -> None:
-    """They change with each version of Ray."""
+def test_one_private_module_of_ray_is_used() -> None:
+    """They change with each version of Ray. Without this one, Ray would not listen on the loopback address alone."""
     files = [file for room in ("cluster", "control") for file in Path(penstock.__file__).parent.glob(f"{room}/*.py")]
-    assert len(files) > 20
-    assert [file.name for file in files if re.search(r"\bray\._", file.read_text(encoding="utf-8"))] == []
+    found = [line for file in files for line in re.findall(r".*\bray\._.*", file.read_text(encoding="utf-8"))]
+    assert found == ["from ray._private import ray_constants"]
