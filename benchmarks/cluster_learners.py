@@ -50,7 +50,7 @@ def turn(count: int, args: argparse.Namespace) -> tuple[float, float, float]:
     """Pieces per second, seconds of CPU time per piece, and the share of the time in steps."""
     totals = [dict[int, float]() for _ in range(count)]  # of the parameters of each trainer, by version
 
-    def has(state: RunState, is_over: bool) -> bool:
+    def note_totals(state: RunState, is_over: bool) -> bool:
         for rank, seen in enumerate(totals):
             figures = state.workers[f"trainer/{rank}"]
             if "total" in figures:
@@ -66,9 +66,11 @@ def turn(count: int, args: argparse.Namespace) -> tuple[float, float, float]:
         seed=0,
     )
     with experiment.run(wire="zmq") as run:
-        first = run.wait(lambda state: has(state, state.version >= 4), timeout=120 + args.step_ms / 100).version  # warm
+        first = run.wait(
+            lambda state: note_totals(state, state.version >= 4), timeout=120 + args.step_ms / 100
+        ).version  # warm
         began, cpu = time.monotonic(), used_cpu()
-        last = run.wait(lambda state: has(state, time.monotonic() - began >= args.seconds)).version
+        last = run.wait(lambda state: note_totals(state, time.monotonic() - began >= args.seconds)).version
         wall, cpu = time.monotonic() - began, used_cpu() - cpu
         if first < 4 or last == first or any(run.restarts.values()):
             raise RuntimeError(

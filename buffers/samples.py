@@ -408,15 +408,19 @@ class PolicySamples(NamedArrays):
 
     def __getitem__(self, loc: Any) -> Any:
         if isinstance(loc, tuple) and len(loc) > 1:
-            raise ConfigError(f"policies have different columns: index the samples of one, for example {self._one()}")
+            raise ConfigError(
+                f"policies have different columns: index the samples of one, for example {self._example()}"
+            )
         return super().__getitem__(loc)
 
     def __getattr__(self, name: str) -> Any:
         if name not in self and not name.startswith("_") and hasattr(Samples, name):
-            raise AttributeError(f"{name} is of the samples of one policy, for example {self._one()}.{name}")
+            raise AttributeError(
+                f"only the samples of one policy have {name}: take those of one, such as {self._example()}.{name}"
+            )
         return super().__getattr__(name)
 
-    def _one(self) -> str:
+    def _example(self) -> str:
         return f"batch.{next(iter(self.keys()))}"
 
     @property
@@ -506,8 +510,8 @@ class SamplesBuffer:
 
 
 def layouts_of(arrays: NamedArrays, policies: Sequence[str] = ()) -> Sequence[Any]:
-    """The arrays of each policy in those of a slot. With the names of all `policies`: None for those that are not
-    recorded."""
+    """The arrays of each policy, out of the `arrays` of a slot. With the names of all `policies`: None for each policy
+    that is not recorded."""
     if "valid" in arrays:
         return [arrays]
     recorded = dict(arrays.items())
@@ -515,8 +519,8 @@ def layouts_of(arrays: NamedArrays, policies: Sequence[str] = ()) -> Sequence[An
 
 
 def unrecorded_arrays(spec: SampleSpec, batch_T: int, n_columns: int) -> NamedArrays:
-    """Arrays such as those of a slot, in private memory, for a policy that is not recorded. All rows of an observation,
-    an action and `agent_info` are the same memory, which has the newest one."""
+    """Arrays of the shapes of a slot, in private memory, for a policy that is not recorded. All rows of observation,
+    action and agent_info share the memory of one row, which has what was written last."""
 
     def one_row(own: ArraySpec) -> Any:
         row = np.zeros(own.shape[1:], own.dtype)

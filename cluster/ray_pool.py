@@ -47,6 +47,7 @@ _CLOSE_BROKEN_SECONDS = 0.5
 
 # What `ray.get` raises although the shard is alive. After all other errors it is lost, with its node or alone.
 _TROUBLES = (ray_errors.RayTaskError, ray_errors.RaySystemError, ray_errors.ObjectStoreFullError)
+# The figures of a worker that are summed over the actors of its shard.
 _COUNTED = [own.name for own in fields(WorkerStats) if own.type in ("int", "float") and own.name != "worker_rank"]
 
 
@@ -123,8 +124,8 @@ def _no_figures(plan: ShardPlan, unit: int) -> tuple[WorkerStats, ...]:
 
 
 class ShardPool:
-    """The calls of `WorkerPool`, with shards in place of workers. Each shard needs `needs` of Ray, and is made from
-    `spec`, a pickled `ShardSpec`."""
+    """The calls of `WorkerPool`, with shards in place of workers. `needs` are the resources that Ray reserves for each
+    shard. `spec` is a pickled `ShardSpec`, from which each shard is made."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class ShardPool:
         self._config, self._memory, self._options, self._needs = config, memory, options, needs
         self._leaves = [dict(slot.leaves()) for slot in memory.slots]
         self.shards = [Shard(plan, _no_figures(plan, config.rows_per_env)) for plan in plans]
-        self._least = options.min_shards or len(plans)
+        self._least = options.min_shards or len(plans)  # the fewest shards that take part in a command
         self.restarts = Restarts(config.max_restarts, config.restart_window)
         self.has_lost_command = self.is_closed = False
         # The driver's last command: 0 is the start. A stream has none, and gives the orders itself.
@@ -317,7 +318,7 @@ class ShardPool:
         return self._number
 
     def begin(self, command: Command, message: bytes | None = None) -> int:
-        """A new command begins. Returns its number. A `Stream` then gives the orders itself."""
+        """Begin a new command, without orders: `submit` gives them, or a `Stream`. Returns its number."""
         self._number, self._command, self._message = self._number + 1, command, message
         self._members = [shard for shard in self.shards if shard.started is not None]  # the others take part later
         self._answered = {}

@@ -146,7 +146,7 @@ class ShardHost:
     def __init__(self, index: int, generation: int, spec: bytes) -> None:
         self._index, self._generation = index, generation
         self._lock = threading.Lock()
-        self._early: dict[int, tuple[Command, bytes | None]] = {}  # orders before which another one is missing
+        self._early: dict[int, tuple[Command, bytes | None]] = {}  # orders that have come before an earlier one
         self._orders: queue.SimpleQueue[tuple[int, Command, bytes | None] | None] = queue.SimpleQueue()
         self._next_number = 1
         self._replies: dict[int, Future[Started | Reply | Failure]] = {0: Future()}  # number 0 is the start
@@ -171,7 +171,7 @@ class ShardHost:
         with self._lock:
             self._n_known = max(self._n_known, n_known)
             if number < self._n_known:
-                return None  # it came again, and has been overtaken
+                return None  # it was sent twice, and the driver has its reply
             for known in [known for known in self._replies if known < self._n_known]:
                 if isinstance(reply := self._replies.pop(known).result(), Reply) and reply.arrays:
                     self._spare.append(reply.arrays)

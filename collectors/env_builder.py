@@ -47,8 +47,8 @@ class EnvBuilder:
         context: EnvContext,
         phase: Phase = Phase.BUILDING,
     ) -> ParallelView:
-        """One environment of several agents. Raises `SpaceError` if it has other agents, or other spaces than `spaces`,
-        those of the example environment by agent."""
+        """One environment of several agents. `spaces` has those of each agent in the example environment. Raises
+        `SpaceError` if the new environment has other agents or other spaces."""
         self._at(context, phase)
         env = factory(context)
         self._built.append((context.env_rank, env))
@@ -61,8 +61,9 @@ class EnvBuilder:
             own, of_example = env.spaces.get(agent, "none"), spaces.get(agent, "none")
             if own != of_example:
                 raise SpaceError(
-                    f"env_rank {SeatRank(context.env_rank, agent)} has the spaces {own}, in the example environment of "
-                    f"the main process it has {of_example}: possible_agents and their spaces must be the same"
+                    f"env_rank {SeatRank(context.env_rank, agent)} has the spaces {own}, but in the example "
+                    f"environment of the main process it has {of_example}: possible_agents and their spaces must be "
+                    "the same"
                 )
         return env
 

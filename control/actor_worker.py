@@ -28,7 +28,8 @@ _ANSWER_SECONDS = 600.0  # how long it waits for a policy worker, which may be s
 @dataclass(frozen=True)
 class Actors:
     """`count` actors, each with a sampler that `make_sampler` returns, for example
-    `partial(AlternatingSampler, "CartPole-v1", batch_T=64, batch_B=16)`.
+    `partial(AlternatingSampler, "CartPole-v1", batch_T=64, batch_B=16)`. The sampler must not be initialized yet.
+    `bootstrap_value` is that of `sampler.initialize`.
 
     With `inference`, the name of a stream of policy workers, these act for the actors. Otherwise each actor acts
     itself, with the newest parameters. `samples` is the name of the stream for the samples; `SampleProducer` explains
@@ -62,7 +63,7 @@ class ActorWorker(Worker):
 
     Args:
         actors: the sampler and the streams.
-        plan: the seed, and how to make the agent without `inference`.
+        plan: the seed, and how to make the agent, which acts here unless `actors.inference` names a stream.
         rank, world_size: the number of this actor, and the number of all actors. The env_ranks of its environments
             begin at `rank * batch_B`.
         parameters: name under which the trainer publishes the parameters.

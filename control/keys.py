@@ -90,4 +90,4 @@ class Connection:
 def _need_sockets() -> None:
     missing = [name for name in ("zmq", "msgpack") if find_spec(name) is None]
     if missing:
-        raise ImportError(f'sockets need {" and ".join(missing)}, not installed: pip install ".[cluster]"')
+        raise ImportError(f'{" and ".join(missing)} must be installed to use sockets: pip install ".[cluster]"')

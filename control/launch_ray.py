@@ -28,13 +28,14 @@ _START_SECONDS = 120.0
 _LARGE = 4 * 2**20  # bytes of a message from which on the object store takes less CPU time than sockets
 _NAMESPACE = "penstock"  # of the names of the actors
 
-_own_name = ""  # of the actor that this process is
-_transports: dict[str, RayTransport] = {}  # of this process, by address
+_own_name = ""  # the name of the actor that this process runs; empty in other processes
+_transports: dict[str, RayTransport] = {}  # those of this process, by address
 
 
 class RayTransport(ZmqTransport):
-    """Sockets, and calls of actors for what is large: Ray puts it into its object store, from which the receiver reads
-    it without a copy. An address ends with the name of the actor there, if it is one."""
+    """Sends small messages over sockets. A large one is the argument of a call of the actor that gets it: Ray puts it
+    into its object store, from which the receiver reads it without a copy. The address of a wire in an actor ends with
+    "#" and the name of the actor."""
 
     def __init__(self, connection: Connection, host: str, port: int) -> None:
         super().__init__(connection, host, port)

@@ -145,7 +145,7 @@ class Names:
         self._changed[key] = self.number
         if len(self._changed) > len(self._entries) + _MOST_DELETED:  # forget the deleted keys
             self._changed = {key: number for key, number in self._changed.items() if key in self._entries}
-            self.id = uuid.uuid4().hex[:12]
+            self.id = uuid.uuid4().hex[:12]  # so clients take all names again: they cannot learn what was deleted
 
 
 def prefixes(key: str) -> list[str]:

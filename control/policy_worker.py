@@ -64,9 +64,9 @@ class _Request:
 
 @dataclass(frozen=True)
 class Policies:
-    """`count` policy workers of the inference stream `stream`. If there are several requests, each acts for at most
-    `max_batch` environments at once. It waits `max_delay` seconds for more requests after the first. `resources` is
-    what Ray reserves for each, such as `{"GPU": 0.5}`."""
+    """`count` policy workers of the inference stream `stream`. After the first request, each waits up to `max_delay`
+    seconds for more. It answers several requests together if they have at most `max_batch` environments. `resources`
+    is what Ray reserves for each, such as `{"GPU": 0.5}`."""
 
     count: int
     stream: str = "policy"

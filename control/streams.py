@@ -62,7 +62,7 @@ class Inboxes:
 
 
 class NamedInbox:
-    """A new inbox with the name `key`. If there was another one of this name, it has ended."""
+    """A new inbox, which the name table lists as `key`. It replaces an older inbox of this name, which has ended."""
 
     def __init__(self, wire: Wire, names: NameClient, key: str) -> None:
         self._names, self._key, self._inbox = names, key, wire.open(key)

@@ -44,9 +44,9 @@ class Trainer(Protocol):
 class Training:
     """`count` trainers, each of which takes `batch` pieces of the sample stream `stream` per step.
 
-    With `max_staleness`, a trainer drops a piece, and counts it, if its parameters are more versions old than this, or
-    if an earlier life of the trainer made them. A piece then takes its place in the stream until it was trained on, so
-    that actors do not sample too far ahead.
+    With `max_staleness`, a trainer drops a piece, and counts it, in two cases: its parameters are more than
+    `max_staleness` versions old, or an earlier life of the trainer made them. A piece then takes its place in the
+    stream until it was trained on, so that actors do not sample too far ahead.
 
     `checkpoint` is a file. The trainer saves its state there every `save_every` steps and at the end. If the file
     exists, it starts from it. `resources` is what Ray reserves for each trainer, such as `{"GPU": 1}`.

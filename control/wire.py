@@ -330,7 +330,7 @@ class Inbox:
         """The next letter, or None after `timeout` seconds, or if the inbox was closed."""
         if self.is_closed:
             return None
-        if timeout is None:  # it may wait for long: threads that wait for an answer receive the packets
+        if timeout is None:  # maybe a long wait: leave the packets to the threads that wait for an answer
             return self._letters.get()
         until = time.monotonic() + timeout
         if timeout > 0 and not len(self):

@@ -47,7 +47,7 @@ class LocalConnection:
 class LocalTransport:
     """Calls the other wire's `deliver`, in the thread of the sender. Its own thread keeps the time."""
 
-    fan = 2**62
+    fan = 2**62  # no limit: a message stays in this process
     pack = pack_once = staticmethod(plain_copy)
 
     def __init__(self, hub: LocalHub, address: str) -> None:

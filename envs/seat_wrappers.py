@@ -19,13 +19,13 @@ Spaces = tuple[gym.Space[Any], gym.Space[Any]]
 
 
 class _Wrapper:
-    """What is not here, the environment has."""
+    """Other names are those of the environment."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
 
     def __getattr__(self, name: str) -> Any:
-        if name == "env" or name.startswith("_"):  # a copy that has nothing yet; private names stay private
+        if name == "env" or name.startswith("_"):  # while it is copied or unpickled, it has no `env` yet
             raise AttributeError(name)
         return getattr(self.env, name)
 
@@ -287,7 +287,7 @@ class Seats(_Wrapper):
         _, rewards, terminated, truncated, _ = result
         translated = tuple(map(self._by_seat, result))
         for agent in rewards.keys() - self._seat_of.keys():
-            if rewards[agent]:  # for who has left, or has come and gone: in an empty seat, it is a late reward
+            if rewards[agent]:  # the agent is not there now: in an empty seat, this is a late reward
                 seat = self._empty_seat(agent)
                 translated[1][seat] = translated[1].get(seat, 0.0) + rewards[agent]
         self._ended |= {

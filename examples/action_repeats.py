@@ -97,7 +97,7 @@ def train(agent: CategoricalPgAgent, optimizer: torch.optim.Optimizer, samples: 
 def main(cfg: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(cfg.seed)
-    agent, lengths, discount = CategoricalPgAgent(ActorCritic), cfg.lengths, cfg.discount  # workers get no parser
+    agent, lengths, discount = CategoricalPgAgent(ActorCritic), cfg.lengths, cfg.discount  # workers get these, not cfg
     with ParallelSampler(
         lambda: Repeats(gym.make("Acrobot-v1"), lengths, discount),
         batch_T=64,

@@ -75,8 +75,8 @@ def parse_config(arguments: Sequence[str] | None = None) -> Config:
 
 
 class ActorCritic(nn.Module):
-    """Filters of 4 x 4 squares, each of which can see a line of four. What it finds for the board and for its mirror
-    image is added, so that both are the same to it."""
+    """Filters of 4 x 4 squares, each of which can see a line of four. The model adds its outputs for the board and for
+    its mirror image, so that it treats both alike."""
 
     def __init__(self, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class League:
     matchmaking: Callable[[Ledger, Sequence[str]], Array]
     ledger: Ledger = field(default_factory=Ledger)
     n_selves: int = 0
-    #: The player in each slot. The games of `main` are those of the self that it will be.
+    #: The player in each slot. A game of `main` counts for the past self that `main` will become next.
     names: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -46,6 +46,7 @@ _MOST_QUOTED = 8_000  # bytes of output in an error: a worker's error is sent wi
 _PLACE = re.compile(r"(?<!\$)\{(\w+)\}")  # ${name} is for a shell
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+# The attributes of a started game: a spare gives them to the `GameProcess` whose place it takes.
 _OF_ONE_START = ["_process", "_mark", "_leases", "listeners", "_filled", "_output", "_output_start"]
 _OF_ONE_START += ["_began", "_is_ready", "_was_killed"]
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -56,14 +57,15 @@ Ready = Literal["listens", "connects"] | re.Pattern[str] | Callable[[tuple[int, 
 
 
 class PortTaken(Exception):
-    """A stranger has the port of a game. The text says which, and who."""
+    """Another program has the port of a game. The text says which port, and which program."""
 
 
 # ---- spares ------------------------------------------------------------------------------------
 
 
 class _Spares:
-    """The started games in reserve with these options in this process. All with the same ones use it."""
+    """The games that this process has started in reserve with the same options. All `GameProcess` with these options
+    share it: `users` are their ids, and `n` is how many games it keeps."""
 
     def __init__(self) -> None:
         self.n, self.games, self.users = 0, list[GameProcess](), set[int]()
@@ -78,7 +80,7 @@ class _Spares:
         return None
 
     def leave(self, user: int) -> None:
-        """The last user ends the games."""
+        """This user takes no more games. When the last user leaves, the games in reserve are ended."""
         self.users.discard(user)
         if not self.users:
             self.n = 0
@@ -119,9 +121,10 @@ class GameProcess:
         ports: how many ports to lease; 0 for a client that has no port of its own.
         protocol, consecutive, start, stop, host: as in `penstock.ports.leases`.
         ready: when the game is ready. "listens": it listens at all its ports; penstock reads this from /proc, since the
-            game may take the first connection for its player. "connects": it has connected to its ports, at which
-            penstock listens from before the start; `connect` accepts. `re.compile(pattern)`: its output has the
-            pattern; a program in C may need `stdbuf -oL`. A function: `fn(ports)` is true; an `OSError` means no.
+            game may take the first connection for its player. "connects": penstock listens at the ports before the
+            start, and the game has connected to all of them; `connect` accepts. `re.compile(pattern)`: its output has
+            the pattern; a program in C may need `stdbuf -oL`. A function: `fn(ports)` is true; if it raises an
+            `OSError`, the game is not ready.
         start_timeout: seconds from the start until it must be ready.
         reply_timeout: seconds for each reply through `connect()`.
         quit: asks the game to end, with this object as its argument, before SIGTERM does. It runs in a thread.
@@ -140,7 +143,7 @@ class GameProcess:
     Raises `ConfigError` for arguments that cannot work, and `GameError` if the game cannot be started.
     """
 
-    # All processes of the game have a mark in their environment variables, whatever session they are in.
+    # An environment variable with this name finds all processes of the game, whatever session they are in.
     _mark = ""
     _process: subprocess.Popen[bytes] | None = None
     _leases: PortLeases | None = None
@@ -287,7 +290,7 @@ class GameProcess:
         while not self._is_ready:
             try:
                 if ended := self.exit_text():
-                    self._has_ports()
+                    self._has_ports()  # raises `PortTaken` if this may be why
                     raise self.error(f"ended with {ended} before it was ready")
                 if self._meets(self._ready):
                     self._is_ready = True

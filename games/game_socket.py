@@ -96,7 +96,7 @@ class GameSocket:
         self.socket.close()
 
     def _more(self, n: int, until: float) -> bytes:
-        """The next bytes, at most `n`. A reply that comes in drops has one deadline too."""
+        """The next bytes, at most `n`. All parts of a reply have one deadline together."""
         try:
             left = until - time.monotonic()
             if left <= 0 or not self._poll(left * 1000):  # also if there is always more to read

@@ -137,7 +137,7 @@ class ServedGame(gym.Env[Any, Any]):
         self._seed, self._is_playing, port = int(self.np_random.integers(2**31)), False, self.port
         with self._disconnecting():
             if self._session is None:
-                self._limit(f"no client came to port {port} within wait={self._wait:g} s", self._wait)
+                self._set_deadline(f"no client came to port {port} within wait={self._wait:g} s", self._wait)
             else:
                 self._reply(seed=self._seed)
             message = self._receive("begin")
@@ -156,7 +156,7 @@ class ServedGame(gym.Env[Any, Any]):
             observation = decoded(self.observation_space, message["obs"], "obs")
             reward, end = message.get("reward"), message.get("end")
             if not isinstance(reward, int | float) or isinstance(reward, bool) or not math.isfinite(reward):
-                raise ValueError(f"reward must be a number, got {brief(reward)}")
+                raise ValueError(f"reward must be a finite number, got {brief(reward)}")
             if end not in (None, "terminated", "truncated"):
                 raise ValueError(f'end must be "terminated" or "truncated", got {brief(end)}')
             self._is_playing = end is None
@@ -190,13 +190,13 @@ class ServedGame(gym.Env[Any, Any]):
 
     # ---- messages ------------------------------------------------------------------------------
 
-    def _limit(self, otherwise: str, within: float) -> None:
-        """The client must do something within so many seconds; the text says what it is told otherwise."""
+    def _set_deadline(self, otherwise: str, within: float) -> None:
+        """The client must send its next message within so many seconds. Otherwise this is the text of the error."""
         self._otherwise, self._until = otherwise, time.monotonic() + within
 
-    def _limit_reply(self) -> None:
+    def _set_reply_deadline(self) -> None:
         text = f"the client at port {self.port} sent nothing for reply_timeout={self._reply_timeout:g} s"
-        self._limit(f"{text} after message {self._n}", self._reply_timeout)
+        self._set_deadline(f"{text} after message {self._n}", self._reply_timeout)
 
     def _reply(self, **answer: Any) -> None:
         """Answer the client's last message."""
@@ -207,7 +207,7 @@ class ServedGame(gym.Env[Any, Any]):
         self._send(self._answer)
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._limit_reply()
+        self._set_reply_deadline()
         if self._client is not None and not self._client.send(message):
             self._lose_client()
 
@@ -236,7 +236,9 @@ class ServedGame(gym.Env[Any, Any]):
             return False
         if "bye" in message and kind == "begin":
             self._disconnect("bye")
-            self._limit(f"the client said bye, and no other came to port {self.port} in {self._wait:g} s", self._wait)
+            self._set_deadline(
+                f"the client said bye, and no other came to port {self.port} in {self._wait:g} s", self._wait
+            )
             return False
         n, has_returned, self._client.has_returned = message.get("n"), self._client.has_returned, False
         if has_returned and n == self._n and self._answer:
@@ -293,7 +295,7 @@ class ServedGame(gym.Env[Any, Any]):
             self._close(self._client)
         self._client = self._strangers.pop(stranger.fileno())
         self._client.has_returned, self._session = self._session is not None, session
-        self._limit_reply()
+        self._set_reply_deadline()
         if not is_sent:
             self._lose_client()
 
@@ -302,7 +304,7 @@ class ServedGame(gym.Env[Any, Any]):
         self._close(self._client)
         self._client = None
         text = f"the client at port {self.port} was lost after message {self._n}, and did not come back"
-        self._limit(f"{text} within reconnect={self._reconnect:g} s", self._reconnect)
+        self._set_deadline(f"{text} within reconnect={self._reconnect:g} s", self._reconnect)
 
     def _refuse(self, stranger: Connection, why: str) -> None:
         del self._strangers[stranger.fileno()]

@@ -36,8 +36,8 @@ def require_samples(samples: object) -> None:
     if not hasattr(samples, "env"):
         kind = type(samples).__name__
         raise ConfigError(
-            f"a replay takes samples, got a {kind}: obtain_samples returns (samples, traj_infos), with several "
-            "policies give the samples of one"
+            f"a replay takes samples, got a {kind}: obtain_samples returns (samples, traj_infos). With several "
+            "policies, give the samples of one"
         )
 
 

@@ -80,8 +80,9 @@ def lambda_return(steps: Samples | Steps[Array], discount: float | Array, lambda
 
 
 def as_steps(steps: Samples | Steps[Array], discount: float | Array) -> tuple[Steps[Array], Any]:
-    """`steps` as `Steps`, and `discount` as a float of Python, or as an array of the values' dtype: one of numpy would
-    turn float32 results into float64. Raises `ConfigError` if they have no values, or if `discount` does not fit."""
+    """`steps` as `Steps`, and `discount` as a float of Python, or as an array of the values' dtype: a float64 of numpy
+    would turn float32 results into float64. Raises `ConfigError` if `steps` has no values, or `discount` does not
+    fit."""
     own: Steps[Array] = steps if isinstance(steps, Steps) else Steps.of(steps)
     if not getattr(discount, "shape", ()):
         return own, number_up_to(1.0, "discount", discount)

@@ -74,7 +74,7 @@ class Steps(Generic[Array]):
         if not isinstance(samples, Samples):
             raise ConfigError(
                 f"targets need samples or Steps, got a {type(samples).__name__}: obtain_samples returns (samples, "
-                "traj_infos), with several policies give the samples of one; for other data, make Steps(...)"
+                "traj_infos). With several policies, give the samples of one. For other data, make Steps(...)"
             )
         env, agent = samples.env, samples.agent
         info = agent.agent_info
