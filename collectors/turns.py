@@ -181,10 +181,12 @@ class TurnGames(Games):
         """Close the decisions whose rewards are complete, until an agent must decide or environment e is over."""
         env, raw, _, places, *_ = self._bound[e]
         columns: Any
+        gone = set[AgentId]()  # who has ended, and was told so
         while True:
             if not raw.agents:
                 if not self._end_game(e):
                     return False
+                gone.clear()
                 continue
             agent = raw.agent_selection
             if agent not in places:
@@ -213,6 +215,11 @@ class TurnGames(Games):
                     columns.n[column] += 1
                 columns.stage[column] = CLOSED
             if ends:
+                if agent in gone:
+                    raise SpaceError(
+                        f"env_rank {columns.env_ranks[column]} has ended, but env.step(None) does not remove it"
+                    )
+                gone.add(agent)
                 env.step(None)  # type: ignore[arg-type]
                 continue
             columns.observations[column] = observation

@@ -30,6 +30,9 @@ class _Wrapper:
         return getattr(self.env, name)
 
 
+_MOST_STEPS = 100_000  # in which nobody is asked
+
+
 class OwnClocks(_Wrapper):
     """A `ParallelEnv` whose observations say who acts next, as an `AECEnv`: each agent decides at its own times.
 
@@ -39,7 +42,7 @@ class OwnClocks(_Wrapper):
 
     Who is flagged in `terminations` or `truncations` has ended. `close`, `state` and all else are those of `env`.
     Raises `ConfigError` if `env` is no `ParallelEnv`, and `SpaceError` if an agent disappears without a flag, or has an
-    id that is not in `possible_agents`. A sampler refuses a game in which nobody is asked.
+    id that is not in `possible_agents`. The same if nobody is asked in 100,000 steps.
     """
 
     def __init__(self, env: Any) -> None:
@@ -65,7 +68,13 @@ class OwnClocks(_Wrapper):
 
     def _run(self) -> None:
         """Step until somebody is asked or has ended, or nobody is left."""
+        began = self._t
         while self._living and not self._asked:
+            if self._t - began == _MOST_STEPS:
+                raise SpaceError(
+                    f"nobody was asked in {_MOST_STEPS:,} steps, but {brief(self._living)} are there: env.step must "
+                    "return an observation for who acts next, or flag who has ended"
+                )
             given, self._actions = self._actions, {}
             result = self.env.step(given)
             if not are_by_agent(result, 5):
@@ -76,8 +85,8 @@ class OwnClocks(_Wrapper):
     def _note(self, observations: Any, rewards: Any, terminated: Any, truncated: Any, infos: Any) -> None:
         """The environment has returned this: find who gets rewards, who has ended, and who is asked."""
         listed, before = dict.fromkeys(self.env.agents), self._living
-        for agent in (*listed, *observations, *rewards):
-            if agent not in self.possible_agents:
+        for agent in (*listed, *observations, *rewards, *terminated, *truncated):
+            if agent not in self.possible_agents and agent != "__all__":
                 raise SpaceError(f"agent {agent!r} is not one of possible_agents, {brief(self.possible_agents)}")
         self._observations, self._infos, self._flags = dict(observations), infos, (dict(terminated), dict(truncated))
         self._ghosts &= listed.keys()

@@ -268,7 +268,7 @@ class League:
     def save(self, itr: int, optimizer: torch.optim.Optimizer) -> None:
         """Write what `load` needs. Each file is complete, also if the program is killed."""
         state = {"itr": itr, "n_selves": self.n_selves, "names": self.names, "matches": len(self.ledger.matches)}
-        state |= {"agent": self.agent.state_dict(), "optimizer": optimizer.state_dict()}
+        state.update({"agent": self.agent.state_dict(), "optimizer": optimizer.state_dict()})
         self.ledger.save(self.folder / "matches.new")
         os.replace(self.folder / "matches.new", self.folder / "matches.jsonl")
         torch.save(state, self.folder / "league.new")
