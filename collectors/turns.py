@@ -57,6 +57,9 @@ class TurnColumns(SeatColumns):
         self.closes_with_hook = False  #: whether `on_close` is called for each decision
 
 
+_MOST_ENDS = 100_000  # of agents between two decisions
+
+
 class TurnGames(Games):
     """One worker's environments that are played in turns. See `Games`.
 
@@ -181,12 +184,11 @@ class TurnGames(Games):
         """Close the decisions whose rewards are complete, until an agent must decide or environment e is over."""
         env, raw, _, places, *_ = self._bound[e]
         columns: Any
-        gone = set[AgentId]()  # who has ended, and was told so
+        n_ends = 0
         while True:
             if not raw.agents:
                 if not self._end_game(e):
                     return False
-                gone.clear()
                 continue
             agent = raw.agent_selection
             if agent not in places:
@@ -215,11 +217,7 @@ class TurnGames(Games):
                     columns.n[column] += 1
                 columns.stage[column] = CLOSED
             if ends:
-                if agent in gone:
-                    raise SpaceError(
-                        f"env_rank {columns.env_ranks[column]} has ended, but env.step(None) does not remove it"
-                    )
-                gone.add(agent)
+                n_ends = _count_end(n_ends, columns.env_ranks[column])
                 env.step(None)  # type: ignore[arg-type]
                 continue
             columns.observations[column] = observation
@@ -615,3 +613,10 @@ class TurnCollector(LockStepCollector):
         games.counts_games = True
         first = games.ends[e][-1] if games.ends[e] else 0
         self.tracker.preload(e, [games.sums[e][ply] for ply in range(first + 1, games.plies[e] + 1)])
+
+
+def _count_end(n: int, rank: int) -> int:
+    """n + 1. Raises `SpaceError` if agents end without end between two decisions: they are not removed."""
+    if n == _MOST_ENDS:
+        raise SpaceError(f"env_rank {rank} has ended, but env.step(None) did not remove it from env.agents")
+    return n + 1

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from penstock import AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, Sampler, SerialSampler
 from penstock.envs import CountingEnv, OwnClocks, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import ConfigError, SpaceError
+from penstock.errors import ConfigError, SpaceError, WorkerError
 from penstock.targets import gae
 from tests.scale import scaled
 from tests.seats_support import assert_same, batches_of
@@ -232,6 +232,8 @@ class Wrong(Clocks):
                 return observations, rewards
             elif self.how == "cut":
                 observations, truncated = {}, dict.fromkeys(infos, True)
+            elif self.how == "stranger":
+                terminated["nobody"] = True
         return observations, rewards, terminated, truncated, infos
 
 
@@ -239,6 +241,7 @@ class Wrong(Clocks):
     ("how", "message"),
     [
         ("unknown", "agent 'nobody' is not one of possible_agents"),
+        ("stranger", "agent 'nobody' is not one of possible_agents"),
         ("gone", r"agent 'a\d' is not in env.agents any more, but neither terminated nor truncated"),
         ("reward", r"the reward of agent 'a\d' must be a single number, got 'much'"),
         ("flag", r"env_rank 0, agent 'a\d'"),
@@ -250,6 +253,32 @@ def test_a_broken_rule_of_own_clocks_names_the_agent(how: str, message: str) -> 
     with SerialSampler(lambda: OwnClocks(Wrong(how)), batch_T=30, batch_B=1, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         with pytest.raises(Exception, match=message):
+            for itr in range(20):
+                sampler.obtain_samples(itr)
+
+
+def test_a_game_in_which_nobody_is_asked_any_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.envs.seat_wrappers._MOST_STEPS", 50)
+
+    class Silent(Clocks):
+        def step(self, actions: Any) -> Any:
+            return {}, {}, {}, {}, {}
+
+    game = OwnClocks(Silent(1, 1.0))
+    game.reset(seed=0)
+    with pytest.raises(SpaceError, match=r"nobody was asked in 50 steps, but \['a0'\] are there"):
+        game.step(0)
+
+
+def test_who_has_ended_and_is_not_removed_is_named() -> None:
+    class Stays(TurnGame):
+        def step(self, action: Any) -> None:
+            if action is not None:
+                super().step(action)
+
+    with SerialSampler(Stays, batch_T=9, batch_B=1, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError, match=r"agent 'a\d' has ended, but env.step\(None\) did not remove it"):
             for itr in range(20):
                 sampler.obtain_samples(itr)
 
