@@ -33,15 +33,8 @@ if TYPE_CHECKING:
 _INBOX = "calls"
 
 
-def _renamed(old: str, new: str) -> Callable[..., Any]:
-    """A method under its old name, which goes in version 0.3."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The old name of another method. It warns."""
-        warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
-        return getattr(self, new)(*args, **kwargs)
-
-    return call
+def _warn_of(old: str, new: str) -> None:
+    warnings.warn(f"{old} is now {new}, and the old name goes in version 0.3", DeprecationWarning, stacklevel=3)
 
 
 class RpcServer:
@@ -90,7 +83,10 @@ class RpcServer:
             letter = self._inbox.receive(0.0)
         return n
 
-    register = _renamed("register", "register_handler")
+    def register(self, command: str, handler: Callable[..., Any]) -> None:
+        """The old name of `register_handler`."""
+        _warn_of("register", "register_handler")
+        self.register_handler(command, handler)
 
     def serve(self, seconds: float) -> int:
         """Deprecated: call `handle_requests` in a loop. This does it for `seconds`."""
@@ -138,7 +134,10 @@ class RpcClient:
         """As `request`, but returns a future, which gets the result or the error."""
         return self._peer.ask({"command": command, "kwargs": kwargs}, seconds("timeout", timeout))
 
-    call = _renamed("call", "request")
+    def call(self, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Any:
+        """The old name of `request`."""
+        _warn_of("call", "request")
+        return self.request(command, timeout=timeout, **kwargs)
 
     def close(self) -> None:
         """Close the connection."""

@@ -261,12 +261,12 @@ def test_an_index_of_columns_is_for_one_policy() -> None:
         assert batch[1:3].two.env.reward.shape[0] == 2
         with pytest.raises(ConfigError, match=r"index the samples of one, for example batch\.one"):
             batch[:, 1]
-        with pytest.raises(AttributeError, match=r"of one policy, .* batch\.one\.minibatches"):
+        with pytest.raises(AttributeError, match=r"of one policy .* batch\.one\.minibatches"):
             _ = batch.minibatches
         with pytest.raises(AttributeError, match="has no field 'three'"):
             _ = batch.three
         for take in (partial(gae, discount=0.9, lambda_=0.9), Replay(100, discount=0.9).append):
-            with pytest.raises(ConfigError, match="with several policies give the samples of one"):
+            with pytest.raises(ConfigError, match=r"(?i)with several policies, give the samples of one"):
                 take(batch)
 
 
