@@ -21,7 +21,7 @@ from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import episode_flags, require_info, require_number, step_values
 from penstock.envs.examples import example_of
 from penstock.envs.rows import action_splitter, arrays_like
-from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent
+from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent, has_vanished
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase, Progress
 
@@ -142,14 +142,11 @@ class Games:
 
     # ---- resets ----------------------------------------------------------------------------
 
-    def reset(
-        self,
-        e: int,
-        seed: int | None = None,
-        options: dict[str, Any] | None = None,
-        phase: Phase = Phase.RESETTING,
-    ) -> None:
+    def reset(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Reset environment e; the agents that it lists join."""
+        self._reset(e, seed, options, Phase.RESETTING)
+
+    def _reset(self, e: int, seed: int | None, options: dict[str, Any] | None, phase: Phase) -> None:
         while True:
             env, _, env_rank, *_ = self._bound[e]
             self.progress.at_env(env_rank)
@@ -213,7 +210,7 @@ class Games:
             columns.on_cut(column)
         self.cut.append(e)
         self.clear(e)
-        self.reset(e, seed, phase=Phase.RENEWING)
+        self._reset(e, seed, None, Phase.RENEWING)
         self._words[Progress.PHASE] = Progress.IS_STEPPING
 
     def _renew(self, e: int, error: Exception, *, is_cut: bool) -> int:
@@ -348,7 +345,7 @@ def _require_consistent(rank: int, flags: tuple[bool, bool], *, is_listed: bool,
     """Raise `SpaceError` for an agent that vanishes without a flag, or goes on or is truncated without observation."""
     terminated, truncated = flags
     if not (is_listed or terminated or truncated):
-        raise SpaceError(f"env_rank {rank} is not in env.agents any more, but neither terminated nor truncated")
+        raise has_vanished(f"env_rank {rank}")
     if not (is_observed or terminated):
         why = "was truncated" if truncated else "goes on"
         raise SpaceError(f"env_rank {rank} {why}, but env.step returned no observation for it")

@@ -38,6 +38,8 @@ from penstock.workers.control import Phase, Progress
 # action was a random step before the first batch.
 CLOSED, OPEN, RANDOM = range(3)
 
+_MOST_ENDS = 100_000  # how many agents may end between two decisions
+
 
 class TurnColumns(SeatColumns):
     """The seats of one policy, in games that are played in turns. Lists have an entry for each column."""
@@ -55,9 +57,6 @@ class TurnColumns(SeatColumns):
         self.on_close: Callable[..., None] = lambda *closed: None
         self.on_reward: Callable[[int, float], None] = lambda column, reward: None  #: for one that is not zero
         self.closes_with_hook = False  #: whether `on_close` is called for each decision
-
-
-_MOST_ENDS = 100_000  # of agents between two decisions
 
 
 class TurnGames(Games):
@@ -98,13 +97,7 @@ class TurnGames(Games):
 
     # ---- games -----------------------------------------------------------------------------
 
-    def reset(
-        self,
-        e: int,
-        seed: int | None = None,
-        options: dict[str, Any] | None = None,
-        phase: Phase = Phase.RESETTING,
-    ) -> None:
+    def reset(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Begin a game in environment e, and find who decides first."""
         self.plies[e], self.ends[e], self.episodes[e] = 0, [], 0
         self.sums[e].clear()
@@ -616,7 +609,7 @@ class TurnCollector(LockStepCollector):
 
 
 def _count_end(n: int, rank: int) -> int:
-    """n + 1. Raises `SpaceError` if agents end without end between two decisions: they are not removed."""
+    """n + 1. Raises `SpaceError` if so many agents have ended since the last decision that they are not removed."""
     if n == _MOST_ENDS:
         raise SpaceError(f"env_rank {rank} has ended, but env.step(None) did not remove it from env.agents")
     return n + 1

@@ -6,13 +6,13 @@ They are used as PettingZoo's environments are, and PettingZoo need not be insta
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import gymnasium as gym
 
 from penstock.buffers.reports import in_one_line
-from penstock.envs.seats import AgentId, are_by_agent, is_in_turns, is_parallel, is_set
+from penstock.envs.seats import AgentId, are_by_agent, has_vanished, is_in_turns, is_parallel, is_set
 from penstock.errors import ConfigError, SpaceError, brief
 
 Spaces = tuple[gym.Space[Any], gym.Space[Any]]
@@ -100,7 +100,7 @@ class OwnClocks(_Wrapper):
             elif agent in listed:
                 self._living.append(agent)
             else:
-                raise SpaceError(f"agent {agent!r} is not in env.agents any more, but neither terminated nor truncated")
+                raise has_vanished(f"agent {agent!r}")
         for agent, reward in rewards.items():
             if agent not in before and agent not in self._living:
                 self._late += [reward] if reward else []
@@ -248,8 +248,7 @@ class Seats(_Wrapper):
                 f"agent {agent!r} of kind {name!r} has the spaces {self._spaces_of(agent)}, and this kind has "
                 f"{self._spaces[name]}: the agents of a kind must have the same spaces"
             )
-        taken = set(self._seat_of.values())
-        seat = next((own for i in range(self._n[name]) if (own := f"{name}:{i}") not in taken), None)
+        seat = self._free_seat(f"{name}:{i}" for i in range(self._n[name]))
         if seat is None:
             raise SpaceError(
                 f"{self._n[name] + 1} agents of kind {name!r} are there, with agent {agent!r}, and it has "
@@ -257,12 +256,17 @@ class Seats(_Wrapper):
             )
         self._seat_of[agent] = seat
 
+    def _free_seat(self, seats: Iterable[str]) -> str | None:
+        """The first of these seats in which nobody sits; None if there is none."""
+        taken = set(self._seat_of.values())
+        return next((seat for seat in seats if seat not in taken), None)
+
     def _leave(self, may_leave: Callable[[Any], bool]) -> None:
         """Who is not in `env.agents` any more leaves the seat."""
         listed = set(self.env.agents)
         for agent in [agent for agent in self._seat_of if agent not in listed]:
             if not may_leave(agent):
-                raise SpaceError(f"agent {agent!r} is not in env.agents any more, but neither terminated nor truncated")
+                raise has_vanished(f"agent {agent!r}")
             del self._seat_of[agent]
 
     def _join(self) -> None:
@@ -297,7 +301,10 @@ class Seats(_Wrapper):
         translated = tuple(map(self._by_seat, result))
         for agent in rewards.keys() - self._seat_of.keys():
             if rewards[agent]:  # the agent is not there now: in an empty seat, this is a late reward
-                seat = self._empty_seat(agent)
+                if (seat := self._free_seat(self.possible_agents)) is None:
+                    raise SpaceError(
+                        f"agent {agent!r}, which is not there, gets a reward, and no seat is empty: give more seats"
+                    )
                 translated[1][seat] = translated[1].get(seat, 0.0) + rewards[agent]
         self._ended |= {
             agent for agent in self._seat_of if is_set(terminated.get(agent)) or is_set(truncated.get(agent))
@@ -305,14 +312,6 @@ class Seats(_Wrapper):
         self._leave(self._ended.__contains__)
         self._ended &= self._seat_of.keys()
         return translated
-
-    def _empty_seat(self, agent: Any) -> str:
-        taken = set(self._seat_of.values())
-        if (seat := next((own for own in self.possible_agents if own not in taken), None)) is None:
-            raise SpaceError(
-                f"agent {agent!r}, which is not there, gets a reward, and no seat is empty: give more seats"
-            )
-        return seat
 
     def _by_seat(self, values: Mapping[Any, Any]) -> dict[str, Any]:
         return {self._seat_of[agent]: value for agent, value in values.items() if agent in self._seat_of}

@@ -268,6 +268,11 @@ class ParallelView:
         return self.env if hasattr(self.env, name) or not hasattr(self.unwrapped, name) else self.unwrapped
 
 
+def has_vanished(who: str) -> SpaceError:
+    """The error for an agent that has left without an end."""
+    return SpaceError(f"{who} is not in env.agents any more, but neither terminated nor truncated")
+
+
 def is_set(flag: Any) -> bool:
     """Whether this flag of an agent is True. What is no flag is refused elsewhere."""
     try:

@@ -190,11 +190,8 @@ class GameProcess:
         # What two games must have in common to take each other's place.
         self._command, self._n_ports = tuple(map(str, command)), integer("ports", ports, 0, _MOST_PORTS)
         self._protocol, self._consecutive = protocol, true_or_false("consecutive", consecutive)
-        self._where, self._ready, self._start_timeout = (
-            (start, stop, host),
-            ready,
-            seconds("start_timeout", start_timeout),
-        )
+        self._where, self._ready = (start, stop, host), ready
+        self._start_timeout = seconds("start_timeout", start_timeout)
         self._stop_timeout = min(seconds("stop_timeout", stop_timeout, zero=True), _LONGEST)
         self._log_lines, self._log_file = integer("log_lines", log_lines, 0), _path("log_file", log_file)
         self._environ, self._cwd, self._owner = _variables(environ), _path("cwd", cwd), os.getpid()
