@@ -11,7 +11,7 @@ PYTEST := pytest --dist loadgroup
 # Keep compiled test modules, even where this variable is set: otherwise each process compiles them again.
 quick test: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run quick test check coverage floors pythons docs docs-test dist bench sanitize ray chaos faults cases real peers clean
+.PHONY: run quick test check coverage floors pythons docs docs-test dist gpu bench sanitize ray chaos faults cases real peers clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -22,7 +22,7 @@ quick: $(VENV)/.installed
 	$(BIN)/$(PYTEST) -n 3 -m "not slow"
 
 test: $(VENV)/.installed
-	$(BIN)/$(PYTEST) -n 4 -m "not browser"
+	$(BIN)/$(PYTEST) -n 4 -m "not browser and not gpu"
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -60,6 +60,11 @@ coverage: .venv-ray/.installed
 	done
 	@echo ".venv-ray/coverage.txt has the lines that did not run"
 	@$(COVERAGE) report --format=total
+
+# Where there is a GPU: the tests that need it, and what it takes to act there. Install a torch with CUDA first.
+gpu: $(VENV)/.installed
+	$(BIN)/pytest -m gpu tests/samplers/test_central_device.py tests/agents/test_torch_agent.py
+	$(BIN)/python benchmarks/gpu.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/throughput.py

@@ -60,8 +60,7 @@ class TorchRuntime(AgentRuntime):
     def _plain_copy(self) -> TorchAgent:
         copied = self.agent.copy_for_worker()
         copied.model = _copy_of(copied.model)
-        device = next((p.device for p in copied.model.parameters()), None)
-        copied._link = DeviceLink(device) if device is not None and device.type != "cpu" else None
+        copied._link = _link_to(copied.model)
         copied._compiled_model = copied._numpy_model = None
         copied._model_source = nn.Identity  # a worker does not call it, and it might not be picklable
         return copied
@@ -103,7 +102,7 @@ class TorchRuntime(AgentRuntime):
             raise ConfigError(f"torch.compile(model, **{dict(options)}) raised {in_one_line(error)}") from error
 
     def page_locked(self, memory: npt.NDArray[np.uint8]) -> AbstractContextManager[None]:
-        link = self.agent._link
+        link = self.agent._link or _link_to(self.agent.model)
         return nullcontext() if link is None else link.page_locked(memory)
 
 
@@ -196,6 +195,12 @@ class DeviceLink:
                 with suppress(RuntimeError), torch.cuda.device(self.device):
                     torch.cuda.current_stream().synchronize()
                 cudart.cudaHostUnregister(address)
+
+
+def _link_to(model: nn.Module) -> DeviceLink | None:
+    """None for a model on the CPU."""
+    parameter = _first_parameter(model)
+    return None if parameter is None or parameter.device.type == "cpu" else DeviceLink(parameter.device)
 
 
 # ---- the agent -------------------------------------------------------------------------
@@ -372,8 +377,7 @@ class TorchAgent(Agent):
     def _acting(self, actor: Agent, greedy: bool) -> Iterator[None]:
         assert isinstance(actor, TorchAgent)
         actor.model = self.model
-        device = next((p.device for p in self.model.parameters()), None)
-        actor._link = DeviceLink(device) if device is not None and device.type != "cpu" else None
+        actor._link = _link_to(self.model)
         trained = [module for module in self.model.modules() if module.training]
         try:
             with super()._acting(actor, greedy):

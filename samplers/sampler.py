@@ -291,6 +291,9 @@ class Sampler(TakesEnvFn, ABC):
                 with sigint.allowed(), marked:
                     allocation = allocate(self.config, agent, setup, resources)
                 self._keep(allocation, env_range)
+                if shared:  # so that a learner on a GPU copies batches at full speed
+                    samples = allocation.memory.samples.whole
+                    resources.enter_context(self._agent.runtime.page_locked(samples))
                 self._pool = self._make_pool(allocation, resources)
             self._guard.start(self, self._pool)
             self._guard.state = SamplerState.READY

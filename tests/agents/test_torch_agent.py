@@ -153,6 +153,8 @@ def test_a_seeded_model_leaves_torchs_generator_untouched(source: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_seeded_model_leaves_the_generators_of_gpus_untouched() -> None:
     torch.rand(1, device="cuda")

@@ -1,35 +1,88 @@
-"""Central samplers with a model that is compiled, or that lies on a GPU."""
+"""Samplers with a model that is compiled, or that lies on a GPU. `make gpu` runs those that need one."""
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from penstock import (
+    AlternatingSampler,
+    AsyncSampler,
     CategoricalPgAgent,
     ConfigError,
     GpuSampler,
+    ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
     SerialSampler,
+    WorkerDiedError,
     WorkerError,
 )
 from penstock.agents.torch_agent import DeviceLink
 from penstock.buffers import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.envs import CountingEnv
+from penstock.envs.toy import ScriptedGame
+from penstock.targets import gae
 
 from ..models import Gru
 from ..scale import pairs
+from ..support import until
 
 pytestmark = pytest.mark.slow
 
 servers = pytest.mark.parametrize("server", ["caller", "process"])
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="session")
+def gpu() -> None:
+    """What CUDA opens once in a process stays open."""
+    ones = torch.ones(8, 8, device=DEVICE)
+    assert (ones @ ones).cpu().sum() == 512
+    assert torch.empty(1, pin_memory=True).is_pinned()
+
+
+@pytest.fixture
+def nothing_left_on_the_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config, "compile_threads", 1)  # the processes of torch's compiler would stay
+    before = allocated()
+    yield
+    assert allocated() <= before, "what was shut down has left tensors on the GPU"
+
+
+def allocated() -> int:
+    gc.collect()
+    torch._dynamo.reset()  # the memory of graphs
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
+def needs_cuda(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in (
+        pytest.mark.gpu,
+        pytest.mark.usefixtures("nothing_left_on_the_gpu"),
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    ):
+        test = mark(test)
+    return test
+
+
+# torch's compiler warns of torch itself, and of a first graph that it records empty.
+compiles = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The CUDA Graph is empty:UserWarning")
 
 
 class Net(nn.Module):
@@ -182,6 +235,7 @@ def test_memory_that_cannot_be_locked_is_sent_all_the_same(monkeypatch: pytest.M
 
 
 @needs_cuda
+@compiles
 @servers
 @pytest.mark.parametrize("kwargs", [{}, {"min_ready": 1}, {"compile_model": True}], ids=str)
 @pytest.mark.parametrize("recurrent", [False, True])
@@ -194,3 +248,218 @@ def test_a_gpu_acts_as_the_cpu_does(recurrent: bool, kwargs: Any, server: Any) -
     found = batches(GpuSampler(CountingEnv, n_workers=2, server=server, **SIZES, **kwargs), make("cuda"))
     offset = 1000 if kwargs.get("compile_model") and not recurrent else 0
     assert_same(found, batches(SerialSampler(CountingEnv, **SIZES), make("cpu")), offset)
+
+
+# ---- with a GPU, each way to act and to train ----------------------------------------------
+
+SAMPLERS: dict[str, Any] = {
+    "GpuSampler": GpuSampler,
+    "GpuSampler, process": partial(GpuSampler, server="process"),
+    "AlternatingSampler": AlternatingSampler,
+    "ParallelSampler": ParallelSampler,
+    "SerialSampler": SerialSampler,
+}
+
+
+def agent(device: Any, recurrent: bool = False) -> Any:
+    torch.manual_seed(0)
+    if recurrent:
+        return RecurrentCategoricalPgAgent(Gru(2, 3), device=device)
+    return CategoricalPgAgent(Net(), device=device)
+
+
+@needs_cuda
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("cls", SAMPLERS.values(), ids=SAMPLERS)
+def test_each_sampler_collects_what_it_collects_without_a_gpu(cls: Any, recurrent: bool) -> None:
+    kwargs = {} if cls is SerialSampler else {"n_workers": 2}
+    found = batches(cls(CountingEnv, **SIZES, **kwargs), agent("cuda", recurrent))
+    assert_same(found, batches(SerialSampler(CountingEnv, **SIZES), agent(None, recurrent)))
+
+
+@needs_cuda
+@pytest.mark.parametrize("server", [None, "process"])
+def test_an_asynchronous_sampler(server: Any) -> None:
+    """Its batches are those of the versions that they name: the value tells the parameters."""
+    learner = agent("cuda")
+    with AsyncSampler(CountingEnv, n_workers=2, server=server, batch_T=6, batch_B=4) as sampler:
+        sampler.initialize(learner, seed=3)
+        sampler.start()
+        for itr in range(6):
+            samples, _ = sampler.obtain_samples(itr)
+            assert samples.agent.agent_info.value.abs().sum() > 0
+            with torch.no_grad():
+                next(learner.model.parameters()).add_(0.1)
+            learner.sync_shared_memory()
+
+
+@needs_cuda
+@compiles
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_model(mode: str) -> None:
+    """ "reduce-overhead" records CUDA graphs, which write each result where they wrote the last one."""
+    sampler = GpuSampler(CountingEnv, n_workers=2, compile_model={"mode": mode}, **SIZES)
+    found = batches(sampler, agent("cuda"))
+    assert_same(found, batches(SerialSampler(CountingEnv, **SIZES), agent(None)), offset=1000)
+
+
+@needs_cuda
+def test_a_batch_moves_to_the_gpu_and_is_evaluated_there_as_on_a_cpu() -> None:
+    there, here = agent("cuda"), agent(None)
+    with SerialSampler(CountingEnv, **SIZES) as sampler, SerialSampler(CountingEnv, **SIZES) as other:
+        sampler.initialize(there, seed=3, bootstrap_value=True)
+        other.initialize(here, seed=3, bootstrap_value=True)
+        samples, _ = sampler.obtain_samples(0)
+        others, _ = other.obtain_samples(0)
+        advantage, value = gae(samples, discount=0.9, lambda_=0.9)
+        on_gpu = samples.with_targets(advantage=advantage, value=value).to("cuda")
+        assert on_gpu.env.observation.device == DEVICE
+        assert on_gpu.targets.advantage.device == DEVICE
+        found, wanted = there.evaluate(on_gpu), here.evaluate(others)
+        assert found.log_prob.device == DEVICE
+        np.testing.assert_allclose(found.log_prob.detach().cpu(), wanted.log_prob.detach(), rtol=1e-5)
+        parts = list(on_gpu.minibatches(3))
+        assert all(part.env.observation.device == DEVICE for part in parts)
+        there.evaluate(parts[0]).log_prob.mean().backward()
+        assert all(p.grad is not None for p in there.model.body.parameters())
+        # numpy's and torch's targets agree on the device, too
+        there_too = gae(samples.to("cuda"), discount=0.9, lambda_=0.9)
+        np.testing.assert_allclose(there_too[0].cpu(), advantage, rtol=1e-5, atol=1e-6)
+
+
+@needs_cuda
+def test_the_memory_of_batches_is_page_locked_until_the_end() -> None:
+    """So that `samples.to("cuda")` copies at full speed. The batch stays readable afterwards."""
+    with ParallelSampler(CountingEnv, n_workers=2, **SIZES) as sampler:
+        sampler.initialize(agent("cuda"), seed=3)
+        samples, _ = sampler.obtain_samples(0)
+        assert samples.env.observation.is_pinned()
+        wanted = samples.to("cuda").env.observation.cpu()
+    assert not torch.from_numpy(sampler.samples_np.env.observation).is_pinned()
+    assert torch.equal(samples.env.observation, wanted)
+
+
+@needs_cuda
+def test_a_run_is_saved_and_resumed(tmp_path: Path) -> None:
+    first = agent("cuda")
+    with GpuSampler(CountingEnv, n_workers=2, **SIZES) as sampler:
+        sampler.initialize(first, seed=3)
+        sampler.obtain_samples(0)
+        torch.save(first.state_dict(), tmp_path / "agent.pt")
+    second = agent("cuda")
+    with torch.no_grad():
+        for parameter in second._model_source.parameters():
+            parameter.zero_()
+    with GpuSampler(CountingEnv, n_workers=2, **SIZES) as sampler:
+        sampler.initialize(second, seed=3)
+        second.load_state_dict(torch.load(tmp_path / "agent.pt", map_location="cpu"))
+        samples, _ = sampler.obtain_samples(0)
+        assert samples.agent.agent_info.value.abs().sum() > 0
+    assert all(p.device == DEVICE for p in second.model.parameters())
+
+
+@needs_cuda
+def test_bfloat16_parameters() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(2, 4).to(torch.bfloat16)
+
+        def forward(self, observation: torch.Tensor) -> Any:
+            out = self.out(observation)
+            return out[:, :3], out[:, 3]
+
+    with GpuSampler(CountingEnv, n_workers=2, server="process", **SIZES) as sampler:
+        learner = CategoricalPgAgent(Small, device="cuda")
+        sampler.initialize(learner, seed=3)
+        samples, _ = sampler.obtain_samples(0)
+        assert samples.agent.agent_info.value.dtype == torch.float32
+        again = learner.evaluate(samples.to("cuda")).value.float().cpu()
+        np.testing.assert_allclose(again.detach(), samples.agent.agent_info.value, rtol=1e-2, atol=1e-2)
+
+
+@needs_cuda
+def test_a_worker_is_killed_and_the_batch_is_completed() -> None:
+    with GpuSampler(CountingEnv, n_workers=2, on_worker_failure="restart", **SIZES) as sampler:
+        sampler.initialize(agent("cuda"), seed=3)
+        sampler.obtain_samples(0)
+        os.kill(sampler.worker_pids[0], signal.SIGKILL)
+        for itr in range(1, 4):
+            sampler.obtain_samples(itr)
+        assert sampler.stats().restarts == 1
+
+
+@needs_cuda
+@pytest.mark.parametrize("cls", [GpuSampler, AsyncSampler])
+def test_the_server_is_killed(cls: Any) -> None:
+    with cls(CountingEnv, n_workers=2, server="process", batch_T=6, batch_B=4) as sampler:
+        sampler.initialize(agent("cuda"), seed=3)
+        if cls is AsyncSampler:
+            sampler.start()
+        sampler.obtain_samples(0)
+        server = psutil.Process(sampler.worker_pids[-1])
+        assert uses_the_gpu(server.pid)
+        server.kill()
+        with pytest.raises(WorkerDiedError, match=r"inference server.*SIGKILL"):
+            for itr in range(1, 1000):
+                sampler.obtain_samples(itr)
+    until(lambda: not server.is_running(), "the end of the server", 5.0)
+
+
+def uses_the_gpu(pid: int) -> bool:
+    return any("/dev/nvidia" in os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir())
+
+
+@needs_cuda
+@pytest.mark.parametrize("cls", [GpuSampler, ParallelSampler])
+def test_no_worker_uses_the_gpu(cls: Any) -> None:
+    """Each process that does takes hundreds of MB there."""
+    with cls(CountingEnv, n_workers=2, **SIZES) as sampler:
+        sampler.initialize(agent("cuda"), seed=3)
+        sampler.obtain_samples(0)
+        assert not [pid for pid in sampler.worker_pids if uses_the_gpu(pid)]
+
+
+@needs_cuda
+def test_an_error_on_the_gpu_is_named() -> None:
+    class Large(Net):
+        def forward(self, observation: torch.Tensor) -> Any:
+            if observation.is_cuda:
+                torch.empty(1 << 50, dtype=torch.uint8, device=observation.device)
+            return super().forward(observation)
+
+    with (
+        GpuSampler(CountingEnv, n_workers=2, **SIZES) as sampler,
+        pytest.raises((ConfigError, WorkerError), match="out of memory"),
+    ):
+        sampler.initialize(CategoricalPgAgent(Large, device="cuda"), seed=3)
+        sampler.obtain_samples(0)
+
+
+@needs_cuda
+def test_fork_is_refused_once_the_gpu_is_in_use() -> None:
+    with (
+        ParallelSampler(CountingEnv, n_workers=2, start_method="fork", **SIZES) as sampler,
+        pytest.raises(ConfigError, match='start_method="fork" is not possible once CUDA is initialized'),
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+
+
+@needs_cuda
+def test_several_agents_of_a_game_act_on_the_gpu() -> None:
+    """Agents die, join and leave, so that the server acts for some of the columns only."""
+
+    def found(cls: Any, device: Any, **kwargs: Any) -> Any:
+        learner = CategoricalPgAgent(Heads, device=device)
+        with cls(ScriptedGame, batch_T=9, batch_B=4, env_kwargs={"k": 3}, **kwargs) as sampler:
+            sampler.initialize(learner, seed=3, bootstrap_value=True)
+            return [(sampler.obtain_samples(itr), sampler.samples_np.copy())[1] for itr in range(3)]
+
+    assert_same(found(GpuSampler, "cuda", n_workers=2), found(SerialSampler, None))
+
+
+class Heads(Net):
+    def __init__(self, observation_space: Any, action_space: Any) -> None:
+        super().__init__()
+        self.body, self.out = nn.Linear(observation_space.shape[0], 8), nn.Linear(8, int(action_space.n))
+        self.double()
