@@ -142,7 +142,8 @@ class DeviceLink:
     """Moves the inputs of a model to its device, and its outputs back.
 
     On CUDA, copies in both directions are asynchronous. This requires page-locked host memory. Inputs in other memory
-    are first copied to a page-locked buffer of torch.
+    are first copied to a page-locked buffer of torch. numpy copies them, with one thread: torch would use all CPUs and
+    wait for its slowest thread, while workers use these CPUs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -155,7 +156,8 @@ class DeviceLink:
         """
         tensor = torch.from_numpy(array)
         if self._is_cuda and not tensor.is_pinned():
-            tensor = tensor.pin_memory()
+            tensor = torch.empty(array.shape, dtype=tensor.dtype, pin_memory=True)
+            np.copyto(tensor.numpy(), array)
         tensor = tensor.to(self.device, non_blocking=True)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 

@@ -91,4 +91,9 @@ class InferenceBatch:
                 self.agent.reset_one(column)
             reset[to_reset] = False
         self.agent.select(columns)
-        return columns, inputs if columns is None else tuple(part[columns] for part in inputs)
+        if columns is None:
+            return columns, inputs
+        rows: Any = columns
+        if len(columns) and columns[-1] - columns[0] + 1 == len(columns):  # a half, for example: no copy
+            rows = slice(columns[0], columns[-1] + 1)
+        return columns, tuple(part[rows] for part in inputs)

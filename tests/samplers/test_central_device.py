@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,12 +54,17 @@ def gpu() -> None:
     ones = torch.ones(8, 8, device=DEVICE)
     assert (ones @ ones).cpu().sum() == 512
     assert torch.empty(1, pin_memory=True).is_pinned()
+    with suppress(ImportError):
+        import tqdm
+
+        tqdm.tqdm.monitor_interval = 0  # torch's compiler uses it, and its thread would stay
 
 
 @pytest.fixture
 def nothing_left_on_the_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from torch._inductor import config
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch warns of torch
+        from torch._inductor import config
     monkeypatch.setattr(config, "compile_threads", 1)  # the processes of torch's compiler would stay
     before = allocated()
     yield
