@@ -158,6 +158,8 @@ class EnvColumns(ListedColumns):
                 new_seed = self._begin_again(column, seed)
                 seed = new_seed if self.episodes is None else seed
         words[RESETTING] += monotonic_ns() - began
+        if self.renewals is not None:
+            self.renewals.note_reset(column)
         if not isinstance(result, tuple) or len(result) != 2:
             got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
             raise SpaceError(f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {got}")

@@ -157,6 +157,8 @@ class Games:
             except self.renewable as error:
                 seed, phase = self._renew(e, error, is_cut=False), Phase.RENEWING
         self.progress.add_resetting_since(began)
+        if self.renewals is not None:
+            self.renewals.note_reset(e)
         if not are_by_agent(result, 2):
             raise SpaceError(
                 f"env.reset of env_rank {env_rank} must return a tuple of two dicts, observations and infos by agent, "

@@ -23,7 +23,7 @@ class Renewals:
     """The renewals of a worker's environments of one purpose."""
 
     errors: tuple[type[Exception], ...]  #: what an environment raises whose game has failed
-    max_renewals: int  #: of each environment within `window` seconds
+    max_renewals: int  #: of each environment within `window` seconds, and one after the other without a first reset
     window: float
     builder: EnvBuilder
     builds: Sequence[Callable[[EnvContext, Phase], Any]]  #: by column
@@ -33,6 +33,11 @@ class Renewals:
     progress: Progress
     is_exhausted: bool = False  #: whether there were too many: no error is caught any more
     _history: dict[int, list[tuple[float, str]]] = field(default_factory=dict)
+    _failed_starts: dict[int, int] = field(default_factory=dict)  # since the last reset that succeeded
+
+    def note_reset(self, column: int) -> None:
+        """The environment was reset: its game has started."""
+        self._failed_starts.pop(column, None)
 
     def renew(self, column: int, old: Any, error: Exception, *, is_cut: bool) -> tuple[Any, int]:
         """Close the environment, whose game has failed with `error`, and build it again. Returns it and the seed of its
@@ -44,10 +49,15 @@ class Renewals:
             history, now = self._history.setdefault(column, []), time.monotonic()
             recent = [f"  {now - when:.1f} s ago: {what}" for when, what in history if when > now - self.window]
             env_rank = self.streams.env_ranks[column]
-            if len(recent) >= self.max_renewals:
+            n_failed = self._failed_starts[column] = self._failed_starts.get(column, 0) + (not is_cut)
+            if len(recent) >= self.max_renewals or n_failed > self.max_renewals:
                 self.is_exhausted = True
+                how = f"{len(recent)} times in {self.window:g} s"
+                if len(recent) < self.max_renewals:  # starts that fail slowly leave the window
+                    recent = [f"  {now - when:.1f} s ago: {what}" for when, what in history[-self.max_renewals :]]
+                    how = f"{self.max_renewals} times without a reset that succeeded"
                 text = (
-                    f"env_rank {env_rank} was built again {len(recent)} times in {self.window:g} s "
+                    f"env_rank {env_rank} was built again {how} "
                     f"(max_renewals={self.max_renewals}), and its game has failed again. Raise max_renewals, or find "
                     f"out why it fails.{' Earlier failures:' if recent else ''}"
                 )

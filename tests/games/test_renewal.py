@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from penstock import (
     WorkerError,
 )
 from penstock.envs import CountingEnv
+from penstock.envs.toy import ScriptedGame
 from penstock.replays import Replay
 
 from ..models import Net
@@ -166,6 +168,36 @@ def test_too_many_renewals_are_an_error_that_lists_them(tmp_path: Path) -> None:
         assert isinstance(caught.value.__cause__, GameError)
         assert str(caught.value.__cause__).count("ended with exit code 7") == 3
         assert "| the fault is exit" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("env_cls", [CountingEnv, ScriptedGame])
+def test_starts_that_fail_slowly_are_counted_too(env_cls: Any, tmp_path: Path) -> None:
+    """When a start fails, the one before has left the window. A start that succeeds begins a new count."""
+    calls = tmp_path / "calls"
+
+    class Slow(env_cls):  # type: ignore[misc, valid-type]
+        def step(self, action: Any) -> Any:
+            with calls.open("a") as file:
+                file.write("s")
+            raise ConnectionError("the engine is gone")
+
+        def reset(self, **kwargs: Any) -> Any:
+            if calls.exists():
+                with calls.open("a") as file:
+                    file.write("r")
+                if calls.read_text() not in ("sr", "srsrrrr"):
+                    raise ConnectionError("the engine does not start")
+            return super().reset(**kwargs)
+
+    kwargs = {**RENEW, "renew_on": (ConnectionError,), "max_renewals": 3, "restart_window": 1e-9, "batch_B": 1}
+    with sampler_of(SerialSampler, Slow, **kwargs, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        with pytest.raises(WorkerError) as caught:
+            sampler.obtain_samples(0)
+    says = r"env_rank 0 was built again 3 times without a reset that succeeded \(max_renewals=3\)"
+    assert re.search(says, str(caught.value.__cause__))
+    assert str(caught.value.__cause__).count("the engine does not start") == 4
+    assert calls.read_text() == "sr" + "srrrr" * 2
 
 
 def test_errors_of_other_libraries(tmp_path: Path) -> None:
