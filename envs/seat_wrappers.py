@@ -154,6 +154,15 @@ class OwnClocks(_Wrapper):
         self._run()
 
 
+def _checked(spaces: Any) -> dict[str, Spaces]:
+    if not isinstance(spaces, Mapping):
+        raise ConfigError(f"spaces of Seats must be a dict by kind, got {brief(spaces)}")
+    for name, own in spaces.items():
+        if not (isinstance(own, tuple | list) and len(own) == 2 and all(isinstance(each, gym.Space) for each in own)):
+            raise ConfigError(f"spaces[{name!r}] of Seats must be (observation_space, action_space), got {brief(own)}")
+    return dict(spaces)
+
+
 class Seats(_Wrapper):
     """An environment whose agents come with new ids all the time, for samplers, which need a fixed list of agents.
 
@@ -200,7 +209,7 @@ class Seats(_Wrapper):
         self._ended = set[Hashable]()  # who has ended, but is in `env.agents` still
         if self._in_turns:  # a ParallelEnv must not have it
             self.agent_iter = self._iterate
-        self._spaces = dict(spaces) if spaces is not None else self._find_spaces()
+        self._spaces = self._find_spaces() if spaces is None else _checked(spaces)
         if missing := [name for name in seats if name not in self._spaces]:
             raise ConfigError(
                 f"no agent of kind {missing[0]!r} is there after env.reset, so its spaces are not known: give "

@@ -155,6 +155,16 @@ def test_seats_vector(folder: Path) -> None:
             assert all(len(values) == 2 and min(values) > 0 for values in figures.values())
 
 
+def test_connect_four(folder: Path) -> None:
+    """Peers that are not installed are left out; the games alone and penstock are always measured."""
+    pytest.importorskip("pettingzoo")
+    printed, written = run_program(folder, "connect_four", "--repeats", 2, "--seconds", 0.05)
+    rates, record = written["results"]
+    assert all({"penstock ParallelSampler", "bare loops"} <= set(turn) for turn in rates["rounds"])
+    assert record["main"]["batch_bytes"] < record["all"]["batch_bytes"]
+    assert "CPU of main, beside all: " in printed
+
+
 def test_startup(folder: Path) -> None:
     options = ["--workers", 1, "--methods", "forkserver", "--samplers", "GpuSampler, server", "--repeats", 1]
     printed, ((row),) = run_program(folder, "startup", *options)
