@@ -160,7 +160,7 @@ def test_connect_four(folder: Path) -> None:
     pytest.importorskip("pettingzoo")
     printed, written = run_program(folder, "connect_four", "--repeats", 2, "--seconds", 0.05)
     rates, record = written["results"]
-    assert all({"penstock ParallelSampler", "bare loops"} <= set(turn) for turn in rates["rounds"])
+    assert all({"penstock ParallelSampler", "bare loops in step"} <= set(turn) for turn in rates["rounds"])
     assert record["main"]["batch_bytes"] < record["all"]["batch_bytes"]
     assert "CPU of main, beside all: " in printed
 
