@@ -158,9 +158,11 @@ def test_seats_vector(folder: Path) -> None:
 def test_connect_four(folder: Path) -> None:
     """Peers that are not installed are left out; the games alone and penstock are always measured."""
     pytest.importorskip("pettingzoo")
-    printed, written = run_program(folder, "connect_four", "--repeats", 2, "--seconds", 0.05)
-    rates, record = written["results"]
+    _, written = run_program(folder, "connect_four", "rates", "--repeats", 2, "--seconds", 0.05)
+    (rates,) = written["results"]
     assert all({"penstock ParallelSampler", "bare loops in step"} <= set(turn) for turn in rates["rounds"])
+    printed, written = run(folder, "connect_four", "record", "--repeats", 2)
+    (record,) = written["results"]
     assert record["main"]["batch_bytes"] < record["all"]["batch_bytes"]
     assert "CPU of main, beside all: " in printed
 
