@@ -12,7 +12,8 @@ from numbers import Real
 from penstock.collectors import TrajInfo
 from penstock.samplers.stats import SamplerStats, ServerStats
 
-_NEWEST = 100  # how many trajectories of batches the figures are of
+_NEWEST = 100  # how many trajectories of batches the figures are of; of how many games, where agents share one
+_MOST = 2000  # trajectories: of fewer games, where many agents share one
 _KINDS = ("idle", "acting", "stepping")
 #: The figures that a resumed run continues; the others are of this sampler. The last two are of several agents.
 COUNTS = ("env_steps", "batches", "trajectories", "seconds", "agent_steps", "late_rewards")
@@ -29,7 +30,9 @@ class SamplerMetrics:
         number of trajectories in a game."""
         self._policies, self.agent_steps = policies, 0  # steps of agents in this sampler
         self._names = [name for name, value in vars(example).items() if name[0] != "_" and isinstance(value, Real)]
-        self.training: deque[TrajInfo] = deque(maxlen=_NEWEST * per_game)  #: the newest trajectories of batches
+        self.training: deque[TrajInfo] = deque(
+            maxlen=min(_NEWEST * per_game, _MOST)
+        )  #: the newest trajectories of batches
         #: The trajectories of the last evaluation; None without evaluation environments.
         self.evaluation: Sequence[TrajInfo] | None = [] if has_evaluation else None
         self._began = self._called = time.monotonic()

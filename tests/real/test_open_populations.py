@@ -81,7 +81,7 @@ def test_agents_of_an_open_population_sit_in_the_seats_of_their_kind(base: Any) 
     assert n_decisions > wanted / 2
     assert n_ends > wanted / 100
     assert len(ids) > 20
-    middle = len(memory) // 2
+    middle = len(memory) // 2  # before it, `metrics` has all trajectories that it keeps
     assert max(memory[middle:]) < max(memory[:middle]) * 1.02 + 2**22, "memory does not grow"
 
 
