@@ -746,8 +746,9 @@ class Sampler(TakesEnvFn, ABC):
 
         `sampler/`: `env_steps`, `steps_per_second` (with the time of the learner), `idle_share`, `policy_version` and
         others. `worker_0/` and so on: `idle_share` (at barrier_in), `acting_share` and `stepping_share`. `server/`: the
-        same for an inference server. `train/` has the newest 100 trajectories of batches (where agents share a game, those
-        of 100 games, at most 2,000), `eval/` those of the last evaluation: `Return_mean`, `Return_min`, `Return_max` and the same for each number in a `TrajInfo`; NaN while
+        same for an inference server. `train/` has the newest 100 trajectories of batches (where agents share a game,
+        those of 100 games, at most 2,000), `eval/` those of the last evaluation: `Return_mean`, `Return_min`,
+        `Return_max` and the same for each number in a `TrajInfo`; NaN while
         there is none. Rates and shares refer to the time since the last call. `docs/recipes.md` lists all keys.
         """
         self._require_pool("metrics")
