@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from penstock.collectors.collector import Collector, CollectorParts
@@ -76,7 +77,7 @@ class WaitResetCollector(ResetCollector):
             # The agent acts for parked columns too, and the action is then set to zero. So each column draws the same
             # random numbers, whatever the other columns do.
             self.act(t)
-            self._zero_parked(t)
+            self._zero_actions(t, self.envs.parked)
             self.step_envs(t)
         self.end_batch()
         if self.samples.bootstrap_value is not None:
@@ -103,13 +104,13 @@ class WaitResetCollector(ResetCollector):
         self.samples.done[t, column] = self.samples.valid[t:, column] = False
         cast(EnvColumns, self.envs).renew(column, error)
         self.envs.park(column)
-        self._zero_parked(t)
+        self._zero_actions(t, [column])  # and not of those whose episode ends in this step
         last = snapshot(self.envs.observations[column])
         self.samples.observation_rows[t][column] = 0
         return last
 
-    def _zero_parked(self, t: int) -> None:
-        for column in self.envs.parked:
+    def _zero_actions(self, t: int, columns: Sequence[int]) -> None:
+        for column in columns:
             self.samples.action_rows[t + 1][column] = 0
             self.prev_action[column] = 0
             if self._has_agent_info:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from penstock import (
+    AgentStep,
     AlternatingSampler,
     AsyncSampler,
     CategoricalPgAgent,
@@ -168,6 +169,35 @@ def test_too_many_renewals_are_an_error_that_lists_them(tmp_path: Path) -> None:
         assert isinstance(caught.value.__cause__, GameError)
         assert str(caught.value.__cause__).count("ended with exit code 7") == 3
         assert "| the fault is exit" in str(caught.value.__cause__)
+
+
+def test_an_episode_that_ends_in_the_step_of_a_cut_keeps_its_last_action() -> None:
+    """With a collector that waits, both columns are parked then."""
+
+    class Failing(CountingEnv):
+        def __init__(self, context: Any) -> None:
+            super().__init__()
+            self.rank, self.t = int(context.env_rank), 0
+
+        def step(self, action: Any) -> Any:
+            self.t += 1
+            if self.rank == 1 and self.t == 4:
+                raise ConnectionError("the engine is gone")
+            observation, reward, _, truncated, info = super().step(action)
+            return observation, reward, self.rank == 0 and self.t == 4, truncated, info
+
+    options = {**RENEW, "renew_on": (ConnectionError,), "collector_cls": WaitResetCollector, "batch_B": 2}
+    with sampler_of(SerialSampler, Failing, **options, batch_T=6, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(Twos(), seed=3)
+        sampler.obtain_samples(0)
+        samples = sampler.samples_np
+        assert samples.env.valid.T.tolist() == [[True] * 4 + [False] * 2, [True] * 3 + [False] * 3]
+        assert samples.agent.action.T.tolist() == [[2] * 4 + [0] * 2, [2] * 3 + [0] * 3]
+
+
+class Twos(RandomAgent):
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return AgentStep(np.full(len(prev_reward), 2))
 
 
 @pytest.mark.parametrize("env_cls", [CountingEnv, ScriptedGame])
