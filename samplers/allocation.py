@@ -76,7 +76,8 @@ class InitArguments:
     central: bool  #: whether workers hold no agent
     policy_of: PolicyOf | None = None
     record: object = None  #: the names of the policies that are recorded; None: all
-    seat_width: int = 0  #: see `Seating.width`
+    #: In a shard: who sits where, and what builds the example environment of each policy, as the driver has found them.
+    seats: tuple[Seating, Sequence[EnvFactory]] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Allocation:
     program: SamplerProgram
     plans: tuple[SamplerPlan, ...]  #: with the columns of each policy
     worker_data: Sequence[WorkerFactories]  #: by worker rank
+    examples: Sequence[EnvFactory]  #: what builds an example environment, for each policy
     inference_difference: float | None  #: see `SamplerStats`
     episodes: RecordedEpisodes | None  #: the recorded ones, if `seed_episodes=True`
 
@@ -108,11 +110,14 @@ def allocate(
     built = build_example_env(examples[0], batched=config.example_size)
     if isinstance(built, ParallelView):
         close_example_env(built)
-        sides = (train, env_range.first_env_rank), (evals, env_range.first_eval_env_rank)
-        seating, seats = find_seating(sides, agents, setup.policy_of, setup.seat_width, (train[0], built))
+        if setup.seats is None:
+            sides = (train, env_range.first_env_rank), (evals, env_range.first_eval_env_rank)
+            seating, seats = find_seating(sides, agents, setup.policy_of, (train[0], built))
+            examples = [_of_one_seat(factory, agent_id) for factory, agent_id in seats]
+        else:
+            seating, examples = setup.seats[0], list(setup.seats[1])
         _refuse_with_seats(config, setup, seating)
         plans = tuple(seating.with_cells(plan) for plan in plans)
-        examples = [_of_one_seat(factory, agent_id) for factory, agent_id in seats]
     else:
         _refuse_for_one_agent(config, agents, setup.policy_of, built)
     traj_info_kwargs = _checked_traj_info_kwargs(config.traj_info_cls, setup.traj_info_kwargs)
@@ -153,7 +158,7 @@ def allocate(
     for agent, parameters in zip(each, memory.parameters, strict=True):
         resources.callback(agent.runtime.unshare_memory, parameters)
     episodes = RecordedEpisodes(memory, train, setup.seed, config.crash_dir) if config.seed_episodes else None
-    return Allocation(buffer.batches, memory, program, plans, worker_data, difference, episodes)
+    return Allocation(buffer.batches, memory, program, plans, worker_data, examples, difference, episodes)
 
 
 @contextmanager
