@@ -105,7 +105,7 @@ def allocate(
     train = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
     n_evals = config.eval_n_envs
     evals = env_factories(eval_fn(config), eval_kwargs(config), n_evals, "eval_") if n_evals else ()
-    train, evals = (_prepared_factories(each, factories, config) for factories in (train, evals))
+    train, evals = (prepared_factories(each, factories, config) for factories in (train, evals))
     examples, plans, seating = [train[0].as_example(config.spaces)], setup.plans, None
     built = build_example_env(examples[0], batched=config.example_size)
     if isinstance(built, ParallelView):
@@ -113,7 +113,7 @@ def allocate(
         if setup.seats is None:
             sides = (train, env_range.first_env_rank), (evals, env_range.first_eval_env_rank)
             seating, seats = find_seating(sides, agents, setup.policy_of, (train[0], built))
-            examples = [_of_one_seat(factory, agent_id) for factory, agent_id in seats]
+            examples = [_of_one_seat(factory, agent_id) for factory, agent_id, _ in seats]
         else:
             seating, examples = setup.seats[0], list(setup.seats[1])
         _refuse_with_seats(config, setup, seating)
@@ -196,7 +196,7 @@ def _are_recorded(record: Any, agents: object) -> Sequence[bool]:
     return [name in record for name in names]
 
 
-def _prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory], config: SamplerConfig) -> Any:
+def prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory], config: SamplerConfig) -> Any:
     """The factories, which may return environments of several agents; with masks in the observations, if the agents
     have them in `info`."""
     keys = {info_key(getattr(agent, "mask_key", None)) for agent in agents}

@@ -104,8 +104,8 @@ def find_seating(
     agents: Any,
     policy_of: PolicyOf | None,
     first: tuple[EnvFactory, ParallelView],
-) -> tuple[Seating, Sequence[tuple[EnvFactory, AgentId]]]:
-    """Who sits where, and for each policy a factory and an agent that stand for its seats.
+) -> tuple[Seating, Sequence[tuple[EnvFactory, AgentId, Any]]]:
+    """Who sits where, and for each policy a factory and an agent that stand for its seats, with the agent's two spaces.
 
     `sides`: the factories of the training environments and the env_rank of the first, and those of evaluation. An
     example of each kind of environment is built, except of the `first`, which comes with its factory. Raises
@@ -233,8 +233,8 @@ def _chooser(policy_of: PolicyOf | None, policies: tuple[str, ...], *, is_shared
 
 def _examples(
     seating: Seating, views: Sequence[Sequence[ParallelView]], factories: Sequence[Sequence[EnvFactory]]
-) -> list[tuple[EnvFactory, AgentId]]:
-    """For each policy, its first seat. Raises `SpaceError` if another one has other spaces."""
+) -> list[tuple[EnvFactory, AgentId, Any]]:
+    """For each policy, its first seat and the spaces there. Raises `SpaceError` if another one has other spaces."""
     examples: dict[int, tuple[EnvFactory, AgentId, Any, str]] = {}
     text = "observations {}, actions {}".format
     for side, own_views, own in zip((seating.train, seating.evaluation), views, factories, strict=True):
@@ -254,7 +254,7 @@ def _examples(
             f"no agent of the training environments has the policy {missing[0]!r}: leave it out, or let policy_of "
             "return it"
         )
-    return [examples[p][:2] for p in range(len(seating.policies))]
+    return [examples[p][:3] for p in range(len(seating.policies))]
 
 
 def _played(side: SeatTable, b: int) -> list[tuple[AgentId, int]]:
