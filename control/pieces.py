@@ -62,7 +62,8 @@ def piece_of(
         names = [name for name, value in vars(group[0]).items() if _is_figure(name, value)]
         figures |= {f"{head}{name}": np.array([getattr(info, name) for info in group], np.float64) for name in names}
     number = int(numbers.min(initial=2**62))
-    return {"samples": trees, "infos": figures, "lineage": lineage, "version": number, "actor": actor}
+    named = {"samples": trees.get("", trees), "policies": [name for name in trees if name]}
+    return {**named, "infos": figures, "lineage": lineage, "version": number, "actor": actor}
 
 
 def _is_figure(name: str, value: object) -> bool:
@@ -72,8 +73,9 @@ def _is_figure(name: str, value: object) -> bool:
 def batch_of(pieces: Sequence[Mapping[str, Any]]) -> Batch:
     """Join pieces along B."""
     each = {}
-    for policy in pieces[0]["samples"]:
-        env, agent = (_joined([piece["samples"][policy][part] for piece in pieces]) for part in ("env", "agent"))
+    for policy in pieces[0]["policies"] or [""]:
+        trees = [piece["samples"][policy] if policy else piece["samples"] for piece in pieces]
+        env, agent = (_joined([tree[part] for tree in trees]) for part in ("env", "agent"))
         each[policy] = Samples(env=EnvSamples(env), agent=AgentSamples(agent)).torch()
     samples: Any = each[""] if "" in each else PolicySamples(each)
     names = {name for piece in pieces for name in piece["infos"]}
