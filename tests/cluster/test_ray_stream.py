@@ -116,3 +116,13 @@ def test_pieces_of_a_lost_shard_are_ordered_again_and_those_of_an_earlier_comman
     _, reply, itr, _ = stream.take((2,))
     assert (reply.versions, itr, shard.late) == ((2,), 100, 1)
     assert list(pool.orders[shard]) == [102], "the orders 100 and 101 were given again, then the next one"
+
+
+def test_the_columns_of_each_policy_have_their_place() -> None:
+    cells = {"cells": (range(4, 8), range(2, 4)), "policies": ("even", "odd")}
+    envs = {"columns": range(2, 4), "env_ranks": range(2, 4)}
+    shard = Shard(ShardPlan(worker_rank=0, n_workers=1, **envs, **cells), ())  # type: ignore[arg-type]
+    assert shard.place("odd.reward") == (slice(None), slice(2, 4))
+    assert shard.place("even.policy_version") == slice(4, 8)
+    assert shard.place("odd.bootstrap_value") == slice(2, 4)
+    assert shard.place("even.agent_info.policy_version") == (slice(None), slice(4, 8)), "a field of the agent"
