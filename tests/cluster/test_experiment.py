@@ -479,9 +479,10 @@ TWO = Experiment(
 )
 
 
-@pytest.mark.parametrize("wire", ["local", pytest.param("zmq", marks=needs_zmq)])
-def test_several_policies_play_in_the_actors(wire: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wire", MAKES)
+def test_several_policies_play_in_the_actors(wire: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The parameters of all policies are one version, and a new run continues with those of all."""
+    need(wire, request)
     saved = replace(TWO, training=replace(TWO.training, checkpoint=tmp_path / "trainer.pt"))
     version = 1
     for _ in range(2):
