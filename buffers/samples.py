@@ -506,7 +506,8 @@ class SamplesBuffer:
         self.slots: tuple[NamedArrays, ...] = self.memory.arrays.values()
         for own in (own for arrays in self.slots for own in layouts_of(arrays)):
             own.valid[...] = True
-        self.batches = tuple(_batch_view(arrays, batch_T, spec) for arrays in self.slots)
+        n_seats = spec.n_seats if isinstance(spec, SampleSpec) else {name: own.n_seats for name, own in spec.items()}
+        self.batches = tuple(batch_view(arrays, batch_T, n_seats) for arrays in self.slots)
 
 
 def layouts_of(arrays: NamedArrays, policies: Sequence[str] = ()) -> Sequence[Any]:
@@ -535,13 +536,14 @@ def unrecorded_arrays(spec: SampleSpec, batch_T: int, n_columns: int) -> NamedAr
     return NamedArrays(arrays)
 
 
-def _batch_view(
-    arrays: NamedArrays, batch_T: int, spec: SampleSpec | Mapping[str, SampleSpec]
+def batch_view(
+    arrays: NamedArrays, batch_T: int, n_seats: int | Mapping[str, int | None] | None
 ) -> Samples | PolicySamples:
-    """The batch as the user sees it, from the arrays of one slot; with several policies, the batch of each."""
-    if isinstance(spec, SampleSpec):
-        return public_view(arrays, batch_T, spec.n_seats)
-    return PolicySamples({name: public_view(arrays[name], batch_T, own.n_seats) for name, own in spec.items()})
+    """The batch as the user sees it, from the arrays of one slot; with several policies, the batch of each. `n_seats`:
+    see `SampleSpec`; with several policies, that of each."""
+    if not isinstance(n_seats, Mapping):
+        return public_view(arrays, batch_T, n_seats)
+    return PolicySamples({name: public_view(own, batch_T, n_seats[name]) for name, own in arrays.items()})
 
 
 def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:

@@ -85,7 +85,7 @@ class Shard:
     generation: int = 0
     started: Started | None = None  #: None until it is ready
     since: float = 0.0  #: when its actor was made
-    version: int = 0  #: the version of the parameters that it has
+    versions: list[int] = field(default_factory=list)  #: those of the parameters that it has, by policy
     n_orders: int = 0  #: how many orders this actor was given
     orders: deque[Order] = field(default_factory=deque)  #: those without a reply, oldest first
     #: Totals of all its actors, for the statistics.
@@ -104,9 +104,11 @@ class Shard:
 
     def place(self, path: str) -> Any:
         """The index of its columns in a field of the samples buffer."""
-        cells = self.plan.cells[0]  # all shards have one policy
+        policies = self.plan.policies
+        policy, _, name = path.partition(".") if policies else ("", "", path)
+        cells = self.plan.cells[policies.index(policy) if policies else 0]
         columns = slice(cells.start, cells.stop)
-        return columns if path in ("policy_version", "bootstrap_value") else (slice(None), columns)
+        return columns if name in ("policy_version", "bootstrap_value") else (slice(None), columns)
 
     def __str__(self) -> str:
         node = f"node {self.started.node}" if self.started else "not placed yet"
@@ -149,8 +151,9 @@ class ShardPool:
         self._message: bytes | None = None
         self._members: list[Shard] = []  # the shards that take part in it
         self._answered: dict[Shard, Trajectories] = {}  # what they have found
-        # The newest parameters in Ray's object store, and how often any were put there: once per version.
-        self._version, self._parameters, self.n_puts = 1, None, 0
+        # The newest parameters in Ray's object store by policy, and how often any were put there: once per version.
+        self._versions, self.n_puts = [1] * len(memory.parameters), 0
+        self._parameters: list[Any] = [None] * len(memory.parameters)
         self._owner_pid, self._close_lock = os.getpid(), threading.RLock()  # a signal handler may call `close` in it
         self._have_ended = False  # whether the shards have ended
         self._spec, self._group = ray.put(spec), None
@@ -176,7 +179,7 @@ class ShardPool:
         shard.actor = cls.remote(index, shard.generation, self._spec)
         shard.started, shard.since = None, time.monotonic()
         shard.earlier, shard.figures = shard.totals(), ()
-        shard.version, shard.n_orders = 1, 0
+        shard.versions, shard.n_orders = [1] * len(self._versions), 0
         shard.orders.clear()
         self.give(shard, Command(), 0)
 
@@ -190,31 +193,30 @@ class ShardPool:
     def _send(self, shard: Shard, order: Order) -> None:
         """Send the order, perhaps not for the first time: the shard runs it once."""
         arguments = order.number, shard.orders[0].number, order.command, order.message
-        order.ref = shard.call("run", "orders", *arguments, self._new_parameters(shard))
+        order.ref = shard.call("run", "orders", *arguments, *self._new_parameters(shard))
 
-    def _new_parameters(self, shard: Shard) -> Any:
-        """A reference to the newest parameters, or None if the shard has them."""
-        newest = self._memory.parameters[0]
-        if newest.version != self._version:
-            values, self._version = newest.read()
-            self._parameters = ray.put((self._version, values))
-            self.n_puts += 1
-        if shard.version == self._version:
-            return None
-        shard.version = self._version
-        return self._parameters
+    def _new_parameters(self, shard: Shard) -> list[Any]:
+        """References to the newest parameters of the policies of which the shard has older ones."""
+        for p, newest in enumerate(self._memory.parameters):
+            if newest.version != self._versions[p]:
+                values, self._versions[p] = newest.read()
+                self._parameters[p] = ray.put((p, self._versions[p], values))
+                self.n_puts += 1
+        known, shard.versions = shard.versions, list(self._versions)
+        pairs = zip(self._parameters, known, self._versions, strict=True)
+        return [ref for ref, old, new in pairs if ref is not None and old != new]  # None: the shard began with them
 
     def send_parameters(self) -> None:
         """Give the newest parameters to all shards that are at work. They act with them from their next order on."""
         for shard in self.shards:
-            if shard.started is not None and (ref := self._new_parameters(shard)) is not None:
-                shard.call("take_parameters", "control", ref)
+            if shard.started is not None and (refs := self._new_parameters(shard)):
+                shard.call("take_parameters", "control", *refs)
 
     def _lose(self, shard: Shard, why: Exception, during: str) -> None:
         """The shard is lost. Build it again, or raise `NodeLostError`."""
         reason = next((line for line in reversed(str(why).strip().splitlines()) if line.strip()), type(why).__name__)
         text = f"{shard} was lost: {type(why).__name__}: {reason.strip()}"
-        rank, n_lost = shard.plan.worker_rank, len(shard.plan.cells[0])  # the trajectories that were running
+        rank, n_lost = shard.plan.worker_rank, sum(map(len, shard.plan.cells))  # the trajectories that were running
         ray.kill(shard.actor)  # it may still run, although the driver cannot reach it
         if not self._options.is_restarted:
             raise NodeLostError(f"{text} ({during})") from why
@@ -264,7 +266,8 @@ class ShardPool:
             if order.number == 0 or now - order.unavailable_since > self._options.unavailable_timeout:
                 self._lose(shard, error, during)
             else:  # send it again soon, with the parameters: it is unknown whether they have arrived
-                order.ref, order.retry_at, shard.version = None, now + _RETRY_SECONDS, 0
+                order.ref, order.retry_at = None, now + _RETRY_SECONDS
+                shard.versions = [0] * len(self._versions)
             return None
         except _TROUBLES as error:
             raise SamplerBrokenError(f"{shard} cannot answer ({during}): {error}") from error

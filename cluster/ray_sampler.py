@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false
+from penstock.buffers.samples import layouts_of
 from penstock.cluster.placement import connect, node_resources
 from penstock.cluster.ray_pool import ShardOptions, ShardPool
 from penstock.cluster.shard import ShardPlan, ShardSpec
@@ -26,6 +27,7 @@ from penstock.samplers.config import SamplerState
 from penstock.samplers.parallel import ParallelSampler
 from penstock.samplers.sampler import EVALUATION, Sampler
 from penstock.samplers.sampler_plan import EnvRange, make_plans
+from penstock.samplers.seating import PolicyOf
 from penstock.samplers.serial import SerialSampler
 from penstock.samplers.stats import SamplerStats, WorkerStats
 from penstock.workers.call_guard import GuardedCall
@@ -208,41 +210,54 @@ class RaySampler(Sampler):
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> ShardPool:
         config, program = self.config, allocation.program
-        if program.seating is not None and (not program.seating.is_shared or config.eval_max_trajectories):
+        if program.seating is not None and config.eval_max_trajectories:
             raise ConfigError(
-                "a RaySampler of environments with several agents takes one agent for all of them, and counts the "
-                "games of an evaluation with eval_episodes: give one agent, and leave eval_max_trajectories out"
+                "a RaySampler of environments with several agents counts the games of an evaluation with "
+                "eval_episodes: leave eval_max_trajectories out"
             )
+        agents = dict(zip(self._agents, program.agents, strict=True))
+        recorded = [name for p, name in enumerate(agents) if p not in program.unrecorded]
         spec = ShardSpec(
             sampler_cls=self._sampler_cls,
             sampler_options=self._sampler_options,
             config=config,
-            agent=program.agents[0],
+            agents=self._by_policy(agents),
             plans=tuple(plan for plan in self._plans if isinstance(plan, ShardPlan)),
             n_cpus=self._workers_per_shard,
             affinity=self._affinity,
             setup={
                 "seed": program.seed,
-                "bootstrap_value": "bootstrap_value" in allocation.memory.slots[0],
+                "bootstrap_value": "bootstrap_value" in layouts_of(allocation.memory.slots[0])[0],
                 "traj_info_kwargs": program.traj_info_kwargs,
                 "n_envs": self._env_range.n_envs,
                 "n_eval_envs": self._env_range.n_eval_envs,
+                "record": None if self._is_shared else recorded,
             },
-            seat_width=0 if program.seating is None else program.seating.width,
+            seats=None if program.seating is None else (program.seating, allocation.examples),
         )
         try:
             pickled = bytes(cloudpickle.dumps(spec))
         except Exception as error:  # pickling runs the user's code, which may raise anything
-            raise unpicklable({"agent": spec.agent, **vars(config)}, error) from error
+            policy_of = None if program.seating is None else program.seating.chooser
+            raise unpicklable({"agent": spec.agents, "policy_of": policy_of, **vars(config)}, error) from error
         needs, options = self._needs(self._workers_per_shard), self._shard_options
         return ShardPool(spec.plans, needs, pickled, config, allocation.memory, options, resources)
 
     @property
-    def _n_seats(self) -> int | None:
-        return None if self._seating is None else self._seating.n_seats(0)
+    def _n_seats(self) -> Any:
+        """See `SampleSpec`; with a dict of agents, that of each policy."""
+        seating = self._seating
+        return seating and self._by_policy({name: seating.n_seats(p) for p, name in enumerate(seating.policies)})
 
     def _take_traj_infos(self, pool: Any, slot: int = 0, opening: int | None = None) -> list[TrajInfo]:
         return self._as_infos(pool.take_messages(), evaluation=slot == EVALUATION)
+
+    def set_policy_of(self, policy_of: PolicyOf) -> None:
+        """As `Sampler.set_policy_of`. Raises `ConfigError` with `on_node_failure="restart"` too: a shard that is built
+        again would begin with the first function."""
+        if self._shard_options.is_restarted:
+            raise ConfigError('set_policy_of needs on_node_failure="raise": a new shard would have the first policy_of')
+        super().set_policy_of(policy_of)
 
     # ---- streaming -------------------------------------------------------------------------
 
@@ -281,13 +296,13 @@ class RaySampler(Sampler):
                 self._guard.state = SamplerState.READY
 
     def _next_piece(self, pool: ShardPool, stream: Stream) -> Piece:
-        newest = self._memory.parameters[0].version
+        newest = [own.version for own in self._memory.parameters]
         try:
             shard, reply, itr, staleness = stream.take(newest)
         except BaseException as error:
             pool.close_if_broken(error)
             raise
-        self.policy_version = reply.version
+        self.policy_version = self._by_policy(dict(zip(self._agents, reply.versions, strict=True)))
         traj_infos = self._as_infos(reply.found)
         samples = as_samples(self._memory.slots[0], reply, self.batch_T, self._n_seats)
         self._metrics.training.extend(traj_infos)
@@ -298,7 +313,7 @@ class RaySampler(Sampler):
             traj_infos=traj_infos,
             shard=shard.plan.worker_rank,
             env_ranks=shard.plan.env_ranks,
-            policy_version=reply.version,
+            policy_version=self.policy_version,
             staleness=staleness,
             itr=itr,
         )

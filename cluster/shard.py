@@ -7,7 +7,7 @@ import pickle
 import queue
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -19,12 +19,15 @@ from penstock import errors
 from penstock.agents import Agent
 from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import RemoteTraceback, dump_exception, in_one_line, load_exception
+from penstock.envs import EnvFactory
 from penstock.envs.calls import EnvCall
 from penstock.samplers.allocation import eval_fn, eval_kwargs
+from penstock.samplers.column_states import StateMessage
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.results import Trajectories
 from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_plan import SamplerPlan, episodes_per_env, eval_max_T
+from penstock.samplers.seating import Seating
 from penstock.samplers.serial import SerialSampler
 from penstock.workers.affinity import limit_threads, usable_cpus
 from penstock.workers.control import Command
@@ -33,8 +36,8 @@ from penstock.workers.plan import Affinity
 _CLOSE_SECONDS = 2.5
 _GENERATION_BITS = 16  # the lowest bits of a generation count the replaced workers of one actor, the others the actors
 
-#: A version of the parameters, and their values by name.
-Parameters = tuple[int, dict[str, npt.NDArray[Any]]]
+#: The index of a policy, a version of its parameters, and their values by name.
+Parameters = tuple[int, int, dict[str, npt.NDArray[Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +61,12 @@ class ShardSpec:
     sampler_cls: type[Sampler]
     sampler_options: Mapping[str, Any]  #: arguments that only this class has
     config: SamplerConfig  #: of all shards together
-    agent: Agent  #: a copy that acts
+    agents: Agent | Mapping[str, Agent]  #: copies that act
     plans: tuple[ShardPlan, ...]
     n_cpus: int  #: that a shard takes
     affinity: Affinity
     setup: Mapping[str, Any]  #: further arguments of `initialize`
-    seat_width: int = 0  #: see `Seating.width`
+    seats: tuple[Seating, Sequence[EnvFactory]] | None = None  #: see `InitArguments`; of all shards together
 
     def options(self, plan: ShardPlan) -> dict[str, Any]:
         """The arguments of the sampler of one shard."""
@@ -133,7 +136,7 @@ class Reply:
 
     arrays: dict[str, npt.NDArray[Any]]  #: its columns of the samples buffer, by path; empty except for batches
     found: Trajectories  #: finished trajectories, or the results of a call
-    version: int  #: of the parameters that acted
+    versions: tuple[int, ...]  #: of the parameters of each policy that acted
 
 
 class ShardHost:
@@ -152,7 +155,7 @@ class ShardHost:
         self._replies: dict[int, Future[Started | Reply | Failure]] = {0: Future()}  # number 0 is the start
         self._n_known = 0  # the driver has the replies to all orders below this number
         self._spare: list[dict[str, npt.NDArray[Any]]] = []  # arrays to use again: the driver has their replies
-        self._parameters: Parameters | None = None
+        self._parameters: dict[int, Parameters] = {}  # new ones, by policy
         self._is_evaluating = False
         self._sampler: Any = None
         self._thread = threading.Thread(target=self._work, args=(spec,), name="penstock-shard", daemon=True)
@@ -161,13 +164,12 @@ class ShardHost:
     # ---- calls of the driver ---------------------------------------------------------------
 
     def run(
-        self, number: int, n_known: int, command: Command, message: bytes | None, parameters: Parameters | None
+        self, number: int, n_known: int, command: Command, message: bytes | None, *parameters: Parameters
     ) -> Started | Reply | Failure | None:
         """Run order `number` after those before it, with these parameters or newer ones. Order 0 is the start. The
         driver has the replies to all orders below `n_known`. If it does not know whether an order has arrived, it gives
         this order again, and gets the same reply."""
-        if parameters is not None:
-            self.take_parameters(parameters)
+        self.take_parameters(*parameters)
         with self._lock:
             self._n_known = max(self._n_known, n_known)
             if number < self._n_known:
@@ -184,11 +186,13 @@ class ShardHost:
             future = self._replies[number]
         return future.result()
 
-    def take_parameters(self, parameters: Parameters) -> None:
-        """From the next order on, act with these parameters, unless there are newer ones."""
+    def take_parameters(self, *parameters: Parameters) -> None:
+        """From the next order on, act with these parameters of some policies, unless there are newer ones."""
         with self._lock:
-            if self._parameters is None or parameters[0] > self._parameters[0]:
-                self._parameters = parameters
+            for own in parameters:
+                p, version, _ = own
+                if p not in self._parameters or version > self._parameters[p][1]:
+                    self._parameters[p] = own
 
     def n_finished(self) -> int:
         """How many trajectories the evaluation that runs has finished so far; 0 if none runs."""
@@ -233,12 +237,13 @@ class ShardHost:
         options, plan = spec.options(self._plan), self._plan
         sampler = spec.sampler_cls(options.pop("env_fn"), **options)
         sampler._generation = self._generation << _GENERATION_BITS
-        sampler._seat_width = spec.seat_width
+        if spec.seats is not None:
+            sampler._seats = spec.seats[0].part(plan), spec.seats[1]
         sampler._makes_infos = False  # the driver makes them, in the order of all shards
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the driver has given the same warnings
             sampler.initialize(
-                spec.agent,
+                spec.agents,
                 first_env_rank=plan.env_ranks.start,
                 first_eval_env_rank=plan.eval_env_ranks.start,
                 affinity=_own_affinity(spec),
@@ -252,11 +257,12 @@ class ShardHost:
         sampler, arrays = self._sampler, {}
         found: Any = []
         with self._lock:
-            parameters, self._parameters = self._parameters, None
+            parameters, self._parameters = self._parameters, {}
         try:
-            shared = sampler._memory.parameters[0]
-            if parameters is not None and parameters[0] > shared.version:
-                shared.publish(parameters[1], parameters[0])
+            shared = sampler._memory.parameters
+            for p, version, values in parameters.values():
+                if version > shared[p].version:
+                    shared[p].publish(values, version)
             if command.has_message:
                 found = self._call(pickle.loads(message or b""))
             elif command.do_eval:
@@ -264,7 +270,7 @@ class ShardHost:
             else:
                 _, found = sampler.obtain_samples(command.itr)
                 arrays = self._copy_batch()
-            return Reply(arrays, [_portable(item) for item in found], shared.version)
+            return Reply(arrays, [_portable(item) for item in found], tuple(own.version for own in shared))
         except BaseException as error:
             return Failure.of(error)
 
@@ -294,7 +300,10 @@ class ShardHost:
                 arrays[path] = array.copy()
         return arrays
 
-    def _call(self, call: EnvCall) -> list[ObjectMessage]:
+    def _call(self, call: EnvCall | StateMessage) -> list[ObjectMessage]:
+        if isinstance(call, StateMessage):
+            self._sampler._send(call, "set_policy_of")
+            return []
         columns = self._plan.eval_columns if call.evaluation else self._plan.columns
         if not columns:
             return []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.buffers import NamedArrays, Samples
-from penstock.buffers.samples import public_view
+from penstock.buffers.samples import batch_view
 from penstock.cluster.ray_pool import Shard, ShardPool
 from penstock.cluster.shard import Reply, Started
 from penstock.collectors import TrajInfo
@@ -19,15 +21,16 @@ class Piece:
     """One shard's part of a batch, as `RaySampler.stream` yields it.
 
     `samples` are torch tensors `[batch_T, n, ...]` of the shard's n environments. They are in memory of Ray, which can
-    only be read: copy what you want to change. The memory is freed with the piece.
+    only be read: copy what you want to change. The memory is freed with the piece. With a dict of agents, they are
+    `PolicySamples`, with the shard's columns of each policy.
     """
 
     samples: Samples
     traj_infos: list[TrajInfo]
     shard: int
     env_ranks: range  #: of the columns
-    policy_version: int  #: of the parameters that acted
-    staleness: int  #: the newest version when you got the piece, minus `policy_version`
+    policy_version: Any  #: of the parameters that acted; with a dict of agents, a dict of the version of each
+    staleness: int  #: the newest version when you got the piece, minus `policy_version`: the largest of all policies
     itr: int  #: the number of this piece of the shard; the first has the `itr` of `stream`
 
 
@@ -48,8 +51,9 @@ class Stream:
             self._pool.give(shard, Command(self._itr + self._given[shard]), self._number)
             self._given[shard] += 1
 
-    def take(self, newest_version: int) -> tuple[Shard, Reply, int, int]:
-        """Wait for the next piece that is not too old. Returns it with its itr and its staleness."""
+    def take(self, newest: Sequence[int]) -> tuple[Shard, Reply, int, int]:
+        """Wait for the next piece that is not too old. Returns it with its itr and its staleness. `newest`: the newest
+        version of each policy."""
         self._pool.send_parameters()
         while True:
             while not self._come:
@@ -58,7 +62,7 @@ class Stream:
             itr = self._itr + self._taken[shard]
             self._taken[shard] += 1
             self._fill(shard)
-            staleness = newest_version - reply.version
+            staleness = max(new - old for new, old in zip(newest, reply.versions, strict=True))
             if self._max_staleness is None or staleness <= self._max_staleness:
                 shard.batches += 1
                 return shard, reply, itr, staleness
@@ -81,10 +85,10 @@ class Stream:
         self._come.clear()
 
 
-def as_samples(template: NamedArrays, reply: Reply, batch_T: int, n_seats: int | None) -> Samples:
+def as_samples(template: NamedArrays, reply: Reply, batch_T: int, n_seats: int | Mapping[str, int] | None) -> Any:
     """The samples of a piece; nothing is copied. `template` has the structure of a slot of the samples buffer."""
     arrays = iter([reply.arrays[path] for path, _ in template.leaves()])
-    view = public_view(template.map(lambda _: next(arrays)), batch_T, n_seats)
+    view = batch_view(template.map(lambda _: next(arrays)), batch_T, n_seats)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return view.torch()

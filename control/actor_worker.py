@@ -12,7 +12,8 @@ import numpy.typing as npt
 from penstock.agents import Agent, AgentStep
 from penstock.arguments import integer
 from penstock.buffers.named import as_named
-from penstock.control.parameters import ParameterClient
+from penstock.buffers.samples import for_each_policy
+from penstock.control.parameters import ParameterClient, by_policy, write_parameters
 from penstock.control.pieces import piece_of, to_tree
 from penstock.control.policy_worker import AgentPlan
 from penstock.control.statuses import FINAL
@@ -20,6 +21,7 @@ from penstock.control.streams import InferenceClient, Routing, SampleProducer
 from penstock.control.worker import PollResult, Worker
 from penstock.errors import ConfigError, PenstockError
 from penstock.samplers import Sampler
+from penstock.samplers.seating import PolicyOf
 
 _PUT_SECONDS = 0.2  # how long a poll waits for a consumer
 _ANSWER_SECONDS = 600.0  # how long it waits for a policy worker, which may be silent or be started again
@@ -29,7 +31,7 @@ _ANSWER_SECONDS = 600.0  # how long it waits for a policy worker, which may be s
 class Actors:
     """`count` actors, each with a sampler that `make_sampler` returns, for example
     `partial(AlternatingSampler, "CartPole-v1", batch_T=64, batch_B=16)`. The sampler must not be initialized yet.
-    `bootstrap_value` is that of `sampler.initialize`.
+    `bootstrap_value`, `policy_of` and `record` are those of `sampler.initialize`.
 
     With `inference`, the name of a stream of policy workers, these act for the actors. Otherwise each actor acts
     itself, with the newest parameters. `samples` is the name of the stream for the samples; `SampleProducer` explains
@@ -47,6 +49,8 @@ class Actors:
     bootstrap_value: bool = True
     resources: Mapping[str, float] | None = None
     joining: int = 0
+    policy_of: PolicyOf | None = None
+    record: Sequence[str] | None = None
 
     @property
     def joining_names(self) -> list[str]:
@@ -92,11 +96,11 @@ class ActorWorker(Worker):
 
     def _configure(self, generation: int = 0) -> None:
         self._generation = integer("generation", generation, 0)
-        self._agent: Agent
+        self._agent: Any  # an agent, or a dict of agents
         if self._actors.inference is None:
             self._parameters = ParameterClient(self.wire, self.names, self._policy)
             self._agent = self._plan.agent()
-            self._agent.write_parameters(self._parameters.first(self._must_end))
+            write_parameters(self._agent, self._parameters.first(self._must_end))
             self._version = self._parameters.version
         else:
             options: dict[str, Any] = {"timeout": _ANSWER_SECONDS, "is_over": self._must_end, "generation": generation}
@@ -105,7 +109,7 @@ class ActorWorker(Worker):
         stream, options = self._actors.samples, {"name": self.name, "credit": self._credit}
         self._producer = SampleProducer(self.wire, self.names, stream, routing=self._actors.routing, **options)
         # Whether a policy worker has recurrent state for this actor.
-        self._is_recurrent = self._client is not None and self._plan.make_agent().recurrent
+        self._is_recurrent = self._client is not None and by_policy(self._plan.make_agent())[""].recurrent
         self._begin_episodes()
 
     def _must_end(self) -> bool:
@@ -129,6 +133,8 @@ class ActorWorker(Worker):
             self._agent,
             seed=self._plan.seed,
             bootstrap_value=self._actors.bootstrap_value,
+            policy_of=self._actors.policy_of,
+            record=self._actors.record,
             rank=self._rank,
             world_size=self._world_size,
         )
@@ -159,7 +165,8 @@ class ActorWorker(Worker):
         samples, infos = self._sampler.obtain_samples(max(0, self._version[1] - 1))
         if not self._is_recurrent or self._n_moves == n_moves:
             # The stream keeps the piece until a consumer has taken it. The next batch overwrites the samples before.
-            piece = piece_of(samples.numpy().copy(), infos, self._version, self.name)
+            copied = for_each_policy(lambda own: own.numpy().copy(), samples)
+            piece = piece_of(copied, infos, self._version, self.name)
             self._version = (piece["lineage"], piece["version"])
             return piece
         self._n_truncated += self._sampler.batch_B
@@ -170,8 +177,9 @@ class ActorWorker(Worker):
     def _load_newer_parameters(self) -> None:
         newer = self._parameters.newer()
         if newer is not None:
-            self._agent.write_parameters(newer)
-            self._agent.sync_shared_memory()
+            write_parameters(self._agent, newer)
+            for own in by_policy(self._agent).values():
+                own.sync_shared_memory()
             self._version = self._parameters.version
 
     def _stats(self) -> Mapping[str, float]:

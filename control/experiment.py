@@ -29,6 +29,9 @@ from penstock.envs.factory import build_example_env, close_example_env, env_fact
 from penstock.envs.seats import ParallelView, view_of
 from penstock.errors import ClusterError, ConfigError, PeerLostError
 from penstock.samplers import AsyncSampler
+from penstock.samplers.allocation import prepared_factories
+from penstock.samplers.config import SamplerConfig
+from penstock.samplers.seating import find_seating
 from penstock.workers.marking import marked
 
 if TYPE_CHECKING:
@@ -54,13 +57,14 @@ class Experiment:
 
     Args:
         name: of the experiment.
-        make_agent: returns an agent that is not initialized. All workers call it, and initialize with the same seed.
+        make_agent: returns an agent that is not initialized, or for environments of several agents a dict of agents
+            (see `Actors.policy_of`). All workers call it, and initialize with the same seed.
         actors, policies, training: the workers. Without `policies`, the actors act themselves.
         seed: fixes the first parameters and all random streams; None takes a new seed.
     """
 
     name: str
-    make_agent: Callable[[], Agent]
+    make_agent: Callable[[], Agent | Mapping[str, Agent]]
     actors: Actors
     training: Training
     policies: Policies | None = None
@@ -213,8 +217,8 @@ class Experiment:
             prefix = "single_" if batched else ""
             if not isinstance(env, ParallelView):
                 spaces = [getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action")]
-            elif self.actors.inference is None:  # one policy plays all agents, whose spaces are equal
-                spaces = list(env.spaces[env.possible_agents[0]])
+            elif self.actors.inference is None:
+                spaces = self._spaces_of_seats(config, env)
             else:
                 raise ConfigError(
                     "policy workers act for environments of one agent, and env_fn returns one of several: leave "
@@ -226,6 +230,19 @@ class Experiment:
         seed = fresh_seed() if self.seed is None else self.seed
         n_actors = self.actors.count + self.actors.joining
         return AgentPlan(self.make_agent, spaces[0], spaces[1], seed, sampler.batch_B * n_actors)
+
+    def _spaces_of_seats(self, config: SamplerConfig, env: ParallelView) -> list[Any]:
+        """The two spaces where several agents share an environment; with a dict of agents, a dict of those of each."""
+        agents = self.make_agent()
+        if not isinstance(agents, Mapping):  # it plays all of them, and their spaces are equal
+            return list(env.spaces[env.possible_agents[0]])
+        factories = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
+        factories = prepared_factories(tuple(agents.values()), factories, config)
+        with marked:
+            first = build_example_env(factories[0])
+            close_example_env(first)
+            _, seats = find_seating([(factories, 0), ((), 0)], agents, self.actors.policy_of, (factories[0], first))
+        return [dict(zip(agents, own, strict=True)) for own in zip(*(spaces for *_, spaces in seats), strict=True)]
 
     def _makers(self, plan: AgentPlan) -> dict[str, Callable[[], Worker]]:
         """Functions that make the workers, by name, in the order in which the workers start."""

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from penstock.agents import Agent
 from penstock.control.name_table import NameClient
 from penstock.control.streams import Inboxes, NamedInbox
 from penstock.control.wire import Answer, Letter, Peer, Wire
@@ -23,6 +24,26 @@ _FOR_EVER = 1e9  # seconds
 _FIRST_SECONDS = 100.0  # how long a worker waits for the first parameters
 _PATIENCE_SECONDS = 10.0  # a request for the next version may wait for long
 _PASS_SECONDS = 120.0  # how long another worker may take to send the parameters on, unless it is silent
+
+
+def by_policy(agent: Any) -> dict[str, Agent]:
+    """A dict of agents as it is; one agent as `{"": agent}`."""
+    return dict(agent) if isinstance(agent, Mapping) else {"": agent}
+
+
+def read_parameters(agent: Any) -> dict[str, Any]:
+    """The parameters of an agent. Those of a dict of agents have names such as `speaker/weight`."""
+    found: dict[str, Any] = {}
+    for policy, own in by_policy(agent).items():
+        found |= {f"{policy}/{name}" if policy else name: value for name, value in own.read_parameters().items()}
+    return found
+
+
+def write_parameters(agent: Any, parameters: Mapping[str, Any]) -> None:
+    """Copy parameters into an agent, or a dict of agents, as `read_parameters` returns them."""
+    for policy, own in by_policy(agent).items():
+        head = f"{policy}/" if policy else ""
+        own.write_parameters({n.removeprefix(head): value for n, value in parameters.items() if n.startswith(head)})
 
 
 class ParameterServer(NamedInbox):

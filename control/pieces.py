@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.buffers import NamedArrays, Samples
+from penstock.buffers import NamedArrays, PolicySamples, Samples
 from penstock.buffers.named import as_named
 from penstock.buffers.samples import PER_COLUMN, AgentSamples, EnvSamples
 from penstock.buffers.tree import map_tree
@@ -27,8 +27,9 @@ class Batch:
 
     Attributes:
         samples: torch tensors `[T, B, ...]`; B counts the environments of all pieces. Several pieces may be of the same
-            actor.
-        infos: figures of the trajectories that have finished, by name: `infos["Return"]` `[n]`.
+            actor. With a dict of agents, these are `PolicySamples`.
+        infos: figures of the trajectories that have finished, by name: `infos["Return"]` `[n]`. With a dict of agents,
+            those of games; `infos["speaker/Return"]` has those of the agents that a policy has played.
         versions: the version of the parameters of each piece, `[number of pieces]`. Each life of a trainer counts its
             own versions: with `max_staleness`, all pieces are of the present one.
     """
@@ -38,19 +39,31 @@ class Batch:
     versions: np.ndarray[Any, Any]
 
 
-def piece_of(samples: Samples, infos: Sequence[TrajInfo], version: tuple[int, int], actor: str) -> dict[str, Any]:
+def piece_of(
+    samples: Samples | PolicySamples, infos: Sequence[TrajInfo], version: tuple[int, int], actor: str
+) -> dict[str, Any]:
     """A piece as a message. Its `policy_version` is what the inference stream has reported for each action, otherwise
     `version`: lineage and number. Its `lineage` is 0 if several lineages have acted."""
-    tree = to_tree(samples)
-    reported = tree["agent"]["agent_info"].pop("stream_version", None)
-    versions = np.full((*samples.agent.policy_version.shape, 2), version) if reported is None else reported
-    tree["agent"]["policy_version"] = versions[..., 1].copy()
-    lineages, numbers = versions[versions[..., 0] != 0].T  # where an environment has waited, nobody has acted
+    each = {"": samples} if isinstance(samples, Samples) else dict(samples.items())
+    trees, seen, groups = {name: to_tree(own) for name, own in each.items()}, list[Any](), dict[str, list[TrajInfo]]()
+    for name, own in each.items():
+        tree = trees[name]["agent"]
+        reported = tree["agent_info"].pop("stream_version", None)
+        versions = np.full((*own.agent.policy_version.shape, 2), version) if reported is None else reported
+        tree["policy_version"] = versions[..., 1].copy()
+        seen.append(versions[versions[..., 0] != 0])  # where an environment has waited, nobody has acted
+    for info in infos:
+        policy = None if "" in each else info.policy
+        groups.setdefault(f"{policy}/" if policy else "", []).append(info)
+    lineages, numbers = np.concatenate(seen).T
     lineage = int(lineages[0]) if len(lineages) and (lineages == lineages[0]).all() else 0
-    names = [name for name, value in vars(infos[0]).items() if _is_figure(name, value)] if infos else []
-    figures = {name: np.array([getattr(info, name) for info in infos], np.float64) for name in names}
+    figures: dict[str, Any] = {}
+    for head, group in groups.items():
+        names = [name for name, value in vars(group[0]).items() if _is_figure(name, value)]
+        figures |= {f"{head}{name}": np.array([getattr(info, name) for info in group], np.float64) for name in names}
     number = int(numbers.min(initial=2**62))
-    return {"samples": tree, "infos": figures, "lineage": lineage, "version": number, "actor": actor}
+    named = {"samples": trees.get("", trees), "policies": [name for name in trees if name]}
+    return {**named, "infos": figures, "lineage": lineage, "version": number, "actor": actor}
 
 
 def _is_figure(name: str, value: object) -> bool:
@@ -59,14 +72,18 @@ def _is_figure(name: str, value: object) -> bool:
 
 def batch_of(pieces: Sequence[Mapping[str, Any]]) -> Batch:
     """Join pieces along B."""
-    env, agent = (_joined([piece["samples"][part] for piece in pieces]) for part in ("env", "agent"))
-    samples = Samples(env=EnvSamples(env), agent=AgentSamples(agent))
+    each = {}
+    for policy in pieces[0]["policies"] or [""]:
+        trees = [piece["samples"][policy] if policy else piece["samples"] for piece in pieces]
+        env, agent = (_joined([tree[part] for tree in trees]) for part in ("env", "agent"))
+        each[policy] = Samples(env=EnvSamples(env), agent=AgentSamples(agent)).torch()
+    samples: Any = each[""] if "" in each else PolicySamples(each)
     names = {name for piece in pieces for name in piece["infos"]}
     infos = {
         name: np.concatenate([piece["infos"][name] for piece in pieces if name in piece["infos"]])
         for name in sorted(names)
     }
-    return Batch(samples.torch(), infos, np.array([piece["version"] for piece in pieces]))
+    return Batch(samples, infos, np.array([piece["version"] for piece in pieces]))
 
 
 def _joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

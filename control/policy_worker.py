@@ -15,7 +15,7 @@ from penstock.arguments import integer
 from penstock.buffers.named import as_named
 from penstock.buffers.tree import map_tree
 from penstock.collectors.acting import as_agent_step
-from penstock.control.parameters import ParameterClient
+from penstock.control.parameters import ParameterClient, by_policy
 from penstock.control.pieces import to_tree
 from penstock.control.statuses import FINAL
 from penstock.control.streams import InferenceInbox
@@ -32,22 +32,27 @@ _WAIT_SECONDS = 0.05  # how long a poll waits for the first request
 class AgentPlan:
     """How to make the agent of an experiment, and what to initialize it with."""
 
-    make_agent: Callable[[], Agent]
-    observation_space: Any
+    make_agent: Callable[[], Agent | Mapping[str, Agent]]
+    observation_space: Any  #: with a dict of agents, a dict of that of each policy
     action_space: Any
     seed: int
     n_envs: int  #: of all actors together
 
-    def agent(self) -> Agent:
-        """A new agent. Its first parameters depend on the seed only."""
-        agent = self.make_agent()
-        if not isinstance(agent, Agent):
+    def agent(self) -> Any:
+        """A new agent, or dict of agents. The first parameters depend on the seed only."""
+        agent, own, streams = self.make_agent(), self.observation_space, ColumnStreams(self.seed, range(1))
+        spaces = {"": (own, self.action_space)}
+        if type(own) is dict:
+            spaces = {name: (own[name], self.action_space[name]) for name in own}
+        each = by_policy(agent)
+        if each.keys() != spaces.keys() or not all(isinstance(policy, Agent) for policy in each.values()):
             raise ConfigError(
-                f"make_agent must return an Agent, got {brief(agent)}: an experiment has one policy, which may play "
-                "several agents of an environment. For several policies, use a ParallelSampler or an AsyncSampler"
+                f"make_agent must return an Agent, got {brief(agent)}. For environments of several agents, it may "
+                "return a dict of Agents, with the same names each time: wrap a function as FunctionAgent(function)"
             )
-        model_seed = ColumnStreams(self.seed, range(1)).env_seeds(Purpose.MODEL)[0]
-        agent.runtime.ensure_initialized(self.observation_space, self.action_space, model_seed)
+        for p, (name, policy) in enumerate(each.items()):
+            model_seed = streams.env_seeds(Purpose.MODEL, *([p] if p else []))[0]
+            policy.runtime.ensure_initialized(*spaces[name], model_seed)
         return agent
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.agents import Agent
-from penstock.control.parameters import ParameterServer
+from penstock.buffers.samples import parts_of
+from penstock.control.parameters import ParameterServer, by_policy, read_parameters
 from penstock.control.pieces import Batch, batch_of
 from penstock.control.policy_worker import AgentPlan
 from penstock.control.statuses import FINAL, Status
@@ -25,7 +25,7 @@ _FOREIGN = float("inf")  # the staleness of a piece that an earlier life of the 
 
 
 class Trainer(Protocol):
-    """A class that you write. It is called with the initialized agent."""
+    """A class that you write. It is called with the initialized agent, or dict of agents."""
 
     def step(self, batch: Batch) -> Mapping[str, float] | None:
         """Train on one batch: change the parameters of the agent. Returns figures, which the panel shows, or None."""
@@ -57,7 +57,7 @@ class Training:
     fails, all begin again from the checkpoint.
     """
 
-    make_trainer: Callable[[Agent], Trainer]
+    make_trainer: Callable[[Any], Trainer]
     stream: str = "train"
     batch: int = 1
     max_staleness: int | None = None
@@ -105,7 +105,7 @@ class TrainerWorker(Worker):
         if self._rank == 0:
             self._server = ParameterServer(self.wire, self.names, self._policy)
             self._lineage = self._server.lineage
-            self._server.publish(self._version, self._agent.read_parameters())
+            self._server.publish(self._version, read_parameters(self._agent))
         if self._group is not None:  # nobody saves before all have loaded
             self._lineage = self._group.lineage_of_rank_0(self._lineage)
         holds = self._training.max_staleness is not None
@@ -147,11 +147,11 @@ class TrainerWorker(Worker):
             raise
         self._version += 1
         if self._server is not None:
-            self._server.publish(self._version, self._agent.read_parameters())
+            self._server.publish(self._version, read_parameters(self._agent))
         self._consumer.release()  # after `publish`: the next pieces are acted by the new parameters
         if self._checkpoint is not None and self._version % self._training.save_every == 0 and self._rank == 0:
             self._save(self._checkpoint)
-        return PollResult(batch.samples.env.reward.numel(), 1)
+        return PollResult(sum(own.env.reward.numel() for own in parts_of(batch.samples)), 1)
 
     def _staleness(self, piece: Mapping[str, Any]) -> float:
         """How many versions old its parameters are."""
@@ -167,7 +167,8 @@ class TrainerWorker(Worker):
         import torch
 
         part = path.with_name(f".{path.name}.part")
-        state = {"version": self._version, "agent": self._agent.state_dict(), "trainer": self._trainer.state_dict()}
+        each = {name: own.state_dict() for name, own in by_policy(self._agent).items()}
+        state = {"version": self._version, "agent": each.get("", each), "trainer": self._trainer.state_dict()}
         torch.save(state, part)
         os.replace(part, path)
 
@@ -176,7 +177,8 @@ class TrainerWorker(Worker):
 
         state = torch.load(path, weights_only=False)  # the user's own file
         self._version = int(state["version"])
-        self._agent.load_state_dict(state["agent"])
+        for name, own in by_policy(self._agent).items():
+            own.load_state_dict(state["agent"][name] if name else state["agent"])
         self._trainer.load_state_dict(state["trainer"])
 
     def _stats(self) -> Mapping[str, float]:

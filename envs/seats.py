@@ -11,7 +11,7 @@ import importlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -66,11 +66,16 @@ class SeatTable:
     first_env_rank: int = 0
     #: Where the policy of a seat is chosen for each game: how many policies there are. Each has a column for each seat.
     n_policies: int = 0
+    #: The largest number of agents in an environment. That of all shards, in a shard: seats are numbered with it.
+    most: int = 0
 
-    @property
-    def most(self) -> int:
-        """The largest number of agents in an environment."""
-        return max(map(len, self.agents), default=0)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "most", max(self.most, *map(len, self.agents), 0))
+
+    def part(self, envs: range) -> SeatTable:
+        """The table of these environments alone, with the same numbers of seats."""
+        own, first = slice(envs.start, envs.stop), self.first_env_rank + envs.start
+        return replace(self, agents=self.agents[own], policy=self.policy[own], first_env_rank=first)
 
     @cached_property
     def _by_policy(self) -> dict[int, list[tuple[int, int, AgentId]]]:

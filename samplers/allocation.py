@@ -76,7 +76,8 @@ class InitArguments:
     central: bool  #: whether workers hold no agent
     policy_of: PolicyOf | None = None
     record: object = None  #: the names of the policies that are recorded; None: all
-    seat_width: int = 0  #: see `Seating.width`
+    #: In a shard: who sits where, and what builds the example environment of each policy, as the driver has found them.
+    seats: tuple[Seating, Sequence[EnvFactory]] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Allocation:
     program: SamplerProgram
     plans: tuple[SamplerPlan, ...]  #: with the columns of each policy
     worker_data: Sequence[WorkerFactories]  #: by worker rank
+    examples: Sequence[EnvFactory]  #: what builds an example environment, for each policy
     inference_difference: float | None  #: see `SamplerStats`
     episodes: RecordedEpisodes | None  #: the recorded ones, if `seed_episodes=True`
 
@@ -103,16 +105,19 @@ def allocate(
     train = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
     n_evals = config.eval_n_envs
     evals = env_factories(eval_fn(config), eval_kwargs(config), n_evals, "eval_") if n_evals else ()
-    train, evals = (_prepared_factories(each, factories, config) for factories in (train, evals))
+    train, evals = (prepared_factories(each, factories, config) for factories in (train, evals))
     examples, plans, seating = [train[0].as_example(config.spaces)], setup.plans, None
     built = build_example_env(examples[0], batched=config.example_size)
     if isinstance(built, ParallelView):
         close_example_env(built)
-        sides = (train, env_range.first_env_rank), (evals, env_range.first_eval_env_rank)
-        seating, seats = find_seating(sides, agents, setup.policy_of, setup.seat_width, (train[0], built))
+        if setup.seats is None:
+            sides = (train, env_range.first_env_rank), (evals, env_range.first_eval_env_rank)
+            seating, seats = find_seating(sides, agents, setup.policy_of, (train[0], built))
+            examples = [_of_one_seat(factory, agent_id) for factory, agent_id, _ in seats]
+        else:
+            seating, examples = setup.seats[0], list(setup.seats[1])
         _refuse_with_seats(config, setup, seating)
         plans = tuple(seating.with_cells(plan) for plan in plans)
-        examples = [_of_one_seat(factory, agent_id) for factory, agent_id in seats]
     else:
         _refuse_for_one_agent(config, agents, setup.policy_of, built)
     traj_info_kwargs = _checked_traj_info_kwargs(config.traj_info_cls, setup.traj_info_kwargs)
@@ -153,7 +158,7 @@ def allocate(
     for agent, parameters in zip(each, memory.parameters, strict=True):
         resources.callback(agent.runtime.unshare_memory, parameters)
     episodes = RecordedEpisodes(memory, train, setup.seed, config.crash_dir) if config.seed_episodes else None
-    return Allocation(buffer.batches, memory, program, plans, worker_data, difference, episodes)
+    return Allocation(buffer.batches, memory, program, plans, worker_data, examples, difference, episodes)
 
 
 @contextmanager
@@ -191,7 +196,7 @@ def _are_recorded(record: Any, agents: object) -> Sequence[bool]:
     return [name in record for name in names]
 
 
-def _prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory], config: SamplerConfig) -> Any:
+def prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory], config: SamplerConfig) -> Any:
     """The factories, which may return environments of several agents; with masks in the observations, if the agents
     have them in `info`."""
     keys = {info_key(getattr(agent, "mask_key", None)) for agent in agents}

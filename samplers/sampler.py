@@ -26,7 +26,7 @@ from penstock.buffers.samples import for_each_policy, parts_of
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, pickled, results, single_results
-from penstock.envs.factory import descriptions, env_factories
+from penstock.envs.factory import EnvFactory, descriptions, env_factories
 from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.video import warn_if_unwritten
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
@@ -178,8 +178,8 @@ class Sampler(TakesEnvFn, ABC):
     #: How often the environments have been built again, in a sampler that replaces a lost one.
     _generation = 0
 
-    #: The largest number of agents in an environment of all shards, plus one, in the sampler of a shard.
-    _seat_width = 0
+    #: In the sampler of a shard: see `InitArguments.seats`.
+    _seats: tuple[Seating, Sequence[EnvFactory]] | None = None
 
     #: Whether trajectories are returned as `TrajInfo`s. Otherwise they stay as the workers have sent them.
     _makes_infos = True
@@ -274,7 +274,7 @@ class Sampler(TakesEnvFn, ABC):
                 self._cpu_claims = CpuClaims()
                 resources.callback(self._cpu_claims.close)
                 self._plans = plans = self._make_plans(affinity, env_range, resources)
-                shared, central, width = self._shared_memory, self._central, self._seat_width
+                shared, central, seats = self._shared_memory, self._central, self._seats
                 setup = InitArguments(
                     plans,
                     seed,
@@ -285,7 +285,7 @@ class Sampler(TakesEnvFn, ABC):
                     central,
                     policy_of,
                     record,
-                    width,
+                    seats,
                 )
                 # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest.
                 with sigint.allowed(), marked:
@@ -297,7 +297,9 @@ class Sampler(TakesEnvFn, ABC):
                 self._pool = self._make_pool(allocation, resources)
             self._guard.start(self, self._pool)
             self._guard.state = SamplerState.READY
-            return for_each_policy(lambda own: own[0, 0].copy(), self.samples_np)
+            if self._seats is None:  # a shard may have no column of a policy
+                return for_each_policy(lambda own: own[0, 0].copy(), self.samples_np)
+            return None
 
     def _keep(self, allocation: Allocation, env_range: EnvRange) -> None:
         """Keep what was allocated, and begin to count."""

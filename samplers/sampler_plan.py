@@ -60,7 +60,7 @@ class SamplerPlan(WorkerPlan):
     #: How many trajectories can end in one time step: one for each cell, and with several agents one for each game.
     n_records: int = 0
     n_eval_records: int = 0  #: the same for evaluation
-    policies: tuple[str, ...] = ()  #: the names of the policies, if there are several
+    policies: tuple[str, ...] = ()  #: the names of the policies of a dict of agents
 
     def __post_init__(self) -> None:
         if not self.cells:  # one agent in each environment

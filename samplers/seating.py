@@ -61,8 +61,13 @@ class Seating:
             # In turns, each row of a cell may also be the only decision of a game.
             n_records=sum(map(len, train)) + (sum(map(len, train)) if self.in_turns else len(plan.columns)),
             n_eval_records=sum(map(len, evaluation)) + len(plan.eval_columns),
-            policies=() if len(self.policies) == 1 else self.policies,
+            policies=() if self.is_shared else self.policies,
         )
+
+    def part(self, plan: SamplerPlan) -> Seating:
+        """Who sits where in the plan's environments alone."""
+        train, evaluation = self.train.part(plan.columns), self.evaluation.part(plan.eval_columns)
+        return replace(self, train=train, evaluation=evaluation)
 
     def by_policy(self) -> dict[str, list[tuple[int, AgentId]]]:
         """See `Sampler.seats`."""
@@ -98,15 +103,13 @@ def find_seating(
     sides: Sequence[tuple[Sequence[EnvFactory], int]],
     agents: Any,
     policy_of: PolicyOf | None,
-    width: int,
     first: tuple[EnvFactory, ParallelView],
-) -> tuple[Seating, Sequence[tuple[EnvFactory, AgentId]]]:
-    """Who sits where, and for each policy a factory and an agent that stand for its seats.
+) -> tuple[Seating, Sequence[tuple[EnvFactory, AgentId, Any]]]:
+    """Who sits where, and for each policy a factory and an agent that stand for its seats, with the agent's two spaces.
 
     `sides`: the factories of the training environments and the env_rank of the first, and those of evaluation. An
     example of each kind of environment is built, except of the `first`, which comes with its factory. Raises
-    `ConfigError`, or `SpaceError` if two seats of a policy have different spaces. `width` is the least one: that of all
-    shards together, in a shard.
+    `ConfigError`, or `SpaceError` if two seats of a policy have different spaces.
     """
     seen = [first]
     views = [[_seen_as(factory, seen) for factory in factories] for factories, _ in sides]
@@ -133,7 +136,7 @@ def find_seating(
         raise ConfigError("in some environments agents take turns and in others not: use a sampler for each kind")
     if evaluation.agents and chooser.is_dynamic and evaluation.most != train.most:
         raise ConfigError("with policy_of for each game, evaluation environments need as many agents as the others")
-    width = max(width, 1 + max(train.most, evaluation.most) * (len(policies) if chooser.is_dynamic else 1))
+    width = 1 + max(train.most, evaluation.most) * (len(policies) if chooser.is_dynamic else 1)
     own_chooser = chooser if chooser.is_dynamic else None
     seating = Seating(policies, is_shared, train, evaluation, in_turns, own_chooser, width)
     return seating, _examples(seating, views, [factories for factories, _ in sides])
@@ -230,8 +233,8 @@ def _chooser(policy_of: PolicyOf | None, policies: tuple[str, ...], *, is_shared
 
 def _examples(
     seating: Seating, views: Sequence[Sequence[ParallelView]], factories: Sequence[Sequence[EnvFactory]]
-) -> list[tuple[EnvFactory, AgentId]]:
-    """For each policy, its first seat. Raises `SpaceError` if another one has other spaces."""
+) -> list[tuple[EnvFactory, AgentId, Any]]:
+    """For each policy, its first seat and the spaces there. Raises `SpaceError` if another one has other spaces."""
     examples: dict[int, tuple[EnvFactory, AgentId, Any, str]] = {}
     text = "observations {}, actions {}".format
     for side, own_views, own in zip((seating.train, seating.evaluation), views, factories, strict=True):
@@ -251,7 +254,7 @@ def _examples(
             f"no agent of the training environments has the policy {missing[0]!r}: leave it out, or let policy_of "
             "return it"
         )
-    return [examples[p][:2] for p in range(len(seating.policies))]
+    return [examples[p][:3] for p in range(len(seating.policies))]
 
 
 def _played(side: SeatTable, b: int) -> list[tuple[AgentId, int]]:

@@ -30,18 +30,25 @@ def test_the_experiment_of_the_document_runs(monkeypatch: pytest.MonkeyPatch, tm
     assert (tmp_path / "trainer.pt").exists()
 
 
+def test_the_policies_of_the_document_play(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    exec(BLOCKS[0].partition("experiment =")[0], names)
+    exec(BLOCKS[1], names)
+    assert {"leader torch.Size([8, 8])", "others torch.Size([8, 16])"} <= {*capsys.readouterr().out.splitlines()}
+
+
 def test_the_worker_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(BLOCKS[1], {"__name__": "__main__"})
+    exec(BLOCKS[2], {"__name__": "__main__"})
     first, pulse = capsys.readouterr().out.splitlines()
     assert first == "30"
     assert pulse.count("RUNNING") == 8  # name and value of each status
 
 
 def test_the_other_blocks_name_what_exists() -> None:
-    for block in BLOCKS[2:]:
+    for block in BLOCKS[3:]:
         compile(block, "control_plane.md", "exec")
-    assert "RpcServer" in BLOCKS[4]
-    exec(BLOCKS[4].partition("with RpcServer")[0], {})
+    assert "RpcServer" in BLOCKS[5]
+    exec(BLOCKS[5].partition("with RpcServer")[0], {})
 
 
 # The document's experiment is the example, over sockets.

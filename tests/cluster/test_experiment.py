@@ -17,6 +17,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from penstock import (
     AlternatingSampler,
@@ -29,6 +30,7 @@ from penstock import (
     RequestError,
     SerialSampler,
 )
+from penstock.buffers import PolicySamples
 from penstock.control import (
     Actors,
     ActorWorker,
@@ -49,12 +51,14 @@ from penstock.control import (
 from penstock.control.actor_worker import StreamAgent
 from penstock.control.launched import LaunchedThread
 from penstock.control.name_table import NameClient
-from penstock.control.parameters import ParameterServer
+from penstock.control.parameters import ParameterServer, read_parameters
 from penstock.control.pieces import batch_of
+from penstock.envs import ScriptedGame
 from penstock.targets import gae
 
 from ..models import Net
 from ..scale import scaled
+from ..seats_support import Published
 from ..turns_support import TurnGame
 from .support import MAKES, need, wait_until
 
@@ -277,7 +281,7 @@ class Publisher(Worker):
         self.publish(1)
 
     def publish(self, version: int) -> None:
-        self.server.publish(version, self.plan.agent().read_parameters())
+        self.server.publish(version, read_parameters(self.plan.agent()))
 
     def _poll(self) -> PollResult:
         self.server.serve()
@@ -436,10 +440,101 @@ def test_one_policy_plays_games_in_turns_in_the_actors(wire: Any) -> None:
         asked.run(wire=wire)
 
 
-def test_several_policies_are_refused() -> None:
-    plan = replace(experiment(None), make_agent=lambda: {"main": RandomAgent()})._plan()  # type: ignore[arg-type,return-value]
-    with pytest.raises(ConfigError, match=r"make_agent must return an Agent, got .*: an experiment has one policy"):
+def odd_or_even(agent_id: str) -> str:
+    return "odd" if int(agent_id[1:]) % 2 else "even"
+
+
+def two_agents() -> dict[str, Any]:
+    return {"even": Published(), "odd": Published()}
+
+
+class TwoTrainer:
+    """After each step, the number of "even" is one larger, and that of "odd" two. It checks who has acted."""
+
+    def __init__(self, agents: dict[str, Any]) -> None:
+        self.agents = agents
+
+    def step(self, batch: Batch) -> Mapping[str, float]:
+        assert isinstance(batch.samples, PolicySamples)
+        for (name, own), factor, n in zip(batch.samples.items(), (1, 2), (2, 1), strict=True):
+            assert own.env.reward.shape == (8, 2 * 4 * n), "2 pieces of 4 games"
+            acted, valid = own.agent.agent_info.number, own.env.valid
+            assert (acted[valid] == factor * (own.agent.policy_version[valid] - 1)).all(), name
+            self.agents[name].number = np.array(self.agents[name].number + factor)
+        return {name: float(agent.number) for name, agent in self.agents.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to restore but the agents."""
+
+
+TWO = Experiment(
+    "policies",
+    two_agents,
+    Actors(2, partial(SerialSampler, ScriptedGame, batch_T=8, batch_B=4), policy_of=odd_or_even),
+    Training(TwoTrainer, batch=2, max_staleness=6),
+    seed=3,
+)
+
+
+@pytest.mark.parametrize("wire", MAKES)
+def test_several_policies_play_in_the_actors(wire: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The parameters of all policies are one version, and a new run continues with those of all."""
+    need(wire, request)
+    saved = replace(TWO, training=replace(TWO.training, checkpoint=tmp_path / "trainer.pt"))
+    version = 1
+    for _ in range(2):
+        with saved.run(wire=wire) as run:
+            state = run.wait(lambda s, v=version: s.version >= v + 4, timeout=60)
+            assert state.version >= version + 4
+            version = state.version
+            assert (state.trainer["even"], state.trainer["odd"]) == (version - 1, 2 * (version - 1))
+            assert run.restarts == dict.fromkeys(run.restarts, 0)
+        version = int(torch.load(tmp_path / "trainer.pt", weights_only=False)["version"])
+
+
+@pytest.mark.parametrize("record", [None, ["odd"]])
+def test_pieces_of_several_policies_are_batches_of_the_sampler(panel: ControlPanel, record: Any) -> None:
+    actors = replace(TWO.actors, record=record)
+    plan = TWO._plan()
+    wire = panel.connection.wire()
+    consumer = SampleConsumer(wire, NameClient(wire, panel.connection.address), "train", "test")
+    start(panel, trainer=partial(Publisher, plan), actor=partial(ActorWorker, actors, plan, world_size=2))
+    pieces = [consumer.get(20) for _ in range(6)]
+    wire.close()
+    batch: Any = batch_of(pieces)
+    infos: list[Any] = []
+    with actors.make_sampler() as sampler:
+        arguments = {"policy_of": odd_or_even, "record": record, "bootstrap_value": True, "world_size": 2}
+        sampler.initialize(plan.agent(), seed=plan.seed, **arguments)
+        for i in range(6):
+            samples, found = sampler.obtain_samples(i)
+            infos += found
+            assert list(samples.keys()) == list(batch.samples.keys()) == (record or ["even", "odd"])
+            for name, own in samples.items():
+                n = own.env.reward.shape[1]
+                part = batch.samples[name][:, n * i : n * (i + 1)]
+                for (path, left), (_, right) in zip(part.leaves(), own.leaves(), strict=True):
+                    assert (left == right).all(), path
+    for policy, head in ((None, ""), ("even", "even/"), ("odd", "odd/")):
+        wanted = [info.Return for info in infos if info.policy == policy]
+        assert batch.infos[f"{head}Return"].tolist() == wanted != []
+
+
+def test_agents_that_do_not_fit_the_environments_are_refused() -> None:
+    plan = replace(experiment(None), make_agent=lambda: {"main": RandomAgent()})._plan()
+    with pytest.raises(ConfigError, match=r"make_agent must return an Agent, got .*\. For environments of several"):
         plan.agent()
+    scripted: Any = {"even": RandomAgent(), "odd": len}
+    with pytest.raises(ConfigError, match=r"wrap a function as FunctionAgent\(function\)"):
+        replace(TWO, make_agent=lambda: scripted)._plan().agent()
+    with pytest.raises(ConfigError, match="policy_of returned 'a0' for env_rank 0"):
+        replace(TWO, actors=replace(TWO.actors, policy_of=None))._plan()
+    asked = replace(TWO, actors=replace(TWO.actors, inference="policy"), policies=Policies(1))
+    with pytest.raises(ConfigError, match="policy workers act for environments of one agent, and env_fn returns one"):
+        asked.run()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Pool:
         for _ in range(min(len(self.orders[shard]), 1 + next(self.choices) % 3)):
             self.orders[shard].popleft()
             self.ran[shard] += 1
-            yield shard, order(7), Reply({}, [], self.known - (next(self.choices) % 2 and self.known > 1))
+            yield shard, order(7), Reply({}, [], (self.known - (next(self.choices) % 2 and self.known > 1), 1))
 
 
 @given(
@@ -81,8 +81,8 @@ def test_every_piece_is_handed_over_or_counted(
     handed: Counter[Shard] = Counter()
     itrs: dict[Shard, list[int]] = {shard: [] for shard in pool.shards}
     for i in range(30):
-        shard, reply, itr, staleness = stream.take(pool.newest)
-        assert staleness == pool.newest - reply.version
+        shard, reply, itr, staleness = stream.take((pool.newest, 1))
+        assert staleness == pool.newest - reply.versions[0], "that of the policy that is oldest"
         assert max_staleness is None or staleness <= max_staleness
         handed[shard] += 1
         itrs[shard].append(itr)
@@ -102,9 +102,9 @@ def test_pieces_of_a_lost_shard_are_ordered_again_and_those_of_an_earlier_comman
     (shard,) = pool.shards
     stream: Any = Stream(pool, 2, None, itr=100)  # type: ignore[arg-type]
     comes: list[tuple[int, Started | Reply]] = [
-        (6, Reply({}, [], 1)),  # of the batch before the stream
+        (6, Reply({}, [], (1,))),  # of the batch before the stream
         (0, Started("there", 2, ())),  # the orders 100 and 101 were lost with the actor
-        (7, Reply({}, [], 2)),
+        (7, Reply({}, [], (2,))),
     ]
 
     def replies(during: str) -> Iterator[tuple[Shard, Order, Started | Reply]]:
@@ -113,6 +113,16 @@ def test_pieces_of_a_lost_shard_are_ordered_again_and_those_of_an_earlier_comman
         yield shard, order(batch), reply
 
     pool.replies = replies  # type: ignore[method-assign]
-    _, reply, itr, _ = stream.take(2)
-    assert (reply.version, itr, shard.late) == (2, 100, 1)
+    _, reply, itr, _ = stream.take((2,))
+    assert (reply.versions, itr, shard.late) == ((2,), 100, 1)
     assert list(pool.orders[shard]) == [102], "the orders 100 and 101 were given again, then the next one"
+
+
+def test_the_columns_of_each_policy_have_their_place() -> None:
+    cells = {"cells": (range(4, 8), range(2, 4)), "policies": ("even", "odd")}
+    envs = {"columns": range(2, 4), "env_ranks": range(2, 4)}
+    shard = Shard(ShardPlan(worker_rank=0, n_workers=1, **envs, **cells), ())  # type: ignore[arg-type]
+    assert shard.place("odd.reward") == (slice(None), slice(2, 4))
+    assert shard.place("even.policy_version") == slice(4, 8)
+    assert shard.place("odd.bootstrap_value") == slice(2, 4)
+    assert shard.place("even.agent_info.policy_version") == (slice(None), slice(4, 8)), "a field of the agent"
