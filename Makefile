@@ -61,7 +61,7 @@ coverage: .venv-ray/.installed
 	@echo ".venv-ray/coverage.txt has the lines that did not run"
 	@$(COVERAGE) report --format=total
 
-# Where there is a GPU: the tests that need it, and what it takes to act there. Install a torch with CUDA first.
+# Where there is a GPU: the tests that need it, and how long it takes to act there. Install a torch with CUDA first.
 gpu: $(VENV)/.installed
 	$(BIN)/pytest -m gpu tests/samplers/test_central_device.py tests/agents/test_torch_agent.py
 	$(BIN)/python benchmarks/gpu.py

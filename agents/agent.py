@@ -150,8 +150,8 @@ class AgentRuntime:
         raise ConfigError(f"{type(self.agent).__name__} has no model that could be compiled: leave compile_model out")
 
     def page_locked(self, memory: npt.NDArray[np.uint8]) -> AbstractContextManager[None]:
-        """A context manager for the time in which arrays in `memory` are copied to the device of the model. If that is
-        a GPU, the memory is page-locked."""
+        """While this context is open, `memory` is page-locked, if the model is on a CUDA device and the driver allows
+        it. Then copies to the device are fast. Otherwise the context does nothing."""
         return nullcontext()
 
 

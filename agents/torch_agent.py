@@ -200,7 +200,7 @@ class DeviceLink:
 
 
 def _link_to(model: nn.Module) -> DeviceLink | None:
-    """None for a model on the CPU."""
+    """None for a model on the CPU, or without parameters."""
     parameter = _first_parameter(model)
     return None if parameter is None or parameter.device.type == "cpu" else DeviceLink(parameter.device)
 

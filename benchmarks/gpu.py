@@ -2,11 +2,11 @@
 
     python benchmarks/gpu.py trip copies mlp nature impala pong
 
-`trip`: µs of one step of an agent for 16, 64 and 256 environments, without environments: on one CPU core, on the GPU,
-on the GPU from page-locked memory, and compiled as a CUDA graph.
+`trip`: µs of one step of an agent for 16, 64 and 256 environments, without environments: on one CPU core (the
+convolutional networks: for 16 only), on the GPU, there from page-locked memory, and compiled as a CUDA graph.
 `mlp`, `nature`, `impala`, `pong`: steps per second of samplers. CartPole-v1 with the 64-64 MLP; frames of 84 x 84 x 4
 bytes that take no time, with two convolutional networks; and Pong (needs the extra `atari`), with the smaller of them.
-"bound" is the number of environments divided by the time of a trip.
+"bound" is the number of environments divided by the time of a trip: what the policy alone could do.
 `copies`: GB per second of `samples.to("cuda")`, beside torch's copy from page-locked memory.
 """
 
@@ -106,7 +106,8 @@ def trip(repeats: int, seconds: float) -> dict[str, Figures]:
 
 
 def samplers(policy: str, repeats: int, seconds: float, n_envs: int, batch_T: int) -> Figures:
-    """Steps per second of samplers that act on the CPUs or on the GPU, with one worker for each CPU but one."""
+    """Steps per second of samplers that act on the CPUs or on the GPU, with one worker for each CPU except one,
+    rounded down to an even number."""
     env, model = POLICIES[policy]
     n_workers = max(2, (len(usable_cpus()) - 1) // 2 * 2)  # halves need an even number
     size: dict[str, Any] = {"batch_T": batch_T, "batch_B": n_envs // n_workers * n_workers, "n_workers": n_workers}
@@ -141,8 +142,8 @@ class Copies:
 
 
 def copies(repeats: int, seconds: float) -> Figures:
-    """GB per second for a batch of frames, 128 steps of 64 environments: 231 MB of observations, and as much of next
-    observations."""
+    """GB per second for a batch of frames, 128 steps of 64 environments: 231 MB of observations, and as much of
+    `final_obs`."""
     learner = CategoricalPgAgent(NatureCnn, device="cuda")
     sampler = ParallelSampler(Pixels, batch_T=128, batch_B=64, n_workers=2)
     sampler.initialize(learner, seed=0)

@@ -85,7 +85,7 @@ class Shard:
     generation: int = 0
     started: Started | None = None  #: None until it is ready
     since: float = 0.0  #: when its actor was made
-    versions: list[int] = field(default_factory=list)  #: those of the parameters that it has, by policy
+    versions: list[int] = field(default_factory=list)  #: by policy: the version of its parameters
     n_orders: int = 0  #: how many orders this actor was given
     orders: deque[Order] = field(default_factory=deque)  #: those without a reply, oldest first
     #: Totals of all its actors, for the statistics.
@@ -196,7 +196,7 @@ class ShardPool:
         order.ref = shard.call("run", "orders", *arguments, *self._new_parameters(shard))
 
     def _new_parameters(self, shard: Shard) -> list[Any]:
-        """References to the newest parameters of the policies of which the shard has older ones."""
+        """References to the parameters that are newer than those of the shard, which counts as having them now."""
         for p, newest in enumerate(self._memory.parameters):
             if newest.version != self._versions[p]:
                 values, self._versions[p] = newest.read()
@@ -204,7 +204,9 @@ class ShardPool:
                 self.n_puts += 1
         known, shard.versions = shard.versions, list(self._versions)
         pairs = zip(self._parameters, known, self._versions, strict=True)
-        return [ref for ref, old, new in pairs if ref is not None and old != new]  # None: the shard began with them
+        return [
+            ref for ref, old, new in pairs if ref is not None and old != new
+        ]  # None: the shard has had them from the start
 
     def send_parameters(self) -> None:
         """Give the newest parameters to all shards that are at work. They act with them from their next order on."""

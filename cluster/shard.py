@@ -136,7 +136,7 @@ class Reply:
 
     arrays: dict[str, npt.NDArray[Any]]  #: its columns of the samples buffer, by path; empty except for batches
     found: Trajectories  #: finished trajectories, or the results of a call
-    versions: tuple[int, ...]  #: of the parameters of each policy that acted
+    versions: tuple[int, ...]  #: by policy: the version of the parameters that acted
 
 
 class ShardHost:

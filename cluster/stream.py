@@ -30,7 +30,7 @@ class Piece:
     shard: int
     env_ranks: range  #: of the columns
     policy_version: Any  #: of the parameters that acted; with a dict of agents, a dict of the version of each
-    staleness: int  #: the newest version when you got the piece, minus `policy_version`: the largest of all policies
+    staleness: int  #: how many versions newer the newest parameters were when you got it; the largest of all policies
     itr: int  #: the number of this piece of the shard; the first has the `itr` of `stream`
 
 

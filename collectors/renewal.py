@@ -23,7 +23,7 @@ class Renewals:
     """The renewals of a worker's environments of one purpose."""
 
     errors: tuple[type[Exception], ...]  #: what an environment raises whose game has failed
-    max_renewals: int  #: of each environment within `window` seconds, and one after the other without a first reset
+    max_renewals: int  #: of each environment within `window` seconds, and the most starts in a row that fail
     window: float
     builder: EnvBuilder
     builds: Sequence[Callable[[EnvContext, Phase], Any]]  #: by column
@@ -52,15 +52,13 @@ class Renewals:
             n_failed = self._failed_starts[column] = self._failed_starts.get(column, 0) + (not is_cut)
             if len(recent) >= self.max_renewals or n_failed > self.max_renewals:
                 self.is_exhausted = True
+                advice = f"(max_renewals={self.max_renewals}). Raise max_renewals, or find out why it fails."
                 how = f"{len(recent)} times in {self.window:g} s"
+                text = f"env_rank {env_rank} was built again {how}, and its game has failed again {advice}"
                 if len(recent) < self.max_renewals:  # starts that fail slowly leave the window
                     recent = [f"  {now - when:.1f} s ago: {what}" for when, what in history[-self.max_renewals :]]
-                    how = f"{self.max_renewals} times without a reset that succeeded"
-                text = (
-                    f"env_rank {env_rank} was built again {how} "
-                    f"(max_renewals={self.max_renewals}), and its game has failed again. Raise max_renewals, or find "
-                    f"out why it fails.{' Earlier failures:' if recent else ''}"
-                )
+                    text = f"the game of env_rank {env_rank} has failed to start {n_failed} times in a row {advice}"
+                text += " Earlier failures:" if recent else ""
                 raise GameError("\n".join([text, *recent, str(error)])) from error
             history.append((now, in_one_line(error)))
             self.progress.count_renewal(is_cut=is_cut)

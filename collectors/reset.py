@@ -104,7 +104,7 @@ class WaitResetCollector(ResetCollector):
         self.samples.done[t, column] = self.samples.valid[t:, column] = False
         cast(EnvColumns, self.envs).renew(column, error)
         self.envs.park(column)
-        self._zero_actions(t, [column])  # and not of those whose episode ends in this step
+        self._zero_actions(t, [column])  # only this one: if an episode ends in this step, its action stays
         last = snapshot(self.envs.observations[column])
         self.samples.observation_rows[t][column] = 0
         return last

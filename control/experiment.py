@@ -232,10 +232,15 @@ class Experiment:
         return AgentPlan(self.make_agent, spaces[0], spaces[1], seed, sampler.batch_B * n_actors)
 
     def _spaces_of_seats(self, config: SamplerConfig, env: ParallelView) -> list[Any]:
-        """The two spaces where several agents share an environment; with a dict of agents, a dict of those of each."""
+        """The observation space and the action space of the agents of an environment. With a dict of agents, each is a
+        dict by policy."""
         agents = self.make_agent()
         if not isinstance(agents, Mapping):  # it plays all of them, and their spaces are equal
             return list(env.spaces[env.possible_agents[0]])
+        if self.training.count > 1:
+            raise ConfigError(
+                "several trainers are for one agent, and make_agent returned a dict: use Training(count=1)"
+            )
         factories = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
         factories = prepared_factories(tuple(agents.values()), factories, config)
         with marked:

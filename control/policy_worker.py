@@ -33,13 +33,14 @@ class AgentPlan:
     """How to make the agent of an experiment, and what to initialize it with."""
 
     make_agent: Callable[[], Agent | Mapping[str, Agent]]
-    observation_space: Any  #: with a dict of agents, a dict of that of each policy
+    observation_space: Any  #: with a dict of agents, a dict by policy
     action_space: Any
     seed: int
     n_envs: int  #: of all actors together
 
     def agent(self) -> Any:
-        """A new agent, or dict of agents. The first parameters depend on the seed only."""
+        """A new agent, or dict of agents. The first parameters depend on the seed only. Raises `ConfigError` for
+        anything else."""
         agent, own, streams = self.make_agent(), self.observation_space, ColumnStreams(self.seed, range(1))
         spaces = {"": (own, self.action_space)}
         if type(own) is dict:
@@ -47,8 +48,8 @@ class AgentPlan:
         each = by_policy(agent)
         if each.keys() != spaces.keys() or not all(isinstance(policy, Agent) for policy in each.values()):
             raise ConfigError(
-                f"make_agent must return an Agent, got {brief(agent)}. For environments of several agents, it may "
-                "return a dict of Agents, with the same names each time: wrap a function as FunctionAgent(function)"
+                "make_agent must return an Agent, or for environments of several agents a dict of Agents with the same "
+                f"names in each call, got {brief(agent)}. Wrap a function of your own: FunctionAgent(function)"
             )
         for p, (name, policy) in enumerate(each.items()):
             model_seed = streams.env_seeds(Purpose.MODEL, *([p] if p else []))[0]

@@ -156,7 +156,9 @@ class OwnClocks(_Wrapper):
 
 def _checked(spaces: Any) -> dict[str, Spaces]:
     if not isinstance(spaces, Mapping):
-        raise ConfigError(f"spaces of Seats must be a dict by kind, got {brief(spaces)}")
+        raise ConfigError(
+            f"spaces of Seats must be a dict {{kind: (observation_space, action_space)}}, got {brief(spaces)}"
+        )
     for name, own in spaces.items():
         if not (isinstance(own, tuple | list) and len(own) == 2 and all(isinstance(each, gym.Space) for each in own)):
             raise ConfigError(f"spaces[{name!r}] of Seats must be (observation_space, action_space), got {brief(own)}")

@@ -66,14 +66,14 @@ class SeatTable:
     first_env_rank: int = 0
     #: Where the policy of a seat is chosen for each game: how many policies there are. Each has a column for each seat.
     n_policies: int = 0
-    #: The largest number of agents in an environment. That of all shards, in a shard: seats are numbered with it.
+    #: The largest number of agents in an environment; in a shard, in those of any shard. It fixes the seats' numbers.
     most: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "most", max(self.most, *map(len, self.agents), 0))
 
     def part(self, envs: range) -> SeatTable:
-        """The table of these environments alone, with the same numbers of seats."""
+        """The table of these environments alone. Each seat keeps its number."""
         own, first = slice(envs.start, envs.stop), self.first_env_rank + envs.start
         return replace(self, agents=self.agents[own], policy=self.policy[own], first_env_rank=first)
 

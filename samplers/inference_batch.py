@@ -94,6 +94,7 @@ class InferenceBatch:
         if columns is None:
             return columns, inputs
         rows: Any = columns
-        if len(columns) and columns[-1] - columns[0] + 1 == len(columns):  # a half, for example: no copy
+        # Columns ascend. Those without a gap, such as a half, need no copy: a GPU reads them from page-locked memory.
+        if len(columns) and columns[-1] - columns[0] + 1 == len(columns):
             rows = slice(columns[0], columns[-1] + 1)
         return columns, tuple(part[rows] for part in inputs)

@@ -12,8 +12,8 @@ from numbers import Real
 from penstock.collectors import TrajInfo
 from penstock.samplers.stats import SamplerStats, ServerStats
 
-_NEWEST = 100  # how many trajectories of batches the figures are of; of how many games, where agents share one
-_MOST = 2000  # trajectories: of fewer games, where many agents share one
+_NEWEST = 100  # The figures are of so many trajectories; where agents share a game, of so many games.
+_MOST = 2000  # But of at most so many trajectories: a game of n agents has n + 1.
 _KINDS = ("idle", "acting", "stepping")
 #: The figures that a resumed run continues; the others are of this sampler. The last two are of several agents.
 COUNTS = ("env_steps", "batches", "trajectories", "seconds", "agent_steps", "late_rewards")

@@ -115,11 +115,12 @@ class Sampler(TakesEnvFn, ABC):
             its columns of the running batch again from the first step. No other column is touched.
         max_restarts: the most replacements within `restart_window` seconds; one more raises an error that
             lists the earlier ones.
-        restart_window: the seconds over which `max_restarts` and `max_renewals` count.
+        restart_window: the seconds over which `max_restarts` and `max_renewals` count. Failed starts in a row count
+            without it.
         on_game_failure: "raise" treats a `GameError` of an environment as any error of a worker. "renew" builds only
             this environment again, with new but reproducible seeds, and cuts its episode: see docs/games.md.
-        max_renewals: the most renewals of one environment within `restart_window` seconds, and the most starts that
-            fail one after the other. One more raises an error that lists the earlier ones.
+        max_renewals: the most renewals of one environment within `restart_window` seconds, and the most starts in a
+            row that fail. One more raises an error that lists the earlier ones.
         renew_on: a tuple of further exception classes that say that a game has failed, such as those of its library.
         observation_dtype: record floating-point observations in this dtype (for example `np.float32`) instead of that
             of the space.

@@ -525,13 +525,17 @@ def test_pieces_of_several_policies_are_batches_of_the_sampler(panel: ControlPan
 
 def test_agents_that_do_not_fit_the_environments_are_refused() -> None:
     plan = replace(experiment(None), make_agent=lambda: {"main": RandomAgent()})._plan()
-    with pytest.raises(ConfigError, match=r"make_agent must return an Agent, got .*\. For environments of several"):
+    with pytest.raises(
+        ConfigError, match="make_agent must return an Agent, or for environments of several agents a dict"
+    ):
         plan.agent()
     scripted: Any = {"even": RandomAgent(), "odd": len}
-    with pytest.raises(ConfigError, match=r"wrap a function as FunctionAgent\(function\)"):
+    with pytest.raises(ConfigError, match=r"Wrap a function of your own: FunctionAgent\(function\)"):
         replace(TWO, make_agent=lambda: scripted)._plan().agent()
     with pytest.raises(ConfigError, match="policy_of returned 'a0' for env_rank 0"):
         replace(TWO, actors=replace(TWO.actors, policy_of=None))._plan()
+    with pytest.raises(ConfigError, match=r"make_agent returned a dict: use Training\(count=1\)"):
+        replace(TWO, training=replace(TWO.training, count=2))._plan()
     asked = replace(TWO, actors=replace(TWO.actors, inference="policy"), policies=Policies(1))
     with pytest.raises(ConfigError, match="policy workers act for environments of one agent, and env_fn returns one"):
         asked.run()

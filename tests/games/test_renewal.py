@@ -163,7 +163,7 @@ def test_too_many_renewals_are_an_error_that_lists_them(tmp_path: Path) -> None:
 
     with sampler_of(ParallelSampler, partial(Bad, str(tmp_path)), **RENEW, max_renewals=2) as sampler:
         sampler.initialize(RandomAgent(), seed=3)
-        says = r"env_rank \d was built again 2 times in 60 s \(max_renewals=2\), and its game has failed again"
+        says = r"env_rank \d was built again 2 times in 60 s, and its game has failed again \(max_renewals=2\)"
         with pytest.raises(WorkerError, match=says) as caught:
             sampler.obtain_samples(0)
         assert isinstance(caught.value.__cause__, GameError)
@@ -224,7 +224,7 @@ def test_starts_that_fail_slowly_are_counted_too(env_cls: Any, tmp_path: Path) -
         sampler.initialize(RandomAgent(), seed=3)
         with pytest.raises(WorkerError) as caught:
             sampler.obtain_samples(0)
-    says = r"env_rank 0 was built again 3 times without a reset that succeeded \(max_renewals=3\)"
+    says = r"the game of env_rank 0 has failed to start 4 times in a row \(max_renewals=3\)"
     assert re.search(says, str(caught.value.__cause__))
     assert str(caught.value.__cause__).count("the engine does not start") == 4
     assert calls.read_text() == "sr" + "srrrr" * 2

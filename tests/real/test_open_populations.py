@@ -24,6 +24,7 @@ SPACES = gym.spaces.Box(0, 1, (50,), np.float32), gym.spaces.Discrete(3)
 KINDS = "type0", "type1", "type2"
 
 
+# Classes of the objects in a space: the environment keeps the spaces of each type of agent that it makes.
 OF_SPACES = "Box", "Discrete", "Generator", "PCG64", "SeedSequence", "RLock"
 
 

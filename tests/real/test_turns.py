@@ -37,7 +37,7 @@ def game(name: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(scaled(7200, 120))
+@pytest.mark.timeout(scaled(7200, 120))  # 1,000 games of chess take longer
 @pytest.mark.parametrize("name", GAMES)
 def test_rewards_are_those_of_a_plain_loop(name: str) -> None:
     """And the sum of each game is zero, and no move is illegal: an illegal one would end the game with a loss."""

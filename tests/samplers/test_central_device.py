@@ -50,7 +50,7 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.fixture(scope="session")
 def gpu() -> None:
-    """What CUDA opens once in a process stays open."""
+    """Start CUDA before the first test: what it opens stays open, and a test must not count it as left over."""
     ones = torch.ones(8, 8, device=DEVICE)
     assert (ones @ ones).cpu().sum() == 512
     assert torch.empty(1, pin_memory=True).is_pinned()
@@ -287,7 +287,7 @@ def test_each_sampler_collects_what_it_collects_without_a_gpu(cls: Any, recurren
 @needs_cuda
 @pytest.mark.parametrize("server", [None, "process"])
 def test_an_asynchronous_sampler(server: Any) -> None:
-    """Its batches are those of the versions that they name: the value tells the parameters."""
+    """It collects batches while the learner changes the parameters."""
     learner = agent("cuda")
     with AsyncSampler(CountingEnv, n_workers=2, server=server, batch_T=6, batch_B=4) as sampler:
         sampler.initialize(learner, seed=3)

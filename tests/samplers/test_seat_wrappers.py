@@ -422,7 +422,7 @@ def test_the_rows_of_an_agent_are_in_one_seat() -> None:
         ({"seats": {"ant": True, "bee": 1}}, "of kind 'ant' must be an integer of at least 1, got True"),
         ({"seats": {"ant": 0, "bee": 1}}, "of kind 'ant' must be an integer of at least 1, got 0"),
         ({"seats": {**SEATS, "cat": 2}}, r"no agent of kind 'cat' is there after env.reset, .* give spaces=\{'cat'"),
-        ({"spaces": [1]}, r"spaces of Seats must be a dict by kind, got \[1\]"),
+        ({"spaces": [1]}, r"spaces of Seats must be a dict \{kind: .*\}, got \[1\]"),
         (
             {"spaces": {**SPACES, "bee": 1}},
             r"spaces\['bee'\] of Seats must be \(observation_space, action_space\), got 1",
