@@ -30,7 +30,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MODULES = ("torch", "gymnasium.envs.classic_control", "penstock.testing", "penstock.samplers.sampler_program")
+#: torch imports the second when a program makes its first optimizer, which takes more than a second of CPU time.
+MODULES = (
+    "torch",
+    "torch._dynamo",
+    "gymnasium.envs.classic_control",
+    "penstock.testing",
+    "penstock.samplers.sampler_program",
+)
 MESSAGE_BYTES = 100_000
 SECONDS = 60
 SET_CHILD_SUBREAPER = 36  # of prctl(2)
