@@ -24,6 +24,8 @@ from ..scale import FULL, scaled
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = 300  # for a machine that is busy with other work
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS)]
+
 
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -74,7 +76,6 @@ def peers(starter: None, benchmarks: None, monkeypatch: pytest.MonkeyPatch, tmp_
         ("pong", "ALE AtariVectorEnv, send and recv", "ale_py"),
     ],
 )
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of EnvPool's bounds
 def test_what_is_ready_is_stepped_and_recorded(adapters: Any, work: str, name: str, library: str | None) -> None:
     """Each environment has rows of its own: as many as its steps, whichever were ready."""
@@ -83,7 +84,7 @@ def test_what_is_ready_is_stepped_and_recorded(adapters: Any, work: str, name: s
     sizes = adapters.WORKS[work]
     contestant = adapters.CONTESTANTS[name][0](sizes)
     try:
-        steps = sum(contestant.advance() for _ in range(6))
+        steps = sum(contestant.advance() for _ in range(scaled(6, 3)))
         times = contestant._times
         assert steps == times.sum()
         assert 0 < times.max() < sizes.T
@@ -117,8 +118,6 @@ def test_what_is_ready_is_stepped_and_recorded(adapters: Any, work: str, name: s
     ],
     ids=("multi", "batched", "sample-factory", "ale"),
 )
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 def test_peers_take_turns(peers: Callable[..., Any], work: str, names: set[str]) -> None:
     """Each in a process tree of its own."""
     if names == {"Sample Factory"}:
@@ -135,8 +134,6 @@ def test_peers_take_turns(peers: Callable[..., Any], work: str, names: set[str])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pufferlib") is not None, reason="PufferLib is installed here")
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 def test_peers(peers: Callable[..., Any], tmp_path: Path) -> None:
     picture = tmp_path / "peers.svg"
     sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "bare", "penstock ParallelSampler", *scaled(["rlpyt"], [])]
@@ -153,8 +150,6 @@ def test_peers(peers: Callable[..., Any], tmp_path: Path) -> None:
     assert picture.stat().st_size < 60_000
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
 def test_peers_with_a_pause_of_the_learner(peers: Callable[..., Any]) -> None:
     sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "penstock SerialSampler", "bare loops", "--pause", 0.02]
     printed, content = peers("short", *sizes)

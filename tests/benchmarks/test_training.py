@@ -23,7 +23,7 @@ from ..scale import scaled
 pytest.importorskip("rich")
 ROOT = Path(__file__).parent.parent.parent
 
-pytestmark = pytest.mark.usefixtures("starter")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("starter")]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,6 @@ def training() -> Iterator[Any]:
             del sys.modules[module]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("env_id", "name"), [("CartPole-v1", "cartpole"), ("Pendulum-v1", "halfcheetah")])
 def test_the_updates_are_the_same(training: Any, env_id: str, name: str) -> None:
     """From one batch, CleanRL's update and penstock's lead to the same parameters. With one minibatch, their random
@@ -64,7 +63,6 @@ def test_the_updates_are_the_same(training: Any, env_id: str, name: str) -> None
         torch.testing.assert_close(dict(agent.model.named_parameters())[key], parameter, atol=2e-4, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "arm"),
     [("cartpole", "penstock"), ("halfcheetah", "sb3"), *scaled([("halfcheetah", "penstock, lag=1")], [])],
@@ -84,7 +82,6 @@ def test_an_arm(env: str, arm: str) -> None:
     assert env == "halfcheetah" or sum(found["returns"]) <= steps
 
 
-@pytest.mark.slow
 def test_the_table(
     training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
