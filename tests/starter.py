@@ -30,7 +30,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MODULES = ("torch", "gymnasium.envs.classic_control", "penstock.testing", "penstock.samplers.sampler_program")
+#: torch imports the second when a program makes its first optimizer, which takes more than a second of CPU time.
+MODULES = (
+    "torch",
+    "torch._dynamo",
+    "gymnasium.envs.classic_control",
+    "penstock.testing",
+    "penstock.samplers.sampler_program",
+)
 MESSAGE_BYTES = 100_000
 SECONDS = 60
 SET_CHILD_SUBREAPER = 36  # of prctl(2)
@@ -56,13 +63,10 @@ class Request:
 
 
 class Starter:
-    """The process that makes the forks, as the tests see it."""
+    """The process that makes the forks, as the tests see it, at the other end of `connection`."""
 
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
         self._statuses: dict[int, int] = {}  # by process id, of those that have ended
 
     def start(self, request: Request, descriptors: list[int]) -> int:
@@ -95,10 +99,6 @@ class Starter:
         pid, status = pickle.loads(message)
         return pid, status
 
-    def close(self) -> None:
-        self._socket.close()
-        self._process.wait(SECONDS)
-
 
 @contextlib.contextmanager
 def _orphans_are_ours() -> Iterator[None]:
@@ -117,11 +117,24 @@ _starters: list[Starter] = []
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
     """`Program` works within it."""
-    _starters.append(Starter())
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        with using(ours):
+            yield
+    process.wait(SECONDS)
+
+
+@contextlib.contextmanager
+def using(connection: socket.socket) -> Iterator[None]:
+    """`Child` works within it: a process that has called `serve` is at the other end."""
+    _starters.append(Starter(connection))
     try:
         yield
     finally:
-        _starters.pop().close()
+        _starters.pop()
 
 
 class Child(subprocess.Popen):  # type: ignore[type-arg]

@@ -1,32 +1,69 @@
-"""The contestants of `peers.py` that step the environments which are ready, and TorchRL's collectors."""
+"""`peers.py` with few steps: the contestants take turns, and those that step what is ready record it."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
+import io
 import json
+import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from .. import starter
-from ..scale import scaled
+from .. import starter as starters
+from ..scale import FULL, scaled
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = 300  # for a machine that is busy with other work
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS)]
+
 
 @pytest.fixture
-def adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of the benchmarks can be imported."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    yield importlib.import_module("peer_adapters")
+    yield
     for module in set(sys.modules) - before:
         if str(getattr(sys.modules[module], "__file__", "")).startswith(str(ROOT / "benchmarks")):
             del sys.modules[module]
+
+
+@pytest.fixture
+def adapters(benchmarks: None) -> Any:
+    return importlib.import_module("peer_adapters")
+
+
+@pytest.fixture
+def peers(starter: None, benchmarks: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Runs `peers.py`: what it prints, and what it writes. Daily, its contestants are forks of a process that has
+    imported torch."""
+
+    def start(command: list[str], *, env: dict[str, str], start_new_session: bool, **pipes: Any) -> starters.Child:
+        request = {"is_child": True, "forks_supervisor": True, "environ": env}
+        return starters.Child(command[1:], request, **pipes)
+
+    if not FULL:
+        forking = SimpleNamespace(**vars(subprocess) | {"Popen": start})
+        monkeypatch.setattr(importlib.import_module("peer_process"), "subprocess", forking)
+
+    def run(*options: object) -> tuple[str, Any]:
+        file, printed = tmp_path / "figures.json", io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+            warnings.simplefilter("ignore")
+            importlib.import_module("peers").main([*map(str, options), "--json", str(file)])
+        return printed.getvalue(), json.loads(file.read_text(encoding="utf-8"))
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -39,7 +76,6 @@ def adapters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ("pong", "ALE AtariVectorEnv, send and recv", "ale_py"),
     ],
 )
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of EnvPool's bounds
 def test_what_is_ready_is_stepped_and_recorded(adapters: Any, work: str, name: str, library: str | None) -> None:
     """Each environment has rows of its own: as many as its steps, whichever were ready."""
@@ -48,7 +84,7 @@ def test_what_is_ready_is_stepped_and_recorded(adapters: Any, work: str, name: s
     sizes = adapters.WORKS[work]
     contestant = adapters.CONTESTANTS[name][0](sizes)
     try:
-        steps = sum(contestant.advance() for _ in range(6))
+        steps = sum(contestant.advance() for _ in range(scaled(6, 3)))
         times = contestant._times
         assert steps == times.sum()
         assert 0 < times.max() < sizes.T
@@ -82,22 +118,47 @@ def test_what_is_ready_is_stepped_and_recorded(adapters: Any, work: str, name: s
     ],
     ids=("multi", "batched", "sample-factory", "ale"),
 )
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
-@pytest.mark.usefixtures("starter")
-def test_peers_take_turns(tmp_path: Path, work: str, names: set[str]) -> None:
-    """Each in a process tree of its own, with `make peers`'s program."""
+def test_peers_take_turns(peers: Callable[..., Any], work: str, names: set[str]) -> None:
+    """Each in a process tree of its own."""
     if names == {"Sample Factory"}:
         if not Path(sys.prefix, "sample-factory").exists():
             pytest.skip("needs the virtual environment of `make peers`")
     else:
         pytest.importorskip("ale_py" if work == "pong" else "torchrl")
-    file = tmp_path / "figures.json"
-    options = ["--only", *names, "--repeats", 2, "--seconds", 0.01, "--json", file]
-    done = starter.run("benchmarks/peers.py", work, *options, cwd=ROOT, seconds=SECONDS)
-    assert done.returncode == 0, done.stderr
-    (result,) = json.loads(file.read_text(encoding="utf-8"))["results"]
+    _, content = peers(work, "--only", *names, "--repeats", 2, "--seconds", 0.01)
+    (result,) = content["results"]
     assert not result["missing"]
     for turns in result["rounds"]:
         assert turns.keys() == names
         assert all(turn["rate"] > 0 and turn["cpu_us"] > 0 for turn in turns.values())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pufferlib") is not None, reason="PufferLib is installed here")
+def test_peers(peers: Callable[..., Any], tmp_path: Path) -> None:
+    picture = tmp_path / "peers.svg"
+    sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "bare", "penstock ParallelSampler", *scaled(["rlpyt"], [])]
+    sizes += ["PufferLib", "--picture", picture]
+    printed, content = peers("random", *sizes)
+    assert "Cores: " in printed
+    assert "PufferLib took no part: " in printed, "a missing peer is named with the reason"
+    (result,) = content["results"]
+    (turns,) = result["rounds"]
+    names = {"bare loop, 1 process", "bare loops", "penstock ParallelSampler", *scaled(["rlpyt's loop"], [])}
+    assert names <= turns.keys()
+    assert all(turn["rate"] > 0 and turn["cpu_us"] > 0 for turn in turns.values())
+    assert b"<svg" in picture.read_bytes()
+    assert picture.stat().st_size < 60_000
+
+
+def test_peers_with_a_pause_of_the_learner(peers: Callable[..., Any]) -> None:
+    sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "penstock SerialSampler", "bare loops", "--pause", 0.02]
+    printed, content = peers("short", *sizes)
+    assert "of back to back" in printed
+    (result,) = content["results"]
+    (turns,) = result["rounds"]
+    names = ("penstock SerialSampler", "bare loops")
+    assert turns.keys() == {f"{name}{kind}" for name in names for kind in ("", ", sleep", ", work")}
+    assert turns["penstock SerialSampler, sleep"]["sleeps"] >= 1000 / (5 * 32), "once a batch, with 1,000 steps"
+    assert all(turn["steps"] % (5 * 32) == 0 for turn in turns.values()), "whole batches"
+    # A working learner takes more CPU than a batch of so few steps, but its time does not count.
+    assert turns["penstock SerialSampler, work"]["cpu_us"] < 0.02 * 1e6 / (5 * 32)

@@ -35,10 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("benchmarks")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def _fork_server() -> None:
-    """Peers use the fork server of `multiprocessing`, which lives as long as the process. It imports once what each of
-    their processes needs."""
+    """Two benchmarks use the fork server of `multiprocessing`, which lives as long as the process. It imports once what
+    each of their processes needs."""
     multiprocessing.set_forkserver_preload(["torch", "penstock.testing", "stable_baselines3.common.vec_env"])
     forkserver.ensure_running()
 
@@ -110,12 +110,13 @@ def test_noise(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def central(folder: Path) -> dict[str, dict[str, list[float]]]:
+def central(folder: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, list[float]]]:
     """Figures by measurement and contestant."""
     sizes = ["--seconds", 0.02, "--batch-T", 8, "--n-envs", 2]
     _, content = run(folder, "central", "uneven", "alternating", "--repeats", 2, *sizes)
     if not FULL:
         return content["results"]
+    request.getfixturevalue("_fork_server")
     _, other = run(
         folder, "central", "vector", "deadline", "sync", "--repeats", 1, *sizes
     )  # which start processes with torch
@@ -133,6 +134,7 @@ def test_central(central: Any, what: str) -> None:
     assert what == "sync" or all(min(values) > 0 for values in figures.values())
 
 
+@pytest.mark.usefixtures("_fork_server")
 def test_vector_env(folder: Path) -> None:
     options = ["--repeats", 2, "--seconds", 0.01, "--n-envs", 2, "--batch-T", 8]
     printed, content = run(folder, "vector_env", *options)
@@ -254,37 +256,6 @@ def test_compare(folder: Path) -> None:
         for figures in turns.values():
             assert len(figures) == (1 if "start" in case else 2)
             assert all(min(turn.values()) > 0 for turn in figures)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("pufferlib") is not None, reason="PufferLib is installed here")
-def test_peers(folder: Path) -> None:
-    picture = folder / "peers.svg"
-    sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "bare", "penstock ParallelSampler", *scaled(["rlpyt"], [])]
-    sizes += ["PufferLib", "--picture", picture]
-    printed, content = run(folder, "peers", "random", *sizes)
-    assert "Cores: " in printed
-    assert "PufferLib took no part: " in printed, "a missing peer is named with the reason"
-    (result,) = content["results"]
-    (turns,) = result["rounds"]
-    names = {"bare loop, 1 process", "bare loops", "penstock ParallelSampler", *scaled(["rlpyt's loop"], [])}
-    assert names <= turns.keys()
-    assert all(turn["rate"] > 0 and turn["cpu_us"] > 0 for turn in turns.values())
-    assert b"<svg" in picture.read_bytes()
-    assert picture.stat().st_size < 60_000
-
-
-def test_peers_with_a_pause_of_the_learner(folder: Path) -> None:
-    sizes = ["--repeats", 1, "--seconds", 0.02, "--only", "penstock SerialSampler", "bare loops", "--pause", 0.02]
-    printed, content = run(folder, "peers", "short", *sizes)
-    assert "of back to back" in printed
-    (result,) = content["results"]
-    (turns,) = result["rounds"]
-    names = ("penstock SerialSampler", "bare loops")
-    assert turns.keys() == {f"{name}{kind}" for name in names for kind in ("", ", sleep", ", work")}
-    assert turns["penstock SerialSampler, sleep"]["sleeps"] >= 1000 / (5 * 32), "once a batch, with 1,000 steps"
-    assert all(turn["steps"] % (5 * 32) == 0 for turn in turns.values()), "whole batches"
-    # A working learner takes more CPU than a batch of so few steps, but its time does not count.
-    assert turns["penstock SerialSampler, work"]["cpu_us"] < 0.02 * 1e6 / (5 * 32)
 
 
 def test_the_cost_of_evaluate(folder: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -18,12 +19,12 @@ import torch
 from penstock import CategoricalPgAgent, GaussianPgAgent, SerialSampler
 
 from .. import starter
-from ..scale import scaled
+from ..scale import FULL, scaled
 
 pytest.importorskip("rich")
 ROOT = Path(__file__).parent.parent.parent
 
-pytestmark = pytest.mark.usefixtures("starter")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("starter")]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,6 @@ def training() -> Iterator[Any]:
             del sys.modules[module]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("env_id", "name"), [("CartPole-v1", "cartpole"), ("Pendulum-v1", "halfcheetah")])
 def test_the_updates_are_the_same(training: Any, env_id: str, name: str) -> None:
     """From one batch, CleanRL's update and penstock's lead to the same parameters. With one minibatch, their random
@@ -64,7 +64,6 @@ def test_the_updates_are_the_same(training: Any, env_id: str, name: str) -> None
         torch.testing.assert_close(dict(agent.model.named_parameters())[key], parameter, atol=2e-4, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "arm"),
     [("cartpole", "penstock"), ("halfcheetah", "sb3"), *scaled([("halfcheetah", "penstock, lag=1")], [])],
@@ -84,13 +83,15 @@ def test_an_arm(env: str, arm: str) -> None:
     assert env == "halfcheetah" or sum(found["returns"]) <= steps
 
 
-@pytest.mark.slow
 def test_the_table(
     training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "training.json"
     options = ["--envs", "cartpole", "--arms", "cleanrl, 1 thread", "--seeds", "1", "--steps", "512"]
     monkeypatch.setattr(sys, "argv", ["training.py", *options, "--json", str(file)])
+    if not FULL:  # the training is a fork of a process that has imported torch
+        forking = SimpleNamespace(run=lambda command, **_: starter.run(*command[1:], cwd=ROOT))
+        monkeypatch.setattr(training, "subprocess", forking)
     training.main()
     assert "cartpole, 512 steps, 1 seeds" in capsys.readouterr().out
     (run,) = json.loads(file.read_text(encoding="utf-8"))["results"]["cartpole"]["runs"]["cleanrl, 1 thread"]

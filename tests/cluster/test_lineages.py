@@ -373,7 +373,7 @@ class Faulty:
                 self.wrong += int(((ages < 0) | (ages > faulty.max_staleness)).sum())
                 self.number += 1
                 self.stamp()
-                time.sleep(0.05)
+                time.sleep(scaled(0.05, 0.15))  # actors and policy workers wait for it
                 return {"wrong": self.wrong, "life": self.life, "number": self.number}
 
         return Trainer()

@@ -51,7 +51,7 @@ class Counting:
         self.rows = 0
 
     def step(self, batch):
-        time.sleep(0.05)  # actors and policy worker wait for it, and leave the CPUs to others
+        time.sleep(0.2)  # actors and policy worker wait for it, and leave the CPUs to others
         self.rows += batch.samples.env.reward.numel()
         return {"rows": self.rows}
 
@@ -69,8 +69,8 @@ OTHER = Experiment("other", EXPERIMENT.make_agent, EXPERIMENT.actors, EXPERIMENT
 def join(
     folder: Path, *names: str, experiment: str = "exp.py:EXPERIMENT", prefix: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
-    """Start `penstock join`, as another machine does. The workers that it launches are new interpreters. With a
-    `prefix`, it is one itself."""
+    """Start `penstock join`, as another machine does. With a `prefix`, it and the workers that it launches are new
+    interpreters, without one they are forks."""
     words = ["join", "run.json", experiment, "--as", *names]
     if not prefix:
         return Program([PROGRAMS / "command.py", *words], cwd=folder)

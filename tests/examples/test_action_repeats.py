@@ -23,7 +23,7 @@ run = partial(starter.run, cwd=ROOT)
 @pytest.mark.slow
 def test_a_short_run_learns() -> None:
     # At random, most games end after 500 steps without the goal.
-    done = run("examples/action_repeats.py", "--total-steps", 120_000, "--goal", -250)
+    done = run("examples/action_repeats.py", "--total-steps", 60_000, "--goal", -250)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "steps for each decision" in done.stdout
 

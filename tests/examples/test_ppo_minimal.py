@@ -14,7 +14,7 @@ import torch
 from penstock import SerialSampler
 
 from .. import starter
-from ..scale import FULL
+from ..scale import FULL, scaled
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -23,12 +23,16 @@ run = partial(starter.run, cwd=ROOT)
 
 
 @pytest.mark.slow
-def test_the_minimal_example_is_short_and_learns() -> None:
-    assert len((ROOT / "examples/ppo_minimal.py").read_text(encoding="utf-8").splitlines()) <= 60
-    done = run("examples/ppo_minimal.py")
+def test_the_minimal_example_is_short_and_learns(tmp_path: Path) -> None:
+    text = (ROOT / "examples/ppo_minimal.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 60
+    assert "n_batches=40" in text
+    n_batches, script = scaled(40, 20), tmp_path / "ppo_minimal.py"
+    script.write_text(text.replace("n_batches=40", f"n_batches={n_batches}"), encoding="utf-8")
+    done = run(script)
     assert done.returncode == 0, done.stderr
     returns = [float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines()]
-    assert len(returns) == 40
+    assert len(returns) == n_batches
     assert max(returns[-10:]) > 5 * returns[0]
 
 

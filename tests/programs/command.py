@@ -1,9 +1,34 @@
-"""`python -m penstock`, for a process that has imported it already."""
+"""`python -m penstock`, for a process that has imported it already. The workers that it launches are forks too."""
 
 import os
+import socket
+import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 from penstock.__main__ import main
+from penstock.control import launched
 
+starter: Any = sys.modules["starter"]
 sys.path[0] = os.getcwd()
-sys.exit(main())
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+if (server := os.fork()) == 0:  # now, while this process has one thread
+    ours.close()
+    if (request := starter.serve(theirs)) is not None:
+        starter.become(request)
+        launched.run_child(request.kept[0])
+    os._exit(0)
+theirs.close()
+
+
+def launch(_: object, *, pass_fds: list[int], stdin: int, start_new_session: bool) -> Any:
+    return starter.Child([__file__], pass_fds=pass_fds, stdin=stdin)
+
+
+vars(launched)["subprocess"] = SimpleNamespace(Popen=launch, PIPE=subprocess.PIPE)
+try:
+    with ours, starter.using(ours):
+        sys.exit(main())
+finally:
+    os.waitpid(server, 0)

@@ -24,7 +24,7 @@ ale_py = pytest.importorskip("ale_py")
 pytest.importorskip("cv2")
 pytestmark = pytest.mark.slow
 
-B, GAMES = 8, scaled(50, 16)  # of each form
+B, GAMES = scaled((8, 50), (4, 8))  # of each form
 LIVES = 5
 Score = tuple[float, int]  # of a game, and its steps
 

@@ -272,6 +272,7 @@ def test_shutdown_is_idempotent_and_allowed_in_every_state(cls: type[Sampler]) -
     assert torch.isfinite(samples.env.observation).all()
 
 
+@pytest.mark.slow
 def test_shutdown_from_another_thread_ends_a_waiting_call() -> None:
     class Endless(CountingEnv):
         def step(self, action: Any) -> Any:

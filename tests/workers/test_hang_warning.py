@@ -18,7 +18,6 @@ from penstock.vector import ShmVectorEnv
 from penstock.workers import monitor
 
 from ..samplers.async_support import VersionAgent
-from ..scale import quick_first
 from ..support import until
 
 SECONDS = 0.4
@@ -100,7 +99,8 @@ def assert_named(text: str, pid: int, where: str) -> None:
     assert "set step_timeout" in text
 
 
-@pytest.mark.parametrize("cls", quick_first([ParallelSampler, GpuSampler]))
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
 def test_a_sampler_warns_once_in_each_command(cls: Any, tmp_path: Path, checks: Checks) -> None:
     checks.hold(0, 2, 6)
     with cls([CountingEnv, lambda: Held(tmp_path), CountingEnv, CountingEnv], **SIZE) as sampler:

@@ -10,8 +10,6 @@ import pytest
 
 from penstock.workers.marking import marked
 
-from ..scale import quick_first
-
 # Prints the process ids of marked programs, then those of others; ends when its input ends.
 START = """
     import os, signal, subprocess, threading
@@ -34,7 +32,8 @@ START = """
 """
 
 
-@pytest.mark.parametrize("end", quick_first(["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_marked_programs_end_with_the_main_process_and_others_stay(end: str) -> None:
     script = textwrap.dedent(START) + end
     with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1, start_new_session=True) as owner:
