@@ -111,7 +111,7 @@ def test_shards_fit_unequal_nodes_and_what_fits_nowhere_is_refused_at_once(ray_c
             assert f"room for {n_places} of" in str(caught.value)
             assert "'uneven': 9.0}" in str(caught.value)  # of these nodes
             assert time.monotonic() - began < 2.0
-        restart: dict[str, Any] = {"on_node_failure": "restart", "min_shards": 1, "sampler_cls": SerialSampler}
+        restart: dict[str, Any] = {"on_node_failure": "restart", "min_shards": 1}
         with RaySampler(CARTPOLE, **options, **restart, n_shards=2, n_workers=3) as sampler:
             sampler.initialize(RandomAgent(), seed=0)  # the other one waits for a node
             samples, _ = sampler.obtain_samples(0)
