@@ -30,9 +30,8 @@ class SamplerMetrics:
         number of trajectories in a game."""
         self._policies, self.agent_steps = policies, 0  # steps of agents in this sampler
         self._names = [name for name, value in vars(example).items() if name[0] != "_" and isinstance(value, Real)]
-        self.training: deque[TrajInfo] = deque(
-            maxlen=min(_NEWEST * per_game, _MOST)
-        )  #: the newest trajectories of batches
+        #: The newest trajectories of batches.
+        self.training: deque[TrajInfo] = deque(maxlen=min(_NEWEST * per_game, _MOST))
         #: The trajectories of the last evaluation; None without evaluation environments.
         self.evaluation: Sequence[TrajInfo] | None = [] if has_evaluation else None
         self._began = self._called = time.monotonic()
