@@ -8,7 +8,7 @@ while `panel.stats` is read four times a second. Then this process publishes par
 its CPU time for one version, and its memory above the state before, at the peak.
 
 This machine cannot hold and encrypt the parameters of 1,000 workers. So only the first 80 take them and send them on.
-The others ask for each version, and are told whom to ask, but do not ask that worker.
+The others ask for each version, after one of the 80 has it, and are told whom to ask, but do not ask that worker.
 """
 
 from __future__ import annotations
@@ -42,24 +42,25 @@ FIGURES = {f"figure{i}": 1.5 * i for i in range(8)}
 
 
 class Asker:
-    """Asks the trainer for each version, and takes none of them. In its place another worker sends them on."""
+    """Asks the trainer for each version that `full` has got, and takes none of them. `full` sends them on in its place:
+    if this one asked first, `full` could be told to ask a worker that waits for `full`."""
 
-    def __init__(self, names: NameClient, place: list[str]) -> None:
-        self._trainer, self._place = names.peer("parameters/policy"), place
-        self.n_versions = self.n_seen = 0
-        self._ask([0, 0])
-
-    def _ask(self, version: list[int]) -> None:
-        message = {"version": version, "place": self._place, "is_urgent": False}
-        self._trainer.ask(message, 1e9, patience=10.0).add_done_callback(self._told)
+    def __init__(self, names: NameClient, full: ParameterClient) -> None:
+        self._trainer, self._full = names.peer("parameters/policy"), full
+        self._version, self._is_asking, self.n_versions, self.n_seen = [0, 0], False, 0, 0
 
     def _told(self, answer: Future[Any]) -> None:
         if answer.exception() is None:
+            self._version = answer.result()["version"]
             self.n_versions += 1
-            self._ask(answer.result()["version"])
+        self._is_asking = False
 
     def newer(self) -> bool | None:
         """Whether there is another version. Otherwise None."""
+        if not self._is_asking and self._full.version > tuple(self._version):
+            self._is_asking = True
+            message = {"version": self._version, "place": self._full._place, "is_urgent": False}
+            self._trainer.ask(message, 1e9, patience=10.0).add_done_callback(self._told)
         self.n_seen, n_before = self.n_versions, self.n_seen
         return True if self.n_seen > n_before else None
 
@@ -95,7 +96,7 @@ def work(file: str, first: int, count: int, n_full: int) -> None:
             full = [ParameterClient(wire, names, "policy") for _, wire, names in clients[:n_full]]
             followers = [
                 *full,
-                *(Asker(names, full[k % n_full]._place) for k, (*_, names) in enumerate(clients[n_full:])),
+                *(Asker(names, full[k % n_full]) for k, (*_, names) in enumerate(clients[n_full:])),
             ]
         n_new = sum(follower.newer() is not None for follower in followers)
         if n_new:
