@@ -52,13 +52,15 @@ class Renewals:
             n_failed = self._failed_starts[column] = self._failed_starts.get(column, 0) + (not is_cut)
             if len(recent) >= self.max_renewals or n_failed > self.max_renewals:
                 self.is_exhausted = True
-                advice = f"(max_renewals={self.max_renewals}). Raise max_renewals, or find out why it fails."
-                how = f"{len(recent)} times in {self.window:g} s"
-                text = f"env_rank {env_rank} was built again {how}, and its game has failed again {advice}"
+                how = f"It was built again {len(recent)} times in {self.window:g} s"
                 if len(recent) < self.max_renewals:  # starts that fail slowly leave the window
                     recent = [f"  {now - when:.1f} s ago: {what}" for when, what in history[-self.max_renewals :]]
-                    text = f"the game of env_rank {env_rank} has failed to start {n_failed} times in a row {advice}"
-                text += " Earlier failures:" if recent else ""
+                    how = f"It has failed to start {n_failed} times in a row"
+                text = (
+                    f"the game of env_rank {env_rank} has failed: {in_one_line(error)}. {how} "
+                    f"(max_renewals={self.max_renewals}): raise max_renewals, or find out why it fails"
+                )
+                recent = ["Earlier failures:", *recent] if recent else []
                 raise GameError("\n".join([text, *recent, str(error)])) from error
             history.append((now, in_one_line(error)))
             self.progress.count_renewal(is_cut=is_cut)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import parts_of
 from penstock.control.parameters import ParameterServer, by_policy, read_parameters
 from penstock.control.pieces import Batch, batch_of
@@ -175,11 +176,17 @@ class TrainerWorker(Worker):
     def _load(self, path: Path) -> None:
         import torch
 
-        state = torch.load(path, weights_only=False)  # the user's own file
-        self._version = int(state["version"])
-        for name, own in by_policy(self._agent).items():
-            own.load_state_dict(state["agent"][name] if name else state["agent"])
-        self._trainer.load_state_dict(state["trainer"])
+        each = by_policy(self._agent)
+        try:
+            state = torch.load(path, weights_only=False)  # the user's own file
+            if "" not in each and state["agent"].keys() != each.keys():
+                raise ConfigError(f"it is of the policies {list(state['agent'])}, and make_agent returns {list(each)}")
+            for name, own in each.items():
+                own.load_state_dict(state["agent"][name] if name else state["agent"])
+            self._trainer.load_state_dict(state["trainer"])
+            self._version = int(state["version"])
+        except Exception as error:  # a file of another agent may raise anything
+            raise ConfigError(f"checkpoint={str(path)!r} cannot be loaded: {in_one_line(error)}") from error
 
     def _stats(self) -> Mapping[str, float]:
         own = {"version": self._version, "stale": self._n_stale, "largest_staleness": self._largest_staleness}

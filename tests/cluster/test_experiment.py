@@ -523,6 +523,24 @@ def test_pieces_of_several_policies_are_batches_of_the_sampler(panel: ControlPan
         assert batch.infos[f"{head}Return"].tolist() == wanted != []
 
 
+@pytest.mark.parametrize(
+    ("saved", "error"),
+    [
+        (["even", "azure"], r"it is of the policies \['even', 'azure'\], and make_agent returns \['even', 'odd'\]"),
+        (None, "Error"),  # an empty file
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_named(panel: ControlPanel, tmp_path: Path, saved: Any, error: str) -> None:
+    path = tmp_path / "trainer.pt"
+    path.touch()
+    if saved is not None:
+        torch.save({"version": 5, "agent": dict.fromkeys(saved), "trainer": {}}, path)
+    panel.launch(partial(TrainerWorker, replace(TWO.training, checkpoint=path), TWO._plan()), name="trainer")
+    panel.connect()
+    with pytest.raises(RequestError, match=rf"checkpoint='.*trainer\.pt' cannot be loaded: .*{error}"):
+        panel.request("trainer/0", "configure")
+
+
 def test_agents_that_do_not_fit_the_environments_are_refused() -> None:
     plan = replace(experiment(None), make_agent=lambda: {"main": RandomAgent()})._plan()
     with pytest.raises(

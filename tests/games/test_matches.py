@@ -178,9 +178,11 @@ def test_too_many_renewals_of_a_match(tmp_path: Path) -> None:
     sizes = {"batch_T": 12, "batch_B": 1, "max_decorrelation_steps": 0, "max_renewals": 2}
     with SerialSampler(partial(Match, str(tmp_path), 4), on_game_failure="renew", **sizes) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(WorkerError, match="env_rank 0 was built again 2 times") as caught:
+        with pytest.raises(
+            WorkerError, match=r"game of env_rank 0 has failed: .* It was built again 2 times"
+        ) as caught:
             sampler.obtain_samples(0)
-        assert str(caught.value.__cause__).count("ended with exit code 5") == 3
+        assert str(caught.value.__cause__).count("ended with exit code 5") == 4
 
 
 def test_a_host_and_its_clients() -> None:

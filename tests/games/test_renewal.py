@@ -163,11 +163,11 @@ def test_too_many_renewals_are_an_error_that_lists_them(tmp_path: Path) -> None:
 
     with sampler_of(ParallelSampler, partial(Bad, str(tmp_path)), **RENEW, max_renewals=2) as sampler:
         sampler.initialize(RandomAgent(), seed=3)
-        says = r"env_rank \d was built again 2 times in 60 s, and its game has failed again \(max_renewals=2\)"
+        says = r"game of env_rank \d has failed: .* It was built again 2 times in 60 s \(max_renewals=2\)"
         with pytest.raises(WorkerError, match=says) as caught:
             sampler.obtain_samples(0)
         assert isinstance(caught.value.__cause__, GameError)
-        assert str(caught.value.__cause__).count("ended with exit code 7") == 3
+        assert str(caught.value.__cause__).count("ended with exit code 7") == 4
         assert "| the fault is exit" in str(caught.value.__cause__)
 
 
@@ -224,9 +224,9 @@ def test_starts_that_fail_slowly_are_counted_too(env_cls: Any, tmp_path: Path) -
         sampler.initialize(RandomAgent(), seed=3)
         with pytest.raises(WorkerError) as caught:
             sampler.obtain_samples(0)
-    says = r"the game of env_rank 0 has failed to start 4 times in a row \(max_renewals=3\)"
+    says = r"the game of env_rank 0 has failed: .*not start\. It has failed to start 4 times in a row \(max_renewals=3"
     assert re.search(says, str(caught.value.__cause__))
-    assert str(caught.value.__cause__).count("the engine does not start") == 4
+    assert str(caught.value.__cause__).count("the engine does not start") == 5
     assert calls.read_text() == "sr" + "srrrr" * 2
 
 
