@@ -42,8 +42,8 @@ FIGURES = {f"figure{i}": 1.5 * i for i in range(8)}
 
 
 class Asker:
-    """Asks the trainer for each version that `full` has got, and takes none of them. `full` sends them on in its place:
-    if this one asked first, `full` could be told to ask a worker that waits for `full`."""
+    """Asks the trainer for each version that `full` has got, and takes none of them: `full` sends them on in its place.
+    It asks after `full`. Otherwise `full` could be told to ask a worker that waits for `full`."""
 
     def __init__(self, names: NameClient, full: ParameterClient) -> None:
         self._trainer, self._full = names.peer("parameters/policy"), full

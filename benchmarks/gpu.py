@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -54,7 +55,7 @@ class Trips:
 
     def __init__(self, policy: str, n: int, device: str | None, locked: bool = False, graph: bool = False) -> None:
         env_fn, model = POLICIES[policy]
-        env, self._n = env_fn(), n
+        env = env_fn()
         learner = CategoricalPgAgent(model, device=device)
         learner.initialize(env.observation_space, env.action_space, seed=0)
         self._agent = learner.runtime.server_copy()
@@ -64,9 +65,9 @@ class Trips:
         spec = ArraySpec((n, *space.shape), space.dtype)
         self._memory = NamedMemory(NamedArrays(observation=spec), shared=True, purpose="a benchmark")
         self._memory.arrays.observation[...] = np.stack([space.sample() for _ in range(n)])
-        self._lock = self._agent.runtime.page_locked(self._memory.whole) if locked else None
-        if self._lock is not None:
-            self._lock.__enter__()
+        self._lock = ExitStack()
+        if locked:
+            self._lock.enter_context(self._agent.runtime.page_locked(self._memory.whole))
         self._previous = np.zeros(n, np.int64), np.zeros(n, np.float32)
         self._agent.seed_columns([np.random.default_rng(b) for b in range(n)])
         self._agent.sample_mode(0)
@@ -79,8 +80,7 @@ class Trips:
         return 10
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.__exit__(None, None, None)
+        self._lock.close()
         self._memory.close()
 
 

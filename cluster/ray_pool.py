@@ -204,9 +204,8 @@ class ShardPool:
                 self.n_puts += 1
         known, shard.versions = shard.versions, list(self._versions)
         pairs = zip(self._parameters, known, self._versions, strict=True)
-        return [
-            ref for ref, old, new in pairs if ref is not None and old != new
-        ]  # None: the shard has had them from the start
+        # Parameters without a reference have never changed: the shard has had them from the start.
+        return [ref for ref, old, new in pairs if ref is not None and old != new]
 
     def send_parameters(self) -> None:
         """Give the newest parameters to all shards that are at work. They act with them from their next order on."""

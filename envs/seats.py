@@ -66,7 +66,8 @@ class SeatTable:
     first_env_rank: int = 0
     #: Where the policy of a seat is chosen for each game: how many policies there are. Each has a column for each seat.
     n_policies: int = 0
-    #: The largest number of agents in an environment; in a shard, in those of any shard. It fixes the seats' numbers.
+    #: The largest number of agents in an environment. A shard counts the environments of all shards, so that a seat has
+    #: the same number in each.
     most: int = 0
 
     def __post_init__(self) -> None:

@@ -749,10 +749,10 @@ class Sampler(TakesEnvFn, ABC):
 
         `sampler/`: `env_steps`, `steps_per_second` (with the time of the learner), `idle_share`, `policy_version` and
         others. `worker_0/` and so on: `idle_share` (at barrier_in), `acting_share` and `stepping_share`. `server/`: the
-        same for an inference server. `train/` has the newest 100 trajectories of batches (where agents share a game,
-        those of 100 games, at most 2,000), `eval/` those of the last evaluation: `Return_mean`, `Return_min`,
-        `Return_max` and the same for each number in a `TrajInfo`; NaN while
-        there is none. Rates and shares refer to the time since the last call. `docs/recipes.md` lists all keys.
+        same for an inference server. `train/` is of the newest 100 trajectories of batches. Where agents share a game,
+        it is of the newest 100 games, but of at most 2,000 trajectories. `eval/` is of the last evaluation. Both have
+        `Return_mean`, `Return_min`, `Return_max` and the same for each number in a `TrajInfo`; NaN while no trajectory
+        has finished. Rates and shares refer to the time since the last call. `docs/recipes.md` lists all keys.
         """
         self._require_pool("metrics")
         server = None if self._memory.totals is None else self._memory.totals.stats
