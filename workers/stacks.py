@@ -15,7 +15,9 @@ from penstock.buffers.descriptors import InheritedFd, anonymous_file
 _ASK = int(signal.SIGRTMAX) - 3 if hasattr(signal, "SIGRTMAX") else int(signal.SIGUSR1)
 _MAX_BYTES = 8 * 1024
 _ANSWER_SECONDS = 0.15
+_MOST_SECONDS = 1.0
 _LOOK_SECONDS = 0.005
+_LOOP = re.compile(r"workers[/\\]process\.py.* in _run_commands$", re.MULTILINE)  # below it, no frame is the user's
 
 
 class StackFile:
@@ -38,20 +40,27 @@ class StackFile:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, _ASK)
             os.kill(pid, signal.SIGCONT)  # a stopped process cannot answer
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        before = -1
-        # It is complete when it stops growing; there is no other sign.
-        while time.monotonic() < deadline and not before == (size := os.fstat(self.file.fd).st_size) > 0:
-            before = size
+        # It is complete when it shows the worker's loop. In other processes the only sign is that it grows no more. On
+        # a busy machine, a process may wait for a CPU in the middle of a line.
+        began = grown = time.monotonic()
+        size = 0
+        while (now := time.monotonic()) < min(grown + _ANSWER_SECONDS, began + _MOST_SECONDS):
+            if len(text := self._text()) > size:
+                grown, size = now, len(text)
+                if _LOOP.search(text):
+                    break
             time.sleep(_LOOK_SECONDS)
         return self.read()
 
     def read(self) -> str:
         """Main process: what the worker has written about the user's code and the collectors."""
-        if not (text := os.pread(self.file.fd, _MAX_BYTES, 0).decode(errors="replace")):
+        if not (text := self._text()):
             return ""
         threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", text.partition("\nExtension modules:")[0])
         return "\n".join(map(_shortened, threads)).strip()
+
+    def _text(self) -> str:
+        return os.pread(self.file.fd, _MAX_BYTES, 0).decode(errors="replace")
 
     def clear(self) -> None:
         """Main process: forget what a dead worker has written."""
@@ -61,8 +70,5 @@ class StackFile:
 
 def _shortened(stack: str) -> str:
     """Without the frames below the worker's loop; under fork there are many."""
-    lines = stack.rstrip().splitlines()
-    for i, line in enumerate(lines):
-        if re.search(r"workers[/\\]process\.py.* in _run_commands$", line):
-            return "\n".join(lines[: i + 1])
-    return "\n".join(lines)
+    loop = _LOOP.search(stack)
+    return stack[: loop.end()] if loop else stack.rstrip()
