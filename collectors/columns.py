@@ -14,9 +14,9 @@ import numpy as np
 
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import step_ordinary
-from penstock.collectors.action_checks import NO_CHECKS, Checks, check_row
 from penstock.collectors.env_batch import EnvBatch, EpisodeEndHook
 from penstock.collectors.episodes import EpisodeRecorder
+from penstock.collectors.optional_checks import NO_CHECKS, Checks, check_row
 from penstock.collectors.renewal import Renewals
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import checked_step, require_info, require_number
