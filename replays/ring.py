@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,7 @@ from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.ordering import fence
 from penstock.buffers.tree import tree_leaves
 from penstock.errors import ConfigError
+from penstock.replays.compiled import PYTHON, compiled
 
 # The flags of a row. BEGINS: the row does not continue the row before it. PARTIAL: it also does not begin an episode,
 # so what came before it is unknown. CUT: the episode goes on, but the row after it is no step and has only the next
@@ -40,25 +41,14 @@ NOWHERE = -(1 << 62)  #: the number, or the step, of a final observation that is
 _STEP, _FINAL, _LOST = 0, 1, 2  # in these words: the step, the number of final observations, and in `done` of lost ones
 
 
-#: `copy_rows(targets, sources, row, column)`: copy the arrays `sources` `[t, b, ...]` into the rows from `row` on of
-#: `targets` `[T, B, ...]`, which wrap once, from `column` on. The compiled function returns False, and copies nothing,
-#: if it does not know the layout of an array.
-copy_rows: Callable[..., bool]
-
-
-def _copy_rows(targets: Sequence[Any], sources: Sequence[Any], row: int, column: int) -> bool:
+@compiled
+def copy_rows(targets: Sequence[Any], sources: Sequence[Any], row: int, column: int) -> bool:
+    """Copy the arrays `sources` `[t, b, ...]` into the rows from `row` on of `targets` `[T, B, ...]`, which wrap once,
+    from `column` on. The compiled function returns False, and copies nothing, if it does not know the layout of an
+    array."""
     for target, source in zip(targets, sources, strict=True):
         _put(target, slice(column, column + source.shape[1]), row, row + len(source), source)
     return True
-
-
-#: The function that is used if nothing is compiled.
-PYTHON: dict[str, Callable[..., bool]] = {"copy_rows": _copy_rows}
-
-try:
-    from penstock.replays._native import copy_rows
-except ImportError:  # no C compiler, or a checkout that was never built
-    copy_rows = _copy_rows
 
 
 @dataclass(frozen=True)
@@ -254,7 +244,7 @@ class Ring:
         begun[_FINAL], begun[_STEP] = max(end_final, int(begun[_FINAL])), end
         fence()
         if not copy_rows(self.leaves, rows, start % self.T, columns.start):
-            _copy_rows(self.leaves, rows, start % self.T, columns.start)
+            PYTHON["copy_rows"](self.leaves, rows, start % self.T, columns.start)
         if state is not None:
             every = self.shape.state_every
             _put(self.arrays.state, columns, -(-start // every), -(-end // every), state)
