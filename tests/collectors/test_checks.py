@@ -181,12 +181,12 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "reset without info": (
         {"spoil_reset": lambda result: result[0], "short": True},
         {},
-        r"env\.reset of env_rank 3 must return a tuple \(observation, info\), got ndarray",
+        r"env\.reset of env_rank 3 must return a tuple \(observation, info\), got array\(",
     ),
     "reset with three values": (
         {"spoil_reset": lambda result: (*result, {}), "short": True},
         {},
-        r"env\.reset of env_rank 3 must return a tuple \(observation, info\), got 3 values",
+        r"env\.reset of env_rank 3 must return a tuple \(observation, info\), got \(array\(.*\{\}\)",
     ),
     "reset with info None": (
         {"spoil_reset": replacing(1, None), "short": True},
