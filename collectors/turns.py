@@ -148,8 +148,7 @@ class TurnGames(Games):
 
     def take_late(self, e: int) -> None:
         """Count the rewards for agents that were not in the game of environment e."""
-        take = getattr(self._bound[e][1], "take_late_rewards", None)  # `OwnClocks` has it
-        for reward in () if take is None else take():
+        for reward in self.envs[e].take_late_rewards():
             number = require_number(reward, self.env_ranks[e])
             self.sums[e][self.plies[e] + self._has_just_begun(e)] += number
             self.late.append((e, number))
