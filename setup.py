@@ -45,6 +45,7 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
         Extension(
             "penstock.buffers._native",
             ["buffers/_native.c", "buffers/_drawing.c", "buffers/_stepping.c"],
+            depends=["buffers/_native.h"],  # setuptools takes it into the sdist too
             include_dirs=[numpy.get_include()],
             # Sums must be equal to Python's, to the last bit.
             extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
@@ -55,7 +56,7 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
         Extension(
             "penstock.replays._native",
             ["replays/_native.c", "replays/_rows.c"],
-            depends=["replays/_native.h"],  # setuptools takes it into the sdist too
+            depends=["replays/_native.h"],
             include_dirs=[numpy.get_include()],
             extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
             optional=True,

@@ -60,34 +60,20 @@ __all__ = [
     "mask_of",
 ]
 
-_WITH_TORCH = {
-    "CategoricalPgAgent": "categorical",
-    "DeterministicPgAgent": "deterministic",
-    "EpsilonGreedyAgent": "epsilon_greedy",
-    "EvaluatedSteps": "policy_gradient",
-    "GaussianPgAgent": "gaussian",
-    "Moments": "normalization",
-    "ObservationNorm": "normalization",
-    "PgAgent": "policy_gradient",
-    "PolicyHead": "policy_gradient",
-    "RecurrentCategoricalPgAgent": "recurrent",
-    "RecurrentEpsilonGreedyAgent": "recurrent",
-    "RecurrentGaussianPgAgent": "recurrent",
-    "RecurrentPgAgent": "recurrent",
-    "RecurrentState": "recurrent_state",
-    "RewardNorm": "normalization",
-    "SquashedGaussianAgent": "squashed",
-    "TorchAgent": "torch_agent",
-}
+# Where the names that are not above are, each after those that it needs.
+_WITH_TORCH = ["recurrent_state", "normalization", "torch_agent", "policy_gradient", "categorical", "gaussian"]
+_WITH_TORCH += ["squashed", "deterministic", "epsilon_greedy", "recurrent"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WITH_TORCH:
+    if name in __all__:
         from importlib import import_module
 
-        return getattr(import_module(f"penstock.agents.{_WITH_TORCH[name]}"), name)
+        for module in _WITH_TORCH:
+            if (found := vars(import_module(f"penstock.agents.{module}")).get(name)) is not None:
+                return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WITH_TORCH})
+    return sorted({*globals(), *__all__})

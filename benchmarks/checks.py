@@ -29,7 +29,8 @@ from turns import machine
 from penstock import RandomAgent
 from penstock.buffers.native import PYTHON, put_row
 from penstock.collectors import EnvColumns
-from penstock.collectors.action_checks import Checks, write_action
+from penstock.collectors.acting import write_action
+from penstock.collectors.optional_checks import Checks
 from penstock.envs import CountingEnv
 from penstock.workers.control import ControlBlock
 

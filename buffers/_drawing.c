@@ -1,20 +1,9 @@
 /* Draws the actions of one time step from logits: bit for bit the results of the numpy calls in agents/distributions.py.
    native.py says what each function does. */
 
-#define PY_SSIZE_T_CLEAN
-#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
-#define PY_ARRAY_UNIQUE_SYMBOL penstock_numpy /* _native.c imports it */
-#define NO_IMPORT_ARRAY
-#include <Python.h>
-#include <numpy/arrayobject.h>
+#include "_native.h"
 
 #include <math.h>
-
-typedef PyObject *const *Arguments;
-
-static int check_arguments(Py_ssize_t given, Py_ssize_t expected) {
-    return given == expected || PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, given);
-}
 
 /* float32 numbers are computed in float64 and rounded after each operation: the results are those of float32. */
 static double read_float(PyArrayObject *table, npy_intp i, npy_intp j) {

@@ -4,11 +4,8 @@
    copy. Here one comparison shows that a value has the expected type and shape, and its bytes are copied. Only Python's
    numbers, and float64 for float32, are converted. Other values raise nothing: the caller handles them in Python. */
 
-#define PY_SSIZE_T_CLEAN
-#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
-#define PY_ARRAY_UNIQUE_SYMBOL penstock_numpy /* the other files use it too */
-#include <Python.h>
-#include <numpy/arrayobject.h>
+#define IMPORTS_NUMPY
+#include "_native.h"
 
 #include <math.h>
 #include <signal.h>
@@ -18,18 +15,6 @@
 #include <sys/prctl.h>
 #include <unistd.h>
 #endif
-
-typedef PyObject *const *Arguments;
-
-static int check_arguments(Py_ssize_t given, Py_ssize_t expected) {
-    return given == expected || PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, given);
-}
-
-/* Convert `argument` to an index. Returns 0 with an exception set if that is impossible. */
-static int read_index(PyObject *argument, Py_ssize_t *index) {
-    *index = PyNumber_AsSsize_t(argument, PyExc_IndexError);
-    return *index != -1 || !PyErr_Occurred();
-}
 
 /* The answer of a function: `result` is 1, 0, or -1 with an exception set. */
 static PyObject *as_bool(int result) { return result < 0 ? NULL : PyBool_FromLong(result); }
@@ -356,13 +341,6 @@ static PyObject *end_group_with_parent(PyObject *Py_UNUSED(module), Arguments Py
 }
 
 /* ---- the module -------------------------------------------------------------------------------- */
-
-/* In _stepping.c. */
-PyObject *penstock_step_ordinary(PyObject *module, Arguments arguments, Py_ssize_t n);
-PyObject *penstock_store_game_step(PyObject *module, Arguments arguments, Py_ssize_t n);
-/* In _drawing.c. */
-PyObject *penstock_shift_rows(PyObject *module, Arguments arguments, Py_ssize_t n);
-PyObject *penstock_draw_rows(PyObject *module, Arguments arguments, Py_ssize_t n);
 
 #define NAMED(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
 #define FUNCTION(name) NAMED(#name, name)

@@ -1,23 +1,11 @@
 /* One time step of all environments of a worker, and the result of a game's. native.py says what the functions do. */
 
-#define PY_SSIZE_T_CLEAN
-#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
-#define NO_IMPORT_ARRAY
-#define PY_ARRAY_UNIQUE_SYMBOL penstock_numpy /* _native.c imports it */
-#include <Python.h>
-#include <numpy/arrayobject.h>
+#include "_native.h"
+
 #include <numpy/arrayscalars.h>
 
 #include <stdint.h>
 #include <string.h>
-
-typedef PyObject *const *Arguments;
-
-/* Convert `argument` to an index. Returns 0 with an exception set if that is impossible. */
-static int read_index(PyObject *argument, Py_ssize_t *index) {
-    *index = PyNumber_AsSsize_t(argument, PyExc_IndexError);
-    return *index != -1 || !PyErr_Occurred();
-}
 
 /* The arguments of step_ordinary. `outs` and `on_end` may be None. */
 typedef struct {

@@ -20,15 +20,18 @@ def free_memory() -> int:
     return min([int(psutil.virtual_memory().available), *_cgroup_headrooms()])
 
 
-def check_memory(needed: int, purpose: str) -> None:
-    """Raise `ConfigError`, with both sizes, if `needed` bytes for `purpose` are more than the free memory."""
+REMEDY = "free some memory, lower batch_T or batch_B, or record smaller observations"
+
+
+def check_memory(needed: int, purpose: str, remedy: str = REMEDY) -> None:
+    """Raise `ConfigError`, with both sizes and the `remedy`, if `needed` bytes for `purpose` are more than the free
+    memory."""
     if needed < SMALL_BYTES:
         return
     free = free_memory()
     if needed > free:
         raise ConfigError(
-            f"{purpose} needs {size_text(needed)} of memory, but only {size_text(free)} are free: free "
-            "some memory, lower batch_T or batch_B, or record smaller observations"
+            f"{purpose} needs {size_text(needed)} of memory, but only {size_text(free)} are free: {remedy}"
         )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.descriptors import InheritedFd, anonymous_file
-from penstock.buffers.memory_limits import check_memory
+from penstock.buffers.memory_limits import REMEDY, check_memory
 from penstock.buffers.named import NamedArrays
 from penstock.errors import ConfigError
 
@@ -75,30 +75,41 @@ class NamedMemory:
 
     _descriptor: InheritedFd | None = None  #: of shared memory
 
-    def __init__(self, specs: NamedArrays, *, shared: bool, purpose: str) -> None:
-        self.nbytes = 0  #: the size of all arrays in bytes, with the gaps between them; _place adds them up
-        self._layout = specs.map(self._place)
+    def __init__(self, specs: NamedArrays, *, shared: bool, purpose: str, remedy: str = REMEDY) -> None:
+        """An error says that `purpose` needs the memory, and what to do: `remedy`."""
+        self._lay_out(specs)
         # np.zeros succeeds even without enough memory, and the system kills the process later.
-        check_memory(self.nbytes, purpose)
+        check_memory(self.nbytes, purpose, remedy)
         if not shared:
             self.arrays = specs.map(lambda spec: np.zeros(spec.shape, spec.dtype))
             return
-        self._descriptor = anonymous_file("penstock")
         try:
-            # Take the pages now. ftruncate alone succeeds beyond the limit, and the first write is then a SIGBUS.
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._descriptor.fd, 0, max(1, self.nbytes))
-            else:  # macOS
-                os.ftruncate(self._descriptor.fd, max(1, self.nbytes))
-            self._map(self._descriptor.fd)
+            self._allocate(anonymous_file("penstock"))
         except OSError as error:  # the memory is used up, or RLIMIT_AS is reached
-            self._descriptor.close()
             if error.errno in (errno.EMFILE, errno.ENFILE):  # not memory, but descriptors are missing
                 raise
             raise ConfigError(
                 f"{purpose} needs {self.nbytes:,} bytes of shared memory: {error.strerror}. Lower batch_T or batch_B, "
                 "or raise the limit (ulimit -v)"
             ) from error
+
+    def _lay_out(self, specs: NamedArrays) -> None:
+        self.nbytes = 0  #: the size of all arrays in bytes, with the gaps between them; _place adds them up
+        self._layout = specs.map(self._place)
+
+    def _allocate(self, descriptor: InheritedFd) -> None:
+        """Map an empty file, which this object owns now."""
+        self._descriptor = descriptor
+        try:
+            # Take the pages now. ftruncate alone succeeds beyond the limit, and the first write is then a SIGBUS.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor.fd, 0, max(1, self.nbytes))
+            else:  # macOS
+                os.ftruncate(descriptor.fd, max(1, self.nbytes))
+            self._map(descriptor.fd)
+        except OSError:
+            descriptor.close()
+            raise
 
     def _place(self, spec: ArraySpec) -> ArraySpec:
         offset = -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.agents.agent import Agent, AgentStep
-from penstock.buffers.named import NamedArrays, as_named, fields_of
+from penstock.buffers.named import ArrayTree, NamedArrays, as_named, fields_of
 from penstock.buffers.native import put_row
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.tree import tree_leaves, tree_of
+from penstock.buffers.tree import map_tree, tree_leaves, tree_of
 from penstock.envs.rows import as_dtype, dtype_error
 from penstock.errors import SpaceError, brief
 
@@ -26,7 +26,8 @@ class Words(NamedTuple):
     remedy: str
 
 
-_AGENT = Words("agent.step must return", "as in the agent's first step", "report the same dtype in every step")
+_AGENT_INFO = Words("agent.step must return", "as in the agent's first step", "report the same dtype in every step")
+_ACTION = Words("agent.step must return", "as in the action space", "convert it in the agent")
 
 
 def as_agent_step(step: object, agent: Agent) -> AgentStep:
@@ -74,36 +75,43 @@ class AgentInfoWriter:
         self._arrays = agent_info.to_dict()
 
     def write(self, t: int, agent_info: object) -> None:
-        """Write row t. The agent's first step decides which fields there are, and their shapes and dtypes.
-
-        Raises `SpaceError` with the name of a field that differs, or `ColumnError` for a value that would change in the
-        dtype of its field.
-        """
+        """Write row t. The agent's first step decides which fields there are, and their shapes and dtypes. Raises as
+        `write_fields`."""
         fields = agent_info if agent_info.__class__ is dict else fields_of(agent_info)
         if not put_row(self._arrays, t, fields):
-            write_fields(self._arrays, t, agent_info, "agent_info")
+            write_fields(map_tree(lambda array: array[t], self._arrays), agent_info, "agent_info", _AGENT_INFO)
 
 
-def write_fields(array: Any, t: int, value: object, path: str, words: Words = _AGENT) -> None:
-    """Write `value` `[B, ...]` into row t of `array` `[T, B, ...]`, or each field of a dict of arrays.
+def write_action(row: ArrayTree, action: Any) -> None:
+    """Write the action that `agent.step` returned into `row` `[B, ...]`. Raises as `write_fields`."""
+    if row.__class__ is action.__class__ is np.ndarray and action.dtype == row.dtype and action.shape == row.shape:
+        row[...] = action
+    else:
+        write_fields(row, action, "action", _ACTION)
 
-    Raises `SpaceError` with `path` for other fields or another shape, and `ColumnError` for a value that would change.
+
+def write_fields(row: Any, value: object, path: str, words: Words) -> None:
+    """Write `value` `[B, ...]` into `row` `[B, ...]`: an array, or fields that are nested as those of the value.
+
+    numpy would repeat a smaller array, drop the fraction of a float, or cut off the high bits of an integer. This
+    raises `SpaceError` with `path` for other fields or another shape, and `ColumnError` for a value that would change.
     """
-    if isinstance(array, dict):
+    parts = None if row.__class__ is np.ndarray else fields_of(row)
+    if parts is not None:
         fields = fields_of(value)
-        if fields is None or {str(key) for key in fields} != array.keys():
+        if fields is None or {str(key) for key in fields} != parts.keys():
             got = brief(value) if fields is None else f"the fields {[str(key) for key in fields]}"
-            raise SpaceError(f"{words.subject} {path} with the fields {list(array)}, {words.source}, got {got}")
+            raise SpaceError(f"{words.subject} {path} with the fields {list(parts)}, {words.source}, got {got}")
         for key, part in fields.items():
-            write_fields(array[str(key)], t, part, f"{path}.{key}", words)
+            write_fields(parts[str(key)], part, f"{path}.{key}", words)
         return
     found = _as_array(value, path)
-    if found.shape != array.shape[1:] or found.dtype.kind not in "biufc":
+    if found.shape != row.shape or found.dtype.kind not in "biufc":
         raise SpaceError(
-            f"{words.subject} {path} with shape {array.shape[1:]} and dtype {array.dtype}, {words.source}, got "
-            f"{found.shape} {found.dtype}"
+            f"{words.subject} {path} with shape {row.shape} and dtype {row.dtype}, {words.source}, got {found.shape} "
+            f"{found.dtype}"
         )
-    fitting = as_dtype(found, array.dtype)
+    fitting = as_dtype(found, row.dtype)
     if fitting is None:
-        raise dtype_error(path, found, array.dtype, words.source, words.remedy)
-    array[t] = fitting
+        raise dtype_error(path, found, row.dtype, words.source, words.remedy)
+    row[...] = fitting

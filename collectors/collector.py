@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
-from penstock.agents.action_masks import mask_of
+from penstock.agents.action_masks import ActionMask, mask_of
 from penstock.agents.agent import Agent, AgentStep
+from penstock.agents.space_draws import draw
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.native import put_row
 from penstock.buffers.samples import BatchColumns
-from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, Words, as_agent_step, write_fields
-from penstock.collectors.action_checks import write_action
+from penstock.buffers.tree import map_tree
+from penstock.collectors.acting import (
+    NO_AGENT_INFO,
+    AgentInfoWriter,
+    Words,
+    as_agent_step,
+    write_action,
+    write_fields,
+)
 from penstock.collectors.columns import EnvColumns
-from penstock.collectors.decorrelation import decorrelate
-from penstock.collectors.env_batch import EnvBatch, require_flags, require_legal_actions
+from penstock.collectors.env_batch import EnvBatch, no_legal_action, require_flags, require_legal_actions
 from penstock.collectors.episode_ends import EpisodeEndRecorder
 from penstock.collectors.episodes import EpisodeRecorder
-from penstock.collectors.tracking import Tracker
+from penstock.collectors.tracking import Tracker, snapshot
 from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
@@ -135,17 +143,46 @@ class Collector(ABC):
 
     def _decorrelate(self, streams: ColumnStreams, columns: Sequence[int] | None = None) -> None:
         if isinstance(self.envs, EnvColumns):  # the columns of a batched environment cannot be stepped one by one
-            decorrelate(
-                self.envs,
-                self.tracker,
-                streams.rngs(Purpose.DECORRELATE),
-                self._max_decorrelation_steps,
-                self.prev_action,
-                self.prev_reward,
-                self._episode_start,
-                self._mask,
-                columns,
-            )
+            rngs = streams.rngs(Purpose.DECORRELATE)
+            for b in range(len(rngs)) if columns is None else columns:
+                self._make_random_steps(self.envs, b, rngs[b])
+
+    def _make_random_steps(self, envs: EnvColumns, b: int, rng: np.random.Generator) -> None:
+        """Step environment b by 0 to `max_decorrelation_steps` random actions, which are legal ones if there is a mask.
+
+        A trajectory that is unfinished at the end continues in the first batch, with the steps made here. A trajectory
+        that finishes here is dropped.
+        """
+        tracker, on_step, mask, episodes = self.tracker, self.on_step, self._mask, envs.episodes
+        n = int(rng.integers(0, self._max_decorrelation_steps + 1))
+        # With a mask, only random numbers are drawn here. The actions depend on the observations.
+        rows: Any = draw(envs.envs[b].action_space, rng, n) if mask is None else rng.random((n, mask.n_components))
+        rewards: list[float] = []
+        if episodes is not None:
+            episodes.plan_steps(b, rows if mask is None else None, n)
+        envs.enter(Phase.DECORRELATING, b)
+        for action in envs.split_actions(rows) if mask is None else _legal_actions(envs, b, mask, rows):
+            if on_step is not None:  # copies, because the environment may reuse its observation and action
+                before, given = snapshot(envs.observations[b]), snapshot(action)
+            if episodes is not None:
+                episodes.begin_step(b)
+            _, reward, terminated, truncated, info = envs.step_one(b, action)
+            if episodes is not None:
+                episodes.end_step(b, reward)
+            if on_step is not None:
+                on_step(b, before, given, reward, terminated, truncated, info)
+            rewards.append(reward)
+            if terminated or truncated:
+                tracker.drop(b)
+                rewards.clear()
+                envs.reset_one(b)
+                envs.check_observation(b)
+                envs.enter(Phase.DECORRELATING, b)
+        tracker.preload(b, rewards)
+        self._episode_start[b] = not rewards
+        if rewards:
+            self.prev_action[b] = rows[n - 1] if mask is None else action
+            self.prev_reward[b] = rewards[-1]
 
     def start_agent(self) -> None:
         """Prepare the agent for the first batch. Runs once, after `start_envs`."""
@@ -287,7 +324,7 @@ class Collector(ABC):
             if not put_row(arrays[name], t, value):
                 words = Words(f"{cls} must write", "as extra_fields declares", "convert it, or declare another dtype")
                 try:
-                    write_fields(arrays[name], t, value, f"extra.{name}", words)
+                    write_fields(map_tree(lambda array: array[t], arrays[name]), value, f"extra.{name}", words)
                 except ColumnError as error:
                     raise self.envs.with_env_rank(error.column, error) from None
 
@@ -355,3 +392,15 @@ class Collector(ABC):
     def note_version(self, version: int) -> None:
         """Record which version of the parameters has acted in this batch."""
         self.samples.policy_version[...] = version
+
+
+def _legal_actions(envs: EnvColumns, column: int, mask: ActionMask, uniform: npt.NDArray[Any]) -> Iterator[Any]:
+    """One legal action after the other, for the column's current observation."""
+    for numbers in uniform:
+        observation = envs.observations[column]
+        if mask.has_none(observation).any():
+            raise no_legal_action(envs, column)
+        row = mask.draw(mask.legal(observation), numbers[None])
+        if envs.episodes is not None:
+            envs.episodes.plan_next(column, row)
+        yield envs.split_actions(row)[0]

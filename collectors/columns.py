@@ -14,12 +14,12 @@ import numpy as np
 
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import step_ordinary
-from penstock.collectors.action_checks import NO_CHECKS, Checks, check_row
 from penstock.collectors.env_batch import EnvBatch, EpisodeEndHook
 from penstock.collectors.episodes import EpisodeRecorder
+from penstock.collectors.optional_checks import NO_CHECKS, Checks, check_row
 from penstock.collectors.renewal import Renewals
 from penstock.collectors.tracking import StepHook, snapshot
-from penstock.envs.checks import checked_step, require_info, require_number
+from penstock.envs.checks import checked_reset, checked_step, require_number
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
 from penstock.envs.examples import example_of
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
@@ -160,13 +160,7 @@ class EnvColumns(ListedColumns):
         words[RESETTING] += monotonic_ns() - began
         if self.renewals is not None:
             self.renewals.note_reset(column)
-        if not isinstance(result, tuple) or len(result) != 2:
-            got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
-            raise SpaceError(f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {got}")
-        observation, info = result
-        self.observations[column] = observation
-        if info.__class__ is not dict:
-            require_info(info, env_rank, "reset")
+        self.observations[column] = observation = checked_reset(result, env_rank)[0]
         return observation
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:

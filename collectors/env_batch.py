@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.agents.action_masks import ActionMask
 from penstock.buffers.tree import map_tree
-from penstock.collectors.action_checks import Checks, check_row
+from penstock.collectors.optional_checks import Checks, check_row
 from penstock.collectors.tracking import StepHook
 from penstock.envs.rows import ColumnError, arrays_like, write_cell
 from penstock.errors import SpaceError

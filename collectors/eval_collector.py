@@ -12,8 +12,7 @@ import numpy as np
 from penstock.agents.action_masks import mask_of
 from penstock.agents.agent import Agent
 from penstock.buffers.named import map_leaves
-from penstock.collectors.acting import AgentInfoWriter, as_agent_step
-from penstock.collectors.action_checks import write_action
+from penstock.collectors.acting import AgentInfoWriter, as_agent_step, write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_batch import EnvBatch, require_legal_actions
 from penstock.collectors.tracking import Tracker

@@ -14,8 +14,8 @@ import gymnasium as gym
 
 from penstock.buffers.native import store_game_step
 from penstock.buffers.tree import map_tree
-from penstock.collectors.action_checks import NO_CHECKS, Checks
 from penstock.collectors.columns import ListedColumns
+from penstock.collectors.optional_checks import NO_CHECKS, Checks
 from penstock.collectors.renewal import Renewals
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import episode_flags, require_info, require_number, step_values

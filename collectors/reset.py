@@ -62,6 +62,8 @@ class WaitResetCollector(ResetCollector):
     """
 
     def reset_if_needed(self) -> None:
+        if self.envs.parked:
+            self.progress.leave_batch()
         for column in self.envs.parked:
             self.reset_column(column)
             self.prev_reward[column] = 0

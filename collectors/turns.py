@@ -21,11 +21,11 @@ from penstock.agents.agent import AgentStep
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.samples import BatchColumns
-from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step
-from penstock.collectors.action_checks import check_row, write_action
+from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step, write_action
 from penstock.collectors.env_batch import no_legal_action, not_flags
 from penstock.collectors.games import Games, Place, SeatColumns
 from penstock.collectors.lock_step import Desk, LockStepCollector
+from penstock.collectors.optional_checks import check_row
 from penstock.collectors.tracking import snapshot
 from penstock.envs.checks import episode_flags, require_info, require_number
 from penstock.envs.rows import ColumnError, arrays_like, write_row
@@ -148,8 +148,7 @@ class TurnGames(Games):
 
     def take_late(self, e: int) -> None:
         """Count the rewards for agents that were not in the game of environment e."""
-        take = getattr(self._bound[e][1], "take_late_rewards", None)  # `OwnClocks` has it
-        for reward in () if take is None else take():
+        for reward in self.envs[e].take_late_rewards():
             number = require_number(reward, self.env_ranks[e])
             self.sums[e][self.plies[e] + self._has_just_begun(e)] += number
             self.late.append((e, number))

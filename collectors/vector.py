@@ -14,9 +14,9 @@ from gymnasium.vector.utils import iterate
 
 from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves
-from penstock.collectors.action_checks import NO_CHECKS, Checks, check_row
 from penstock.collectors.env_batch import EnvBatch, EpisodeEndHook
 from penstock.collectors.episode_ends import EpisodeEnds
+from penstock.collectors.optional_checks import NO_CHECKS, Checks, check_row
 from penstock.collectors.reset import ResetCollector
 from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.checks import require_info, step_values

@@ -54,6 +54,17 @@ def checked_step(result: Any, env_rank: int) -> StepValues:
     return observation, reward, terminated, truncated, info
 
 
+def checked_reset(result: Any, env_rank: int) -> tuple[Any, Any]:
+    """The observation and the info that `env.reset` returned as `result`. Raises `SpaceError` for anything else."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise SpaceError(
+            f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {brief(result)}"
+        )
+    if result[1].__class__ is not dict:
+        require_info(result[1], env_rank, "reset")
+    return result
+
+
 def require_info(info: object, env_rank: int, call: str = "step") -> None:
     """Raise `SpaceError` unless `info` is a mapping. `call` is the method that returned it."""
     if not isinstance(info, Mapping):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -295,6 +295,8 @@ class TurnView(ParallelView):
         self.step = env.step
         #: `env.last`, with what the observation gets.
         self.last: Callable[[], Any] = env.last if self._is_plain else self._last
+        #: The rewards for agents that were not in the game, since the last call. Only `OwnClocks` has such rewards.
+        self.take_late_rewards: Callable[[], Iterable[float]] = getattr(env, "take_late_rewards", tuple)
 
     def _last(self) -> Any:
         result = self.env.last()

@@ -40,10 +40,10 @@ def check_env_state(
     an `EzPickle` base class is refused: its copy is a new environment, not one in the same state.
     """
     factory = env_factories(env_fn, env_kwargs, 1)[0]
-    return prove(factory, EnvContext(0, -1, seed, None), n_steps, seed)
+    return check_resumable(factory, EnvContext(0, -1, seed, None), n_steps, seed)
 
 
-def prove(
+def check_resumable(
     factory: EnvFactory,
     context: EnvContext,
     n_steps: int = 100,

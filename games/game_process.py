@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -46,9 +47,6 @@ _MOST_QUOTED = 8_000  # bytes of output in an error: a worker's error is sent wi
 _PLACE = re.compile(r"(?<!\$)\{(\w+)\}")  # ${name} is for a shell
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-# The attributes of a started game: a spare gives them to the `GameProcess` whose place it takes.
-_OF_ONE_START = ["_process", "_mark", "_leases", "listeners", "_filled", "_output", "_output_start"]
-_OF_ONE_START += ["_began", "_is_ready", "_was_killed"]
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -108,6 +106,31 @@ def spares_kept() -> Iterator[None]:
 # ---- the game ----------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
+class _Run:
+    """One start of a game. A spare gives its own to the `GameProcess` whose place it takes."""
+
+    #: An environment variable with this name finds all processes of the game, whatever session they are in.
+    mark: str = field(default_factory=lambda: f"PENSTOCK_GAME_{os.getpid()}_{os.urandom(8).hex()}")
+    process: subprocess.Popen[bytes] | None = None
+    leases: PortLeases | None = None
+    listeners: list[socket.socket] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    output: IO[bytes] | None = None
+    output_start: int = 0  #: the size that its log file had before
+    began: float = 0.0  #: by `time.monotonic`
+    is_ready: bool = False
+    was_killed: bool = False  #: by `deadline`
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """The leased ones."""
+        return self.leases.ports if self.leases else ()
+
+
+_NOT_STARTED = _Run()
+
+
 class GameProcess:
     """A game in a process of its own, on ports that it leases. It ends with this object, or with this process.
 
@@ -143,16 +166,11 @@ class GameProcess:
     Raises `ConfigError` for arguments that cannot work, and `GameError` if the game cannot be started.
     """
 
-    # An environment variable with this name finds all processes of the game, whatever session they are in.
-    _mark = ""
-    _process: subprocess.Popen[bytes] | None = None
-    _leases: PortLeases | None = None
-    _output: IO[bytes] | None = None
+    _run: _Run = _NOT_STARTED
     _pool: _Spares | None = None
     _quit: Callable[[GameProcess], object] | None = None
     _sockets: list[GameSocket]
     renewal = 0  #: how often the game was started again
-    listeners: Sequence[socket.socket] = ()  #: with ready="connects", where the game connects
 
     def __init__(
         self,
@@ -219,7 +237,7 @@ class GameProcess:
             if self._pool is None or (spare := self._pool.take()) is None:
                 self._start()
             else:
-                vars(self).update({name: vars(spare).pop(name) for name in _OF_ONE_START})
+                self._run, spare._run = spare._run, _NOT_STARTED
             while self._pool is not None and len(self._pool.games) < self._pool.n:
                 spare = GameProcess.__new__(GameProcess)
                 vars(spare).update(self._spare_options, _sockets=[])
@@ -227,28 +245,27 @@ class GameProcess:
                 self._pool.games.append(spare)
 
     def _start(self) -> None:
-        self._mark = f"PENSTOCK_GAME_{os.getpid()}_{os.urandom(8).hex()}"
+        self._run = run = _Run()
         try:
             if self._n_ports:
                 how: Any = {"protocol": self._protocol, "consecutive": self._consecutive}
-                self._leases = leases(self._n_ports, *self._where, **how)
-            ports, host = self._leases.ports if self._leases else (), self._where[2]
-            self.listeners = listeners = list[socket.socket]()
+                run.leases = leases(self._n_ports, *self._where, **how)
+            ports, host = run.ports, self._where[2]
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             for port in ports if self._ready == "connects" else ():
-                listeners.append(socket.create_server((host, port), family=family))
-            self._filled = [_fill(part, ports) for part in self._command]
+                run.listeners.append(socket.create_server((host, port), family=family))
+            run.command = [_fill(part, ports) for part in self._command]
             own = {name: _fill(value, ports) for name, value in self._environ}
-            own |= {"PENSTOCK_PORTS": ",".join(map(str, ports)), self._mark: "1"}
+            own |= {"PENSTOCK_PORTS": ",".join(map(str, ports)), run.mark: "1"}
             self._open_log(None if self._log_file is None else _fill(self._log_file, ports))
             with marked:  # it ends with this process, however this process ends
                 environ = {**os.environ, **own}
-            self._began, self._is_ready, self._was_killed = time.monotonic(), False, False
-            self._process = subprocess.Popen(
-                self._filled,
+            run.began = time.monotonic()
+            run.process = subprocess.Popen(
+                run.command,
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._output,
+                stdout=run.output,
+                stderr=run.output,
                 env=environ,
                 cwd=self._cwd,
                 start_new_session=True,  # Ctrl-C must not reach it
@@ -278,19 +295,19 @@ class GameProcess:
             raise GameError(f"log_file={name!r} cannot be written: {error.strerror}. {advice}") from None
         # It appends, so that it goes on at the new end if the file is cut.
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
-        self._output, self._output_start = file, os.fstat(file.fileno()).st_size
+        self._run.output, self._run.output_start = file, os.fstat(file.fileno()).st_size
 
     def wait_ready(self) -> None:
         """Wait until the game is ready. Raises `GameError` if it ends, or is not ready within `start_timeout`."""
         self._require_started()
         tries, pause = 1, _FIRST_PAUSE
-        while not self._is_ready:
+        while not self._run.is_ready:
             try:
                 if ended := self.exit_text():
                     self._has_ports()  # raises `PortTaken` if this may be why
                     raise self.error(f"ended with {ended} before it was ready")
                 if self._meets(self._ready):
-                    self._is_ready = True
+                    self._run.is_ready = True
                     return
             except PortTaken as taken:
                 what = f"was started {tries} times, and each time another program had its port. The last one: {taken}"
@@ -299,7 +316,7 @@ class GameProcess:
                 tries, pause = tries + 1, _FIRST_PAUSE
                 self._end()
                 self._launch()
-            if time.monotonic() > self._began + self._start_timeout:
+            if time.monotonic() > self._run.began + self._start_timeout:
                 why = f"it runs, but is not ready (ready={self._ready!r})"
                 raise self.error(f"was not ready in start_timeout={self._start_timeout:g} s: {why}")
             time.sleep(pause)
@@ -370,21 +387,26 @@ class GameProcess:
     def ports(self) -> tuple[int, ...]:
         """The leased ports, lowest first. `renew` changes them."""
         self._require_started()
-        return () if self._leases is None else self._leases.ports
+        return self._run.ports
+
+    @property
+    def listeners(self) -> Sequence[socket.socket]:
+        """With `ready="connects"`, where the game connects."""
+        return self._run.listeners
 
     def _require_started(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._owner != os.getpid():
+        if self._run.process is None or self._owner != os.getpid():
             raise GameError(
                 f"the game {self._command[0]!r} was closed, or belongs to the process that this one is a fork of: make "
                 "a new GameProcess"
             )
-        return self._process
+        return self._run.process
 
     def exit_text(self) -> str:
         """How the game has ended, such as "exit code 3" or "SIGKILL"; empty while it runs."""
-        if self._process is None or os.getpid() != self._owner:
+        if self._run.process is None or os.getpid() != self._owner:
             return "an unknown exit code"
-        if (code := self._process.poll()) is None:
+        if (code := self._run.process.poll()) is None:
             return ""
         with suppress(ValueError):  # no signal
             return signal.Signals(-code).name
@@ -393,8 +415,8 @@ class GameProcess:
     def ends_within(self, limit: float) -> None:
         """Wait for its end, at most `limit` seconds."""
         with suppress(subprocess.TimeoutExpired):
-            if not self.exit_text() and self._process is not None:
-                self._process.wait(limit)
+            if not self.exit_text() and self._run.process is not None:
+                self._run.process.wait(limit)
 
     def rss(self) -> int:
         """How many bytes of memory its processes use."""
@@ -405,7 +427,7 @@ class GameProcess:
         return total
 
     def _members(self) -> Iterator[int]:
-        mark = b"\0" + self._mark.encode() + b"="
+        mark = b"\0" + self._run.mark.encode() + b"="
         for entry in os.listdir("/proc"):
             if entry.isdigit():
                 with suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:  # a zombie has none
@@ -414,11 +436,11 @@ class GameProcess:
 
     def output(self, n_bytes: int) -> str:
         """The last `n_bytes` of its output."""
-        if self._output is None:
+        if self._run.output is None:
             return ""
-        size = os.fstat(self._output.fileno()).st_size
-        first = max(min(self._output_start, size), size - n_bytes)
-        return os.pread(self._output.fileno(), size - first, first).decode(errors="replace")
+        size = os.fstat(self._run.output.fileno()).st_size
+        first = max(min(self._run.output_start, size), size - n_bytes)
+        return os.pread(self._run.output.fileno(), size - first, first).decode(errors="replace")
 
     def tail(self, n: int = 20) -> list[str]:
         """The last `n` lines of its output. Fewer if they are very long."""
@@ -427,13 +449,12 @@ class GameProcess:
     def error(self, what: str) -> GameError:
         """A `GameError` that says `what` the game has done, for checks of your own: "sent no score". It has the command
         and the end of the output."""
-        lines, ports = self.tail(self._log_lines), self._leases.ports if self._leases else ()
-        where = f"pid {self._process.pid if self._process else 0}" + (
-            f", port {str(list(ports))[1:-1]}" if ports else ""
-        )
+        lines, run = self.tail(self._log_lines), self._run
+        where = f"pid {run.process.pid if run.process else 0}"
+        where += f", port {str(list(run.ports))[1:-1]}" if run.ports else ""
         renewal = f" (renewal {self.renewal})" if self.renewal else ""
         heading = f"the last {len(lines)} lines of its output:" if lines else "it has printed nothing"
-        text = [f"the game ({where}){renewal} {what}", f"  command: {' '.join(self._filled)}", f"  {heading}"]
+        text = [f"the game ({where}){renewal} {what}", f"  command: {' '.join(self._run.command)}", f"  {heading}"]
         return GameError("\n".join([*text, *(f"  | {line}" for line in lines)]))
 
     @contextmanager
@@ -450,7 +471,7 @@ class GameProcess:
             failed = error
         finally:
             timer.cancel()
-        if self._was_killed:
+        if self._run.was_killed:
             raise self.error(f"was killed, because the block `with game.deadline({limit:g})` took longer") from failed
         if failed is not None:
             raise failed
@@ -462,10 +483,10 @@ class GameProcess:
         log short. Returns whether it did; then call `connect` again."""
         self._require_started()
         self._episodes += 1
-        if self._output and self._log_file is None and os.fstat(self._output.fileno()).st_size > _KEPT_LOG:
+        if self._run.output and self._log_file is None and os.fstat(self._run.output.fileno()).st_size > _KEPT_LOG:
             kept = self.output(1 << 16).encode()
-            self._output.truncate(0)
-            self._output.write(kept)
+            self._run.output.truncate(0)
+            self._run.output.write(kept)
         is_due = self._renew_every is not None and self._episodes % self._renew_every == 0
         if is_due or (self._max_rss and self.rss() > self._max_rss):
             self.renew()
@@ -492,7 +513,7 @@ class GameProcess:
 
     def _end(self) -> None:
         """End the game that runs."""
-        if self._process is None:
+        if self._run.process is None:
             return
         try:
             if self._quit is not None and not self.exit_text():
@@ -525,7 +546,8 @@ class GameProcess:
 
     def _stop(self) -> None:
         """End the game politely, then for certain, and release its ports last."""
-        for listener in self.listeners:
+        run = self._run
+        for listener in run.listeners:
             listener.close()
         if os.getpid() == self._owner:
             self._signal_group(signal.SIGTERM)
@@ -538,12 +560,13 @@ class GameProcess:
             if left:
                 _log.warning("%s", self.error(f"is still there {_KILL_SECONDS:g} s after SIGKILL: pids {left}"))
             self.ends_within(_KILL_SECONDS)
-            if self._leases is not None:
-                self._leases.release()
-            self._process = self._leases = None
-        if self._output is not None:
-            self._output.close()
-        self._output, self.listeners = None, ()
+            if run.leases is not None:
+                run.leases.release()
+            run.process = run.leases = None
+        if run.output is not None:
+            run.output.close()
+        run.output = None
+        run.listeners.clear()
 
     def kill(self) -> None:
         """Kill all its processes at once. Any thread may call this; `close` does the rest."""
@@ -554,13 +577,13 @@ class GameProcess:
                     os.kill(pid, signal.SIGKILL)
 
     def _kill_late(self) -> None:
-        self._was_killed = True
+        self._run.was_killed = True
         self.kill()
 
     def _signal_group(self, number: int) -> None:
-        if self._process is not None and not self.exit_text():  # else another process may have its id
+        if self._run.process is not None and not self.exit_text():  # else another process may have its id
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+                os.killpg(self._run.process.pid, number)
 
     def __enter__(self) -> Self:
         return self
@@ -569,14 +592,14 @@ class GameProcess:
         self.close()
 
     def __del__(self) -> None:
-        if self._process is not None and self._owner == os.getpid():
+        if self._run.process is not None and self._owner == os.getpid():
             try:
                 warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2, source=self)
             finally:  # the warning may be raised as an error
                 self.close()
 
     def __repr__(self) -> str:
-        is_open = self._process is not None and self._owner == os.getpid()
+        is_open = self._run.process is not None and self._owner == os.getpid()
         state = f"pid {self.pid}, ports {list(self.ports)}" if is_open else "closed"
         return f"<GameProcess {self._command[0]!r}, {state}>"
 

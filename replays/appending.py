@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from penstock.buffers import NamedArrays, Samples
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.errors import ConfigError, SpaceError
+from penstock.replays.compiled import PYTHON, compiled
 from penstock.replays.observations import check_frames, newest_frames
 from penstock.replays.options import Frames, Sequences
 from penstock.replays.ring import BEGINS, CUT, PARTIAL, TERMINATED, TRUNCATED, VALID, Ring, Shape, lacks_next, leaves
@@ -79,44 +80,32 @@ def shape_of(
     )
 
 
-def _pack_flags(
+@compiled
+def pack_flags(
     valid: npt.NDArray[Any],
     terminated: npt.NDArray[Any],
     truncated: npt.NDArray[Any],
     begins: npt.NDArray[Any],
     out: npt.NDArray[Any],
 ) -> int:
+    """Write the flags of a row of the ring into `out` `[T, B]`, from arrays of bools. Returns how many steps were
+    truncated only, and have no next observation in the rows. The compiled function returns -1 if it does not know the
+    layout of the arrays."""
     out[...] = 0
     for bit, flag in enumerate((valid, terminated, truncated, begins)):
         out |= (flag != 0).view(np.uint8) << np.uint8(bit)
     return int(np.count_nonzero(lacks_next(out)))
 
 
-#: `pack_flags(valid, terminated, truncated, begins, out)`: write the flags of a row of the ring into `out` `[T, B]`,
-#: from arrays of bools. Returns how many steps were truncated only, and have no next observation in the rows. The
-#: compiled function returns -1 if it does not know the layout of the arrays.
-pack_flags: Callable[..., int]
-
-#: `same_rows(kept, rows, row, column, prev_done)`: whether row 0 of the arrays `rows` `[T, b, ...]` has the same bytes
-#: as row `row` of the arrays `kept` `[T, B, ...]` from `column` on, wherever `prev_done[0]` is False. False may also
-#: mean that the function does not know the layout, or has compared all columns.
-same_rows: Callable[..., bool]
-
-
-def _same_rows(
-    kept: npt.NDArray[Any], rows: Iterable[npt.NDArray[Any]], row: int, column: int, prev_done: npt.NDArray[Any]
+@compiled
+def same_rows(
+    kept: Iterable[Any], rows: Iterable[npt.NDArray[Any]], row: int, column: int, prev_done: npt.NDArray[Any]
 ) -> bool:
+    """Whether row 0 of the arrays `rows` `[T, b, ...]` has the same bytes as row `row` of the arrays `kept`
+    `[T, B, ...]` from `column` on, wherever `prev_done[0]` is False. False may also mean that the function does not
+    know the layout, or has compared all columns."""
     columns = slice(column, column + prev_done.shape[1])
     return all(of[0].tobytes() == there[row, columns].tobytes() for of, there in zip(rows, kept, strict=True))
-
-
-#: The functions that are used if nothing is compiled.
-PYTHON: dict[str, Callable[..., int]] = {"pack_flags": _pack_flags, "same_rows": _same_rows}
-
-try:
-    from penstock.replays._native import pack_flags, same_rows
-except ImportError:  # no C compiler, or a checkout that was never built
-    pack_flags, same_rows = _pack_flags, _same_rows
 
 
 class Batch(NamedTuple):
@@ -208,7 +197,7 @@ class Appender:
         arguments = (*batch.flags, flags)
         n_truncated = pack_flags(*arguments)
         if n_truncated < 0:
-            n_truncated = _pack_flags(*arguments)
+            n_truncated = PYTHON["pack_flags"](*arguments)
         before = self.ring.arrays.flags[self._last_row] if self.end else None
         starts, is_continued = prev_done[:1], not self._is_first and continues
         if before is not None and not (was_valid := before & VALID != 0).all():

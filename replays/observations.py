@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,18 @@ import numpy.typing as npt
 from penstock.buffers import NamedArrays
 from penstock.buffers.named import ArrayTree
 from penstock.errors import SpaceError
+from penstock.replays.compiled import PYTHON, compiled
 from penstock.replays.options import Frames
 from penstock.replays.ring import BEGINS, PARTIAL, TERMINATED, TRUNCATED, Ring
 from penstock.replays.windows import Positions, Windows
 
 
-def _read_ages(
+@compiled
+def read_ages(
     flags: npt.NDArray[Any], at: npt.NDArray[Any], B: int, back: int, age: npt.NDArray[Any], known: npt.NDArray[Any]
 ) -> None:
+    """Fill the last two arrays `[N]` for the entries `at` `[N]` of a ring with B columns and these `flags`; see
+    `FrameStacks.ages`."""
     rows = (at - np.arange(back + 1)[:, None] * B) % len(flags)
     row_flags = flags.take(rows)
     begins = (row_flags & BEGINS) != 0
@@ -29,50 +33,27 @@ def _read_ages(
     known[:] = (age == back) | ((first & PARTIAL) == 0)
 
 
-def _take_frames(
-    frames: npt.NDArray[Any],
-    B: int,
-    is_zero: bool,
-    at: npt.NDArray[Any],
-    age: npt.NDArray[Any],
-    out: npt.NDArray[Any],
-    *others: Any,
-) -> bool:
-    back = np.arange(out.shape[1])[::-1]  # how many rows back each frame is, oldest first
-    limit = age[:, None]
-    frames.take((at[:, None] - np.minimum(back, limit) * B) % len(frames), 0, out, mode="clip")
-    if is_zero:
-        out[back > limit] = 0
-    return not others or _take_frames(frames, B, is_zero, *others)
-
-
-def _take_rows(source: npt.NDArray[Any], at: npt.NDArray[Any], out: npt.NDArray[Any]) -> bool:
-    source.take(at, 0, out, mode="clip")  # with mode="raise", numpy would copy into a buffer first
+@compiled
+def take_frames(frames: npt.NDArray[Any], B: int, is_zero: bool, *stacks: npt.NDArray[Any]) -> bool:
+    """`take_frames(frames, B, is_zero, at, age, out[, at, age, out])`: build the stacks `out` `[N, n, ...]` of entries
+    `at` `[N]` again, from the `frames` of the ring. Frames before the begin of the episode, `age` rows back, are zeros
+    or copies of the first one. The compiled function returns False, and copies nothing, if it does not know the
+    layout."""
+    for at, age, out in zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True):
+        back = np.arange(out.shape[1])[::-1]  # how many rows back each frame is, oldest first
+        limit = age[:, None]
+        frames.take((at[:, None] - np.minimum(back, limit) * B) % len(frames), 0, out, mode="clip")
+        if is_zero:
+            out[back > limit] = 0
     return True
 
 
-#: `read_ages(flags, at, B, back, age, known)`: fill the last two arrays `[N]` for the entries `at` `[N]` of a ring with
-#: B columns and these `flags`; see `FrameStacks.ages`.
-read_ages: Callable[..., None]
-#: `take_frames(frames, B, is_zero, at, age, out[, at, age, out])`: build the stacks `out` `[N, n, ...]` of entries `at`
-#: `[N]` again, from the `frames` of the ring. Frames before the begin of the episode, `age` rows back, are zeros or
-#: copies of the first one. The compiled function returns False, and copies nothing, if it does not know the layout.
-take_frames: Callable[..., bool]
-#: `take_rows(source, at, out)`: copy the entries `at` `[...]` of `source` `[size, ...]` into `out` `[..., ...]`. The
-#: compiled function returns False, and copies nothing, if it does not know the layout.
-take_rows: Callable[..., bool]
-
-#: The functions that are used if nothing is compiled.
-PYTHON: dict[str, Callable[..., Any]] = {
-    "read_ages": _read_ages,
-    "take_frames": _take_frames,
-    "take_rows": _take_rows,
-}
-
-try:
-    from penstock.replays._native import read_ages, take_frames, take_rows
-except ImportError:  # no C compiler, or a checkout that was never built
-    read_ages, take_frames, take_rows = PYTHON.values()
+@compiled
+def take_rows(source: npt.NDArray[Any], at: npt.NDArray[Any], out: npt.NDArray[Any]) -> bool:
+    """Copy the entries `at` `[...]` of `source` `[size, ...]` into `out` `[..., ...]`. The compiled function returns
+    False, and copies nothing, if it does not know the layout."""
+    source.take(at, 0, out, mode="clip")  # with mode="raise", numpy would copy into a buffer first
+    return True
 
 
 class WholeObservations:
@@ -163,7 +144,7 @@ class FrameStacks:
         ring, is_zero = self._ring, self._frames.padding == "zero"
         arguments = ring.observation, ring.B, is_zero, *itertools.chain.from_iterable(stacks)
         if not take_frames(*arguments):
-            _take_frames(*arguments)
+            PYTHON["take_frames"](*arguments)
 
 
 def newest_frames(stacks: npt.NDArray[Any]) -> Any:
@@ -206,5 +187,5 @@ def take(source: ArrayTree, at: Positions, out: Any = None) -> Any:
     if out is None:
         out = np.empty((*at.shape, *source.shape[1:]), source.dtype)
     if not take_rows(source, at, out):
-        _take_rows(source, at, out)
+        PYTHON["take_rows"](source, at, out)
     return out

@@ -30,7 +30,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class DrawIndex:
-    """Where batches may start: every `every`-th step of each column. DrawIndex are numbered as positions are, so place
+    """Where batches may start: every `every`-th step of each column. Places are numbered as positions are, so place
     `k * B + b` is the position `k * every * B + b`."""
 
     ring: Ring
@@ -38,7 +38,7 @@ class DrawIndex:
 
     @property
     def size(self) -> int:
-        """DrawIndex in a full ring."""
+        """Places in a full ring."""
         return self.ring.size // self.reader.every
 
     def bounds(self) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,42 +21,34 @@ import numpy.typing as npt
 
 from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
 from penstock.buffers.descriptors import InheritedFd
-from penstock.buffers.memory_limits import free_memory
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.ordering import fence
-from penstock.buffers.shared import make_private, shared_mappings
 from penstock.buffers.tree import tree_leaves
 from penstock.errors import ConfigError
+from penstock.replays.compiled import PYTHON, compiled
 
 # The flags of a row. BEGINS: the row does not continue the row before it. PARTIAL: it also does not begin an episode,
 # so what came before it is unknown. CUT: the episode goes on, but the row after it is no step and has only the next
 # observation, since with own clocks the rows of a column may end before those of the batch.
 VALID, TERMINATED, TRUNCATED, BEGINS, PARTIAL, CUT = 1, 2, 4, 8, 16, 32
 
+_REMEDY = (
+    "lower capacity, use frames=Frames(n) if observations are stacks, or put the replay into a file with file=PATH. "
+    "replay.estimate(...) shows what takes how much"
+)
 _WORDS = 16  # int64 numbers per writer: 128 bytes, so that no two writers share a cache line
 NOWHERE = -(1 << 62)  #: the number, or the step, of a final observation that is lost
 _STEP, _FINAL, _LOST = 0, 1, 2  # in these words: the step, the number of final observations, and in `done` of lost ones
 
 
-#: `copy_rows(targets, sources, row, column)`: copy the arrays `sources` `[t, b, ...]` into the rows from `row` on of
-#: `targets` `[T, B, ...]`, which wrap once, from `column` on. The compiled function returns False, and copies nothing,
-#: if it does not know the layout of an array.
-copy_rows: Callable[..., bool]
-
-
-def _copy_rows(targets: Sequence[Any], sources: Sequence[Any], row: int, column: int) -> bool:
+@compiled
+def copy_rows(targets: Sequence[Any], sources: Sequence[Any], row: int, column: int) -> bool:
+    """Copy the arrays `sources` `[t, b, ...]` into the rows from `row` on of `targets` `[T, B, ...]`, which wrap once,
+    from `column` on. The compiled function returns False, and copies nothing, if it does not know the layout of an
+    array."""
     for target, source in zip(targets, sources, strict=True):
         _put(target, slice(column, column + source.shape[1]), row, row + len(source), source)
     return True
-
-
-#: The function that is used if nothing is compiled.
-PYTHON: dict[str, Callable[..., bool]] = {"copy_rows": _copy_rows}
-
-try:
-    from penstock.replays._native import copy_rows
-except ImportError:  # no C compiler, or a checkout that was never built
-    copy_rows = _copy_rows
 
 
 @dataclass(frozen=True)
@@ -117,10 +109,9 @@ class Ring:
 
     def __init__(self, shape: Shape, *, shared: bool = False, file: str | os.PathLike[str] | None = None) -> None:
         self.shape, self.is_shared = shape, shared
-        self.memory: NamedMemory | _FileMemory
+        self.memory: NamedMemory
         if file is None:
-            _require_memory(sum(spec.nbytes for _, spec in shape.specs().leaves()))
-            self.memory = NamedMemory(shape.specs(), shared=shared, purpose="a replay")
+            self.memory = NamedMemory(shape.specs(), shared=shared, purpose="the replay", remedy=_REMEDY)
         else:
             self.memory = _FileMemory(shape.specs(), Path(file))
             if not shared:
@@ -253,7 +244,7 @@ class Ring:
         begun[_FINAL], begun[_STEP] = max(end_final, int(begun[_FINAL])), end
         fence()
         if not copy_rows(self.leaves, rows, start % self.T, columns.start):
-            _copy_rows(self.leaves, rows, start % self.T, columns.start)
+            PYTHON["copy_rows"](self.leaves, rows, start % self.T, columns.start)
         if state is not None:
             every = self.shape.state_every
             _put(self.arrays.state, columns, -(-start // every), -(-end // every), state)
@@ -320,68 +311,26 @@ def _put(target: ArrayTree, columns: slice, first: int, end: int, source: ArrayT
         rows[: stop - row - fits, columns] = values[fits:]
 
 
-def _require_memory(nbytes: int) -> None:
-    free = free_memory()
-    if nbytes > free:
-        raise ConfigError(
-            f"the replay needs {nbytes / 2**30:,.2f} GiB of memory, but only {free / 2**30:,.2f} GiB are free: lower "
-            "capacity, use frames=Frames(n) if observations are stacks, or put the replay into a file with file=PATH. "
-            "replay.estimate(...) shows what takes how much"
-        )
-
-
-class _FileMemory:
+class _FileMemory(NamedMemory):
     """Zeroed arrays in a new file, whose name is removed at once. A worker maps the same file when it is started."""
 
     def __init__(self, specs: NamedArrays, path: Path) -> None:
-        self._specs = specs
-        self.nbytes = sum(_in_pages(spec.nbytes) for _, spec in specs.leaves())
+        self._lay_out(specs)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            descriptor = InheritedFd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError:
             raise ConfigError(f"file={str(path)!r} exists: remove it, or choose another name") from None
         except OSError as error:
             raise ConfigError(f"file={str(path)!r} cannot be made: {error.strerror}") from error
-        self._descriptor = InheritedFd(fd)
         try:
             path.unlink()
-            os.posix_fallocate(fd, 0, self.nbytes)  # otherwise a full disk is a SIGBUS later
-            self._map()
+            self._allocate(descriptor)
         except OSError as error:
-            self.close()
             raise ConfigError(
                 f"the replay needs {self.nbytes / 2**30:,.2f} GiB in file={str(path)!r}: {error.strerror}. Lower "
                 "capacity, or choose another disk"
             ) from error
 
-    def _map(self) -> None:
-        block, offset = mmap.mmap(self._descriptor.fd, self.nbytes), 0
-        block.madvise(mmap.MADV_RANDOM)  # samples are drawn at random, so reading ahead only takes time
-
-        def array(spec: ArraySpec) -> npt.NDArray[Any]:
-            nonlocal offset
-            begin, offset = offset, offset + _in_pages(spec.nbytes)
-            return np.frombuffer(block, spec.dtype, int(np.prod(spec.shape)), begin).reshape(spec.shape)
-
-        self.arrays, self._buffer = self._specs.map(array), block
-        shared_mappings.add(self)
-
-    def make_private(self) -> None:
-        """As `NamedMemory.make_private`."""
-        make_private(self._buffer, self.nbytes, self._descriptor.fd)
-
-    def close(self) -> None:
-        """Close the descriptor. Then no other worker can get the file, but the arrays stay valid."""
-        shared_mappings.discard(self)
-        self._descriptor.close()
-
-    def __getstate__(self) -> tuple[NamedArrays, int, InheritedFd]:
-        return self._specs, self.nbytes, self._descriptor
-
-    def __setstate__(self, state: tuple[NamedArrays, int, InheritedFd]) -> None:
-        self._specs, self.nbytes, self._descriptor = state
-        self._map()
-
-
-def _in_pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    def _map(self, fd: int) -> None:
+        super()._map(fd)
+        self._buffer.madvise(mmap.MADV_RANDOM)  # samples are drawn at random, so reading ahead only takes time

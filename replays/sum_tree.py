@@ -6,11 +6,12 @@ never by adding a difference, so that no error builds up. Both versions give the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from penstock.replays.compiled import compiled
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
@@ -25,7 +26,9 @@ def _recompute(
     largest[nodes] = np.maximum(largest[left], largest[right])
 
 
-def _tree_update(total: _Floats, largest: _Floats, leaves: _Ints, values: _Floats) -> None:
+@compiled
+def tree_update(total: _Floats, largest: _Floats, leaves: _Ints, values: _Floats) -> None:
+    """Set leaves, and then their ancestors."""
     size = len(total) // 2
     nodes = leaves + size
     total[nodes] = largest[nodes] = values  # of equal leaves, the last value counts
@@ -35,7 +38,9 @@ def _tree_update(total: _Floats, largest: _Floats, leaves: _Ints, values: _Float
         _recompute(total, largest, nodes, 2 * nodes, 2 * nodes + 1)
 
 
-def _tree_range(total: _Floats, largest: _Floats, first: int, values: _Floats) -> None:
+@compiled
+def tree_range(total: _Floats, largest: _Floats, first: int, values: _Floats) -> None:
+    """As `tree_update`, for consecutive leaves from `first` on."""
     if not len(values):
         return
     low = len(total) // 2 + first
@@ -47,7 +52,8 @@ def _tree_range(total: _Floats, largest: _Floats, first: int, values: _Floats) -
         _recompute(total, largest, slice(low, high), left, right)
 
 
-def _tree_assign(
+@compiled
+def tree_assign(
     total: _Floats,
     largest: _Floats,
     n_leaves: int,
@@ -57,17 +63,21 @@ def _tree_assign(
     priority: npt.NDArray[Any],
     values: _Floats,
 ) -> int:
+    """See `SumTree.assign`."""
     is_known = (places >= 0) & (places < high) & (priority > 0) & (priority < np.inf) & (values > 0) & (values <= MOST)
     is_kept = places >= low
     leaves, values = places[is_kept] % n_leaves, values[is_kept]
     if not is_known.all() or (total[leaves + len(total) // 2] == 0).any():
         return -1
     order = values.argsort(kind="stable")
-    _tree_update(total, largest, leaves[order], values[order])
+    tree_update(total, largest, leaves[order], values[order])
     return len(places) - len(leaves)
 
 
-def _tree_draw(total: _Floats, mass: _Floats, n_leaves: int, low: int, places: _Ints) -> None:
+@compiled
+def tree_draw(total: _Floats, mass: _Floats, n_leaves: int, low: int, places: _Ints) -> None:
+    """For each mass, from 0 to the sum of all, find the leaf into which it falls, and write its place, from `low` on,
+    into `places`. `mass` is changed."""
     size = len(total) // 2
     node = np.ones(len(mass), np.int64)
     width = 1
@@ -81,40 +91,12 @@ def _tree_draw(total: _Floats, mass: _Floats, n_leaves: int, low: int, places: _
     places[:] = low + (node - size - low) % n_leaves
 
 
-def _tree_ratios(total: _Floats, n_leaves: int, places: _Ints, ratios: _Floats) -> None:
+@compiled
+def tree_ratios(total: _Floats, n_leaves: int, places: _Ints, ratios: _Floats) -> None:
+    """See `SumTree.ratios`."""
     leaf = total[len(total) // 2 + places % n_leaves]
     with np.errstate(over="ignore"):  # as in C
         ratios[:] = leaf / leaf.min(initial=np.inf)
-
-
-#: `tree_update(sum, max, leaves, values)`: set leaves, and then their ancestors.
-tree_update: Callable[[Any, Any, Any, Any], None]
-#: `tree_assign(sum, max, n_leaves, low, high, places, priorities, values)`: see `SumTree.assign`.
-tree_assign: Callable[..., int]
-#: `tree_range(sum, max, first, values)`: as `tree_update`, for consecutive leaves from `first` on.
-tree_range: Callable[[Any, Any, int, Any], None]
-#: `tree_draw(sum, mass, n_leaves, low, places)`: for each mass, from 0 to the sum of all, find the leaf into which it
-#: falls, and write its place, from `low` on, into `places`. `mass` is changed.
-tree_draw: Callable[[Any, Any, int, int, Any], None]
-#: `tree_ratios(sum, n_leaves, places, ratios)`: see `SumTree.ratios`.
-tree_ratios: Callable[[Any, int, Any, Any], None]
-
-#: The functions that are used if nothing is compiled.
-PYTHON: dict[str, Callable[..., Any]] = {
-    "tree_update": _tree_update,
-    "tree_assign": _tree_assign,
-    "tree_range": _tree_range,
-    "tree_draw": _tree_draw,
-    "tree_ratios": _tree_ratios,
-}
-
-try:
-    from penstock.replays._native import tree_assign, tree_draw, tree_range, tree_ratios, tree_update
-except ImportError:  # no C compiler, or a checkout that was never built
-    tree_update, tree_assign, tree_range, tree_draw, tree_ratios = PYTHON.values()
-    COMPILED = False
-else:
-    COMPILED = True
 
 
 class SumTree:

@@ -5,13 +5,13 @@ The loop is in C where it was compiled, else in numpy. Both give the same result
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.replays.compiled import compiled
 from penstock.replays.ring import BEGINS, CUT, TERMINATED, TRUNCATED, VALID, Ring
 
 Positions = npt.NDArray[np.int64]
@@ -19,7 +19,8 @@ Positions = npt.NDArray[np.int64]
 _NONE = np.empty(0, np.intp)
 
 
-def _read_windows(
+@compiled
+def read_windows(
     flags: npt.NDArray[Any],
     reward: npt.NDArray[Any],
     positions: npt.NDArray[Any],
@@ -33,6 +34,9 @@ def _read_windows(
     end: npt.NDArray[Any],
     eligible: npt.NDArray[Any],
 ) -> None:
+    """Fill the last seven arrays `[N]` for `positions` `[N]`; see `Windows`. `flags` and `reward` are those of the
+    ring, `[T * B]`. `powers` `[n + 1]` are the powers of the discount. `end` gets TERMINATED and TRUNCATED of the
+    window's last step."""
     n = len(powers) - 1
     rows = (positions + np.arange(n + 1)[:, None] * B) % len(flags)
     row_flags = flags.take(rows)
@@ -54,20 +58,6 @@ def _read_windows(
         np.copyto(total, total + powers[j] * rewards[j], where=goes_on[j])
     return_[:] = total
     discount[:] = np.where(end & TERMINATED, 0, powers[length])
-
-
-#: `read_windows(flags, reward, positions, powers, B, at, last, after, return_, discount, end, eligible)`: fill the last
-#: seven arrays `[N]` for `positions` `[N]`; see `Windows`. `flags` and `reward` are those of the ring, `[T * B]`.
-#: `powers` `[n + 1]` are the powers of the discount. `end` gets TERMINATED and TRUNCATED of the window's last step.
-read_windows: Callable[..., None]
-
-#: The function that is used if nothing is compiled.
-PYTHON: dict[str, Callable[..., None]] = {"read_windows": _read_windows}
-
-try:
-    from penstock.replays._native import read_windows
-except ImportError:  # no C compiler, or a checkout that was never built
-    read_windows = _read_windows
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from penstock.collectors import (
     ResetCollector,
     TrajInfo,
 )
-from penstock.collectors.acting import agent_info_example, as_agent_step
-from penstock.collectors.action_checks import write_action
+from penstock.collectors.acting import agent_info_example, as_agent_step, write_action
 from penstock.collectors.tracking import snapshot
 from penstock.envs import (
     ColumnStreams,

@@ -150,8 +150,8 @@ class AsyncSampler(ParallelSampler):
         )
         return pool_with_server(self._agent, self._plans, allocation, options, resources, server)
 
-    def _keep(self, allocation: Allocation, env_range: EnvRange) -> None:
-        super()._keep(allocation, env_range)
+    def _store_allocation(self, allocation: Allocation, env_range: EnvRange) -> None:
+        super()._store_allocation(allocation, env_range)
         # The version in each column of each slot, by the recorded policies, as memoryviews: an item is read in a tenth
         # of numpy's time.
         batches = allocation.batches

@@ -26,7 +26,7 @@ from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.recorded_episode import follow
 from penstock.envs.rows import action_splitter
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
-from penstock.envs.state import is_same, load_env, prove, save_env
+from penstock.envs.state import check_resumable, is_same, load_env, save_env
 from penstock.errors import ConfigError, RepeatError, brief
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.samplers.seating import Chooser
@@ -111,7 +111,7 @@ class SaveMessage(StateMessage):
     evaluation environments."""
 
     saves_envs: bool
-    untrusted: str  #: why all columns are reseeded: see `untrusted_class`; empty if they need not be
+    untrusted: str  #: why all columns are reseeded: see `class_without_column_state`; empty if they need not be
 
     def answer(self, parts: WorkerParts) -> Any:
         """The columns by env_rank, and the counts of the evaluation environments."""
@@ -128,7 +128,7 @@ class SaveMessage(StateMessage):
         assert isinstance(collector, Collector)
         envs = collector.envs
         episodes = None if collector._episodes is None else collector._episodes.column_state(column)
-        kind, env, why = "", b"", _proof(parts, column)
+        kind, env, why = "", b"", _why_not_resumable(parts, column)
         if not why:
             try:
                 kind, env = save_env(envs.envs[column])
@@ -153,7 +153,7 @@ class SaveMessage(StateMessage):
         return SavedColumn(kind=kind, why="", data=data)
 
 
-def _proof(parts: WorkerParts, column: int) -> str:
+def _why_not_resumable(parts: WorkerParts, column: int) -> str:
     """Why the environment of this column cannot be saved; empty if a check has shown that it can. Columns with the same
     factory share one check."""
     factory = parts.factories[column]
@@ -162,7 +162,7 @@ def _proof(parts: WorkerParts, column: int) -> str:
             return why
     progress, why = parts.collector.progress, ""
     try:
-        prove(factory, parts.context(column), on_step=lambda: progress.enter(Phase.CALLING))
+        check_resumable(factory, parts.context(column), on_step=lambda: progress.enter(Phase.CALLING))
     except ConfigError as error:
         why = str(error)
     except Exception as error:  # the user's environment may raise anything
@@ -171,7 +171,7 @@ def _proof(parts: WorkerParts, column: int) -> str:
     return why
 
 
-def untrusted_class(*classes: type) -> str:
+def class_without_column_state(*classes: type) -> str:
     """Why one of these agents and collectors may have a state that its `column_state` does not save; empty if none
     has."""
     for each in classes:

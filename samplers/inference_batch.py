@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from penstock.agents.agent import Agent
 from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
-from penstock.collectors.acting import AgentInfoWriter, as_agent_step
-from penstock.collectors.action_checks import write_action
+from penstock.collectors.acting import AgentInfoWriter, as_agent_step, write_action
 from penstock.envs.rows import ColumnError
 from penstock.samplers.sampler_memory import StepBuffer
 

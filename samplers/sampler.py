@@ -38,7 +38,7 @@ from penstock.samplers.column_states import (
     LoadMessage,
     SaveMessage,
     StateMessage,
-    untrusted_class,
+    class_without_column_state,
 )
 from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, TakesEnvFn
 from penstock.samplers.metrics import SamplerMetrics
@@ -274,25 +274,24 @@ class Sampler(TakesEnvFn, ABC):
             with naming_descriptor_limit(), ExitStack() as resources:
                 self._cpu_claims = CpuClaims()
                 resources.callback(self._cpu_claims.close)
-                self._plans = plans = self._make_plans(affinity, env_range, resources)
-                shared, central, seats = self._shared_memory, self._central, self._seats
+                self._plans = self._make_plans(affinity, env_range, resources)
                 setup = InitArguments(
-                    plans,
-                    seed,
-                    env_range,
-                    bootstrap_value,
-                    traj_info_kwargs,
-                    shared,
-                    central,
-                    policy_of,
-                    record,
-                    seats,
+                    plans=self._plans,
+                    seed=seed,
+                    env_range=env_range,
+                    bootstrap_value=bootstrap_value,
+                    traj_info_kwargs=traj_info_kwargs,
+                    shared=self._shared_memory,
+                    central=self._central,
+                    policy_of=policy_of,
+                    record=record,
+                    seats=self._seats,
                 )
                 # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest.
                 with sigint.allowed(), marked:
                     allocation = allocate(self.config, agent, setup, resources)
-                self._keep(allocation, env_range)
-                if shared:  # so that a learner on a GPU copies batches at full speed
+                self._store_allocation(allocation, env_range)
+                if self._shared_memory:  # so that a learner on a GPU copies batches at full speed
                     samples = allocation.memory.samples.whole
                     resources.enter_context(self._agent.runtime.page_locked(samples))
                 self._pool = self._make_pool(allocation, resources)
@@ -302,7 +301,7 @@ class Sampler(TakesEnvFn, ABC):
                 return for_each_policy(lambda own: own[0, 0].copy(), self.samples_np)
             return None
 
-    def _keep(self, allocation: Allocation, env_range: EnvRange) -> None:
+    def _store_allocation(self, allocation: Allocation, env_range: EnvRange) -> None:
         """Keep what was allocated, and begin to count."""
         self._memory, self._plans, self._seating = allocation.memory, allocation.plans, allocation.program.seating
         self._memory.control.raise_generation(env_range.generation)
@@ -600,7 +599,7 @@ class Sampler(TakesEnvFn, ABC):
         with GuardedCall(self._guard, "state_dict", *self._idle_states):
             self._check_restorable("state_dict")
             server_agent = self._server_agent()
-            untrusted = untrusted_class(self.config.collector_cls, type(self._agent))
+            untrusted = class_without_column_state(self.config.collector_cls, type(self._agent))
             if self._seating is not None:
                 untrusted = "environments of several agents cannot be saved yet"
             answers = self._send(SaveMessage(env_state != "never", untrusted), "state_dict")

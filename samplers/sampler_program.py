@@ -14,7 +14,6 @@ import numpy as np
 from penstock.agents.agent import Agent
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.samples import BatchColumns, SampleSpec, layouts_of, public_view, unrecorded_arrays
-from penstock.collectors.action_checks import Checks
 from penstock.collectors.collector import Collector, CollectorParts
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_batch import EnvBatch
@@ -23,6 +22,7 @@ from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.eval_collector import BaseEvalCollector, EvalCollectorParts
 from penstock.collectors.games import Games, SeatColumns
 from penstock.collectors.lock_step import Desk, LockStepCollector
+from penstock.collectors.optional_checks import Checks
 from penstock.collectors.renewal import Renewals
 from penstock.collectors.request_client import RemoteAgent
 from penstock.collectors.reset import ResetCollector

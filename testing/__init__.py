@@ -1,5 +1,6 @@
 """For your tests: make workers fail, and check your own collectors, agents, evaluation collectors and `TrajInfo`s."""
 
+from penstock.agents.delegation import DelegatingAgent
 from penstock.envs import check_env_state
 from penstock.testing.conformance import (
     check_aec_env,
@@ -9,7 +10,6 @@ from penstock.testing.conformance import (
     check_parallel_env,
     check_traj_info,
 )
-from penstock.testing.delegation import DelegatingAgent
 from penstock.testing.faults import HOWS, Fault, InjectedFault, Trigger, UnpicklableFault, UnprintableFault
 from penstock.testing.faulty import (
     FaultyAgent,

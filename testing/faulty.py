@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents import Agent, AgentStep
+from penstock.agents.delegation import DelegatingAgent
 from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
-from penstock.testing.delegation import DelegatingAgent
 from penstock.testing.environments import wrapped_env_fn
 from penstock.testing.faults import Fault, Trigger
 

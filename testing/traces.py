@@ -11,12 +11,12 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.agents import Agent, AgentStep, RandomAgent
+from penstock.agents.delegation import DelegatingAgent
 from penstock.buffers import NamedArrays, Samples
 from penstock.buffers.named import map_leaves
 from penstock.collectors import Collector, TrajInfo
 from penstock.envs import arrays_like, observation_example, write_row
 from penstock.samplers import Sampler, SerialSampler
-from penstock.testing.delegation import DelegatingAgent
 from penstock.testing.environments import Event, Setup
 
 

@@ -41,7 +41,7 @@ class Sb3VecEnv(VecEnv):
         arguments: dict[str, Any] = {"context": start_method, "autoreset_mode": "SAME_STEP", **kwargs}
         envs = ShmVectorEnv(env_fns, **arguments)
         try:
-            self._use(envs)
+            self._wrap(envs)
         except BaseException:
             envs.close()
             raise
@@ -50,10 +50,10 @@ class Sb3VecEnv(VecEnv):
     def around(cls, envs: ShmVectorEnv) -> Self:
         """A `Sb3VecEnv` for an existing `ShmVectorEnv`. `close` closes both."""
         made = cls.__new__(cls)
-        made._use(envs)
+        made._wrap(envs)
         return made
 
-    def _use(self, envs: ShmVectorEnv) -> None:
+    def _wrap(self, envs: ShmVectorEnv) -> None:
         envs.check_fit_for_sb3()
         envs.allow_step_before_reset()
         self.envs = envs

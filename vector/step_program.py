@@ -20,12 +20,12 @@ from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
-from penstock.envs.checks import StepValues, checked_step, require_info
+from penstock.envs.checks import StepValues, checked_reset, checked_step
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_cell, write_row
 from penstock.envs.seeding import Purpose
-from penstock.errors import ConfigError, SpaceError, brief
+from penstock.errors import ConfigError, SpaceError
 from penstock.vector.objects import ObjectParts, shared_part
 from penstock.vector.step_memory import VectorMemory, copy_rows
 from penstock.workers.control import Command, Phase, Progress
@@ -313,13 +313,9 @@ class VectorProgram:
         began = self._progress.enter(Phase.RESETTING)
         returned = self._envs[i].reset(seed=seed, options=options)
         self._progress.add_resetting_since(began)
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            raise SpaceError(
-                f"env.reset of env_rank {env_rank} must return a tuple (observation, info), got {brief(returned)}"
-            )
-        require_info(returned[1], env_rank, "reset")
+        checked = checked_reset(returned, env_rank)
         self._progress.enter(Phase.STEPPING)
-        return returned
+        return checked
 
     def _seed_of(self, i: int, given: int | None) -> int | None:
         """The seed of this reset. After a replacement, the first has another than before, but a reproducible one."""

@@ -18,7 +18,7 @@ from penstock.errors import (
     WorkerError,
     WorkerTimeoutError,
 )
-from penstock.workers.control import Phase, ProgressSnapshot
+from penstock.workers.control import BETWEEN_BATCHES, Phase, ProgressSnapshot
 from penstock.workers.plan import WorkerPlan
 from penstock.workers.supervisor import SUPERVISOR_ENDED
 
@@ -65,9 +65,12 @@ class WorkerStatus:
     def doing(self) -> str:
         """Its phase in words, with environment and time step."""
         text = _PHASE_TEXT[self.progress.phase].format(rank=self.progress.env_rank)
-        if self.progress.phase in _IN_BATCH:
-            text += self.plan.who_text(self.progress.who)
-        return f"{text}, t={self.progress.t}" if self.progress.phase in _IN_BATCH and self.progress.t >= 0 else text
+        if self.progress.phase not in _IN_BATCH:
+            return text
+        text += self.plan.who_text(self.progress.who)
+        if self.progress.t == BETWEEN_BATCHES:
+            return f"{text} between two batches"
+        return f"{text}, t={self.progress.t}" if self.progress.t >= 0 else text
 
     @property
     def heartbeat_text(self) -> str:

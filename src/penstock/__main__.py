@@ -29,22 +29,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_join(commands.add_parser("join", help="take part in an experiment that runs on another machine"))
     _add_status(commands.add_parser("status", help="show the workers of a distributed experiment"))
     args = parser.parse_args(arguments)
-    if args.command == "tune":
-        return _tune(args)
-    if args.command in ("worker", "join", "status"):
-        return {"worker": _worker, "join": _join, "status": _status}[args.command](args)
-    return _doctor() if args.command == "doctor" else _machine()
+    run = {"tune": _tune, "worker": _worker, "join": _join, "status": _status, "doctor": _doctor}
+    try:
+        return run.get(args.command, _machine)(args)
+    except PenstockError as error:
+        print(f"penstock {args.command}: {error}", file=sys.stderr)
+        return 2
 
 
-def _machine() -> int:
+def _machine(args: argparse.Namespace) -> int:
     print(f"penstock {__version__}")
     for name, value in describe_machine().items():
         print(f"{name:>24}  {value}")
     return 0
 
 
-def _doctor() -> int:
-    _machine()
+def _doctor(args: argparse.Namespace) -> int:
+    _machine(args)
     print()
     found = list(advice())
     for text in found or ["Nothing to improve was found."]:
@@ -81,9 +82,6 @@ def _tune(args: argparse.Namespace) -> int:
             report=report,
             say=lambda text: print(text, file=sys.stderr),
         )
-    except PenstockError as error:
-        print(f"penstock tune: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         status = _INTERRUPTED
     if report.rows:
@@ -106,13 +104,9 @@ def _worker(args: argparse.Namespace) -> int:
     from penstock.control.statuses import Status
 
     _search_here()
-    try:
-        cls, index = load_worker(args.worker)
-        connection = _connection(args.join, args.host)
-        status = cls().run(connection, f"{args.name or snake(cls)}/{index}")
-    except PenstockError as error:
-        print(f"penstock worker: {error}", file=sys.stderr)
-        return 2
+    cls, index = load_worker(args.worker)
+    connection = _connection(args.join, args.host)
+    status = cls().run(connection, f"{args.name or snake(cls)}/{index}")
     print(f"{args.worker}: {status.value}", file=sys.stderr)
     return int(status is Status.ERROR)
 
@@ -132,11 +126,7 @@ def _join(args: argparse.Namespace) -> int:
     experiment = _load(f"{module.removesuffix('.py')}:{name}")
     if not isinstance(experiment, Experiment):
         raise SystemExit(f"penstock join: {args.experiment} is no Experiment: give MODULE:NAME")
-    try:
-        endings = experiment.join(args.file, args.names, host=args.host, timeout=args.wait)
-    except PenstockError as error:
-        print(f"penstock join: {error}", file=sys.stderr)
-        return 2
+    endings = experiment.join(args.file, args.names, host=args.host, timeout=args.wait)
     for name, ending in endings.items():
         print(f"{name}: {ending}", file=sys.stderr)
     return int({*endings.values()} != {"exit code 0"})
@@ -151,12 +141,8 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 def _status(args: argparse.Namespace) -> int:
     from penstock.control import ControlPanel
 
-    try:
-        with ControlPanel.join(_connection(args.join, args.host)) as panel:
-            print(json.dumps(panel.stats()) if args.json else panel.table())
-    except PenstockError as error:
-        print(f"penstock status: {error}", file=sys.stderr)
-        return 2
+    with ControlPanel.join(_connection(args.join, args.host)) as panel:
+        print(json.dumps(panel.stats()) if args.json else panel.table())
     return 0
 
 

@@ -15,6 +15,7 @@ from penstock import (
     ParallelSampler,
     RandomAgent,
     ResetCollector,
+    SamplerBrokenError,
     SerialSampler,
     TrajInfo,
     WaitResetCollector,
@@ -203,6 +204,26 @@ def test_an_environment_that_waits_is_reset_between_the_batches_and_not_within()
             assert samples.env.valid[:, 0].tolist() == [True] * 5 + [False] * 7
             assert [info.Length for info in infos] == [5]
         assert sampler.stats().workers[0].steps == 15
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_the_error_of_a_reset_between_the_batches_says_so(cls: Any) -> None:
+    class FailsInItsThirdReset(CountingEnv):
+        n_resets = 0
+
+        def reset(self, **kwargs: Any) -> Any:
+            self.n_resets += 1
+            if self.n_resets == 3:
+                raise OSError("no level left")
+            return super().reset(**kwargs)
+
+    options: Any = {"collector_cls": WaitResetCollector, "max_decorrelation_steps": 0}
+    with cls(FailsInItsThirdReset, batch_T=12, batch_B=1, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        expected = r"raised OSError while resetting env_rank 0 between two batches( \(itr=\d\))?: no level left"
+        with pytest.raises(SamplerBrokenError, match=expected):
+            for itr in range(3):
+                sampler.obtain_samples(itr)
 
 
 def test_a_real_environment_with_a_time_limit() -> None:

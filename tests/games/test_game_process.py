@@ -135,7 +135,7 @@ def test_it_ends_for_certain(fault: str) -> None:
         if fault == "flood":
             assert own.tail(2) == ["y" * 99] * 2
             own.end_episode()
-            assert os.fstat(own._output.fileno()).st_size < 100_000
+            assert os.fstat(own._run.output.fileno()).st_size < 100_000
             assert play(connection, 1) == [2], "the game goes on to write at the new end"
         left = list(processes(f"mark-{fault}-{os.getpid()}"))
         assert len(left) == (3 if fault == "child" else 1)
@@ -194,7 +194,7 @@ def test_a_port_that_is_taken_at_the_last_moment(monkeypatch: pytest.MonkeyPatch
 
     def stolen(self: GameProcess, *args: Any) -> None:
         if len(thieves) < steals:
-            thieves.append(socket.create_server(("127.0.0.1", self._leases.ports[0])))
+            thieves.append(socket.create_server(("127.0.0.1", self._run.leases.ports[0])))
         open_log(self, *args)
 
     open_log = GameProcess._open_log

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from penstock.replays import Replay
-from penstock.replays.appending import PYTHON, pack_flags, same_rows
+from penstock.replays.appending import pack_flags, same_rows
+from penstock.replays.compiled import PYTHON
 from penstock.replays.ring import BEGINS, TERMINATED, TRUNCATED, VALID, copy_rows
-from penstock.replays.ring import PYTHON as RING_PYTHON
 
 from .streams import Stream
 
@@ -47,7 +47,7 @@ def random_rows(shape: tuple[int, ...], dtype: str, columns: slice, seed: int) -
 @pytest.mark.parametrize(("T", "row", "t"), [(7, 0, 7), (7, 3, 4), (7, 3, 5), (7, 6, 7), (1, 0, 1)])
 @pytest.mark.parametrize("columns", [slice(None), slice(1, -2)])
 @pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("fn", [copy_rows, RING_PYTHON["copy_rows"]], ids=["compiled", "numpy"])
+@pytest.mark.parametrize("fn", [copy_rows, PYTHON["copy_rows"]], ids=["compiled", "numpy"])
 def test_rows_are_copied(fn: Any, T: int, row: int, t: int, columns: slice, first: int) -> None:
     B, b = 6, 6 - first
     targets = tuple(random_rows((T, B, *rest), dtype, slice(None), i) for i, (rest, dtype) in enumerate(LEAVES))
@@ -78,7 +78,7 @@ def test_rows_of_unknown_layout_are_not_copied() -> None:
     ]
     for rows, row, column in unknown:
         # The arrays before it are not copied either.
-        if copy_rows is not RING_PYTHON["copy_rows"]:
+        if copy_rows is not PYTHON["copy_rows"]:
             assert not copy_rows((target, target), (source, rows), row, column)
         assert not target.any()
 

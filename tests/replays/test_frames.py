@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.replays.observations import PYTHON, read_ages, take_frames, take_rows
+from penstock.replays.compiled import PYTHON
+from penstock.replays.observations import read_ages, take_frames, take_rows
 from penstock.replays.ring import BEGINS, PARTIAL, VALID
 
 pytestmark = pytest.mark.parametrize("B", [1, 3])

@@ -27,7 +27,7 @@ _MADV_PAGEOUT = 21  # mmap has it from Python 3.12 on
 
 def test_a_limit_of_a_cgroup_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_limits, "_cgroup_headrooms", lambda: iter([2**40, 2**20]))
-    with pytest.raises(ConfigError, match=r"only 0\.00 GiB are free"):
+    with pytest.raises(ConfigError, match=r"only 1\.00 MiB are free"):
         Replay(10**6).append(Stream(0, 2).batch(9))
     Replay(1000).append(Stream(0, 2).batch(9))
 

@@ -149,7 +149,7 @@ def test_a_replay_in_a_file_is_the_same_and_leaves_no_file(tmp_path: Path, optio
 def test_too_large_a_replay_is_refused_before_it_is_allocated(tmp_path: Path) -> None:
     samples = Stream(0, 2).batch(9)
     before = psutil.Process().memory_info().rss
-    with pytest.raises(ConfigError, match=r"GiB of memory.*lower capacity"):
+    with pytest.raises(ConfigError, match=r"TiB of memory.*lower capacity"):
         Replay(10**12).append(samples)
     with pytest.raises(ConfigError, match="Lower capacity"):
         Replay(10**13, file=tmp_path / "steps").append(samples)

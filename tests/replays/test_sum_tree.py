@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.replays import sum_tree
-from penstock.replays.sum_tree import COMPILED, PYTHON, SumTree
+from penstock.replays.compiled import COMPILED, PYTHON
+from penstock.replays.sum_tree import SumTree
 
 from ..scale import scaled
 from .test_drawing import p_value
@@ -24,8 +26,8 @@ def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "compiled" and not COMPILED:
         pytest.skip("was built without a C compiler")
     if request.param == "numpy":
-        for name, fn in PYTHON.items():
-            monkeypatch.setattr(sum_tree, name, fn)
+        for name in filter(re.compile("tree_").match, PYTHON):
+            monkeypatch.setattr(sum_tree, name, PYTHON[name])
     return str(request.param)
 
 

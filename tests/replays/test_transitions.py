@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.replays import Frames, Replay
+from penstock.replays.compiled import PYTHON
 from penstock.replays.ring import BEGINS, TERMINATED, TRUNCATED, VALID
-from penstock.replays.windows import PYTHON, read_windows
+from penstock.replays.windows import read_windows
 
 from ..scale import scaled
 from ..support import assert_same

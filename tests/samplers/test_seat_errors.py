@@ -463,7 +463,7 @@ def kinds(agent_id: str) -> str:
     ("how", "message"),
     [
         ("raise", r"raised ValueError while acting.*: the policy is broken"),
-        ("shape", r"agent\.step must return one action per column: shape \(\d,\) for B=\d, got \(\d,\)"),
+        ("shape", r"agent\.step must return action with shape \(\d,\) and dtype int64, as in .*, got \(\d,\)"),
         ("fraction", r"while acting, t=3 .*: action of env_rank \d, agent 'a1' must have dtype int64"),
     ],
 )

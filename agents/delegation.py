@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents import Agent, AgentStep, SharedParameters
-from penstock.agents.agent import AgentRuntime, Space
+from penstock.agents.agent import Agent, AgentRuntime, AgentStep, Space
+from penstock.agents.shared_parameters import SharedParameters
 from penstock.errors import ConfigError
 
 
-class _DelegatingRuntime(AgentRuntime):
+class DelegatingRuntime(AgentRuntime):
+    """The samplers' side of a `DelegatingAgent`: that of its agent."""
+
     agent: DelegatingAgent
 
     def attach(self, parameters: SharedParameters) -> None:
@@ -52,13 +54,22 @@ class _DelegatingRuntime(AgentRuntime):
         return self.agent.agent.runtime.page_locked(memory)
 
 
+def _passed(name: str) -> Any:
+    """A method that calls this method of the inner agent."""
+
+    def method(self: DelegatingAgent, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.agent, name)(*args, **kwargs)
+
+    return method
+
+
 class DelegatingAgent(Agent):
     """Passes every call to `agent`. Subclasses override the methods that they change.
 
     Give this object to the sampler, and call `sync_shared_memory` on it, not on the inner agent.
     """
 
-    runtime_cls = _DelegatingRuntime
+    runtime_cls = DelegatingRuntime
 
     #: True in the copies of a worker. False in the learner's agent, and in the trial step before workers start.
     in_worker = False
@@ -69,61 +80,25 @@ class DelegatingAgent(Agent):
         self.agent = agent
         self.recurrent, self.mask_key, self.joint = agent.recurrent, agent.mask_key, agent.joint
 
-    # ---- setup -----------------------------------------------------------------------------
-
     def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         super().initialize(observation_space, action_space, seed=seed)
         self.agent.runtime.ensure_initialized(observation_space, action_space, seed)
         self.recurrent = self.agent.recurrent
 
-    def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
-        self.agent.seed_columns(rngs)
-
-    def reseed_columns(self, columns: npt.NDArray[np.intp], rngs: Sequence[np.random.Generator]) -> None:
-        self.agent.reseed_columns(columns, rngs)
-
-    def reset(self) -> None:
-        self.agent.reset()
-
-    def reset_one(self, column: int) -> None:
-        self.agent.reset_one(column)
-
-    # ---- acting ----------------------------------------------------------------------------
-
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         return self.agent.step(observation, prev_action, prev_reward)
 
-    def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
-        return self.agent.value(observation, prev_action, prev_reward)
+    if not TYPE_CHECKING:  # type checkers know these from `Agent`
+        seed_columns, reseed_columns = _passed("seed_columns"), _passed("reseed_columns")
+        reset, reset_one, value = _passed("reset"), _passed("reset_one"), _passed("value")
+        train_mode, sample_mode, eval_mode = _passed("train_mode"), _passed("sample_mode"), _passed("eval_mode")
+        _set_greedy = _passed("_set_greedy")
+        read_parameters, write_parameters = _passed("read_parameters"), _passed("write_parameters")
+        state_dict = _passed("state_dict")
 
     def select(self, columns: npt.NDArray[np.intp] | None) -> None:
         super().select(columns)
         self.agent.select(columns)
-
-    # ---- modes -----------------------------------------------------------------------------
-
-    def train_mode(self, itr: int) -> None:
-        self.agent.train_mode(itr)
-
-    def sample_mode(self, itr: int) -> None:
-        self.agent.sample_mode(itr)
-
-    def eval_mode(self, itr: int) -> None:
-        self.agent.eval_mode(itr)
-
-    def _set_greedy(self, greedy: bool) -> None:
-        self.agent._set_greedy(greedy)
-
-    # ---- parameters ------------------------------------------------------------------------
-
-    def read_parameters(self) -> Mapping[str, npt.NDArray[Any]]:
-        return self.agent.read_parameters()
-
-    def write_parameters(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
-        self.agent.write_parameters(parameters)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.agent.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.agent.load_state_dict(state)

@@ -1,0 +1,23 @@
+"""Which functions of replays are in C: those of `_native.c`, where it was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+try:
+    from penstock.replays import _native
+except ImportError:  # no C compiler, or a checkout that was never built
+    _native = None  # type: ignore[assignment]
+
+COMPILED = _native is not None
+PYTHON: dict[str, Callable[..., Any]] = {}  #: the functions that are used if nothing is compiled
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def compiled(function: _Function) -> _Function:
+    """Take the compiled function of this name, if there is one. It has the same arguments, by position only."""
+    PYTHON[function.__name__] = function
+    found: _Function = getattr(_native, function.__name__, function)
+    return found
