@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,6 +58,7 @@ class DelegatingRuntime(AgentRuntime):
 def _passed(name: str) -> Any:
     """A method that calls this method of the inner agent."""
 
+    @wraps(getattr(Agent, name))
     def method(self: DelegatingAgent, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.agent, name)(*args, **kwargs)
 
