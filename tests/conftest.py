@@ -27,7 +27,7 @@ from penstock.vector import ShmVectorEnv
 from penstock.workers import claims
 
 from . import scale, support
-from .scale import START_METHODS, scaled
+from .scale import USUAL_METHODS, scaled
 from .starter import starting
 
 gc.disable()  # until `_servers`: the garbage collector would search all that the test modules make, many times
@@ -93,7 +93,7 @@ def _has_other_start_method(item: pytest.Item) -> bool:
     return any(isinstance(value, str) and value in ("fork", "spawn") for value in values)
 
 
-@pytest.fixture(params=START_METHODS)
+@pytest.fixture(params=USUAL_METHODS)
 def start_method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -18,6 +18,7 @@ from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
 from penstock.errors import ConfigError, SamplerStateError
 
 from ..children import exit_code_of
+from ..scale import START_METHODS, methods
 
 
 def constant(value: float, n_elements: int = 6) -> dict[str, Any]:
@@ -311,6 +312,7 @@ def test_no_read_is_torn_and_no_version_goes_back_while_another_process_publishe
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@methods(*START_METHODS)
 def test_parameters_cross_to_a_worker_however_it_is_started(start_method: str) -> None:
     shared = SharedParameters(constant(0), shared=True)
     shared.publish(constant(4))

@@ -18,6 +18,7 @@ from penstock.buffers.object_pipe import RECORD, MessageKind, ObjectMessage, Unr
 from penstock.errors import TrajectoryCountError
 
 from ..children import exit_code_of
+from ..scale import START_METHODS, methods
 
 quick = settings(max_examples=30, deadline=None)
 
@@ -284,6 +285,7 @@ def test_half_a_message_is_an_error_that_names_the_bytes(pipe: ObjectPipe, cut: 
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@methods(*START_METHODS)
 def test_only_the_writing_end_crosses_to_a_worker(pipe: ObjectPipe, start_method: str) -> None:
     target = "pipe.put([message]); assert fork or pipe.reader.fd == -1"
     arguments = {"pipe": pipe, "message": info(1, 2, {"Length": 3}), "fork": start_method == "fork"}

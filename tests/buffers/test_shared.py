@@ -25,7 +25,7 @@ from penstock.buffers.shared import shared_mappings
 from penstock.errors import ConfigError
 from penstock.workers.supervisor import SupervisedProcess, Supervisor
 
-from ..scale import scaled
+from ..scale import START_METHODS, methods, scaled
 
 MIB = 2**20
 
@@ -92,6 +92,7 @@ SPECS = NamedArrays(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Pythons that warn wherever threads run
+@methods(*START_METHODS)
 def test_parent_and_child_write_and_see_the_same_cells(start_method: str) -> None:
     with opened(NamedMemory(SPECS, shared=True, purpose="a test")) as memory:
         check_sharing(start_method, memory)

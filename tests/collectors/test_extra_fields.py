@@ -29,6 +29,8 @@ from penstock.envs import BatchedCartPole, CountingEnv
 from penstock.replays import Ratio, Replay, Sequences
 from penstock.testing import Fault, check_collector, faulty_env
 
+from ..scale import START_METHODS, with_start_methods
+
 T, B, LENGTH = 8, 4, 5
 
 
@@ -83,7 +85,7 @@ def test_every_sampler_returns_them(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if kind != "serial"])
+@with_start_methods("kind", [kind for kind in SAMPLERS if kind != "serial"], START_METHODS)
 def test_all_start_methods(kind: str, start_method: str) -> None:
     options = {"batch_T": T, "batch_B": B, "start_method": start_method}
     with SAMPLERS[kind](partial(CountingEnv, LENGTH), collector_cls=Cost, **options) as sampler:

@@ -31,7 +31,7 @@ from penstock.envs.toy import ScriptedGame
 from penstock.replays import Replay
 
 from ..models import Net
-from ..scale import START_METHODS, pairs, quick_first, scaled
+from ..scale import USUAL_METHODS, pairs, quick_first, scaled
 from ..support import assert_same, batches_of, collect, sampler_of, until
 from .games_support import Played, processes
 
@@ -125,7 +125,7 @@ def test_final_values_and_seeds(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "start_method", "collector_cls"),
-    [(*first, last) for first, last in pairs(pairs(SAMPLERS, START_METHODS), [None, WaitResetCollector])],
+    [(*first, last) for first, last in pairs(pairs(SAMPLERS, USUAL_METHODS), [None, WaitResetCollector])],
 )
 def test_other_columns_stay_with_every_sampler(cls: Any, start_method: str, collector_cls: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"start_method": start_method}

@@ -14,7 +14,7 @@ import pytest
 from penstock import ParallelSampler, RandomAgent, SamplerState
 from penstock.envs import CountingEnv, SlowEnv
 
-from ..scale import FULL, methods, scaled, with_start_methods
+from ..scale import FULL, START_METHODS, methods, scaled, with_start_methods
 from ..support import BOUND, PROGRAMS, assert_same, until
 from .support import SLACK, Script, check_counting, generator, gone_after, note, pause
 
@@ -49,7 +49,7 @@ def end_by(sig: int, folder: Path, start_method: str, delay: float, *, stuck: bo
     return stderr
 
 
-@with_start_methods("stuck", [False, True])
+@with_start_methods("stuck", [False, True], START_METHODS)
 def test_a_killed_main_process_leaves_nothing(stuck: bool, tmp_path: Path, start_method: str) -> None:
     rng = generator("main", start_method, stuck)
     full, quick = (5, 1) if stuck else (100, {"fork": 2, "forkserver": 1, "spawn": 1}[start_method])

@@ -14,7 +14,7 @@ from penstock.envs import CountingEnv
 from penstock.testing import Fault, faulty_env
 from penstock.workers.affinity import usable_cpus
 
-from ..scale import methods, scaled
+from ..scale import START_METHODS, methods, scaled
 
 MOST_BYTES = 64 * 1024
 
@@ -169,6 +169,7 @@ def test_many_workers_fail_at_once_and_it_is_still_short() -> None:
     assert len(str(caught.value)) <= MOST_BYTES
 
 
+@methods(*START_METHODS)
 def test_a_segfault_shows_its_python_stack(start_method: str) -> None:
     fns = [CountingEnv, faulty_env(CountingEnv, Fault("segfault", at=3))]
     with (

@@ -17,10 +17,10 @@ from penstock.buffers.descriptors import InheritedFd
 from penstock.envs import CountingEnv
 from penstock.workers.supervisor import SupervisedProcess, Supervisor
 
-from ..scale import FULL, scaled, with_start_methods
+from ..scale import FULL, START_METHODS, scaled, with_start_methods
 from .support import ERROR_SECONDS, SLACK, Killer, WithChildren, generator, gone_after, killer, note
 
-KILLS = scaled({"fork": 200, "forkserver": 200, "spawn": 200}, {"fork": 8, "forkserver": 10, "spawn": 2})
+KILLS = scaled({"fork": 200, "forkserver": 200, "spawn": 200}, {"fork": 8, "forkserver": 10})
 MEDIAN_SECONDS = 0.020 * (1 if FULL else 10)  # beyond what processes like the workers take to die without penstock
 LONGEST_DELAY = 0.05
 
@@ -117,7 +117,7 @@ def _kill_one(kill: Killer, rng: Any, start_method: str, traj_info_cls: type[Tra
 
 
 @pytest.mark.timeout(scaled(300, 15))
-@with_start_methods("cargo", [0, 20_000_000])
+@with_start_methods("cargo", [0, 20_000_000], START_METHODS)
 def test_a_worker_that_is_being_started(cargo: int, start_method: str) -> None:
     """From its first millisecond on, when it has not even read what it is to do."""
     rng = generator("start-up", start_method, cargo)
@@ -137,9 +137,7 @@ def test_a_worker_that_is_being_started(cargo: int, start_method: str) -> None:
 def test_all_workers_at_once(n_workers: int, start_method: str) -> None:
     rng = generator("all", start_method)
     with killer() as kill:
-        for _ in range(
-            scaled({"fork": 20, "forkserver": 20, "spawn": 10}, {"fork": 1, "forkserver": 2, "spawn": 1})[start_method]
-        ):
+        for _ in range(scaled({"fork": 20, "forkserver": 20, "spawn": 10}, {"fork": 1, "forkserver": 2})[start_method]):
             with sampler_of(start_method, n_workers=n_workers, batch_B=n_workers) as sampler:
                 sampler.initialize(RandomAgent())
                 pids = sampler.worker_pids

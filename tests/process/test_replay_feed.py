@@ -19,7 +19,7 @@ from penstock.buffers import descriptors
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.replays import Ratio, Replay
 
-from ..scale import pairs, scaled
+from ..scale import methods, pairs, scaled
 from ..support import BOUND
 from .support import ERROR_SECONDS, SLACK, Script, generator, gone_after, killer, note, pause
 
@@ -188,7 +188,7 @@ def started_with(replay: Replay, start_method: str) -> Iterator[list[float]]:
         yield seconds
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@methods("forkserver")
 def test_no_array_of_a_replay_crosses_to_a_worker_by_value(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dumps, sizes = descriptors.dumps, [0, 0]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..scale import START_METHODS, pairs, scaled
+from ..scale import USUAL_METHODS, pairs, scaled
 from ..support import PROGRAMS
 from .support import SLACK, Script, gone_after, is_running, note
 
@@ -31,7 +31,7 @@ def members_of(pids: list[int]) -> list[int]:
     return [*pids, *(int(pid) for path in children if path.exists() for pid in path.read_text().split())]
 
 
-@pytest.mark.parametrize(("kind", "start_method"), pairs(KINDS, START_METHODS))
+@pytest.mark.parametrize(("kind", "start_method"), pairs(KINDS, USUAL_METHODS))
 @pytest.mark.parametrize("end", ["kill", "shutdown", "building"])
 def test_no_game_outlives_the_main_process(kind: str, start_method: str, end: str, tmp_path: Path) -> None:
     given = {"start_method": start_method, "games": str(tmp_path / "games"), "kind": kind, "end": end}

@@ -16,7 +16,7 @@ import pytest
 from penstock import ParallelSampler, RandomAgent, WorkerDiedError
 from penstock.envs import CountingEnv
 
-from ..scale import methods, scaled
+from ..scale import START_METHODS, methods, scaled
 from ..support import BOUND, until
 from .support import Script, is_running, pause, refusing
 
@@ -129,6 +129,7 @@ def test_the_supervisor_imports_nothing_from_the_current_folder(tmp_path: Path) 
     assert not (tmp_path / "executed").exists()
 
 
+@methods(*START_METHODS)
 def test_a_deleted_current_folder_is_named(tmp_path: Path, start_method: str) -> None:
     body = "import torch; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')" + ONE_BATCH
     with Script(tmp_path, body, METHOD=start_method) as script:

@@ -92,7 +92,7 @@ def is_free(port: int) -> bool:
     return not is_leased(port)
 
 
-@methods("fork", "forkserver", "spawn")
+@methods("fork", "forkserver")
 def test_a_killed_main_process_leaves_no_lock(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from penstock.envs import NestedEnv
 
 from .. import support
 from ..models import CartPoleNet
-from ..scale import pairs
+from ..scale import START_METHODS, methods, pairs
 from ..support import assert_same
 
 CARTPOLE = partial(gym.make, "CartPole-v1")
@@ -37,6 +37,7 @@ def test_the_random_agent_gives_bit_identical_batches_with_any_number_of_workers
         assert_same(reference, run(ParallelSampler, env_fn, RandomAgent, n_workers=n_workers, evaluate=evaluate))
 
 
+@methods(*START_METHODS)
 def test_every_start_method_gives_the_same(start_method: str) -> None:
     reference = run(SerialSampler, CARTPOLE, RandomAgent, n=2)
     assert_same(reference, run(ParallelSampler, CARTPOLE, RandomAgent, 2, n_workers=2, start_method=start_method))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -22,7 +23,7 @@ from penstock import (
 from penstock.testing import DelegatingAgent
 
 from ..models import CartPoleNet as Net
-from ..scale import with_start_methods
+from ..scale import START_METHODS, pairs
 from ..support import Batch, assert_same, run
 
 pytestmark = pytest.mark.slow
@@ -74,8 +75,10 @@ def test_every_sampler_follows_publications(case: str, kind: str) -> None:
     check_publications(cls, kind, **options)
 
 
-@pytest.mark.parametrize("kind", FAST)
-@with_start_methods("server", ["caller", "process"])
+@pytest.mark.parametrize(
+    ("server", "kind", "start_method"),
+    [(*case, method) for case, method in pairs(product(["caller", "process"], FAST), START_METHODS)],
+)
 def test_workers_of_every_start_method_follow_publications(kind: str, server: str, start_method: str) -> None:
     cls, options = (ParallelSampler, {}) if server == "caller" else (GpuSampler, {"server": "process"})
     check_publications(cls, kind, n_workers=2, start_method=start_method, **options)

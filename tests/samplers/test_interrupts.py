@@ -16,6 +16,7 @@ from penstock.workers import pool as pool_module
 from penstock.workers.monitor import Monitor
 
 from .. import support
+from ..scale import START_METHODS, methods
 
 
 def ctrl_c() -> None:
@@ -113,6 +114,7 @@ def test_between_two_gates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])  # the second is answered at once
+@methods(*START_METHODS)
 def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: str, times: int) -> None:
     started = []
     plain = pool_module.Launcher.start
@@ -130,6 +132,7 @@ def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: st
     assert len(started) == 1  # the suite's own check finds that it is gone
 
 
+@methods(*START_METHODS)
 def test_a_start_whose_end_is_interrupted_too(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
     """Nobody has the pool yet, so nobody could close it again. The suite's own check finds what is left."""
     start, await_deaths = pool_module.Launcher.start, Monitor.await_deaths

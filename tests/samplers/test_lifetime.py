@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from ..process.support import is_running
-from ..scale import START_METHODS, pairs, scaled, with_start_methods
+from ..scale import START_METHODS, USUAL_METHODS, pairs, scaled, with_start_methods
 from ..starter import Program
 
 pytestmark = [pytest.mark.usefixtures("starter"), pytest.mark.slow]
 ENDING = [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
-LATER_METHODS = ("forkserver", "spawn", "fork")
+LATER_METHODS = scaled(("forkserver", "spawn", "fork"), ("forkserver", "fork"))
 
 HEAD = """
 import os, sys, time, signal
@@ -88,7 +88,7 @@ def test_a_forgotten_shutdown_leaves_no_process(tmp_path: Path, ending: str, sta
 @pytest.mark.parametrize(
     ("sig", "start_method"),
     [
-        *scaled([], [(signal.SIGKILL, method) for method in START_METHODS]),
+        *scaled([], [(signal.SIGKILL, method) for method in USUAL_METHODS]),
         *pairs(scaled(ENDING, ENDING[1:]), scaled(START_METHODS, ("fork", "forkserver"))),
     ],
 )
@@ -133,7 +133,7 @@ def test_what_environments_started_dies_with_a_killed_main_process(
     assert_gone(workers + games)
 
 
-@with_start_methods("where", ["training", "sampling", "starting"])
+@with_start_methods("where", ["training", "sampling", "starting"], START_METHODS)
 def test_ctrl_c_gives_one_traceback_and_leaves_no_process(tmp_path: Path, where: str, start_method: str) -> None:
     bodies = {
         "training": "sampler = start()\nprint(flush=True)\ntime.sleep(60)",

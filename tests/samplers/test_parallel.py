@@ -32,7 +32,7 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.workers.affinity import usable_cpus
 
-from ..scale import FULL
+from ..scale import FULL, START_METHODS, methods
 from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
@@ -86,6 +86,7 @@ def test_as_many_infos_as_dones_with_any_episode_lengths(lengths: list[int], T: 
             assert all(info.Return == sum(range(1, info.Length + 1)) for info in infos)
 
 
+@methods(*START_METHODS)
 def test_a_subclass_keeps_constants_attributes_and_class(start_method: str) -> None:
     how = {"start_method": start_method, "traj_info_cls": OwnTrajInfo}
     with sampler_of(ParallelSampler, batch_T=10, batch_B=3, **how) as sampler:
@@ -140,6 +141,7 @@ class WhereEnv(CountingEnv):
 
 
 @pytest.mark.slow
+@methods(*START_METHODS)
 def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> None:
     cpus = usable_cpus()
     # After a spawn each worker imports torch, and the rest is the same code for all start methods.
@@ -203,6 +205,7 @@ class Threads(nn.Module):
         return self.head(observation), torch.full((len(observation),), float(n))
 
 
+@methods(*START_METHODS)
 def test_the_server_process_uses_as_many_threads_as_torch_does_here(start_method: str) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -341,6 +344,7 @@ def test_stats_add_up() -> None:
     assert (np.diff(timeline, axis=1) >= 0).all()
 
 
+@methods(*START_METHODS)
 def test_workers_see_todays_environment_variables(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Variables(CountingEnv):
         def step(self, action: Any) -> Any:

@@ -80,7 +80,7 @@ PICKLED = ("env step", "agent step", "collect_batch", "evaluation", "terminate",
 
 @pytest.mark.parametrize(
     ("where", "start_method"),
-    [(where, "forkserver") for where in PLACES] + pairs(PICKLED, ("fork", "spawn")),
+    [(where, "forkserver") for where in PLACES] + pairs(PICKLED, scaled(("fork", "spawn"), ("fork",))),
 )
 def test_an_exception_from_every_place_in_a_process(where: str, start_method: str) -> None:
     place, words = PLACES[where]

@@ -160,11 +160,6 @@ def test_every_start_method_and_number_of_workers(start_method: Any) -> None:
         assert sums["late"] > 0
 
 
-@pytest.mark.slow
-def test_spawned_workers() -> None:
-    run_beside_plain([partial(ScriptedGame, 2)] * 2, 50, context="spawn", n_workers=2)
-
-
 def test_views_instead_of_copies() -> None:
     with ShmVectorEnv([partial(ScriptedGame, 2)] * 2, copy=False) as envs:
         before, _ = envs.reset(seed=0)

@@ -14,6 +14,7 @@ from penstock.workers import control as progress_module
 from penstock.workers.control import Command, ControlBlock, Phase, StopCollecting
 
 from ..children import exit_code_of
+from ..scale import START_METHODS, methods
 
 T, WORKERS = 4, 3
 quick = settings(max_examples=40, deadline=None)
@@ -105,6 +106,7 @@ def test_a_ninth_open_command_is_refused_unless_it_is_the_same() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@methods(*START_METHODS)
 def test_a_worker_reads_the_words_and_writes_its_row_from_another_process(start_method: str) -> None:
     block = ControlBlock(WORKERS, T, shared=True)
     block.open(Command(itr=41), [1])
