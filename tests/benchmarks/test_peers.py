@@ -49,7 +49,7 @@ def peers(starter: None, benchmarks: None, monkeypatch: pytest.MonkeyPatch, tmp_
     imported torch."""
 
     def start(command: list[str], *, env: dict[str, str], start_new_session: bool, **pipes: Any) -> starters.Child:
-        request = {"is_child": True, "forks_supervisor": True, "environ": env}
+        request = {"is_child": True, "forks_supervisor": True, "skips_teardown": True, "environ": env}
         return starters.Child(command[1:], request, **pipes)
 
     if not FULL:

@@ -61,7 +61,8 @@ def forked_workers(starter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     they are new interpreters."""
 
     def launch(_: Any, *, pass_fds: list[int], stdin: int, start_new_session: bool) -> starters.Child:
-        return starters.Child([PROGRAMS / "launched.py", *pass_fds], pass_fds=pass_fds, stdin=stdin)
+        request = {"is_child": True, "forks_supervisor": True, "skips_teardown": True}
+        return starters.Child([PROGRAMS / "launched.py", *pass_fds], request, pass_fds=pass_fds, stdin=stdin)
 
     monkeypatch.setattr("penstock.control.launched.subprocess", SimpleNamespace(Popen=launch, PIPE=subprocess.PIPE))
 

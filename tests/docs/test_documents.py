@@ -408,6 +408,10 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
+#: How a `Program` is started that this file runs.
+FORKED = {"forks_supervisor": True, "skips_teardown": True}
+
+
 def outputs(*processes: subprocess.Popen[str]) -> list[str]:
     """What they print. All must end well."""
     found = []
@@ -425,8 +429,9 @@ def outputs(*processes: subprocess.Popen[str]) -> list[str]:
 
 @pytest.mark.usefixtures("starter")
 def test_four_runs_at_once_give_what_one_alone_gives(scripts: Path) -> None:
-    """Four processes, then two in a pool, and at full scale two of joblib. No two pin their workers to the same CPU."""
-    runs = outputs(*(Program([scripts / "train.py", seed], cwd=scripts, light=True) for seed in range(4)))
+    """Four processes, then two in a pool, and at full scale two of joblib. No two pin their workers to the same CPU.
+    Daily the pool forks; test_inside_pools.py has one whose processes import torch again."""
+    runs = outputs(*(Program([scripts / "train.py", seed], cwd=scripts, **FORKED) for seed in range(4)))
     found = [re.search(r"seed (\d) return (\S+)", run) for run in runs]
     assert [match and match[1] for match in found] == list("0123")
     pinned = [cpu for run in runs for cpu in re.findall(r"1 worker, on CPUs (\d+)", run)]
@@ -434,10 +439,11 @@ def test_four_runs_at_once_give_what_one_alone_gives(scripts: Path) -> None:
     assert len(pinned) + sum("1 worker, not pinned" in run for run in runs) == 4
     expected = " ".join(["returns", *(match[2] for match in found[:2] if match)])
     sweep = scripts / "sweep.py"
-    sweep.write_text(sweep.read_text().replace("range(4)", "range(2)").replace("4)", "2)"))
+    text = sweep.read_text().replace("range(4)", "range(2)").replace("4)", "2)")
+    sweep.write_text(text if FULL else text.replace('"spawn"', '"fork"'))
     for launcher in scaled(("pool", "joblib"), ("pool",)):
-        (output,) = outputs(start(scripts, "sweep.py", launcher))
-        assert output.splitlines()[-1] == expected, launcher
+        program = start(scripts, "sweep.py", launcher) if FULL else Program([sweep, launcher], cwd=scripts, **FORKED)
+        assert outputs(program)[0].splitlines()[-1] == expected, launcher
 
 
 def ranks(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
@@ -447,7 +453,7 @@ def ranks(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
         values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
-        yield Program([scripts / "ddp.py"], cwd=scripts, forks_supervisor=True)
+        yield Program([scripts / "ddp.py"], cwd=scripts, **FORKED)
 
 
 @pytest.mark.usefixtures("starter")
