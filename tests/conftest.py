@@ -16,26 +16,14 @@ from pathlib import Path
 # Several tests run at once. Each must find its CPUs free.
 os.environ["PENSTOCK_CPU_NAMESPACE"] = f"-test-{os.getpid()}"
 
-import cloudpickle
 import psutil
 import pytest
-from hypothesis import settings
+from xdist import is_xdist_controller
 
-from penstock import ParallelSampler, RandomAgent
-from penstock.envs import CountingEnv
-from penstock.vector import ShmVectorEnv
-from penstock.workers import claims
-
-from . import scale, support
 from .scale import USUAL_METHODS, scaled
 from .starter import starting
 
 gc.disable()  # until `_servers`: the garbage collector would search all that the test modules make, many times
-
-# No deadline: several tests share a CPU.
-settings.register_profile("scaled", max_examples=scaled(300, 50), deadline=None)
-settings.register_profile("quick", max_examples=6, deadline=None)
-settings.load_profile("scaled")
 
 # In the background a shell ignores SIGINT, and nohup ignores SIGHUP. Processes that the tests start would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,23 +35,26 @@ TESTS = Path(__file__).parent
 # Samplers return tensors, so most tests need torch. Without it, only the tests of these folders run.
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 NEED_NO_TORCH = ("buffers", "envs", "ports", "vector", "workers")
-if HAS_TORCH:
-    import torch
-
-    # In this process alone. Tests fork it, and in a fork torch would wait for the threads that it has used before.
-    torch.set_num_threads(1)
-    from . import models
-
-    SHARED = (scale, support, models)
-else:
+if not HAS_TORCH:
     collect_ignore = [path.name for path in TESTS.iterdir() if path.name not in NEED_NO_TORCH]
     collect_ignore.append("workers/test_arguments.py")
-    SHARED = (scale, support)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr == QUICK:
-        settings.load_profile("quick")
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """What all tests need. A process that leaves the tests to others (`-n`) does not wait for these imports."""
+    if is_xdist_controller(session):
+        return
+    from hypothesis import settings
+
+    # No deadline: several tests share a CPU.
+    settings.register_profile("scaled", max_examples=scaled(300, 50), deadline=None)
+    settings.register_profile("quick", max_examples=6, deadline=None)
+    settings.load_profile("quick" if session.config.option.markexpr == QUICK else "scaled")
+    if HAS_TORCH:
+        import torch
+
+        # In this process alone. Tests fork it, and in a fork torch would wait for the threads that it has used before.
+        torch.set_num_threads(1)
 
 
 QUICK = "not slow"
@@ -80,7 +71,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Workers cannot import test modules. Definitions in them are pickled by value, like those in a script.
-    for module in {*SHARED, *(item.module for item in items if isinstance(item, pytest.Function))}:
+    import cloudpickle
+
+    from . import scale, support
+
+    shared = [scale, support]
+    if HAS_TORCH:
+        from . import models
+
+        shared.append(models)
+    for module in {*shared, *(item.module for item in items if isinstance(item, pytest.Function))}:
         cloudpickle.register_pickle_by_value(module)
     for item in items:
         if _has_other_start_method(item):
@@ -109,9 +109,15 @@ def _lock_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _servers(_lock_folders: None) -> None:
     """Start the supervisor and the resource tracker, which live as long as the process."""
     if HAS_TORCH:  # then the supervisor imports torch
+        from penstock import ParallelSampler, RandomAgent
+        from penstock.envs import CountingEnv
+
         with ParallelSampler(CountingEnv, batch_T=1, batch_B=1) as sampler:
             sampler.initialize(RandomAgent())
     else:
+        from penstock.envs import CountingEnv
+        from penstock.vector import ShmVectorEnv
+
         ShmVectorEnv([CountingEnv]).close()
     gc.collect()
     gc.freeze()  # a collection after a test need not search what was imported
@@ -194,6 +200,8 @@ def _not_mapped_by_others(names: set[str]) -> set[str]:
 
 
 def _holdings() -> list[set[object]]:
+    from penstock.workers import claims
+
     return [set(_children()), set(_descriptors()), set(_shm_names()), set(threading.enumerate()), set(claims._claims)]
 
 

@@ -14,13 +14,17 @@ from ..batched_support import assert_as_plain_loop, env_seeds
 from ..scale import scaled
 from ..support import assert_same, batches_of, run
 
-pytest.importorskip("envpool")
 pytestmark = pytest.mark.slow
 
 TASKS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {"max_episode_steps": 20},
     "Pong-v5": {"img_height": 21, "img_width": 21, "max_episode_steps": 12},
 }
+
+
+@pytest.fixture(autouse=True)
+def _envpool() -> None:
+    pytest.importorskip("envpool")  # here, since it takes more than a second: each process of the suite collects tests
 
 
 @pytest.mark.parametrize("task", TASKS)
