@@ -187,7 +187,7 @@ def test_inside_pytest_xdist(tmp_path: Path) -> None:
         "from penstock import ParallelSampler, RandomAgent\n"
         "@pytest.mark.parametrize('i', range(2))\n"
         "def test_it(i):\n"
-        "    with ParallelSampler('CartPole-v1', batch_T=5, batch_B=2, n_workers=2, start_method='spawn') as sampler:\n"
+        "    with ParallelSampler('CartPole-v1', batch_T=5, batch_B=1, start_method='spawn') as sampler:\n"
         "        sampler.initialize(RandomAgent())\n"
         "        sampler.obtain_samples(0)\n"
     )
