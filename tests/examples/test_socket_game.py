@@ -3,8 +3,6 @@
 import importlib.util
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,8 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from penstock import GameError
+
+from .. import starter
 
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.slow]
 
@@ -60,16 +60,10 @@ def test_a_killed_server_raises_an_error(env: Any) -> None:
             env.step(1)
 
 
-def test_the_example_recovers_from_a_killed_server(tmp_path: Path) -> None:
+def test_the_example_recovers_from_a_killed_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     locks = tmp_path / "locks"
-    done = subprocess.run(
-        [sys.executable, "examples/socket_game.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env={**os.environ, "PENSTOCK_PORT_FOLDER": str(locks)},
-    )
+    monkeypatch.setenv("PENSTOCK_PORT_FOLDER", str(locks))
+    done = starter.run("examples/socket_game.py", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 game was renewed" in done.stdout
     assert "env_rank 0 is built again (renewal 1), and its episode is cut: the game (pid" in done.stderr, (
