@@ -291,8 +291,7 @@ def become(request: Request) -> types.ModuleType:
 
 
 def end_without_teardown() -> NoReturn:
-    """What the interpreter does at its end, but for the modules: with torch, to take them apart takes 0.25 s of CPU
-    time."""
+    """Do what the interpreter does at its end, but leave the modules whole: with torch, that saves 0.3 s of CPU."""
     threading._shutdown()  # type: ignore[attr-defined]  # wait for the threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
