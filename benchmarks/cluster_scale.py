@@ -107,7 +107,10 @@ def work(file: str, first: int, count: int, n_full: int) -> None:
 
 
 class Meter:
-    """Seconds that the calls of some methods take, by the CPU clock of the thread that calls them."""
+    """Seconds that the calls of some methods take, by the CPU clock of the thread that calls them, without the calls
+    that another meter counts."""
+
+    running = threading.local()  # the meter that counts now, and since when
 
     def __init__(self, cls: type, *methods: str) -> None:
         self.seconds = 0.0
@@ -116,13 +119,20 @@ class Meter:
 
     def _metered(self, method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.thread_time()
+            outer = getattr(self.running, "meter", None)
+            self._switch(outer, self)
             try:
                 return method(*args, **kwargs)
             finally:
-                self.seconds += time.thread_time() - began
+                self._switch(self, outer)
 
         return call
+
+    def _switch(self, before: Meter | None, after: Meter | None) -> None:
+        now = time.thread_time()
+        if before is not None:
+            before.seconds += now - self.running.since
+        self.running.meter, self.running.since = after, now
 
 
 class Crowd:
@@ -282,6 +292,7 @@ def main() -> None:
     if args.work:
         return work(args.work[0], *map(int, args.work[1:]))
     meter = Meter(NameHost, "_answer", "_tick")
+    Meter(NameClient, "_on_sync")  # that of the panel, which the table calls
     found = [measure(count, args.seconds, args.megabytes, meter) for count in args.workers]
     table = Table(title=f"Workers over sockets, parameters of {args.megabytes:g} MB")
     for heading in found[0]:

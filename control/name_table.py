@@ -2,19 +2,19 @@
 
 A client always has one request at the table, its *sync*. It renews the lease of the client and writes entries. The
 table answers when something has changed below the names that the client follows, or after some time: the more clients
-there are, the later. So nobody looks a name up again and again, and the table has some 400 requests a second at most.
+there are, the later. So nobody looks a name up again and again, and the table has some 300 requests a second at most.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
 from typing import Any
 
 from penstock.control.messages import plain_copy
@@ -25,11 +25,10 @@ from penstock.errors import ClusterError, NameTableError, NoReplyError, PeerLost
 INBOX = "names"
 LEASE_SECONDS = 3.0
 _SYNC_SECONDS = 0.5  # how long a sync waits, if nothing changes
-_MOST_SYNCS = 400  # a second, of all clients
+_MOST_SYNCS = 300  # a second, of all clients
 _SILENT_SECONDS = 20.0  # until a sync without an answer is given up
-_PATIENCE_SECONDS = 3.0  # until the first question whether a sync has arrived
+_PATIENCE_SECONDS = 5.0  # until the first question whether a sync has arrived
 _RETRY_SECONDS = 0.25
-_as_set = lru_cache(1000)(frozenset[str])  # most clients follow the same names
 _NAME_ERROR = "NameTableError: "  # begins a reply that the client raises as `NameTableError`
 
 
@@ -49,7 +48,11 @@ class NameHost:
 
     def __init__(self, wire: Wire) -> None:
         self._wire, self._names = wire, Names(time.monotonic)
-        self._lock, self._syncs, self._looked_at = threading.Lock(), dict[str, _Sync](), self._names.last
+        self._lock, self._looked_at = threading.Lock(), self._names.last
+        self._syncs: dict[str, _Sync] = {}  # those that wait, by owner
+        self._by_roots: dict[frozenset[str], dict[str, _Sync]] = {}  # the same: most clients follow the same names
+        self._deadlines: list[tuple[float, int, _Sync]] = []  # a heap, also of those that were answered
+        self._numbers = iter(range(2**62))
         self._inbox: Inbox = wire.open(INBOX, self._answer)
         wire.on_tick.append(self._tick)
 
@@ -97,14 +100,24 @@ class NameHost:
         for key, (value, is_lasting) in entries.items():
             with contextlib.suppress(NameTableError):  # another owner has it now
                 names.add(key, value, owner=owner, lease=None if is_lasting else lease)
-        sync = _Sync(letter, owner, _as_set(tuple(roots)), since, now + pace)
+        sync = _Sync(letter, owner, frozenset(roots), since, now + pace)
         if is_urgent:
             return [(letter, self._answer_to(sync))]
         if names.has_changed(sync.roots, since):
             sync.until = 0.0  # the next tick answers: not earlier, since more may change until then
-        old = self._syncs.pop(owner, None)
-        self._syncs[owner] = sync
+        old = self._pop(self._syncs.get(owner))
+        self._syncs[owner] = self._by_roots.setdefault(sync.roots, {})[owner] = sync
+        heapq.heappush(self._deadlines, (sync.until, next(self._numbers), sync))
         return [] if old is None else [(old.letter, None)]
+
+    def _pop(self, sync: _Sync | None) -> _Sync | None:
+        """`sync`, which waits no more."""
+        if sync is not None:
+            del self._syncs[sync.owner]
+            del self._by_roots[sync.roots][sync.owner]
+            if not self._by_roots[sync.roots]:
+                del self._by_roots[sync.roots]
+        return sync
 
     def _answer_to(self, sync: _Sync) -> dict[str, Any]:
         """The answer to a sync."""
@@ -115,10 +128,16 @@ class NameHost:
     def _tick(self, now: float) -> None:
         with self._lock:
             self._names.expire()
-            has_changed = cache(partial(self._names.has_changed, since=self._looked_at))
-            due = [sync for sync in self._syncs.values() if sync.until <= now or has_changed(sync.roots)]
+            due: dict[str, _Sync] = {}
+            for roots, waiting in self._by_roots.items():
+                if self._names.has_changed(roots, self._looked_at):
+                    due |= waiting
+            while self._deadlines and self._deadlines[0][0] <= now:
+                sync = heapq.heappop(self._deadlines)[2]
+                if self._syncs.get(sync.owner) is sync:
+                    due[sync.owner] = sync
             self._looked_at = self._names.last
-            answers = [(self._syncs.pop(sync.owner).letter, self._answer_to(sync)) for sync in due]
+            answers = [(sync.letter, self._answer_to(sync)) for sync in due.values() if self._pop(sync)]
         for letter, answer in answers:
             letter.reply(answer)
 
