@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from penstock.arguments import integer, one_of, seconds
+from penstock.control.closing import Closing
 from penstock.control.keys import Connection as SocketConnection
 from penstock.control.launched import LaunchedProcess, LaunchedThread, load_worker, snake
 from penstock.control.name_table import LEASE_SECONDS, NameClient, NameHost
@@ -54,7 +55,7 @@ class Response:
         return self.error is None
 
 
-class ControlPanel:
+class ControlPanel(Closing):
     """Commands the workers of one trial. It has the name table, in which workers find each other, so a trial ends with
     its panel.
 
@@ -372,12 +373,6 @@ class ControlPanel:
                     if isinstance(worker, LaunchedThread):
                         _log.warning("worker %s has not ended: its thread ends with this process", name)
             self._resources.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._closing.is_set():
