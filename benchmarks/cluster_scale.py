@@ -4,8 +4,8 @@
 
 The workers run in a few other processes: each has a lease, follows two names, and sends ten figures. Printed for each
 number of them: the share of a core that the name table's own code takes, and the whole process of the panel with it,
-while `panel.stats` is read four times a second. Then this process publishes parameters, and all workers follow them:
-its CPU time for one version, and its memory above the state before, at the peak.
+while `panel.stats` is read four times a second. Then a trainer, in a process of its own, publishes parameters, and all
+workers follow them: its CPU time for one version, and its memory at the peak, above the state before.
 
 This machine cannot hold and encrypt the parameters of 1,000 workers. So only the first 80 take them and send them on.
 The others ask for each version, after one of the 80 has it, and are told whom to ask, but do not ask that worker.
@@ -14,8 +14,10 @@ The others ask for each version, after one of the 80 has it, and are told whom t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
@@ -46,7 +48,7 @@ class Asker:
     It asks after `full`. Otherwise `full` could be told to ask a worker that waits for `full`."""
 
     def __init__(self, names: NameClient, full: ParameterClient) -> None:
-        self._trainer, self._full = names.peer("parameters/policy"), full
+        self._trainer, self._full = names.reach(names.wait("parameters/policy", 60), lost_after=float("inf")), full
         self._version, self._is_asking, self.n_versions, self.n_seen = [0, 0], False, 0, 0
 
     def _told(self, answer: Future[Any]) -> None:
@@ -105,7 +107,10 @@ def work(file: str, first: int, count: int, n_full: int) -> None:
 
 
 class Meter:
-    """Seconds that the calls of some methods take, by the CPU clock of the thread that calls them."""
+    """Seconds that the calls of some methods take, by the CPU clock of the thread that calls them, without the calls
+    that another meter counts."""
+
+    running = threading.local()  # the meter that counts now, and since when
 
     def __init__(self, cls: type, *methods: str) -> None:
         self.seconds = 0.0
@@ -114,13 +119,20 @@ class Meter:
 
     def _metered(self, method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.thread_time()
+            outer = getattr(self.running, "meter", None)
+            self._switch(outer, self)
             try:
                 return method(*args, **kwargs)
             finally:
-                self.seconds += time.thread_time() - began
+                self._switch(self, outer)
 
         return call
+
+    def _switch(self, before: Meter | None, after: Meter | None) -> None:
+        now = time.thread_time()
+        if before is not None:
+            before.seconds += now - self.running.since
+        self.running.meter, self.running.since = after, now
 
 
 class Crowd:
@@ -192,44 +204,78 @@ def measure(count: int, seconds: float, megabytes: float, table: Meter) -> dict[
                     "panel [%]": 100 * (sum(me.cpu_times()[:2]) - before) / wall,
                     "age of figures [s]": float(np.mean(ages)),
                 }
-                return {**found, **publish(panel, crowd, count, megabytes, found["panel [%]"] / 100)}
+                return {**found, **publish(file, crowd, count, megabytes)}
             finally:
                 crowd.close()
 
 
-def publish(panel: ControlPanel, crowd: Crowd, count: int, megabytes: float, usual: float) -> dict[str, float]:
-    """What publishing costs this process, without what it takes as a panel: a share `usual` of a core."""
-    me, wire = psutil.Process(), panel.connection.wire()
-    server = ParameterServer(wire, NameClient(wire, panel.connection.address), "policy")
-    parameters = {"weight": np.random.default_rng(0).standard_normal(int(megabytes * 2**20 / 8))}
-
-    def until(n: int) -> int:
-        peak, deadline = 0, time.monotonic() + 300
-        while crowd.n_versions < n and time.monotonic() < deadline:
-            crowd.check()
-            server.serve()
-            peak = max(peak, me.memory_info().rss)
-            time.sleep(0.002)
-        assert crowd.n_versions >= n, f"{crowd.n_versions} of {n} versions have come"
-        return peak
-
+def publish(file: Path, crowd: Crowd, count: int, megabytes: float) -> dict[str, float]:
+    """What publishing costs a trainer, which is another process."""
+    command = [sys.executable, __file__, "--train", str(file), "--megabytes", str(megabytes)]
+    trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert trainer.stdin is not None
+    assert trainer.stdout is not None
     try:
         crowd.follow()
-        server.publish(1, {"weight": parameters["weight"][:10]})
-        until(count)
-        base, peak, before, began = me.memory_info().rss, 0, sum(me.cpu_times()[:2]), time.monotonic()
-        for version in (2, 3, 4):
-            server.publish(version, parameters)
-            peak = max(peak, until(count * version))
-        wall = time.monotonic() - began
-        return {
-            "CPU of a publish [s]": (sum(me.cpu_times()[:2]) - before - usual * wall) / 3,
-            "until all have it [s]": wall / 3,
-            "memory at its peak [copies]": (peak - base) / 2**20 / megabytes,
-        }
+        for version in (1, 2, 3, 4):
+            print("publish", file=trainer.stdin, flush=True)
+            began = time.monotonic()
+            while crowd.n_versions < count * version:
+                crowd.check()
+                if trainer.poll() is not None or time.monotonic() > began + 300:
+                    raise RuntimeError(f"{crowd.n_versions} of {count * version} versions have come: run it again")
+                time.sleep(0.01)
+            wall = time.monotonic() - began
+        print("end", file=trainer.stdin, flush=True)
+        found: dict[str, float] = json.loads(trainer.stdout.read())
+        return {**found, "until all have it [s]": wall}
     finally:
-        server.close()
-        wire.close()
+        trainer.kill()
+        trainer.wait()
+
+
+def train(file: str, megabytes: float) -> None:
+    """Publish a version for each line of standard input: a few numbers at first, then all parameters. After the last
+    one, print what these have cost."""
+    connection, me, lines = Connection.read(file), psutil.Process(), queue.SimpleQueue[str]()
+    wire = connection.wire()
+    server = ParameterServer(wire, NameClient(wire, connection.address), "policy")
+    weight = np.random.default_rng(0).standard_normal(int(megabytes * 2**20 / 8))
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+
+    threading.Thread(target=read, daemon=True).start()
+    peak = 0
+
+    def serve(timeout: float) -> str | None:
+        """Answer the workers until there is a line."""
+        nonlocal peak
+        until = time.monotonic() + timeout
+        while time.monotonic() < until:
+            server.serve()
+            peak = max(peak, me.memory_info().rss)
+            with contextlib.suppress(queue.Empty):
+                return lines.get(timeout=0.01)
+        return None
+
+    def cpu() -> float:
+        return sum(me.cpu_times()[:2])
+
+    serve(60)
+    server.publish(1, {"weight": weight[:10]})
+    serve(300)
+    before = cpu()
+    serve(3)  # what it has for its connections is there now
+    usual, memory, peak, before, began = (cpu() - before) / 3, me.memory_info().rss, 0, cpu(), time.monotonic()
+    for version in (2, 3, 4):
+        server.publish(version, {"weight": weight})
+        serve(300)
+    seconds = cpu() - before - usual * (time.monotonic() - began)
+    copies = (peak - memory) / 2**20 / megabytes
+    print(json.dumps({"CPU of a publish [s]": seconds / 3, "memory at its peak [copies]": copies}), flush=True)
+    os._exit(0)
 
 
 def main() -> None:
@@ -239,10 +285,14 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=10.0, help="of the parameters")
     parser.add_argument("--json", type=Path, help="write the machine and all figures to this file")
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--train", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.train:
+        return train(args.train, args.megabytes)
     if args.work:
         return work(args.work[0], *map(int, args.work[1:]))
     meter = Meter(NameHost, "_answer", "_tick")
+    Meter(NameClient, "_on_sync")  # that of the panel, which the table calls
     found = [measure(count, args.seconds, args.megabytes, meter) for count in args.workers]
     table = Table(title=f"Workers over sockets, parameters of {args.megabytes:g} MB")
     for heading in found[0]:

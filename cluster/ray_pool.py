@@ -111,8 +111,12 @@ class Shard:
         return columns if name in ("policy_version", "bootstrap_value") else (slice(None), columns)
 
     def __str__(self) -> str:
-        node = f"node {self.started.node}" if self.started else "not placed yet"
-        return f"{self.plan.name} ({', '.join([node, self.plan.env_text])})"
+        return self.text(self.started.node if self.started else None)
+
+    def text(self, node: str | None) -> str:
+        """What errors say of this shard, which is on `node`."""
+        where = "not started yet" if node is None else f"node {node}"
+        return f"{self.plan.name} ({where}, {self.plan.env_text})"
 
 
 def _sum(one: WorkerStats, other: WorkerStats) -> WorkerStats:
@@ -277,7 +281,7 @@ class ShardPool:
             return None
         if isinstance(reply, Failure):
             if reply.kind != "SamplerClosedError":
-                raise reply.as_error(str(shard), is_start=order.number == 0)
+                raise reply.as_error(shard.text(reply.node), is_start=order.number == 0)
             self._lose(shard, NodeLostError(reply.text), during)  # only if Ray ends its process
             return None
         if isinstance(reply, Started):

@@ -101,14 +101,15 @@ class Failure(NamedTuple):
     kind: str  #: the class in `penstock.errors`
     text: str
     cause: tuple[bytes, bytes, bytes]  #: see `dump_exception`
+    node: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """From the exception that the sampler has raised."""
+        """From the exception that the sampler has raised in this process."""
         is_ours = isinstance(error, errors.PenstockError) and type(error).__name__ in errors.__all__
         if is_ours:
-            return cls(type(error).__name__, str(error), dump_exception(error.__cause__ or error))
-        return cls("WorkerError", f"raised {in_one_line(error)}", dump_exception(error))
+            return cls(type(error).__name__, str(error), dump_exception(error.__cause__ or error), _node())
+        return cls("WorkerError", f"raised {in_one_line(error)}", dump_exception(error), _node())
 
     def as_error(self, where: str, *, is_start: bool) -> errors.PenstockError:
         """The exception for the user; `where` comes before its message. After the start, whatever a shard raises breaks
@@ -229,8 +230,6 @@ class ShardHost:
         self._sampler.shutdown()
 
     def _make(self, spec: ShardSpec) -> Started:
-        import ray
-
         self._spec, self._plan = spec, spec.plans[self._index]
         # A SerialSampler steps in this process. Another sampler acts here while its workers wait: their CPUs are free.
         limit_threads(1 if issubclass(spec.sampler_cls, SerialSampler) else spec.n_cpus)
@@ -250,8 +249,7 @@ class ShardHost:
                 **spec.setup,
             )
         self._sampler = sampler
-        node = f"{ray.util.get_node_ip_address()} {ray.get_runtime_context().get_node_id()[:8]}"
-        return Started(node, os.getpid(), tuple(sampler.worker_pids))
+        return Started(_node(), os.getpid(), tuple(sampler.worker_pids))
 
     def _execute(self, command: Command, message: bytes | None) -> Reply | Failure:
         sampler, arrays = self._sampler, {}
@@ -309,6 +307,13 @@ class ShardHost:
             return []
         found: list[ObjectMessage] = self._sampler._perform(replace(call, values=_part(call.values, columns)))
         return found
+
+
+def _node() -> str:
+    """The node on which this shard runs."""
+    import ray
+
+    return f"{ray.util.get_node_ip_address()} {ray.get_runtime_context().get_node_id()[:8]}"
 
 
 def _own_affinity(spec: ShardSpec) -> Affinity:

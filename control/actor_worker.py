@@ -103,11 +103,20 @@ class ActorWorker(Worker):
             write_parameters(self._agent, self._parameters.first(self._must_end))
             self._version = self._parameters.version
         else:
-            options: dict[str, Any] = {"timeout": _ANSWER_SECONDS, "is_over": self._must_end, "generation": generation}
-            self._client = InferenceClient(self.wire, self.names, self._actors.inference, self.name, **options)
+            self._client = InferenceClient(
+                self.wire,
+                self.names,
+                self._actors.inference,
+                self.name,
+                timeout=_ANSWER_SECONDS,
+                is_over=self._must_end,
+                generation=generation,
+            )
             self._agent = StreamAgent(self._client)
-        stream, options = self._actors.samples, {"name": self.name, "credit": self._credit}
-        self._producer = SampleProducer(self.wire, self.names, stream, routing=self._actors.routing, **options)
+        stream, routing = self._actors.samples, self._actors.routing
+        self._producer = SampleProducer(
+            self.wire, self.names, stream, routing=routing, name=self.name, credit=self._credit
+        )
         # Whether a policy worker has recurrent state for this actor.
         self._is_recurrent = self._client is not None and by_policy(self._plan.make_agent())[""].recurrent
         self._begin_episodes()

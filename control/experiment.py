@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.agents import Agent
 from penstock.arguments import integer, one_of, seconds
 from penstock.control.actor_worker import Actors, ActorWorker
+from penstock.control.closing import Closing
 from penstock.control.keys import Connection
 from penstock.control.launched import LaunchedProcess
 from penstock.control.metric_sinks import JsonLines, MetricsSink, RunState
@@ -33,9 +34,6 @@ from penstock.samplers.allocation import prepared_factories
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.seating import find_seating
 from penstock.workers.marking import marked
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _log = logging.getLogger("penstock")
 
@@ -243,9 +241,9 @@ class Experiment:
             )
         factories = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
         factories = prepared_factories(tuple(agents.values()), factories, config)
+        as_seats: Any = factories[0].as_seats
+        first = as_seats(env.env)  # with the masks that the agents need
         with marked:
-            first = build_example_env(factories[0])
-            close_example_env(first)
             _, seats = find_seating([(factories, 0), ((), 0)], agents, self.actors.policy_of, (factories[0], first))
         return [dict(zip(agents, own, strict=True)) for own in zip(*(spaces for *_, spaces in seats), strict=True)]
 
@@ -270,7 +268,7 @@ class Experiment:
         return makers
 
 
-class Run:
+class Run(Closing):
     """A running experiment. `panel` commands its workers.
 
     If a worker fails, `wait` starts it again: a policy worker gets the newest parameters, a trainer continues from its
@@ -367,12 +365,6 @@ class Run:
     def close(self) -> None:
         """End all workers. Calling it again does nothing."""
         self.panel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _watch(self, name: str, figures: Mapping[str, Any]) -> None:
         """Start a worker again if it has failed, or was silent for too long."""

@@ -1,4 +1,4 @@
-"""The messages on a wire: plain values and arrays, as one msgpack header and frames of up to 1 MiB. No pickle.
+"""The messages on a wire: plain values and arrays, as one msgpack header and frames of up to 256 KiB. No pickle.
 Small arrays go into the header, because every frame is encrypted on its own. Large ones have several frames: so only
 one of these is encrypted at a time, and the memory for that is small.
 
@@ -18,7 +18,7 @@ from penstock.errors import ClusterError
 
 MOST_BYTES = 256 * 2**20  #: of one array
 _MOST_DEPTH = 64
-_MOST_FRAMES, _FRAME = 4096, 2**20  # frames of a message, and bytes of a frame
+_MOST_FRAMES, _FRAME = 16_384, 2**18  # frames of a message, and bytes of a frame
 _MOST_HEADER = 2**18  # bytes of everything except arrays. One of them may become 64 bytes of Python objects
 _SMALL, _MOST_SMALL = 4096, 2**16  # bytes of an array that goes into the header, and of all of these
 _KINDS = "biufc"  # of dtypes: bool, integers, floats, complex numbers
@@ -99,8 +99,8 @@ def encode(value: object, frame: Callable[[memoryview], Any] = bytes) -> list[An
         raise BadMessageError(f"this message cannot cross a wire: {error}") from error
     if len(header) > _MOST_HEADER or len(arrays) >= _MOST_FRAMES:
         raise BadMessageError(
-            f"this message has {len(header)} bytes beside the {len(arrays)} MiB of its arrays: at most {_MOST_HEADER} "
-            f"bytes and {_MOST_FRAMES - 1} MiB, or as many arrays, can cross a wire. Put long data into arrays"
+            f"this message has {len(header)} bytes beside the {len(arrays)} frames of arrays. At most {_MOST_HEADER} "
+            f"bytes and {_MOST_FRAMES - 1} frames, of {_FRAME} bytes each, can cross a wire: put long data into arrays"
         )
     return [header, *arrays]
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.control.closing import Closing
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class RunState:
         return self.workers.get("trainer/0", {})
 
 
-class MetricsSink(ABC):
+class MetricsSink(Closing):
     """Takes the figures of a run. Use it in a `with` statement, and give it to `run.wait`. Subclass it for another
     place."""
 
@@ -40,12 +38,6 @@ class MetricsSink(ABC):
 
     def close(self) -> None:
         """Nothing more will be written. Calling it again does nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class JsonLines(MetricsSink):

@@ -2,12 +2,13 @@
 
 A client always has one request at the table, its *sync*. It renews the lease of the client and writes entries. The
 table answers when something has changed below the names that the client follows, or after some time: the more clients
-there are, the later. So nobody looks a name up again and again, and the table has some 600 requests a second at most.
+there are, the later. So nobody looks a name up again and again, and the table has some 300 requests a second at most.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import threading
 import time
 from collections import Counter
@@ -17,16 +18,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.control.messages import plain_copy
-from penstock.control.names import PAGE, Names, prefixes
+from penstock.control.names import Names, prefixes
 from penstock.control.wire import LOST_SECONDS, Answer, Inbox, Letter, Peer, Wire
 from penstock.errors import ClusterError, NameTableError, NoReplyError, PeerLostError, RequestError
 
 INBOX = "names"
 LEASE_SECONDS = 3.0
 _SYNC_SECONDS = 0.5  # how long a sync waits, if nothing changes
-_MOST_SYNCS = 600  # a second, of all clients
+_MOST_SYNCS = 300  # a second, of all clients
 _SILENT_SECONDS = 20.0  # until a sync without an answer is given up
-_PATIENCE_SECONDS = 3.0  # until the first question whether a sync has arrived
+_PATIENCE_SECONDS = 5.0  # until the first question whether a sync has arrived
 _RETRY_SECONDS = 0.25
 _NAME_ERROR = "NameTableError: "  # begins a reply that the client raises as `NameTableError`
 
@@ -38,7 +39,7 @@ class _Sync:
     letter: Letter
     owner: str
     roots: frozenset[str]
-    since: int  # its sender has seen the changes up to this number
+    since: list[Any]  # its sender has seen the changes up to this one: the id of the table, and a number
     until: float
 
 
@@ -47,7 +48,11 @@ class NameHost:
 
     def __init__(self, wire: Wire) -> None:
         self._wire, self._names = wire, Names(time.monotonic)
-        self._lock, self._syncs, self._looked_at = threading.Lock(), dict[str, _Sync](), 0
+        self._lock, self._looked_at = threading.Lock(), self._names.last
+        self._syncs: dict[str, _Sync] = {}  # those that wait, by owner
+        self._by_roots: dict[frozenset[str], dict[str, _Sync]] = {}  # the same: most clients follow the same names
+        self._deadlines: list[tuple[float, int, _Sync]] = []  # a heap, also of those that were answered
+        self._numbers = iter(range(2**62))
         self._inbox: Inbox = wire.open(INBOX, self._answer)
         wire.on_tick.append(self._tick)
 
@@ -95,35 +100,44 @@ class NameHost:
         for key, (value, is_lasting) in entries.items():
             with contextlib.suppress(NameTableError):  # another owner has it now
                 names.add(key, value, owner=owner, lease=None if is_lasting else lease)
-        table, number = since
-        sync = _Sync(letter, owner, frozenset(roots), number if table == names.id else -1, now + pace)
-        if is_urgent or sync.since < 0 or names.number - sync.since > PAGE:
+        sync = _Sync(letter, owner, frozenset(roots), since, now + pace)
+        if is_urgent:
             return [(letter, self._answer_to(sync))]
-        if sync.roots.isdisjoint(names.changed_prefixes(sync.since)):
-            sync.since = names.number
-        else:
+        if names.has_changed(sync.roots, since):
             sync.until = 0.0  # the next tick answers: not earlier, since more may change until then
-        old = self._syncs.pop(owner, None)
-        self._syncs[owner] = sync
+        old = self._pop(self._syncs.get(owner))
+        self._syncs[owner] = self._by_roots.setdefault(sync.roots, {})[owner] = sync
+        heapq.heappush(self._deadlines, (sync.until, next(self._numbers), sync))
         return [] if old is None else [(old.letter, None)]
+
+    def _pop(self, sync: _Sync | None) -> _Sync | None:
+        """`sync`, which waits no more."""
+        if sync is not None:
+            del self._syncs[sync.owner]
+            del self._by_roots[sync.roots][sync.owner]
+            if not self._by_roots[sync.roots]:
+                del self._by_roots[sync.roots]
+        return sync
 
     def _answer_to(self, sync: _Sync) -> dict[str, Any]:
         """The answer to a sync."""
         changes, last = self._names.changes(sync.roots, sync.since)
         keys = sorted(self._names.keys_of(sync.owner))
-        is_last = last == self._names.number
-        return {"since": [self._names.id, last], "is_last": is_last, "changes": changes, "keys": keys}
+        return {"since": last, "is_last": last == self._names.last, "changes": changes, "keys": keys}
 
     def _tick(self, now: float) -> None:
         with self._lock:
             self._names.expire()
-            changed, self._looked_at = self._names.changed_prefixes(self._looked_at), self._names.number
-            answers = []
-            for owner, sync in list(self._syncs.items()):
-                if sync.until <= now or not sync.roots.isdisjoint(changed):
-                    answers.append((self._syncs.pop(owner).letter, self._answer_to(sync)))
-                else:
-                    sync.since = self._looked_at
+            due: dict[str, _Sync] = {}
+            for roots, waiting in self._by_roots.items():
+                if self._names.has_changed(roots, self._looked_at):
+                    due |= waiting
+            while self._deadlines and self._deadlines[0][0] <= now:
+                sync = heapq.heappop(self._deadlines)[2]
+                if self._syncs.get(sync.owner) is sync:
+                    due[sync.owner] = sync
+            self._looked_at = self._names.last
+            answers = [(sync.letter, self._answer_to(sync)) for sync in due.values() if self._pop(sync)]
         for letter, answer in answers:
             letter.reply(answer)
 

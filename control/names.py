@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from penstock.errors import NameTableError
 
-PAGE = 500  # names in one answer: a message is limited
+_PAGE = 500  # names in one answer: a message is limited
 _MOST_DELETED = 10_000  # keys that were deleted and are remembered
 
 
@@ -38,14 +39,14 @@ class Names:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        #: What a number of a change belongs to. With another id, ask for all entries.
-        self.id = uuid.uuid4().hex[:12]
-        self.number = 0  #: of the last change
+        #: The last change: the id of the numbers, and a number. With another id, all entries count as changed.
+        self.last: list[Any] = [uuid.uuid4().hex[:12], 0]
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._owners: dict[str, _Owner] = {}
         self._deadlines: list[tuple[float, str]] = []  # a heap, also of leases that were renewed since
         self._changed: dict[str, int] = {}  # the last change of each key, in the order of the changes
+        self._changed_below: dict[str, int] = {}  # the last change of each path: of it, or of something below it
 
     def add(self, key: str, value: object, *, owner: str, lease: float | None = None, replace: bool = False) -> None:
         """Add an entry, and renew the lease of its owner, for so many seconds. None: the entry is lasting.
@@ -99,21 +100,28 @@ class Names:
             self._delete(key)
         return len(keys)
 
-    def changes(self, roots: frozenset[str], since: int) -> tuple[dict[str, list[Any]], int]:
-        """The entries below `roots` that have changed after the change number `since`: `[value]` for each key, and `[]`
-        if it was deleted; at most `PAGE`. Also the number of the last change that this has."""
+    def has_changed(self, roots: frozenset[str], since: Sequence[Any]) -> bool:
+        """Whether `changes` has something."""
+        number = self._number(since)
+        return number < 0 or any(self._changed_below.get(root, -1) > number for root in roots)
+
+    def changes(self, roots: frozenset[str], since: Sequence[Any]) -> tuple[dict[str, list[Any]], list[Any]]:
+        """The entries below `roots` that have changed after the change `since`: `[value]` for each key, and `[]` if it
+        was deleted; at most `_PAGE`. Also the last change that this has."""
         found: dict[str, list[Any]] = {}
-        for key in self._changed_after(since):
+        number, keys = self._number(since), list[str]()
+        if self.has_changed(roots, since):
+            keys = [*takewhile(lambda key: self._changed[key] > number, reversed(self._changed))]
+        for key in reversed(keys):
             if not roots.isdisjoint(prefixes(key)):
                 entry = self._entries.get(key)
                 found[key] = [] if entry is None else [entry.value]
-                if len(found) >= PAGE:
-                    return found, self._changed[key]
-        return found, self.number
+                if len(found) >= _PAGE:
+                    return found, [self.last[0], self._changed[key]]
+        return found, self.last
 
-    def changed_prefixes(self, since: int) -> set[str]:
-        """The keys that have changed after the change number `since`, and everything above them."""
-        return {prefix for key in self._changed_after(since) for prefix in prefixes(key)}
+    def _number(self, since: Sequence[Any]) -> int:
+        return int(since[1]) if since[0] == self.last[0] else -1
 
     def expire(self) -> None:
         """Delete entries whose lease has ended."""
@@ -127,25 +135,22 @@ class Names:
                 if not found.keys:
                     del self._owners[owner]
 
-    def _changed_after(self, since: int) -> list[str]:
-        keys = []
-        for key, number in reversed(self._changed.items()):
-            if number <= since:
-                break
-            keys.append(key)
-        return keys[::-1]
-
     def _delete(self, key: str) -> None:
         self._owners[self._entries.pop(key).owner].keys.discard(key)
         self._note(key)
 
     def _note(self, key: str) -> None:
-        self.number += 1
+        table, number = self.last
+        self.last = [table, number + 1]
         self._changed.pop(key, None)
-        self._changed[key] = self.number
+        self._changed[key] = number + 1
+        for path in prefixes(key):
+            self._changed_below[path] = number + 1
         if len(self._changed) > len(self._entries) + _MOST_DELETED:  # forget the deleted keys
             self._changed = {key: number for key, number in self._changed.items() if key in self._entries}
-            self.id = uuid.uuid4().hex[:12]  # so clients take all names again: they cannot learn what was deleted
+            self._changed_below = {}
+            # So clients take all names again: they cannot learn what was deleted.
+            self.last = [uuid.uuid4().hex[:12], number + 1]
 
 
 def prefixes(key: str) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from penstock.arguments import integer, one_of, seconds
+from penstock.control.closing import Closing
 from penstock.control.keys import Connection as SocketConnection
 from penstock.control.launched import LaunchedProcess, LaunchedThread, load_worker, snake
 from penstock.control.name_table import LEASE_SECONDS, NameClient, NameHost
@@ -54,7 +55,7 @@ class Response:
         return self.error is None
 
 
-class ControlPanel:
+class ControlPanel(Closing):
     """Commands the workers of one trial. It has the name table, in which workers find each other, so a trial ends with
     its panel.
 
@@ -269,7 +270,7 @@ class ControlPanel:
 
     def stats(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, dict[str, Any]]:
         """The figures of these workers (by default all), by name, as they have arrived: each worker sends them twice a
-        second and when its status changes, or less often if there are more than 300 workers. `age` is how many seconds
+        second and when its status changes, or less often if there are more than 150 workers. `age` is how many seconds
         ago they came. For a worker that sends none: `status`, and the error that ended it as `text`.
 
         Raises `NoReplyError` if the name table was silent for more than `timeout` + 9 seconds.
@@ -372,12 +373,6 @@ class ControlPanel:
                     if isinstance(worker, LaunchedThread):
                         _log.warning("worker %s has not ended: its thread ends with this process", name)
             self._resources.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._closing.is_set():

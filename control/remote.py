@@ -19,16 +19,14 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.arguments import seconds
+from penstock.control.closing import Closing
 from penstock.control.keys import Connection
 from penstock.control.worker import check_handler
 from penstock.errors import ClusterError, ConfigError
 from penstock.ports import lease_port
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _INBOX = "calls"
 
@@ -37,7 +35,7 @@ def _warn_of(old: str, new: str) -> None:
     warnings.warn(f"{old} is now {new}, and the old name goes in version 0.3", DeprecationWarning, stacklevel=3)
 
 
-class RpcServer:
+class RpcServer(Closing):
     """Answers requests in the thread that calls `handle_requests`.
 
     Args:
@@ -100,14 +98,8 @@ class RpcServer:
         """Close the port. Calling it again does nothing."""
         self._resources.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-class RpcClient:
+class RpcClient(Closing):
     """Sends requests to one server.
 
     Args:
@@ -142,9 +134,3 @@ class RpcClient:
     def close(self) -> None:
         """Close the connection."""
         self._wire.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -35,6 +35,22 @@ def act(agent: Any, observation: Any, dtype: Any = np.float64) -> Any:
 # ---- models --------------------------------------------------------------------------------
 
 
+class Small(nn.Module):
+    """For CartPole: 2 logits and a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, observation: Any) -> tuple[Any, Any]:
+        out = self.layer(observation)
+        return out[..., :2], out[..., 2]
+
+
+def small_model(observation_space: Any, action_space: Any) -> nn.Module:
+    return Small()
+
+
 class Echo(nn.Module):
     """The observation is the output."""
 

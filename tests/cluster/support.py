@@ -7,10 +7,12 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
+from penstock import SerialSampler
 from penstock.control.wire import Header, Wire
 from penstock.control.wire_local import LocalHub
 
@@ -19,6 +21,7 @@ from ..support import until
 #: The wires as parameters of a test, and those without Ray, which has no transport of its own.
 MAKES = ("local", "zmq", pytest.param("ray", marks=pytest.mark.ray))
 TRANSPORTS = ("local", "zmq")
+SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)
 
 
 def note(what: str, value: float, limit: float) -> None:

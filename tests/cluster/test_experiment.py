@@ -51,39 +51,23 @@ from penstock.control import (
 from penstock.control.actor_worker import StreamAgent
 from penstock.control.launched import LaunchedThread
 from penstock.control.name_table import NameClient
-from penstock.control.parameters import ParameterServer, read_parameters
+from penstock.control.parameters import ParameterClient, ParameterServer, read_parameters
 from penstock.control.pieces import batch_of
 from penstock.envs import ScriptedGame
 from penstock.targets import gae
 
-from ..models import Net
+from ..models import Net, small_model
 from ..scale import scaled
 from ..seats_support import Published
 from ..turns_support import TurnGame
-from .support import MAKES, need, wait_until
+from .support import MAKES, SAMPLER, need, wait_until
 
 pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]
 
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
 needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
-SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)
 ASYNC = partial(AsyncSampler, "CartPole-v1", batch_T=8, batch_B=4)
 ROWS = 2 * 8 * 4  # of a batch of two pieces
-
-
-def small_model(observation_space: Any, action_space: Any) -> Any:
-    from torch import nn
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, observation: Any) -> tuple[Any, Any]:
-            out = self.layer(observation)
-            return out[..., :2], out[..., 2]
-
-    return Model()
 
 
 class CountingTrainer:
@@ -539,6 +523,60 @@ def test_a_checkpoint_that_does_not_fit_is_named(panel: ControlPanel, tmp_path: 
     panel.connect()
     with pytest.raises(RequestError, match=rf"checkpoint='.*trainer\.pt' cannot be loaded: .*{error}"):
         panel.request("trainer/0", "configure")
+
+
+def test_one_example_environment_of_several_agents_is_built() -> None:
+    built = list[ScriptedGame]()
+
+    def make() -> ScriptedGame:
+        built.append(ScriptedGame())
+        return built[-1]
+
+    plan = replace(
+        TWO, actors=replace(TWO.actors, make_sampler=partial(SerialSampler, make, batch_T=8, batch_B=4))
+    )._plan()
+    assert (plan.observation_space, plan.action_space) == (TWO._plan().observation_space, TWO._plan().action_space)
+    assert len(built) == 1
+
+
+class Tempered(RandomAgent):
+    """Has one parameter."""
+
+    temperature: Any = np.float64(0.5)
+
+    def read_parameters(self) -> Mapping[str, Any]:
+        return {"temperature": self.temperature}
+
+    def write_parameters(self, parameters: Mapping[str, Any]) -> None:
+        self.temperature = parameters["temperature"] + 0
+
+
+def test_a_number_of_numpy_is_a_parameter_and_another_value_is_named(panel: ControlPanel) -> None:
+    plan = replace(experiment(None), make_agent=Tempered)._plan()
+    wire = panel.connection.wire()
+    names = NameClient(wire, panel.connection.address)
+    server = ParameterServer(wire, names, "policy")
+    other = panel.connection.wire()
+    client = ParameterClient(other, NameClient(other, panel.connection.address), "policy")
+    agent = plan.agent()
+    server.publish(1, read_parameters(agent))
+    received = list[Any]()
+
+    def has_come() -> bool:
+        server.serve()
+        received.append(client.newer())
+        return received[-1] is not None
+
+    wait_until(has_come)
+    assert received[-1] == {"temperature": 0.5}
+    assert isinstance(received[-1]["temperature"], np.ndarray)
+    agent.temperature = 0.5
+    with pytest.raises(
+        ConfigError, match=r"read_parameters of Tempered must return arrays of numpy, got .*'temperature'"
+    ):
+        read_parameters(agent)
+    other.close()
+    wire.close()
 
 
 def test_agents_that_do_not_fit_the_environments_are_refused() -> None:

@@ -44,8 +44,8 @@ from penstock.control.parameters import ParameterClient
 from penstock.control.pieces import piece_of
 
 from ..scale import scaled
-from .support import need, wait_until
-from .test_experiment import SAMPLER, Publisher, experiment, needs_zmq, panel, start
+from .support import SAMPLER, need, wait_until
+from .test_experiment import Publisher, experiment, needs_zmq, panel, start
 
 __all__ = ["panel"]
 

@@ -23,11 +23,11 @@ pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
 from penstock import CategoricalPgAgent, ConfigError, RandomAgent
 from penstock.control import Actors, Batch, Experiment, Policies, RunState, Training
 
+from ..models import small_model
 from ..scale import scaled
 from ..starter import Program
 from ..support import PROGRAMS
-from .support import need, wait_until
-from .test_experiment import SAMPLER, small_model
+from .support import SAMPLER, need, wait_until
 
 # A machine that joins has the code of the experiment as a file.
 MODULE = """

@@ -19,6 +19,7 @@ KEYS = ("a", "a/b", "a/b/c", "a/c", "ab", "ab/b")
 OWNERS = ("x", "y", "z")
 LEASES = (None, 1.0, 2.5)
 ROOTS = ("", "a", "a/b", "ab")
+NEVER: list[object] = ["", -1]  # who has seen no change
 
 
 class NamesMachine(RuleBasedStateMachine):
@@ -31,7 +32,7 @@ class NamesMachine(RuleBasedStateMachine):
         self.names = Names(lambda: self.now)
         self.model: dict[str, tuple[int, str, bool]] = {}
         self.deadlines: dict[str, float] = {}
-        self.seen: dict[str, tuple[dict[str, object], list[object]]] = {root: ({}, ["", -1]) for root in ROOTS}
+        self.seen: dict[str, tuple[dict[str, object], list[object]]] = {root: ({}, NEVER) for root in ROOTS}
         self.n = 0
 
     def live(self) -> dict[str, tuple[int, str, bool]]:
@@ -78,21 +79,22 @@ class NamesMachine(RuleBasedStateMachine):
     @rule(root=st.sampled_from(ROOTS))
     def look(self, root: str) -> None:
         self.names.expire()
-        found, (table, number) = self.seen[root]
-        if table != self.names.id:
-            found, number = {}, -1
+        found, since = self.seen[root]
+        is_new = since[0] != self.names.last[0]
+        if is_new:
+            found = {}
         while True:
-            is_touched = root in self.names.changed_prefixes(number)
-            changes, last = self.names.changes(frozenset([root]), number)
-            assert is_touched or not changes or number < 0
+            has_changed = self.names.has_changed(frozenset([root]), since)
+            changes, since = self.names.changes(frozenset([root]), since)
+            assert has_changed == (bool(changes) or is_new)
+            is_new = False
             for key, value in changes.items():
                 found.pop(key, None)
                 if value:
                     found[key] = value[0]
-            number = last
-            if last == self.names.number:
+            if since == self.names.last:
                 break
-        self.seen[root] = found, [self.names.id, number]
+        self.seen[root] = found, since
         assert found == {k: v[0] for k, v in self.live().items() if not root or (k + "/").startswith(root + "/")}
 
     @rule(seconds=st.sampled_from((0.1, 0.5, 1.0, 3.0)))
@@ -102,7 +104,7 @@ class NamesMachine(RuleBasedStateMachine):
     @invariant()
     def the_table_is_the_model(self) -> None:
         self.names.expire()
-        found = {key: value[0] for key, value in self.names.changes(frozenset([""]), -1)[0].items() if value}
+        found = {key: value[0] for key, value in self.names.changes(frozenset([""]), NEVER)[0].items() if value}
         assert found == {key: value[0] for key, value in self.live().items()}
 
 
@@ -127,9 +129,9 @@ def test_many_names_come_in_pages() -> None:
     names = Names(lambda: 0.0)
     for i in range(1200):
         names.add(f"workers/{i}", i, owner=f"owner {i}", lease=1.0)
-    seen, number = dict[str, object](), -1
-    while number < names.number:
-        changes, number = names.changes(frozenset(["workers"]), number)
+    seen, since = dict[str, object](), NEVER
+    while since != names.last:
+        changes, since = names.changes(frozenset(["workers"]), since)
         assert len(changes) <= 500
         seen |= changes
     assert len(seen) == 1200
@@ -139,14 +141,14 @@ def test_what_is_remembered_of_changes_is_bounded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(names_module, "_MOST_DELETED", 10)
     names = Names(lambda: 0.0)
     names.add("kept", 1, owner="x")
-    first, number = names.id, names.number
+    first = names.last
     for i in range(100):
         names.add("changing", i, owner="x")
-    assert (names.id, len(names._changed) <= 15) == (first, True)
-    assert names.changes(frozenset([""]), number)[0]["changing"] == [99]
+    assert (names.last[0], len(names._changed) <= 15) == (first[0], True)
+    assert names.changes(frozenset([""]), first)[0]["changing"] == [99]
     for i in range(100):
         names.add(f"short/{i}", i, owner="x")
         names.delete(f"short/{i}", owner="x")
     assert len(names._changed) <= 15
-    assert names.id != first, "who has missed changes asks for all names"
-    assert {"kept": [1], "changing": [99]}.items() <= names.changes(frozenset([""]), -1)[0].items()
+    assert names.last[0] != first[0], "who has missed changes takes all names"
+    assert {"kept": [1], "changing": [99]}.items() <= names.changes(frozenset([""]), first)[0].items()

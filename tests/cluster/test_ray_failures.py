@@ -15,8 +15,16 @@ import pytest
 
 ray = pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
-from penstock import NodeLostError, RandomAgent, SamplerBrokenError, SamplerClosedError, SerialSampler  # noqa: E402
+from penstock import (  # noqa: E402
+    NodeLostError,
+    PenstockError,
+    RandomAgent,
+    SamplerBrokenError,
+    SamplerClosedError,
+    SerialSampler,
+)
 from penstock.cluster import RaySampler  # noqa: E402
+from penstock.envs import EnvContext  # noqa: E402
 
 from .ray_support import assert_same, our_processes, run, wait_for_none  # noqa: E402
 
@@ -53,6 +61,21 @@ def kill_by_signal(sampler: RaySampler) -> None:
 
 def kill_by_ray(sampler: RaySampler) -> None:
     ray.kill(sampler._pool.shards[1].actor)  # type: ignore[union-attr]
+
+
+def fails_in_a_shard(context: EnvContext) -> gym.Env[Any, Any]:
+    if context.worker_rank >= 0:
+        raise OSError("no licence on this machine")
+    return gym.make("CartPole-v1")
+
+
+def test_an_error_at_the_start_of_a_shard_names_its_node() -> None:
+    sampler = RaySampler(fails_in_a_shard, batch_T=4, batch_B=2, n_shards=2, n_workers=1, sampler_cls=SerialSampler)
+    with pytest.raises(
+        PenstockError, match=r"shard \d \(node [0-9.]+ \w+, env_rank \d\): .*no licence on this machine"
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+    sampler.shutdown()
 
 
 @pytest.mark.parametrize("kill", [kill_by_signal, kill_by_ray])
