@@ -109,7 +109,7 @@ def write_fields(row: Any, value: object, path: str, words: Words) -> None:
     if found.shape != row.shape or found.dtype.kind not in "biufc":
         raise SpaceError(
             f"{words.subject} {path} with shape {row.shape} and dtype {row.dtype}, {words.source}, got {found.shape} "
-            f"{found.dtype}"
+            f"{found.dtype}: one row per column"
         )
     fitting = as_dtype(found, row.dtype)
     if fitting is None:

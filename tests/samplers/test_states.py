@@ -118,7 +118,7 @@ class NoValue(Agent):
     ("agent", "error", "message"),
     [
         (nn.Linear(2, 2), ConfigError, r"must be a penstock Agent, got Linear.*CategoricalPgAgent\(model\)"),
-        (WrongCount(), SpaceError, "one action|an action per column"),
+        (WrongCount(), SpaceError, r"one row per column"),
         (NoBatch(), SpaceError, "agent_info.scalar must be a numeric array"),
         (NoValue(), ConfigError, r"NoValue has no value\(\)"),
         (CategoricalPgAgent(nn.Linear(9, 3)), SpaceError, "failed on example observations of shape"),
