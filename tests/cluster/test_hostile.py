@@ -228,7 +228,7 @@ def test_the_connection_file_is_for_its_owner_alone(keys: Connection, tmp_path: 
         [b"\x91" * 100 + b"\xc0"],
         [b"\x80" * 2],
         [b"\x00" * 300_000],
-        [b"\x00"] * 5000,
+        [b"\x00"] * 20_000,
     ],
     ids=lambda frames: str(frames)[:60],  # one has megabytes
 )
