@@ -60,9 +60,11 @@ __all__ = [
     "mask_of",
 ]
 
-# Where the names that are not above are, each after those that it needs.
-_WITH_TORCH = ["recurrent_state", "normalization", "torch_agent", "policy_gradient", "categorical", "gaussian"]
-_WITH_TORCH += ["squashed", "deterministic", "epsilon_greedy", "recurrent"]
+# The modules that need torch. `__getattr__` looks through them in this order: each comes after those that it imports.
+_WITH_TORCH = (
+    *("recurrent_state", "normalization", "torch_agent", "policy_gradient", "categorical", "gaussian"),
+    *("squashed", "deterministic", "epsilon_greedy", "recurrent"),
+)
 
 
 def __getattr__(name: str) -> Any:

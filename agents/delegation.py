@@ -1,4 +1,5 @@
-"""An agent that passes every call to another agent: the base of agents that log calls or inject faults."""
+"""An agent that passes every call to another agent: the base of agents that log calls or inject faults, and of joint
+policies."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from penstock.errors import ConfigError
 
 
 class DelegatingRuntime(AgentRuntime):
-    """The samplers' side of a `DelegatingAgent`: that of its agent."""
+    """Passes what samplers do with a `DelegatingAgent` on to its inner agent."""
 
     agent: DelegatingAgent
 

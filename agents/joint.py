@@ -26,11 +26,11 @@ class JointRuntime(DelegatingRuntime):
         return copied
 
     def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
-        AgentRuntime.set_columns(self, env_ranks, n_envs)
+        AgentRuntime.set_columns(self, env_ranks, n_envs)  # the base would give the inner agent a rank for each seat
         self.agent.agent.runtime.set_columns([int(rank) for rank in env_ranks[:: self.agent.k]], n_envs)
 
     def inference_difference(self, make_inputs: Callable[[], Sequence[Any]]) -> float | None:
-        return None  # these inputs are of single seats
+        return None  # not measured: the inputs are rows of single seats, and the agent needs whole environments
 
 
 class JointSeats(DelegatingAgent):

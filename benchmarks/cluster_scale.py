@@ -43,6 +43,9 @@ N_PROCESSES, N_FULL = 4, 80
 FIGURES = {f"figure{i}": 1.5 * i for i in range(8)}
 
 
+_IDLE_SECONDS = 3  # how long the trainer is watched before it publishes
+
+
 class Asker:
     """Asks the trainer for each version that `full` has got, and takes none of them: `full` sends them on in its place.
     It asks after `full`. Otherwise `full` could be told to ask a worker that waits for `full`."""
@@ -267,8 +270,10 @@ def train(file: str, megabytes: float) -> None:
     server.publish(1, {"weight": weight[:10]})
     serve(300)
     before = cpu()
-    serve(3)  # what it has for its connections is there now
-    usual, memory, peak, before, began = (cpu() - before) / 3, me.memory_info().rss, 0, cpu(), time.monotonic()
+    serve(_IDLE_SECONDS)
+    usual = (cpu() - before) / _IDLE_SECONDS  # a second
+    memory, peak = me.memory_info().rss, 0  # the memory of the connections is allocated by now
+    before, began = cpu(), time.monotonic()
     for version in (2, 3, 4):
         server.publish(version, {"weight": weight})
         serve(300)
@@ -292,7 +297,7 @@ def main() -> None:
     if args.work:
         return work(args.work[0], *map(int, args.work[1:]))
     meter = Meter(NameHost, "_answer", "_tick")
-    Meter(NameClient, "_on_sync")  # that of the panel, which the table calls
+    Meter(NameClient, "_on_sync")  # the table's reply runs this in the same thread: it is not the table's own time
     found = [measure(count, args.seconds, args.megabytes, meter) for count in args.workers]
     table = Table(title=f"Workers over sockets, parameters of {args.megabytes:g} MB")
     for heading in found[0]:

@@ -20,10 +20,10 @@ def free_memory() -> int:
     return min([int(psutil.virtual_memory().available), *_cgroup_headrooms()])
 
 
-REMEDY = "free some memory, lower batch_T or batch_B, or record smaller observations"
+BATCH_REMEDY = "free some memory, lower batch_T or batch_B, or record smaller observations"
 
 
-def check_memory(needed: int, purpose: str, remedy: str = REMEDY) -> None:
+def check_memory(needed: int, purpose: str, remedy: str = BATCH_REMEDY) -> None:
     """Raise `ConfigError`, with both sizes and the `remedy`, if `needed` bytes for `purpose` are more than the free
     memory."""
     if needed < SMALL_BYTES:

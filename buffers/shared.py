@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.descriptors import InheritedFd, anonymous_file
-from penstock.buffers.memory_limits import REMEDY, check_memory
+from penstock.buffers.memory_limits import BATCH_REMEDY, check_memory
 from penstock.buffers.named import NamedArrays
 from penstock.errors import ConfigError
 
@@ -73,9 +73,9 @@ class NamedMemory:
     Raises `ConfigError`, with the needed and the free size, if there is not enough memory.
     """
 
-    _descriptor: InheritedFd | None = None  #: of shared memory
+    _descriptor: InheritedFd | None = None  #: of the shared memory or the file
 
-    def __init__(self, specs: NamedArrays, *, shared: bool, purpose: str, remedy: str = REMEDY) -> None:
+    def __init__(self, specs: NamedArrays, *, shared: bool, purpose: str, remedy: str = BATCH_REMEDY) -> None:
         """An error says that `purpose` needs the memory, and what to do: `remedy`."""
         self._lay_out(specs)
         # np.zeros succeeds even without enough memory, and the system kills the process later.
@@ -89,8 +89,8 @@ class NamedMemory:
             if error.errno in (errno.EMFILE, errno.ENFILE):  # not memory, but descriptors are missing
                 raise
             raise ConfigError(
-                f"{purpose} needs {self.nbytes:,} bytes of shared memory: {error.strerror}. Lower batch_T or batch_B, "
-                "or raise the limit (ulimit -v)"
+                f"{purpose} needs {self.nbytes:,} bytes of shared memory: {error.strerror}. Raise the limit "
+                f"(ulimit -v), or {remedy}"
             ) from error
 
     def _lay_out(self, specs: NamedArrays) -> None:
@@ -98,7 +98,7 @@ class NamedMemory:
         self._layout = specs.map(self._place)
 
     def _allocate(self, descriptor: InheritedFd) -> None:
-        """Map an empty file, which this object owns now."""
+        """Give an empty file its size, and map it. This object owns the descriptor from now on."""
         self._descriptor = descriptor
         try:
             # Take the pages now. ftruncate alone succeeds beyond the limit, and the first write is then a SIGBUS.

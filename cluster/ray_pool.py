@@ -114,7 +114,7 @@ class Shard:
         return self.text(self.started.node if self.started else None)
 
     def text(self, node: str | None) -> str:
-        """What errors say of this shard, which is on `node`."""
+        """How errors name this shard. `node` is where it runs, or None before it has started."""
         where = "not started yet" if node is None else f"node {node}"
         return f"{self.plan.name} ({where}, {self.plan.env_text})"
 

@@ -101,7 +101,7 @@ class Failure(NamedTuple):
     kind: str  #: the class in `penstock.errors`
     text: str
     cause: tuple[bytes, bytes, bytes]  #: see `dump_exception`
-    node: str
+    node: str  #: where it was raised: IP address and Ray's id of the node
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:

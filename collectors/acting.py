@@ -107,9 +107,10 @@ def write_fields(row: Any, value: object, path: str, words: Words) -> None:
         return
     found = _as_array(value, path)
     if found.shape != row.shape or found.dtype.kind not in "biufc":
+        hint = "" if found.shape == row.shape else ": one row per column"
         raise SpaceError(
             f"{words.subject} {path} with shape {row.shape} and dtype {row.dtype}, {words.source}, got {found.shape} "
-            f"{found.dtype}: one row per column"
+            f"{found.dtype}{hint}"
         )
     fitting = as_dtype(found, row.dtype)
     if fitting is None:

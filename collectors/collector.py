@@ -148,7 +148,8 @@ class Collector(ABC):
                 self._make_random_steps(self.envs, b, rngs[b])
 
     def _make_random_steps(self, envs: EnvColumns, b: int, rng: np.random.Generator) -> None:
-        """Step environment b by 0 to `max_decorrelation_steps` random actions, which are legal ones if there is a mask.
+        """Step environment b by 0 to `max_decorrelation_steps` random actions: legal ones, if there is a mask. Writes
+        what the agent's first step needs of this column: its last action, its reward and whether an episode begins.
 
         A trajectory that is unfinished at the end continues in the first batch, with the steps made here. A trajectory
         that finishes here is dropped.

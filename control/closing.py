@@ -1,4 +1,4 @@
-"""What is closed at the end of a `with` statement."""
+"""The base of objects that a `with` statement closes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Closing(ABC):
-    """Use it in a `with` statement, or call `close`."""
+    """`close` is called at the end of the `with` statement."""
 
     @abstractmethod
     def close(self) -> None:

@@ -242,7 +242,7 @@ class Experiment:
         factories = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
         factories = prepared_factories(tuple(agents.values()), factories, config)
         as_seats: Any = factories[0].as_seats
-        first = as_seats(env.env)  # with the masks that the agents need
+        first = as_seats(env.env)  # a second view of this environment: its observations have the masks for the agents
         with marked:
             _, seats = find_seating([(factories, 0), ((), 0)], agents, self.actors.policy_of, (factories[0], first))
         return [dict(zip(agents, own, strict=True)) for own in zip(*(spaces for *_, spaces in seats), strict=True)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import threading
 import time
 from collections import Counter
@@ -39,7 +40,7 @@ class _Sync:
     letter: Letter
     owner: str
     roots: frozenset[str]
-    since: list[Any]  # its sender has seen the changes up to this one: the id of the table, and a number
+    since: list[Any]  # its sender has seen the changes up to this one: `[id of the table, number]`
     until: float
 
 
@@ -50,9 +51,9 @@ class NameHost:
         self._wire, self._names = wire, Names(time.monotonic)
         self._lock, self._looked_at = threading.Lock(), self._names.last
         self._syncs: dict[str, _Sync] = {}  # those that wait, by owner
-        self._by_roots: dict[frozenset[str], dict[str, _Sync]] = {}  # the same: most clients follow the same names
-        self._deadlines: list[tuple[float, int, _Sync]] = []  # a heap, also of those that were answered
-        self._numbers = iter(range(2**62))
+        self._by_roots: dict[frozenset[str], dict[str, _Sync]] = {}  # by roots: most clients follow the same names
+        self._deadlines: list[tuple[float, int, _Sync]] = []  # a heap; one that was answered stays in it until then
+        self._numbers = itertools.count()  # so that two syncs are never compared
         self._inbox: Inbox = wire.open(INBOX, self._answer)
         wire.on_tick.append(self._tick)
 
@@ -105,19 +106,18 @@ class NameHost:
             return [(letter, self._answer_to(sync))]
         if names.has_changed(sync.roots, since):
             sync.until = 0.0  # the next tick answers: not earlier, since more may change until then
-        old = self._pop(self._syncs.get(owner))
+        if (old := self._syncs.get(owner)) is not None:
+            self._remove(old)
         self._syncs[owner] = self._by_roots.setdefault(sync.roots, {})[owner] = sync
         heapq.heappush(self._deadlines, (sync.until, next(self._numbers), sync))
         return [] if old is None else [(old.letter, None)]
 
-    def _pop(self, sync: _Sync | None) -> _Sync | None:
-        """`sync`, which waits no more."""
-        if sync is not None:
-            del self._syncs[sync.owner]
-            del self._by_roots[sync.roots][sync.owner]
-            if not self._by_roots[sync.roots]:
-                del self._by_roots[sync.roots]
-        return sync
+    def _remove(self, sync: _Sync) -> None:
+        """It waits no more."""
+        del self._syncs[sync.owner]
+        del self._by_roots[sync.roots][sync.owner]
+        if not self._by_roots[sync.roots]:
+            del self._by_roots[sync.roots]
 
     def _answer_to(self, sync: _Sync) -> dict[str, Any]:
         """The answer to a sync."""
@@ -137,7 +137,9 @@ class NameHost:
                 if self._syncs.get(sync.owner) is sync:
                     due[sync.owner] = sync
             self._looked_at = self._names.last
-            answers = [(sync.letter, self._answer_to(sync)) for sync in due.values() if self._pop(sync)]
+            for sync in due.values():
+                self._remove(sync)
+            answers = [(sync.letter, self._answer_to(sync)) for sync in due.values()]
         for letter, answer in answers:
             letter.reply(answer)
 

@@ -39,7 +39,8 @@ class Names:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        #: The last change: the id of the numbers, and a number. With another id, all entries count as changed.
+        #: The last change: `[id of this table, number]`. The id is new when deleted keys were forgotten: clients then
+        #: take all entries again.
         self.last: list[Any] = [uuid.uuid4().hex[:12], 0]
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
@@ -101,7 +102,7 @@ class Names:
         return len(keys)
 
     def has_changed(self, roots: frozenset[str], since: Sequence[Any]) -> bool:
-        """Whether `changes` has something."""
+        """Whether a root, or something below one, has changed after `since`. True if `since` is of another table."""
         number = self._number(since)
         return number < 0 or any(self._changed_below.get(root, -1) > number for root in roots)
 
@@ -121,6 +122,7 @@ class Names:
         return found, self.last
 
     def _number(self, since: Sequence[Any]) -> int:
+        """The number in `since`; -1 if that is of another table."""
         return int(since[1]) if since[0] == self.last[0] else -1
 
     def expire(self) -> None:
@@ -148,8 +150,7 @@ class Names:
             self._changed_below[path] = number + 1
         if len(self._changed) > len(self._entries) + _MOST_DELETED:  # forget the deleted keys
             self._changed = {key: number for key, number in self._changed.items() if key in self._entries}
-            self._changed_below = {}
-            # So clients take all names again: they cannot learn what was deleted.
+            self._changed_below = {path: n for key, n in self._changed.items() for path in prefixes(key)}
             self.last = [uuid.uuid4().hex[:12], number + 1]
 
 

@@ -35,14 +35,14 @@ def by_policy(agent: Any) -> dict[str, Agent]:
 
 def read_parameters(agent: Any) -> dict[str, Any]:
     """The parameters of an agent. Those of a dict of agents have names such as `speaker/weight`. Raises `ConfigError`
-    for a value that is no array or number of numpy."""
+    for a value that is neither an array nor a number of numpy."""
     found: dict[str, Any] = {}
     for policy, own in by_policy(agent).items():
         for name, value in own.read_parameters().items():
             if not isinstance(value, np.ndarray | np.generic):
                 raise ConfigError(
-                    f"read_parameters of {type(own).__name__} must return arrays of numpy, got {brief(value)} for "
-                    f"{name!r}: return np.asarray(...) of it"
+                    f"read_parameters of {type(own).__name__} must return numpy arrays, got {brief(value)} for "
+                    f"{name!r}: return np.asarray(value)"
                 )
             found[f"{policy}/{name}" if policy else name] = np.asarray(value)
     return found

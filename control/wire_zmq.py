@@ -91,8 +91,9 @@ class ZmqTransport:
             self._caller.curve_publickey = connection.client_public.encode()
             self._caller.curve_secretkey = connection.client_secret.encode()
             self._caller.router_mandatory = True  # tells when a queue is full
-            # Heartbeats from one end are enough: the other end answers each, and expects one within `heartbeat_ttl`. On
-            # a busy machine they may be late, and new connections would make it busier.
+            # In milliseconds. Only this end sends heartbeats. The other end answers each one, and expects the next
+            # within the last of these times. They are long: on a busy machine heartbeats come late, and new connections
+            # would make it busier.
             self._caller.heartbeat_ivl, self._caller.heartbeat_timeout, self._caller.heartbeat_ttl = 2000, 6000, 8000
             self._router.bind(f"tcp://{host}:{port or '*'}")
             endpoint: Any = self._router.last_endpoint
@@ -133,7 +134,8 @@ class ZmqTransport:
             return
         if route == self.address:  # this wire
             own = [frame.buffer if isinstance(frame, zmq.Frame) else frame for frame in packed or ()]
-            return self._wire.deliver(header, own, self.address)
+            with sigint.deferred():  # Ctrl-C must not come while the name table changes, for example
+                return self._wire.deliver(header, own, self.address)
         frames = to_frames(messages.packer().pack(header), packed)
         is_sent, has_input = True, False
         with sigint.deferred(), self._lock:  # Ctrl-C must not come between two frames of a packet

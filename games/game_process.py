@@ -108,9 +108,9 @@ def spares_kept() -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Run:
-    """One start of a game. A spare gives its own to the `GameProcess` whose place it takes."""
+    """What belongs to one start of a game. A `GameProcess` that takes a spare takes this object from it."""
 
-    #: An environment variable with this name finds all processes of the game, whatever session they are in.
+    #: All processes of the game have an environment variable with this name, whatever session they are in.
     mark: str = field(default_factory=lambda: f"PENSTOCK_GAME_{os.getpid()}_{os.urandom(8).hex()}")
     process: subprocess.Popen[bytes] | None = None
     leases: PortLeases | None = None
@@ -124,11 +124,11 @@ class _Run:
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """The leased ones."""
+        """The leased ports; empty if there are none."""
         return self.leases.ports if self.leases else ()
 
 
-_NOT_STARTED = _Run()
+_NOT_STARTED = _Run()  # nobody changes it
 
 
 class GameProcess:

@@ -17,7 +17,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(function: _Function) -> _Function:
-    """Take the compiled function of this name, if there is one. It has the same arguments, by position only."""
+    """Replace a function by the compiled one of the same name, if that part is compiled. This takes the same arguments,
+    by position only."""
     PYTHON[function.__name__] = function
-    found: _Function = getattr(_native, function.__name__, function)
+    found: _Function = function if _native is None else getattr(_native, function.__name__)
     return found

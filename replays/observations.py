@@ -36,8 +36,8 @@ def read_ages(
 @compiled
 def take_frames(frames: npt.NDArray[Any], B: int, is_zero: bool, *stacks: npt.NDArray[Any]) -> bool:
     """`take_frames(frames, B, is_zero, at, age, out[, at, age, out])`: build the stacks `out` `[N, n, ...]` of entries
-    `at` `[N]` again, from the `frames` of the ring. Frames before the begin of the episode, `age` rows back, are zeros
-    or copies of the first one. The compiled function returns False, and copies nothing, if it does not know the
+    `at` `[N]` again, from the `frames` of the ring. Frames before the beginning of the episode, `age` rows back, are
+    zeros or copies of the first one. The compiled function returns False, and copies nothing, if it does not know the
     layout."""
     for at, age, out in zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True):
         back = np.arange(out.shape[1])[::-1]  # how many rows back each frame is, oldest first

@@ -14,7 +14,7 @@ T = TypeVar("T")
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"
 START_METHODS = ("fork", "forkserver", "spawn")
 #: Daily without spawn: such a worker takes 0.4 s of CPU time to import modules, with torch 2 s, and then runs the same
-#: code. What a new interpreter may do otherwise has tests that ask for all `START_METHODS`.
+#: code. A test of something that a new interpreter may do differently asks for all `START_METHODS`.
 USUAL_METHODS = START_METHODS if FULL else ("fork", "forkserver")
 
 

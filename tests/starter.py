@@ -2,10 +2,10 @@
 two seconds of CPU time.
 
 A script runs as the main module, at the top level. A `Child` is a child process of the tests, a `Program` one of the
-process that makes the forks, which tells how it has ended. The process of a `Program` ends as that of a Python program
-does, that of `run` without taking its modules apart. The supervisor of a `Program` is a new interpreter, that of `run`
-is a fork of the script. A test that is about imports, options of the interpreter or the start of a supervisor needs a
-new interpreter: it uses `subprocess.Popen`.
+process that makes the forks, which tells how it has ended. By default, a `Program` ends as a Python program does, and
+its supervisor is a new interpreter. `skips_teardown` and `forks_supervisor` change that, and `run` uses both. A test
+that is about imports, options of the interpreter or the start of a supervisor needs a new interpreter: it uses
+`subprocess.Popen`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SET_CHILD_SUBREAPER = 36  # of prctl(2)
 class Request:
     """What to run. `strict`: warnings are errors. `light`: its supervisor does not import torch for the workers.
     `forks_supervisor`: its supervisor is a fork, and need not import torch. `is_child`: of the process that asks.
-    `skips_teardown`: at its end it does not take its modules apart. `kept`: the numbers of descriptors that it has
+    `skips_teardown`: it exits without taking its modules apart. `kept`: the numbers of descriptors that it has
     beside the standard ones."""
 
     argv: list[str]

@@ -57,7 +57,7 @@ class StopCollecting(Exception):
 PHASE, T, ENV_RANK, HEARTBEAT, BEGUN, ARRIVED, OFFERED, BATCHES = range(8)
 STEPPING, ACTING, RESETTING, WAITING, STEPS, REQUESTED, VERSION, ASLEEP = range(8, 16)
 # OFFERED: the opening of the gate for which the step buffer has the first inputs. The other words: see `Progress`.
-BETWEEN_BATCHES = -2  # in T; -1: no time step of the command has begun
+BETWEEN_BATCHES = -2  # the word T while no batch runs. -1: the command has not begun its first time step
 RING = 8  # commands that may be open at once
 ROW_WORDS = 16  # 128 bytes: two workers never write to the same pair of cache lines
 KIND_BITS = 2  # number and kind of a request are in one word, so that one store publishes both
@@ -160,7 +160,7 @@ class Progress:
         return now
 
     def leave_batch(self) -> None:
-        """What comes now is between two batches."""
+        """Note that no batch runs: errors then say "between two batches"."""
         self.words[T] = BETWEEN_BATCHES
 
     def end_batch(self, batch_T: int, n_steps: int) -> None:

@@ -29,9 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_join(commands.add_parser("join", help="take part in an experiment that runs on another machine"))
     _add_status(commands.add_parser("status", help="show the workers of a distributed experiment"))
     args = parser.parse_args(arguments)
-    run = {"tune": _tune, "worker": _worker, "join": _join, "status": _status, "doctor": _doctor}
+    functions = {"tune": _tune, "worker": _worker, "join": _join, "status": _status, "doctor": _doctor}
     try:
-        return run.get(args.command, _machine)(args)
+        return functions.get(args.command, _machine)(args)
     except PenstockError as error:
         print(f"penstock {args.command}: {error}", file=sys.stderr)
         return 2

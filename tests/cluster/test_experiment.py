@@ -571,9 +571,7 @@ def test_a_number_of_numpy_is_a_parameter_and_another_value_is_named(panel: Cont
     assert received[-1] == {"temperature": 0.5}
     assert isinstance(received[-1]["temperature"], np.ndarray)
     agent.temperature = 0.5
-    with pytest.raises(
-        ConfigError, match=r"read_parameters of Tempered must return arrays of numpy, got .*'temperature'"
-    ):
+    with pytest.raises(ConfigError, match=r"read_parameters of Tempered must return numpy arrays, got .*'temperature'"):
         read_parameters(agent)
     other.close()
     wire.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -152,3 +154,24 @@ def test_what_is_remembered_of_changes_is_bounded(monkeypatch: pytest.MonkeyPatc
     assert len(names._changed) <= 15
     assert names.last[0] != first[0], "who has missed changes takes all names"
     assert {"kept": [1], "changing": [99]}.items() <= names.changes(frozenset([""]), first)[0].items()
+
+
+def test_all_pages_come_after_deleted_keys_were_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names_module, "_MOST_DELETED", 10)
+    monkeypatch.setattr(names_module, "_PAGE", 5)
+    names, found, since = Names(lambda: 0.0), dict[str, Any](), ["another", 7]
+    for i in range(12):
+        names.add(f"lasting/{i}", i, owner="x")
+    first = names.last[0]
+    while names.last[0] == first:
+        names.add("short", 0, owner="x")
+        names.delete("short", owner="x")
+        names.add("short/er", 0, owner="x")
+        names.delete("short/er", owner="x")
+        for i in range(12):
+            names.add(f"shortest/{i}", 0, owner="x")
+            names.delete(f"shortest/{i}", owner="x")
+    while since != names.last:
+        page, since = names.changes(frozenset([""]), since)
+        found |= page
+    assert {key for key, value in found.items() if value} == {f"lasting/{i}" for i in range(12)}

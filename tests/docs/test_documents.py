@@ -408,7 +408,7 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
-#: How a `Program` is started that this file runs.
+#: Options of each `Program` in this file.
 FORKED = {"forks_supervisor": True, "skips_teardown": True}
 
 

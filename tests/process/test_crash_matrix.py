@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 def combinations(places: Any) -> list[Any]:
     """The whole matrix. Daily, forkserver: an exception and a kill in each place, and a third way that differs from
-    place to place. fork: each place once, and there each way. spawn: some places, since only the start differs."""
+    place to place. fork: each place once, with the ways in turn. spawn: some places, since only the start differs."""
     chosen = [
         ("forkserver", where, how)
         for i, where in enumerate(places)
