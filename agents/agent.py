@@ -17,7 +17,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from penstock.agents.noise import ColumnNoise
-from penstock.agents.shared_parameters import SharedParameters
+from penstock.agents.shared_parameters import SharedParameters, parameters_of
 from penstock.buffers.named import ArrayTree, NamedArrays, as_named, map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves, tree_of
 from penstock.errors import ConfigError, SamplerStateError, SpaceError
@@ -77,7 +77,7 @@ class AgentRuntime:
 
     def share_memory(self, *, shared: bool) -> SharedParameters:
         """Allocate shared parameters for one more sampler, and write the current parameters into them."""
-        values = self.agent.read_parameters()
+        values = parameters_of(self.agent)
         parameters = SharedParameters(values, shared=shared)
         parameters.publish(values)
         self.agent._subscribers = (*(self.agent._subscribers or ()), parameters)
@@ -90,7 +90,7 @@ class AgentRuntime:
 
     def worker_copy(self) -> Agent:
         """A copy to act with in a worker: on the CPU, with its own parameters."""
-        copied, parameters = self.agent.copy_for_worker(), self.agent.read_parameters()
+        copied, parameters = self.agent.copy_for_worker(), parameters_of(self.agent)
         if parameters:  # the learner may write into its own arrays while this copy acts
             copied.write_parameters({name: value.copy() for name, value in parameters.items()})
         return copied
@@ -382,7 +382,7 @@ class Agent(ABC):
         if self._subscribers is None:
             raise SamplerStateError("this agent belongs to no sampler yet: call sampler.initialize(agent) first")
         if self._subscribers:
-            parameters = self.read_parameters()
+            parameters = parameters_of(self)
             for subscriber in self._subscribers:
                 subscriber.publish(parameters)
 

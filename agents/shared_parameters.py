@@ -11,9 +11,24 @@ import numpy.typing as npt
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.ordering import fence
 from penstock.buffers.shared import ArraySpec, NamedMemory
-from penstock.errors import ConfigError, SamplerStateError
+from penstock.errors import ConfigError, SamplerStateError, brief
 
 _MOST_READS = 1000  # attempts, before a reader gives up
+
+
+def parameters_of(agent: Any) -> dict[str, npt.NDArray[Any]]:
+    """What `agent.read_parameters` returns. Raises `ConfigError` for a value that is neither an array nor a number of
+    numpy."""
+    given = agent.read_parameters()
+    if not hasattr(given, "items"):
+        raise ConfigError(f"read_parameters of {type(agent).__name__} must return a dict, got {brief(given)}")
+    for name, value in given.items():
+        if not isinstance(value, np.ndarray | np.generic):
+            raise ConfigError(
+                f"read_parameters of {type(agent).__name__} must return numpy arrays, got {brief(value)} for {name!r}: "
+                "return np.asarray(value)"
+            )
+    return {name: np.asarray(value) for name, value in given.items()}
 
 
 class SharedParameters:

@@ -309,6 +309,7 @@ class Run(Closing):
             while self._starting:
                 for error in self._step().values():
                     raise error
+                self._require_sound()
                 time.sleep(_STEP_SECONDS)
         except BaseException:
             panel.close()
@@ -366,6 +367,12 @@ class Run(Closing):
         """End all workers. Calling it again does nothing."""
         self.panel.close()
 
+    def _require_sound(self) -> None:
+        """At the start no worker is started again: the others may wait for one that has failed."""
+        for name, figures in self.panel.stats([name for name in self._makers if name not in self._starting]).items():
+            if figures["status"] in _FAILED:
+                raise ClusterError(f"worker {name} has failed while others were starting: {_why(figures)}")
+
     def _watch(self, name: str, figures: Mapping[str, Any]) -> None:
         """Start a worker again if it has failed, or was silent for too long."""
         status, now = figures["status"], time.monotonic()
@@ -378,9 +385,7 @@ class Run(Closing):
                 _log.warning("worker %s, which had joined, is lost: the run goes on without it", name)
             return None
         if status in _FAILED:
-            return self._restart(
-                name, f"{status}: {figures.get('text') or 'it has ended without a report: see its log'}"
-            )
+            return self._restart(name, _why(figures))
         if status != Status.UNRESPONSIVE.value:
             self._silent_since.pop(name, None)
         elif name not in self._silent_since:
@@ -481,6 +486,11 @@ class Run(Closing):
             if names and all(name in self._starting for name in names):
                 return False
         return True
+
+
+def _why(figures: Mapping[str, Any]) -> str:
+    """Why the worker with these figures has failed."""
+    return f"{figures['status']}: {figures.get('text') or 'it has ended without a report: see its log'}"
 
 
 def _find_run(file: str | Path, host: str | None, timeout: float) -> tuple[Connection, dict[str, Any]]:

@@ -14,13 +14,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from penstock.agents import Agent
+from penstock.agents.shared_parameters import parameters_of
 from penstock.control.name_table import NameClient
 from penstock.control.streams import Inboxes, NamedInbox
 from penstock.control.wire import Answer, Letter, Peer, Wire
-from penstock.errors import ConfigError, NoReplyError, PeerLostError, brief
+from penstock.errors import NoReplyError, PeerLostError
 
 _FOR_EVER = 1e9  # seconds
 _FIRST_SECONDS = 100.0  # how long a worker waits for the first parameters
@@ -34,17 +33,12 @@ def by_policy(agent: Any) -> dict[str, Agent]:
 
 
 def read_parameters(agent: Any) -> dict[str, Any]:
-    """The parameters of an agent. Those of a dict of agents have names such as `speaker/weight`. Raises `ConfigError`
-    for a value that is neither an array nor a number of numpy."""
+    """The parameters of an agent, as `parameters_of`. Those of a dict of agents have names such as
+    `speaker/weight`."""
     found: dict[str, Any] = {}
     for policy, own in by_policy(agent).items():
-        for name, value in own.read_parameters().items():
-            if not isinstance(value, np.ndarray | np.generic):
-                raise ConfigError(
-                    f"read_parameters of {type(own).__name__} must return numpy arrays, got {brief(value)} for "
-                    f"{name!r}: return np.asarray(value)"
-                )
-            found[f"{policy}/{name}" if policy else name] = np.asarray(value)
+        for name, value in parameters_of(own).items():
+            found[f"{policy}/{name}" if policy else name] = value
     return found
 
 

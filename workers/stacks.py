@@ -14,8 +14,9 @@ from penstock.buffers.descriptors import InheritedFd, anonymous_file
 # A real-time signal where the system has them: libraries and job schedulers use SIGUSR1 and SIGUSR2.
 _ASK = int(signal.SIGRTMAX) - 3 if hasattr(signal, "SIGRTMAX") else int(signal.SIGUSR1)
 _MAX_BYTES = 8 * 1024
+_ANSWER_SECONDS = 0.5  # until the first line: a process may have to wait for a CPU
 _QUIET_SECONDS = 0.15  # a stack that has not grown for so long is complete
-_MOST_SECONDS = 1.0  # which a process may take to answer
+_MOST_SECONDS = 1.0  # which the whole answer may take
 _LOOK_SECONDS = 0.005
 _LOOP = re.compile(r"workers[/\\]process\.py.* in _run_commands$", re.MULTILINE)  # below it, no frame is the user's
 
@@ -42,11 +43,11 @@ class StackFile:
             os.kill(pid, signal.SIGCONT)  # a stopped process cannot answer
         # A worker's stack is complete when it shows the worker's loop. In other processes, the only sign is that the
         # text stops growing. On a busy machine, a process may wait for a CPU in the middle of a line.
-        began = grown = time.monotonic()
-        size = 0
-        while (now := time.monotonic()) < min(grown + _QUIET_SECONDS, began + _MOST_SECONDS):
+        began, size = time.monotonic(), 0
+        until = began + _ANSWER_SECONDS
+        while (now := time.monotonic()) < until:
             if len(text := self._text()) > size:
-                grown, size = now, len(text)
+                until, size = min(now + _QUIET_SECONDS, began + _MOST_SECONDS), len(text)
                 if _LOOP.search(text):
                     break
             time.sleep(_LOOK_SECONDS)

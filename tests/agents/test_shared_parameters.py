@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from penstock import RandomAgent, SerialSampler
 from penstock.agents import SharedParameters
 from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
 from penstock.errors import ConfigError, SamplerStateError
@@ -323,3 +324,28 @@ def test_parameters_cross_to_a_worker_however_it_is_started(start_method: str) -
     shared.memory.close()
     assert exit_code == 0
     assert shared.version == 2
+
+
+@pytest.mark.parametrize("value", [2.5, None, [1.0, 2.0], {"a": 1}, "text"])
+def test_parameters_that_are_no_arrays_are_named(value: Any) -> None:
+    class Odd(RandomAgent):
+        def read_parameters(self) -> Any:
+            return {"p": value}
+
+    with (
+        SerialSampler("CartPole-v1", batch_T=2, batch_B=1) as sampler,
+        pytest.raises(ConfigError, match=r"read_parameters of Odd must return numpy arrays, got .* for 'p': return np"),
+    ):
+        sampler.initialize(Odd())
+
+
+def test_parameters_that_are_no_dict_are_named() -> None:
+    class Odd(RandomAgent):
+        def read_parameters(self) -> Any:
+            return None
+
+    with (
+        SerialSampler("CartPole-v1", batch_T=2, batch_B=1) as sampler,
+        pytest.raises(ConfigError, match="read_parameters of Odd must return a dict, got None"),
+    ):
+        sampler.initialize(Odd())

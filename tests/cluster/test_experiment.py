@@ -23,6 +23,7 @@ from penstock import (
     AlternatingSampler,
     AsyncSampler,
     CategoricalPgAgent,
+    ClusterError,
     ConfigError,
     GpuSampler,
     RandomAgent,
@@ -575,6 +576,18 @@ def test_a_number_of_numpy_is_a_parameter_and_another_value_is_named(panel: Cont
         read_parameters(agent)
     other.close()
     wire.close()
+
+
+class Broken(RandomAgent):
+    def step(self, *inputs: Any) -> Any:
+        raise SystemExit("the model is broken")
+
+
+def test_a_policy_worker_that_fails_while_actors_start_ends_the_run() -> None:
+    """The actors wait for its first actions, and would wait for two minutes."""
+    made = replace(experiment("policy"), make_agent=Broken)
+    with pytest.raises(ClusterError, match=r"worker policy/0 has failed while others were starting: .*model is broken"):
+        made.run(wire="local").close()
 
 
 def test_agents_that_do_not_fit_the_environments_are_refused() -> None:
