@@ -306,10 +306,14 @@ class Run(Closing):
         self._began = time.monotonic()
         try:
             panel.names.add(_FACTS, facts, lasting=True)
-            while self._starting:
-                for error in self._step().values():
-                    raise error
-                self._require_sound()
+            while any(not self.restarts[name] for name in self._starting):
+                for name, error in self._step().items():
+                    if not self.restarts[name]:
+                        raise error
+                    self._restart(name, str(error))
+                # The others may wait for one that has failed.
+                for name, figures in panel.stats([name for name in makers if name not in self._starting]).items():
+                    self._watch(name, figures)
                 time.sleep(_STEP_SECONDS)
         except BaseException:
             panel.close()
@@ -366,12 +370,6 @@ class Run(Closing):
     def close(self) -> None:
         """End all workers. Calling it again does nothing."""
         self.panel.close()
-
-    def _require_sound(self) -> None:
-        """At the start no worker is started again: the others may wait for one that has failed."""
-        for name, figures in self.panel.stats([name for name in self._makers if name not in self._starting]).items():
-            if figures["status"] in _FAILED:
-                raise ClusterError(f"worker {name} has failed while others were starting: {_why(figures)}")
 
     def _watch(self, name: str, figures: Mapping[str, Any]) -> None:
         """Start a worker again if it has failed, or was silent for too long."""
