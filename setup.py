@@ -85,7 +85,7 @@ VIDEO = ["moviepy>=1.0.3"]  # Gymnasium's RecordVideo writes with it
 DOCS = ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26"]
 # The control plane over sockets, and Ray for many machines.
 WIRE = ["pyzmq>=25", "msgpack>=1.0"]
-CLUSTER = ["ray>=2.59,<2.61", *WIRE]  # tests/cluster runs with 2.60, and those of the sampler ran with 2.59 too
+CLUSTER = ["ray>=2.59,<2.61", *WIRE]  # tests/cluster runs with 2.60; the tests of RaySampler ran with 2.59 too
 # Where the figures of an experiment may go, besides files.
 METRICS = ["tensorboard>=2.15", "prometheus-client>=0.19"]
 DEV = [

@@ -62,8 +62,16 @@ __all__ = [
 
 # The modules that need torch. `__getattr__` looks through them in this order: each comes after those that it imports.
 _WITH_TORCH = (
-    *("recurrent_state", "normalization", "torch_agent", "policy_gradient", "categorical", "gaussian"),
-    *("squashed", "deterministic", "epsilon_greedy", "recurrent"),
+    "recurrent_state",
+    "normalization",
+    "torch_agent",
+    "policy_gradient",
+    "categorical",
+    "gaussian",
+    "squashed",
+    "deterministic",
+    "epsilon_greedy",
+    "recurrent",
 )
 
 

@@ -57,7 +57,7 @@ class DelegatingRuntime(AgentRuntime):
 
 
 def _passed(name: str) -> Any:
-    """A method that calls this method of the inner agent."""
+    """Make a method that calls the inner agent's method `name`."""
 
     @wraps(getattr(Agent, name))
     def method(self: DelegatingAgent, *args: Any, **kwargs: Any) -> Any:

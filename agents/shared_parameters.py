@@ -17,8 +17,8 @@ _MOST_READS = 1000  # attempts, before a reader gives up
 
 
 def parameters_of(agent: Any) -> dict[str, npt.NDArray[Any]]:
-    """What `agent.read_parameters` returns. Raises `ConfigError` for a value that is neither an array nor a number of
-    numpy."""
+    """What `agent.read_parameters` returns, as arrays. Raises `ConfigError` if it is no dict, or has a value that is
+    neither an array nor a number of numpy."""
     given = agent.read_parameters()
     if not hasattr(given, "items"):
         raise ConfigError(f"read_parameters of {type(agent).__name__} must return a dict, got {brief(given)}")

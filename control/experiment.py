@@ -271,8 +271,8 @@ class Experiment:
 class Run(Closing):
     """A running experiment. `panel` commands its workers.
 
-    If a worker fails, `wait` starts it again: a policy worker gets the newest parameters, a trainer continues from its
-    checkpoint, and an actor begins new trajectories.
+    If a worker fails, the start of the run or `wait` starts it again: a policy worker gets the newest parameters, a
+    trainer continues from its checkpoint, and an actor begins new trajectories.
 
     Args:
         panel: the run closes it.
@@ -311,9 +311,7 @@ class Run(Closing):
                     if not self.restarts[name]:
                         raise error
                     self._restart(name, str(error))
-                # The others may wait for one that has failed.
-                for name, figures in panel.stats([name for name in makers if name not in self._starting]).items():
-                    self._watch(name, figures)
+                self._watch_all(panel.stats(makers))  # the others may wait for one that has failed
                 time.sleep(_STEP_SECONDS)
         except BaseException:
             panel.close()
@@ -355,9 +353,7 @@ class Run(Closing):
                     sink.write(state)
             if is_last:
                 return state
-            for name, figures in state.workers.items():
-                if name not in self._starting:
-                    self._watch(name, figures)
+            self._watch_all(state.workers)
             poll_at = time.monotonic() + _POLL_SECONDS
             while (left := poll_at - time.monotonic()) > 0:
                 for name, error in self._step().items():
@@ -370,6 +366,11 @@ class Run(Closing):
     def close(self) -> None:
         """End all workers. Calling it again does nothing."""
         self.panel.close()
+
+    def _watch_all(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, figures in workers.items():
+            if name not in self._starting:
+                self._watch(name, figures)
 
     def _watch(self, name: str, figures: Mapping[str, Any]) -> None:
         """Start a worker again if it has failed, or was silent for too long."""

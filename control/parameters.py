@@ -33,8 +33,7 @@ def by_policy(agent: Any) -> dict[str, Agent]:
 
 
 def read_parameters(agent: Any) -> dict[str, Any]:
-    """The parameters of an agent, as `parameters_of`. Those of a dict of agents have names such as
-    `speaker/weight`."""
+    """The parameters of an agent, as `parameters_of`. With a dict of agents, names are such as `speaker/weight`."""
     found: dict[str, Any] = {}
     for policy, own in by_policy(agent).items():
         for name, value in parameters_of(own).items():

@@ -1,4 +1,4 @@
-"""Which functions of replays are in C: those of `_native.c`, where it was compiled."""
+"""Some functions of replays are also in C, in `_native.c`. If this was compiled, the C ones run."""
 
 from __future__ import annotations
 

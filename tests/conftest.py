@@ -108,14 +108,14 @@ def _lock_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _servers(_lock_folders: None) -> None:
     """Start the supervisor and the resource tracker, which live as long as the process."""
+    from penstock.envs import CountingEnv
+
     if HAS_TORCH:  # then the supervisor imports torch
         from penstock import ParallelSampler, RandomAgent
-        from penstock.envs import CountingEnv
 
         with ParallelSampler(CountingEnv, batch_T=1, batch_B=1) as sampler:
             sampler.initialize(RandomAgent())
     else:
-        from penstock.envs import CountingEnv
         from penstock.vector import ShmVectorEnv
 
         ShmVectorEnv([CountingEnv]).close()
