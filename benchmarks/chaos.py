@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -147,8 +148,11 @@ def random_sampler(rng: random.Random) -> Sampler:
     )
 
 
-def run(sampler: Sampler, killer: Killer, rng: random.Random, until: float, tally: Counter[str]) -> float | None:
-    """Sample until a random number of batches, `until`, or an error. Returns the seconds from kill to error, if any."""
+def run(
+    sampler: Sampler, killer: Killer, rng: random.Random, is_over: Callable[[int], bool], tally: Counter[str]
+) -> float | None:
+    """Sample a random number of batches, or until `is_over(restarts)`, or an error. Returns the seconds from kill to
+    error, if any."""
     try:
         with sampler:
             sampler.initialize(RandomAgent(), seed=rng.randrange(1000))
@@ -162,7 +166,7 @@ def run(sampler: Sampler, killer: Killer, rng: random.Random, until: float, tall
                 if sampler.config.eval_n_envs and rng.random() < 0.1:
                     demand([i.Length == LENGTH for i in sampler.evaluate_agent(itr)], "an evaluation episode is wrong")
                     tally["evaluations"] += 1
-                if time.monotonic() > until:
+                if is_over(sampler.stats().restarts):
                     break
             killer.aim([])
             stats = sampler.stats()
@@ -183,6 +187,7 @@ def run(sampler: Sampler, killer: Killer, rng: random.Random, until: float, tall
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--restarts", type=int, default=0, help="go on until so many workers were started again")
     parser.add_argument("--mean", type=float, default=2.0, help="mean seconds between signals")
     parser.add_argument("--seed", type=int, default=None)
     args = parser.parse_args()
@@ -192,10 +197,14 @@ def main() -> None:
     rng, tally, latencies = random.Random(seed), Counter[str](), []
     killer = Killer(seed, args.mean)
     until = time.monotonic() + args.seconds
+
+    def is_over(restarts: int = 0) -> bool:
+        return time.monotonic() > until and tally["restarts"] + restarts >= args.restarts
+
     try:
-        while time.monotonic() < until:
+        while not is_over():
             tally["samplers"] += 1
-            latency = run(random_sampler(rng), killer, rng, until, tally)
+            latency = run(random_sampler(rng), killer, rng, is_over, tally)
             if latency is not None:
                 latencies.append(latency)
     except Violation as violation:
