@@ -10,7 +10,9 @@ from ..scale import methods, scaled
 from ..support import PROGRAMS
 from .support import Script
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+LIMIT = scaled(1500, 100)  # seconds, for all batches together
+
+pytestmark = [pytest.mark.timeout(LIMIT + 100), pytest.mark.slow]
 
 
 @methods("forkserver")
@@ -18,7 +20,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 def test_no_call_is_locked_and_no_column_is_ahead(tmp_path: Path, what: str, start_method: str) -> None:
     given = {"start_method": start_method, "what": what, "n": scaled(20_000, 400)}
     with Script(tmp_path, PROGRAMS / "alarms.py", **given) as script:
-        output, errors = script.end(scaled(500, 100))
+        output, errors = script.end(LIMIT)
     assert output, errors
     n_alarms, n_broken = map(int, output.split())
     assert n_alarms >= scaled(1250, 25)
