@@ -49,6 +49,7 @@ class EnvFactory:
     wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] | None = None  #: applied to the environment
     #: Applied to an environment of several agents, in place of `wrapper`; None: such an environment is refused.
     as_seats: Callable[[Any], Any] | None = None
+    has_context: bool | None = None  #: whether `fn` has a parameter called `context`; None: it is looked up each time
 
     def __call__(self, context: EnvContext = _EXAMPLE) -> Any:
         env: Any = self._call(context)
@@ -96,7 +97,7 @@ class EnvFactory:
 
     def as_example(self, spaces: tuple[gym.Space[Any], gym.Space[Any]] | None) -> EnvFactory:
         """What builds the example environment. If the user has given the `spaces`, it has nothing else."""
-        return self if spaces is None else replace(self, fn=partial(_with_spaces, spaces), kwargs={})
+        return self if spaces is None else replace(self, fn=partial(_with_spaces, spaces), kwargs={}, has_context=False)
 
     def _call(self, context: EnvContext, **arguments: Any) -> Any:
         try:
@@ -110,12 +111,16 @@ class EnvFactory:
             ) from error
 
     def _arguments(self, context: EnvContext) -> dict[str, Any]:
-        try:
-            parameter = inspect.signature(self.fn).parameters.get("context")
-        except (TypeError, ValueError):  # a builtin or a function written in C
-            parameter = None
-        by_name = parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        return {**self.kwargs, "context": context} if by_name else {**self.kwargs}
+        has_context = _has_context(self.fn) if self.has_context is None else self.has_context
+        return {**self.kwargs, "context": context} if has_context else {**self.kwargs}
+
+
+def _has_context(fn: Callable[..., Any]) -> bool:
+    try:
+        parameter = inspect.signature(fn).parameters.get("context")
+    except (TypeError, ValueError):  # a builtin or a function written in C
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def _with_make_vec(factory: EnvFactory) -> EnvFactory | None:
@@ -130,7 +135,7 @@ def _with_make_vec(factory: EnvFactory) -> EnvFactory | None:
             "environments, leave collector_cls out, or give ShmVectorEnv a list of ids"
         )
     make: Any = partial(gym.make_vec, spec, vectorization_mode="vector_entry_point")
-    return replace(factory, fn=make)
+    return replace(factory, fn=make, has_context=False)
 
 
 def _with_spaces(spaces: tuple[gym.Space[Any], gym.Space[Any]], num_envs: int | None = None) -> Any:
@@ -192,7 +197,9 @@ def env_factories(
     for name, n_given, kind in (("env_fn", len(fns), "callables"), ("env_kwargs", len(kwargs), "dicts")):
         if n_given != n_envs:
             raise ConfigError(f"{prefix}{name} is a list of {n_given} {kind} for {n_envs} environments: give {n_envs}")
-    return tuple(EnvFactory(fn, kw) for fn, kw in zip(fns, kwargs, strict=True))
+    distinct = {id(fn): fn for fn in fns}
+    has_context = {key: _has_context(fn) for key, fn in distinct.items()}
+    return tuple(EnvFactory(fn, kw, has_context=has_context[id(fn)]) for fn, kw in zip(fns, kwargs, strict=True))
 
 
 def _of_id(env_id: str, prefix: str) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from penstock.samplers.allocation import Allocation
 from penstock.samplers.central import pool_with_server
 from penstock.samplers.config import SamplerOptions, SamplerState
 from penstock.samplers.inference_server import ServerOptions
-from penstock.samplers.parallel import ParallelSampler, pool_options
+from penstock.samplers.parallel import PRELOAD_TO_ACT, ParallelSampler, pool_options
 from penstock.samplers.readiness import readiness_maker
 from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.stats import Lags, SamplerStats, ServerStats
@@ -134,7 +134,9 @@ class AsyncSampler(ParallelSampler):
             allocation = replace(allocation, memory=memory)
             resources.callback(appender.ring.memory.close)
             self._memory = memory
-        options = pool_options(self.config, allocation, preload=() if self._central else ("torch",), has_lookout=True)
+        options = pool_options(
+            self.config, allocation, preload=() if self._central else PRELOAD_TO_ACT, has_lookout=True
+        )
         if not self._central:
             programs = [allocation.program] * len(self._plans)
             return WorkerPool(self._plans, programs, allocation.worker_data, allocation.memory, options, resources)

@@ -22,6 +22,10 @@ _log = logging.getLogger("penstock")
 PRELOAD = ("penstock.samplers.sampler_program", "penstock.vector.step_program", "gymnasium.envs.classic_control")
 
 
+#: Of workers that act. torch imports the second when it reads the first tensor of a pickle.
+PRELOAD_TO_ACT = ("torch", "torch.utils.serialization.config")
+
+
 class ParallelSampler(Sampler):
     """Each worker holds a copy of the agent and a share of the environments.
 
@@ -63,7 +67,7 @@ def pool_options(
     allocation: Allocation,
     spin_seconds: float = SPIN_SECONDS,
     *,
-    preload: Sequence[str] = ("torch",),
+    preload: Sequence[str] = PRELOAD_TO_ACT,
     has_lookout: bool = False,
 ) -> PoolOptions:
     """The options of the pool, from `config`. `preload`: modules that the supervisor imports for this sampler."""

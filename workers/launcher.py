@@ -21,7 +21,7 @@ from penstock.workers.limits import check_limits
 from penstock.workers.monitor import LOOKOUT_NAME, lookouts_stopped
 from penstock.workers.plan import PoolOptions
 from penstock.workers.program import WorkerProgram
-from penstock.workers.supervisor import SupervisedProcess, Supervisor
+from penstock.workers.supervisor import SupervisedProcess, Supervisor, import_all
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
@@ -94,6 +94,7 @@ class Launcher:
         if self._start_method != "fork":
             return _shared_supervisor(self._preload)
         if self._fork is None:
+            import_all(self._preload)
             with lookouts_stopped(), blas_limited():
                 self._fork = Supervisor(is_fork=True)
         return self._fork

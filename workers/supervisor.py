@@ -287,6 +287,13 @@ def _standard_fds_taken() -> Iterator[None]:
             os.close(fd)
 
 
+def import_all(names: Collection[str]) -> None:
+    """Import what workers will use, so that they share it."""
+    for name in names:
+        with contextlib.suppress(ImportError):  # the workers will say what is missing
+            importlib.import_module(name)
+
+
 def _has_exited(pid: int) -> bool:
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
@@ -328,9 +335,7 @@ def serve(control_fd: int, main: int, preload: Sequence[str] | None = None) -> N
         while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
             os.set_inheritable(fd, True)  # no descriptor of a worker may take the place of standard output
         os.close(fd)
-        for name in preload or ():
-            with contextlib.suppress(ImportError):  # the workers will say what is missing
-                importlib.import_module(name)
+        import_all(preload or ())
         if preload is not None:
             limit_threads(1)  # workers inherit what it has found out, which takes a millisecond
         gc.freeze()  # a garbage collection in a worker would copy the memory that all share
