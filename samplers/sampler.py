@@ -403,7 +403,8 @@ class Sampler(TakesEnvFn, ABC):
             return self._finish()
 
     def _start(self, itr: int) -> None:
-        self._itr = integer("itr", itr)
+        is_plain = type(itr) is int and abs(itr) < 2**63  # a batch makes few calls
+        self._itr = itr if is_plain else integer("itr", itr)
         word = self._version_word
         self.policy_version = self._newest_versions() if word is None else word[0]
         pool, batch, batches = self._pool, self._batch, self._batches

@@ -95,6 +95,7 @@ def test_the_readme_is_short() -> None:
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     assert len(words) <= 900
     assert words.index("test") < 0.5 * len(words), "`make test` belongs into the first half"
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 700
     words = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8").split()
     assert sum(word.strip("|-") != "" for word in words) <= 3000, "the marks of tables are not words"
 
