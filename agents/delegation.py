@@ -60,7 +60,7 @@ def _passed(name: str) -> Any:
     """Make a method that calls the inner agent's method `name`."""
 
     @wraps(getattr(Agent, name))
-    def method(self: DelegatingAgent, *args: Any, **kwargs: Any) -> Any:
+    def method(self: DelegatingAgent, *args: object, **kwargs: object) -> Any:
         return getattr(self.agent, name)(*args, **kwargs)
 
     return method

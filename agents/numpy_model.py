@@ -59,7 +59,7 @@ class Program:
         for rows, one in self.biases:
             rows[...] = one
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Add a call that writes into the last argument. Returns this argument. Floats become arrays, to save time."""
         *inputs, out = (np.asarray(x, self.dtype) if isinstance(x, float) else x for x in arguments)
         # Most ufuncs take 0.2 µs less if `out` is no keyword.

@@ -239,6 +239,6 @@ def previous_inputs(part: Samples) -> tuple[Any, Any]:
     return map_leaves(without_starts, part.agent.prev_action), without_starts(part.env.prev_reward)
 
 
-def as_rows(value: Any, n_lead: int) -> Any:
+def as_rows(value: object, n_lead: int) -> Any:
     """`value`, whose first `n_lead` dimensions are those of the samples, as rows `[N, ...]`."""
     return map_leaves(lambda leaf: leaf.reshape(-1, *leaf.shape[n_lead:]), value)

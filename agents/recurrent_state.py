@@ -83,7 +83,7 @@ class RecurrentState:
         ]
         return arrays[0] if self._names == ("",) else NamedArrays(dict(zip(self._names, arrays, strict=True)))
 
-    def advance(self, new: Any) -> None:
+    def advance(self, new: object) -> None:
         """Set the model's new state. Raises `SpaceError` if its structure, shapes or dtypes have changed."""
         parts = _parts(new)
         leaves, before = list(parts.values()), self._selected_leaves()

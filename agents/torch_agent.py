@@ -309,7 +309,7 @@ class TorchAgent(Agent):
                 return model(self._tensor(observation), self._tensor(prev_action), self._tensor(prev_reward))
             return model(self._tensor(observation))
 
-    def learner_tensor(self, value: Any) -> Any:
+    def learner_tensor(self, value: object) -> Any:
         """Recorded arrays or tensors as tensors that the model of a learner takes: on its device, and floating-point
         numbers in its dtype."""
         like, dtype = _first_parameter(self.model), self._float_dtype

@@ -61,7 +61,7 @@ def _step_ordinary(
 
 
 def _store_game_step(
-    result: Any, living: list[Any], listed: Any, observations: list[Any], rewards: list[Any], first: int
+    result: object, living: list[Any], listed: Any, observations: list[Any], rewards: list[Any], first: int
 ) -> bool:
     if result.__class__ is not tuple or len(result) != 5 or not all(isinstance(part, dict) for part in result):
         return False
@@ -81,7 +81,7 @@ def _store_game_step(
     return True
 
 
-def _is_agent(found: Any, agent: Any) -> bool:
+def _is_agent(found: object, agent: Any) -> bool:
     return found is agent or (found.__class__ is agent.__class__ is str and found == agent)
 
 

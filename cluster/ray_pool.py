@@ -98,7 +98,7 @@ class Shard:
         """The figures of the workers of all its actors."""
         return tuple(map(_sum, self.figures, self.earlier)) if self.figures else self.earlier
 
-    def call(self, method: str, group: str, *args: Any) -> Any:
+    def call(self, method: str, group: str, *args: object) -> Any:
         """Call `method` of the actor in one of its groups of threads. Returns a reference to the answer."""
         return getattr(self.actor, method).options(concurrency_group=group).remote(*args)
 
@@ -414,7 +414,7 @@ class ShardPool:
             for shard in waiting:
                 shard.call("stop_evaluation", "control")
 
-    def ask(self, shards: Sequence[Shard], seconds: float, method: str, *args: Any) -> list[Any]:
+    def ask(self, shards: Sequence[Shard], seconds: float, method: str, *args: object) -> list[Any]:
         """What this method of each shard returns; None for a shard that does not answer within `seconds`."""
         refs = [shard.call(method, "control", *args) if shard.started else None for shard in shards]
         wanted = [ref for ref in refs if ref is not None]

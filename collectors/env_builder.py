@@ -91,7 +91,7 @@ class EnvBuilder:
         self._built[at] = self._built[at][0], new
         old.close()
 
-    def renew(self, old: Any, build: Callable[[EnvContext, Phase], Any], context: EnvContext) -> Any:
+    def renew(self, old: object, build: Callable[[EnvContext, Phase], Any], context: EnvContext) -> Any:
         """Close `old`, if there is one, which was built here and whose game has failed; then build another one."""
         self._at(context, Phase.RENEWING)
         with spares_kept():

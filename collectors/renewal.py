@@ -39,7 +39,7 @@ class Renewals:
         """The environment was reset: its game has started."""
         self._failed_starts.pop(column, None)
 
-    def renew(self, column: int, old: Any, error: Exception, *, is_cut: bool) -> tuple[Any, int]:
+    def renew(self, column: int, old: object, error: Exception, *, is_cut: bool) -> tuple[Any, int]:
         """Close the environment, whose game has failed with `error`, and build it again. Returns it and the seed of its
         first reset. `is_cut`: an episode has ended with it.
 

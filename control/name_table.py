@@ -370,7 +370,7 @@ class NameClient:
 
     # ---- requests --------------------------------------------------------------------------
 
-    def _call(self, call: str, **arguments: Any) -> Any:
+    def _call(self, call: str, **arguments: object) -> Any:
         deadline = time.monotonic() + self.timeout
         while True:
             left = deadline - time.monotonic()

@@ -201,14 +201,14 @@ class ControlPanel(Closing):
 
     # ---- requests --------------------------------------------------------------------------
 
-    def async_request(self, worker_name: str, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Future[Any]:
+    def async_request(self, worker_name: str, command: str, *, timeout: float = 30.0, **kwargs: object) -> Future[Any]:
         """Send a request. The future gets the result, or `RequestError`, `NoReplyError` or `PeerLostError`.
 
         Raises `PeerLostError` if the worker cannot be reached.
         """
         return self._peer(worker_name).ask({"command": command, "kwargs": kwargs}, seconds("timeout", timeout))
 
-    def request(self, worker_name: str, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Any:
+    def request(self, worker_name: str, command: str, *, timeout: float = 30.0, **kwargs: object) -> Any:
         """As `async_request`, and wait for the result."""
         return self.async_request(worker_name, command, timeout=timeout, **kwargs).result()
 

@@ -250,7 +250,7 @@ class PolicyWorker(Worker):
             self._server.close()
 
 
-def _rows(n: int, like: np.ndarray[Any, Any], value: Any) -> np.ndarray[Any, Any]:
+def _rows(n: int, like: np.ndarray[Any, Any], value: object) -> np.ndarray[Any, Any]:
     """A copy of `value` `[n, ...]`. Raises `ValueError` if it does not fit `like` `[...]`."""
     wanted = (n, *like.shape)
     if (

@@ -114,7 +114,7 @@ class RpcClient(Closing):
         self._wire = replace(connection, host="127.0.0.1").wire()
         self._peer = self._wire.reach(connection.address, _INBOX)
 
-    def request(self, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Any:
+    def request(self, command: str, *, timeout: float = 30.0, **kwargs: object) -> Any:
         """The result of `command` on the server, which runs it once.
 
         Raises `RequestError` with what the handler raised, `NoReplyError` after `timeout` seconds, or `PeerLostError`
@@ -122,11 +122,11 @@ class RpcClient(Closing):
         """
         return self.async_request(command, timeout=timeout, **kwargs).result()
 
-    def async_request(self, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Future[Any]:
+    def async_request(self, command: str, *, timeout: float = 30.0, **kwargs: object) -> Future[Any]:
         """As `request`, but returns a future, which gets the result or the error."""
         return self._peer.ask({"command": command, "kwargs": kwargs}, seconds("timeout", timeout))
 
-    def call(self, command: str, *, timeout: float = 30.0, **kwargs: Any) -> Any:
+    def call(self, command: str, *, timeout: float = 30.0, **kwargs: object) -> Any:
         """The old name of `request`."""
         _warn_of("call", "request")
         return self.request(command, timeout=timeout, **kwargs)

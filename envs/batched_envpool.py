@@ -31,7 +31,7 @@ class BatchedEnvPool(SameStep):
     asynchronous mode (`batch_size`) or for several players.
     """
 
-    def __init__(self, task_id: str, num_envs: int = 1, *, num_threads: int = 1, **kwargs: Any) -> None:
+    def __init__(self, task_id: str, num_envs: int = 1, *, num_threads: int = 1, **kwargs: object) -> None:
         self._pool: Any = None  # first: Gymnasium before 1.3 closes an environment whose constructor has raised
         try:
             import envpool  # takes seconds, so only here
@@ -79,7 +79,7 @@ class BatchedEnvPool(SameStep):
         observation, infos = self._pool.reset(rows.astype(np.int32))
         return observation, _without_ids(infos)
 
-    def close_extras(self, **kwargs: Any) -> None:
+    def close_extras(self, **kwargs: object) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()

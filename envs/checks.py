@@ -54,7 +54,7 @@ def checked_step(result: Any, env_rank: int) -> StepValues:
     return observation, reward, terminated, truncated, info
 
 
-def checked_reset(result: Any, env_rank: int) -> tuple[Any, Any]:
+def checked_reset(result: object, env_rank: int) -> tuple[Any, Any]:
     """The observation and the info that `env.reset` returned as `result`. Raises `SpaceError` for anything else."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise SpaceError(

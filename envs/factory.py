@@ -99,7 +99,7 @@ class EnvFactory:
         """What builds the example environment. If the user has given the `spaces`, it has nothing else."""
         return self if spaces is None else replace(self, fn=partial(_with_spaces, spaces), kwargs={}, has_context=False)
 
-    def _call(self, context: EnvContext, **arguments: Any) -> Any:
+    def _call(self, context: EnvContext, **arguments: object) -> Any:
         try:
             return self.fn(**arguments, **self._arguments(context))
         except gym.error.UnregisteredEnv as error:

@@ -262,7 +262,7 @@ class ParallelView:
         """The attribute `name` of the environment or of one of its wrappers."""
         return getattr(self._with_attr(name), name)
 
-    def set_wrapper_attr(self, name: str, value: Any) -> None:
+    def set_wrapper_attr(self, name: str, value: object) -> None:
         """Set the attribute where it is: in the first wrapper that has it itself, else in the innermost environment."""
         env = self._with_attr(name)
         while name not in vars(env) and getattr(env, "env", None) is not None:

@@ -637,11 +637,11 @@ def _fill(text: str, ports: tuple[int, ...]) -> str:
     return _PLACE.sub(number, text)
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str | Path) and "\0" not in str(value)
 
 
-def _path(name: str, value: Any) -> str | None:
+def _path(name: str, value: object) -> str | None:
     if value is None or (_is_text(value) and str(value)):
         return None if value is None else str(value)
     raise ConfigError(f"{name} must be a path or None, got {brief(value)}")

@@ -138,7 +138,7 @@ def encoded(space: gym.Space[Any], value: Any) -> Any:
     return found.tolist()
 
 
-def decoded(space: gym.Space[Any], value: Any, name: str) -> Any:
+def decoded(space: gym.Space[Any], value: object, name: str) -> Any:
     """An observation of `space`. Raises ValueError with its `name` if it does not fit."""
     if isinstance(space, spaces.Dict):
         if not isinstance(value, dict) or value.keys() != space.spaces.keys():

@@ -75,7 +75,7 @@ _ARGUMENTS_OF = {
 class TakesEnvFn:
     """A base of samplers. Without it, another name for `env_fn`, which comes first, would be a bare `TypeError`."""
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
+    def __new__(cls, *args: object, **options: Any) -> Self:
         for name in options:
             if (own := _OTHER_NAMES.get(name)) == "env_fn":
                 raise unknown_argument(cls.__name__, name, [own], {name: f"did you mean {own!r}?"})

@@ -151,7 +151,7 @@ class Sampler(TakesEnvFn, ABC):
     #: of agents, a dict of the versions of each.
     policy_version: Any = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if cls.__doc__ and cls.__module__.startswith("penstock."):  # so that help(cls) has all arguments
             arguments = inspect.cleandoc(Sampler.__doc__ or "").partition("Args:\n")[2]
@@ -511,7 +511,7 @@ class Sampler(TakesEnvFn, ABC):
 
     # ---- calls on the environments ------------------------------------------------------
 
-    def call(self, name: str, /, *args: Any, evaluation: bool = False, **kwargs: Any) -> list[Any]:
+    def call(self, name: str, /, *args: object, evaluation: bool = False, **kwargs: object) -> list[Any]:
         """Call the method `name` of every training (or evaluation) environment, between two batches.
 
         Wrappers are searched from the outermost inwards. Returns the results by env_rank. Raises `EnvCallError` naming
@@ -523,7 +523,7 @@ class Sampler(TakesEnvFn, ABC):
         """The attribute `name` of every environment; see `call`."""
         return self._call(EnvCall("get_attr", name, evaluation))
 
-    def set_attr(self, name: str, /, value: Any, *, evaluation: bool = False) -> None:
+    def set_attr(self, name: str, /, value: object, *, evaluation: bool = False) -> None:
         """Set the attribute `name` of every environment to `value`; a list or tuple has one value per environment.
 
         If an environment has no such attribute, it is created, and a `RuntimeWarning` names the nearest one. A worker

@@ -148,7 +148,7 @@ class ReusingEnv(gym.Wrapper[Any, Any, Any, Any]):
         return self._observation, self._info
 
 
-def _write_into(memory: Any, value: Any) -> Any:
+def _write_into(memory: Any, value: object) -> Any:
     """Write `value` into the arrays of `memory` where they fit; returns the object that holds the value."""
     if isinstance(memory, dict) and isinstance(value, dict) and memory.keys() == value.keys():
         memory.update({key: _write_into(part, value[key]) for key, part in memory.items()})

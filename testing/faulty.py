@@ -124,7 +124,7 @@ def faulty_collector(base: type[Collector], fault: Fault, where: str = "collect_
     # The name differs in each class, since a faulty class may be the base of another.
     original, name = getattr(base, where), f"_trigger_{len(base.__mro__)}"
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: object, **kwargs: object) -> Any:
         vars(self).setdefault(name, Trigger(fault)).call()  # one trigger per instance
         return original(self, *args, **kwargs)
 
@@ -140,7 +140,7 @@ def faulty_eval_collector(base: type[BaseEvalCollector], fault: Fault) -> type[B
         if "_trigger" not in vars(self):
             self._trigger, step = Trigger(fault), self.envs.step
 
-            def faulty_step(*args: Any, **kwargs: Any) -> None:
+            def faulty_step(*args: object, **kwargs: object) -> None:
                 self._trigger.call()
                 step(*args, **kwargs)
 

@@ -29,7 +29,7 @@ class Violation(Exception):
         self.seen, self.remedy = seen, remedy
 
 
-def apply(rule: Callable[..., None], subject: str, *args: Any) -> None:
+def apply(rule: Callable[..., None], subject: str, *args: object) -> None:
     """Call `rule(*args)`. Raises `ConformanceError` if it is broken; `subject` names the user's class."""
     try:
         rule(*args)

@@ -34,7 +34,7 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
 
-    def reset(self, **arguments: Any) -> Any:
+    def reset(self, **arguments: object) -> Any:
         """As the environment."""
         self._sums = {}
         return self._noted(self.env.reset(**arguments))
@@ -56,7 +56,7 @@ class Recorded:
             self.rewards.append((agent, result[1], self._sums.get(agent, 0.0)))
         return self._noted((agent, result))[1]
 
-    def _noted(self, result: Any) -> Any:
+    def _noted(self, result: object) -> Any:
         self.log.append((result, copy.deepcopy((result, self.env.agents))))
         return result
 

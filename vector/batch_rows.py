@@ -257,7 +257,7 @@ def _merged(parts: Sequence[tuple[slice, Any]], n: int, name: str) -> Any:
     return batch
 
 
-def _as_rows(value: Any, n: int) -> Any:
+def _as_rows(value: object, n: int) -> Any:
     """An array of `n` rows. What is none holds for each of them."""
     array = np.asarray(value)
     return array if array.shape[:1] == (n,) else np.broadcast_to(array, (n, *array.shape))

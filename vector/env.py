@@ -465,7 +465,7 @@ class ShmVectorEnv(CallsOnEnvs):
         """How many workers have been replaced."""
         return self._workers.restarts.total
 
-    def close_extras(self, **kwargs: Any) -> None:
+    def close_extras(self, **kwargs: object) -> None:
         """End the workers. It takes at most about 2.5 s and raises no error. A worker that must be killed is named in a
         `RuntimeWarning`."""
         self._guard.close()

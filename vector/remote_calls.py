@@ -64,7 +64,7 @@ class CallsOnEnvs(VectorEnv[Any, Any, Any]):
         frames = self._call(EnvCall("call", "render"))
         return tuple(frame for own in frames for frame in own or ()) if self._is_batched else frames
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
         """What `env.name(*args, **kwargs)` returns in each environment, or `env.name` if it is not a method.
 
         This first waits for running steps. If an environment raises, this raises `EnvCallError`, and the environments
@@ -72,7 +72,7 @@ class CallsOnEnvs(VectorEnv[Any, Any, Any]):
         """
         return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs))
 
-    def call_some(self, env_ids: Sequence[int], name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call_some(self, env_ids: Sequence[int], name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
         """As `call`, in the environments `env_ids` only. The results are in ascending order of the index."""
         only = frozenset(env_ids_within(env_ids, self._n_called).tolist())
         return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs, only=only))

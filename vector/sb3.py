@@ -36,7 +36,7 @@ class Sb3VecEnv(VecEnv):
         self,
         env_fns: EnvFns,
         start_method: StartMethod | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         arguments: dict[str, Any] = {"context": start_method, "autoreset_mode": "SAME_STEP", **kwargs}
         envs = ShmVectorEnv(env_fns, **arguments)
@@ -120,7 +120,7 @@ class Sb3VecEnv(VecEnv):
         missing."""
         return self._call(indices, attr_name)
 
-    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+    def set_attr(self, attr_name: str, value: object, indices: Any = None) -> None:
         """Set an attribute of all environments, or of the environments `indices`."""
         if wanted := self._wanted(indices):
             self.envs.broadcast({attr_name: value}, sorted(set(wanted)))
@@ -133,7 +133,7 @@ class Sb3VecEnv(VecEnv):
         """The environment of each of these rows."""
         return [self._env_of[int(i) % self.num_envs] for i in self._get_indices(indices)]
 
-    def _call(self, indices: int | Iterable[int] | None, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def _call(self, indices: int | Iterable[int] | None, name: str, *args: object, **kwargs: object) -> list[Any]:
         wanted = self._wanted(indices)
         if not wanted:
             return []

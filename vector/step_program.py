@@ -335,7 +335,7 @@ class VectorProgram:
         self._progress.n_results = len(results)
 
 
-def keeps_types(arrays: Any, value: Any) -> bool:
+def keeps_types(arrays: Any, value: object) -> bool:
     """Whether `value` has the same types after it is written into a cell of `arrays` `[1, n, ...]` and read again."""
     if isinstance(arrays, dict):
         return type(value) is dict and all(keeps_types(part, value[key]) for key, part in arrays.items())

@@ -100,7 +100,7 @@ class Launcher:
         return self._fork
 
     def start(
-        self, name: str, function: Callable[..., Any], *arguments: Any, check: Callable[[], None] = lambda: None
+        self, name: str, function: Callable[..., Any], *arguments: object, check: Callable[[], None] = lambda: None
     ) -> SupervisedProcess:
         """Start a process that calls `function(*arguments)`. Errors call it `name`. `check` is called while the
         supervisor does not answer, and may raise."""

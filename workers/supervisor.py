@@ -177,7 +177,7 @@ class SupervisedProcess:
     _leash: socket.socket | None = None
     _pidfd: InheritedFd | None = None
 
-    def __init__(self, name: str, function: Callable[..., Any], *arguments: Any, spawns: bool = False) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], *arguments: object, spawns: bool = False) -> None:
         self._name, self._function, self._spawns = name, partial(function, *arguments), spawns
         self._owner = os.getpid()
 

@@ -30,13 +30,13 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
     return int(value)
 
 
-def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+def one_of(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise `ConfigError` naming the argument unless `value` is one of `choices`."""
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def true_or_false(name: str, value: Any) -> bool:
+def true_or_false(name: str, value: object) -> bool:
     """`value` as a bool; raises `ConfigError` naming the argument unless it is True or False."""
     if not isinstance(value, bool | np.bool_):
         raise ConfigError(f"{name} must be True or False, got {brief(value)}")

@@ -57,7 +57,7 @@ __all__ = [
 _BRIEF = 200  # characters of a value that an error quotes
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """`value` for an error message: one line of limited length, with dtype and shape if it is an array."""
     text = " ".join(repr(value).split())
     if len(text) > _BRIEF:
