@@ -20,7 +20,7 @@ from penstock.agents.noise import ColumnNoise
 from penstock.agents.shared_parameters import SharedParameters, parameters_of
 from penstock.buffers.named import ArrayTree, NamedArrays, as_named, map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves, tree_of
-from penstock.errors import ConfigError, SamplerStateError, SpaceError
+from penstock.errors import ConfigError, SamplerStateError, SpaceError, brief
 
 #: The space of observations or actions.
 Space = gym.Space[Any]
@@ -36,6 +36,16 @@ class AgentStep(NamedTuple):
 
     action: Any  #: `[B, ...]`, one action per column, in the structure of the action space
     agent_info: Any = NamedArrays()  #: arrays `[B, ...]` to record with the action, by name
+
+
+def as_agent_step(step: object, agent: Agent) -> AgentStep:
+    """`step`, which `agent.step` returned. Raises `SpaceError` unless it is an `AgentStep`.
+
+    A plain tuple is not accepted: it could be the action of a Tuple space.
+    """
+    if isinstance(step, AgentStep):
+        return step
+    raise SpaceError(f"{type(agent).__name__}.step must return AgentStep(action, agent_info): got {brief(step)}")
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.agent import Agent, AgentRuntime, AgentStep
+from penstock.agents.agent import Agent, AgentRuntime, AgentStep, as_agent_step
 from penstock.agents.delegation import DelegatingAgent, DelegatingRuntime
 from penstock.buffers.named import as_named, map_leaves
 from penstock.errors import SpaceError
@@ -68,7 +68,7 @@ class JointSeats(DelegatingAgent):
             if all(env * self.k + i in self._joined for i in range(self.k)):
                 self.agent.reset_one(env)
         self._joined.clear()
-        step = self.agent.step(*map(self._divided, (observation, prev_action, prev_reward)))
+        step = as_agent_step(self.agent.step(*map(self._divided, (observation, prev_action, prev_reward))), self.agent)
         return AgentStep(self._joint(step.action, "actions"), self._joint(step.agent_info, "agent_info"))
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:

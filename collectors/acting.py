@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.agents.agent import Agent, AgentStep
+from penstock.agents.agent import AgentStep
 from penstock.buffers.named import ArrayTree, NamedArrays, as_named, fields_of
 from penstock.buffers.native import put_row
 from penstock.buffers.reports import in_one_line
@@ -28,16 +28,6 @@ class Words(NamedTuple):
 
 _AGENT_INFO = Words("agent.step must return", "as in the agent's first step", "report the same dtype in every step")
 _ACTION = Words("agent.step must return", "as in the action space", "convert it in the agent")
-
-
-def as_agent_step(step: object, agent: Agent) -> AgentStep:
-    """`step`, which `agent.step` returned. Raises `SpaceError` unless it is an `AgentStep`.
-
-    A plain tuple is not accepted: it could be the action of a Tuple space.
-    """
-    if isinstance(step, AgentStep):
-        return step
-    raise SpaceError(f"{type(agent).__name__}.step must return AgentStep(action, agent_info): got {brief(step)}")
 
 
 def agent_info_example(agent_info: object, n_columns: int) -> NamedArrays:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.action_masks import ActionMask, mask_of
-from penstock.agents.agent import Agent, AgentStep
+from penstock.agents.agent import Agent, AgentStep, as_agent_step
 from penstock.agents.space_draws import draw
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.native import put_row
@@ -21,7 +21,6 @@ from penstock.collectors.acting import (
     NO_AGENT_INFO,
     AgentInfoWriter,
     Words,
-    as_agent_step,
     write_action,
     write_fields,
 )

@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 
 from penstock.agents.action_masks import mask_of
-from penstock.agents.agent import Agent
+from penstock.agents.agent import Agent, as_agent_step
 from penstock.buffers.named import map_leaves
-from penstock.collectors.acting import AgentInfoWriter, as_agent_step, write_action
+from penstock.collectors.acting import AgentInfoWriter, write_action
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_batch import EnvBatch, require_legal_actions
 from penstock.collectors.tracking import Tracker

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from penstock.agents.action_masks import ActionMask
-from penstock.agents.agent import AgentStep
+from penstock.agents.agent import AgentStep, as_agent_step
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.samples import BatchColumns
-from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, as_agent_step, write_action
+from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, write_action
 from penstock.collectors.env_batch import no_legal_action, not_flags
 from penstock.collectors.games import Games, Place, SeatColumns
 from penstock.collectors.lock_step import Desk, LockStepCollector

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.agents import Agent
+from penstock.agents.agent import Agent, as_agent_step
 from penstock.arguments import integer
 from penstock.buffers.named import as_named
 from penstock.buffers.tree import map_tree
-from penstock.collectors.acting import as_agent_step
 from penstock.control.parameters import ParameterClient, by_policy
 from penstock.control.pieces import to_tree
 from penstock.control.statuses import FINAL

@@ -155,8 +155,7 @@ class Replay(Generic[Batch]):
         self.max_truncations = max_truncations
         if not isinstance(file, str | os.PathLike | None):
             raise ConfigError(f"file must be a path or None, got {file!r}")
-        #: The exponent of the weights.
-        self.beta = prioritized.beta if prioritized else 0.0
+        self._beta = prioritized.beta if prioritized else 0.0
         self._alpha = prioritized.alpha if prioritized else 0.0
         #: Positions drawn so far.
         self.n_drawn = 0
@@ -378,7 +377,7 @@ class Replay(Generic[Batch]):
             "options": {name: asdict(option) if option else None for name, option in options.items()},
             **{name: getattr(self, name) for name in _SETTINGS},
             "alpha": self.alpha,
-            "beta": float(self.beta),  # the user may have set a number of numpy or torch
+            "beta": self.beta,
             "generator": self._rng.bit_generator.state,
             "n_stale": self.n_stale,
             "n_without_final": self.n_without_final,
@@ -408,7 +407,7 @@ class Replay(Generic[Batch]):
         if capacity is not None:
             arguments["capacity"] = capacity
         replay = cls(**arguments, file=file)
-        replay._alpha, replay.beta, replay.n_drawn = index["alpha"], index["beta"], index["n_drawn"]
+        replay._alpha, replay._beta, replay.n_drawn = index["alpha"], index["beta"], index["n_drawn"]
         replay._rng.bit_generator.state = index["generator"]
         every, B = index["state_every"], index["shape"]["B"]
         shape = saved_shape(index, -(-replay.capacity // (B * every)) * every)
@@ -441,11 +440,19 @@ class Replay(Generic[Batch]):
 
     @alpha.setter
     def alpha(self, alpha: float) -> None:
-        number: Any = alpha  # perhaps of numpy or torch
-        alpha = require_number("alpha", number.item() if hasattr(number, "item") else number, np.inf)
+        alpha = _exponent("alpha", alpha)
         if self._storage is not None and isinstance(draw := self._storage.draw, PriorityDraw):
             draw.change_alpha(self._alpha, alpha)
         self._alpha = alpha
+
+    @property
+    def beta(self) -> float:
+        """The exponent of the weights of a batch. You may set it at any time."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, beta: float) -> None:
+        self._beta = _exponent("beta", beta)
 
     def __repr__(self) -> str:
         options = {"n_step": self.n_step, "discount": self.discount}
@@ -491,6 +498,10 @@ def _numbers(name: str, values: object, dtype: type) -> NDArray[Any]:
         return np.asarray(on_cpu, dtype).reshape(-1)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name} must be a tensor or an array of numbers [N], got {brief(values)}") from error
+
+
+def _exponent(name: str, value: Any) -> float:
+    return require_number(name, value.item() if hasattr(value, "item") else value, np.inf)  # perhaps of numpy or torch
 
 
 def _path(folder: object) -> Path:

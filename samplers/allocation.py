@@ -14,8 +14,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from penstock.agents import Agent
 from penstock.agents.action_masks import info_key, mask_of
+from penstock.agents.agent import Agent, as_agent_step
 from penstock.agents.joint import JointSeats
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec, TrajectoryRecords
 from penstock.buffers.episode_log import EpisodeLog
@@ -30,7 +30,7 @@ from penstock.collectors import (
     ResetCollector,
     TrajInfo,
 )
-from penstock.collectors.acting import agent_info_example, as_agent_step, write_action
+from penstock.collectors.acting import agent_info_example, write_action
 from penstock.collectors.tracking import snapshot
 from penstock.envs import (
     ColumnStreams,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.agent import Agent
+from penstock.agents.agent import Agent, as_agent_step
 from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
-from penstock.collectors.acting import AgentInfoWriter, as_agent_step, write_action
+from penstock.collectors.acting import AgentInfoWriter, write_action
 from penstock.envs.rows import ColumnError
 from penstock.samplers.sampler_memory import StepBuffer
 

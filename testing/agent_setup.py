@@ -11,10 +11,10 @@ import numpy as np
 
 from penstock.agents import Agent, RandomAgent
 from penstock.agents.action_masks import info_key
+from penstock.agents.agent import as_agent_step
 from penstock.buffers import NamedArrays, as_named
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.tree import tree_leaves
-from penstock.collectors.acting import as_agent_step
 from penstock.envs import ColumnStreams, MaskInObservation, Purpose, build_example_env, env_factories
 from penstock.envs.seats import ParallelView
 from penstock.errors import ConfigError
