@@ -78,7 +78,7 @@ class Monitor:
 
     def look(self) -> list[WorkerFailure]:
         """Read messages, and return the workers that have failed, without a wait."""
-        return self._sleep(FOR_ANY, None, 0.0, interruptible=True)
+        return self._watch(FOR_ANY, None, 0.0, interruptible=True)
 
     def wait(
         self,
@@ -106,7 +106,7 @@ class Monitor:
             has_spun = is_over and began - self._last_poll < _DEATH_CHECK_SECONDS and not sigint.is_pending()
         while not has_spun:
             seconds = min(poll_interval, self._check_seconds, math.inf if server is None else server.sleep_seconds)
-            failures = self._sleep(wake_for, until, seconds, interruptible)
+            failures = self._watch(wake_for, until, seconds, interruptible)
             if failures or self.is_closing or self.have_all_arrived():
                 break
             if self._serve is not None:
@@ -128,7 +128,7 @@ class Monitor:
         """Whether every worker has arrived at barrier_out, or arrives within `spin_seconds`."""
         return spin_for_arrivals(*self._control.block, len(self._handles), spin_seconds, self.yields)
 
-    def _sleep(
+    def _watch(
         self, wake_for: int, until: Callable[[], bool] | None, seconds: float, interruptible: bool
     ) -> list[WorkerFailure]:
         """Sleep until something happens, at most `seconds`; not at all if the wait is over. Reads messages. Returns the

@@ -240,7 +240,7 @@ def test_a_pool_that_another_thread_has_closed_before_the_wait() -> None:
 
 def test_no_wait_begins_when_the_environments_here_can_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """All others wait for them in lock-step, so nothing would end that sleep but its time limit."""
-    original, needless = Monitor._sleep, []
+    original, needless = Monitor._watch, []
 
     def sleep(monitor: Monitor, *args: Any, **kwargs: Any) -> list[int]:
         worker = sampler._pool._in_place  # type: ignore[union-attr]
@@ -250,7 +250,7 @@ def test_no_wait_begins_when_the_environments_here_can_step(monkeypatch: pytest.
 
     with sampler_of(batch_T=64) as sampler:
         sampler.initialize(RandomAgent(), seed=0, bootstrap_value=False)
-        monkeypatch.setattr(Monitor, "_sleep", sleep)
+        monkeypatch.setattr(Monitor, "_watch", sleep)
         for itr in range(30):
             sampler.obtain_samples(itr)
     assert not needless
