@@ -29,7 +29,7 @@ from penstock.agents import ActionMask
 from penstock.buffers import NamedArrays
 from penstock.envs import MaskInObservation
 
-from ..scale import quick_first
+from ..scale import pairs, quick_first
 
 N = 5
 SIZES = np.array([2, 4])
@@ -132,8 +132,9 @@ def test_no_illegal_action_is_taken(name: str, multi: bool, where: str) -> None:
     assert not last.any(), "after the last step nothing is legal, and nothing needs to be"
 
 
-@pytest.mark.parametrize("collector_cls", quick_first([None, WaitResetCollector]))
-@pytest.mark.parametrize("cls", quick_first([GpuSampler, ParallelSampler]))
+@pytest.mark.parametrize(
+    ("collector_cls", "cls"), quick_first(pairs([None, WaitResetCollector], [GpuSampler, ParallelSampler]))
+)
 def test_every_sampler_and_any_number_of_workers_draw_the_same(cls: Any, collector_cls: Any) -> None:
     more = {} if collector_cls is None else {"collector_cls": collector_cls}
     actions = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -19,7 +19,7 @@ from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
 from penstock.errors import ConfigError, SamplerStateError
 
 from ..children import exit_code_of
-from ..scale import START_METHODS, methods
+from ..scale import START_METHODS, examples, methods
 
 
 def constant(value: float, n_elements: int = 6) -> dict[str, Any]:
@@ -48,7 +48,7 @@ arrays = hnp.arrays(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@examples(20, 50)
 @given(st.dictionaries(st.sampled_from(["weight", "0.bias", "values", "running_mean"]), arrays), st.booleans())
 def test_what_is_published_is_read_by_name_shape_and_dtype(parameters: dict[str, Any], in_shared: bool) -> None:
     shared = SharedParameters(parameters, shared=in_shared)

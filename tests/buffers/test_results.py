@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.buffers import ObjectPipe, TrajectoryRecords
@@ -18,9 +18,9 @@ from penstock.buffers.object_pipe import RECORD, MessageKind, ObjectMessage, Unr
 from penstock.errors import TrajectoryCountError
 
 from ..children import exit_code_of
-from ..scale import START_METHODS, methods
+from ..scale import START_METHODS, examples, methods
 
-quick = settings(max_examples=30, deadline=None)
+quick = examples(15, 30)
 
 # ---- records -----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import (
@@ -30,7 +30,7 @@ from penstock import (
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv, SameStep
 from penstock.envs.direct_steps import cells_of, step_into_of
 
-from ..scale import quick_first
+from ..scale import examples, quick_first
 
 
 class Nested(NestedEnv):
@@ -162,7 +162,7 @@ def test_batches_are_equal_bit_for_bit(env_fn: Any, options: dict[str, Any]) -> 
     assert sample(SerialSampler, into, **options) == sample(SerialSampler, plain, **options)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(15, 30)
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     has_into=st.lists(st.booleans(), min_size=4, max_size=4),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -17,9 +17,9 @@ from penstock.buffers.native import COMPILED, PYTHON
 from penstock.collectors import TrajInfo, make_tracker, tracking
 from penstock.collectors.tracking import BatchTracker, ObjectTracker
 
-from ..scale import quick_first, scaled
+from ..scale import examples, quick_first
 
-quick = settings(max_examples=scaled(80, 40), deadline=None)
+quick = examples(20, 80)
 FIRST_RANK = 40  # columns are not environments
 
 

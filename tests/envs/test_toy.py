@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.wrappers import PassiveEnvChecker
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.envs import CountingEnv, CrashingEnv, NestedEnv, SlowEnv, toy
 
-quick = settings(max_examples=30, deadline=None)
+from ..scale import examples
+
+quick = examples(15, 30)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the checker's advice about the shapes of spaces

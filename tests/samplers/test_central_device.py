@@ -39,7 +39,7 @@ from penstock.envs.toy import ScriptedGame
 from penstock.targets import gae
 
 from ..models import Gru
-from ..scale import pairs
+from ..scale import pairs, scaled
 from ..support import until
 
 pytestmark = pytest.mark.slow
@@ -150,7 +150,7 @@ def test_the_learners_model_is_not_compiled() -> None:
         assert agent.model(torch.zeros(1, 2).double())[1] < 1000
 
 
-@servers
+@pytest.mark.parametrize("server", scaled(["caller", "process"], ["caller"]))
 def test_a_model_that_cannot_be_compiled_is_named_before_the_first_batch(server: Any) -> None:
     class Odd(Net):
         def forward(self, observation: torch.Tensor) -> Any:

@@ -26,6 +26,7 @@ from penstock import (
 from penstock.envs import CountingEnv
 
 from ..models import Constant
+from ..scale import scaled
 from ..support import PROGRAMS, Held
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.slow
 every = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", scaled(["forkserver", "spawn"], ["forkserver"]))
 def test_workers_do_not_import_torch(tmp_path: Path, start_method: str) -> None:
     """In a process of its own: this one's supervisor has torch."""
     paths = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]

@@ -23,7 +23,7 @@ from penstock import (
 from penstock.testing import DelegatingAgent
 
 from ..models import CartPoleNet as Net
-from ..scale import START_METHODS, pairs
+from ..scale import START_METHODS, pairs, scaled
 from ..support import Batch, assert_same, run
 
 pytestmark = pytest.mark.slow
@@ -68,8 +68,7 @@ def check_publications(cls: Any, kind: Any, wrap: Any = lambda agent: agent, **o
             assert {info.Length for info in sampler.evaluate_agent(itr)} <= {8, 9, 10, 11}
 
 
-@pytest.mark.parametrize("kind", FAST)
-@pytest.mark.parametrize("case", SAMPLERS)
+@pytest.mark.parametrize(("case", "kind"), pairs(SAMPLERS, FAST))
 def test_every_sampler_follows_publications(case: str, kind: str) -> None:
     cls, options = SAMPLERS[case]
     check_publications(cls, kind, **options)
@@ -102,7 +101,8 @@ def test_the_number_of_workers_changes_no_more_than_the_last_bits(kind: str) -> 
     """As for torch's models: the rows of a matrix product may be rounded in another way if there are more of them."""
     reference = batches(SerialSampler, kind)
     assert any(batch.env.done.any() for batch, _ in reference)
-    for cls, options in ((ParallelSampler, {"n_workers": 2}), (ParallelSampler, {"n_workers": 4}), SAMPLERS["central"]):
+    two, four = (ParallelSampler, {"n_workers": 2}), (ParallelSampler, {"n_workers": 4})
+    for cls, options in scaled([two, four, SAMPLERS["central"]], [four, SAMPLERS["central"]]):
         assert_same(batches(cls, kind, **options), reference, rtol=1e-5, atol=1e-5)
 
 

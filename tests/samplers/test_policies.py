@@ -28,7 +28,7 @@ from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.replays import Replay
 from penstock.targets import Steps, gae
 
-from ..scale import quick_first
+from ..scale import quick_first, scaled
 from ..seats_support import Book, Numbered, Published, Roles, Valued, assert_same, batches_of, check_rules, serial
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
@@ -57,7 +57,7 @@ def two(cls: type[Any] = Book) -> dict[str, Any]:
 def test_any_number_of_workers_gives_the_same_batches(name: str) -> None:
     options = {"policy_of": POLICY_OF[name], "env_kwargs": MIXED, "evaluate": True}
     wanted = serial(ScriptedGame, two(), **options)
-    for n_workers in (2, 5):
+    for n_workers in scaled((2, 5), (3,)):
         assert_same(wanted, batches_of(ParallelSampler, ScriptedGame, two(), n_workers=n_workers, **options))
     assert_same(wanted, serial(ScriptedGame, two(), n_slots=3, debug=True, **options))
 

@@ -28,6 +28,7 @@ from penstock.envs import CountingEnv, SlowEnv
 from penstock.replays import Frames, Prioritized, Ratio, Replay, Sequences
 from penstock.samplers import asynchronous
 
+from ..scale import pairs
 from ..support import assert_same
 from .async_support import VersionAgent
 
@@ -306,8 +307,7 @@ def test_a_paused_sampler_and_one_that_was_shut_down() -> None:
         check_transitions(replay, replay.sample(40))  # it keeps what it has
 
 
-@pytest.mark.parametrize("options", [{}, {"prioritized": Prioritized()}], ids=["uniform", "prioritized"])
-@pytest.mark.parametrize("truncates", [False, True])
+@pytest.mark.parametrize(("options", "truncates"), pairs([{}, {"prioritized": Prioritized()}], [False, True]), ids=str)
 def test_save_while_the_workers_run_and_go_on_with_another_sampler(
     tmp_path: Path, options: dict[str, Any], truncates: bool
 ) -> None:

@@ -33,7 +33,7 @@ from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.replays import Replay
 from penstock.targets import gae
 
-from ..scale import quick_first, scaled
+from ..scale import pairs, quick_first, scaled
 from ..seats_support import Book, Valued, serial
 
 LONG: Any = [{}] * 30
@@ -729,12 +729,13 @@ def test_who_waits_is_not_said_to_be_a_policy() -> None:
         assert "by the policy" not in repr(sampler)
 
 
-@pytest.mark.parametrize(("n_workers", "n_evals"), quick_first([(2, 1), (3, 2), (3, 4)]))
-@pytest.mark.parametrize("options", quick_first([{}, {"serve_envs": 1}, {"server": "process"}]), ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "options"), quick_first(pairs([(2, 1), (3, 2), (3, 4)], [{}, {"serve_envs": 1}, {"server": "process"}]))
+)
 def test_a_worker_of_a_central_sampler_may_have_no_game_to_evaluate(
-    n_workers: int, n_evals: int, options: dict[str, Any]
+    sizes: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    found = []
+    (n_workers, n_evals), found = sizes, []
     evaluation: dict[str, Any] = {"eval_n_envs": n_evals, "eval_episodes": 5, "eval_max_steps": 2000}
     central: dict[str, Any] = {"n_workers": n_workers, **options}
     for cls, own in ((SerialSampler, {}), (GpuSampler, central)):

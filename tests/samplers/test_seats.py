@@ -109,7 +109,7 @@ def test_rewards_are_added_up_alike_in_any_number_of_workers() -> None:
 
     wanted = serial(Fractions, RandomAgent(), env_kwargs={"k": 37}, bootstrap_value=False, batch_T=30)
     assert sum(len(infos) for _, infos in wanted) > 100
-    for n_workers in (2, 5):
+    for n_workers in scaled((2, 5), (3,)):
         found = batches_of(
             ParallelSampler,
             Fractions,
@@ -227,11 +227,11 @@ def test_every_step_may_be_taken_the_careful_way() -> None:
 
     for env_fn in (ScriptedGame, Odd):
         fast, careful = (
-            serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 10), batch_T=30, **kwargs)
+            serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, **kwargs)
             for kwargs in ({}, {"debug": True})
         )
         assert_same(fast, careful)
-        watched = serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 10), batch_T=30, traj_info_cls=Plain)
+        watched = serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, traj_info_cls=Plain)
         assert_same([(batch, 0) for batch, _ in fast], [(batch, 0) for batch, _ in watched])
 
 
@@ -571,11 +571,10 @@ class Nested(ScriptedGame):
 def test_observations_and_actions_may_have_many_parts(dtype: Any) -> None:
     options: dict[str, Any] = {"bootstrap_value": False, "evaluate": True, "observation_dtype": dtype}
     wanted = serial(Nested, RandomAgent(), **options)
-    for cls, kwargs in (
-        (SerialSampler, {"debug": True, "check_finite": True}),
-        (ParallelSampler, {"n_workers": 3}),
-        (GpuSampler, {"n_workers": 3, "min_ready": 1}),
-    ):
+    careful: Any = (SerialSampler, {"debug": True, "check_finite": True})
+    parallel: Any = (ParallelSampler, {"n_workers": 3})
+    central: Any = (GpuSampler, {"n_workers": 3, "min_ready": 1})
+    for cls, kwargs in scaled([careful, parallel, central], [parallel] if dtype is None else [careful, central]):
         assert_same(wanted, batches_of(cls, Nested, RandomAgent(), **options, **kwargs))
     for batch, _ in wanted:
         if batch is None:

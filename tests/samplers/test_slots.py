@@ -20,7 +20,7 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 
-from ..scale import quick_first
+from ..scale import quick_first, scaled
 from .async_support import VersionAgent, batch_of, check_streams
 
 T, B = 4, 4
@@ -135,7 +135,7 @@ def test_with_debug_what_was_given_back_is_poisoned_and_refused(cls: type[Sample
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("collector_cls", [None, WaitResetCollector])
+@pytest.mark.parametrize("collector_cls", scaled([None, WaitResetCollector], [WaitResetCollector]))
 @every
 def test_debug_changes_no_batch(cls: type[Sampler], collector_cls: Any) -> None:
     options = {} if collector_cls is None else {"collector_cls": collector_cls}

@@ -29,7 +29,7 @@ from tests.models import Net
 from tests.seats_support import Published, assert_same, batches_of
 from tests.turns_support import TurnGame, Valuing
 
-from ..scale import quick_first
+from ..scale import mostly_first, quick_first
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
@@ -185,16 +185,21 @@ def test_the_checksum_of_a_frozen_opponent_stays_after_100_publications() -> Non
 
 
 @pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        (SerialSampler, {}),
-        (ParallelSampler, {"n_workers": 2, "debug": True}),
-        (ParallelSampler, {"n_workers": 2, "n_slots": 2}),
-        (AsyncSampler, {"n_workers": 3}),
-    ],
+    ("in_turns", "kind"),
+    quick_first(
+        mostly_first(
+            [True, False],
+            [
+                (SerialSampler, {}),
+                (ParallelSampler, {"n_workers": 2, "debug": True}),
+                (AsyncSampler, {"n_workers": 3}),
+                (ParallelSampler, {"n_workers": 2, "n_slots": 2}),
+            ],
+        )
+    ),
 )
-@pytest.mark.parametrize("in_turns", [True, False])
-def test_without_the_others_the_batch_is_the_same(cls: Any, options: Any, in_turns: bool) -> None:
+def test_without_the_others_the_batch_is_the_same(in_turns: bool, kind: Any) -> None:
+    cls, options = kind
     env_fn: Any = TurnGame if in_turns else ScriptedGame
     policy_of: Any = drawn if in_turns else {"a0": "main", "a1": "past", "a2": "other"}.get
     given: Any = {"policy_of": policy_of, "bootstrap_value": False, "evaluate": True}

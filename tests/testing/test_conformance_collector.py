@@ -22,6 +22,8 @@ from penstock import (
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.testing import ConformanceError, check_collector, run_rules
 
+from ..scale import scaled
+
 pytestmark = pytest.mark.slow
 
 CARTPOLE = functools.partial(gym.make, "CartPole-v1")
@@ -30,7 +32,9 @@ CARTPOLE = functools.partial(gym.make, "CartPole-v1")
 # ---- what passes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("env_fn", "n_workers"), [(NestedEnv, (2,)), (CARTPOLE, (2, 3)), ("Pendulum-v1", (4,))])
+@pytest.mark.parametrize(
+    ("env_fn", "n_workers"), [(NestedEnv, (2,)), (CARTPOLE, scaled((2, 3), (3,))), *scaled([("Pendulum-v1", (4,))], [])]
+)
 def test_the_reset_collector_keeps_all_rules(env_fn: Any, n_workers: tuple[int, ...]) -> None:
     check_collector(ResetCollector, env_fn, n_workers=n_workers)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import SamplerStateError
@@ -14,10 +14,10 @@ from penstock.workers import control as progress_module
 from penstock.workers.control import Command, ControlBlock, Phase, StopCollecting
 
 from ..children import exit_code_of
-from ..scale import START_METHODS, methods
+from ..scale import START_METHODS, examples, methods
 
 T, WORKERS = 4, 3
-quick = settings(max_examples=40, deadline=None)
+quick = examples(20, 40)
 
 
 class Clock:

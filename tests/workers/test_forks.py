@@ -11,12 +11,11 @@ import pytest
 
 from penstock import AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, SerialSampler, TrajInfo
 from penstock.envs import CountingEnv
-from penstock.samplers.config import SamplerOptions
 from penstock.vector import ShmVectorEnv
 
 from ..process.support import is_running
 from ..samplers.async_support import VersionAgent
-from ..scale import quick_first
+from ..scale import USUAL_METHODS, pairs, quick_first
 from ..support import assert_same, run, until
 
 T, B, AT = 6, 4, 15  # episodes have 5 steps; step 15 ends one
@@ -95,10 +94,9 @@ SAMPLERS = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "options"), quick_first(SAMPLERS, 2))
-def test_a_fork_that_comes_back_writes_into_no_batch(
-    tmp_path: Path, cls: Any, options: SamplerOptions, start_method: str
-) -> None:
+@pytest.mark.parametrize(("kind", "start_method"), quick_first(pairs(SAMPLERS, reversed(USUAL_METHODS))))
+def test_a_fork_that_comes_back_writes_into_no_batch(tmp_path: Path, kind: Any, start_method: str) -> None:
+    cls, options = kind
     fns: Any = [CountingEnv, lambda: Forking(tmp_path), CountingEnv, CountingEnv]
     with cls(fns, n_workers=2, start_method=start_method, **SIZE, **options) as sampler:
         if cls is AsyncSampler:
