@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -32,7 +33,7 @@ from penstock.replays import Replay, Sequences
 from penstock.targets import gae
 
 from ..batched_support import assert_as_plain_loop, env_seeds
-from ..scale import scaled
+from ..scale import mostly_first, scaled
 from ..support import assert_same, batches_of, run
 
 pytestmark = pytest.mark.slow
@@ -150,11 +151,14 @@ def advantages(samples: Any, b: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "agent_cls", [partial(CategoricalPgAgent, Values), partial(RecurrentCategoricalPgAgent, Memory)]
+    ("kind", "mode"),
+    mostly_first(
+        product([partial(RecurrentCategoricalPgAgent, Memory), partial(CategoricalPgAgent, Values)], [True, False]),
+        MODES,
+    ),
 )
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("record_final_obs", [True, False])
-def test_advantages_and_final_values_are_right(agent_cls: Any, mode: AutoresetMode, record_final_obs: bool) -> None:
+def test_advantages_and_final_values_are_right(kind: tuple[Any, bool], mode: AutoresetMode) -> None:
+    agent_cls, record_final_obs = kind
     env_fn = partial(synced, partial(TwoActions, length=7), mode=mode)
     n_values = 0
     with SerialSampler(

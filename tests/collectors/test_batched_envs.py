@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -26,7 +27,7 @@ from penstock import (
 )
 from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
 
-from ..scale import scaled
+from ..scale import mostly_first, scaled
 from ..support import assert_same, run
 
 pytestmark = pytest.mark.slow
@@ -162,15 +163,15 @@ def test_env_info_that_does_not_fit_names_the_environment(mode: AutoresetMode) -
         collect(partial(synced, Wordy, mode), VectorEnvCollector, env_info={"count": 0})
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("record_final_obs", [True, False])
-@pytest.mark.parametrize("truncate", [True, False])
 @pytest.mark.parametrize(
-    "agent_cls", [partial(CategoricalPgAgent, Values), partial(RecurrentCategoricalPgAgent, Memory)]
+    ("how", "kind"),
+    mostly_first(
+        product([True, False], MODES),
+        product([partial(CategoricalPgAgent, Values), partial(RecurrentCategoricalPgAgent, Memory)], [True, False]),
+    ),
 )
-def test_final_values_are_those_of_single_environments(
-    agent_cls: Any, truncate: bool, record_final_obs: bool, mode: AutoresetMode
-) -> None:
+def test_final_values_are_those_of_single_environments(how: tuple[bool, AutoresetMode], kind: tuple[Any, bool]) -> None:
+    (record_final_obs, mode), (agent_cls, truncate) = how, kind
     env_fn = partial(TwoActions, length=7, truncate=truncate)
     kwargs: dict[str, Any] = {"record_final_obs": record_final_obs}
     expected = collect(env_fn, ResetCollector, agent=agent_cls(), **kwargs)

@@ -30,7 +30,7 @@ from penstock import (
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv, SameStep
 from penstock.envs.direct_steps import cells_of, step_into_of
 
-from ..scale import examples, quick_first
+from ..scale import examples, mostly_first, quick_first
 
 
 class Nested(NestedEnv):
@@ -186,11 +186,13 @@ CENTRAL: dict[str, Any] = {"serve_envs": 2}
 
 
 @pytest.mark.parametrize(
-    ("sampler_cls", "kwargs"),
-    [(ParallelSampler, {}), (GpuSampler, CENTRAL), (AlternatingSampler, {})],
+    ("env_fn", "how"),
+    quick_first(
+        mostly_first([Nested, Pictures], [(ParallelSampler, {}), (GpuSampler, CENTRAL), (AlternatingSampler, {})])
+    ),
 )
-@pytest.mark.parametrize("env_fn", quick_first([Nested, Pictures]))
-def test_batches_are_equal_in_processes(sampler_cls: Any, kwargs: dict[str, Any], env_fn: Any) -> None:
+def test_batches_are_equal_in_processes(env_fn: Any, how: tuple[Any, dict[str, Any]]) -> None:
+    sampler_cls, kwargs = how
     into, plain = both(env_fn)
     kwargs = {"n_workers": 2, **kwargs}
     assert sample(sampler_cls, into, **kwargs) == sample(SerialSampler, plain)

@@ -392,7 +392,7 @@ def _save_for_ever(folder: str, n_saved: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_kills", [scaled(100, 12)])
+@pytest.mark.parametrize("n_kills", [scaled(100, 6)])
 def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, n_kills: int) -> None:
     context = multiprocessing.get_context("fork")
     rng = random.Random(0)

@@ -157,7 +157,7 @@ def test_each_environment_has_its_own_epsilon_whichever_worker_has_it(options: A
 
     reference = batch(SerialSampler)
     np.testing.assert_allclose(reference.agent_info.epsilon, np.tile(expected, (7, 1)), rtol=1e-6)
-    for n_workers in (2, 3):
+    for n_workers in scaled((2, 3), (3,)):
         parallel = batch(ParallelSampler, n_workers=n_workers)
         np.testing.assert_array_equal(parallel.agent_info.epsilon, reference.agent_info.epsilon)
         np.testing.assert_array_equal(parallel.action, reference.action)

@@ -19,7 +19,7 @@ from penstock import Agent, AgentStep, AlternatingSampler, GpuSampler, RandomAge
 from penstock.envs import CountingEnv, NestedEnv
 
 from .. import support
-from ..scale import START_METHODS, pairs, scaled, with_start_methods
+from ..scale import pairs, scaled, with_start_methods
 from ..support import Batch, run
 from . import test_agents_determinism as stock
 
@@ -115,7 +115,7 @@ def test_every_agent_acts_as_in_one_process(case: str, how: str) -> None:
     assert_same(case, reference(case), batches(cls, case, **kwargs))
 
 
-@with_start_methods("server", ["caller", "process"], START_METHODS)
+@with_start_methods("server", ["caller", "process"])
 @pytest.mark.parametrize("cls", scaled([GpuSampler, AlternatingSampler], [GpuSampler]))
 def test_every_start_method_gives_the_same(cls: type[Sampler], server: str, start_method: str) -> None:
     kwargs: dict[str, Any] = {"n_workers": 2, "server": server, "start_method": start_method}

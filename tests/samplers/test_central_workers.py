@@ -163,9 +163,10 @@ def test_step_buffers_are_counted_in_the_bytes_that_are_shared() -> None:
             return sampler.stats().bytes_shared
 
     one = 2 * 4 + 8 + 8 + 4 + 4 + 1
-    for B, n_evals in ((1000, 0), (1, 1000)):
+    n = scaled(1000, 500)
+    for B, n_evals in ((n, 0), (1, n)):
         more = bytes_shared(GpuSampler, B, n_evals) - bytes_shared(ParallelSampler, B, n_evals)
-        assert 1000 * one <= more <= 1000 * one + 1000 * 8 + 8000, "and no copy of anything"
+        assert n * one <= more <= n * one + n * 8 + 8000, "and no copy of anything"
 
 
 def test_statistics_before_initialize_say_what_is_missing() -> None:

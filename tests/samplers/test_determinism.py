@@ -56,7 +56,7 @@ def test_a_policy_acts_alike_in_serial_and_in_parallel() -> None:
         return CategoricalPgAgent(lambda: CartPoleNet(32).double())
 
     serial = run(SerialSampler, CARTPOLE, agent)
-    for n_workers in (1, 2, 3):
+    for n_workers in scaled((1, 2, 3), (3,)):
         parallel = run(ParallelSampler, CARTPOLE, agent, n_workers=n_workers)
         assert_same(parallel, serial, rtol=1e-6)
 

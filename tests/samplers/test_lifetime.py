@@ -67,7 +67,7 @@ FORGOTTEN = ""
 @pytest.mark.parametrize(
     ("ending", "start_method"),
     [
-        *scaled([], [(FORGOTTEN, "fork"), (FORGOTTEN, "spawn")]),
+        *scaled([], [(FORGOTTEN, "fork")]),
         *pairs([FORGOTTEN, "sampler.start_samples(1)", "del sampler", "raise SystemExit(3)", "1 / 0"], LATER_METHODS),
     ],
 )

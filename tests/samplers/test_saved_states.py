@@ -11,6 +11,7 @@ import torch
 from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SamplerBrokenError, SerialSampler
 from penstock.samplers.restoring import checksum
 
+from ..scale import pairs
 from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
@@ -110,8 +111,10 @@ def test_changed_bytes_in_a_column_are_found() -> None:
         sampler.load_state_dict(state)
 
 
-@pytest.mark.parametrize("array", [np.arange(4), torch.arange(4), np.arange(1)])
-@pytest.mark.parametrize("name", ["seed", "env_ranks", "spaces", "central", "seed_episodes"])
+@pytest.mark.parametrize(
+    ("name", "array"),
+    pairs(["seed", "env_ranks", "spaces", "central", "seed_episodes"], [np.arange(4), torch.arange(4), np.arange(1)]),
+)
 def test_an_array_in_a_state_is_refused_by_name(name: str, array: Any) -> None:
     state = state_of(make(), 0)
     with make() as sampler:

@@ -31,7 +31,7 @@ from penstock.envs.toy import ScriptedGame
 from penstock.replays import Ratio, Replay, Sequences
 from penstock.targets import Steps, gae
 
-from ..scale import START_METHODS, pairs, quick_first, scaled, with_start_methods
+from ..scale import pairs, quick_first, scaled, with_start_methods
 from ..seats_support import (
     OPENING,
     STORY,
@@ -87,7 +87,7 @@ def test_every_sampler_gives_the_same_batches(name: str, how: str) -> None:
     assert_same(wanted, batches_of(cls, ScriptedGame, AGENTS[name](), evaluate=True, **options_of(name), **kwargs))
 
 
-@with_start_methods("how", ["parallel 3", "central, process"], START_METHODS)
+@with_start_methods("how", ["parallel 3", "central, process"])
 def test_every_start_method_gives_the_same(how: str, start_method: str) -> None:
     cls, kwargs = SAMPLERS[how]
     found = batches_of(cls, ScriptedGame, Book(), evaluate=True, start_method=start_method, **options_of(""), **kwargs)

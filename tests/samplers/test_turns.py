@@ -251,7 +251,7 @@ def wanted() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("cls", "options"), quick_first([*SAMPLERS[::4], *SAMPLERS[1::4], *SAMPLERS[2::4], *SAMPLERS[3::4]], 3)
+    ("cls", "options"), quick_first([*SAMPLERS[::4], *SAMPLERS[1::4], *SAMPLERS[2::4], *SAMPLERS[3::4]], 2)
 )
 def test_one_batch_whatever_the_sampler(cls: type[Sampler], options: Any, wanted: Any) -> None:
     assert_same(wanted, batches_of(cls, partial(TurnGame, 3), Valuing(), evaluate=True, **options))

@@ -28,7 +28,7 @@ from penstock.buffers.native import COMPILED
 from penstock.workers.supervisor import SUPERVISOR_ENDED, SupervisedProcess, Supervisor
 
 from ..process.support import SLACK, gone_after, is_running
-from ..scale import quick_first, scaled
+from ..scale import pairs, quick_first, scaled, some
 from ..support import BOUND, until
 from . import supervised
 from .supervised import sleep, sleep_with_child, sleep_with_children, start
@@ -108,7 +108,7 @@ class Script:
 # ---- ends ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", some(HOWS, 1))
 def test_all_processes_are_in_one_session_and_ctrl_c_reaches_the_main_process_alone(how: str) -> None:
     # In another session, a process that spins and yields would not let the others run: a vector environment on two CPUs
     # was half as fast.
@@ -121,8 +121,9 @@ def test_all_processes_are_in_one_session_and_ctrl_c_reaches_the_main_process_al
         gone_after([script.supervisor, *script.pids], time.monotonic(), LEFT_SECONDS)
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("function", quick_first(["sleep_with_children", "hold_interpreter_lock"]))
+@pytest.mark.parametrize(
+    ("how", "function"), quick_first(pairs(HOWS, ["sleep_with_children", "hold_interpreter_lock"]))
+)
 def test_the_end_of_the_main_process_is_the_end_of_everything(how: str, function: str) -> None:
     """Also of processes in sessions of their own, and of workers whose C code holds the interpreter lock."""
     with Script(how, function) as script:
@@ -167,7 +168,7 @@ def test_a_supervisor_that_was_killed(supervisor: Supervisor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", some(HOWS, 1, 2))
 def test_main_process_and_supervisor_killed_together(how: str) -> None:
     """The kernel ends the workers. What they have started needs the compiled part."""
     with Script(how, "sleep_with_child") as script:
@@ -370,7 +371,7 @@ print(living, flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", some(HOWS, 1, 1))
 def test_a_fork_of_the_main_process_keeps_nothing_alive(how: str) -> None:
     """It holds every descriptor. The exit of another fork ends nothing."""
     with Script(how, "sleep_with_children", FORKS) as script:
