@@ -312,6 +312,7 @@ def test_no_read_is_torn_and_no_version_goes_back_while_another_process_publishe
         stop.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @methods(*START_METHODS)
 def test_parameters_cross_to_a_worker_however_it_is_started(start_method: str) -> None:

@@ -284,6 +284,7 @@ def test_half_a_message_is_an_error_that_names_the_bytes(pipe: ObjectPipe, cut: 
         pipe.take(1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @methods(*START_METHODS)
 def test_only_the_writing_end_crosses_to_a_worker(pipe: ObjectPipe, start_method: str) -> None:

@@ -91,6 +91,7 @@ SPECS = NamedArrays(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Pythons that warn wherever threads run
 @methods(*START_METHODS)
 def test_parent_and_child_write_and_see_the_same_cells(start_method: str) -> None:

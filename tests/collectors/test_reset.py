@@ -178,8 +178,9 @@ def test_every_field_equals_a_plain_loop(collector_cls: Any, recurrent: bool, T:
     compare(SerialSampler, Jumpy, recurrent, T, B, iterations=4, warm_up=warm_up, collector_cls=collector_cls)
 
 
+@pytest.mark.slow
 @both_modes
-@pytest.mark.parametrize("recurrent", quick_first([False, True]))
+@pytest.mark.parametrize("recurrent", [False, True])
 def test_the_same_in_processes(collector_cls: Any, recurrent: bool) -> None:
     settings = {"iterations": 5, "warm_up": 10, "n_workers": 3, "collector_cls": collector_cls}
     compare(ParallelSampler, Jumpy, recurrent, T=13, B=5, **settings)

@@ -55,6 +55,7 @@ def test_one_game_has_an_episode_for_each_life() -> None:
     env.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", quick_first([None, 5]))
 def test_a_reset_starts_a_new_game_in_the_middle_of_an_episode_or_with_a_seed(seed: int | None) -> None:
     env = EpisodicLife(game())
@@ -133,6 +134,7 @@ def test_games_of_gymnasium_step_together_too() -> None:
     assert ends == [(2, [True, False], [False, False]), (4, [True, True], [True, False])]
 
 
+@pytest.mark.slow
 def test_an_unsuitable_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match="have no `lives`"):
         EpisodicLife(gym.make("CartPole-v1")).reset()

@@ -111,7 +111,7 @@ def test_another_capacity_is_rounded_up(tmp_path: Path) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("capacity", [3 * 20, 3 * 90])
+@pytest.mark.parametrize("capacity", quick_first([3 * 20, 3 * 90]))
 def test_the_capacity_may_change(tmp_path: Path, kind: str, capacity: int) -> None:
     stream, replay = make(kind)
     first, rng = replay.n_steps // 3 - 50, np.random.default_rng(0)
@@ -336,6 +336,7 @@ def test_what_a_killed_save_has_left_is_removed_before_the_next_one_writes(
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_a_save_that_is_interrupted_leaves_one_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_worker_pids_are_empty_before_initialize_and_after_shutdown(cls: type[Sa
     assert sampler.worker_pids == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
 def test_worker_pids_are_empty_when_the_workers_have_ended(cls: type[Sampler]) -> None:
     """The system may give their numbers to other processes."""

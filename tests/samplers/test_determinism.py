@@ -117,6 +117,7 @@ def test_machines_of_one_run_share_no_stream() -> None:
     assert len(np.unique(rows, axis=0)) == 8
 
 
+@pytest.mark.slow
 def test_the_unsynchronized_learner_does_not_show_in_either_sampler() -> None:
     for cls in (SerialSampler, ParallelSampler):
         agent = CategoricalPgAgent(CartPoleNet)
@@ -133,6 +134,7 @@ def test_the_unsynchronized_learner_does_not_show_in_either_sampler() -> None:
             assert sampler.samples_np.agent.agent_info.value.min() > 50
 
 
+@pytest.mark.slow
 def test_trajectory_infos_come_in_a_fixed_order() -> None:
     class Where(TrajInfo):
         pass
@@ -143,6 +145,7 @@ def test_trajectory_infos_come_in_a_fixed_order() -> None:
     assert public == stock
 
 
+@pytest.mark.slow
 def test_samplers_of_unequal_size_give_the_columns_of_one_large_one() -> None:
     options = {"batch_T": 30, "eval_max_steps": 200}
     with SerialSampler(CARTPOLE, batch_B=7, eval_n_envs=3, **options) as sampler:

@@ -86,6 +86,7 @@ def test_as_many_infos_as_dones_with_any_episode_lengths(lengths: list[int], T: 
             assert all(info.Return == sum(range(1, info.Length + 1)) for info in infos)
 
 
+@pytest.mark.slow
 @methods(*START_METHODS)
 def test_a_subclass_keeps_constants_attributes_and_class(start_method: str) -> None:
     how = {"start_method": start_method, "traj_info_cls": OwnTrajInfo}
@@ -114,6 +115,7 @@ def test_discount_is_a_constant_of_the_stock_info(cls: type[Sampler]) -> None:
             assert info.DiscountedReturn == pytest.approx(1 + 2 / 2 + 3 / 4 + 4 / 8 + 5 / 16)
 
 
+@pytest.mark.slow
 def test_more_workers_than_environments_and_uneven_shares() -> None:
     with ParallelSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=5) as sampler:
         sampler.initialize(RandomAgent())
@@ -206,6 +208,7 @@ class Threads(nn.Module):
         return self.head(observation), torch.full((len(observation),), float(n))
 
 
+@pytest.mark.slow
 @methods("fork", "forkserver")
 def test_the_server_process_uses_as_many_threads_as_torch_does_here(start_method: str) -> None:
     before = torch.get_num_threads()
@@ -257,6 +260,7 @@ def test_a_worker_never_acts_on_half_written_parameters() -> None:
             assert torch.equal(values, values.round())
 
 
+@pytest.mark.slow
 @both
 def test_one_agent_may_serve_two_samplers(cls: type[Sampler]) -> None:
     agent = CategoricalPgAgent(partial(Revealing, 10))
@@ -345,6 +349,7 @@ def test_stats_add_up() -> None:
     assert (np.diff(timeline, axis=1) >= 0).all()
 
 
+@pytest.mark.slow
 @methods(*START_METHODS)
 def test_workers_see_todays_environment_variables(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Variables(CountingEnv):

@@ -155,7 +155,7 @@ def spoiled(spoil: Spoil, at: int = 3) -> list[Any]:
     return [fine, fine, partial(Spoiled, spoil, at, start=["a0", "a1"])]
 
 
-@pytest.mark.parametrize("name", SPOILS)
+@pytest.mark.parametrize("name", quick_first(SPOILS, 8))
 def test_a_wrong_step_is_named(name: str) -> None:
     spoil, message = SPOILS[name]
     samplers = SAMPLERS if name in ("vanishes", "reward is text", "raises") else scaled(SAMPLERS, SAMPLERS[:1])
@@ -345,7 +345,7 @@ RESETS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", RESETS)
-@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("at", quick_first([1, 2]))
 @pytest.mark.parametrize("options", [{}, pytest.param({"global_state": True}, marks=pytest.mark.slow)])
 def test_a_wrong_reset_is_named(name: str, at: int, options: dict[str, Any]) -> None:
     spoil, message = RESETS[name]
@@ -361,7 +361,7 @@ def test_a_wrong_reset_is_named(name: str, at: int, options: dict[str, Any]) -> 
 # ---- optional checks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", quick_first([np.nan, np.inf]))
 @pytest.mark.parametrize("where", ["observation", "reward", "final observation"])
 def test_check_finite_names_the_agent(where: str, value: float) -> None:
     def spoil(game: Any, results: list[Any]) -> None:
@@ -631,6 +631,7 @@ def test_calls_that_are_not_for_several_agents_are_refused(tmp_path: Any) -> Non
                 sampler.state_dict()
 
 
+@pytest.mark.slow
 def test_a_reseeded_run_continues_with_new_games() -> None:
     options: dict[str, Any] = {"batch_T": 6, "batch_B": 3}
     with SerialSampler(ScriptedGame, **options) as sampler:
@@ -729,6 +730,7 @@ def test_who_waits_is_not_said_to_be_a_policy() -> None:
         assert "by the policy" not in repr(sampler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "options"), quick_first(pairs([(2, 1), (3, 2), (3, 4)], [{}, {"serve_envs": 1}, {"server": "process"}]))
 )

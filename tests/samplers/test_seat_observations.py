@@ -158,6 +158,7 @@ def test_an_environment_without_a_state_is_refused() -> None:
 # ---- columns of an environment together --------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_columns_of_an_environment_can_be_seen_together() -> None:
     for cls, debug in ((SerialSampler, False), (ParallelSampler, True)):
         with cls(Stated, batch_T=6, batch_B=4, env_kwargs={"k": 3}, global_state=True, debug=debug) as sampler:
@@ -454,7 +455,6 @@ class Cell(nn.Module):
             (GpuSampler, {"n_workers": 3, "min_ready": 1}),
             (GpuSampler, {"n_workers": 2, "server": "process"}),
         ],
-        2,
     ),
 )
 def test_a_recurrent_model_starts_again_when_an_agent_joins(cls: type[Sampler], kwargs: Any) -> None:

@@ -78,7 +78,7 @@ def reference(name: str) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), quick_first(scaled(list(product(AGENTS, SAMPLERS)), pairs(AGENTS, SAMPLERS)), 4)
+    ("name", "how"), quick_first(scaled(list(product(AGENTS, SAMPLERS)), pairs(AGENTS, SAMPLERS)), 2)
 )
 def test_every_sampler_gives_the_same_batches(name: str, how: str) -> None:
     wanted = reference(name)
@@ -87,6 +87,7 @@ def test_every_sampler_gives_the_same_batches(name: str, how: str) -> None:
     assert_same(wanted, batches_of(cls, ScriptedGame, AGENTS[name](), evaluate=True, **options_of(name), **kwargs))
 
 
+@pytest.mark.slow
 @with_start_methods("how", ["parallel 3", "central, process"])
 def test_every_start_method_gives_the_same(how: str, start_method: str) -> None:
     cls, kwargs = SAMPLERS[how]
@@ -94,6 +95,7 @@ def test_every_start_method_gives_the_same(how: str, start_method: str) -> None:
     assert_same(reference("book"), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_workers", [2, 3])
 def test_an_asynchronous_sampler_with_lag_gives_the_same(n_workers: int) -> None:
     found = batches_of(AsyncSampler, ScriptedGame, Book(), lag=1, n_workers=n_workers, env_kwargs=MIXED)
@@ -193,6 +195,7 @@ def test_the_rules_hold_in_random_games(env_fn: Any) -> None:
             assert n_ends > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env_fn", [ScriptedGame, Odd])
 def test_every_reward_is_in_one_cell_or_is_late(env_fn: Any) -> None:
     n_games = scaled(10**5, 400)
@@ -269,7 +272,7 @@ def test_values_stand_where_learners_need_them() -> None:
         assert n_idle > 10
 
 
-@pytest.mark.parametrize("record_final_obs", [True, False])
+@pytest.mark.parametrize("record_final_obs", quick_first([True, False]))
 def test_advantages_along_columns_are_those_of_whole_trajectories(record_final_obs: bool) -> None:
     gamma, lam, T = 0.97, 0.9, 8
     agent = Valued()
@@ -399,6 +402,7 @@ class Diary(TrajInfo):
         self.end = final_observation.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env_fn", quick_first([ScriptedGame, Odd]))
 @pytest.mark.parametrize("n_workers", quick_first([2, 1]))
 def test_a_traj_info_of_one_s_own_follows_each_agent(env_fn: Any, n_workers: int) -> None:
@@ -430,6 +434,7 @@ def test_a_traj_info_of_one_s_own_follows_each_agent(env_fn: Any, n_workers: int
         assert n_games > 20
 
 
+@pytest.mark.slow
 def test_a_traj_info_of_one_s_own_has_the_figures_of_the_stock_one() -> None:
     class Own(TrajInfo):
         """Nothing is added."""
@@ -449,6 +454,7 @@ def test_a_traj_info_of_one_s_own_has_the_figures_of_the_stock_one() -> None:
 # ---- what policies remember --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", quick_first(["parallel 2", "central, first-ready", "central, process", "alternating"]))
 def test_a_seat_s_state_counts_its_own_steps(how: str) -> None:
     cls, kwargs = SAMPLERS[how]
@@ -481,6 +487,7 @@ def test_a_seat_s_state_counts_its_own_steps(how: str) -> None:
         assert n_returns > 20
 
 
+@pytest.mark.slow
 def test_the_first_row_after_random_steps_continues_the_trajectory() -> None:
     options: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 1, "batch_B": 5, "max_decorrelation_steps": 40}
     n_within = 0
@@ -520,6 +527,7 @@ def test_the_length_of_a_trajectory_contains_its_random_steps(length: int) -> No
 # ---- other kinds of environments ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ids_may_be_integers_and_actions_dicts() -> None:
     wanted = serial(Numbered, RandomAgent(), bootstrap_value=False, evaluate=True)
     assert_same(
@@ -730,6 +738,7 @@ def check_drawn(drawn: Any, n_step: int, discount: float) -> None:
         np.testing.assert_allclose(drawn.return_, before[:, 1] + 1 + np.asarray(drawn.action))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_step", [1, 3])
 def test_a_replay_draws_no_idle_cell(n_step: int) -> None:
     replay = Replay(capacity=40_000, n_step=n_step, discount=0.9, seed=0)
@@ -785,6 +794,7 @@ def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, 
             assert games == list(range(len(games)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record_final_obs", [True, False])
 def test_extra_checks_accept_idle_seats(record_final_obs: bool) -> None:
     options = {"env_kwargs": MIXED, "record_final_obs": record_final_obs}

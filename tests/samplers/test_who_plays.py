@@ -78,6 +78,7 @@ def test_the_same_players_for_any_number_of_workers(cls: type[Sampler], n_worker
     assert min(played.values()) > 50
 
 
+@pytest.mark.slow
 def test_each_decision_is_of_one_policy_and_games_are_whole() -> None:
     with SerialSampler(partial(TurnGame, 2), batch_T=12, batch_B=3, max_decorrelation_steps=0) as sampler:
         sampler.initialize({"main": Valuing(), "past": zeros}, policy_of=in_turn, seed=2)
@@ -166,6 +167,7 @@ class Checked(CategoricalPgAgent):
         return AgentStep(action, NamedArrays(**dict(info.items()), checksum=np.full(len(action), found)))
 
 
+@pytest.mark.slow
 def test_the_checksum_of_a_frozen_opponent_stays_after_100_publications() -> None:
     main, past = Checked(Net(4, 3, 0)), Checked(Net(4, 3, 0))
     seen: dict[str, set[int]] = {"main": set(), "past": set()}
@@ -208,6 +210,7 @@ def test_without_the_others_the_batch_is_the_same(in_turns: bool, kind: Any) -> 
     assert_same([(None if own is None else NamedArrays(main=own.main), infos) for own, infos in every], found)
 
 
+@pytest.mark.slow
 def test_who_is_not_recorded_needs_no_value_and_no_memory() -> None:
     """Observations of 3 policies, or of one."""
     nbytes = {}

@@ -281,6 +281,7 @@ def test_results_keep_the_type_and_gradients_flow() -> None:
     assert gae(steps, 0.9, 0.5)[0].dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_each_row_may_have_its_own_discount() -> None:
     """The definitions, with a product of discounts in the place of a power. A row that is not valid may have NaN."""
     rng = np.random.default_rng(4)

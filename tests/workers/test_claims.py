@@ -160,6 +160,7 @@ def test_it_is_released_after_its_folder_was_removed(folder: Path, names: bool) 
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_fork_owns_nothing(folder: Path, names: bool) -> None:
     mine = claim(KIND, "1")
     assert mine is not None

@@ -105,6 +105,7 @@ def test_a_ninth_open_command_is_refused_unless_it_is_the_same() -> None:
         block.open(Command(itr=4), [0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @methods(*START_METHODS)
 def test_a_worker_reads_the_words_and_writes_its_row_from_another_process(start_method: str) -> None:

@@ -117,7 +117,6 @@ def test_a_fork_that_comes_back_writes_into_no_batch(tmp_path: Path, kind: Any, 
             ("reset", 1, "return"),
             ("reset", 2, "return"),
         ],
-        3,
     ),
 )
 def test_wherever_it_is_made(tmp_path: Path, where: str, at: int, deed: str) -> None:
@@ -137,6 +136,7 @@ def test_in_a_call_on_the_environments(tmp_path: Path) -> None:
         check(sampler, tmp_path, RandomAgent())
 
 
+@pytest.mark.slow
 def test_in_a_vector_environment(tmp_path: Path, start_method: str) -> None:
     fns: Any = [CountingEnv, lambda: Forking(tmp_path), CountingEnv, CountingEnv]
     with ShmVectorEnv(fns, n_workers=2, context=start_method) as envs, ShmVectorEnv([CountingEnv] * 4) as plain:
@@ -148,6 +148,7 @@ def test_in_a_vector_environment(tmp_path: Path, start_method: str) -> None:
     until(lambda: not is_running(child_of(tmp_path)), "the end of the child")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deed", "how"), quick_first([("return", "returned from"), ("raise", "raised ValueError: no in")])
 )

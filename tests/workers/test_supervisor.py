@@ -108,6 +108,7 @@ class Script:
 # ---- ends ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", some(HOWS, 1))
 def test_all_processes_are_in_one_session_and_ctrl_c_reaches_the_main_process_alone(how: str) -> None:
     # In another session, a process that spins and yields would not let the others run: a vector environment on two CPUs
@@ -221,6 +222,7 @@ def test_an_exception_of_a_worker_is_printed(capfd: pytest.CaptureFixture[str]) 
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_dropping_a_worker_kills_it(supervisor: Supervisor) -> None:
     pipe = Pipe()
     worker = start(supervisor, sleep_with_child, pipe.writer)
@@ -331,6 +333,7 @@ def test_volleys_of_ctrl_c() -> None:
         assert script.line() == "5\n"
 
 
+@pytest.mark.slow
 def test_a_stopped_supervisor(supervisor: Supervisor) -> None:
     """A start can be given up, and then starts nobody. Deaths are noticed, and signals arrive."""
     first, second = start(supervisor, sleep), start(supervisor, sleep)
@@ -385,6 +388,7 @@ def test_a_fork_of_the_main_process_keeps_nothing_alive(how: str) -> None:
             os.kill(fork, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_worker_is_closed_beside_a_fork_that_has_its_leash(supervisor: Supervisor) -> None:
     worker = start(supervisor, sleep)
     assert worker.pid is not None
@@ -575,6 +579,7 @@ def blas_threads() -> int:
     return int(found)
 
 
+@pytest.mark.slow
 def test_blas_has_one_thread() -> None:
     with supervising("numpy") as supervisor:
         assert ended(start(supervisor, blas_threads)) == 1
@@ -590,6 +595,7 @@ def share_memory(pipe: InheritedFd) -> None:
     sleep()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spawns", quick_first([False, True]))
 def test_what_multiprocessing_needs_in_environments(supervisor: Supervisor, spawns: bool) -> None:
     """The name and the key of the process, and the main process's resource tracker, which outlives a killed worker."""
@@ -673,6 +679,7 @@ def test_random_kills(supervisor: Supervisor) -> None:
     gone_after(pids, time.monotonic(), LEFT_SECONDS)
 
 
+@pytest.mark.slow
 def test_memory_is_shared_after_a_fork(supervisor: Supervisor) -> None:
     """Garbage collection in a worker does not search, and so does not copy, what the supervisor has imported."""
     assert ended(start(supervisor, lambda: int(gc.get_freeze_count() > 1000))) == 1
