@@ -157,7 +157,13 @@ def test_step_buffers_are_counted_in_the_bytes_that_are_shared() -> None:
 
     def bytes_shared(cls: type[Sampler], B: int, n_evals: int) -> int:
         with cls(
-            CountingEnv, batch_T=1, batch_B=B, n_workers=1, eval_n_envs=n_evals, eval_max_steps=n_evals
+            CountingEnv,
+            batch_T=1,
+            batch_B=B,
+            n_workers=1,
+            eval_n_envs=n_evals,
+            eval_max_steps=n_evals,
+            max_decorrelation_steps=0,
         ) as sampler:
             sampler.initialize(RandomAgent())
             return sampler.stats().bytes_shared

@@ -143,7 +143,7 @@ class WhereEnv(CountingEnv):
 
 
 @pytest.mark.slow
-@methods(*START_METHODS)
+@methods("forkserver", "spawn")
 def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> None:
     cpus = usable_cpus()
     # After a spawn each worker imports torch, and the rest is the same code for all start methods.

@@ -28,7 +28,7 @@ from penstock import (
 from penstock.agents import ObservationNorm, RewardNorm
 from penstock.envs.toy import ScriptedGame
 
-from ..scale import pairs, quick_first
+from ..scale import FULL, pairs, quick_first
 from ..seats_support import OPENING, STORY, Valued, assert_same, batches_of, serial
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
@@ -290,8 +290,10 @@ def test_no_illegal_action_is_taken(name: str, where: str) -> None:
             assert not (leaf.dtype.kind == "f" and np.isnan(leaf).any()), path
             if path.startswith("agent.agent_info"):
                 assert not leaf[~valid].any(), path
-    assert_same(wanted, batches_of(ParallelSampler, env_fn, make(), n_workers=3, **options), rtol=1e-6)
-    if name in ("random", "recurrent"):
+    central = name in ("random", "recurrent")
+    if FULL or not central:
+        assert_same(wanted, batches_of(ParallelSampler, env_fn, make(), n_workers=3, **options), rtol=1e-6)
+    if central:
         assert_same(wanted, batches_of(GpuSampler, env_fn, make(), n_workers=2, min_ready=1, **options), rtol=1e-6)
 
 

@@ -22,7 +22,7 @@ from penstock import (
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.testing import ConformanceError, check_collector, run_rules
 
-from ..scale import scaled
+from ..scale import FULL, scaled
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ def test_a_collector_may_interrupt_episodes_if_that_is_declared() -> None:
             self.tracker.restart()
             super().collect_batch(itr)
 
-    check_collector(Restarts, CountingEnv, continues=False, n_workers=(2,))
+    check_collector(Restarts, CountingEnv, continues=False, n_workers=(2,), central=FULL)
     with pytest.raises(ConformanceError, match=r"Return=.*for the episode that ended") as caught:
         check_collector(Interrupts, CountingEnv, continues=False)
     assert caught.value.rule == "each_episode_that_ends_gives_a_traj_info", (
@@ -156,4 +156,4 @@ def test_an_agent_without_values_can_be_used() -> None:
         def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
             raise ConfigError("no values here")
 
-    check_collector(ResetCollector, CountingEnv, agent=Mute(), n_workers=(2,))
+    check_collector(ResetCollector, CountingEnv, agent=Mute(), n_workers=(2,), central=FULL)

@@ -659,7 +659,7 @@ def test_random_kills(supervisor: Supervisor) -> None:
         return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{supervisor.pid}/fd"))
 
     before = n_descriptors()
-    for _ in range(scaled(500, 40)):
+    for _ in range(scaled(500, 24)):
         place = rng.randrange(len(workers))
         number = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
         pid = workers[place].pid
