@@ -152,8 +152,7 @@ def test_an_evaluation_and_calls_change_no_batch_with_lag_1(server: Any) -> None
 # ---- free running ------------------------------------------------------------------------------
 
 
-@servers
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Detailed], ids=["ring", "pipe"])
+@pytest.mark.parametrize(("server", "traj_info_cls"), pairs(SERVERS, [TrajInfo, Detailed]))
 def test_columns_are_unbroken_and_versions_true_and_infos_complete(server: Any, traj_info_cls: type[TrajInfo]) -> None:
     agent, rng = VersionAgent(), random.Random(1)
     batches: list[Any] = []

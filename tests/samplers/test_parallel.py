@@ -32,7 +32,7 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.workers.affinity import usable_cpus
 
-from ..scale import FULL, START_METHODS, examples, methods, scaled
+from ..scale import START_METHODS, examples, methods, scaled
 from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
@@ -87,7 +87,7 @@ def test_as_many_infos_as_dones_with_any_episode_lengths(lengths: list[int], T: 
 
 
 @pytest.mark.slow
-@methods(*START_METHODS)
+@methods("fork", "forkserver")
 def test_a_subclass_keeps_constants_attributes_and_class(start_method: str) -> None:
     how = {"start_method": start_method, "traj_info_cls": OwnTrajInfo}
     with sampler_of(ParallelSampler, batch_T=10, batch_B=3, **how) as sampler:
@@ -143,27 +143,21 @@ class WhereEnv(CountingEnv):
 
 
 @pytest.mark.slow
-@methods("forkserver", "spawn")
+@methods("forkserver")
 def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> None:
     cpus = usable_cpus()
-    # After a spawn each worker imports torch, and the rest is the same code for all start methods.
-    is_short = start_method == "spawn" and not FULL
-    n = 1 if is_short else 3
 
     def places(affinity: Any, cls: type[Sampler] = ParallelSampler) -> tuple[list[float], set[float]]:
         with cls(
-            WhereEnv, batch_T=1, batch_B=n, n_workers=n, start_method=start_method, max_decorrelation_steps=0
+            WhereEnv, batch_T=1, batch_B=3, n_workers=3, start_method=start_method, max_decorrelation_steps=0
         ) as sampler:
             sampler.initialize(RandomAgent(), affinity=affinity)
             sampler.obtain_samples(0)
             samples, _ = sampler.obtain_samples(1)
             return samples.env.reward[0].tolist(), set(samples.env.observation.unique().tolist())
 
+    assert places(None) == ([cpus[i % len(cpus)] for i in range(3)], {1.0})
     last = cpus[-1]
-    if is_short:
-        assert places([last]) == ([last], {1.0})
-        return
-    assert places(None) == ([cpus[i % len(cpus)] for i in range(n)], {1.0})
     assert places(Affinity(cpus=[last, last, last], torch_threads=2)) == ([last] * 3, {2.0})
     assert places([last, last, last], GpuSampler) == ([last] * 3, {1.0})
 

@@ -28,7 +28,7 @@ from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.replays import Replay
 from penstock.targets import Steps, gae
 
-from ..scale import quick_first, scaled
+from ..scale import quick_first, scaled, some
 from ..seats_support import Book, Numbered, Published, Roles, Valued, assert_same, batches_of, check_rules, serial
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
@@ -335,7 +335,7 @@ def test_one_policy_has_figures_of_its_own_too() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_workers", quick_first([1, 3]))
+@pytest.mark.parametrize("n_workers", some([3, 1], 1))
 def test_evaluations_count_games(n_workers: int) -> None:
     found = []
     for limits in ({"eval_episodes": 50}, {"eval_max_trajectories": 50}):

@@ -36,7 +36,8 @@ T, B = 4, 5
 LENGTH = 5
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
-servers = pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
+SERVERS = (None, "process")
+servers = pytest.mark.parametrize("server", SERVERS, ids=["workers act", "server acts"])
 
 
 def make(replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, **kwargs: Any) -> AsyncSampler:
@@ -69,8 +70,7 @@ def check_transitions(replay: Replay, batch: Any, truncates: bool = False) -> No
 # ---- what is in the replay -----------------------------------------------------------------------
 
 
-@servers
-@pytest.mark.parametrize("truncates", [False, True])
+@pytest.mark.parametrize(("server", "truncates"), pairs(SERVERS, [False, True]))
 def test_the_replay_holds_what_the_environments_did(server: Any, truncates: bool, tmp_path: Path) -> None:
     file = tmp_path / "steps" if truncates else None
     replay = Replay(B * 80, 3, 1.0, file=file, max_truncations=B * 40, seed=0)

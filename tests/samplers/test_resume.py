@@ -39,7 +39,7 @@ from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
 from penstock.testing import Fault, faulty_env
 
 from .. import support
-from ..scale import pairs, scaled
+from ..scale import FULL, pairs, scaled
 from ..support import Batch, assert_same
 
 pytestmark = pytest.mark.slow
@@ -168,7 +168,11 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+#: Daily these run with workers only, in the tests below.
+WITH_WORKERS = ("random", "wait reset", "traj info", "replayed", "recurrent", "slots", "noise with drift")
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if FULL or name not in WITH_WORKERS])
 def test_a_run_continues_exactly(name: str) -> None:
     make_agent, kwargs = OPTIONS[name]
     report = resumed(make_agent, SerialSampler, SerialSampler, **kwargs)

@@ -104,7 +104,7 @@ class Recurrent(Agent):
 
 def test_an_agent_with_state_keeps_all_rules() -> None:
     check_agent(Recurrent, CountingEnv)
-    check_collector(ResetCollector, CountingEnv, agent=Recurrent(), n_workers=(2,))
+    check_collector(ResetCollector, CountingEnv, agent=Recurrent(), n_workers=(2,), central=FULL)
 
 
 # ---- what does not -------------------------------------------------------------------------

@@ -36,7 +36,7 @@ CARTPOLE = functools.partial(gym.make, "CartPole-v1")
     ("env_fn", "n_workers"), [(NestedEnv, (2,)), (CARTPOLE, scaled((2, 3), (3,))), *scaled([("Pendulum-v1", (4,))], [])]
 )
 def test_the_reset_collector_keeps_all_rules(env_fn: Any, n_workers: tuple[int, ...]) -> None:
-    check_collector(ResetCollector, env_fn, n_workers=n_workers)
+    check_collector(ResetCollector, env_fn, n_workers=n_workers, central=FULL or env_fn is NestedEnv)
 
 
 def test_with_the_users_policy() -> None:
