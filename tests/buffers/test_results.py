@@ -138,7 +138,7 @@ def info(t: int, env_rank: int, payload: dict[str, Any]) -> ObjectMessage:
 
 
 @pytest.mark.slow
-@quick
+@examples(8, 30)
 @given(st.lists(message_lists, min_size=1, max_size=3))
 def test_messages_come_out_as_they_went_in_batch_after_batch(batches: list[Any]) -> None:
     pipe = ObjectPipe()
