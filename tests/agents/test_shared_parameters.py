@@ -19,7 +19,7 @@ from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
 from penstock.errors import ConfigError, SamplerStateError
 
 from ..children import exit_code_of
-from ..scale import START_METHODS, examples, methods
+from ..scale import START_METHODS, examples, methods, scaled
 
 
 def constant(value: float, n_elements: int = 6) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def test_a_reader_that_is_overtaken_for_ever_says_so(shared: SharedParameters) -
 
 # ---- a real second process ---------------------------------------------------------------------
 
-READS, VERSIONS, ELEMENTS, BURST = 5000, 1000, 60_000, 4
+READS, VERSIONS, ELEMENTS, BURST = scaled(5000, 2000), scaled(1000, 400), 60_000, 4
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ cartpole = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 
 def batches(env_fn: Any, cls: Any = SerialSampler, agent: Any = None, **kwargs: Any) -> Any:
     sizes = {"batch_T": 30, "batch_B": 5, "eval_n_envs": 3, "eval_max_steps": 300, "collector_cls": VectorEnvCollector}
-    return run(cls, env_fn, agent, 4, range(4), **{**sizes, **kwargs})
+    return run(cls, env_fn, agent, 4, scaled(range(4), (1,)), **{**sizes, **kwargs})
 
 
 @pytest.mark.parametrize("mode", MODES)

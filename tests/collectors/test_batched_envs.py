@@ -50,10 +50,10 @@ class Values(nn.Module):
 
 
 def collect(env_fn: Any, collector_cls: Any, n_workers: int | None = None, agent: Any = None, **kwargs: Any) -> Any:
-    """Three batches, with the infos of the evaluations that follow them."""
+    """Batches, with the infos of the evaluations that follow them."""
     cls, workers = (SerialSampler, {}) if n_workers is None else (ParallelSampler, {"n_workers": n_workers})
     sizes = {"batch_T": 40, "batch_B": 6, "max_decorrelation_steps": 0, "eval_n_envs": 2, "eval_max_steps": 80}
-    kept = run(cls, env_fn, agent, 3, range(3), collector_cls=collector_cls, **sizes, **workers, **kwargs)
+    kept = run(cls, env_fn, agent, scaled(3, 2), range(3), collector_cls=collector_cls, **sizes, **workers, **kwargs)
     return [(batch, infos + more) for (batch, infos), (_, more) in zip(kept[::2], kept[1::2], strict=True)]
 
 

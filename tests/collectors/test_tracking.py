@@ -17,7 +17,7 @@ from penstock.buffers.native import COMPILED, PYTHON
 from penstock.collectors import TrajInfo, make_tracker, tracking
 from penstock.collectors.tracking import BatchTracker, ObjectTracker
 
-from ..scale import examples, quick_first
+from ..scale import examples, pairs, quick_first
 
 quick = examples(20, 80)
 FIRST_RANK = 40  # columns are not environments
@@ -122,8 +122,7 @@ def test_records_are_the_same_bit_for_bit_however_the_columns_are_split(run: Run
     assert sorted(record for part in parts for record in part) == batch_tracker(run, range(n))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("width", quick_first([3, 1, 2, 7, 16]))
+@pytest.mark.parametrize(("width", "compiled"), quick_first(pairs([3, 1, 2, 7, 16], [True, False]), 2))
 def test_long_runs_too_are_the_same_bit_for_bit_however_the_columns_are_split(width: int, compiled: bool) -> None:
     rng = np.random.default_rng(0)
     shape = 500, 16

@@ -49,7 +49,7 @@ def batched(env_fn: Any, mode: AutoresetMode, num_envs: int) -> Any:
 
 def batches(cls: type[Sampler], env_fn: Any, collector_cls: Any, **kwargs: Any) -> list[Batch]:
     sizes = {"batch_T": 30, "batch_B": 5, "max_decorrelation_steps": 0, "eval_n_envs": 3, "eval_max_steps": 300}
-    return run(cls, env_fn, None, 4, range(4), collector_cls=collector_cls, **sizes, **kwargs)
+    return run(cls, env_fn, None, 4, scaled(range(4), (1,)), collector_cls=collector_cls, **sizes, **kwargs)
 
 
 single = {
