@@ -47,8 +47,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from hypothesis import settings
 
     # No deadline: several tests share a CPU.
-    settings.register_profile("scaled", max_examples=scaled(300, 50), deadline=None)
-    settings.register_profile("quick", max_examples=6, deadline=None)
+    settings.register_profile("scaled", max_examples=scaled(300, 25), deadline=None)
+    settings.register_profile("quick", max_examples=4, deadline=None)
     settings.load_profile("quick" if session.config.option.markexpr == QUICK else "scaled")
     if HAS_TORCH:
         import torch

@@ -28,6 +28,19 @@ def scaled(full: T, daily: T) -> T:
     return full if FULL else daily
 
 
+def some(cases: Iterable[T], n: int, first: int = 0) -> list[T]:
+    """All cases at full scale; daily `n` of them from number `first` on, after the last from the beginning again."""
+    every = list(cases)
+    return every if FULL else list(islice(cycle(every), first, first + n))
+
+
+def examples(daily: int, full: int) -> Any:
+    """The settings of hypothesis for a test; `make quick` has its own, smaller number."""
+    from hypothesis import settings
+
+    return settings(max_examples=scaled(full, min(daily, settings.default.max_examples)), deadline=None)
+
+
 def methods(*daily: str) -> Any:
     """All start methods at full scale; daily those where it is most likely to go wrong."""
     return pytest.mark.parametrize("start_method", scaled(START_METHODS, daily))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import nn
@@ -21,8 +21,9 @@ from penstock.agents.model_outputs import output_array
 from penstock.errors import SpaceError
 
 from ..models import LogitsAndFirst, acting
+from ..scale import examples
 
-quick = settings(max_examples=60, deadline=None)
+quick = examples(20, 60)
 
 
 def agent_for(
@@ -121,7 +122,7 @@ def test_log_prob_is_finite_for_logits_of_any_size() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@examples(8, 20)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 100))
 def test_actions_are_the_same_however_columns_are_split(widths: list[int], seed: int) -> None:
     bounds = np.cumsum([0, *widths]).tolist()

@@ -28,6 +28,7 @@ from penstock.envs import NestedEnv
 from penstock.testing import check_agent
 
 from ..models import Net
+from ..scale import scaled
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +74,11 @@ AGENTS: dict[str, tuple[Callable[[], Agent], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", AGENTS)
+#: Daily without those that differ from another in an option.
+DAILY = [name for name in AGENTS if name not in ("gaussian", "deterministic", "recurrent gaussian")]
+
+
+@pytest.mark.parametrize("name", scaled(list(AGENTS), DAILY))
 def test_it_keeps_every_rule(name: str) -> None:
     make_agent, env_fn = AGENTS[name]
     check_agent(make_agent, env_fn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -13,7 +13,9 @@ from penstock.agents import distributions
 from penstock.agents.distributions import choose, gaussian_log_prob, tanh_log_slope
 from penstock.buffers import native
 
-quick = settings(max_examples=60, deadline=None)
+from ..scale import examples
+
+quick = examples(20, 60)
 
 
 @quick

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.agents import draw
@@ -15,12 +15,12 @@ from penstock.envs import action_splitter
 from penstock.errors import SpaceError
 
 from ..envs.space_strategies import any_space, at, children, discrete, leaf_paths, path_name
-from ..scale import scaled
+from ..scale import examples
 from ..support import leaves
 
 pytestmark = pytest.mark.slow
 
-quick = settings(max_examples=scaled(80, 40), deadline=None)
+quick = examples(20, 80)
 seeds = st.integers(0, 2**32)
 counts = st.integers(0, 20)
 
@@ -41,7 +41,7 @@ def in_bounds(space: Any, values: Any) -> bool:
     return bool(((start <= values) & (values < start + count)).all())
 
 
-@settings(max_examples=scaled(200, 60), deadline=None)
+@examples(25, 200)
 @given(any_space, st.integers(1, 50), seeds)
 def test_every_element_is_contained_in_the_space(space: Any, n: int, seed: int) -> None:
     for (path, leaf_space), values in zip(leaf_paths(space), leaves(drawn_from(space, n, seed)), strict=True):

@@ -27,6 +27,8 @@ from penstock import (
 from penstock.agents import PgAgent, PolicyHead
 from penstock.agents.torch_agent import TorchAgent
 
+from ..scale import examples
+
 ACTIONS: dict[str, spaces.Space[Any]] = {
     "discrete": spaces.Discrete(3),
     "from 2": spaces.Discrete(4, start=2),
@@ -144,6 +146,7 @@ def require_equal(agent: Any, part: Any) -> Any:
     return found
 
 
+@examples(15, 300)
 @given(
     kind=st.sampled_from(sorted(ACTIONS)),
     form=st.sampled_from(["mean", "state", "shared"]),
@@ -188,6 +191,7 @@ class Squashed(Heads):
 
 
 @pytest.mark.slow
+@examples(15, 300)
 @given(
     kind=st.sampled_from(["box", "matrix", "number", "double"]),
     is_dict=st.booleans(),

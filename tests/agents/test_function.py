@@ -212,6 +212,7 @@ class Table(Agent):
         return AgentStep(np.repeat(self.action, len(prev_reward)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler_cls", [SerialSampler, ParallelSampler, GpuSampler])
 def test_arrays_that_the_learner_writes_into_act_only_after_sync_shared_memory(sampler_cls: Any) -> None:
     agent = Table()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,6 +17,7 @@ from penstock.agents import GaussianPgAgent
 from penstock.errors import SpaceError
 
 from ..models import Echo, act, acting, of_columns
+from ..scale import examples
 
 UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,))
 
@@ -106,7 +107,7 @@ def test_float64_actions_keep_their_digits() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@examples(8, 20)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 100))
 def test_actions_are_the_same_however_columns_are_split(widths: list[int], seed: int) -> None:
     bounds = np.cumsum([0, *widths]).tolist()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -30,7 +30,7 @@ from penstock.buffers import NamedArrays
 from penstock.errors import ConfigError
 
 from ..models import CartPoleNet, acting, of_columns
-from ..scale import quick_first
+from ..scale import examples, quick_first
 
 FAST = ("traced", "numpy")
 ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
@@ -96,7 +96,7 @@ def chains(draw: st.DrawFn) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", quick_first(FAST))
-@settings(max_examples=40, deadline=None)
+@examples(20, 40)
 @given(model=chains(), rows=st.integers(1, 17), seed=st.integers(0, 2**32))
 def test_random_chains_compute_what_torch_computes(kind: str, model: nn.Module, rows: int, seed: int) -> None:
     dtype = next(model.parameters()).detach().numpy().dtype

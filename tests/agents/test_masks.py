@@ -29,7 +29,7 @@ from penstock.agents import ActionMask
 from penstock.buffers import NamedArrays
 from penstock.envs import MaskInObservation
 
-from ..scale import quick_first
+from ..scale import pairs, quick_first
 
 N = 5
 SIZES = np.array([2, 4])
@@ -111,7 +111,7 @@ def mask_in(observation: Any, where: str) -> Any:
     return observation.rules.legal if where == "observation" else observation.action_mask
 
 
-@pytest.mark.parametrize("where", KEYS)
+@pytest.mark.parametrize("where", quick_first(KEYS))
 @pytest.mark.parametrize("multi", [False, True])
 @pytest.mark.parametrize("name", AGENTS)
 def test_no_illegal_action_is_taken(name: str, multi: bool, where: str) -> None:
@@ -132,8 +132,9 @@ def test_no_illegal_action_is_taken(name: str, multi: bool, where: str) -> None:
     assert not last.any(), "after the last step nothing is legal, and nothing needs to be"
 
 
-@pytest.mark.parametrize("collector_cls", quick_first([None, WaitResetCollector]))
-@pytest.mark.parametrize("cls", quick_first([GpuSampler, ParallelSampler]))
+@pytest.mark.parametrize(
+    ("collector_cls", "cls"), quick_first(pairs([None, WaitResetCollector], [GpuSampler, ParallelSampler]))
+)
 def test_every_sampler_and_any_number_of_workers_draw_the_same(cls: Any, collector_cls: Any) -> None:
     more = {} if collector_cls is None else {"collector_cls": collector_cls}
     actions = []

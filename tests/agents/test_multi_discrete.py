@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.agents import CategoricalPgAgent
 from penstock.errors import SpaceError
 
 from ..models import LogitsAndFirst, act, acting
+from ..scale import examples
 
 
 def agent_for(space: spaces.MultiDiscrete, columns: range, **options: Any) -> Any:
@@ -74,7 +75,7 @@ def test_components_are_independent() -> None:
     assert abs(np.corrcoef(actions.T)[0, 1]) < 0.04
 
 
-@settings(max_examples=15, deadline=None)
+@examples(8, 15)
 @given(st.integers(1, 5))
 def test_actions_are_the_same_however_columns_are_split(at: int) -> None:
     rows = np.random.default_rng(2).normal(size=(140, 6, 6))

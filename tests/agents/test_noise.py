@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.agents import ColumnNoise, OrnsteinUhlenbeck, noise
 from penstock.buffers import NamedArrays
 
+from ..scale import examples
 from ..support import assert_same
 
-quick = settings(max_examples=15, deadline=None)
+quick = examples(10, 15)
 
 
 def numbers(rng: np.random.Generator, n: int) -> Any:

@@ -133,6 +133,7 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_first(SAMPLERS))
 def test_the_statistics_are_equal_bit_for_bit_for_any_number_of_workers(name: str) -> None:
     (model, batches), (expected, expected_batches) = train(SAMPLERS[name]), train(SerialSampler)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.agents import RandomAgent
@@ -17,6 +17,7 @@ from penstock.envs import NestedEnv, action_splitter
 from .. import models
 from ..envs.space_strategies import any_space
 from ..models import acting
+from ..scale import examples
 from ..support import leaves
 
 OBSERVATIONS = spaces.Box(0, 1, (2,))
@@ -37,7 +38,7 @@ def trajectory(space: Any, columns: range, n_steps: int, seed: int = 0) -> list[
     return [np.stack(leaf) for leaf in zip(*rows, strict=True)]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(10, 30)
 @given(any_space, st.lists(st.integers(1, 3), min_size=1, max_size=3), st.sampled_from([1, 130, 260]))
 def test_actions_are_the_same_bit_for_bit_however_columns_are_split(space: Any, widths: list[int], n: int) -> None:
     bounds = np.cumsum([0, *widths]).tolist()

@@ -16,7 +16,7 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 
-from ..scale import quick_first
+from ..scale import pairs, quick_first
 
 
 class Model(nn.Module):
@@ -41,8 +41,9 @@ class Recurrent(Model):
         return *super().forward(observation), state + 1
 
 
-@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler, GpuSampler]))
-@pytest.mark.parametrize("inference", quick_first(["torch", "numpy"]))
+@pytest.mark.parametrize(
+    ("cls", "inference"), quick_first(pairs([SerialSampler, ParallelSampler, GpuSampler], ["torch", "numpy"]))
+)
 def test_the_logits_are_those_that_the_actions_were_drawn_from(cls: Any, inference: Any) -> None:
     plain, recording = (CategoricalPgAgent(Model, record_distribution=r, inference=inference) for r in (False, True))
     found = []

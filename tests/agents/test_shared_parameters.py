@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -19,7 +19,7 @@ from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
 from penstock.errors import ConfigError, SamplerStateError
 
 from ..children import exit_code_of
-from ..scale import START_METHODS, methods
+from ..scale import START_METHODS, examples, methods, scaled
 
 
 def constant(value: float, n_elements: int = 6) -> dict[str, Any]:
@@ -48,7 +48,7 @@ arrays = hnp.arrays(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@examples(20, 50)
 @given(st.dictionaries(st.sampled_from(["weight", "0.bias", "values", "running_mean"]), arrays), st.booleans())
 def test_what_is_published_is_read_by_name_shape_and_dtype(parameters: dict[str, Any], in_shared: bool) -> None:
     shared = SharedParameters(parameters, shared=in_shared)
@@ -271,7 +271,7 @@ def test_a_reader_that_is_overtaken_for_ever_says_so(shared: SharedParameters) -
 
 # ---- a real second process ---------------------------------------------------------------------
 
-READS, VERSIONS, ELEMENTS, BURST = 5000, 1000, 60_000, 4
+READS, VERSIONS, ELEMENTS, BURST = scaled(5000, 2000), scaled(1000, 400), 60_000, 4
 
 
 @pytest.mark.slow
@@ -312,6 +312,7 @@ def test_no_read_is_torn_and_no_version_goes_back_while_another_process_publishe
         stop.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @methods(*START_METHODS)
 def test_parameters_cross_to_a_worker_however_it_is_started(start_method: str) -> None:

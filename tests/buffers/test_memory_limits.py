@@ -9,12 +9,14 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.buffers import memory_limits
 from penstock.buffers.memory_limits import check_memory, free_memory
 from penstock.errors import ConfigError
+
+from ..scale import examples
 
 MIB = 2**20
 
@@ -73,7 +75,7 @@ def test_v2_without_a_limit_does_not_count(tmp_path: Path) -> None:
     assert tree.headrooms() == []
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20, 20)
 @given(st.lists(st.one_of(st.just("max"), st.integers(0, 2**40)), min_size=1, max_size=5), st.integers(0, 2**39))
 def test_every_enclosing_limit_counts_innermost_first(limits: list[object], usage: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

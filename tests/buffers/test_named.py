@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -17,12 +17,12 @@ from penstock.buffers import AgentSamples, NamedArrays, as_named
 from penstock.buffers.named import map_leaves
 from penstock.errors import ConfigError
 
-from ..scale import scaled
+from ..scale import examples
 
 torch = pytest.importorskip("torch")
 
 T, B = 4, 3
-quick = settings(max_examples=scaled(40, 20), deadline=None)
+quick = examples(15, 40)
 
 # Names of methods, of dunder methods and with spaces are all fair: a Dict space may have such keys.
 NAMES = st.sampled_from(["observation", "reward", "values", "copy", "a name", "_0", "map", "0", "torch"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.buffers import ObjectPipe, TrajectoryRecords
@@ -18,9 +18,9 @@ from penstock.buffers.object_pipe import RECORD, MessageKind, ObjectMessage, Unr
 from penstock.errors import TrajectoryCountError
 
 from ..children import exit_code_of
-from ..scale import START_METHODS, methods
+from ..scale import START_METHODS, examples, methods
 
-quick = settings(max_examples=30, deadline=None)
+quick = examples(15, 30)
 
 # ---- records -----------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ def info(t: int, env_rank: int, payload: dict[str, Any]) -> ObjectMessage:
 
 
 @pytest.mark.slow
-@quick
+@examples(8, 30)
 @given(st.lists(message_lists, min_size=1, max_size=3))
 def test_messages_come_out_as_they_went_in_batch_after_batch(batches: list[Any]) -> None:
     pipe = ObjectPipe()
@@ -284,6 +284,7 @@ def test_half_a_message_is_an_error_that_names_the_bytes(pipe: ObjectPipe, cut: 
         pipe.take(1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @methods(*START_METHODS)
 def test_only_the_writing_end_crosses_to_a_worker(pipe: ObjectPipe, start_method: str) -> None:

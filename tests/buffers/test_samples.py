@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.buffers import AgentSamples, BatchColumns, EnvSamples, NamedArrays, Samples, SamplesBuffer, SampleSpec
 from penstock.buffers.named import map_leaves
 
+from ..scale import examples
+
 T, B = 5, 4
 PER_COLUMN = ("agent.bootstrap_value", "env.bootstrap_obs")
-quick = settings(max_examples=30, deadline=None)
+quick = examples(15, 30)
 
 OBSERVATION = NamedArrays(camera=np.zeros((2, 3), np.uint8), goal=NamedArrays(_0=np.zeros((), np.int64)))
 ACTION = np.zeros(2, np.float16)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -25,7 +25,7 @@ from penstock.buffers.shared import shared_mappings
 from penstock.errors import ConfigError
 from penstock.workers.supervisor import SupervisedProcess, Supervisor
 
-from ..scale import START_METHODS, methods, scaled
+from ..scale import START_METHODS, examples, methods
 
 MIB = 2**20
 
@@ -91,6 +91,7 @@ SPECS = NamedArrays(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Pythons that warn wherever threads run
 @methods(*START_METHODS)
 def test_parent_and_child_write_and_see_the_same_cells(start_method: str) -> None:
@@ -162,7 +163,7 @@ spec_trees = st.dictionaries(
 ).map(NamedArrays)
 
 
-@settings(max_examples=scaled(60, 30), deadline=None)
+@examples(20, 60)
 @given(spec_trees, st.booleans())
 def test_arrays_are_zeroed_apart_and_as_specified(specs: NamedArrays, shared: bool) -> None:
     with opened(NamedMemory(specs, shared=shared, purpose="a test")) as memory:
@@ -177,7 +178,7 @@ def test_arrays_are_zeroed_apart_and_as_specified(specs: NamedArrays, shared: bo
         assert memory.nbytes >= sum(array.nbytes for array in arrays)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(15, 30)
 @given(spec_trees)
 def test_no_two_shared_arrays_share_a_cache_line(specs: NamedArrays) -> None:
     with opened(NamedMemory(specs, shared=True, purpose="a test")) as memory:

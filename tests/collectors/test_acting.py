@@ -130,6 +130,7 @@ def test_what_is_no_agent_step_is_refused_by_name(name: str) -> None:
     later(SerialSampler, returned, message)
 
 
+@pytest.mark.slow
 @both
 def test_so_it_is_in_workers_and_in_evaluation(cls: type[Sampler]) -> None:
     message = r"Scripted\.step must return AgentStep"

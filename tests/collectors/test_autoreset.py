@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -32,6 +33,7 @@ from penstock.replays import Replay, Sequences
 from penstock.targets import gae
 
 from ..batched_support import assert_as_plain_loop, env_seeds
+from ..scale import mostly_first, scaled
 from ..support import assert_same, batches_of, run
 
 pytestmark = pytest.mark.slow
@@ -50,7 +52,7 @@ cartpole = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 
 def batches(env_fn: Any, cls: Any = SerialSampler, agent: Any = None, **kwargs: Any) -> Any:
     sizes = {"batch_T": 30, "batch_B": 5, "eval_n_envs": 3, "eval_max_steps": 300, "collector_cls": VectorEnvCollector}
-    return run(cls, env_fn, agent, 4, range(4), **{**sizes, **kwargs})
+    return run(cls, env_fn, agent, 4, scaled(range(4), (1,)), **{**sizes, **kwargs})
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -65,7 +67,7 @@ def test_every_mode_records_what_a_plain_loop_sees(mode: AutoresetMode) -> None:
 def test_the_number_of_workers_changes_nothing(env_fn: Any, mode: AutoresetMode, debug: bool) -> None:
     env_fn = partial(synced, env_fn, mode=mode)
     found = batches(env_fn, debug=debug)
-    for n_workers in (1, 2, 3):
+    for n_workers in scaled((1, 2, 3), (3,)):
         assert_same(found, batches(env_fn, ParallelSampler, n_workers=n_workers, debug=debug))
 
 
@@ -149,11 +151,14 @@ def advantages(samples: Any, b: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "agent_cls", [partial(CategoricalPgAgent, Values), partial(RecurrentCategoricalPgAgent, Memory)]
+    ("kind", "mode"),
+    mostly_first(
+        product([partial(RecurrentCategoricalPgAgent, Memory), partial(CategoricalPgAgent, Values)], [True, False]),
+        MODES,
+    ),
 )
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("record_final_obs", [True, False])
-def test_advantages_and_final_values_are_right(agent_cls: Any, mode: AutoresetMode, record_final_obs: bool) -> None:
+def test_advantages_and_final_values_are_right(kind: tuple[Any, bool], mode: AutoresetMode) -> None:
+    agent_cls, record_final_obs = kind
     env_fn = partial(synced, partial(TwoActions, length=7), mode=mode)
     n_values = 0
     with SerialSampler(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -26,6 +27,7 @@ from penstock import (
 )
 from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
 
+from ..scale import mostly_first, scaled
 from ..support import assert_same, run
 
 pytestmark = pytest.mark.slow
@@ -48,10 +50,10 @@ class Values(nn.Module):
 
 
 def collect(env_fn: Any, collector_cls: Any, n_workers: int | None = None, agent: Any = None, **kwargs: Any) -> Any:
-    """Three batches, with the infos of the evaluations that follow them."""
+    """Batches, with the infos of the evaluations that follow them."""
     cls, workers = (SerialSampler, {}) if n_workers is None else (ParallelSampler, {"n_workers": n_workers})
     sizes = {"batch_T": 40, "batch_B": 6, "max_decorrelation_steps": 0, "eval_n_envs": 2, "eval_max_steps": 80}
-    kept = run(cls, env_fn, agent, 3, range(3), collector_cls=collector_cls, **sizes, **workers, **kwargs)
+    kept = run(cls, env_fn, agent, scaled(3, 2), range(3), collector_cls=collector_cls, **sizes, **workers, **kwargs)
     return [(batch, infos + more) for (batch, infos), (_, more) in zip(kept[::2], kept[1::2], strict=True)]
 
 
@@ -93,9 +95,9 @@ def test_final_observations_of_batched_cartpole_are_out_of_bounds() -> None:
 def test_envpool_gives_one_batch_per_seed_whatever_the_workers() -> None:
     pytest.importorskip("envpool")
     env_fn = partial(BatchedEnvPool, "CartPole-v1", max_episode_steps=20)
-    one = collect(env_fn, VectorEnvCollector, 1)
-    assert_same(one, collect(env_fn, VectorEnvCollector, 2))
-    assert_same(one, collect(env_fn, VectorEnvCollector))
+    one = collect(env_fn, VectorEnvCollector)
+    for n_workers in scaled((1, 2), (2,)):
+        assert_same(one, collect(env_fn, VectorEnvCollector, n_workers, start_method="fork"))
     for samples, _ in one:
         ended = samples.env.terminated
         assert (np.abs(samples.env.final_obs[ended][:, [0, 2]]) > (2.4, 12 * np.pi / 180)).any(axis=1).all()
@@ -161,15 +163,15 @@ def test_env_info_that_does_not_fit_names_the_environment(mode: AutoresetMode) -
         collect(partial(synced, Wordy, mode), VectorEnvCollector, env_info={"count": 0})
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("record_final_obs", [True, False])
-@pytest.mark.parametrize("truncate", [True, False])
 @pytest.mark.parametrize(
-    "agent_cls", [partial(CategoricalPgAgent, Values), partial(RecurrentCategoricalPgAgent, Memory)]
+    ("how", "kind"),
+    mostly_first(
+        product([True, False], MODES),
+        product([partial(CategoricalPgAgent, Values), partial(RecurrentCategoricalPgAgent, Memory)], [True, False]),
+    ),
 )
-def test_final_values_are_those_of_single_environments(
-    agent_cls: Any, truncate: bool, record_final_obs: bool, mode: AutoresetMode
-) -> None:
+def test_final_values_are_those_of_single_environments(how: tuple[bool, AutoresetMode], kind: tuple[Any, bool]) -> None:
+    (record_final_obs, mode), (agent_cls, truncate) = how, kind
     env_fn = partial(TwoActions, length=7, truncate=truncate)
     kwargs: dict[str, Any] = {"record_final_obs": record_final_obs}
     expected = collect(env_fn, ResetCollector, agent=agent_cls(), **kwargs)

@@ -24,7 +24,7 @@ from penstock.collectors.acting import write_action
 from penstock.envs import CountingEnv
 from penstock.errors import brief
 
-from ..scale import mostly_first, scaled
+from ..scale import mostly_first, quick_first, scaled
 from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
@@ -250,7 +250,7 @@ def test_bad_data_is_named_in_its_batch(cls: type[Sampler], name: str) -> None:
 IN_EVALUATION = [name for name in BAD if "not recorded" not in name]
 
 
-@pytest.mark.parametrize("name", IN_EVALUATION)
+@pytest.mark.parametrize("name", quick_first(IN_EVALUATION, 12))
 def test_bad_data_is_named_in_evaluations_too(name: str) -> None:
     wrong, options, message = BAD[name]
     size = {"eval_n_envs": 2, "eval_max_steps": 20, "eval_env_kwargs": [others(wrong), wrong]}
@@ -295,7 +295,7 @@ def test_bad_data_is_named_while_decorrelating(cls: type[Sampler], name: str) ->
 
 
 @both
-@pytest.mark.parametrize("steps", [0, 50])
+@pytest.mark.parametrize("steps", quick_first([0, 50]))
 def test_a_misshapen_first_observation_is_named_at_start_up(cls: type[Sampler], steps: int) -> None:
     class Misshapen(CountingEnv):
         def reset(self, **kwargs: Any) -> Any:

@@ -18,6 +18,8 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 
+from ..scale import quick_first
+
 
 class Telling(CountingEnv):
     """`count` at every step, `lives` at even ones, nested figures, and what cannot be recorded."""
@@ -43,7 +45,7 @@ class Own(TrajInfo):
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 @pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Own])
+@pytest.mark.parametrize("traj_info_cls", quick_first([Own, TrajInfo]))
 def test_entries_are_recorded_and_missing_ones_flagged(
     cls: type[Sampler], collector_cls: Any, traj_info_cls: type[TrajInfo]
 ) -> None:

@@ -1,5 +1,6 @@
 """Both kinds of evaluation against a plain loop, several times over."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from penstock import Agent, AgentStep, BaseEvalCollector, ConfigError, ParallelS
 from penstock.envs import CountingEnv, Purpose
 from penstock.envs.seeding import ColumnStreams
 
-from ..scale import quick_first
+from ..scale import pairs, quick_first
 
 SEED, MAX_T, N_ENVS = 4, 300, 3
 
@@ -74,12 +75,16 @@ def test_every_evaluation_equals_a_plain_loop(cls: Any, traj_info_cls: type[Traj
             assert [(info.Length, info.Return) for info in infos] == [row[2:] for row in wanted]
 
 
-@pytest.mark.parametrize(("cls", "n_workers"), [(SerialSampler, 1), (ParallelSampler, 1), (ParallelSampler, 3)])
-@pytest.mark.parametrize("traj_info_cls", quick_first([TrajInfo, Own]))
-@pytest.mark.parametrize("episodes", quick_first([2, 3, 10]))
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    quick_first(
+        pairs(product([TrajInfo, Own], [2, 3, 10]), [(SerialSampler, 1), (ParallelSampler, 1), (ParallelSampler, 3)]), 1
+    ),
+)
 def test_exactly_so_many_episodes_each_environment_its_share(
-    cls: Any, n_workers: int, traj_info_cls: type[TrajInfo], episodes: int
+    kind: tuple[type[TrajInfo], int], how: tuple[Any, int]
 ) -> None:
+    (traj_info_cls, episodes), (cls, n_workers) = kind, how
     with cls(Paying, eval_episodes=episodes, n_workers=n_workers, traj_info_cls=traj_info_cls, **SIZES) as sampler:
         sampler.initialize(Attentive(), seed=SEED)
         shares = [episodes // N_ENVS + (b < episodes % N_ENVS) for b in range(N_ENVS)]

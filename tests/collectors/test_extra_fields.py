@@ -29,7 +29,7 @@ from penstock.envs import BatchedCartPole, CountingEnv
 from penstock.replays import Ratio, Replay, Sequences
 from penstock.testing import Fault, check_collector, faulty_env
 
-from ..scale import START_METHODS, with_start_methods
+from ..scale import scaled, with_start_methods
 
 T, B, LENGTH = 8, 4, 5
 
@@ -85,7 +85,7 @@ def test_every_sampler_returns_them(kind: str) -> None:
 
 
 @pytest.mark.slow
-@with_start_methods("kind", [kind for kind in SAMPLERS if kind != "serial"], START_METHODS)
+@with_start_methods("kind", [kind for kind in SAMPLERS if kind != "serial"])
 def test_all_start_methods(kind: str, start_method: str) -> None:
     options = {"batch_T": T, "batch_B": B, "start_method": start_method}
     with SAMPLERS[kind](partial(CountingEnv, LENGTH), collector_cls=Cost, **options) as sampler:
@@ -109,7 +109,7 @@ def test_a_replaced_worker_writes_its_columns_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_checks_of_collectors_accept_them() -> None:
-    check_collector(Cost, partial(CountingEnv, LENGTH))
+    check_collector(Cost, partial(CountingEnv, LENGTH), n_workers=scaled((2, 3), (2,)))
 
 
 def test_transitions_have_them_and_env_info() -> None:

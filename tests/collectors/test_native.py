@@ -304,7 +304,7 @@ def test_signals_are_looked_at_even_if_no_step_is_in_python() -> None:
     def handle(*_: Any) -> None:
         raise InterruptedError
 
-    n = 500_000
+    n = 200_000
     bound = [(0, i, {0: ORDINARY[0]}.get, None) for i in range(n)]
     words, actions = new_words(), [0] * n
     before = signal.signal(signal.SIGALRM, handle)

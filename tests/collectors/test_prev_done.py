@@ -7,10 +7,11 @@ import pytest
 
 from penstock import Collector, ParallelSampler, RandomAgent, ResetCollector, Sampler, SerialSampler, WaitResetCollector
 
+from ..scale import quick_first
 from ..support import sampler_of
 
 
-@pytest.mark.parametrize("max_decorrelation_steps", [0, 12])
+@pytest.mark.parametrize("max_decorrelation_steps", quick_first([12, 0]))
 @pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
 @pytest.mark.parametrize("sampler_cls", [SerialSampler, ParallelSampler])
 def test_an_episode_begins_where_prev_done_says(

@@ -6,7 +6,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import (
@@ -24,7 +24,7 @@ from penstock.agents import draw
 from penstock.envs import CountingEnv, Purpose
 from penstock.envs.seeding import ColumnStreams, stream
 
-from ..scale import quick_first
+from ..scale import examples, quick_first
 
 SEED = 4
 
@@ -172,14 +172,15 @@ both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitReset
 
 @both_modes
 @pytest.mark.parametrize("recurrent", quick_first([True, False]))
-@settings(max_examples=15, deadline=None)
+@examples(10, 15)
 @given(T=st.integers(1, 20), B=st.integers(1, 4), warm_up=st.integers(0, 12))
 def test_every_field_equals_a_plain_loop(collector_cls: Any, recurrent: bool, T: int, B: int, warm_up: int) -> None:
     compare(SerialSampler, Jumpy, recurrent, T, B, iterations=4, warm_up=warm_up, collector_cls=collector_cls)
 
 
+@pytest.mark.slow
 @both_modes
-@pytest.mark.parametrize("recurrent", quick_first([False, True]))
+@pytest.mark.parametrize("recurrent", [False, True])
 def test_the_same_in_processes(collector_cls: Any, recurrent: bool) -> None:
     settings = {"iterations": 5, "warm_up": 10, "n_workers": 3, "collector_cls": collector_cls}
     compare(ParallelSampler, Jumpy, recurrent, T=13, B=5, **settings)

@@ -22,6 +22,7 @@ from penstock.collectors.tracking import snapshot
 from penstock.testing import check_traj_info
 from penstock.testing.environments import ReusingEnv
 
+from ..scale import quick_first
 from ..support import sampler_of
 
 
@@ -75,7 +76,7 @@ class Counting(RandomAgent):
         return AgentStep(step.action, {"n_steps": np.full((len(prev_reward), 2), self.n_steps)})
 
 
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+@pytest.mark.parametrize("cls", quick_first([SerialSampler, ParallelSampler]))
 @pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
 def test_what_a_trajectory_info_keeps_is_what_was_there(cls: type[Sampler], collector_cls: Any) -> None:
     sizes = {"batch_T": 4, "batch_B": 2, "eval_n_envs": 2, "eval_max_steps": 20}
@@ -151,6 +152,7 @@ def test_so_it_is_in_batched_environments() -> None:
         np.testing.assert_array_equal(info.Actions, samples.agent.action[rows, i % 2])
 
 
+@pytest.mark.slow
 def test_the_kit_finds_nothing_wrong_with_a_diary() -> None:
     check_traj_info(Diary, Plain)
 

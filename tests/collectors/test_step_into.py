@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import (
@@ -30,7 +30,7 @@ from penstock import (
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv, SameStep
 from penstock.envs.direct_steps import cells_of, step_into_of
 
-from ..scale import quick_first
+from ..scale import examples, mostly_first, quick_first
 
 
 class Nested(NestedEnv):
@@ -154,7 +154,7 @@ def both(env_fn: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("env_fn", ENVS)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", quick_first(OPTIONS), ids=str)
 def test_batches_are_equal_bit_for_bit(env_fn: Any, options: dict[str, Any]) -> None:
     into, plain = both(env_fn)
     assert step_into_of(into(), 0) is not None
@@ -162,7 +162,7 @@ def test_batches_are_equal_bit_for_bit(env_fn: Any, options: dict[str, Any]) -> 
     assert sample(SerialSampler, into, **options) == sample(SerialSampler, plain, **options)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(15, 30)
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     has_into=st.lists(st.booleans(), min_size=4, max_size=4),
@@ -186,11 +186,13 @@ CENTRAL: dict[str, Any] = {"serve_envs": 2}
 
 
 @pytest.mark.parametrize(
-    ("sampler_cls", "kwargs"),
-    [(ParallelSampler, {}), (GpuSampler, CENTRAL), (AlternatingSampler, {})],
+    ("env_fn", "how"),
+    quick_first(
+        mostly_first([Nested, Pictures], [(ParallelSampler, {}), (GpuSampler, CENTRAL), (AlternatingSampler, {})])
+    ),
 )
-@pytest.mark.parametrize("env_fn", quick_first([Nested, Pictures]))
-def test_batches_are_equal_in_processes(sampler_cls: Any, kwargs: dict[str, Any], env_fn: Any) -> None:
+def test_batches_are_equal_in_processes(env_fn: Any, how: tuple[Any, dict[str, Any]]) -> None:
+    sampler_cls, kwargs = how
     into, plain = both(env_fn)
     kwargs = {"n_workers": 2, **kwargs}
     assert sample(sampler_cls, into, **kwargs) == sample(SerialSampler, plain)
@@ -262,7 +264,9 @@ BATCHED: list[Any] = [partial(BatchedCartPole, max_episode_steps=9), Rows]
 
 
 @pytest.mark.parametrize("env_fn", BATCHED)
-@pytest.mark.parametrize("options", [{}, {"check_finite": True, "debug": True}, {"record_final_obs": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", quick_first([{}, {"check_finite": True, "debug": True}, {"record_final_obs": False}]), ids=str
+)
 def test_batched_environments_write_whole_rows(env_fn: Any, options: dict[str, Any]) -> None:
     into, plain = both(env_fn)
     assert step_into_of(into(num_envs=1), 0) is not None

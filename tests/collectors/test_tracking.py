@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -17,9 +17,9 @@ from penstock.buffers.native import COMPILED, PYTHON
 from penstock.collectors import TrajInfo, make_tracker, tracking
 from penstock.collectors.tracking import BatchTracker, ObjectTracker
 
-from ..scale import quick_first, scaled
+from ..scale import examples, pairs, quick_first
 
-quick = settings(max_examples=scaled(80, 40), deadline=None)
+quick = examples(20, 80)
 FIRST_RANK = 40  # columns are not environments
 
 
@@ -122,8 +122,7 @@ def test_records_are_the_same_bit_for_bit_however_the_columns_are_split(run: Run
     assert sorted(record for part in parts for record in part) == batch_tracker(run, range(n))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("width", quick_first([3, 1, 2, 7, 16], 2))
+@pytest.mark.parametrize(("width", "compiled"), quick_first(pairs([3, 1, 2, 7, 16], [True, False]), 2))
 def test_long_runs_too_are_the_same_bit_for_bit_however_the_columns_are_split(width: int, compiled: bool) -> None:
     rng = np.random.default_rng(0)
     shape = 500, 16

@@ -57,7 +57,7 @@ class Game(TrajInfo):
 
 
 @pytest.mark.parametrize("collector_cls", quick_first([ResetCollector, WaitResetCollector]))
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler])
+@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler, GpuSampler]))
 def test_a_trajectory_is_a_game_and_an_episode_is_a_life(cls: Any, collector_cls: type[Collector]) -> None:
     with cls(Lives, batch_T=9, batch_B=3, n_workers=2, traj_info_cls=Game, collector_cls=collector_cls) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
@@ -73,7 +73,7 @@ def test_a_trajectory_is_a_game_and_an_episode_is_a_life(cls: Any, collector_cls
     assert n_episodes > 2 * len(games)
 
 
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler]))
 def test_evaluations_count_games(cls: Any) -> None:
     options: dict[str, Any] = {"batch_T": 2, "batch_B": 2, "n_workers": 2, "traj_info_cls": Game, "eval_n_envs": 2}
     with cls(Lives, **options, eval_episodes=5, eval_max_steps=200) as sampler:

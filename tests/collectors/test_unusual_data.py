@@ -12,6 +12,8 @@ import pytest
 from penstock import ParallelSampler, RandomAgent, Sampler, SerialSampler, WorkerError
 from penstock.envs import CountingEnv
 
+from ..scale import quick_first
+
 NAN, INF = float("nan"), float("inf")
 ALL_OPTIONS = {"check_finite": True, "debug": True}
 
@@ -30,7 +32,7 @@ def unusual(place: int, change: Callable[[Any], Any]) -> type[CountingEnv]:
     return Unusual
 
 
-@pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["plain", "all options"])
+@pytest.mark.parametrize("options", quick_first([{}, ALL_OPTIONS]), ids=["plain", "all options"])
 @pytest.mark.parametrize(
     ("place", "change"),
     [

@@ -9,16 +9,17 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import given
 
 from penstock.buffers import NamedArrays
 from penstock.envs import example_of, observation_example
 from penstock.errors import SpaceError
 
+from ..scale import examples
 from ..support import leaves
 from .space_strategies import any_space, children, leaf_paths
 
-quick = settings(max_examples=60, deadline=None)
+quick = examples(20, 60)
 
 
 @quick

@@ -12,7 +12,7 @@ from gymnasium.vector import SyncVectorEnv
 from penstock.envs import BatchedEpisodicLife, EpisodicLife
 from penstock.errors import ConfigError
 
-from ..scale import quick_first
+from ..scale import quick_first, scaled
 
 ale_py = pytest.importorskip("ale_py")
 
@@ -55,6 +55,7 @@ def test_one_game_has_an_episode_for_each_life() -> None:
     env.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", quick_first([None, 5]))
 def test_a_reset_starts_a_new_game_in_the_middle_of_an_episode_or_with_a_seed(seed: int | None) -> None:
     env = EpisodicLife(game())
@@ -71,7 +72,7 @@ def test_a_reset_starts_a_new_game_in_the_middle_of_an_episode_or_with_a_seed(se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rom", "n_steps"), [("breakout", 250), ("qbert", 1500)])
+@pytest.mark.parametrize(("rom", "n_steps"), [("breakout", 250), ("qbert", scaled(1500, 500))])
 def test_batched_games_are_cut_at_each_lost_life(rom: str, n_steps: int) -> None:
     """Qbert goes on for some frames after the last life: such a life ends no episode of its own."""
     plain, env, rng = games(rom), BatchedEpisodicLife(games(rom)), np.random.default_rng(0)
@@ -133,6 +134,7 @@ def test_games_of_gymnasium_step_together_too() -> None:
     assert ends == [(2, [True, False], [False, False]), (4, [True, True], [True, False])]
 
 
+@pytest.mark.slow
 def test_an_unsuitable_environment_is_refused() -> None:
     with pytest.raises(ConfigError, match="have no `lives`"):
         EpisodicLife(gym.make("CartPole-v1")).reset()

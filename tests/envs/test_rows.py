@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.buffers import NamedArrays
@@ -17,11 +17,11 @@ from penstock.envs import action_splitter, arrays_like, write_row
 from penstock.envs.rows import write_cell
 from penstock.errors import SpaceError
 
-from ..scale import scaled
+from ..scale import examples
 from ..support import leaves
 from .space_strategies import any_space, at, empty_row, leaf_paths, nested_spaces, nodes, path_name, replaced, sample
 
-quick = settings(max_examples=scaled(80, 30), deadline=None)
+quick = examples(20, 80)
 seeds = st.integers(0, 2**31 - 1)
 counts = st.integers(1, 5)
 

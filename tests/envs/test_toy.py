@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.wrappers import PassiveEnvChecker
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.envs import CountingEnv, CrashingEnv, NestedEnv, SlowEnv, toy
 
-quick = settings(max_examples=30, deadline=None)
+from ..scale import examples, quick_first
+
+quick = examples(15, 30)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the checker's advice about the shapes of spaces
@@ -143,7 +145,7 @@ def test_crashing_env_hangs_without_end(monkeypatch: pytest.MonkeyPatch) -> None
     assert min(naps) >= 3600
 
 
-@pytest.mark.parametrize(("how", "code"), [("kill", -signal.SIGKILL), ("exit", 0)])
+@pytest.mark.parametrize(("how", "code"), quick_first([("kill", -signal.SIGKILL), ("exit", 0)]))
 def test_crashing_env_ends_its_process(how: str, code: int) -> None:
     script = f"from penstock.envs import CrashingEnv; CrashingEnv('init', {how!r}); raise SystemExit('still here')"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from gymnasium.error import ResetNeeded
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeStatistics, TimeLimit, TransformReward
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.envs import CountingEnv, direct_steps
 from penstock.envs.direct_steps import flat_step_of
 
-from ..scale import scaled
+from ..scale import examples
 
 RESULTS: list[Any] = [
     (0, 1.0, False, False, {}),
@@ -151,7 +151,7 @@ def change(envs: list[Any], name: str, argument: Any) -> None:
         env.env = Scripted([(7, 7.0, False, False, {})] * 3)
 
 
-@settings(max_examples=scaled(300, 100), deadline=None)
+@examples(25, 300)
 @given(
     results=st.lists(st.sampled_from(range(len(RESULTS))), max_size=8),
     layers=st.builds(

@@ -116,6 +116,7 @@ def _sample_from_a_file(path: Path, n_bytes: int) -> None:
         assert torch.equal(batch.return_, (3 * batch.index + 3 * B).float())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs limits and advice of Linux")
 def test_a_replay_in_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
     in_a_child(_sample_from_a_file, tmp_path / "steps", scaled(3 * 2**30, 3 * 2**23))

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ConfigError
 from penstock.replays import Ratio, Replay
 
+from ..scale import examples
 from .streams import Stream
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
@@ -41,7 +42,7 @@ class Counts:
     extra=st.sampled_from([0.0, 1e-9, 1.0, 1e4]),
     preference=st.sampled_from(["append", "sample", "random"]),
 )
-@settings(max_examples=1000 if FULL else 100, deadline=None)
+@examples(25, 1000)
 def test_no_setting_stalls_and_the_draws_stay_within_the_slack(
     samples_per_step: float, batch_steps: int, batch_size: int, min_steps: int, extra: float, preference: str
 ) -> None:
@@ -80,7 +81,7 @@ def test_the_limits_hold_from_the_last_of_the_min_steps_on() -> None:
     p_worker=st.sampled_from([0.02, 0.5, 0.98]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=1000 if FULL else 100, deadline=None)
+@examples(25, 1000)
 def test_workers_that_run_ahead_never_stall_and_stay_within_the_slack(
     samples_per_step: float,
     batch_steps: int,
@@ -144,7 +145,7 @@ def test_impossible_settings_are_refused(arguments: tuple[float, ...], message: 
 @given(
     samples_per_step=RATES, batch_steps=st.integers(1, 2000), batch_size=st.integers(1, 2000), seed=st.integers(0, 99)
 )
-@settings(max_examples=1000 if FULL else 100, deadline=None)
+@examples(25, 1000)
 def test_exactly_the_slacks_that_cannot_stall_are_accepted(
     samples_per_step: float, batch_steps: int, batch_size: int, seed: int
 ) -> None:

@@ -14,7 +14,7 @@ from penstock import ParallelSampler, RecurrentCategoricalPgAgent, WaitResetColl
 from penstock.envs import CountingEnv
 from penstock.replays import Replay, Sequences
 
-from ..scale import quick_first
+from ..scale import pairs, quick_first
 
 
 class Memory(nn.Module):
@@ -31,9 +31,11 @@ class Memory(nn.Module):
         return self.policy(state), self.critic(state).squeeze(1), state
 
 
-@pytest.mark.parametrize("collector_cls", quick_first([None, WaitResetCollector]))
-@pytest.mark.parametrize(("record_state", "every"), quick_first([("step", 4), ("step", 3), ("batch", 8)]))
-def test_a_model_computes_again_what_the_agent_computed(collector_cls: Any, record_state: Any, every: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "collector_cls"), quick_first(pairs([("step", 4), ("step", 3), ("batch", 8)], [None, WaitResetCollector]))
+)
+def test_a_model_computes_again_what_the_agent_computed(collector_cls: Any, how: tuple[Any, int]) -> None:
+    record_state, every = how
     options = {} if collector_cls is None else {"collector_cls": collector_cls}
     replay = Replay(3 * 48, 2, sequences=Sequences(length=10, state_every=every), seed=0, max_truncations=99)
     recorded = []

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.replays import Frames, Replay
@@ -16,7 +16,7 @@ from penstock.replays.compiled import PYTHON
 from penstock.replays.ring import BEGINS, TERMINATED, TRUNCATED, VALID
 from penstock.replays.windows import read_windows
 
-from ..scale import scaled
+from ..scale import examples, scaled
 from ..support import assert_same
 from .streams import DISCOUNT, Stream, wanted_transition
 
@@ -49,7 +49,7 @@ def check_all(replay: Replay, stream: Stream, n: int, max_finals: int = 10**9) -
 FRAMES = [None, Frames(2), Frames(3, padding="zero"), Frames(4)]
 
 
-@pytest.mark.parametrize("T", scaled(range(2, 13), (2, 3, 5, 8, 10)))
+@pytest.mark.parametrize("T", scaled(range(2, 13), (2, 3, 5, 8)))
 def test_every_size_offset_window_and_stack_is_exact(T: int) -> None:
     for n, batch_T, frames in itertools.product(range(1, T), scaled(range(1, T + 1), {1, 2, 5, T - 1, T}), FRAMES):
         back = frames.n - 1 if frames else 0
@@ -74,7 +74,7 @@ def test_every_size_offset_window_and_stack_is_exact(T: int) -> None:
     max_finals=st.sampled_from([1, 3, 1000]),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=scaled(500, 75))
+@examples(25, 500)
 @pytest.mark.filterwarnings("ignore:more than max_truncations:RuntimeWarning")
 def test_gaps_restarts_parked_columns_and_lost_final_observations(
     seed: int,

@@ -31,6 +31,7 @@ from penstock import (
 from penstock.envs import CountingEnv, NestedEnv
 
 from ..models import Modes, Net
+from ..scale import scaled
 from ..support import Batch, assert_same, batches_of, run
 
 pytestmark = pytest.mark.slow
@@ -95,7 +96,7 @@ def batches(cls: type[Sampler], case: str, **kwargs: Any) -> list[Batch]:
 def test_any_number_of_workers_gives_the_same(case: str) -> None:
     reference = batches(SerialSampler, case)
     assert any(batch is not None and batch.env.done.any() for batch, _ in reference)
-    for n_workers in (1, 2, 3):
+    for n_workers in scaled((1, 2, 3), (3,)):
         assert_same(batches(ParallelSampler, case, n_workers=n_workers), reference, rtol=1e-6, atol=1e-9)
 
 
@@ -156,7 +157,7 @@ def test_each_environment_has_its_own_epsilon_whichever_worker_has_it(options: A
 
     reference = batch(SerialSampler)
     np.testing.assert_allclose(reference.agent_info.epsilon, np.tile(expected, (7, 1)), rtol=1e-6)
-    for n_workers in (2, 3):
+    for n_workers in scaled((2, 3), (3,)):
         parallel = batch(ParallelSampler, n_workers=n_workers)
         np.testing.assert_array_equal(parallel.agent_info.epsilon, reference.agent_info.epsilon)
         np.testing.assert_array_equal(parallel.action, reference.action)

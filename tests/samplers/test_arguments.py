@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,38 +108,6 @@ def test_type_checkers_and_run_time_know_the_same_names() -> None:
     assert {"env_fn", *SamplerOptions.__annotations__} == set(SamplerConfig.__dataclass_fields__)
 
 
-SNIPPET = """
-from penstock import AlternatingSampler, GpuSampler, ParallelSampler, SerialSampler
-
-SerialSampler("CartPole-v1", batch_T=4, batch_B=2)  # right
-GpuSampler("CartPole-v1", batch_T=4, batch_B=2, min_ready=0.5, server="process", debug=True)  # right
-AlternatingSampler("CartPole-v1", batch_T=4, batch_B=2, overlap=False, serve_envs="auto")  # right
-SerialSampler("CartPole-v1", batch_t=4, batch_B=2)  # wrong
-ParallelSampler("CartPole-v1", batch_T=4, batch_B="x")  # wrong
-GpuSampler("CartPole-v1", batch_T=4, batch_B=2, typo=3)  # wrong
-GpuSampler("CartPole-v1", batch_T=4, batch_B=2, server="gpu")  # wrong
-AlternatingSampler("CartPole-v1", batch_T=4, batch_B=2, min_ready=0.5)  # wrong
-AlternatingSampler("CartPole-v1", batch_B=2)  # wrong
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_type_checker_finds_wrong_arguments_of_every_sampler(tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
-    script = tmp_path / "snippet.py"
-    script.write_text(SNIPPET)
-    # To read torch takes mypy 20 seconds, and numpy a third of the rest: no argument here has a type of theirs.
-    settings = "[mypy]\nstrict = True\nfollow_imports = silent\n[mypy-torch.*,numpy.*]\nfollow_imports = skip\n"
-    (tmp_path / "mypy.ini").write_text(settings)
-    command = [sys.executable, "-m", "mypy", f"--cache-dir={tmp_path}", str(script)]
-    environ = {name: value for name, value in os.environ.items() if name != "COVERAGE_PROCESS_CONFIG"}  # slow with it
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=280)
-    wrong = [n for n, line in enumerate(SNIPPET.splitlines(), 1) if line.endswith("# wrong")]
-    found = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line}
-    assert found == set(wrong), done.stdout + done.stderr
-
-
 @every
 def test_worker_pids_are_empty_before_initialize_and_after_shutdown(cls: type[Sampler]) -> None:
     with cls(CountingEnv, batch_T=1, batch_B=2) as sampler:
@@ -151,6 +117,7 @@ def test_worker_pids_are_empty_before_initialize_and_after_shutdown(cls: type[Sa
     assert sampler.worker_pids == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
 def test_worker_pids_are_empty_when_the_workers_have_ended(cls: type[Sampler]) -> None:
     """The system may give their numbers to other processes."""

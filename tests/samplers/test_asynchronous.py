@@ -29,6 +29,7 @@ from penstock.envs import CountingEnv
 from penstock.samplers.inference_server import ServerOptions
 
 from ..models import Gru
+from ..scale import pairs
 from ..support import until
 from .async_support import (
     B,
@@ -46,7 +47,8 @@ FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.
 SIZES = list(itertools.product((1, 2, 3, 5), (2, 3, 4))) if FULL else [(1, 2), (2, 3), (3, 4), (5, 2)]
 
 pytestmark = [pytest.mark.timeout(3600 if FULL else 60), pytest.mark.slow]
-servers = pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
+SERVERS = (None, "process")
+servers = pytest.mark.parametrize("server", SERVERS, ids=["workers act", "server acts"])
 
 
 def make(env_fn: Any = CountingEnv, **kwargs: Any) -> AsyncSampler:
@@ -75,9 +77,9 @@ class Slow(Delayed):
         super().__init__(CountingEnv(length=4), 0.004)
 
 
-@servers
-@pytest.mark.parametrize(("n_workers", "n_slots"), SIZES)
-def test_lag_1_equals_a_serial_loop_that_trains_one_batch_late(n_workers: int, n_slots: int, server: Any) -> None:
+@pytest.mark.parametrize(("sizes", "server"), pairs(SIZES, SERVERS))
+def test_lag_1_equals_a_serial_loop_that_trains_one_batch_late(sizes: tuple[int, int], server: Any) -> None:
+    n_workers, n_slots = sizes
     expected = one_batch_late(partial(CountingEnv, length=4), TabularAgent(), 12)
     rng = random.SystemRandom()
     with make(Slow, n_workers=n_workers, n_slots=n_slots, lag=1, server=server) as sampler:
@@ -150,14 +152,13 @@ def test_an_evaluation_and_calls_change_no_batch_with_lag_1(server: Any) -> None
 # ---- free running ------------------------------------------------------------------------------
 
 
-@servers
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Detailed], ids=["ring", "pipe"])
+@pytest.mark.parametrize(("server", "traj_info_cls"), pairs(SERVERS, [TrajInfo, Detailed]))
 def test_columns_are_unbroken_and_versions_true_and_infos_complete(server: Any, traj_info_cls: type[TrajInfo]) -> None:
     agent, rng = VersionAgent(), random.Random(1)
     batches: list[Any] = []
     n_done, n_infos, before = 0, 0, np.zeros(B, np.int64)
     with started(agent=agent, server=server, traj_info_cls=traj_info_cls, max_decorrelation_steps=0) as sampler:
-        for itr in range(10_000 if FULL else 150):
+        for itr in range(10_000 if FULL else 60):
             samples, infos = sampler.obtain_samples(itr)
             assert samples.batch == itr
             versions = samples.agent.policy_version.numpy()

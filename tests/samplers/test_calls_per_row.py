@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pytest
+
 from penstock import GpuSampler, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
 
@@ -33,6 +35,7 @@ def test_a_row_of_central_sampling_takes_few_calls() -> None:
         assert calls_of(sampler, 4) <= 100 * 4 * 128
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_row_takes_few_calls() -> None:
     with ParallelSampler(CountingEnv, batch_T=1, batch_B=4, n_workers=2) as sampler:
         assert calls_of(sampler, 50) <= 150 * 50

@@ -39,12 +39,13 @@ from penstock.envs.toy import ScriptedGame
 from penstock.targets import gae
 
 from ..models import Gru
-from ..scale import pairs
+from ..scale import pairs, scaled
 from ..support import until
 
 pytestmark = pytest.mark.slow
 
 servers = pytest.mark.parametrize("server", ["caller", "process"])
+compiling = pytest.mark.xdist_group("compiling")  # one process imports what torch needs for it, in 2 s
 DEVICE = torch.device("cuda", 0)
 
 
@@ -134,6 +135,7 @@ def assert_same(ours: list[Any], theirs: list[Any], offset: float = 0.0) -> None
 # ---- torch.compile -------------------------------------------------------------------------
 
 
+@compiling
 @pytest.mark.parametrize(("server", "min_ready"), pairs(["caller", "process"], [1, None]))
 def test_a_compiled_model_acts_as_it_would_otherwise(server: Any, min_ready: Any) -> None:
     """Traced by torch, and run without a compiler of machine code."""
@@ -142,6 +144,7 @@ def test_a_compiled_model_acts_as_it_would_otherwise(server: Any, min_ready: Any
     assert_same(found, batches(SerialSampler(CountingEnv, **SIZES), CategoricalPgAgent(Net)), offset=1000)
 
 
+@compiling
 def test_the_learners_model_is_not_compiled() -> None:
     agent = CategoricalPgAgent(Net)
     with GpuSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=1, compile_model={"backend": "eager"}) as sampler:
@@ -150,7 +153,8 @@ def test_the_learners_model_is_not_compiled() -> None:
         assert agent.model(torch.zeros(1, 2).double())[1] < 1000
 
 
-@servers
+@compiling
+@pytest.mark.parametrize("server", scaled(["caller", "process"], ["caller"]))
 def test_a_model_that_cannot_be_compiled_is_named_before_the_first_batch(server: Any) -> None:
     class Odd(Net):
         def forward(self, observation: torch.Tensor) -> Any:

@@ -17,7 +17,7 @@ from penstock.collectors.request_client import Request
 from penstock.envs import CountingEnv
 from penstock.workers.plan import split
 
-from ..scale import pairs
+from ..scale import pairs, some
 
 T = 10
 
@@ -106,7 +106,7 @@ def sampler_of(cls: type[GpuSampler], env_kwargs: list[dict[str, Any]], **kwargs
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"min_ready": 1}, {"min_ready": 0.3}, {"max_wait": 1e-4}, {"max_wait": 0.01}], ids=str
+    "kwargs", some([{"min_ready": 1}, {"max_wait": 1e-4}, {"min_ready": 0.3}, {"max_wait": 0.01}], 2), ids=str
 )
 def test_a_slow_environment_holds_up_nobody(kwargs: dict[str, Any]) -> None:
     """Environment 0 is let go when the others have made all their steps."""
@@ -233,7 +233,7 @@ class Watched(CountingEnv):
         return super().step(action)
 
 
-@pytest.mark.parametrize(("sizes", "overlap"), pairs([(2, 2), (2, 5), (3, 5), (4, 4), (5, 7)], [False, True]))
+@pytest.mark.parametrize(("sizes", "overlap"), pairs(some([(2, 5), (3, 5), (2, 2), (4, 4), (5, 7)], 3), [False, True]))
 def test_without_overlap_only_one_half_ever_steps(sizes: tuple[int, int], overlap: bool) -> None:
     n_workers, B = sizes
     shares = split(B, n_workers)

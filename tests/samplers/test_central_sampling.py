@@ -32,7 +32,7 @@ from penstock.workers.monitor import Monitor
 from penstock.workers.plan import PoolOptions
 
 from .. import support
-from ..scale import pairs
+from ..scale import pairs, some
 from ..support import Batch, assert_same, kept
 
 pytestmark = [pytest.mark.usefixtures("no_idle_cpu"), pytest.mark.slow]  # for "no workers"
@@ -47,7 +47,11 @@ HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "own process": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
 }
 HOW_TO_START: dict[str, Any] = {"seed": 5, "bootstrap_value": True, "traj_info_kwargs": {"discount": 0.9}}
-each = pytest.mark.parametrize("how", HOW)
+
+
+def ways(first: int, n: int = 3) -> Any:
+    """Each way at full scale; daily each test takes others, so that each way has several tests."""
+    return pytest.mark.parametrize("how", some(HOW, n, first))
 
 
 class Attentive(Agent):
@@ -145,7 +149,7 @@ def test_every_collector_records_what_it_does_in_one_process(kind: Any, how: str
     assert_same(run(cls, agent_cls(), CountingEnv, **arguments, **kwargs), wanted)
 
 
-@each
+@ways(0)
 def test_a_batched_environment_in_each_worker(how: str) -> None:
     cls, kwargs = HOW[how]
     arguments: dict[str, Any] = {"collector_cls": VectorEnvCollector, "batch_T": 60}
@@ -153,7 +157,7 @@ def test_a_batched_environment_in_each_worker(how: str) -> None:
     assert_same(run(cls, RandomAgent(), BatchedCartPole, **arguments, **kwargs), wanted)
 
 
-@each
+@ways(3)
 def test_an_episode_begins_without_a_past(how: str) -> None:
     cls, kwargs = HOW[how]
     (batch, _), *_ = run(cls, Attentive(), CountingEnv, 1, max_decorrelation_steps=0, eval_n_envs=0, **kwargs)
@@ -205,16 +209,14 @@ SPACES = {
 }
 
 
-@pytest.mark.parametrize("name", SPACES)
-def test_observations_of_every_space_travel(name: str) -> None:
+@pytest.mark.parametrize(("name", "how"), pairs(SPACES, ["lock-step", "first-ready"]))
+def test_observations_of_every_space_travel(name: str, how: str) -> None:
+    cls, kwargs = HOW[how]
     make, agent = partial(OfSpace, SPACES[name]), RandomAgent if name == "nested" else Attentive
-    wanted = run(SerialSampler, agent(), make, 2)
-    for how in ("lock-step", "first-ready"):
-        cls, kwargs = HOW[how]
-        assert_same(run(cls, agent(), make, 2, **kwargs), wanted)
+    assert_same(run(cls, agent(), make, 2, **kwargs), run(SerialSampler, agent(), make, 2))
 
 
-@each
+@ways(6)
 def test_nested_actions_travel(how: str) -> None:
     cls, kwargs = HOW[how]
     assert_same(run(cls, RandomAgent(), NestedEnv, **kwargs), run(SerialSampler, RandomAgent(), NestedEnv))
@@ -231,7 +233,7 @@ def test_observations_may_be_recorded_in_another_dtype() -> None:
 # ---- evaluation ----------------------------------------------------------------------------
 
 
-@each
+@ways(3, 4)
 def test_evaluation_is_bounded_by_steps_trajectories_or_episodes(how: str) -> None:
     cls, kwargs = HOW[how]
 
@@ -273,7 +275,7 @@ def test_who_is_done_first_in_an_evaluation_holds_up_nobody(own: int) -> None:
 # ---- infos, calls, shares ------------------------------------------------------------------
 
 
-@each
+@ways(2)
 def test_trajectory_infos_of_ones_own_and_env_info(how: str) -> None:
     cls, kwargs = HOW[how]
     arguments: dict[str, Any] = {"traj_info_cls": Own, "env_info": ["count"], "env_kwargs": {"length": 4}}
@@ -295,7 +297,7 @@ class Levelled(CountingEnv):
         return self.context.env_rank, self.level
 
 
-@each
+@ways(5)
 def test_calls_reach_every_environment_between_batches(how: str) -> None:
     cls, kwargs = HOW[how]
     with cls(Levelled, batch_T=6, batch_B=5, eval_n_envs=3, eval_max_steps=30, **kwargs) as sampler:
@@ -320,8 +322,7 @@ def test_uneven_shares_and_more_workers_than_environments(sizes: tuple[int, int]
     assert_same(found, run(SerialSampler, Attentive(), CountingEnv, 2, batch_B=batch_B))
 
 
-@pytest.mark.parametrize("serve_envs", [1, 3, 4, "auto"])
-@pytest.mark.parametrize("n_workers", [None, 1, 5])
+@pytest.mark.parametrize(("serve_envs", "n_workers"), pairs([1, 3, 4, "auto"], [None, 1, 5]))
 def test_every_worker_has_an_environment_however_many_are_kept(
     n_workers: int | None, serve_envs: Any, monkeypatch: Any
 ) -> None:
@@ -336,7 +337,7 @@ def test_every_worker_has_an_environment_however_many_are_kept(
         sampler.obtain_samples(0)
 
 
-@each
+@ways(1)
 def test_start_and_wait_are_the_two_halves_of_obtain(how: str) -> None:
     cls, kwargs = HOW[how]
     wanted = run(SerialSampler, Attentive(), CountingEnv, eval_n_envs=0)

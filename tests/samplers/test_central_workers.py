@@ -26,6 +26,7 @@ from penstock import (
 from penstock.envs import CountingEnv
 
 from ..models import Constant
+from ..scale import scaled
 from ..support import PROGRAMS, Held
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.slow
 every = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", scaled(["forkserver", "spawn"], ["forkserver"]))
 def test_workers_do_not_import_torch(tmp_path: Path, start_method: str) -> None:
     """In a process of its own: this one's supervisor has torch."""
     paths = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
@@ -156,15 +157,22 @@ def test_step_buffers_are_counted_in_the_bytes_that_are_shared() -> None:
 
     def bytes_shared(cls: type[Sampler], B: int, n_evals: int) -> int:
         with cls(
-            CountingEnv, batch_T=1, batch_B=B, n_workers=1, eval_n_envs=n_evals, eval_max_steps=n_evals
+            CountingEnv,
+            batch_T=1,
+            batch_B=B,
+            n_workers=1,
+            eval_n_envs=n_evals,
+            eval_max_steps=n_evals,
+            max_decorrelation_steps=0,
         ) as sampler:
             sampler.initialize(RandomAgent())
             return sampler.stats().bytes_shared
 
     one = 2 * 4 + 8 + 8 + 4 + 4 + 1
-    for B, n_evals in ((1000, 0), (1, 1000)):
+    n = scaled(1000, 500)
+    for B, n_evals in ((n, 0), (1, n)):
         more = bytes_shared(GpuSampler, B, n_evals) - bytes_shared(ParallelSampler, B, n_evals)
-        assert 1000 * one <= more <= 1000 * one + 1000 * 8 + 8000, "and no copy of anything"
+        assert n * one <= more <= n * one + n * 8 + 8000, "and no copy of anything"
 
 
 def test_statistics_before_initialize_say_what_is_missing() -> None:

@@ -18,6 +18,8 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, EnvContext, Purpose
 
+from ..scale import quick_first
+
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 
 
@@ -85,7 +87,7 @@ def make(cls: type[Sampler], **kwargs: Any) -> Sampler:
 
 
 @both
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Own])
+@pytest.mark.parametrize("traj_info_cls", quick_first([TrajInfo, Own]))
 def test_methods_and_attributes_are_reached_through_wrappers_in_order(cls: type[Sampler], traj_info_cls: Any) -> None:
     with make(cls, traj_info_cls=traj_info_cls) as sampler:
         sampler.initialize(RandomAgent(), seed=3)

@@ -98,6 +98,7 @@ def test_agents_that_do_not_take_a_mask_of_zeros(make_agent: Any) -> None:
     assert (samples.env.reward == 1).all()
 
 
+@pytest.mark.slow
 def test_batched_environments_too() -> None:
     with ParallelSampler(MaskedBatch, batch_T=12, batch_B=2, collector_cls=VectorEnvCollector) as sampler:
         sampler.initialize(FunctionAgent(legal), seed=0)

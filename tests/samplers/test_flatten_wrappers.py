@@ -40,7 +40,7 @@ def sample(sampler_cls: Any, env_fn: Any, **kwargs: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("env_id", "kwargs"), IDS)
+@pytest.mark.parametrize(("env_id", "kwargs"), quick_first(IDS, 2))
 def test_batches_are_equal_bit_for_bit(env_id: str, kwargs: dict[str, Any]) -> None:
     env_fn = partial(gym.make, env_id, **kwargs)
     env = env_fn()
@@ -48,6 +48,7 @@ def test_batches_are_equal_bit_for_bit(env_id: str, kwargs: dict[str, Any]) -> N
     assert sample(SerialSampler, env_fn) == sample(SerialSampler, env_fn, flatten_wrappers=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler_cls", quick_first([ParallelSampler, GpuSampler]))
 def test_batches_are_equal_in_processes(sampler_cls: Any) -> None:
     env_fn = partial(gym.make, "CartPole-v1", max_episode_steps=13)

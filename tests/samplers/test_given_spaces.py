@@ -24,6 +24,8 @@ from penstock import (
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext
 from penstock.vector import ShmVectorEnv
 
+from ..scale import quick_first
+
 SIZE: dict[str, Any] = {"batch_T": 8, "batch_B": 2, "n_workers": 1}
 SPACES = CountingEnv().observation_space, CountingEnv().action_space
 REFUSED = r"observation_space of env_rank 0 is .* or of the argument `spaces`"
@@ -36,7 +38,7 @@ def make(context: EnvContext, main: int = -1) -> CountingEnv:
     return CountingEnv()
 
 
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler])
+@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler, GpuSampler]))
 def test_no_example_environment_is_built_and_the_batch_is_the_same(cls: Any) -> None:
     batches = []
     for env_fn, given in ((CountingEnv, None), (make, SPACES)):
@@ -48,6 +50,7 @@ def test_no_example_environment_is_built_and_the_batch_is_the_same(cls: Any) -> 
     assert batches[0].agent.action.tolist() == batches[1].agent.action.tolist()
 
 
+@pytest.mark.slow
 def test_a_vector_environment(start_method: str) -> None:
     envs = ShmVectorEnv([partial(make, main=os.getpid())] * 2, spaces=SPACES, context=start_method)
     assert (envs.single_observation_space, envs.single_action_space) == SPACES
@@ -66,7 +69,7 @@ def test_a_batched_environment() -> None:
         check_spaces_are_compared(sampler)
 
 
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler])
+@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler, GpuSampler]))
 def test_environments_with_other_spaces_are_refused(cls: Any) -> None:
     with cls(CountingEnv, spaces=OTHER, **SIZE) as sampler:
         check_spaces_are_compared(sampler)

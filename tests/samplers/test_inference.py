@@ -23,7 +23,7 @@ from penstock import (
 from penstock.testing import DelegatingAgent
 
 from ..models import CartPoleNet as Net
-from ..scale import START_METHODS, pairs
+from ..scale import START_METHODS, pairs, scaled, some
 from ..support import Batch, assert_same, run
 
 pytestmark = pytest.mark.slow
@@ -68,8 +68,7 @@ def check_publications(cls: Any, kind: Any, wrap: Any = lambda agent: agent, **o
             assert {info.Length for info in sampler.evaluate_agent(itr)} <= {8, 9, 10, 11}
 
 
-@pytest.mark.parametrize("kind", FAST)
-@pytest.mark.parametrize("case", SAMPLERS)
+@pytest.mark.parametrize(("case", "kind"), pairs(SAMPLERS, FAST))
 def test_every_sampler_follows_publications(case: str, kind: str) -> None:
     cls, options = SAMPLERS[case]
     check_publications(cls, kind, **options)
@@ -102,11 +101,12 @@ def test_the_number_of_workers_changes_no_more_than_the_last_bits(kind: str) -> 
     """As for torch's models: the rows of a matrix product may be rounded in another way if there are more of them."""
     reference = batches(SerialSampler, kind)
     assert any(batch.env.done.any() for batch, _ in reference)
-    for cls, options in ((ParallelSampler, {"n_workers": 2}), (ParallelSampler, {"n_workers": 4}), SAMPLERS["central"]):
+    two, four = (ParallelSampler, {"n_workers": 2}), (ParallelSampler, {"n_workers": 4})
+    for cls, options in scaled([two, four, SAMPLERS["central"]], [four, SAMPLERS["central"]]):
         assert_same(batches(cls, kind, **options), reference, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", some(FAST, 1))
 def test_the_same_sampler_gives_the_same_bits_again(kind: str) -> None:
     assert_same(*(batches(ParallelSampler, kind, n_workers=2) for _ in range(2)))
 
@@ -119,8 +119,7 @@ def test_the_actions_are_those_of_torch(kind: str) -> None:
 # ---- the check at the start --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", FAST)
-@pytest.mark.parametrize("case", ["serial", "parallel", "central", "central, in a process"])
+@pytest.mark.parametrize(("case", "kind"), pairs(["serial", "parallel", "central, in a process", "central"], FAST))
 def test_stats_have_the_difference_to_torch(case: str, kind: Any) -> None:
     cls, options = SAMPLERS[case]
     with cls(CARTPOLE, batch_T=2, batch_B=4, **options) as sampler:

@@ -174,6 +174,7 @@ def test_shutdown_that_is_cut_short_is_done_by_the_next(monkeypatch: pytest.Monk
     sampler.shutdown()
 
 
+@pytest.mark.slow
 def test_a_fork_may_not_drive_its_parents_workers() -> None:
     with sampler_of() as sampler:
         sampler.initialize(RandomAgent())

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ..process.support import is_running
-from ..scale import START_METHODS, USUAL_METHODS, pairs, scaled, with_start_methods
+from ..scale import FULL, START_METHODS, USUAL_METHODS, pairs, scaled, with_start_methods
 from ..starter import Program
 
 pytestmark = [pytest.mark.usefixtures("starter"), pytest.mark.slow]
@@ -67,13 +67,13 @@ FORGOTTEN = ""
 @pytest.mark.parametrize(
     ("ending", "start_method"),
     [
-        *scaled([], [(FORGOTTEN, "fork"), (FORGOTTEN, "spawn")]),
+        *scaled([], [(FORGOTTEN, "fork")]),
         *pairs([FORGOTTEN, "sampler.start_samples(1)", "del sampler", "raise SystemExit(3)", "1 / 0"], LATER_METHODS),
     ],
 )
 def test_a_forgotten_shutdown_leaves_no_process(tmp_path: Path, ending: str, start_method: str) -> None:
     process = launch(
-        tmp_path, start_method, f"sampler = start()\n{ending}", new=not ending and start_method == "forkserver"
+        tmp_path, start_method, f"sampler = start()\n{ending}", new=FULL and not ending and start_method == "forkserver"
     )
     workers = workers_of(process)
     _, stderr = process.communicate(timeout=30)

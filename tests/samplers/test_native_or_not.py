@@ -83,7 +83,7 @@ CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("env_fn", "make_agent", "kwargs", "used"), quick_first(CASES, 4))
+@pytest.mark.parametrize(("env_fn", "make_agent", "kwargs", "used"), quick_first(CASES, 2))
 def test_batches_are_the_same_bit_for_bit(env_fn: Any, make_agent: Any, kwargs: Any, used: set[str]) -> None:
     with calls_of_native(compiled=True) as done:
         found = sample(env_fn, make_agent, **kwargs)
@@ -95,7 +95,7 @@ def test_batches_are_the_same_bit_for_bit(env_fn: Any, make_agent: Any, kwargs: 
 
 
 @pytest.mark.parametrize("limits", quick_first([{"eval_episodes": 4, "eval_max_steps": 3000}, {"eval_max_steps": 100}]))
-@pytest.mark.parametrize("script", [None, [{}] * 128])  # 128 rows are one chunk of an evaluation
+@pytest.mark.parametrize("script", quick_first([None, [{}] * 128]))  # 128 rows are one chunk of an evaluation
 def test_batches_of_several_agents_are_the_same_bit_for_bit(limits: dict[str, Any], script: Any) -> None:
     env_kwargs = [{"k": k, "script": script} for k in (3, 1, 4, 2, 3)]
 

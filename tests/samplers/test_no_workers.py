@@ -40,6 +40,7 @@ def n_processes(cls: type[GpuSampler], affinity: Any = None, **kwargs: Any) -> i
         return len(sampler.worker_pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("idle", "cls", "kwargs", "has_none"),
     quick_first(

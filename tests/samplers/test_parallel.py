@@ -12,7 +12,7 @@ import psutil
 import pytest
 import threadpoolctl
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -32,7 +32,7 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.workers.affinity import usable_cpus
 
-from ..scale import FULL, START_METHODS, methods
+from ..scale import START_METHODS, examples, methods, scaled
 from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
@@ -64,7 +64,7 @@ def test_every_one_step_episode_is_delivered_in_its_batch(cls: type[Sampler], tr
     how = {"env_kwargs": {"length": 1}, "traj_info_cls": traj_info_cls}
     with cls(CountingEnv, batch_T=T, batch_B=B, n_workers=2, **how) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
-        for itr in range(3):
+        for itr in range(scaled(3, 2)):
             samples, infos = sampler.obtain_samples(itr)
             assert samples.env.done.all()
             assert len(infos) == T * B
@@ -72,7 +72,7 @@ def test_every_one_step_episode_is_delivered_in_its_batch(cls: type[Sampler], tr
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None)
+@examples(4, 8)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), T=st.integers(1, 30), n_workers=st.integers(1, 4))
 def test_as_many_infos_as_dones_with_any_episode_lengths(lengths: list[int], T: int, n_workers: int) -> None:
     how = {"env_kwargs": [{"length": n} for n in lengths], "start_method": "fork", "max_decorrelation_steps": 5}
@@ -86,7 +86,8 @@ def test_as_many_infos_as_dones_with_any_episode_lengths(lengths: list[int], T: 
             assert all(info.Return == sum(range(1, info.Length + 1)) for info in infos)
 
 
-@methods(*START_METHODS)
+@pytest.mark.slow
+@methods("fork", "forkserver")
 def test_a_subclass_keeps_constants_attributes_and_class(start_method: str) -> None:
     how = {"start_method": start_method, "traj_info_cls": OwnTrajInfo}
     with sampler_of(ParallelSampler, batch_T=10, batch_B=3, **how) as sampler:
@@ -114,6 +115,7 @@ def test_discount_is_a_constant_of_the_stock_info(cls: type[Sampler]) -> None:
             assert info.DiscountedReturn == pytest.approx(1 + 2 / 2 + 3 / 4 + 4 / 8 + 5 / 16)
 
 
+@pytest.mark.slow
 def test_more_workers_than_environments_and_uneven_shares() -> None:
     with ParallelSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=5) as sampler:
         sampler.initialize(RandomAgent())
@@ -141,25 +143,20 @@ class WhereEnv(CountingEnv):
 
 
 @pytest.mark.slow
-@methods(*START_METHODS)
+@methods("forkserver")
 def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> None:
     cpus = usable_cpus()
-    # After a spawn each worker imports torch, and the rest is the same code for all start methods.
-    is_short = start_method == "spawn" and not FULL
-    n = 2 if is_short else 3
 
     def places(affinity: Any, cls: type[Sampler] = ParallelSampler) -> tuple[list[float], set[float]]:
         with cls(
-            WhereEnv, batch_T=1, batch_B=n, n_workers=n, start_method=start_method, max_decorrelation_steps=0
+            WhereEnv, batch_T=1, batch_B=3, n_workers=3, start_method=start_method, max_decorrelation_steps=0
         ) as sampler:
             sampler.initialize(RandomAgent(), affinity=affinity)
             sampler.obtain_samples(0)
             samples, _ = sampler.obtain_samples(1)
             return samples.env.reward[0].tolist(), set(samples.env.observation.unique().tolist())
 
-    assert places(None) == ([cpus[i % len(cpus)] for i in range(n)], {1.0})
-    if is_short:
-        return
+    assert places(None) == ([cpus[i % len(cpus)] for i in range(3)], {1.0})
     last = cpus[-1]
     assert places(Affinity(cpus=[last, last, last], torch_threads=2)) == ([last] * 3, {2.0})
     assert places([last, last, last], GpuSampler) == ([last] * 3, {1.0})
@@ -205,7 +202,8 @@ class Threads(nn.Module):
         return self.head(observation), torch.full((len(observation),), float(n))
 
 
-@methods(*START_METHODS)
+@pytest.mark.slow
+@methods("fork", "forkserver")
 def test_the_server_process_uses_as_many_threads_as_torch_does_here(start_method: str) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -256,6 +254,7 @@ def test_a_worker_never_acts_on_half_written_parameters() -> None:
             assert torch.equal(values, values.round())
 
 
+@pytest.mark.slow
 @both
 def test_one_agent_may_serve_two_samplers(cls: type[Sampler]) -> None:
     agent = CategoricalPgAgent(partial(Revealing, 10))
@@ -344,6 +343,7 @@ def test_stats_add_up() -> None:
     assert (np.diff(timeline, axis=1) >= 0).all()
 
 
+@pytest.mark.slow
 @methods(*START_METHODS)
 def test_workers_see_todays_environment_variables(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Variables(CountingEnv):

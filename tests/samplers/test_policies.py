@@ -28,7 +28,7 @@ from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.replays import Replay
 from penstock.targets import Steps, gae
 
-from ..scale import quick_first
+from ..scale import quick_first, scaled, some
 from ..seats_support import Book, Numbered, Published, Roles, Valued, assert_same, batches_of, check_rules, serial
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
@@ -57,11 +57,12 @@ def two(cls: type[Any] = Book) -> dict[str, Any]:
 def test_any_number_of_workers_gives_the_same_batches(name: str) -> None:
     options = {"policy_of": POLICY_OF[name], "env_kwargs": MIXED, "evaluate": True}
     wanted = serial(ScriptedGame, two(), **options)
-    for n_workers in (2, 5):
+    for n_workers in scaled((2, 5), (3,)):
         assert_same(wanted, batches_of(ParallelSampler, ScriptedGame, two(), n_workers=n_workers, **options))
     assert_same(wanted, serial(ScriptedGame, two(), n_slots=3, debug=True, **options))
 
 
+@pytest.mark.slow
 def test_an_asynchronous_sampler_of_policies_without_parameters_gives_the_same() -> None:
     options = {"policy_of": odd_or_even, "env_kwargs": MIXED}
     wanted = serial(ScriptedGame, two(), **options)
@@ -142,6 +143,7 @@ def test_there_is_one_timeline_for_all_policies() -> None:
         assert [worker.steps for worker in sampler.stats().workers] == [12, 6]
 
 
+@pytest.mark.slow
 def test_the_columns_of_an_environment_can_be_seen_together() -> None:
     with ParallelSampler(ScriptedGame, env_kwargs={"k": 5}, batch_T=6, batch_B=3, n_workers=2) as sampler:
         sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0, bootstrap_value=True)
@@ -162,6 +164,7 @@ def test_the_columns_of_an_environment_can_be_seen_together() -> None:
             samples.even.by_env()
 
 
+@pytest.mark.slow
 def test_policies_may_have_unlike_spaces() -> None:
     agents = {"leader": RandomAgent(), "others": RandomAgent()}
 
@@ -189,7 +192,6 @@ def test_policies_may_have_unlike_spaces() -> None:
             (AlternatingSampler, {"n_workers": 3}),
             (AsyncSampler, {"n_workers": 2, "lag": 1}),
         ],
-        2,
     ),
 )
 def test_a_dict_may_have_one_policy(cls: type[Any], kwargs: dict[str, Any]) -> None:
@@ -265,7 +267,7 @@ def test_env_rank_is_that_of_all_machines() -> None:
 # ---- parameters --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler]))
 def test_a_frozen_opponent_stays_as_it_is(cls: type[Sampler]) -> None:
     agents = {"learner": Published(), "frozen": Published()}
     agents["frozen"].number = np.array(2)
@@ -332,7 +334,8 @@ def test_one_policy_has_figures_of_its_own_too() -> None:
 # ---- evaluation --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_workers", quick_first([1, 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("n_workers", some([3, 1], 1))
 def test_evaluations_count_games(n_workers: int) -> None:
     found = []
     for limits in ({"eval_episodes": 50}, {"eval_max_trajectories": 50}):
@@ -365,6 +368,7 @@ def test_evaluations_count_games(n_workers: int) -> None:
     assert found[0] != found[1], "each evaluation has streams of its own"
 
 
+@pytest.mark.slow
 def test_evaluations_do_not_show_in_batches() -> None:
     plain = serial(ScriptedGame, two(), policy_of=odd_or_even, env_kwargs=MIXED)
     between = serial(ScriptedGame, two(), policy_of=odd_or_even, env_kwargs=MIXED, evaluate=True)
@@ -384,8 +388,8 @@ def test_evaluations_are_alike_in_any_number_of_workers(kind: str) -> None:
             return [[vars(info) for info in sampler.evaluate_agent(itr)] for itr in range(2)]
 
     wanted = evaluated(1)
-    assert evaluated(3) == wanted
-    assert evaluated(4) == wanted
+    for n_workers in scaled((3, 4), (3,)):
+        assert evaluated(n_workers) == wanted
 
 
 def test_an_agent_sees_its_rewards_in_an_evaluation_too() -> None:

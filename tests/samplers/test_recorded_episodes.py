@@ -29,6 +29,7 @@ from penstock.buffers import episode_log
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
 from penstock.testing import Fault, FaultyAgent, faulty_env
 
+from ..scale import mostly_first, quick_first, some
 from ..support import assert_same, collect
 
 T, B = 12, 4
@@ -67,8 +68,12 @@ class Walk(gym.Env[Any, Any]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wait_reset", [False, True])
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
-@pytest.mark.parametrize("env_fn", [Walk, partial(NestedEnv, 31)], ids=["Walk", "NestedEnv"])
+@pytest.mark.parametrize(
+    ("env_fn", "cls"),
+    mostly_first(
+        [Walk, partial(NestedEnv, 31)], [SerialSampler, *some([ParallelSampler, GpuSampler, AlternatingSampler], 1)]
+    ),
+)
 def test_any_step_of_the_last_batch_is_repeated(env_fn: Any, cls: type[Sampler], wait_reset: bool) -> None:
     rng = np.random.default_rng(0)
     collector = {"collector_cls": WaitResetCollector} if wait_reset else {}
@@ -128,7 +133,7 @@ def failure(sampler: Sampler, n_batches: int = 50, agent: Any = None) -> WorkerE
 
 
 @pytest.mark.parametrize("where", ["batch", "decorrelation"])
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler]))
 def test_run_stops_before_the_step_that_failed(cls: type[Sampler], where: str, tmp_path: Path) -> None:
     n = 400 if where == "decorrelation" else 0
     error = failure(

@@ -28,6 +28,7 @@ from penstock.envs import CountingEnv, SlowEnv
 from penstock.replays import Frames, Prioritized, Ratio, Replay, Sequences
 from penstock.samplers import asynchronous
 
+from ..scale import pairs
 from ..support import assert_same
 from .async_support import VersionAgent
 
@@ -35,7 +36,8 @@ T, B = 4, 5
 LENGTH = 5
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
-servers = pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
+SERVERS = (None, "process")
+servers = pytest.mark.parametrize("server", SERVERS, ids=["workers act", "server acts"])
 
 
 def make(replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, **kwargs: Any) -> AsyncSampler:
@@ -68,8 +70,7 @@ def check_transitions(replay: Replay, batch: Any, truncates: bool = False) -> No
 # ---- what is in the replay -----------------------------------------------------------------------
 
 
-@servers
-@pytest.mark.parametrize("truncates", [False, True])
+@pytest.mark.parametrize(("server", "truncates"), pairs(SERVERS, [False, True]))
 def test_the_replay_holds_what_the_environments_did(server: Any, truncates: bool, tmp_path: Path) -> None:
     file = tmp_path / "steps" if truncates else None
     replay = Replay(B * 80, 3, 1.0, file=file, max_truncations=B * 40, seed=0)
@@ -306,8 +307,7 @@ def test_a_paused_sampler_and_one_that_was_shut_down() -> None:
         check_transitions(replay, replay.sample(40))  # it keeps what it has
 
 
-@pytest.mark.parametrize("options", [{}, {"prioritized": Prioritized()}], ids=["uniform", "prioritized"])
-@pytest.mark.parametrize("truncates", [False, True])
+@pytest.mark.parametrize(("options", "truncates"), pairs([{}, {"prioritized": Prioritized()}], [False, True]), ids=str)
 def test_save_while_the_workers_run_and_go_on_with_another_sampler(
     tmp_path: Path, options: dict[str, Any], truncates: bool
 ) -> None:

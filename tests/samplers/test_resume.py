@@ -39,7 +39,7 @@ from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
 from penstock.testing import Fault, faulty_env
 
 from .. import support
-from ..scale import pairs
+from ..scale import FULL, pairs, scaled
 from ..support import Batch, assert_same
 
 pytestmark = pytest.mark.slow
@@ -168,7 +168,11 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+#: Daily these run with workers only, in the tests below.
+WITH_WORKERS = ("random", "wait reset", "traj info", "replayed", "recurrent", "slots", "noise with drift")
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if FULL or name not in WITH_WORKERS])
 def test_a_run_continues_exactly(name: str) -> None:
     make_agent, kwargs = OPTIONS[name]
     report = resumed(make_agent, SerialSampler, SerialSampler, **kwargs)
@@ -176,11 +180,13 @@ def test_a_run_continues_exactly(name: str) -> None:
     assert str(report) == "5 environments continue exactly, 0 began new episodes"
 
 
-@pytest.mark.parametrize("name", ["random", "wait reset", "traj info", "replayed", "recurrent"])
-def test_a_run_continues_exactly_with_another_number_of_workers(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    pairs(["random", "wait reset", "traj info", "replayed", "recurrent"], [ParallelSampler, SerialSampler]),
+)
+def test_a_run_continues_exactly_with_another_number_of_workers(name: str, cls: type[Sampler]) -> None:
     make_agent, kwargs = OPTIONS[name]
-    resumed(make_agent, ParallelSampler, ParallelSampler, **kwargs)
-    assert len(resumed(make_agent, SerialSampler, ParallelSampler, **kwargs).exact) == 5
+    assert len(resumed(make_agent, cls, ParallelSampler, **kwargs).exact) == 5
 
 
 @pytest.mark.parametrize(
@@ -194,7 +200,7 @@ def test_a_run_with_central_inference_continues_exactly(name: str, kwargs: dict[
 
 
 @pytest.mark.usefixtures("no_idle_cpu")
-@pytest.mark.parametrize("name", ["slots", "recurrent"])
+@pytest.mark.parametrize("name", scaled(["slots", "recurrent"], ["recurrent"]))
 def test_a_run_without_workers_continues_exactly_with_workers(name: str) -> None:
     """`resumed` gives `n_workers` to the second sampler only."""
     make_agent, options = OPTIONS[name]

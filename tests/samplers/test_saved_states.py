@@ -11,6 +11,7 @@ import torch
 from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SamplerBrokenError, SerialSampler
 from penstock.samplers.restoring import checksum
 
+from ..scale import pairs, quick_first
 from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
@@ -40,6 +41,7 @@ def test_torch_reads_a_state_as_documented(env_state: Any) -> None:
     assert len(report.exact if env_state == "auto" else report.reseeded) == 4
 
 
+@pytest.mark.slow
 @both
 def test_a_column_that_cannot_be_loaded_breaks_the_sampler(cls: type[Sampler]) -> None:
     state = state_of(make(), env_state="require")
@@ -72,24 +74,27 @@ def test_counts_continue_after_a_resume(cls: type[Sampler]) -> None:
 
 @pytest.mark.parametrize(
     ("part", "damaged", "message"),
-    [
-        ("evaluations", None, "its counts, columns and evaluations must be dicts"),
-        ("evaluations", {0: 3}, "its evaluations must be pairs of integers"),
-        ("columns", [], "its counts, columns and evaluations must be dicts"),
-        ("columns", {}, "it has no column 0"),
-        ("columns", {0: {"kind": "pickle"}}, "it has no column 0"),
-        ("columns", {0: {"kind": "pickle", "why": "", "data": None}}, "its column 0 has no data"),
-        ("columns", {0: {"kind": "x", "why": "", "data": b""}}, "it has no column 0"),
-        ("counts", {"env_steps": "3"}, "its counts have no number env_steps"),
-        *[
-            ("counts", {"env_steps": wrong}, "its counts have no number env_steps of at least 0, but")
-            for wrong in (-1, float("nan"), float("inf"), np.array([1, 2]))
+    quick_first(
+        [
+            ("evaluations", None, "its counts, columns and evaluations must be dicts"),
+            ("evaluations", {0: 3}, "its evaluations must be pairs of integers"),
+            ("columns", [], "its counts, columns and evaluations must be dicts"),
+            ("columns", {}, "it has no column 0"),
+            ("columns", {0: {"kind": "pickle"}}, "it has no column 0"),
+            ("columns", {0: {"kind": "pickle", "why": "", "data": None}}, "its column 0 has no data"),
+            ("columns", {0: {"kind": "x", "why": "", "data": b""}}, "it has no column 0"),
+            ("counts", {"env_steps": "3"}, "its counts have no number env_steps"),
+            *[
+                ("counts", {"env_steps": wrong}, "its counts have no number env_steps of at least 0, but")
+                for wrong in (-1, float("nan"), float("inf"), np.array([1, 2]))
+            ],
+            ("counts", {"env_steps": 1e30}, r"its counts have no number env_steps of at least 0, but 1e\+30"),
+            ("evaluations", {0: [-1, 0]}, "its evaluations must be pairs of integers"),
+            ("checksum", 0, "the checksum of its columns differs. Load another"),
+            ("checksum", None, "the checksum of its columns differs. Load another"),
         ],
-        ("counts", {"env_steps": 1e30}, r"its counts have no number env_steps of at least 0, but 1e\+30"),
-        ("evaluations", {0: [-1, 0]}, "its evaluations must be pairs of integers"),
-        ("checksum", 0, "the checksum of its columns differs. Load another"),
-        ("checksum", None, "the checksum of its columns differs. Load another"),
-    ],
+        4,
+    ),
 )
 def test_a_damaged_state_changes_nothing(part: str, damaged: Any, message: str) -> None:
     state = state_of(make())
@@ -110,8 +115,10 @@ def test_changed_bytes_in_a_column_are_found() -> None:
         sampler.load_state_dict(state)
 
 
-@pytest.mark.parametrize("array", [np.arange(4), torch.arange(4), np.arange(1)])
-@pytest.mark.parametrize("name", ["seed", "env_ranks", "spaces", "central", "seed_episodes"])
+@pytest.mark.parametrize(
+    ("name", "array"),
+    pairs(["seed", "env_ranks", "spaces", "central", "seed_episodes"], [np.arange(4), torch.arange(4), np.arange(1)]),
+)
 def test_an_array_in_a_state_is_refused_by_name(name: str, array: Any) -> None:
     state = state_of(make(), 0)
     with make() as sampler:

@@ -33,7 +33,7 @@ from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.replays import Replay
 from penstock.targets import gae
 
-from ..scale import quick_first, scaled
+from ..scale import pairs, quick_first, scaled
 from ..seats_support import Book, Valued, serial
 
 LONG: Any = [{}] * 30
@@ -155,7 +155,7 @@ def spoiled(spoil: Spoil, at: int = 3) -> list[Any]:
     return [fine, fine, partial(Spoiled, spoil, at, start=["a0", "a1"])]
 
 
-@pytest.mark.parametrize("name", SPOILS)
+@pytest.mark.parametrize("name", quick_first(SPOILS, 8))
 def test_a_wrong_step_is_named(name: str) -> None:
     spoil, message = SPOILS[name]
     samplers = SAMPLERS if name in ("vanishes", "reward is text", "raises") else scaled(SAMPLERS, SAMPLERS[:1])
@@ -345,7 +345,7 @@ RESETS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", RESETS)
-@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("at", quick_first([1, 2]))
 @pytest.mark.parametrize("options", [{}, pytest.param({"global_state": True}, marks=pytest.mark.slow)])
 def test_a_wrong_reset_is_named(name: str, at: int, options: dict[str, Any]) -> None:
     spoil, message = RESETS[name]
@@ -361,7 +361,7 @@ def test_a_wrong_reset_is_named(name: str, at: int, options: dict[str, Any]) -> 
 # ---- optional checks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", quick_first([np.nan, np.inf]))
 @pytest.mark.parametrize("where", ["observation", "reward", "final observation"])
 def test_check_finite_names_the_agent(where: str, value: float) -> None:
     def spoil(game: Any, results: list[Any]) -> None:
@@ -631,6 +631,7 @@ def test_calls_that_are_not_for_several_agents_are_refused(tmp_path: Any) -> Non
                 sampler.state_dict()
 
 
+@pytest.mark.slow
 def test_a_reseeded_run_continues_with_new_games() -> None:
     options: dict[str, Any] = {"batch_T": 6, "batch_B": 3}
     with SerialSampler(ScriptedGame, **options) as sampler:
@@ -729,12 +730,14 @@ def test_who_waits_is_not_said_to_be_a_policy() -> None:
         assert "by the policy" not in repr(sampler)
 
 
-@pytest.mark.parametrize(("n_workers", "n_evals"), quick_first([(2, 1), (3, 2), (3, 4)]))
-@pytest.mark.parametrize("options", quick_first([{}, {"serve_envs": 1}, {"server": "process"}]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "options"), quick_first(pairs([(2, 1), (3, 2), (3, 4)], [{}, {"serve_envs": 1}, {"server": "process"}]))
+)
 def test_a_worker_of_a_central_sampler_may_have_no_game_to_evaluate(
-    n_workers: int, n_evals: int, options: dict[str, Any]
+    sizes: tuple[int, int], options: dict[str, Any]
 ) -> None:
-    found = []
+    (n_workers, n_evals), found = sizes, []
     evaluation: dict[str, Any] = {"eval_n_envs": n_evals, "eval_episodes": 5, "eval_max_steps": 2000}
     central: dict[str, Any] = {"n_workers": n_workers, **options}
     for cls, own in ((SerialSampler, {}), (GpuSampler, central)):

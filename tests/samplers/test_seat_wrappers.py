@@ -21,6 +21,8 @@ from tests.scale import scaled
 from tests.seats_support import assert_same, batches_of
 from tests.turns_support import TurnGame, Valuing
 
+from ..scale import quick_first, some
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
 
@@ -111,7 +113,7 @@ def plain_decisions(env: Any, seed: int, actions: dict[Any, deque[int]]) -> tupl
             observations, _ = env.reset()
 
 
-@pytest.mark.parametrize(("k", "chance"), [(1, 0.3), (3, 0.4), (4, 1.0)])
+@pytest.mark.parametrize(("k", "chance"), quick_first([(3, 0.4), (1, 0.3), (4, 1.0)]))
 def test_each_decision_has_the_rewards_and_steps_until_the_next_one(k: int, chance: float) -> None:
     T, n, B = 6, scaled(300, 25), 3
     with SerialSampler(
@@ -162,6 +164,7 @@ def test_each_decision_has_the_rewards_and_steps_until_the_next_one(k: int, chan
                     np.testing.assert_array_equal(row["last"], decision["last"])
 
 
+@pytest.mark.slow
 def test_every_reward_is_in_a_decision_or_late() -> None:
     envs: list[Clocks] = []
 
@@ -193,7 +196,7 @@ SAMPLERS: list[tuple[type[Sampler], dict[str, Any]]] = [
 def test_one_batch_whatever_the_sampler() -> None:
     options: dict[str, Any] = {"evaluate": True, "env_info": {"steps": 0}, "n": 3}
     wanted = batches_of(SerialSampler, lambda: OwnClocks(Clocks()), Valuing(), **options)
-    for cls, own in SAMPLERS:
+    for cls, own in some(SAMPLERS, 3, 1):
         assert_same(wanted, batches_of(cls, lambda: OwnClocks(Clocks()), Valuing(), **own, **options))
 
 
@@ -270,6 +273,7 @@ def test_a_game_in_which_nobody_is_asked_any_more_is_refused(monkeypatch: pytest
         game.step(0)
 
 
+@pytest.mark.slow
 def test_who_has_ended_and_is_not_removed_is_named() -> None:
     class Stays(TurnGame):
         def step(self, action: Any) -> None:
@@ -368,6 +372,7 @@ def crowd() -> Any:
     return Seats(Crowd(), SEATS, kind=kind_of, spaces=SPACES)
 
 
+@pytest.mark.slow
 def test_the_rows_of_an_agent_are_in_one_seat() -> None:
     env = Crowd()
 

@@ -31,7 +31,7 @@ from penstock.envs.toy import ScriptedGame
 from penstock.replays import Ratio, Replay, Sequences
 from penstock.targets import Steps, gae
 
-from ..scale import START_METHODS, pairs, quick_first, scaled, with_start_methods
+from ..scale import pairs, quick_first, scaled, with_start_methods
 from ..seats_support import (
     OPENING,
     STORY,
@@ -78,7 +78,7 @@ def reference(name: str) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), quick_first(scaled(list(product(AGENTS, SAMPLERS)), pairs(AGENTS, SAMPLERS)), 4)
+    ("name", "how"), quick_first(scaled(list(product(AGENTS, SAMPLERS)), pairs(AGENTS, SAMPLERS)), 2)
 )
 def test_every_sampler_gives_the_same_batches(name: str, how: str) -> None:
     wanted = reference(name)
@@ -87,13 +87,15 @@ def test_every_sampler_gives_the_same_batches(name: str, how: str) -> None:
     assert_same(wanted, batches_of(cls, ScriptedGame, AGENTS[name](), evaluate=True, **options_of(name), **kwargs))
 
 
-@with_start_methods("how", ["parallel 3", "central, process"], START_METHODS)
+@pytest.mark.slow
+@with_start_methods("how", ["parallel 3", "central, process"])
 def test_every_start_method_gives_the_same(how: str, start_method: str) -> None:
     cls, kwargs = SAMPLERS[how]
     found = batches_of(cls, ScriptedGame, Book(), evaluate=True, start_method=start_method, **options_of(""), **kwargs)
     assert_same(reference("book"), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_workers", [2, 3])
 def test_an_asynchronous_sampler_with_lag_gives_the_same(n_workers: int) -> None:
     found = batches_of(AsyncSampler, ScriptedGame, Book(), lag=1, n_workers=n_workers, env_kwargs=MIXED)
@@ -109,7 +111,7 @@ def test_rewards_are_added_up_alike_in_any_number_of_workers() -> None:
 
     wanted = serial(Fractions, RandomAgent(), env_kwargs={"k": 37}, bootstrap_value=False, batch_T=30)
     assert sum(len(infos) for _, infos in wanted) > 100
-    for n_workers in (2, 5):
+    for n_workers in scaled((2, 5), (3,)):
         found = batches_of(
             ParallelSampler,
             Fractions,
@@ -193,6 +195,7 @@ def test_the_rules_hold_in_random_games(env_fn: Any) -> None:
             assert n_ends > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env_fn", [ScriptedGame, Odd])
 def test_every_reward_is_in_one_cell_or_is_late(env_fn: Any) -> None:
     n_games = scaled(10**5, 400)
@@ -227,11 +230,11 @@ def test_every_step_may_be_taken_the_careful_way() -> None:
 
     for env_fn in (ScriptedGame, Odd):
         fast, careful = (
-            serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 10), batch_T=30, **kwargs)
+            serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, **kwargs)
             for kwargs in ({}, {"debug": True})
         )
         assert_same(fast, careful)
-        watched = serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 10), batch_T=30, traj_info_cls=Plain)
+        watched = serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, traj_info_cls=Plain)
         assert_same([(batch, 0) for batch, _ in fast], [(batch, 0) for batch, _ in watched])
 
 
@@ -269,7 +272,7 @@ def test_values_stand_where_learners_need_them() -> None:
         assert n_idle > 10
 
 
-@pytest.mark.parametrize("record_final_obs", [True, False])
+@pytest.mark.parametrize("record_final_obs", quick_first([True, False]))
 def test_advantages_along_columns_are_those_of_whole_trajectories(record_final_obs: bool) -> None:
     gamma, lam, T = 0.97, 0.9, 8
     agent = Valued()
@@ -399,6 +402,7 @@ class Diary(TrajInfo):
         self.end = final_observation.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env_fn", quick_first([ScriptedGame, Odd]))
 @pytest.mark.parametrize("n_workers", quick_first([2, 1]))
 def test_a_traj_info_of_one_s_own_follows_each_agent(env_fn: Any, n_workers: int) -> None:
@@ -430,6 +434,7 @@ def test_a_traj_info_of_one_s_own_follows_each_agent(env_fn: Any, n_workers: int
         assert n_games > 20
 
 
+@pytest.mark.slow
 def test_a_traj_info_of_one_s_own_has_the_figures_of_the_stock_one() -> None:
     class Own(TrajInfo):
         """Nothing is added."""
@@ -449,6 +454,7 @@ def test_a_traj_info_of_one_s_own_has_the_figures_of_the_stock_one() -> None:
 # ---- what policies remember --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", quick_first(["parallel 2", "central, first-ready", "central, process", "alternating"]))
 def test_a_seat_s_state_counts_its_own_steps(how: str) -> None:
     cls, kwargs = SAMPLERS[how]
@@ -481,6 +487,7 @@ def test_a_seat_s_state_counts_its_own_steps(how: str) -> None:
         assert n_returns > 20
 
 
+@pytest.mark.slow
 def test_the_first_row_after_random_steps_continues_the_trajectory() -> None:
     options: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 1, "batch_B": 5, "max_decorrelation_steps": 40}
     n_within = 0
@@ -520,6 +527,7 @@ def test_the_length_of_a_trajectory_contains_its_random_steps(length: int) -> No
 # ---- other kinds of environments ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ids_may_be_integers_and_actions_dicts() -> None:
     wanted = serial(Numbered, RandomAgent(), bootstrap_value=False, evaluate=True)
     assert_same(
@@ -571,11 +579,10 @@ class Nested(ScriptedGame):
 def test_observations_and_actions_may_have_many_parts(dtype: Any) -> None:
     options: dict[str, Any] = {"bootstrap_value": False, "evaluate": True, "observation_dtype": dtype}
     wanted = serial(Nested, RandomAgent(), **options)
-    for cls, kwargs in (
-        (SerialSampler, {"debug": True, "check_finite": True}),
-        (ParallelSampler, {"n_workers": 3}),
-        (GpuSampler, {"n_workers": 3, "min_ready": 1}),
-    ):
+    careful: Any = (SerialSampler, {"debug": True, "check_finite": True})
+    parallel: Any = (ParallelSampler, {"n_workers": 3})
+    central: Any = (GpuSampler, {"n_workers": 3, "min_ready": 1})
+    for cls, kwargs in scaled([careful, parallel, central], [parallel] if dtype is None else [careful, central]):
         assert_same(wanted, batches_of(cls, Nested, RandomAgent(), **options, **kwargs))
     for batch, _ in wanted:
         if batch is None:
@@ -731,6 +738,7 @@ def check_drawn(drawn: Any, n_step: int, discount: float) -> None:
         np.testing.assert_allclose(drawn.return_, before[:, 1] + 1 + np.asarray(drawn.action))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_step", [1, 3])
 def test_a_replay_draws_no_idle_cell(n_step: int) -> None:
     replay = Replay(capacity=40_000, n_step=n_step, discount=0.9, seed=0)
@@ -786,6 +794,7 @@ def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, 
             assert games == list(range(len(games)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record_final_obs", [True, False])
 def test_extra_checks_accept_idle_seats(record_final_obs: bool) -> None:
     options = {"env_kwargs": MIXED, "record_final_obs": record_final_obs}

@@ -20,7 +20,7 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 
-from ..scale import quick_first
+from ..scale import quick_first, scaled
 from .async_support import VersionAgent, batch_of, check_streams
 
 T, B = 4, 4
@@ -59,6 +59,7 @@ def test_a_backward_pass_through_a_batch_that_was_given_back_raises(cls: type[Sa
         assert float(weight.grad) == float(kept.env.reward.sum())
 
 
+@pytest.mark.slow
 @every
 def test_within_its_validity_a_backward_pass_is_right(cls: type[Sampler]) -> None:
     with begin(cls) as sampler:
@@ -70,6 +71,7 @@ def test_within_its_validity_a_backward_pass_is_right(cls: type[Sampler]) -> Non
             assert float(weight.grad) == float(samples.env.reward.sum())
 
 
+@pytest.mark.slow
 @every
 def test_a_batch_tells_its_number_and_whether_it_is_current(cls: type[Sampler]) -> None:
     with begin(cls) as sampler:
@@ -84,6 +86,7 @@ def test_a_batch_tells_its_number_and_whether_it_is_current(cls: type[Sampler]) 
         assert (kept.batch, kept.is_current, kept.valid_until) == (None, True, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler, GpuSampler]))
 def test_synchronous_samplers_keep_the_last_batches_valid(cls: type[Sampler]) -> None:
     with begin(cls) as one, begin(cls, n_slots=3) as sampler:
@@ -135,7 +138,7 @@ def test_with_debug_what_was_given_back_is_poisoned_and_refused(cls: type[Sample
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("collector_cls", [None, WaitResetCollector])
+@pytest.mark.parametrize("collector_cls", scaled([None, WaitResetCollector], [WaitResetCollector]))
 @every
 def test_debug_changes_no_batch(cls: type[Sampler], collector_cls: Any) -> None:
     options = {} if collector_cls is None else {"collector_cls": collector_cls}

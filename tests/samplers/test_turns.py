@@ -35,7 +35,7 @@ from tests.scale import scaled
 from tests.seats_support import Book, Valued, assert_same, batches_of
 from tests.turns_support import PlainLoop, TurnGame, Valuing
 
-from ..scale import quick_first
+from ..scale import quick_first, some
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
@@ -201,6 +201,7 @@ def brute_force(samples: Any, discount: float, lambda_: float, n_step: int) -> d
     return found
 
 
+@pytest.mark.slow
 def test_targets_equal_brute_force() -> None:
     n_games, wanted = 0, scaled(100_000, 300)
     with SerialSampler(partial(TurnGame, 2), batch_T=6, batch_B=scaled(256, 16)) as sampler:
@@ -251,12 +252,13 @@ def wanted() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("cls", "options"), quick_first([*SAMPLERS[::4], *SAMPLERS[1::4], *SAMPLERS[2::4], *SAMPLERS[3::4]], 3)
+    ("cls", "options"), quick_first(some([*SAMPLERS[::4], *SAMPLERS[1::4], *SAMPLERS[2::4], *SAMPLERS[3::4]], 6), 2)
 )
 def test_one_batch_whatever_the_sampler(cls: type[Sampler], options: Any, wanted: Any) -> None:
     assert_same(wanted, batches_of(cls, partial(TurnGame, 3), Valuing(), evaluate=True, **options))
 
 
+@pytest.mark.slow
 def test_several_policies_play_against_each_other() -> None:
     def policy_of(agent_id: str, env_rank: int) -> str:
         return "main" if agent_id == f"a{env_rank % 2}" else "other"
@@ -276,6 +278,7 @@ def test_several_policies_play_against_each_other() -> None:
         assert n.sum() != others.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_step", quick_first([3, 1, 5]))
 def test_a_replay_draws_every_decision(n_step: int) -> None:
     """Each row can be drawn: with its return until the episode or the batch ends, and the observation after that."""

@@ -29,7 +29,7 @@ from tests.models import Net
 from tests.seats_support import Published, assert_same, batches_of
 from tests.turns_support import TurnGame, Valuing
 
-from ..scale import quick_first
+from ..scale import mostly_first, quick_first, some
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
@@ -65,7 +65,7 @@ def agents() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("cls", "n_workers"),
-    quick_first([(ParallelSampler, 2), (AsyncSampler, 3), (ParallelSampler, 1), (ParallelSampler, 4)]),
+    quick_first(some([(ParallelSampler, 2), (AsyncSampler, 3), (ParallelSampler, 1), (ParallelSampler, 4)], 2)),
 )
 def test_the_same_players_for_any_number_of_workers(cls: type[Sampler], n_workers: int) -> None:
     options: Any = {"policy_of": drawn, "bootstrap_value": False, "evaluate": True}
@@ -78,6 +78,7 @@ def test_the_same_players_for_any_number_of_workers(cls: type[Sampler], n_worker
     assert min(played.values()) > 50
 
 
+@pytest.mark.slow
 def test_each_decision_is_of_one_policy_and_games_are_whole() -> None:
     with SerialSampler(partial(TurnGame, 2), batch_T=12, batch_B=3, max_decorrelation_steps=0) as sampler:
         sampler.initialize({"main": Valuing(), "past": zeros}, policy_of=in_turn, seed=2)
@@ -166,6 +167,7 @@ class Checked(CategoricalPgAgent):
         return AgentStep(action, NamedArrays(**dict(info.items()), checksum=np.full(len(action), found)))
 
 
+@pytest.mark.slow
 def test_the_checksum_of_a_frozen_opponent_stays_after_100_publications() -> None:
     main, past = Checked(Net(4, 3, 0)), Checked(Net(4, 3, 0))
     seen: dict[str, set[int]] = {"main": set(), "past": set()}
@@ -185,16 +187,21 @@ def test_the_checksum_of_a_frozen_opponent_stays_after_100_publications() -> Non
 
 
 @pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        (SerialSampler, {}),
-        (ParallelSampler, {"n_workers": 2, "debug": True}),
-        (ParallelSampler, {"n_workers": 2, "n_slots": 2}),
-        (AsyncSampler, {"n_workers": 3}),
-    ],
+    ("in_turns", "kind"),
+    quick_first(
+        mostly_first(
+            [True, False],
+            [
+                (SerialSampler, {}),
+                (ParallelSampler, {"n_workers": 2, "debug": True}),
+                (AsyncSampler, {"n_workers": 3}),
+                (ParallelSampler, {"n_workers": 2, "n_slots": 2}),
+            ],
+        )
+    ),
 )
-@pytest.mark.parametrize("in_turns", [True, False])
-def test_without_the_others_the_batch_is_the_same(cls: Any, options: Any, in_turns: bool) -> None:
+def test_without_the_others_the_batch_is_the_same(in_turns: bool, kind: Any) -> None:
+    cls, options = kind
     env_fn: Any = TurnGame if in_turns else ScriptedGame
     policy_of: Any = drawn if in_turns else {"a0": "main", "a1": "past", "a2": "other"}.get
     given: Any = {"policy_of": policy_of, "bootstrap_value": False, "evaluate": True}
@@ -203,6 +210,7 @@ def test_without_the_others_the_batch_is_the_same(cls: Any, options: Any, in_tur
     assert_same([(None if own is None else NamedArrays(main=own.main), infos) for own, infos in every], found)
 
 
+@pytest.mark.slow
 def test_who_is_not_recorded_needs_no_value_and_no_memory() -> None:
     """Observations of 3 policies, or of one."""
     nbytes = {}

@@ -22,6 +22,8 @@ from penstock import (
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.testing import ConformanceError, check_collector, run_rules
 
+from ..scale import FULL, scaled
+
 pytestmark = pytest.mark.slow
 
 CARTPOLE = functools.partial(gym.make, "CartPole-v1")
@@ -30,9 +32,11 @@ CARTPOLE = functools.partial(gym.make, "CartPole-v1")
 # ---- what passes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("env_fn", "n_workers"), [(NestedEnv, (2,)), (CARTPOLE, (2, 3)), ("Pendulum-v1", (4,))])
+@pytest.mark.parametrize(
+    ("env_fn", "n_workers"), [(NestedEnv, (2,)), (CARTPOLE, scaled((2, 3), (3,))), *scaled([("Pendulum-v1", (4,))], [])]
+)
 def test_the_reset_collector_keeps_all_rules(env_fn: Any, n_workers: tuple[int, ...]) -> None:
-    check_collector(ResetCollector, env_fn, n_workers=n_workers)
+    check_collector(ResetCollector, env_fn, n_workers=n_workers, central=FULL or env_fn is NestedEnv)
 
 
 def test_with_the_users_policy() -> None:
@@ -78,7 +82,7 @@ def test_a_collector_may_interrupt_episodes_if_that_is_declared() -> None:
             self.tracker.restart()
             super().collect_batch(itr)
 
-    check_collector(Restarts, CountingEnv, continues=False, n_workers=(2,))
+    check_collector(Restarts, CountingEnv, continues=False, n_workers=(2,), central=FULL)
     with pytest.raises(ConformanceError, match=r"Return=.*for the episode that ended") as caught:
         check_collector(Interrupts, CountingEnv, continues=False)
     assert caught.value.rule == "each_episode_that_ends_gives_a_traj_info", (
@@ -152,4 +156,4 @@ def test_an_agent_without_values_can_be_used() -> None:
         def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
             raise ConfigError("no values here")
 
-    check_collector(ResetCollector, CountingEnv, agent=Mute(), n_workers=(2,))
+    check_collector(ResetCollector, CountingEnv, agent=Mute(), n_workers=(2,), central=FULL)

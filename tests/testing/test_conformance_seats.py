@@ -161,6 +161,7 @@ def test_agents_without_a_name_of_their_own_are_named() -> None:
         check_parallel_env(Unnamed)
 
 
+@pytest.mark.slow
 def test_games_of_pettingzoo_keep_all_rules() -> None:
     simple_tag = pytest.importorskip("mpe2.simple_tag_v3")
     check_parallel_env(simple_tag.parallel_env, n_steps=30)

@@ -16,6 +16,7 @@ from typing_extensions import assert_type
 from penstock import (
     Agent,
     AgentStep,
+    AlternatingSampler,
     AsyncSampler,
     CategoricalPgAgent,
     FunctionAgent,
@@ -23,6 +24,7 @@ from penstock import (
     NamedArrays,
     ParallelSampler,
     Samples,
+    SerialSampler,
     TrajInfo,
 )
 from penstock.buffers import AgentSamples, EnvSamples
@@ -90,6 +92,12 @@ def arguments(model: Any) -> None:
     GpuSampler("CartPole-v1", batch_T=4, batch_B=2, typo=3)  # type: ignore[call-arg]
     GpuSampler("CartPole-v1", batch_T=4, batch_B=2, server="gpu")  # type: ignore[arg-type]
     AsyncSampler("CartPole-v1", batch_t=4, batch_B=2)  # type: ignore[call-arg]
+    SerialSampler("CartPole-v1", batch_t=4, batch_B=2)  # type: ignore[call-arg]
+    AlternatingSampler("CartPole-v1", batch_T=4, batch_B=2, min_ready=0.5)  # type: ignore[call-arg]
+    AlternatingSampler("CartPole-v1", batch_B=2)  # type: ignore[call-arg]
+    SerialSampler("CartPole-v1", batch_T=4, batch_B=2)
+    GpuSampler("CartPole-v1", batch_T=4, batch_B=2, min_ready=0.5, server="process", debug=True)
+    AlternatingSampler("CartPole-v1", batch_T=4, batch_B=2, overlap=False, serve_envs="auto")
     CategoricalPgAgent(model, greedy=True)  # type: ignore[call-arg]
     FunctionAgent(AgentStep, params=3)  # type: ignore[call-arg]
 

@@ -18,7 +18,7 @@ from penstock.workers import claims
 from penstock.workers.claims import claim, lock_folder, owner_of, remove_stale
 
 from ..children import waiting_fork
-from ..scale import quick_first
+from ..scale import some
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have only the lock")
 
@@ -160,6 +160,7 @@ def test_it_is_released_after_its_folder_was_removed(folder: Path, names: bool) 
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_fork_owns_nothing(folder: Path, names: bool) -> None:
     mine = claim(KIND, "1")
     assert mine is not None
@@ -299,7 +300,7 @@ SPOILED = [a_link, a_file, open_to_others, someone_elses, no_more_files]
 
 @pytest.mark.slow
 @linux
-@pytest.mark.parametrize("spoil", quick_first(SPOILED))
+@pytest.mark.parametrize("spoil", some(SPOILED, 3))
 def test_without_a_folder_the_name_alone_decides(folder: Path, spoil: Callable[[Path], None]) -> None:
     spoil(folder)
     mine = claim(KIND, "1")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import SamplerStateError
@@ -14,10 +14,10 @@ from penstock.workers import control as progress_module
 from penstock.workers.control import Command, ControlBlock, Phase, StopCollecting
 
 from ..children import exit_code_of
-from ..scale import START_METHODS, methods
+from ..scale import START_METHODS, examples, methods
 
 T, WORKERS = 4, 3
-quick = settings(max_examples=40, deadline=None)
+quick = examples(20, 40)
 
 
 class Clock:
@@ -105,6 +105,7 @@ def test_a_ninth_open_command_is_refused_unless_it_is_the_same() -> None:
         block.open(Command(itr=4), [0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @methods(*START_METHODS)
 def test_a_worker_reads_the_words_and_writes_its_row_from_another_process(start_method: str) -> None:

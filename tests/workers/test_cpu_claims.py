@@ -66,6 +66,7 @@ def test_each_run_gets_the_first_cpus_that_are_free() -> None:
     assert not cpu_claims._claims
 
 
+@pytest.mark.slow
 def test_samplers_of_one_process_share_what_it_has_but_take_others_first() -> None:
     with another_run(2):
         first, first_claims = chosen(1)

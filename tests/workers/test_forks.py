@@ -11,12 +11,11 @@ import pytest
 
 from penstock import AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, SerialSampler, TrajInfo
 from penstock.envs import CountingEnv
-from penstock.samplers.config import SamplerOptions
 from penstock.vector import ShmVectorEnv
 
 from ..process.support import is_running
 from ..samplers.async_support import VersionAgent
-from ..scale import quick_first
+from ..scale import USUAL_METHODS, pairs, quick_first
 from ..support import assert_same, run, until
 
 T, B, AT = 6, 4, 15  # episodes have 5 steps; step 15 ends one
@@ -95,10 +94,9 @@ SAMPLERS = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "options"), quick_first(SAMPLERS, 2))
-def test_a_fork_that_comes_back_writes_into_no_batch(
-    tmp_path: Path, cls: Any, options: SamplerOptions, start_method: str
-) -> None:
+@pytest.mark.parametrize(("kind", "start_method"), quick_first(pairs(SAMPLERS, reversed(USUAL_METHODS))))
+def test_a_fork_that_comes_back_writes_into_no_batch(tmp_path: Path, kind: Any, start_method: str) -> None:
+    cls, options = kind
     fns: Any = [CountingEnv, lambda: Forking(tmp_path), CountingEnv, CountingEnv]
     with cls(fns, n_workers=2, start_method=start_method, **SIZE, **options) as sampler:
         if cls is AsyncSampler:
@@ -119,7 +117,6 @@ def test_a_fork_that_comes_back_writes_into_no_batch(
             ("reset", 1, "return"),
             ("reset", 2, "return"),
         ],
-        3,
     ),
 )
 def test_wherever_it_is_made(tmp_path: Path, where: str, at: int, deed: str) -> None:
@@ -139,6 +136,7 @@ def test_in_a_call_on_the_environments(tmp_path: Path) -> None:
         check(sampler, tmp_path, RandomAgent())
 
 
+@pytest.mark.slow
 def test_in_a_vector_environment(tmp_path: Path, start_method: str) -> None:
     fns: Any = [CountingEnv, lambda: Forking(tmp_path), CountingEnv, CountingEnv]
     with ShmVectorEnv(fns, n_workers=2, context=start_method) as envs, ShmVectorEnv([CountingEnv] * 4) as plain:
@@ -150,6 +148,7 @@ def test_in_a_vector_environment(tmp_path: Path, start_method: str) -> None:
     until(lambda: not is_running(child_of(tmp_path)), "the end of the child")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deed", "how"), quick_first([("return", "returned from"), ("raise", "raised ValueError: no in")])
 )

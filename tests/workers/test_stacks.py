@@ -34,6 +34,7 @@ def child(stacks: StackFile, body: str) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     quick_first(

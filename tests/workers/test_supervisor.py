@@ -28,7 +28,7 @@ from penstock.buffers.native import COMPILED
 from penstock.workers.supervisor import SUPERVISOR_ENDED, SupervisedProcess, Supervisor
 
 from ..process.support import SLACK, gone_after, is_running
-from ..scale import quick_first, scaled
+from ..scale import pairs, quick_first, scaled, some
 from ..support import BOUND, until
 from . import supervised
 from .supervised import sleep, sleep_with_child, sleep_with_children, start
@@ -108,7 +108,8 @@ class Script:
 # ---- ends ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", some(HOWS, 1))
 def test_all_processes_are_in_one_session_and_ctrl_c_reaches_the_main_process_alone(how: str) -> None:
     # In another session, a process that spins and yields would not let the others run: a vector environment on two CPUs
     # was half as fast.
@@ -121,8 +122,9 @@ def test_all_processes_are_in_one_session_and_ctrl_c_reaches_the_main_process_al
         gone_after([script.supervisor, *script.pids], time.monotonic(), LEFT_SECONDS)
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("function", quick_first(["sleep_with_children", "hold_interpreter_lock"]))
+@pytest.mark.parametrize(
+    ("how", "function"), quick_first(pairs(HOWS, ["sleep_with_children", "hold_interpreter_lock"]))
+)
 def test_the_end_of_the_main_process_is_the_end_of_everything(how: str, function: str) -> None:
     """Also of processes in sessions of their own, and of workers whose C code holds the interpreter lock."""
     with Script(how, function) as script:
@@ -167,7 +169,7 @@ def test_a_supervisor_that_was_killed(supervisor: Supervisor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", some(HOWS, 1, 2))
 def test_main_process_and_supervisor_killed_together(how: str) -> None:
     """The kernel ends the workers. What they have started needs the compiled part."""
     with Script(how, "sleep_with_child") as script:
@@ -220,6 +222,7 @@ def test_an_exception_of_a_worker_is_printed(capfd: pytest.CaptureFixture[str]) 
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_dropping_a_worker_kills_it(supervisor: Supervisor) -> None:
     pipe = Pipe()
     worker = start(supervisor, sleep_with_child, pipe.writer)
@@ -330,6 +333,7 @@ def test_volleys_of_ctrl_c() -> None:
         assert script.line() == "5\n"
 
 
+@pytest.mark.slow
 def test_a_stopped_supervisor(supervisor: Supervisor) -> None:
     """A start can be given up, and then starts nobody. Deaths are noticed, and signals arrive."""
     first, second = start(supervisor, sleep), start(supervisor, sleep)
@@ -370,7 +374,7 @@ print(living, flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", some(HOWS, 1, 1))
 def test_a_fork_of_the_main_process_keeps_nothing_alive(how: str) -> None:
     """It holds every descriptor. The exit of another fork ends nothing."""
     with Script(how, "sleep_with_children", FORKS) as script:
@@ -384,6 +388,7 @@ def test_a_fork_of_the_main_process_keeps_nothing_alive(how: str) -> None:
             os.kill(fork, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_worker_is_closed_beside_a_fork_that_has_its_leash(supervisor: Supervisor) -> None:
     worker = start(supervisor, sleep)
     assert worker.pid is not None
@@ -574,6 +579,7 @@ def blas_threads() -> int:
     return int(found)
 
 
+@pytest.mark.slow
 def test_blas_has_one_thread() -> None:
     with supervising("numpy") as supervisor:
         assert ended(start(supervisor, blas_threads)) == 1
@@ -589,6 +595,7 @@ def share_memory(pipe: InheritedFd) -> None:
     sleep()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spawns", quick_first([False, True]))
 def test_what_multiprocessing_needs_in_environments(supervisor: Supervisor, spawns: bool) -> None:
     """The name and the key of the process, and the main process's resource tracker, which outlives a killed worker."""
@@ -652,7 +659,7 @@ def test_random_kills(supervisor: Supervisor) -> None:
         return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{supervisor.pid}/fd"))
 
     before = n_descriptors()
-    for _ in range(scaled(500, 40)):
+    for _ in range(scaled(500, 24)):
         place = rng.randrange(len(workers))
         number = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
         pid = workers[place].pid
@@ -672,6 +679,7 @@ def test_random_kills(supervisor: Supervisor) -> None:
     gone_after(pids, time.monotonic(), LEFT_SECONDS)
 
 
+@pytest.mark.slow
 def test_memory_is_shared_after_a_fork(supervisor: Supervisor) -> None:
     """Garbage collection in a worker does not search, and so does not copy, what the supervisor has imported."""
     assert ended(start(supervisor, lambda: int(gc.get_freeze_count() > 1000))) == 1
