@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from penstock import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
+from penstock.__main__ import main
 from penstock.control import ControlPanel, PollResult, Status, Worker
 
 from ..process.support import is_running
@@ -301,7 +302,7 @@ def test_launched_workers_end_with_a_panel_that_is_killed(
 
 
 @needs_zmq
-def test_a_worker_and_a_panel_from_the_command_line(tmp_path: Path) -> None:
+def test_a_worker_and_a_panel_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(PROGRAMS / "panel.py", tmp_path / "sleepers.py")
     file = tmp_path / "trial.json"
     run = [sys.executable, "-m", "penstock"]
@@ -317,9 +318,8 @@ def test_a_worker_and_a_panel_from_the_command_line(tmp_path: Path) -> None:
             assert process.stderr is not None
             assert process.stderr.read() == "sleepers:Sleeper/3: COMPLETED\n"
         file.chmod(0o644)
-        status = subprocess.run([*run, "status", "--join", file], capture_output=True, text=True, timeout=60)
-        assert status.returncode == 2
-        assert f"readable for you alone: chmod 600 {file}" in status.stderr
+        assert main(["status", "--join", str(file)]) == 2
+        assert f"readable for you alone: chmod 600 {file}" in capsys.readouterr().err
 
 
 @needs_zmq
