@@ -96,7 +96,7 @@ def load(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.timeout(180)
-def test_actors_of_another_machine_join_are_lost_and_join_again(tmp_path: Path) -> None:
+def test_actors_of_another_machine_join_are_lost_and_join_again_and_others_are_refused(tmp_path: Path) -> None:
     experiment = load(tmp_path)["EXPERIMENT"]
 
     def samples(state: RunState, name: str) -> int:
@@ -121,6 +121,16 @@ def test_actors_of_another_machine_join_are_lost_and_join_again(tmp_path: Path) 
             lambda s: s.workers["actor/2"]["status"] == "RUNNING" and samples(s, "actor/2") > 0, timeout=60
         )
         assert samples(state, "actor/2") > 0
+        # What cannot join is refused.
+        wrong = [join(tmp_path, "policy/0"), join(tmp_path, "actor/1", experiment="exp:OTHER")]
+        code, text = ending(wrong[0])
+        assert code == 2
+        assert "the names must be different ones of actor/1, actor/2, as Actors(joining=2) says" in text
+        code, text = ending(wrong[1])
+        assert code == 2
+        assert "the run and this experiment differ in" in text
+        code, text = ending(join(tmp_path, "actor/1", experiment="exp:MODEL"))
+        assert (code, "cannot load exp:MODEL" in text) == (1, True)
         assert run.restarts == {"trainer/0": 0, "policy/0": 0, "actor/0": 0}
     assert ending(late) == (0, "actor/2: exit code 0\n"), "the end of the run ends it"
 
@@ -182,23 +192,6 @@ def test_an_actor_joins_from_another_network_and_goes_on_after_the_link_was_cut(
         assert samples(run.wait(lambda s: samples(s) > before, timeout=60)) > before
         assert run.restarts == {"trainer/0": 0, "policy/0": 0, "actor/0": 0}
     assert ending(joined) == (0, "actor/1: exit code 0\n")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked_workers")
-@pytest.mark.timeout(120)
-def test_what_cannot_join_is_refused(tmp_path: Path) -> None:
-    experiment = load(tmp_path)["EXPERIMENT"]
-    with experiment.run(wire="zmq", file=tmp_path / "run.json"):
-        wrong = [join(tmp_path, "policy/0"), join(tmp_path, "actor/1", experiment="exp:OTHER")]
-        code, text = ending(wrong[0])
-        assert code == 2
-        assert "the names must be different ones of actor/1, actor/2, as Actors(joining=2) says" in text
-        code, text = ending(wrong[1])
-        assert code == 2
-        assert "the run and this experiment differ in" in text
-        code, text = ending(join(tmp_path, "actor/1", experiment="exp:MODEL"))
-        assert (code, "cannot load exp:MODEL" in text) == (1, True)
 
 
 def test_arguments_of_joins_and_of_several_trainers(tmp_path: Path) -> None:

@@ -351,7 +351,7 @@ class TestContract:
 
 
 def test_ten_thousand_increments_count_ten_thousand(wires: Wires) -> None:
-    n = scaled(10_000, 1_000)
+    n = scaled(10_000, 2_000)
     inbox, count = wires().open("counter"), 0
 
     def serve() -> None:
