@@ -89,6 +89,7 @@ def test_an_error_says_what_has_happened(fault: str, says: str, last: str) -> No
         assert isinstance(pickle.loads(pickle.dumps(caught.value)), GameError)
 
 
+@pytest.mark.slow
 def test_after_an_error_no_late_reply_is_taken_for_another() -> None:
     with game("late", reply_timeout=0.1) as own:
         connection = own.connect()

@@ -299,9 +299,8 @@ DAILY = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "rps" else pytest.mark.slow) for name in scaled([*GAMES], DAILY)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", scaled([*GAMES], DAILY))
 def test_every_game_is_alike_in_two_workers(name: str) -> None:
     module, kwargs = GAMES[name]
     env_fn = game(module, **kwargs)

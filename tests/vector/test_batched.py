@@ -72,7 +72,8 @@ def compare(ours: Any, theirs: Any, n_steps: int, *, seeds: Any = None, exact: b
     return n_ends
 
 
-@pytest.mark.parametrize("mode", quick_first(MODES), ids=lambda mode: mode.name)
+@pytest.mark.slow
+@modes
 def test_the_same_for_any_number_of_workers(mode: AutoresetMode) -> None:
     env_fn = partial(synced, talkative(spaces.Box(-1, 1, (3,), np.float64), spaces.Discrete(3, start=-1)), mode=mode)
     for n_workers in scaled((1, 2, 3), (3 - MODES.index(mode),)):  # daily, each mode with another number
