@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -24,7 +25,6 @@ from penstock.ports import leases
 from penstock.workers import claims
 
 from ..scale import quick_first, scaled
-from ..starter import Program
 from ..support import until
 from .games_support import COMMAND, SERVER, SHORT, game, play, processes
 
@@ -471,9 +471,8 @@ def test_an_interrupt_at_any_moment_of_the_start_leaves_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("starter")
 @pytest.mark.parametrize("spelling", ["exit", "kill", "exception"])
-def test_a_game_ends_with_the_script_that_started_it(spelling: str, tmp_path: Path) -> None:
+def test_a_game_ends_with_the_script_that_started_it(spelling: str) -> None:
     mark = f"script-{spelling}-{os.getpid()}"
     end = {"exit": "", "kill": "os.kill(os.getpid(), 9)", "exception": "raise SystemExit(3)"}[spelling]
     script = f"""
@@ -485,10 +484,8 @@ print(game.pid, flush=True)
 game.__class__.__del__ = lambda self: None  # the end of the process must be enough
 {end}
 """
-    (tmp_path / "script.py").write_text(script)
-    with Program([tmp_path / "script.py"]) as process:
-        output, errors = process.communicate(timeout=60)
-    assert output.strip().isdigit(), errors
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip().isdigit(), done.stderr
     until(lambda: not list(processes(mark)), "the end of the game", 5.0)
 
 
