@@ -124,16 +124,14 @@ def test_batched_cartpole(n_workers: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("n_workers", "task", "context"),
-    [(2, "Pong-v5", "forkserver"), (3, "CartPole-v1", "fork"), *scaled([(1, "CartPole-v1", "forkserver")], [])],
-)
-def test_envpool(n_workers: int, task: str, context: Any) -> None:
-    pytest.importorskip("envpool")  # a worker that is no fork takes a second for it too
+@pytest.mark.parametrize(("n_workers", "task"), [*scaled([(1, "CartPole-v1")], []), (3, "CartPole-v1"), (2, "Pong-v5")])
+def test_envpool(n_workers: int, task: str) -> None:
+    pytest.importorskip("envpool")
     n, n_steps = (3, 8) if task == "Pong-v5" else (4, 30)  # the end of an episode of Pong takes a sixth of a second
     pool = partial(BatchedEnvPool, task, max_episode_steps=7)
-    ours = ShmVectorEnv(pool, num_envs=n, n_workers=n_workers, context=context)
-    assert compare(ours, pool(n), n_steps, exact=False) >= n * (n_steps // 7)
+    assert compare(ShmVectorEnv(pool, num_envs=n, n_workers=n_workers), pool(n), n_steps, exact=False) >= (
+        n * (n_steps // 7)
+    )
 
 
 def pong(num_envs: int, mode: str) -> Any:
