@@ -215,7 +215,10 @@ def nothing_left(_servers: None) -> Iterator[None]:
     began = time.process_time()
     gc.collect()  # slow, so only if something is left that garbage may hold
     is_slow = time.process_time() - began > 0.02
-    left = [psutil.Process(pid) for pid in _children() - before[0] if psutil.pid_exists(pid)]
+    left = []
+    for pid in _children() - before[0]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            left.append(psutil.Process(pid))
     psutil.wait_procs(left, timeout=scaled(2, 10))  # daily, other tests use the CPUs too
     for thread in set(threading.enumerate()) - before[3]:
         thread.join(scaled(2, 10))  # it may be about to end

@@ -61,7 +61,8 @@ LEARNS = [("local", False), *scaled([("zmq", False), ("zmq", True), *ON_RAY], []
 def test_the_example_learns(wire: str, is_killed: bool) -> None:
     if wire == "ray":
         pytest.importorskip("ray")
-    command = ["examples/cluster_experiment.py", "--wire", wire, "--goal", scaled("400", "40")]
+    goal = scaled("400", "30")  # at random, the mean return is 22
+    command = ["examples/cluster_experiment.py", "--wire", wire, "--goal", goal]
     command += ["--time-limit", "270", *(["--kill-policy", "10"] if is_killed else [])]
     done = run(*command, cwd=ROOT, seconds=280)
     assert done.returncode == 0, done.stdout + done.stderr

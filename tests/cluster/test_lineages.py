@@ -221,7 +221,9 @@ def test_actors_are_held_back_and_nobody_waits_for_ever(
     start(panel, **trainers, **{f"actor{i}": makers[f"actor/{i}"] for i in range(n_actors)})
     # With "one", a trainer may have no actor.
     have_learned = any if routing == "one" else all
-    wait_until(lambda: have_learned(panel.stats()[f"{name}/0"].get("version", 0) >= 30 for name in trainers), 60)
+    wait_until(
+        lambda: have_learned(panel.stats()[f"{name}/0"].get("version", 0) >= scaled(30, 12) for name in trainers), 60
+    )
     if n_trainers == 1:
         figures = panel.stats()["trainer0/0"]
         n_trained = batch * (figures["version"] - 1)
@@ -373,7 +375,7 @@ class Faulty:
                 self.wrong += int(((ages < 0) | (ages > faulty.max_staleness)).sum())
                 self.number += 1
                 self.stamp()
-                time.sleep(scaled(0.05, 0.15))  # actors and policy workers wait for it
+                time.sleep(scaled(0.05, 0.3))  # actors and policy workers wait for it
                 return {"wrong": self.wrong, "life": self.life, "number": self.number}
 
         return Trainer()
@@ -410,7 +412,7 @@ def test_random_faults(wire: Any, inference: str | None, tmp_path: Path, request
     tally, wrong = Counter[str](), 0.0
     with made.run(wire=wire, max_restarts=1000, hang_timeout=30) as run:
 
-        def advances(n: int = 6) -> bool:
+        def advances(n: int = scaled(6, 3)) -> bool:
             """Wait until the present life of the trainer has made n more steps, and all workers run."""
             nonlocal wrong
             begun: dict[float, float] = {}

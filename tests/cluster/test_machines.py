@@ -24,7 +24,7 @@ from penstock import CategoricalPgAgent, ConfigError, RandomAgent
 from penstock.control import Actors, Batch, Experiment, Policies, RunState, Training
 
 from ..models import small_model
-from ..scale import scaled
+from ..scale import FULL, scaled
 from ..starter import Program
 from ..support import PROGRAMS
 from .support import SAMPLER, need, wait_until
@@ -67,15 +67,18 @@ OTHER = Experiment("other", EXPERIMENT.make_agent, EXPERIMENT.actors, EXPERIMENT
 
 
 def join(
-    folder: Path, *names: str, experiment: str = "exp.py:EXPERIMENT", prefix: Sequence[str] = ()
+    folder: Path, *names: str, experiment: str = "exp.py:EXPERIMENT", network: str | None = None
 ) -> subprocess.Popen[str]:
-    """Start `penstock join`, as another machine does. With a `prefix`, it and the workers that it launches are new
-    interpreters, without one they are forks."""
+    """Start `penstock join`, as another machine does, perhaps in another network. It and the workers that it launches
+    are forks, but at full scale in another network new interpreters."""
     words = ["join", "run.json", experiment, "--as", *names]
-    if not prefix:
+    if network is not None and FULL:
+        command = [*within(network), sys.executable, "-m", "penstock", *words]
+        return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if network is not None:
+            patch.setenv("ENTERED_NETWORK", network)
         return Program([PROGRAMS / "command.py", *words], cwd=folder)
-    command = [*prefix, sys.executable, "-m", "penstock", *words]
-    return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def ending(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -93,7 +96,7 @@ def load(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.timeout(180)
-def test_actors_of_another_machine_join_are_lost_and_join_again(tmp_path: Path) -> None:
+def test_actors_of_another_machine_join_are_lost_and_join_again_and_others_are_refused(tmp_path: Path) -> None:
     experiment = load(tmp_path)["EXPERIMENT"]
 
     def samples(state: RunState, name: str) -> int:
@@ -118,8 +121,23 @@ def test_actors_of_another_machine_join_are_lost_and_join_again(tmp_path: Path) 
             lambda s: s.workers["actor/2"]["status"] == "RUNNING" and samples(s, "actor/2") > 0, timeout=60
         )
         assert samples(state, "actor/2") > 0
+        # What cannot join is refused.
+        wrong = [join(tmp_path, "policy/0"), join(tmp_path, "actor/1", experiment="exp:OTHER")]
+        code, text = ending(wrong[0])
+        assert code == 2
+        assert "the names must be different ones of actor/1, actor/2, as Actors(joining=2) says" in text
+        code, text = ending(wrong[1])
+        assert code == 2
+        assert "the run and this experiment differ in" in text
+        code, text = ending(join(tmp_path, "actor/1", experiment="exp:MODEL"))
+        assert (code, "cannot load exp:MODEL" in text) == (1, True)
         assert run.restarts == {"trainer/0": 0, "policy/0": 0, "actor/0": 0}
     assert ending(late) == (0, "actor/2: exit code 0\n"), "the end of the run ends it"
+
+
+def within(network: str) -> list[str]:
+    """What comes before a command that runs in this network."""
+    return ["nsenter", f"--net={network}"]
 
 
 def ip(command: str, prefix: Sequence[str] = ()) -> None:
@@ -127,8 +145,8 @@ def ip(command: str, prefix: Sequence[str] = ()) -> None:
 
 
 @pytest.fixture
-def other_network() -> Iterator[list[str]]:
-    """What comes before a command that runs in another network, at 10.78.0.2. This one is 10.78.0.1 there."""
+def other_network() -> Iterator[str]:
+    """The file of another network, where this machine has the address 10.78.0.2. In its own it has 10.78.0.1."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
         pytest.skip("needs root, unshare, nsenter and ip")
     holder = subprocess.Popen(["unshare", "--net", "sleep", "600"])
@@ -140,11 +158,10 @@ def other_network() -> Iterator[list[str]]:
         if made.returncode:
             pytest.skip(f"no link between two networks: {made.stderr.decode()}")
         ip(f"link set ps-far netns {holder.pid}")
-        prefix = ["nsenter", f"--net={path}"]
-        for end, address, where in (("ps-near", "10.78.0.1", []), ("ps-far", "10.78.0.2", prefix)):
+        for end, address, where in (("ps-near", "10.78.0.1", []), ("ps-far", "10.78.0.2", within(path))):
             ip(f"addr add {address}/24 dev {end}", where)
             ip(f"link set {end} up", where)
-        yield prefix
+        yield path
     finally:
         subprocess.run(["ip", "link", "del", "ps-near"], capture_output=True)
         holder.kill()
@@ -156,7 +173,7 @@ def other_network() -> Iterator[list[str]]:
 @pytest.mark.timeout(240)
 @pytest.mark.xdist_group("other network")
 def test_an_actor_joins_from_another_network_and_goes_on_after_the_link_was_cut(
-    tmp_path: Path, other_network: list[str]
+    tmp_path: Path, other_network: str
 ) -> None:
     experiment = load(tmp_path)["EXPERIMENT"]
 
@@ -164,7 +181,7 @@ def test_an_actor_joins_from_another_network_and_goes_on_after_the_link_was_cut(
         return int(state.workers.get("actor/1", {}).get("samples", 0))
 
     with experiment.run(wire="zmq", host="10.78.0.1", file=tmp_path / "run.json") as run:
-        joined = join(tmp_path, "actor/1", prefix=other_network)
+        joined = join(tmp_path, "actor/1", network=other_network)
         assert samples(run.wait(lambda s: samples(s) > 0, timeout=90)) > 0
         ip("link set ps-near down")
         state = run.wait(lambda s: s.workers["actor/1"]["status"] == "LOST", timeout=60)
@@ -175,23 +192,6 @@ def test_an_actor_joins_from_another_network_and_goes_on_after_the_link_was_cut(
         assert samples(run.wait(lambda s: samples(s) > before, timeout=60)) > before
         assert run.restarts == {"trainer/0": 0, "policy/0": 0, "actor/0": 0}
     assert ending(joined) == (0, "actor/1: exit code 0\n")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked_workers")
-@pytest.mark.timeout(120)
-def test_what_cannot_join_is_refused(tmp_path: Path) -> None:
-    experiment = load(tmp_path)["EXPERIMENT"]
-    with experiment.run(wire="zmq", file=tmp_path / "run.json"):
-        wrong = [join(tmp_path, "policy/0"), join(tmp_path, "actor/1", experiment="exp:OTHER")]
-        code, text = ending(wrong[0])
-        assert code == 2
-        assert "the names must be different ones of actor/1, actor/2, as Actors(joining=2) says" in text
-        code, text = ending(wrong[1])
-        assert code == 2
-        assert "the run and this experiment differ in" in text
-        code, text = ending(join(tmp_path, "actor/1", experiment="exp:MODEL"))
-        assert (code, "cannot load exp:MODEL" in text) == (1, True)
 
 
 def test_arguments_of_joins_and_of_several_trainers(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_a_line_of_json_for_each_moment(tmp_path: Path) -> None:
     assert lines == [{"version": s.version, "seconds": s.seconds, "workers": dict(s.workers)} for s in STATES]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard and its libraries
 def test_tensorboard_has_a_curve_for_each_figure(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason='tensorboard is not installed: pip install ".[metrics]"')

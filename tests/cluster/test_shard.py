@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 import penstock
 from penstock import RandomAgent, SerialSampler
 from penstock.cluster.shard import ShardHost
@@ -24,6 +26,7 @@ def test_trajectories_of_a_batch_do_not_count_for_the_evaluation_after_it() -> N
         assert n_finished > 0
 
 
+@pytest.mark.slow
 def test_one_private_module_of_ray_is_used() -> None:
     """They change with each version of Ray. Without this one, Ray would not listen on the loopback address alone."""
     files = [file for room in ("cluster", "control") for file in Path(penstock.__file__).parent.glob(f"{room}/*.py")]

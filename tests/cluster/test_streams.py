@@ -21,7 +21,7 @@ from ..scale import scaled
 from .support import TRANSPORTS, Wires, need, wait_until
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
-PIECES = scaled(100_000, 4_000)
+PIECES, PIECES_WITH_FAULTS = scaled((100_000, 1_000), (1_200, 40))
 
 
 class Trial:
@@ -79,7 +79,7 @@ class Taker(threading.Thread):
 
 @pytest.mark.parametrize("routing", ["any", "all", "one"])
 def test_each_piece_arrives_once(trial: Trial, routing: str) -> None:
-    n = PIECES // 100 if trial.wires.make == "faulty" else PIECES // 4
+    n = PIECES_WITH_FAULTS if trial.wires.make == "faulty" else PIECES // 4
     takers = [Taker(SampleConsumer(*trial.join(), "train", f"trainer/{i}")) for i in range(2)]
     producers = [
         SampleProducer(*trial.join(), "train", routing=routing, name=f"actor/{i}", credit=16) for i in range(4)

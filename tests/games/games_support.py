@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
+from penstock import AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, SerialSampler
 from penstock.envs.seeding import Purpose
 from penstock.games import GameProcess
 
-from ..support import PROGRAMS
+from ..support import PROGRAMS, batches_of, collect, sampler_of
+
+SAMPLERS = (SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler, AsyncSampler)
 
 SERVER = str(PROGRAMS / "faulty_game.py")
 COMMAND = [sys.executable, "-I", "-S", SERVER, "{port}"]
@@ -88,3 +93,14 @@ class Played(gym.Env[Any, Any]):
 
     def close(self) -> None:
         self.game.close()
+
+
+@functools.cache
+def without_faults(collector_cls: Any = None) -> list[Any]:
+    """5 batches of 6 columns without faults: those of every sampler, of which each may have fewer columns."""
+    options: dict[str, Any] = {"batch_B": 6, "on_game_failure": "renew"}
+    if collector_cls is not None:
+        options["collector_cls"] = collector_cls
+    with sampler_of(SerialSampler, partial(Played, ""), **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=7)
+        return batches_of(collect(sampler, 5))

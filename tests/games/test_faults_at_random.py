@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from penstock import AsyncSampler, GameError, RandomAgent, SerialSampler, WaitResetCollector, WorkerError
+from penstock import AsyncSampler, GameError, RandomAgent, WaitResetCollector, WorkerError
 
-from ..scale import START_METHODS, scaled
+from ..scale import USUAL_METHODS, scaled
 from ..support import assert_same, batches_of, collect, sampler_of, until
-from .games_support import Played, processes
-from .test_renewal import SAMPLERS
+from .games_support import SAMPLERS, Played, processes, without_faults
 
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.slow, pytest.mark.timeout(scaled(3600, 120))]
 
@@ -28,23 +27,10 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-WANTED: dict[Any, Any] = {}
-
-
-def without_faults(collector_cls: Any, folder: str) -> Any:
-    """The batches of a run without faults: those of every sampler."""
-    if collector_cls not in WANTED:
-        options = {} if collector_cls is None else {"collector_cls": collector_cls}
-        with sampler_of(SerialSampler, partial(Played, folder), **options, on_game_failure="renew") as sampler:
-            sampler.initialize(RandomAgent(), seed=7)
-            WANTED[collector_cls] = batches_of(collect(sampler, 5))
-    return WANTED[collector_cls]
-
-
-@pytest.mark.parametrize("trial", range(scaled(250, 6)))
+@pytest.mark.parametrize("trial", range(scaled(250, len(SAMPLERS))))
 def test_nothing_hangs_and_nothing_is_left(trial: int, tmp_path: Path) -> None:
     draw = random.Random(trial)
-    cls, start_method = SAMPLERS[trial % len(SAMPLERS)], draw.choice(START_METHODS)
+    cls, start_method = SAMPLERS[trial % len(SAMPLERS)], draw.choice(USUAL_METHODS)
     policy = "renew" if trial % 2 else draw.choice(list(POLICIES))
     faults = {rank: (draw.randrange(1, 30), draw.choice(FAULTS)) for rank in range(4)}
     options: dict[str, Any] = {"start_method": start_method, "step_timeout": 60.0, **POLICIES[policy]}
@@ -72,6 +58,6 @@ def test_nothing_hangs_and_nothing_is_left(trial: int, tmp_path: Path) -> None:
         assert stats.cut_episodes <= len(failing)
         assert stats.restarts == 0
         others = [rank for rank, (_, fault) in faults.items() if fault in HARMLESS]
-        wanted = without_faults(options.get("collector_cls"), str(tmp_path))
+        wanted = without_faults(options.get("collector_cls"))
         assert_same(batches_of(found, others), [batch[:, others] for batch in wanted])
     until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)

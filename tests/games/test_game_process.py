@@ -72,8 +72,7 @@ def test_a_game_is_played_and_ends() -> None:
                 r"was not ready in start_timeout=1 s: it runs.*\(ready='listens'\)",
                 "starting never_ready",
             ),
-        ],
-        3,
+        ]
     ),
 )
 def test_an_error_says_what_has_happened(fault: str, says: str, last: str) -> None:
@@ -90,6 +89,7 @@ def test_an_error_says_what_has_happened(fault: str, says: str, last: str) -> No
         assert isinstance(pickle.loads(pickle.dumps(caught.value)), GameError)
 
 
+@pytest.mark.slow
 def test_after_an_error_no_late_reply_is_taken_for_another() -> None:
     with game("late", reply_timeout=0.1) as own:
         connection = own.connect()
@@ -108,6 +108,7 @@ def test_after_an_error_no_late_reply_is_taken_for_another() -> None:
             play(connection, 1)
 
 
+@pytest.mark.slow
 def test_a_game_that_does_not_read() -> None:
     with game(reply_timeout=0.2) as own:
         connection = own.connect()
@@ -116,6 +117,7 @@ def test_a_game_that_does_not_read() -> None:
             connection.request(b"1" * 20_000_000 + b"\n")
 
 
+@pytest.mark.slow
 def test_a_late_start_and_replies_in_parts() -> None:
     with game("late_start") as own:
         connection = own.connect()
@@ -126,7 +128,7 @@ def test_a_late_start_and_replies_in_parts() -> None:
         assert connection.receive(len(wanted)) == wanted
 
 
-@pytest.mark.parametrize("fault", ["ignore_term", "child", "flood"])
+@pytest.mark.parametrize("fault", quick_first(["child", "ignore_term", "flood"]))
 def test_it_ends_for_certain(fault: str) -> None:
     """Also what ignores SIGTERM, and processes in sessions of their own."""
     with game("", environ={"MARK": f"mark-{fault}-{os.getpid()}"}) as own:
@@ -137,8 +139,8 @@ def test_it_ends_for_certain(fault: str) -> None:
             own.end_episode()
             assert os.fstat(own._run.output.fileno()).st_size < 100_000
             assert play(connection, 1) == [2], "the game goes on to write at the new end"
-        left = list(processes(f"mark-{fault}-{os.getpid()}"))
-        assert len(left) == (3 if fault == "child" else 1)
+        n = 3 if fault == "child" else 1  # a process that calls exec at this moment has no variables for a while
+        until(lambda: len(list(processes(f"mark-{fault}-{os.getpid()}"))) == n, f"{n} processes of the game")
         began = time.monotonic()
     assert time.monotonic() - began < 2
     assert list(processes(f"mark-{fault}-{os.getpid()}")) == []
@@ -213,7 +215,7 @@ def test_a_port_that_is_taken_at_the_last_moment(monkeypatch: pytest.MonkeyPatch
         thief.close()
 
 
-@pytest.mark.parametrize("kind", ["connects", "prints", "answers"])
+@pytest.mark.parametrize("kind", quick_first(["connects", "prints", "answers"]))
 def test_other_ways_to_be_ready(kind: str) -> None:
     client = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])));\n"
     client += "for line in s.makefile('rb'): s.sendall(line.upper())"
@@ -247,6 +249,7 @@ def test_a_game_that_should_connect_and_ends() -> None:
         own.connect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout", [1e-9, float("inf")])
 def test_extreme_limits(timeout: float) -> None:
     with game("late", "2", reply_timeout=timeout, stop_timeout=timeout, quit=lambda own: None) as own:
@@ -284,6 +287,7 @@ def test_planned_renewal() -> None:
             play(connection, 1)
 
 
+@pytest.mark.slow
 def test_spares_are_ready_and_end_with_the_last_game() -> None:
     with game(spares=1) as own, game(spares=1) as other:
         own.connect(), other.connect()
@@ -388,6 +392,7 @@ def test_output_may_go_to_a_file(tmp_path: Path) -> None:
         game(log_file=tmp_path / "no" / "log")
 
 
+@pytest.mark.slow
 def test_quit_asks_the_game(tmp_path: Path) -> None:
     def ask(own: GameProcess) -> None:
         asked.append(own.pid)
@@ -424,6 +429,7 @@ def test_a_game_that_is_dropped_ends_with_a_warning() -> None:
         own.__del__()
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_touch_the_game() -> None:
     with game() as own:
         connection = own.connect()
@@ -441,6 +447,7 @@ def test_a_fork_does_not_touch_the_game() -> None:
 
 # Python itself closes an object that an interrupt has taken from its new owner, and warns. An interrupt in a `__del__`
 # is reported only.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_an_interrupt_at_any_moment_of_the_start_leaves_nothing() -> None:
@@ -483,16 +490,17 @@ game.__class__.__del__ = lambda self: None  # the end of the process must be eno
 
 
 @pytest.mark.slow
-def test_200_starts_at_once_in_a_range_of_220_ports() -> None:
-    with leases(220, consecutive=True) as free:
+def test_many_starts_at_once_in_a_range_of_few_more_ports() -> None:
+    n = scaled(200, 60)
+    with leases(n + 20, consecutive=True) as free:
         start = free.ports[0]
-    command, n = ["sleep", "100"], 200
+    command = ["sleep", "100"]
     games: list[GameProcess] = []
     lock = threading.Lock()
 
     def begin(k: int) -> None:
         for _ in range(n // 10):
-            own = GameProcess(command, start=start, stop=start + 220, ready=re.compile("never"))
+            own = GameProcess(command, start=start, stop=start + n + 20, ready=re.compile("never"))
             with lock:
                 games.append(own)
 

@@ -1,5 +1,7 @@
-"""`python -m penstock`, for a process that has imported it already. The workers that it launches are forks too."""
+"""`python -m penstock`, for a process that has imported it already. The workers that it launches are forks too. It
+enters the network of the file in ENTERED_NETWORK, if there is one."""
 
+import ctypes
 import os
 import socket
 import subprocess
@@ -9,6 +11,13 @@ from typing import Any
 
 from penstock.__main__ import main
 from penstock.control import launched
+
+CLONE_NEWNET = 0x40000000  # of setns(2)
+
+if "ENTERED_NETWORK" in os.environ:
+    network = os.open(os.environ["ENTERED_NETWORK"], os.O_RDONLY)
+    assert ctypes.CDLL(None, use_errno=True).setns(network, CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    os.close(network)
 
 starter: Any = sys.modules["starter"]
 sys.path[0] = os.getcwd()

@@ -11,18 +11,34 @@ import pytest
 from penstock import ParallelSampler, SerialSampler, VectorEnvCollector
 
 from ..batched_support import assert_as_plain_loop, env_seeds
-from ..scale import scaled
+from ..scale import FULL, scaled
 from ..support import assert_same, batches_of, run
 
 pytest.importorskip("ale_py")
 pytestmark = pytest.mark.slow
 
 
+#: To make and reset an environment takes a third of a second, and the end of an episode a sixth: few of both.
+SMALL = {"img_height": 21, "img_width": 21, "max_num_frames_per_episode": scaled(60, 28), "noop_max": 8}
+T, B, ENDS = scaled((30, 4, 8), (10, 3, 5))
+
+
 def pong(num_envs: int, mode: str) -> Any:
     from ale_py.vector_env import AtariVectorEnv
 
-    small = {"img_height": 21, "img_width": 21, "num_threads": 1, "max_num_frames_per_episode": 60, "noop_max": 8}
-    return AtariVectorEnv("pong", num_envs, autoreset_mode=mode, **small)
+    return AtariVectorEnv("pong", num_envs, autoreset_mode=mode, num_threads=1, **SMALL)
+
+
+def compare(env_fn: Any, mode: str, *all_workers: int, **kwargs: Any) -> int:
+    """The batches are those of a plain loop, and at full scale the same for every number of workers. Returns the number
+    of episodes that ended."""
+    sizes = {"batch_T": T, "batch_B": B, "collector_cls": VectorEnvCollector, **kwargs}
+    found = run(ParallelSampler, env_fn, None, 2, n_workers=2, **sizes)
+    for n_workers in scaled(all_workers, ()):
+        assert_same(found, run(ParallelSampler, env_fn, None, 2, n_workers=n_workers, **sizes))
+    if FULL:
+        assert_same(found, run(SerialSampler, env_fn, None, 2, **sizes))
+    return assert_as_plain_loop(pong(B, mode), np.array(env_seeds(B)), batches_of(found))
 
 
 def test_an_environment_id_means_the_batched_environment() -> None:
@@ -30,23 +46,13 @@ def test_an_environment_id_means_the_batched_environment() -> None:
     import gymnasium as gym
 
     gym.register_envs(ale_py)
-    small = {"img_height": 21, "img_width": 21, "max_num_frames_per_episode": 60, "repeat_action_probability": 0.0}
-    kwargs: dict[str, Any] = {"batch_T": 30, "batch_B": 4, "collector_cls": VectorEnvCollector}
-    kwargs["env_kwargs"] = {**small, "num_threads": 1, "noop_max": 8}
-    found = run(SerialSampler, "ALE/Pong-v5", None, 2, **kwargs)
-    assert_same(found, run(ParallelSampler, "ALE/Pong-v5", None, 2, n_workers=2, **kwargs))
-    assert assert_as_plain_loop(pong(4, "NextStep"), np.array(env_seeds(4)), batches_of(found)) > 4
-
-
-def batches(cls: Any, mode: str, **kwargs: Any) -> Any:
-    sizes = {"batch_T": 30, "batch_B": 4, "eval_n_envs": 3, "eval_max_steps": 120, "collector_cls": VectorEnvCollector}
-    return run(cls, partial(pong, mode=mode), None, 2, range(2), **sizes, **kwargs)
+    own = {**SMALL, "repeat_action_probability": 0.0, "num_threads": 1}
+    assert compare("ALE/Pong-v5", "NextStep", env_kwargs=own) > 4
 
 
 # An environment id means the other mode.
 @pytest.mark.parametrize("mode", scaled(["SameStep", "NextStep"], ["SameStep"]))
 def test_one_batch_per_seed_whatever_the_workers(mode: str) -> None:
-    found = batches(SerialSampler, mode)
-    for n_workers in scaled((1, 2, 3), (3,)):
-        assert_same(found, batches(ParallelSampler, mode, n_workers=n_workers))
-    assert assert_as_plain_loop(pong(4, mode), np.array(env_seeds(4)), batches_of(found)) > 8
+    # At full scale with evaluations. Daily, test_envpool_vector.py has them.
+    own: dict[str, Any] = {"evaluate": range(2), "eval_n_envs": 3, "eval_max_steps": 120}
+    assert compare(partial(pong, mode=mode), mode, 1, 3, **scaled(own, {})) > ENDS

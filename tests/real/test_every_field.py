@@ -7,7 +7,7 @@ import pytest
 
 from penstock import ParallelSampler, ResetCollector, SerialSampler, TrajInfo, WaitResetCollector
 
-from ..scale import pairs
+from ..scale import FULL, pairs
 from .comparing import Diary, compare
 from .environments import ENVIRONMENTS, agent_maker, env_fns
 
@@ -17,8 +17,14 @@ T = 8
 #: Time limits within a batch, at its end, and beyond it.
 LIMITS = dict.fromkeys(ENVIRONMENTS, (3, 8, 11)) | {"Blackjack": (1, 2, 3)}  # most hands end within two steps
 
-each = pytest.mark.parametrize("name", ENVIRONMENTS)
 MODES = [ResetCollector, WaitResetCollector]
+#: What takes seconds of CPU time is daily in one test: Atari in the first, dm_control in the last.
+HEAVY = ("Atari", "dm_control")
+
+
+def cases(*heavy: str) -> list[str]:
+    """All environments at full scale; daily without the heavy ones but these."""
+    return [name for name in ENVIRONMENTS if FULL or name not in HEAVY or name in heavy]
 
 
 def compare_on(sampler_cls: Any, name: str, recurrent: bool, **kwargs: Any) -> list[list[dict[str, Any]]]:
@@ -30,7 +36,7 @@ def compare_on(sampler_cls: Any, name: str, recurrent: bool, **kwargs: Any) -> l
     return compare(sampler_cls, fns, make_agent, T=T, env_info=True, **kwargs)
 
 
-@pytest.mark.parametrize(("name", "collector_cls"), pairs(ENVIRONMENTS, MODES))
+@pytest.mark.parametrize(("name", "collector_cls"), pairs(cases("Atari"), MODES))
 def test_a_stateless_agent(name: str, collector_cls: Any) -> None:
     found = compare_on(SerialSampler, name, recurrent=False, n_batches=4, collector_cls=collector_cls)
     # The compared data must hold all kinds of episode ends: [environment, batch, T].
@@ -49,14 +55,14 @@ def test_a_stateless_agent(name: str, collector_cls: Any) -> None:
         assert truncated[2, 1].any()
 
 
-@pytest.mark.parametrize(("name", "collector_cls"), pairs(ENVIRONMENTS, reversed(MODES)))
+@pytest.mark.parametrize(("name", "collector_cls"), pairs(cases(), reversed(MODES)))
 def test_a_recurrent_agent_on_environments_out_of_phase(name: str, collector_cls: Any) -> None:
     traj_info_cls = TrajInfo if collector_cls is ResetCollector else Diary
     options: dict[str, Any] = {"n_batches": 3, "warm_up": 7, "traj_info_cls": traj_info_cls}
     compare_on(SerialSampler, name, recurrent=True, collector_cls=collector_cls, **options)
 
 
-@each
+@pytest.mark.parametrize("name", cases("dm_control"))
 @pytest.mark.timeout(60)
 def test_in_processes(name: str) -> None:
     # Every second environment with the other mode and the other kind of agent. The tests above have the rest.

@@ -30,7 +30,7 @@ from penstock import (
 )
 from penstock.envs import ColumnStreams, Purpose
 
-from ..scale import with_start_methods
+from ..scale import scaled, with_start_methods
 from ..seats_support import assert_same, batches_of, serial
 
 pytest.importorskip("pettingzoo", exc_type=ImportError)
@@ -84,8 +84,12 @@ def spread_batches() -> Any:
     return serial(spread(), RandomAgent(), bootstrap_value=False)
 
 
+# Daily, the process of a central sampler comes with another start method, below.
+IN_EVERY_SAMPLER = ("parallel 3", "central", "central, first-ready", "alternating", "asynchronous")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", SAMPLERS)
+@pytest.mark.parametrize("how", scaled([*SAMPLERS], IN_EVERY_SAMPLER))
 def test_simple_spread_in_every_sampler(how: str) -> None:
     wanted = spread_batches()
     assert sum(len(infos) for _, infos in wanted) > 50
@@ -183,6 +187,7 @@ def test_simple_spread_equals_a_plain_loop() -> None:
 # ---- roles -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_simple_speaker_listener_has_two_policies() -> None:
     env_fn = game("mpe2.simple_speaker_listener_v4", max_cycles=7)
     with SerialSampler(env_fn, batch_T=9, batch_B=4) as sampler:
@@ -210,10 +215,10 @@ def test_simple_world_comm_has_three_policies() -> None:
     def agents() -> dict[str, Agent]:
         return {name: RandomAgent() for name in ("leadadversary", "adversary", "agent")}
 
-    options: dict[str, Any] = {"policy_of": prefix, "bootstrap_value": False}
+    options: dict[str, Any] = {"policy_of": prefix, "bootstrap_value": False, "n": scaled(5, 3)}
     wanted = serial(env_fn, agents(), **options)
     assert_same(wanted, batches_of(ParallelSampler, env_fn, agents(), n_workers=3, **options))
-    with ParallelSampler(env_fn, batch_T=9, batch_B=5, n_workers=2) as sampler:
+    with SerialSampler(env_fn, batch_T=9, batch_B=5) as sampler:
         sampler.initialize(agents(), policy_of=prefix, seed=0)
         assert sampler.seats() == {
             "leadadversary": [(e, "leadadversary_0") for e in range(5)],
@@ -262,7 +267,7 @@ GAMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: The options of batches for games that take long to show an end.
 LONG = {
-    "knights": {"batch_T": 120, "n": 2},
+    "knights": {"batch_T": 120, "n": 2, "batch_B": scaled(3, 2)},
     "multiwalker, falling": {"batch_T": 60},
     "battle": {"batch_T": 200, "n": 2},
     "pistonball": {"batch_T": 8, "n": 2},
@@ -280,12 +285,22 @@ class Attacking(RandomAgent):
         return step._replace(action=13 + np.asarray(step.action) % 8)
 
 
-QUICK = ("continuous", "rps")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in GAMES]
+#: Those of mpe2 run the same code: daily one of two policies, and one with Box actions. The pictures of
+#: cooperative_pong and pursuit take 2 to 4 s of CPU time.
+DAILY = (
+    "simple_speaker_listener_v4",
+    "continuous",
+    "rps",
+    "knights",
+    "pistonball",
+    "multiwalker",
+    "multiwalker, falling",
+    "battle",
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", scaled([*GAMES], DAILY))
 def test_every_game_is_alike_in_two_workers(name: str) -> None:
     module, kwargs = GAMES[name]
     env_fn = game(module, **kwargs)
@@ -335,7 +350,8 @@ def test_the_state_of_a_game_is_recorded(name: str) -> None:
 # ---- ids, wrappers, what is refused ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("env_id", ["classic/rps_v2", pytest.param("sisl/pursuit_v5", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("env_id", ["classic/rps_v2", *scaled(["sisl/pursuit_v5"], [])])
 def test_an_id_of_pettingzoo_is_an_env_fn(env_id: str) -> None:
     namespace, name = env_id.split("/")
     pytest.importorskip(f"pettingzoo.{namespace}.{name}", exc_type=ImportError)

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from penstock import ParallelSampler, RandomAgent, ResetCollector, SerialSampler, WaitResetCollector
 
 from ..envs.space_strategies import any_space, discrete, sample
-from ..scale import scaled
+from ..scale import pairs, scaled
 from .comparing import Diary, compare
 from .reference import row
 
 pytestmark = pytest.mark.slow
 
-both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
+MODES = [ResetCollector, WaitResetCollector]
+both_modes = pytest.mark.parametrize("collector_cls", MODES)
 
 ODD = {
     "float16": spaces.Box(-np.inf, np.inf, (3,), np.float16),
@@ -74,7 +75,7 @@ def compare_with(sampler_cls: Any, observation_space: Any, action_space: Any, **
 
 
 @both_modes
-@settings(max_examples=scaled(50, 20), deadline=None)
+@settings(max_examples=scaled(50, 8), deadline=None)
 @given(observation_space=any_space, action_space=any_space, T=st.integers(1, 9))
 def test_batches_equal_what_a_plain_loop_records(
     collector_cls: Any, observation_space: Any, action_space: Any, T: int
@@ -82,9 +83,8 @@ def test_batches_equal_what_a_plain_loop_records(
     compare_with(SerialSampler, observation_space, action_space, T=T, collector_cls=collector_cls)
 
 
-@both_modes
-@pytest.mark.parametrize("name", ODD)
-def test_odd_spaces(collector_cls: Any, name: str) -> None:
+@pytest.mark.parametrize(("name", "collector_cls"), pairs(ODD, MODES))
+def test_odd_spaces(name: str, collector_cls: Any) -> None:
     compare_with(SerialSampler, ODD[name], ODD[name], T=7, collector_cls=collector_cls)
 
 

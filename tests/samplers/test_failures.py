@@ -26,7 +26,7 @@ from penstock import (
 from penstock.envs import CountingEnv, CrashingEnv
 
 from ..scale import with_start_methods
-from ..support import sampler_of
+from ..support import BOUND, sampler_of
 
 pytestmark = pytest.mark.slow
 
@@ -252,8 +252,8 @@ def test_what_an_environment_started_dies_with_its_worker() -> None:
     with ParallelSampler(WithChild, batch_T=2, batch_B=1, n_workers=1) as sampler:
         sampler.initialize(RandomAgent())
         worker = psutil.Process(sampler.worker_pids[0])
-        assert worker.children()
+        assert (children := worker.children())
         worker.kill()
         with pytest.raises(WorkerDiedError):
             sampler.obtain_samples(0)
-    # that no process is left is checked after every test
+    assert psutil.wait_procs(children, BOUND)[1] == []

@@ -53,7 +53,7 @@ class Returning(gym.Env[Any, Any]):
             (spaces.Tuple([BOX, DISCRETE]), (np.ones(2, np.float32), np.int64(1)), False),
             (spaces.Tuple([BOX, DISCRETE]), [np.ones(2, np.float32), np.int64(1)], True),
         ],
-        3,
+        2,
     ),
 )
 def test_it_is_what_the_environment_returned(space: Any, last: Any, is_sent: bool, monkeypatch: Any) -> None:

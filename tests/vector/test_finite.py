@@ -13,6 +13,8 @@ from gymnasium import spaces
 from penstock import ConfigError, SpaceError
 from penstock.vector import ShmVectorEnv
 
+from ..scale import quick_first
+
 
 class Told(gym.Env[Any, Any]):
     """Does what its action says."""
@@ -39,7 +41,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("action", "problem"), CASES)
+@pytest.mark.parametrize(("action", "problem"), quick_first(CASES))
 def test_what_is_not_finite_is_named_and_costs_one_step(action: int, problem: str) -> None:
     with ShmVectorEnv([Told] * 2, autoreset_mode="SAME_STEP", check_finite=True) as envs:
         envs.reset()
@@ -56,6 +58,7 @@ def test_what_is_not_finite_is_named_and_costs_one_step(action: int, problem: st
         envs.step([0, 0])
 
 
+@pytest.mark.slow
 def test_without_the_check_it_passes() -> None:
     with ShmVectorEnv([Told] * 2) as envs:
         envs.reset()

@@ -17,6 +17,8 @@ from penstock import ConfigError, SamplerStateError, SpaceError
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 
+from ..scale import scaled
+
 
 class Waiting(CountingEnv):
     """A step whose action is 2 waits until somebody writes to its pipe."""
@@ -67,6 +69,7 @@ def test_a_slow_environment_keeps_nobody_waiting(pipes: list[Path]) -> None:
         assert envs.step(np.zeros(4, int))[1].tolist() == [7, 2, 7, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_wait", [1e-4, 0.02])
 def test_with_max_wait_a_slow_environment_does_not_delay_those_that_have_finished(
     pipes: list[Path], max_wait: float
@@ -96,6 +99,7 @@ def test_in_one_process_too_each_is_told_of_at_once(pipes: list[Path]) -> None:
         assert envs.recv(min_ready=99)[4]["env_id"].tolist() == [2, 3]  # all that there are
 
 
+@pytest.mark.slow
 def test_a_reset_lets_outstanding_steps_end_first(pipes: list[Path]) -> None:
     with ShmVectorEnv([partial(Waiting, pipe) for pipe in pipes]) as envs:
         envs.reset()
@@ -154,7 +158,7 @@ def test_what_is_out_of_order_or_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=scaled(20, 5), deadline=None)
 @given(data=st.data(), mode=st.sampled_from(list(AutoresetMode)), n_workers=st.integers(1, 4))
 def test_every_environment_goes_its_own_way(data: Any, mode: AutoresetMode, n_workers: int) -> None:
     """Whoever is sent to whenever: each environment's results are those of its own steps, each once, infos included."""

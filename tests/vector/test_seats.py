@@ -20,7 +20,7 @@ from penstock import ConfigError, SamplerStateError, SpaceError, WorkerDiedError
 from penstock.envs import CountingEnv, ScriptedGame
 from penstock.vector import ShmVectorEnv
 
-from ..scale import FULL, methods, quick_first, scaled
+from ..scale import methods, quick_first, scaled
 
 FIELDS = ("observation", "reward", "terminated", "truncated", "final_obs", "valid", "alive", "late_reward")
 DIES = [{}, {"a0": "die"}, {"a0": "late"}, {"a0": "join", "a1": "cut"}, {}]
@@ -146,7 +146,7 @@ def test_a_game_with_a_death_a_late_reward_and_a_return() -> None:
 @settings(max_examples=scaled(60, 6), deadline=None)
 def test_random_games_equal_a_plain_loop_and_lose_no_reward(ks: list[int], seed: int, n_workers: int) -> None:
     makers = {k: partial(ScriptedGame, k) for k in ks}
-    sums = run_beside_plain([makers[k] for k in ks], 150, seed, n_workers=n_workers)
+    sums = run_beside_plain([makers[k] for k in ks], scaled(150, 60), seed, n_workers=n_workers)
     assert sums["cells"] + sums["late"] == pytest.approx(sums["ledger"], abs=0)
     assert sums["cells"] > 0
 
@@ -154,12 +154,13 @@ def test_random_games_equal_a_plain_loop_and_lose_no_reward(ks: list[int], seed:
 @pytest.mark.slow
 @methods("fork", "forkserver")
 def test_every_start_method_and_number_of_workers(start_method: Any) -> None:
-    for n_workers in (1, 2, 3, 5) if start_method == "forkserver" or FULL else (2,):
+    for n_workers in scaled((1, 2, 3, 5), {"forkserver": (1, 3), "fork": (2,)}.get(start_method)):
         games = [partial(ScriptedGame, 3)] * 3 + [partial(ScriptedGame, 5)] * 2
-        sums = run_beside_plain(games, 300, n_workers=n_workers, context=start_method)
+        sums = run_beside_plain(games, scaled(300, 100), n_workers=n_workers, context=start_method)
         assert sums["late"] > 0
 
 
+@pytest.mark.slow
 def test_views_instead_of_copies() -> None:
     with ShmVectorEnv([partial(ScriptedGame, 2)] * 2, copy=False) as envs:
         before, _ = envs.reset(seed=0)
@@ -247,6 +248,7 @@ def test_calls_go_to_environments() -> None:
             envs.set_attr("level", [1] * 6)
 
 
+@pytest.mark.slow
 def test_wrappers_of_gymnasium() -> None:
     envs: Any = ShmVectorEnv([partial(Quiet, 2, DIES)] * 2, n_workers=1)
     envs = DictInfoToList(RecordEpisodeStatistics(envs))
@@ -376,6 +378,7 @@ class Varying(ScriptedGame):
         super().__init__(1 + context.env_rank)
 
 
+@pytest.mark.slow
 def test_a_function_that_returns_other_agents_each_time() -> None:
     with pytest.raises(WorkerError, match=r"possible_agents of env_rank 1 are .*different functions"):
         ShmVectorEnv([Varying] * 2)
@@ -451,7 +454,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("fault", BAD)
+@pytest.mark.parametrize("fault", quick_first(BAD, 3))
 @pytest.mark.parametrize("one_by_one", quick_first([False, True]))
 def test_bad_data_name_environment_and_agent(fault: str, one_by_one: bool) -> None:
     with ShmVectorEnv([partial(ScriptedGame, 3, [{}] * 6), partial(Bad, fault)], n_workers=1) as envs:
@@ -465,7 +468,7 @@ def test_bad_data_name_environment_and_agent(fault: str, one_by_one: bool) -> No
                 envs.step(np.zeros(6, int))
 
 
-@pytest.mark.parametrize(("fault", "name"), [("nan", "reward"), ("nan observation", "observation")])
+@pytest.mark.parametrize(("fault", "name"), quick_first([("nan observation", "observation"), ("nan", "reward")]))
 def test_check_finite_names_the_agent(fault: str, name: str) -> None:
     agent = "a2" if fault == "nan" else "a1"
     with ShmVectorEnv([partial(ScriptedGame, 3, [{}] * 6), partial(Bad, fault)], check_finite=True) as envs:
@@ -484,6 +487,7 @@ class LateNan(ScriptedGame):
         return observations, rewards, *rest
 
 
+@pytest.mark.slow
 def test_check_finite_sees_late_rewards() -> None:
     with ShmVectorEnv([partial(LateNan, 2, [{"a0": "die"}, {}, {}])], check_finite=True) as envs:
         envs.reset(seed=0)
@@ -495,6 +499,7 @@ def test_check_finite_sees_late_rewards() -> None:
 # ---- failures --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_worker_raises() -> None:
     with ShmVectorEnv([partial(ScriptedGame, 3)] * 2, n_workers=2) as envs:
         envs.reset(seed=0)
@@ -527,6 +532,7 @@ def test_a_killed_worker_is_replaced_and_its_seats_are_cut_off() -> None:
         assert not again[3][3:].any()
 
 
+@pytest.mark.slow
 def test_a_replacement_while_environments_step_one_by_one() -> None:
     with ShmVectorEnv([partial(ScriptedGame, 2, [{}] * 9)] * 3, n_workers=1, on_worker_failure="restart") as envs:
         envs.reset(seed=0)
@@ -544,6 +550,7 @@ def test_a_replacement_while_environments_step_one_by_one() -> None:
         assert infos["valid"].tolist() == [True, True, False, False, True, True]
 
 
+@pytest.mark.slow
 def test_a_reset_after_a_replacement_begins_a_game() -> None:
     with ShmVectorEnv([partial(ScriptedGame, 2, [{}] * 5)], on_worker_failure="restart") as envs:
         first = envs.reset(seed=3)[0]
@@ -593,6 +600,7 @@ def test_ctrl_c_in_a_step_loses_nothing(tmp_path: Path) -> None:
         assert infos["valid"].all()
 
 
+@pytest.mark.slow
 def test_registered_ids_of_pettingzoo() -> None:
     pettingzoo = pytest.importorskip("pettingzoo")
     mpe2 = pytest.importorskip("mpe2.simple_spread_v3", exc_type=ImportError)
@@ -604,6 +612,7 @@ def test_registered_ids_of_pettingzoo() -> None:
         assert envs.reset(seed=0)[0].shape == (6, 18)
 
 
+@pytest.mark.slow
 def test_attributes_behind_the_wrapper_of_turns() -> None:
     mpe2 = pytest.importorskip("mpe2.simple_spread_v3", exc_type=ImportError)
     with ShmVectorEnv([partial(mpe2.parallel_env, render_mode="rgb_array")] * 2) as envs:
