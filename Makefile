@@ -21,8 +21,9 @@ run: $(VENV)/.installed
 quick: $(VENV)/.installed
 	$(BIN)/$(PYTEST) -n 3 -m "not slow"
 
+# All tests, except those of the built site (`make docs-test`) and of a GPU (`make gpu`).
 test: $(VENV)/.installed
-	$(BIN)/$(PYTEST) -n 4 -m "not browser and not gpu"
+	$(BIN)/$(PYTEST) -n 4 -m "not site and not gpu"
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -39,7 +40,8 @@ docs: $(VENV)/.dependencies
 
 # The built site: its links, its reference, and how it looks in Chromium. Without Chromium, the tests that need it are
 # skipped with the reason.
-docs-test: $(VENV)/.installed
+docs-# All tests, except those of the built site (`make docs-test`) and of a GPU (`make gpu`).
+test: $(VENV)/.installed
 	$(BIN)/pytest tests/docs/test_sources.py tests/docs/test_site.py tests/docs/test_browser.py
 
 # An sdist, and a wheel for each version of Python that is installed. Each is installed in a new environment and tried.
