@@ -55,12 +55,12 @@ for context in ("fork", "forkserver"):
         envs.step([0, 0])
 print(penstock.__file__)
 """
-# Two torch imports: in this process, and in the spawned worker. A supervisor for a sampler would be the third.
+# An import of torch in this process, and at full scale in the spawned worker. A supervisor for a sampler would be one more.
 SAMPLE = (
     SMALL_SAMPLE
-    + """
+    + f"""
 from penstock import ParallelSampler, RandomAgent
-for method in ("fork", "spawn"):
+for method in {scaled(("fork", "spawn"), ("fork",))}:
     with ParallelSampler("CartPole-v1", batch_T=5, batch_B=1, start_method=method) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
@@ -143,7 +143,8 @@ def test_without_a_compiler_a_wheel_works_all_the_same(tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    assert str(site) in run(sys.executable, "-c", SAMPLE, cwd=tmp_path, PYTHONPATH=str(site))
+    sample = scaled(SAMPLE, SMALL_SAMPLE)
+    assert str(site) in run(sys.executable, "-c", sample, cwd=tmp_path, PYTHONPATH=str(site))
 
 
 @pytest.mark.skipif(not FULL, reason="full scale; `make dist` tries it too")

@@ -139,12 +139,10 @@ def test_central(central: Any, what: str) -> None:
     assert what == "sync" or all(min(values) > 0 for values in figures.values())
 
 
-def test_vector_env(folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("daily_forks")
+def test_vector_env(folder: Path, request: pytest.FixtureRequest) -> None:
     if FULL:
         request.getfixturevalue("_fork_server")
-    else:  # the server would import all that this process has
-        fork = multiprocessing.get_context("fork")
-        monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: fork)
     options = ["--repeats", 2, "--seconds", 0.01, "--n-envs", 2, "--batch-T", 8]
     printed, content = run(folder, "vector_env", *options)
     assert "steps/s" in printed

@@ -23,7 +23,7 @@ run = partial(starter.run, cwd=ROOT)
 
 
 def test_a_short_run_learns_and_is_reported(tmp_path: Path) -> None:
-    done = run("examples/ppo.py", "--out", tmp_path, "--goal", 60, "--n-workers", 2)
+    done = run("examples/ppo.py", "--out", tmp_path, "--goal", 60, "--n-workers", 2, *scaled([], ["--eval-max-steps", 3200]))
     assert done.returncode == 0, done.stderr
     with (tmp_path / "progress.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -53,6 +53,7 @@ def test_a_missed_goal_is_said_and_is_a_failure(
         runpy.run_path(str(ROOT / "examples" / "ppo.py"), run_name="__main__")
 
 
+@pytest.mark.usefixtures("daily_forks")
 def test_the_ceiling_and_the_samplers_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     figures = importlib.import_module("throughput").measure_pair(4, 16, 2, seconds=0.05, repeats=2)

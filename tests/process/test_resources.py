@@ -186,7 +186,7 @@ def in_a_room_of_its_own(setup: str, program: str) -> "subprocess.CompletedProce
 
 
 @methods("fork")
-@pytest.mark.parametrize("shm", SHM)
+@pytest.mark.parametrize("shm", scaled(list(SHM), ["absent"]))
 def test_whatever_dev_shm_is(shm: str, start_method: str) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare here")
