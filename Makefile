@@ -40,8 +40,7 @@ docs: $(VENV)/.dependencies
 
 # The built site: its links, its reference, and how it looks in Chromium. Without Chromium, the tests that need it are
 # skipped with the reason.
-docs-# All tests, except those of the built site (`make docs-test`) and of a GPU (`make gpu`).
-test: $(VENV)/.installed
+docs-test: $(VENV)/.installed
 	$(BIN)/pytest tests/docs/test_sources.py tests/docs/test_site.py tests/docs/test_browser.py
 
 # An sdist, and a wheel for each version of Python that is installed. Each is installed in a new environment and tried.

@@ -55,7 +55,8 @@ for context in ("fork", "forkserver"):
         envs.step([0, 0])
 print(penstock.__file__)
 """
-# An import of torch in this process, and at full scale in the spawned worker. A supervisor for a sampler would be one more.
+# With torch, which is imported in this process, and at full scale in the spawned worker. The supervisor of a sampler would
+# import it too.
 SAMPLE = (
     SMALL_SAMPLE
     + f"""

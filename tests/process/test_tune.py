@@ -152,7 +152,7 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
         main(["tune", "penstock.envs:NoSuchEnv"])
 
 
-def program(*options: str) -> "subprocess.Popen[str]":
+def program(*options: str) -> subprocess.Popen[str]:
     """`python -m penstock tune`. Daily, it is a fork of a process that has imported torch, as are its trials."""
     if FULL:
         command = [sys.executable, "-m", "penstock", "tune", *options]
