@@ -55,8 +55,7 @@ for context in ("fork", "forkserver"):
         envs.step([0, 0])
 print(penstock.__file__)
 """
-# With torch, which is imported in this process, and at full scale in the spawned worker. The supervisor of a sampler would
-# import it too.
+# This process imports torch, and at full scale the spawned worker does too. So would the supervisor of a sampler.
 SAMPLE = (
     SMALL_SAMPLE
     + f"""
