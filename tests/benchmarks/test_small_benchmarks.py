@@ -168,11 +168,11 @@ def test_seats_vector(folder: Path) -> None:
 def test_connect_four(folder: Path) -> None:
     """Peers that are not installed are left out; the games alone and penstock are always measured."""
     pytest.importorskip("pettingzoo")
-    options = ["--repeats", 2, "--seconds", 0.05]
+    options = ["--repeats", scaled(2, 1), "--seconds", 0.05]
     _, written = run(folder, "connect_four", "rates", *options, starts="peer_process")
     (rates,) = written["results"]
     assert all({"penstock ParallelSampler", "bare loops in step"} <= set(turn) for turn in rates["rounds"])
-    printed, written = run(folder, "connect_four", "record", "--repeats", 2)
+    printed, written = run(folder, "connect_four", "record", "--repeats", scaled(2, 1))
     (record,) = written["results"]
     assert record["main"]["batch_bytes"] < record["all"]["batch_bytes"]
     assert "CPU of main, beside all: " in printed

@@ -16,7 +16,7 @@ import pytest
 from penstock import ParallelSampler, RandomAgent, WorkerDiedError
 from penstock.envs import CountingEnv
 
-from ..scale import FULL, START_METHODS, methods, scaled
+from ..scale import FULL, methods, scaled
 from ..support import BOUND, until
 from .support import Script, is_running, pause, refusing
 
@@ -95,7 +95,7 @@ def test_the_report_on_the_machine_names_the_fallback(tmp_path: Path, name: str,
 
 
 @only_x86_64
-@pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=errno.errorcode.get)
+@pytest.mark.parametrize("error", scaled([errno.EPERM, errno.ENOSYS], [errno.EPERM]), ids=errno.errorcode.get)
 def test_where_pinning_is_refused_a_worker_says_so_and_runs(tmp_path: Path, error: int) -> None:
     body = refusing("sched_setaffinity", error) + SAMPLES
     with Script(tmp_path, body, METHOD="forkserver", N=1) as script:
@@ -129,7 +129,7 @@ def test_the_supervisor_imports_nothing_from_the_current_folder(tmp_path: Path) 
     assert not (tmp_path / "executed").exists()
 
 
-@methods(*START_METHODS)
+@methods("forkserver", "spawn")
 def test_a_deleted_current_folder_is_named(tmp_path: Path, start_method: str) -> None:
     body = "import torch; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')" + ONE_BATCH
     with Script(tmp_path, body, METHOD=start_method) as script:
