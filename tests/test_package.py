@@ -55,8 +55,8 @@ for context in ("fork", "forkserver"):
         envs.step([0, 0])
 print(penstock.__file__)
 """
-# Two imports of torch: in this process, and in the spawned worker. A supervisor for a sampler would be the third. At full
-# scale only: all other tests run samplers of an installed package.
+# Two imports of torch: in this process, and in the spawned worker. A supervisor for a sampler would be the third.
+# This is for the full scale: all other tests run samplers of an installed package.
 SAMPLE = (
     SMALL_SAMPLE
     + """
