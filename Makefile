@@ -21,8 +21,9 @@ run: $(VENV)/.installed
 quick: $(VENV)/.installed
 	$(BIN)/$(PYTEST) -n 3 -m "not slow"
 
+# All tests, except those of the built site (`make docs-test`) and of a GPU (`make gpu`).
 test: $(VENV)/.installed
-	$(BIN)/$(PYTEST) -n 4 -m "not browser and not gpu"
+	$(BIN)/$(PYTEST) -n 4 -m "not site and not gpu"
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -141,6 +141,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--agents", nargs="+", default=["random", "mlp"], choices=["mlp", "random", "none"])
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="of environments; all that are installed")
     parser.add_argument("--batch-B", type=int, nargs="+", default=[32, 256, 1024], help="numbers of environments")
     parser.add_argument("--batch-T", type=int, default=128)
     parser.add_argument("--n-workers", type=int, default=2)
@@ -149,9 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", help="write settings, machine and all figures to this file")
     args = parser.parse_args(arguments)
 
-    kinds = ["single", "batched"]
-    if importlib.util.find_spec("envpool") is not None:
-        kinds.append("envpool")
+    kinds = args.kinds or [kind for kind in KINDS if kind != "envpool" or importlib.util.find_spec(kind) is not None]
     results, rows = [], []
     for agent in args.agents:
         own = [*kinds, "bare"] if agent == "none" else kinds

@@ -18,6 +18,7 @@ own synchronous loop with 2 threads, which records nothing.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--batch-T", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=0.3)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants beside the first; all by default")
     parser.add_argument("--envpool", nargs="+", default=[], metavar="TASK", help="tasks of EnvPool, instead of Pong")
     args = parser.parse_args()
     for task in args.envpool:
@@ -106,18 +108,19 @@ def main() -> None:
     if args.envpool:
         return
     pongs = partial(AtariVectorEnv, "pong", num_threads=1, max_num_frames_per_episode=args.frames)
-    sizes = args.batch_B, args.batch_T
-    contestants: dict[str, Any] = {"single": Sampling(partial(pong, args.frames), ResetCollector, *sizes)}
-    for mode in ("SameStep", "NextStep"):
-        contestants[mode] = Sampling(partial(pongs, autoreset_mode=mode), VectorEnvCollector, *sizes)
-    games = partial(with_lives, make=partial(pongs, autoreset_mode="SameStep"))
-    contestants["whole games"] = Sampling(games, VectorEnvCollector, *sizes, GameInfo)
-    singles = ShmVectorEnv([partial(pong, args.frames)] * args.batch_B, n_workers=2, autoreset_mode="SAME_STEP")
-    contestants["ShmVectorEnv, single"] = Stepping(singles, *sizes)
-    batched = ShmVectorEnv(partial(pongs, autoreset_mode="SameStep"), num_envs=args.batch_B, n_workers=2)
-    contestants["ShmVectorEnv"] = Stepping(batched, *sizes)
-    bare = AtariVectorEnv("pong", args.batch_B, num_threads=2, autoreset_mode="SameStep")
-    contestants["bare"] = Stepping(bare, *sizes)
+    same, single = partial(pongs, autoreset_mode="SameStep"), partial(pong, args.frames)
+    shm, games = partial(ShmVectorEnv, n_workers=2), partial(with_lives, make=same)
+    makers: dict[str, Callable[[int, int], Any]] = {
+        "single": partial(Sampling, single, ResetCollector),
+        "SameStep": partial(Sampling, same, VectorEnvCollector),
+        "NextStep": partial(Sampling, partial(pongs, autoreset_mode="NextStep"), VectorEnvCollector),
+        "whole games": partial(Sampling, games, VectorEnvCollector, traj_info_cls=GameInfo),
+        "ShmVectorEnv, single": lambda B, T: Stepping(shm([single] * B, autoreset_mode="SAME_STEP"), B, T),
+        "ShmVectorEnv": lambda B, T: Stepping(shm(same, num_envs=B), B, T),
+        "bare": lambda B, T: Stepping(AtariVectorEnv("pong", B, num_threads=2, autoreset_mode="SameStep"), B, T),
+    }
+    names = [name for name in makers if name == "single" or not args.only or name in args.only]
+    contestants = {name: makers[name](args.batch_B, args.batch_T) for name in names}
     figures = take_turns(contestants, args.repeats, args.seconds)
     show(f"Pong, B = {args.batch_B}, episodes of at most {args.frames:,} frames", figures, "single")
 

@@ -111,16 +111,16 @@ CASES: dict[str, tuple[str, Callable[[], Any], Callable[..., Found], Callable[..
 }
 
 
-def measure(case: str, rows: int, repeats: int) -> dict[str, list[float]]:
-    """CPU time of the loss with `evaluate`, in relation to the two others, for each round."""
+def measure(case: str, rows: int, repeats: int, batch_B: int) -> dict[str, list[float]]:
+    """CPU time of the loss with `evaluate`, in relation to the two others, for each round. A minibatch has `rows`."""
     env_id, make_agent, with_torch, lean, length = CASES[case]
     agent = make_agent()
-    with SerialSampler(partial(gym.make, env_id), batch_T=128, batch_B=32) as sampler:
+    with SerialSampler(partial(gym.make, env_id), batch_T=128, batch_B=batch_B) as sampler:
         sampler.initialize(agent, seed=0, bootstrap_value=True)
         samples = sampler.obtain_samples(0)[0].copy()
     generator = torch.Generator().manual_seed(0)
-    numbers = {name: torch.randn(128, 32, generator=generator) for name in ("advantage", "value")}
-    parts = list(samples.with_targets(**numbers).minibatches(4096 // rows, generator, length=length))
+    numbers = {name: torch.randn(128, batch_B, generator=generator) for name in ("advantage", "value")}
+    parts = list(samples.with_targets(**numbers).minibatches(128 * batch_B // rows, generator, length=length))
     optimizer = torch.optim.Adam(agent.model.parameters())
 
     def update(log_prob: Tensor, entropy: Tensor, value: Tensor, part: Any) -> None:
@@ -159,10 +159,13 @@ def measure(case: str, rows: int, repeats: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=60, help="rounds")
+    parser.add_argument("--rows", type=int, nargs="+", default=[256, 1024], help="sizes of a minibatch")
+    parser.add_argument("--batch-B", type=int, default=32, help="environments; each has 128 rows in the batch")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = {f"{case}, {rows} rows": measure(case, rows, args.repeats) for case in CASES for rows in (256, 1024)}
+    settings = [(case, rows) for case in CASES for rows in args.rows]
+    results = {f"{case}, {rows} rows": measure(case, rows, args.repeats, args.batch_B) for case, rows in settings}
     for setting, found in results.items():
         for name, ratios in found.items():
             print(f"{setting:>20}, CPU time of evaluate beside {name}: {cell(ratios, '{:.3f}')}")

@@ -16,7 +16,7 @@ import json
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,9 +46,6 @@ REPLACED: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in COMPILED},
     "everything": tuple(COMPILED),
 }
-
-
-TURN = 1024  #: environment steps of a turn, at least one batch
 
 
 @dataclass(frozen=True)
@@ -86,10 +83,10 @@ def use(replaced: tuple[str, ...]) -> None:
         setattr(module, name, native.PYTHON[name] if name in replaced else COMPILED[name])
 
 
-def measure(case: Case, repeats: int) -> Figures:
+def measure(case: Case, repeats: int, turn_steps: int) -> Figures:
     """`repeats` pairs of turns for everything in `REPLACED`."""
     figures: Figures = {name: [] for name in REPLACED}
-    n_batches, itr = max(1, TURN // (case.batch_T * case.batch_B)), 0
+    n_batches, itr = max(1, turn_steps // (case.batch_T * case.batch_B)), 0
     n_steps = n_batches * case.batch_T * case.batch_B
     with SerialSampler(case.env_fn, batch_T=case.batch_T, batch_B=case.batch_B) as sampler:
         sampler.initialize(case.make_agent(), seed=0)
@@ -156,6 +153,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--repeats", type=int, default=400, help="pairs of batches for each function")
+    parser.add_argument("--turn", type=int, default=1024, help="environment steps of a turn, at least one batch")
+    parser.add_argument("--batch-T", type=int, help="time steps of a batch; each case has a default")
     parser.add_argument("--json", help="write machine, table and all figures to this file")
     args = parser.parse_args()
     limit_threads(1)
@@ -164,7 +163,8 @@ def main() -> None:
 
     results, table = {}, {}
     for case in args.cases:
-        results[case] = measure(CASES[case], args.repeats)
+        sized = CASES[case] if args.batch_T is None else replace(CASES[case], batch_T=args.batch_T)
+        results[case] = measure(sized, args.repeats, args.turn)
         table[case] = summarize(results[case])
         print_table(case, table[case])
     if args.json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import multiprocessing
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ import psutil
 import pytest
 from xdist import is_xdist_controller
 
-from .scale import USUAL_METHODS, scaled
+from .scale import FULL, USUAL_METHODS, scaled
 from .starter import starting
 
 gc.disable()  # until `_servers`: the garbage collector would search all that the test modules make, many times
@@ -231,6 +232,14 @@ def nothing_left(_servers: None) -> Iterator[None]:
         assert (names if kind == "names in /dev/shm" else after - then) == set(), f"{kind} left behind"
     if is_slow:
         gc.freeze()  # the next collection need not search what tests have imported since
+
+
+@pytest.fixture
+def daily_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daily, every process of `multiprocessing` is a fork. One of "spawn" or "forkserver" imports all modules again."""
+    if not FULL:
+        fork = multiprocessing.get_context("fork")
+        monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: fork)
 
 
 @pytest.fixture(scope="module")

@@ -164,6 +164,16 @@ class Child(subprocess.Popen):  # type: ignore[type-arg]
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
+def fork(command: Sequence[object], *, env: dict[str, str], start_new_session: bool = True, **pipes: Any) -> Child:
+    """`subprocess.Popen(command, ...)` of a script, as a benchmark calls it."""
+    request = {"is_child": True, "forks_supervisor": True, "skips_teardown": True, "environ": env}
+    return Child(command[1:], request, **pipes)
+
+
+#: Takes the place of `subprocess` in a module that starts scripts.
+FORKS = types.SimpleNamespace(**vars(subprocess) | {"Popen": fork})
+
+
 class Program(Child):
     """`Popen([sys.executable, *argv], text=True, start_new_session=True)` with pipes, but started by the `starter`."""
 

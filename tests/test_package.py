@@ -55,7 +55,8 @@ for context in ("fork", "forkserver"):
         envs.step([0, 0])
 print(penstock.__file__)
 """
-# Two torch imports: in this process, and in the spawned worker. A supervisor for a sampler would be the third.
+# Two imports of torch: in this process, and in the spawned worker. A supervisor for a sampler would be the third.
+# This is for the full scale: all other tests run samplers of an installed package.
 SAMPLE = (
     SMALL_SAMPLE
     + """
@@ -133,7 +134,7 @@ def test_a_wheel_holds_penstock_and_nothing_else(tmp_path: Path, links: bool) ->
         archive.extractall(site)
         (record,) = [name for name in archive.namelist() if name.endswith("top_level.txt")]
         assert archive.read(record).decode().split() == ["penstock"]
-    sample = SAMPLE if links else SMALL_SAMPLE
+    sample = scaled(SAMPLE, SMALL_SAMPLE) if links else SMALL_SAMPLE
     assert str(site) in run(sys.executable, "-c", sample, cwd=tmp_path, PYTHONPATH=str(site))
 
 
@@ -143,7 +144,8 @@ def test_without_a_compiler_a_wheel_works_all_the_same(tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    assert str(site) in run(sys.executable, "-c", SAMPLE, cwd=tmp_path, PYTHONPATH=str(site))
+    sample = scaled(SAMPLE, SMALL_SAMPLE)
+    assert str(site) in run(sys.executable, "-c", sample, cwd=tmp_path, PYTHONPATH=str(site))
 
 
 @pytest.mark.skipif(not FULL, reason="full scale; `make dist` tries it too")

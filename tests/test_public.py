@@ -119,14 +119,8 @@ def test_windows_is_refused_with_a_remedy() -> None:
     assert done.stderr.endswith("ImportError: penstock needs Linux: on Windows, use it in WSL 2\n")
 
 
-def test_importing_penstock_does_not_import_torch() -> None:
-    code = "import sys, penstock, penstock.workers.process; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("False\n", "")
-
-
-def test_importing_the_rooms_of_many_machines_imports_neither_ray_nor_zmq() -> None:
-    rooms = "penstock.cluster, penstock.control"
+def test_importing_penstock_imports_neither_torch_nor_what_many_machines_need() -> None:
+    rooms = "penstock, penstock.workers.process, penstock.cluster, penstock.control"
     code = f"import sys, {rooms}; print({{'ray', 'zmq', 'msgpack', 'torch'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("set()\n", "")

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 OWN = "#0f9d8c"
 
@@ -82,7 +84,6 @@ def rows(printed: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in found[2:]}
 
 
-@pytest.mark.slow
 def test_pictures_show_every_contestant_in_steps_per_second(report: Callable[..., Path]) -> None:
     picture = report([{name: turn(rate) for name, rate in RATES.items()}] * 3)
     expected = {name: f"{rate:,}" for name, rate in sorted(RATES.items(), key=lambda item: -item[1])}
@@ -96,7 +97,6 @@ def test_pictures_show_every_contestant_in_steps_per_second(report: Callable[...
         assert file.read_text(encoding="utf-8").count(OWN) == n_own, "penstock's bars have a colour of their own"
 
 
-@pytest.mark.slow
 def test_every_panel_shows_every_contestant(report: Callable[..., Path]) -> None:
     """All works with all contestants; of "short" there are no figures, since nothing could be measured."""
     adapters = importlib.import_module("peer_adapters")
@@ -114,7 +114,6 @@ def test_every_panel_shows_every_contestant(report: Callable[..., Path]) -> None
     assert all_bars(report(rounds.pop("random"), **rounds)) == expected
 
 
-@pytest.mark.slow
 def test_the_table_has_the_figures_of_the_picture(
     report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

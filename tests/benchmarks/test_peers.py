@@ -7,12 +7,10 @@ import importlib
 import importlib.util
 import io
 import json
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,13 +46,8 @@ def peers(starter: None, benchmarks: None, monkeypatch: pytest.MonkeyPatch, tmp_
     """Runs `peers.py`: what it prints, and what it writes. Daily, its contestants are forks of a process that has
     imported torch."""
 
-    def start(command: list[str], *, env: dict[str, str], start_new_session: bool, **pipes: Any) -> starters.Child:
-        request = {"is_child": True, "forks_supervisor": True, "skips_teardown": True, "environ": env}
-        return starters.Child(command[1:], request, **pipes)
-
     if not FULL:
-        forking = SimpleNamespace(**vars(subprocess) | {"Popen": start})
-        monkeypatch.setattr(importlib.import_module("peer_process"), "subprocess", forking)
+        monkeypatch.setattr(importlib.import_module("peer_process"), "subprocess", starters.FORKS)
 
     def run(*options: object) -> tuple[str, Any]:
         file, printed = tmp_path / "figures.json", io.StringIO()
@@ -70,10 +63,15 @@ def peers(starter: None, benchmarks: None, monkeypatch: pytest.MonkeyPatch, tmp_
     ("work", "name", "library"),
     [
         ("sleeping", "penstock ShmVectorEnv, send and recv", None),
-        ("random", "EnvPool, send and recv (its own CartPole)", "envpool"),
         ("central", "EnvPool, send and recv (its own CartPole)", "envpool"),
-        ("pong", "EnvPool, send and recv (its own Pong)", "envpool"),
         ("pong", "ALE AtariVectorEnv, send and recv", "ale_py"),
+        *scaled(
+            [
+                ("random", "EnvPool, send and recv (its own CartPole)", "envpool"),
+                ("pong", "EnvPool, send and recv (its own Pong)", "envpool"),
+            ],
+            [],
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of EnvPool's bounds
@@ -88,7 +86,7 @@ def test_what_is_ready_is_stepped_and_recorded(adapters: Any, work: str, name: s
         times = contestant._times
         assert steps == times.sum()
         assert 0 < times.max() < sizes.T
-        recorded = np.abs(contestant._observations.astype(np.float64)).reshape(sizes.T, sizes.n_envs, -1).sum(-1) > 0
+        recorded = contestant._observations.reshape(sizes.T, sizes.n_envs, -1).any(-1)
         if work != "sleeping":  # whose observations are zeros
             assert np.array_equal(recorded, np.arange(sizes.T)[:, np.newaxis] < times)
         if sizes.policy == "mlp":
@@ -103,20 +101,22 @@ def test_what_is_ready_is_stepped_and_recorded(adapters: Any, work: str, name: s
         ("short", {"TorchRL MultiSync", "TorchRL MultiAsync"}),
         ("uneven", {"TorchRL AsyncBatched", "TorchRL AsyncBatched, server process"}),
         ("uneven", {"Sample Factory"}),
-        (
-            "pong",
-            # Daily, the other two only in `test_what_is_ready_is_stepped_and_recorded`: all load the same games.
-            scaled(
-                {
-                    "ALE AtariVectorEnv",
-                    "ALE AtariVectorEnv, send and recv",
-                    "penstock ParallelSampler, AtariVectorEnv",
-                },
-                {"penstock ParallelSampler, AtariVectorEnv"},
-            ),
+        # Daily, ALE only in `test_what_is_ready_is_stepped_and_recorded`: all load the same games.
+        *scaled(
+            [
+                (
+                    "pong",
+                    {
+                        "ALE AtariVectorEnv",
+                        "ALE AtariVectorEnv, send and recv",
+                        "penstock ParallelSampler, AtariVectorEnv",
+                    },
+                )
+            ],
+            [],
         ),
     ],
-    ids=("multi", "batched", "sample-factory", "ale"),
+    ids=("multi", "batched", "sample-factory", "ale")[: scaled(4, 3)],
 )
 def test_peers_take_turns(peers: Callable[..., Any], work: str, names: set[str]) -> None:
     """Each in a process tree of its own."""
@@ -125,9 +125,10 @@ def test_peers_take_turns(peers: Callable[..., Any], work: str, names: set[str])
             pytest.skip("needs the virtual environment of `make peers`")
     else:
         pytest.importorskip("ale_py" if work == "pong" else "torchrl")
-    _, content = peers(work, "--only", *names, "--repeats", 2, "--seconds", 0.01)
+    _, content = peers(work, "--only", *names, "--repeats", scaled(2, 1), "--seconds", 0.01)
     (result,) = content["results"]
     assert not result["missing"]
+    assert len(result["rounds"]) == scaled(2, 1)
     for turns in result["rounds"]:
         assert turns.keys() == names
         assert all(turn["rate"] > 0 and turn["cpu_us"] > 0 for turn in turns.values())

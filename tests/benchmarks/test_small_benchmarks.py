@@ -51,13 +51,16 @@ def run_program(folder: Path, name: str, *options: object) -> tuple[str, Any]:
     return done.stdout, json.loads(file.read_text(encoding="utf-8"))
 
 
-def run(folder: Path, name: str, *options: object) -> tuple[str, Any]:
-    """The same in this process, whose supervisor has imported torch."""
+def run(folder: Path, name: str, *options: object, starts: str = "") -> tuple[str, Any]:
+    """The same in this process, whose supervisor has imported torch. Daily, the programs that its module `starts`
+    starts are forks of a process that has imported torch."""
     file, printed, before = folder / f"{name}.json", io.StringIO(), set(sys.modules)
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("ignore")
         patched.syspath_prepend(ROOT / "benchmarks")
         patched.setattr(sys, "argv", [name, *map(str, options), "--json", str(file)])
+        if starts and not FULL:
+            patched.setattr(importlib.import_module(starts), "subprocess", starter.FORKS)
         importlib.import_module(name).main()
     for module in set(sys.modules) - before:
         if str(getattr(sys.modules[module], "__file__", "")).startswith(str(ROOT / "benchmarks")):
@@ -70,6 +73,7 @@ def run(folder: Path, name: str, *options: object) -> tuple[str, Any]:
 def test_batched(folder: Path) -> None:
     agents, n_envs = scaled(("random", "mlp"), ("mlp",)), scaled((4, 6), (4,))
     sizes = ["--batch-B", *n_envs, "--batch-T", 8, "--n-workers", 1, "--seconds", 0.02, "--repeats", 1]
+    sizes += ["--kinds", "single", "batched", *scaled(["envpool"] if importlib.util.find_spec("envpool") else [], [])]
     printed, content = run_program(folder, "batched", "--agents", *agents, "none", *sizes)
     assert "times the first" in printed
     rows = {(row["agent"], row["kind"], row["batch_B"]): row for row in content["table"]}
@@ -88,10 +92,11 @@ def test_batched_copies(folder: Path) -> None:
 def test_batched_atari(folder: Path) -> None:
     pytest.importorskip("ale_py")
     sizes = ["--batch-T", 4, "--batch-B", 2, "--repeats", 1, "--seconds", 0.02]
-    done = starter.run("benchmarks/batched_atari.py", *sizes, cwd=ROOT)
+    names = ["whole games", "ShmVectorEnv", "bare", *scaled(["SameStep", "NextStep", "ShmVectorEnv, single"], [])]
+    done = starter.run("benchmarks/batched_atari.py", *sizes, "--only", *names, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert "NextStep" in done.stdout
-    assert "ShmVectorEnv, single" in done.stdout
+    found = {line.split("│")[1].strip() for line in done.stdout.splitlines() if "│" in line}
+    assert found >= {"single", *names}
 
 
 def test_spaces(folder: Path) -> None:
@@ -134,8 +139,10 @@ def test_central(central: Any, what: str) -> None:
     assert what == "sync" or all(min(values) > 0 for values in figures.values())
 
 
-@pytest.mark.usefixtures("_fork_server")
-def test_vector_env(folder: Path) -> None:
+@pytest.mark.usefixtures("daily_forks")
+def test_vector_env(folder: Path, request: pytest.FixtureRequest) -> None:
+    if FULL:
+        request.getfixturevalue("_fork_server")
     options = ["--repeats", 2, "--seconds", 0.01, "--n-envs", 2, "--batch-T", 8]
     printed, content = run(folder, "vector_env", *options)
     assert "steps/s" in printed
@@ -145,12 +152,13 @@ def test_vector_env(folder: Path) -> None:
 
 
 def test_seats_vector(folder: Path) -> None:
-    for name in ("supersuit", "mpe2"):
+    for name in scaled(("supersuit", "mpe2"), ("supersuit",)):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"needs {name}")
-    printed, content = run_program(folder, "seats_vector", "--repeats", 2, "--seconds", 0.01)
+    games = scaled(("idle3", "idle20", "spread"), ("idle3",))
+    printed, content = run_program(folder, "seats_vector", *games, "--repeats", 2, "--seconds", 0.01)
     assert "times faster" in printed
-    assert content["results"].keys() == {"idle3", "idle20", "spread"}
+    assert content["results"].keys() == set(games)
     for by_clock in content["results"].values():
         for figures in by_clock.values():
             assert figures.keys() == {f"{name}, {n}" for name in ("SuperSuit", "ShmVectorEnv") for n in (1, 2)}
@@ -160,23 +168,26 @@ def test_seats_vector(folder: Path) -> None:
 def test_connect_four(folder: Path) -> None:
     """Peers that are not installed are left out; the games alone and penstock are always measured."""
     pytest.importorskip("pettingzoo")
-    _, written = run_program(folder, "connect_four", "rates", "--repeats", 2, "--seconds", 0.05)
+    options = ["--repeats", scaled(2, 1), "--seconds", 0.05]
+    _, written = run(folder, "connect_four", "rates", *options, starts="peer_process")
     (rates,) = written["results"]
     assert all({"penstock ParallelSampler", "bare loops in step"} <= set(turn) for turn in rates["rounds"])
-    printed, written = run(folder, "connect_four", "record", "--repeats", 2)
+    printed, written = run(folder, "connect_four", "record", "--repeats", scaled(2, 1))
     (record,) = written["results"]
     assert record["main"]["batch_bytes"] < record["all"]["batch_bytes"]
     assert "CPU of main, beside all: " in printed
 
 
 def test_startup(folder: Path) -> None:
-    options = ["--workers", 1, "--methods", "forkserver", "--samplers", "GpuSampler, server", "--repeats", 1]
+    """Daily without the server, which imports torch twice."""
+    sampler = scaled("GpuSampler, server", "GpuSampler")
+    options = ["--workers", 1, "--methods", "forkserver", "--samplers", sampler, "--repeats", 1]
     printed, ((row),) = run_program(folder, "startup", *options)
     assert "MB a worker" in printed
     (figures,) = row["figures"]
-    assert figures.keys() == {"first", "again", "worker", "server"}
+    assert figures.keys() == {"first", "again", "worker", *scaled(["server"], [])}
     assert min(figures.values()) > 0
-    assert figures["worker"] < figures["server"] / 4, "a process with torch takes more than one without"
+    assert not FULL or figures["worker"] < figures["server"] / 4, "a process with torch takes more than one without"
 
 
 def test_checks(folder: Path) -> None:
@@ -207,7 +218,8 @@ def test_waits(folder: Path) -> None:
 
 def test_native(folder: Path) -> None:
     cases = ["CartPole, random", "CartPole, mlp", "Dict of 16", "pixels"]
-    printed, content = run(folder, "native", "--cases", *cases, "--repeats", 2)
+    sizes = scaled([], ["--batch-T", 8, "--turn", 1])
+    printed, content = run(folder, "native", "--cases", *cases, "--repeats", 2, *sizes)
     assert "saved" in printed
     assert content["results"].keys() == set(cases)
     for figures in content["results"].values():
@@ -248,7 +260,7 @@ def test_compare(folder: Path) -> None:
     site = Path(penstock.__file__).parent.parent
     sizes = ["--repeats", 2, "--starts", 1, "--seconds", 0.01]
     cases = {"ShmVectorEnv, copy=False", *scaled(["first start, ShmVectorEnv"], [])}
-    printed, content = run(folder, "compare", site, site, *sizes, "--cases", *cases)
+    printed, content = run(folder, "compare", site, site, *sizes, "--cases", *cases, starts="compare")
     assert "OLD and NEW in turns" in printed
     assert content["results"].keys() == cases
     for case, turns in content["results"].items():
@@ -259,8 +271,10 @@ def test_compare(folder: Path) -> None:
 
 
 def test_the_cost_of_evaluate(folder: Path) -> None:
-    printed, content = run(folder, "learner", "--repeats", 2)
-    for setting in ("Discrete, 256 rows", "Box, 1024 rows", "LSTM, 256 rows"):
+    sizes = scaled([], ["--rows", 32, 64, "--batch-B", 1])
+    few, many = scaled((256, 1024), (32, 64))
+    printed, content = run(folder, "learner", "--repeats", 2, *sizes)
+    for setting in (f"Discrete, {few} rows", f"Box, {many} rows", f"LSTM, {few} rows"):
         assert f"{setting}, CPU time of evaluate beside lean" in printed
         ratios = content["results"][setting]
         assert ratios.keys() == {"torch", "lean"}

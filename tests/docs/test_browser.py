@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.xdist_group("site"),  # it is built once
     pytest.mark.timeout(400),
     pytest.mark.slow,
-    pytest.mark.browser,
+    pytest.mark.site,
 ]
 
 

@@ -41,6 +41,10 @@ def shortened(block: str) -> str:
     """The same code, with fewer iterations of training, and no long batches. At full scale, runs of minutes stay."""
     most = 1_000 if FULL else 3
     found = re.sub(r"(?<=for itr in range\()[\d_]+(?=\))", lambda n: n[0] if int(n[0]) <= most else "3", block)
+    if not FULL:  # fewer environments, and updates in an iteration
+        found = found.replace("range(1, 41)", "range(1, 12)")
+        found = re.sub(r"(?<=batch_T=)(50|64|32)(,\s+batch_B=)(16|32)\b", r"\g<1>\g<2>4", found)
+        found = re.sub(r"(?<=for _ in range\()(8|16|32)(?=\))", "4", found)
     return re.sub(r"batch_T=128,(\s+)batch_B=8", r"batch_T=8,\1batch_B=2", found)
 
 

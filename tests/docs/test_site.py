@@ -1,4 +1,5 @@
-"""The site is built without a warning, which includes its links, and the reference has every public name."""
+"""The site is built without a warning, which includes its links, and the reference has every public name. `make
+docs-test` runs these."""
 
 import contextlib
 import importlib
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.xdist_group("site"),  # it is built once
     pytest.mark.timeout(400),
     pytest.mark.slow,
+    pytest.mark.site,
 ]
 
 

@@ -15,6 +15,7 @@ from penstock import RandomAgent, SerialSampler
 from penstock.targets import Steps, n_step_return
 
 from .. import starter
+from ..scale import scaled
 
 ROOT = Path(__file__).parent.parent.parent
 run = partial(starter.run, cwd=ROOT)
@@ -23,7 +24,8 @@ run = partial(starter.run, cwd=ROOT)
 @pytest.mark.slow
 def test_a_short_run_learns() -> None:
     # At random, most games end after 500 steps without the goal.
-    done = run("examples/action_repeats.py", "--total-steps", 60_000, "--goal", -250)
+    total_steps, goal = scaled((60_000, -250), (36_000, -350))
+    done = run("examples/action_repeats.py", "--total-steps", total_steps, "--goal", goal)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "steps for each decision" in done.stdout
 

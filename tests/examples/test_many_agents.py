@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from .. import starter
+from ..scale import scaled
 
 pytestmark = pytest.mark.slow
 
@@ -33,16 +34,17 @@ def test_a_short_run_says_how_good_it_is(example: str) -> None:
 
 def test_a_goal_that_is_missed_is_a_failure() -> None:
     pytest.importorskip("mpe2")
-    done = run("examples/mappo.py", *SHORT, "--goal", 0.99)
+    done = run("examples/mappo.py", *SHORT, "--total-steps", 100, "--goal", 0.99)
     assert done.returncode == 1
     assert "goal missed: the trained policy must be better by 99%" in done.stderr
 
 
-@pytest.mark.parametrize("env_id", ["sisl/pursuit-v5", "mpe2.simple_spread_v3"])
+@pytest.mark.parametrize("env_id", ["sisl/pursuit-v5", *scaled(["mpe2.simple_spread_v3"], [])])
 def test_the_shared_policy_plays_other_games(env_id: str) -> None:
     pytest.importorskip("mpe2")
     pytest.importorskip("pettingzoo.sisl")
-    done = run("examples/ippo_pettingzoo.py", "--env-id", env_id, *SHORT, "--max-cycles", 10, "--goal", -1000)
+    fewer = scaled((), ("--total-steps", 100, "--eval-games", 2))
+    done = run("examples/ippo_pettingzoo.py", "--env-id", env_id, *SHORT, *fewer, "--max-cycles", 10, "--goal", -1000)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -39,8 +39,8 @@ def test_a_short_sac_runs_with_and_without_the_wrong_learner() -> None:
         assert re.search(r"^1,2\d\d steps", done.stdout, re.MULTILINE)
 
 
-def test_a_short_r2d1_runs_in_both_ways() -> None:
-    for asynchronous in (0, 1):
+def test_a_short_r2d1_runs() -> None:
+    for asynchronous in scaled((0, 1), (1,)):
         options = ["--total-steps", 4000, "--min-steps", 1000, "--eval-every", 1500, "--eval-episodes", 32]
         done = run("examples/r2d1.py", *options, "--asynchronous", asynchronous, "--stored-state", asynchronous)
         assert done.returncode == 1, done.stderr

@@ -3,8 +3,6 @@
 import csv
 import importlib
 import json
-import runpy
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +21,9 @@ run = partial(starter.run, cwd=ROOT)
 
 
 def test_a_short_run_learns_and_is_reported(tmp_path: Path) -> None:
-    done = run("examples/ppo.py", "--out", tmp_path, "--goal", 60, "--n-workers", 2)
+    done = run(
+        "examples/ppo.py", "--out", tmp_path, "--goal", 60, "--n-workers", 2, *scaled([], ["--eval-max-steps", 3200])
+    )
     assert done.returncode == 0, done.stderr
     with (tmp_path / "progress.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -45,14 +45,13 @@ def test_a_short_run_learns_and_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [["--total-steps", "4096"], ["--time-limit", "0.1"]])
-def test_a_missed_goal_is_said_and_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["examples/ppo.py", "--out", str(tmp_path), *options])
-    with pytest.raises(SystemExit, match="goal of 475 missed"):  # a string as its code means exit code 1
-        runpy.run_path(str(ROOT / "examples" / "ppo.py"), run_name="__main__")
+def test_a_missed_goal_is_said_and_is_a_failure(tmp_path: Path, options: list[str]) -> None:
+    done = run("examples/ppo.py", "--out", tmp_path, *options, *scaled([], ["--eval-max-steps", 800]))
+    assert done.returncode == 1
+    assert "goal of 475 missed" in done.stderr
 
 
+@pytest.mark.usefixtures("daily_forks")
 def test_the_ceiling_and_the_samplers_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     figures = importlib.import_module("throughput").measure_pair(4, 16, 2, seconds=0.05, repeats=2)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from .. import starter
+from ..scale import scaled
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +19,7 @@ run = partial(starter.run, cwd=ROOT)
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"needs the extra `atari`: {', '.join(MISSING)}")
-@pytest.mark.parametrize(("game", "envs"), [("Breakout", "batched"), ("Pong", "single")])
+@pytest.mark.parametrize(("game", "envs"), [("Breakout", "batched"), *scaled([("Pong", "single")], [])])
 def test_two_batches(game: str, envs: str) -> None:
     sizes = ["--total-frames", 512, "--batch-T", 32, "--batch-B", 2, "--n-workers", 2, "--eval-every", 0]
     done = run("examples/ppo_atari.py", "--game", game, "--envs", envs, *sizes)

@@ -16,6 +16,7 @@ from penstock.agents import RecurrentCategoricalPgAgent
 from penstock.targets import gae
 
 from .. import starter
+from ..scale import scaled
 
 pytestmark = pytest.mark.slow
 
@@ -125,8 +126,8 @@ def test_a_short_run_writes_curves_and_picture(tmp_path: Path) -> None:
 
 
 def test_memory_beats_none(tmp_path: Path) -> None:
-    quick = "--length 2 --batch-T 16 --minibatches 2 --learning-rate 5e-3 --steps 16000 --eval-every 8"
-    done = run("--out", tmp_path, "--n-workers", 2, *quick.split())
+    quick = "--length 2 --batch-T 16 --minibatches 2 --learning-rate 5e-3 --eval-every 8"
+    done = run("--out", tmp_path, "--n-workers", 2, *quick.split(), "--steps", scaled(16_000, 10_000))
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert results["final"]["recurrent"] >= 0.95

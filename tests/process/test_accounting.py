@@ -12,8 +12,8 @@ from penstock.envs import CountingEnv
 from ..scale import scaled
 from .support import FIGURES, LIMITS
 
-N_BATCHES = scaled(10_000, 300)
-N_EPISODES = scaled(1_000_000, 30_000)
+N_BATCHES = scaled(10_000, 100)
+N_EPISODES = scaled(1_000_000, 10_000)
 T, B = 50, 8
 CYCLE = 1000  # episodes until returns repeat: float32 holds them exactly
 

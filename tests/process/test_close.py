@@ -191,7 +191,7 @@ def test_a_stopped_worker_does_not_keep_it() -> None:
 @methods("fork", "forkserver")
 def test_nothing_accumulates(tmp_path: Path, start_method: str) -> None:
     """Under -W error, in a process of its own, so that nothing else is in the figures."""
-    n = scaled(500, 15)
+    n = scaled(500, 8)
     with Script(tmp_path, PROGRAMS / "cycles.py", start_method=start_method, n=n, n_before=scaled(10, 2)) as script:
         growth, *others = map(int, script.line())
         _, stderr = script.end()

@@ -185,7 +185,7 @@ def test_inside_pytest_xdist(tmp_path: Path) -> None:
     (tmp_path / "test_inside.py").write_text(
         "import pytest\n"
         "from penstock import ParallelSampler, RandomAgent\n"
-        "@pytest.mark.parametrize('i', range(2))\n"
+        f"@pytest.mark.parametrize('i', range({(n := scaled(2, 1))}))\n"
         "def test_it(i):\n"
         "    with ParallelSampler('CartPole-v1', batch_T=5, batch_B=1, start_method='spawn') as sampler:\n"
         "        sampler.initialize(RandomAgent())\n"
@@ -213,7 +213,7 @@ def test_inside_pytest_xdist(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": python_path()},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
+    assert f"{n} passed" in done.stdout
     assert done.stderr == ""
 
 

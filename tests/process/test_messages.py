@@ -155,10 +155,10 @@ def test_a_strange_exception_is_told_in_short(name: str, tmp_path: Path, monkeyp
         assert "penstock_private" not in sys.modules
 
 
-def test_many_workers_fail_at_once_and_it_is_still_short() -> None:
-    n = scaled(64, 3)
+@pytest.mark.parametrize(("what", "n"), scaled([("many lines", 64), ("100 MB", 3)], [("many lines", 3)]))
+def test_many_workers_fail_at_once_and_it_is_still_short(what: str, n: int) -> None:
     kwargs: dict[str, Any] = {"batch_T": 4, "batch_B": n, "n_workers": n, "max_decorrelation_steps": 0}
-    raiser = RAISERS["100 MB"][0] if n < 10 else RAISERS["many lines"][0]
+    raiser = RAISERS[what][0]
     with (
         ParallelSampler(Raising, env_kwargs={"raiser": raiser}, **kwargs) as sampler,
         pytest.raises(WorkerError) as caught,

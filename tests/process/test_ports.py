@@ -173,13 +173,13 @@ def run_churn(n_peers: int, n_ports: int, seconds: float, *, kills: bool, outsid
 
 
 def test_random_kills(names: bool) -> None:
-    owners = run_churn(*scaled((50, 64), (10, 13)), scaled(60, 1.5), kills=True, outsider=False)
+    owners = run_churn(*scaled((50, 64), (10, 13)), scaled(60, 0.6), kills=True, outsider=False)
     if names:
         assert owners.grabbed.sum() == 0, "no process binds a port of another owner"
 
 
 def test_an_outsider_that_grabs_ports(names: bool) -> None:
-    run_churn(*scaled((50, 96), (8, 24)), scaled(60, 1.0), kills=False, outsider=True)
+    run_churn(*scaled((50, 96), (8, 24)), scaled(60, 0.5), kills=False, outsider=True)
 
 
 def test_a_range_without_a_free_port() -> None:

@@ -20,7 +20,7 @@ from penstock.workers.supervisor import SupervisedProcess, Supervisor
 from ..scale import FULL, START_METHODS, scaled, with_start_methods
 from .support import ERROR_SECONDS, SLACK, Killer, WithChildren, generator, gone_after, killer, note
 
-KILLS = scaled({"fork": 200, "forkserver": 200, "spawn": 200}, {"fork": 8, "forkserver": 10})
+KILLS = scaled({"fork": 200, "forkserver": 200, "spawn": 200}, {"fork": 4, "forkserver": 6})
 MEDIAN_SECONDS = 0.020 * (1 if FULL else 10)  # beyond what processes like the workers take to die without penstock
 LONGEST_DELAY = 0.05
 
@@ -123,7 +123,7 @@ def test_a_worker_that_is_being_started(cargo: int, start_method: str) -> None:
     rng = generator("start-up", start_method, cargo)
     longest = {"fork": 0.02, "forkserver": 0.02, "spawn": 0.3}[start_method]
     with killer() as kill:
-        for i in range(scaled(30, 3)):
+        for i in range(scaled(30, 2)):
             with sampler_of(start_method, partial(WithCargo, cargo=bytes(cargo))) as sampler:
                 kill.kill_newborn(rng.randrange(3), rng.uniform(0, longest) if i else 0.0, start_method)
                 error, seen = work_until_it_breaks(sampler, RandomAgent())

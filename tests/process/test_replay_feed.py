@@ -211,7 +211,7 @@ def test_no_array_of_a_replay_crosses_to_a_worker_by_value(start_method: str, mo
 def test_workers_start_as_fast_with_a_large_replay(start_method: str) -> None:
     n_bytes = scaled(10 * 2**30, 2**27)
     seconds: dict[int, list[float]] = {B * 12 * T: [], n_bytes // 34: []}  # 34 bytes a step
-    for _ in range(3):
+    for _ in range(scaled(3, 2)):
         for capacity in seconds:
             replay = Replay(capacity, max_truncations=B, seed=0)
             with started_with(replay, start_method) as took:

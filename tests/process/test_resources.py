@@ -38,7 +38,7 @@ def test_no_descriptor_at_all(tmp_path: Path) -> None:
     assert lines[0] != "fine"
 
 
-@methods("fork", "forkserver")
+@methods("forkserver")
 def test_few_descriptors(tmp_path: Path, start_method: str) -> None:
     limits = [*range(20, 120, scaled(1, 12)), 64]
     with Script(tmp_path, PROGRAMS / "few_descriptors.py", start_method=start_method, limits=limits) as script:
@@ -108,7 +108,7 @@ def test_few_processes(start_method: str) -> None:
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_many_workers(method: str, tmp_path: Path) -> None:
-    n = scaled(256, 24)
+    n = scaled(256, 16)
     if psutil.virtual_memory().available < n * 60 * 2**20:
         pytest.skip(f"{n} workers take about {n * 60} MiB, which are not free")
     with ParallelSampler(CountingEnv, batch_T=5, batch_B=n, n_workers=n, start_method=method) as sampler:
@@ -186,7 +186,7 @@ def in_a_room_of_its_own(setup: str, program: str) -> "subprocess.CompletedProce
 
 
 @methods("fork")
-@pytest.mark.parametrize("shm", SHM)
+@pytest.mark.parametrize("shm", scaled(list(SHM), ["absent"]))
 def test_whatever_dev_shm_is(shm: str, start_method: str) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare here")

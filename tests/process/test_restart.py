@@ -83,7 +83,7 @@ def test_kills_at_random_moments_change_no_other_column(
 ) -> None:
     caplog.set_level(logging.WARNING, "penstock")
     rng = generator("restart", start_method, traj_info_cls.__name__)
-    n_kills = scaled(50, 2)
+    n_kills = scaled(50, 1)
     reference = undisturbed(12)
     kills = 0
     while kills < n_kills:

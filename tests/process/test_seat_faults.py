@@ -25,7 +25,7 @@ from penstock.envs.toy import ScriptedGame
 from penstock.testing import Fault
 from penstock.testing.faults import Trigger
 
-from ..scale import scaled, with_start_methods
+from ..scale import pairs, scaled, with_start_methods
 from ..seats_support import Book, Follower, Valued, check_rules
 from ..turns_support import TurnGame
 from .support import ERROR_SECONDS, generator, killer, note
@@ -82,6 +82,11 @@ HOWS: dict[str, tuple[type[SamplerBrokenError], str]] = {
 }
 
 
+def places(*where: str) -> list[str]:
+    """Such as "kill in step". At full scale, every kind of failure in every place."""
+    return [f"{how} in {place}" for how, place in pairs(HOWS, where)]
+
+
 def fault(how: str, at: int = 3, marker: Path | None = None) -> Fault:
     return Fault(how, at, marker=None if marker is None else str(marker), spare_pid=os.getpid())
 
@@ -95,9 +100,9 @@ def sampler_of(env_fns: Any, cls: Any = ParallelSampler, **kwargs: Any) -> Any:
     return cls(env_fns, **arguments)
 
 
-@with_start_methods("how", HOWS)
-@pytest.mark.parametrize("where", ["step", "reset"])
-def test_the_environment_that_was_stepped_is_named(how: str, where: str, start_method: str) -> None:
+@with_start_methods("what", places("step", "reset"))
+def test_the_environment_that_was_stepped_is_named(what: str, start_method: str) -> None:
+    how, where = what.split(" in ")
     script = LONG if where == "step" else [{}] * 3
     env_fns = [partial(FaultyGame, script=script)] * B
     env_fns[3] = partial(FaultyGame, fault(how, 3 if where == "step" else 2), where, script=script)
@@ -114,9 +119,9 @@ def test_the_environment_that_was_stepped_is_named(how: str, where: str, start_m
         note(f"seats, {how}", took - limit.get("step_timeout", 0), 2 * ERROR_SECONDS)
 
 
-@with_start_methods("how", HOWS)
-@pytest.mark.parametrize("where", ["step", "value"])
-def test_the_policy_that_was_acting_is_named(how: str, where: str, start_method: str) -> None:
+@with_start_methods("what", places("step", "value"))
+def test_the_policy_that_was_acting_is_named(what: str, start_method: str) -> None:
+    how, where = what.split(" in ")
     error, message = HOWS[how]
     limit = {"step_timeout": 1.0} if how == "hang" else {}
     agents = {"one": Valued(), "two": FaultyPolicy(fault(how, 4 if where == "step" else 2), where)}
@@ -128,8 +133,7 @@ def test_the_policy_that_was_acting_is_named(how: str, where: str, start_method:
         assert "acting by the policy 'two'" in str(told.value)
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("cls", [GpuSampler, AsyncSampler])
+@pytest.mark.parametrize(("how", "cls"), pairs(HOWS, [GpuSampler, AsyncSampler]))
 def test_other_samplers_name_the_environment_too(cls: Any, how: str) -> None:
     env_fns = [partial(FaultyGame, script=LONG)] * B
     env_fns[4] = partial(FaultyGame, fault(how), script=LONG)
@@ -167,8 +171,7 @@ def run(env_fns: Any, n: int, *, several: bool, **kwargs: Any) -> tuple[list[dic
         return found, sampler.seats(), sampler.stats().restarts
 
 
-@pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("how", ["kill", "raise", "hang"])
+@pytest.mark.parametrize(("how", "several"), pairs(["kill", "raise", "hang"], [True, False]))
 def test_a_restart_touches_only_the_columns_of_its_worker(how: str, several: bool, tmp_path: Path) -> None:
     wanted, seats, restarts = run(FaultyGame, 5, several=several)
     assert restarts == 0
@@ -285,9 +288,9 @@ def seat(agent_id: str, env_rank: int, episode: int, rng: np.random.Generator) -
     return "one" if rng.random() < 0.6 else "two"
 
 
-@with_start_methods("how", HOWS)
-@pytest.mark.parametrize("where", ["step", "last", "reset"])
-def test_the_game_in_turns_that_failed_is_named(how: str, where: str, start_method: str) -> None:
+@with_start_methods("what", places("step", "last", "reset"))
+def test_the_game_in_turns_that_failed_is_named(what: str, start_method: str) -> None:
+    how, where = what.split(" in ")
     at = generator("turns", how, where).randint(3, 8)
     env_fns: Any = [FaultyTurns] * B
     env_fns[3] = partial(FaultyTurns, fault(how, at), where)
@@ -305,8 +308,7 @@ def test_the_game_in_turns_that_failed_is_named(how: str, where: str, start_meth
         note(f"turns, {how}", took - limit.get("step_timeout", 0), 2 * ERROR_SECONDS)
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("record", [None, ["one"]])
+@pytest.mark.parametrize(("how", "record"), pairs(HOWS, [None, ["one"]]))
 def test_the_policy_that_was_acting_in_turns_is_named(how: str, record: Any) -> None:
     """Also if it is not recorded."""
     error, message = HOWS[how]

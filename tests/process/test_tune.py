@@ -22,7 +22,10 @@ from penstock import ConfigError, TuneReport, tune
 from penstock.__main__ import main
 from penstock.envs import CountingEnv, CrashingEnv, EnvContext, SlowEnv
 
-pytestmark = pytest.mark.slow
+from ..scale import FULL
+from ..starter import Program
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tune")]  # one supervisor imports torch for all trials
 
 TINY: dict[str, Any] = {"policy": "random", "batch_T": 4, "batch_B": 4, "n_workers": 2, "seconds": 0.3}
 
@@ -149,9 +152,17 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
         main(["tune", "penstock.envs:NoSuchEnv"])
 
 
+def program(*options: str) -> subprocess.Popen[str]:
+    """`python -m penstock tune`. Daily, it is a fork of a process that has imported torch, as are its trials."""
+    if FULL:
+        command = [sys.executable, "-m", "penstock", "tune", *options]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return Program([penstock.__main__.__file__, "tune", *options], forks_supervisor=True)
+
+
+@pytest.mark.usefixtures("starter")
 def test_ctrl_c_prints_what_is_known_and_leaves_nothing() -> None:
-    command = [sys.executable, "-m", "penstock", "tune", "CartPole-v1", *COMMAND[:-1], "60"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with program("CartPole-v1", *COMMAND[:-1], "60") as process:
         assert process.stderr is not None
         assert any("each has had a turn" in line for line in process.stderr)
         started = psutil.Process(process.pid).children(recursive=True)
