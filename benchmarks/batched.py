@@ -141,7 +141,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--agents", nargs="+", default=["random", "mlp"], choices=["mlp", "random", "none"])
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="of environments; all that are installed")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="kinds; default: all that are installed")
     parser.add_argument("--batch-B", type=int, nargs="+", default=[32, 256, 1024], help="numbers of environments")
     parser.add_argument("--batch-T", type=int, default=128)
     parser.add_argument("--n-workers", type=int, default=2)

@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--batch-T", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=0.3)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants beside the first; all by default")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="contestants beside `single`; default: all")
     parser.add_argument("--envpool", nargs="+", default=[], metavar="TASK", help="tasks of EnvPool, instead of Pong")
     args = parser.parse_args()
     for task in args.envpool:
@@ -119,6 +119,8 @@ def main() -> None:
         "ShmVectorEnv": lambda B, T: Stepping(shm(same, num_envs=B), B, T),
         "bare": lambda B, T: Stepping(AtariVectorEnv("pong", B, num_threads=2, autoreset_mode="SameStep"), B, T),
     }
+    if unknown := set(args.only or ()) - makers.keys():
+        parser.error(f"no contestant is called {', '.join(unknown)}; there are {', '.join(makers)}")
     names = [name for name in makers if name == "single" or not args.only or name in args.only]
     contestants = {name: makers[name](args.batch_B, args.batch_T) for name in names}
     figures = take_turns(contestants, args.repeats, args.seconds)

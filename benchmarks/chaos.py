@@ -187,7 +187,7 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--restarts", type=int, default=0, help="go on until so many workers were started again")
+    parser.add_argument("--restarts", type=int, default=0, help="go on until so many workers were restarted")
     parser.add_argument("--mean", type=float, default=2.0, help="mean seconds between signals")
     parser.add_argument("--seed", type=int, default=None)
     args = parser.parse_args()

@@ -125,7 +125,7 @@ class EnvBuilder:
 
 
 def _are_equal(own: Any, space: gym.Space[Any]) -> bool:
-    """Whether `own == space`. A `Box` compares its bounds with a tolerance, which costs 40 times as much as this."""
+    """Whether `own == space`. Bounds are compared exactly first: with Gymnasium's tolerance it takes much longer."""
     if type(own) is type(space) is Box and own.dtype == space.dtype and np.array_equal(own.low, space.low):
-        return np.array_equal(own.high, space.high) or own == space
+        return np.array_equal(own.high, space.high) or bool(own == space)
     return bool(own == space)

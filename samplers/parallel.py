@@ -22,7 +22,7 @@ _log = logging.getLogger("penstock")
 PRELOAD = ("penstock.samplers.sampler_program", "penstock.vector.step_program", "gymnasium.envs.classic_control")
 
 
-#: Of workers that act. torch imports the second when it reads the first tensor of a pickle.
+#: Also for workers that have a copy of the agent. torch imports the second when it first unpickles a tensor.
 PRELOAD_TO_ACT = ("torch", "torch.utils.serialization.config")
 
 

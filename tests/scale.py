@@ -29,7 +29,7 @@ def scaled(full: T, daily: T) -> T:
 
 
 def some(cases: Iterable[T], n: int, first: int = 0) -> list[T]:
-    """All cases at full scale; daily `n` of them from number `first` on, after the last from the beginning again."""
+    """All cases at full scale. Daily `n` cases, from index `first` on; after the last case comes the first."""
     every = list(cases)
     return every if FULL else list(islice(cycle(every), first, first + n))
 
@@ -63,5 +63,5 @@ def mostly_first(kinds: Iterable[Any], cases: Iterable[Any]) -> list[tuple[Any, 
     """All pairs at full scale; daily the first kind with each case, and each other kind with one of them."""
     first, *others = kinds
     every = list(cases)
-    some = every[:: max(1, len(every) // max(1, len(others)))]
-    return [*product([first], every), *(product(others, every) if FULL else zip(others, some, strict=False))]
+    few = every[:: max(1, len(every) // max(1, len(others)))]
+    return [*product([first], every), *(product(others, every) if FULL else zip(others, few, strict=False))]

@@ -164,14 +164,16 @@ class Child(subprocess.Popen):  # type: ignore[type-arg]
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def fork(command: Sequence[object], *, env: dict[str, str], start_new_session: bool = True, **pipes: Any) -> Child:
-    """`subprocess.Popen(command, ...)` of a script, as a benchmark calls it."""
-    request = {"is_child": True, "forks_supervisor": True, "skips_teardown": True, "environ": env}
-    return Child(command[1:], request, **pipes)
+def fork(
+    command: Sequence[object], *, env: dict[str, str] | None = None, start_new_session: bool = True, **pipes: Any
+) -> Child:
+    """Takes the place of `subprocess.Popen`: runs the script `command[1]` in a fork, always in a session of its own."""
+    request = {"is_child": True, "forks_supervisor": True, "skips_teardown": True}
+    return Child(command[1:], request if env is None else {**request, "environ": env}, **pipes)
 
 
 #: Takes the place of `subprocess` in a module that starts scripts.
-FORKS = types.SimpleNamespace(**vars(subprocess) | {"Popen": fork})
+FORKING_SUBPROCESS = types.SimpleNamespace(**vars(subprocess) | {"Popen": fork})
 
 
 class Program(Child):

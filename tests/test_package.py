@@ -56,7 +56,7 @@ for context in ("fork", "forkserver"):
 print(penstock.__file__)
 """
 # Two imports of torch: in this process, and in the spawned worker. A supervisor for a sampler would be the third.
-# This is for the full scale: all other tests run samplers of an installed package.
+# Only at full scale: daily, other tests run samplers of an installed package.
 SAMPLE = (
     SMALL_SAMPLE
     + """

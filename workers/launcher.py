@@ -94,7 +94,7 @@ class Launcher:
         if self._start_method != "fork":
             return _shared_supervisor(self._preload)
         if self._fork is None:
-            import_all(self._preload)
+            import_all(self._preload)  # here, so that all forks share these modules
             with lookouts_stopped(), blas_limited():
                 self._fork = Supervisor(is_fork=True)
         return self._fork

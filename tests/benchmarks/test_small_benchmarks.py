@@ -52,15 +52,15 @@ def run_program(folder: Path, name: str, *options: object) -> tuple[str, Any]:
 
 
 def run(folder: Path, name: str, *options: object, starts: str = "") -> tuple[str, Any]:
-    """The same in this process, whose supervisor has imported torch. Daily, the programs that its module `starts`
-    starts are forks of a process that has imported torch."""
+    """The same in this process, whose supervisor has imported torch. `starts`: a module that starts programs. Daily,
+    these are forks of a process that has imported torch."""
     file, printed, before = folder / f"{name}.json", io.StringIO(), set(sys.modules)
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("ignore")
         patched.syspath_prepend(ROOT / "benchmarks")
         patched.setattr(sys, "argv", [name, *map(str, options), "--json", str(file)])
         if starts and not FULL:
-            patched.setattr(importlib.import_module(starts), "subprocess", starter.FORKS)
+            patched.setattr(importlib.import_module(starts), "subprocess", starter.FORKING_SUBPROCESS)
         importlib.import_module(name).main()
     for module in set(sys.modules) - before:
         if str(getattr(sys.modules[module], "__file__", "")).startswith(str(ROOT / "benchmarks")):

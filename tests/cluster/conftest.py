@@ -57,8 +57,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def forked_workers(starter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers that an experiment launches as processes are forks of one that has imported torch. Some tests of
-    test_panel.py have new interpreters."""
+    """The workers that an experiment launches as processes are forks of one that has imported torch."""
 
     def launch(_: Any, *, pass_fds: list[int], stdin: int, start_new_session: bool) -> starters.Child:
         request = {"is_child": True, "forks_supervisor": True, "skips_teardown": True}

@@ -84,7 +84,7 @@ class CountingTrainer:
         assert env.observation.shape[:2] == env.reward.shape == agent.policy_version.shape
         assert agent.bootstrap_value.shape == env.reward.shape[1:]
         assert batch.versions.min() <= int(agent.policy_version.min())
-        time.sleep(0.03)  # the other workers wait for it, and leave the CPUs to others
+        time.sleep(scaled(0, 0.03))  # slower daily: other tests need the CPUs
         self.agent.write_parameters({name: value + 1 for name, value in self.agent.read_parameters().items()})
         self.n_rows += env.reward.numel()
         return {"rows": self.n_rows, "most_stale": self.most_stale}
@@ -443,7 +443,7 @@ class TwoTrainer:
         self.agents = agents
 
     def step(self, batch: Batch) -> Mapping[str, float]:
-        time.sleep(0.03)  # as above
+        time.sleep(scaled(0, 0.03))  # slower daily: other tests need the CPUs
         assert isinstance(batch.samples, PolicySamples)
         for (name, own), factor, n in zip(batch.samples.items(), (1, 2), (2, 1), strict=True):
             assert own.env.reward.shape == (8, 2 * 4 * n), "2 pieces of 4 games"

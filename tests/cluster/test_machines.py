@@ -146,7 +146,7 @@ def ip(command: str, prefix: Sequence[str] = ()) -> None:
 
 @pytest.fixture
 def other_network() -> Iterator[str]:
-    """The file of another network, where this machine has the address 10.78.0.2. In its own it has 10.78.0.1."""
+    """The path of another network. This machine is 10.78.0.2 there, and 10.78.0.1 here."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
         pytest.skip("needs root, unshare, nsenter and ip")
     holder = subprocess.Popen(["unshare", "--net", "sleep", "600"])

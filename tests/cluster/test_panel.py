@@ -66,11 +66,16 @@ class Counter(Worker):
         return {"count": getattr(self, "count", 0)}
 
 
+@pytest.fixture
+def new_interpreters() -> None:
+    """The processes of this test are new interpreters, as those of users are."""
+
+
 @pytest.fixture(params=MAKES)
 def panel(request: pytest.FixtureRequest) -> Iterator[ControlPanel]:
-    """Daily, its processes are new interpreters in one of the tests."""
+    """Daily, its processes are forks, except in tests that ask for `new_interpreters`."""
     need(request.param, request)
-    if request.param == "zmq" and not FULL and request.node.originalname != "test_a_worker_from_start_to_exit":
+    if request.param == "zmq" and not FULL and "new_interpreters" not in request.fixturenames:
         request.getfixturevalue("forked_workers")
     with ControlPanel("test", wire=request.param) as made:
         yield made
@@ -90,6 +95,7 @@ def started(panel: ControlPanel, count: int = 1, **config: Any) -> list[str]:
     return names
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_worker_from_start_to_exit(panel: ControlPanel) -> None:
     assert panel.launch(Counter) == ["counter/0"]
     assert panel.connect(timeout=60) == ["counter/0"]

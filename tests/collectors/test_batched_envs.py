@@ -97,7 +97,7 @@ def test_envpool_gives_one_batch_per_seed_whatever_the_workers() -> None:
     env_fn = partial(BatchedEnvPool, "CartPole-v1", max_episode_steps=20)
     one = collect(env_fn, VectorEnvCollector)
     for n_workers in scaled((1, 2), (2,)):
-        assert_same(one, collect(env_fn, VectorEnvCollector, n_workers, start_method="fork"))
+        assert_same(one, collect(env_fn, VectorEnvCollector, n_workers, start_method=scaled("forkserver", "fork")))
     for samples, _ in one:
         ended = samples.env.terminated
         assert (np.abs(samples.env.final_obs[ended][:, [0, 2]]) > (2.4, 12 * np.pi / 180)).any(axis=1).all()

@@ -24,6 +24,8 @@ from penstock.buffers.native import (
 )
 from penstock.buffers.object_pipe import RECORD
 
+from ..scale import scaled
+
 needs_compiler = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 STEPS = [pytest.param(PYTHON["step_ordinary"], id="python"), pytest.param(step_ordinary, id="as it is")]
 
@@ -304,7 +306,7 @@ def test_signals_are_looked_at_even_if_no_step_is_in_python() -> None:
     def handle(*_: Any) -> None:
         raise InterruptedError
 
-    n = 200_000
+    n = scaled(500_000, 200_000)
     bound = [(0, i, {0: ORDINARY[0]}.get, None) for i in range(n)]
     words, actions = new_words(), [0] * n
     before = signal.signal(signal.SIGALRM, handle)

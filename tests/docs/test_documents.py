@@ -91,10 +91,10 @@ def test_the_sb3_example_of_the_readme_runs_as_a_script(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readme_is_short() -> None:
+def test_readmes_and_the_change_log_are_short() -> None:
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     assert len(words) <= 900
-    assert words.index("test") < 0.5 * len(words), "`make test` belongs into the first half"
+    assert words.index("test") < 0.5 * len(words), "`make test` belongs in the first half"
     assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 700
     words = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8").split()
     assert sum(word.strip("|-") != "" for word in words) <= 3000, "the marks of tables are not words"

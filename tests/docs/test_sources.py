@@ -14,7 +14,7 @@ PICTURES = sorted((ROOT / "docs").rglob("*.svg"))
 WIDTH = 80  # what a laptop shows beside the two columns of links
 
 
-# Loops, not parametrized: the many pages would be as many tests.
+# Each test has a loop: a test for each page takes more time.
 
 
 def test_no_line_of_python_is_cut() -> None:

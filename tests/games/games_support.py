@@ -96,8 +96,8 @@ class Played(gym.Env[Any, Any]):
 
 
 @functools.cache
-def without_faults(collector_cls: Any = None) -> list[Any]:
-    """5 batches of 6 columns without faults: those of every sampler, of which each may have fewer columns."""
+def undisturbed_games(collector_cls: Any = None) -> list[Any]:
+    """5 batches of 6 columns without faults. Every sampler gives these; a test compares the columns that it has."""
     options: dict[str, Any] = {"batch_B": 6, "on_game_failure": "renew"}
     if collector_cls is not None:
         options["collector_cls"] = collector_cls

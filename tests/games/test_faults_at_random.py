@@ -14,7 +14,7 @@ from penstock import AsyncSampler, GameError, RandomAgent, WaitResetCollector, W
 
 from ..scale import USUAL_METHODS, scaled
 from ..support import assert_same, batches_of, collect, sampler_of, until
-from .games_support import SAMPLERS, Played, processes, without_faults
+from .games_support import SAMPLERS, Played, processes, undisturbed_games
 
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.slow, pytest.mark.timeout(scaled(3600, 120))]
 
@@ -58,6 +58,6 @@ def test_nothing_hangs_and_nothing_is_left(trial: int, tmp_path: Path) -> None:
         assert stats.cut_episodes <= len(failing)
         assert stats.restarts == 0
         others = [rank for rank, (_, fault) in faults.items() if fault in HARMLESS]
-        wanted = without_faults(options.get("collector_cls"))
+        wanted = undisturbed_games(options.get("collector_cls"))
         assert_same(batches_of(found, others), [batch[:, others] for batch in wanted])
     until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)

@@ -139,7 +139,8 @@ def test_it_ends_for_certain(fault: str) -> None:
             own.end_episode()
             assert os.fstat(own._run.output.fileno()).st_size < 100_000
             assert play(connection, 1) == [2], "the game goes on to write at the new end"
-        n = 3 if fault == "child" else 1  # a process that calls exec at this moment has no variables for a while
+        n = 3 if fault == "child" else 1
+        # Not at once: while a process calls exec, its environment variables cannot be read.
         until(lambda: len(list(processes(f"mark-{fault}-{os.getpid()}"))) == n, f"{n} processes of the game")
         began = time.monotonic()
     assert time.monotonic() - began < 2
@@ -490,7 +491,7 @@ game.__class__.__del__ = lambda self: None  # the end of the process must be eno
 
 
 @pytest.mark.slow
-def test_many_starts_at_once_in_a_range_of_few_more_ports() -> None:
+def test_many_starts_at_once_with_only_20_spare_ports() -> None:
     n = scaled(200, 60)
     with leases(n + 20, consecutive=True) as free:
         start = free.ports[0]

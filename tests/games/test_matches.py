@@ -129,8 +129,8 @@ def matches(cls: Any, env_fn: Any, n: int = 3, **options: Any) -> tuple[Any, Any
 
 
 @functools.cache
-def without_faults() -> list[Any]:
-    """The batches of every sampler."""
+def undisturbed_matches() -> list[Any]:
+    """Batches without faults. Every sampler gives these."""
     return [batch.by_env(2) for batch, _ in matches(SerialSampler, partial(Match, ""))[0]]
 
 
@@ -141,7 +141,7 @@ def test_all_seats_of_a_match_are_cut_in_one_row(cls: Any, at: int, tmp_path: Pa
     found, stats = matches(cls, partial(Match, str(tmp_path), at, once=True), **sizes)
     assert (stats.renewals, stats.cut_episodes, stats.restarts) == (1, 1, 0)
     ours, others = [batch.by_env(2) for batch, _ in found], [0, 2, 3]
-    assert_same([batch[:, others] for batch in ours], [batch[:, others] for batch in without_faults()])
+    assert_same([batch[:, others] for batch in ours], [batch[:, others] for batch in undisturbed_matches()])
     first = ours[0].env
     assert np.argwhere(~first.valid).tolist() == [[at - 1, 1, 0], [at - 1, 1, 1]]
     assert first.done[at - 1, 1].all()

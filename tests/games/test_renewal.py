@@ -31,7 +31,7 @@ from penstock.replays import Replay
 from ..models import Net
 from ..scale import FULL, USUAL_METHODS, pairs, scaled
 from ..support import assert_same, batches_of, collect, sampler_of, until
-from .games_support import SAMPLERS, Played, processes, without_faults
+from .games_support import SAMPLERS, Played, processes, undisturbed_games
 
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.timeout(scaled(3600, 120))]
 
@@ -69,7 +69,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 def test_a_column_without_a_cut_stays_as_it_is(cut: tuple[Any, Any]) -> None:
     found, stats = cut
     assert (stats.renewals, stats.cut_episodes) == (5, 5)
-    assert_same(batches_of(found, 5), [batch[:, 5] for batch in without_faults()[:3]])
+    assert_same(batches_of(found, 5), [batch[:, 5] for batch in undisturbed_games()[:3]])
     lengths = [info["Length"] for _, infos in found for info in infos]
     assert set(lengths) == {7}, "no trajectory of a cut episode"
     assert len(lengths) == sum(int(batch.env.terminated.sum()) for batch, _ in found)
@@ -80,7 +80,7 @@ def test_a_column_without_a_cut_stays_as_it_is(cut: tuple[Any, Any]) -> None:
 def test_a_cut_invents_no_transition(at: int, cut: tuple[Any, Any]) -> None:
     """The fault strikes in step `at`, so in row at - 1."""
     column = batches_of(cut[0], CUTS.index(at))
-    before = [batch[:, CUTS.index(at)] for batch in without_faults()[:3]]
+    before = [batch[:, CUTS.index(at)] for batch in undisturbed_games()[:3]]
 
     def joined(batches: Any, name: str) -> Any:
         return np.concatenate([batch.env[name] for batch in batches])
@@ -145,7 +145,7 @@ def test_other_columns_stay_with_every_sampler(cls: Any, start_method: str, coll
     if collector_cls is not None:
         options["collector_cls"] = collector_cls
     faults = {1: (5, "exit"), 2: (11, "hang")}
-    wanted = without_faults(collector_cls)[:4]
+    wanted = undisturbed_games(collector_cls)[:4]
     found, stats = run(cls, tmp_path, faults, n=4, **options)
     assert (stats.renewals, stats.cut_episodes, stats.restarts) == (2, 2, 0)
     assert_same(batches_of(found, [0, 3]), [batch[:, [0, 3]] for batch in wanted])

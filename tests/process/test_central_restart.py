@@ -171,7 +171,7 @@ def test_the_quota_ends_it() -> None:
 # ---- Ctrl-C --------------------------------------------------------------------------------
 
 
-QUICK = ["random, early", "recurrent, late"]
+DAILY = ["random, early", "recurrent, late"]
 
 
 class Interrupting(DelegatingAgent):
@@ -198,7 +198,7 @@ class Interrupting(DelegatingAgent):
 
 @pytest.mark.parametrize(
     ("mode", "moment"),
-    pairs([*MODES, "own share"], scaled([f"{a}, {w}" for a in AGENTS for w in ("early", "late")], QUICK)),
+    pairs([*MODES, "own share"], scaled([f"{a}, {w}" for a in AGENTS for w in ("early", "late")], DAILY)),
 )
 def test_ctrl_c_while_the_agent_acts_changes_nothing(mode: str, moment: str) -> None:
     agent, when = moment.split(", ")

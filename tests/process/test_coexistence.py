@@ -182,10 +182,11 @@ def test_workers_outlive_the_thread_that_started_them(start_method: str) -> None
 
 def test_inside_pytest_xdist(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
+    n = scaled(2, 1)
     (tmp_path / "test_inside.py").write_text(
         "import pytest\n"
         "from penstock import ParallelSampler, RandomAgent\n"
-        f"@pytest.mark.parametrize('i', range({(n := scaled(2, 1))}))\n"
+        f"@pytest.mark.parametrize('i', range({n}))\n"
         "def test_it(i):\n"
         "    with ParallelSampler('CartPole-v1', batch_T=5, batch_B=1, start_method='spawn') as sampler:\n"
         "        sampler.initialize(RandomAgent())\n"

@@ -242,7 +242,7 @@ def test_no_wait_begins_when_the_environments_here_can_step(monkeypatch: pytest.
     """All others wait for them in lock-step, so nothing would end that sleep but its time limit."""
     original, needless = Monitor._watch, []
 
-    def sleep(monitor: Monitor, *args: Any, **kwargs: Any) -> list[int]:
+    def watch(monitor: Monitor, *args: Any, **kwargs: Any) -> list[int]:
         worker = sampler._pool._in_place  # type: ignore[union-attr]
         if worker is not None and worker.is_at_work and worker.progress.has_reply:
             needless.append(worker.status())
@@ -250,7 +250,7 @@ def test_no_wait_begins_when_the_environments_here_can_step(monkeypatch: pytest.
 
     with sampler_of(batch_T=64) as sampler:
         sampler.initialize(RandomAgent(), seed=0, bootstrap_value=False)
-        monkeypatch.setattr(Monitor, "_watch", sleep)
+        monkeypatch.setattr(Monitor, "_watch", watch)
         for itr in range(30):
             sampler.obtain_samples(itr)
     assert not needless

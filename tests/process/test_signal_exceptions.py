@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.timeout(LIMIT + 100), pytest.mark.slow]
 @methods("forkserver")
 @pytest.mark.parametrize("what", ["serial", "parallel", "gpu", "server", "vector"])
 def test_no_call_is_locked_and_no_column_is_ahead(tmp_path: Path, what: str, start_method: str) -> None:
-    n = scaled(3_000 if start_method == "spawn" else 20_000, 400)  # at an alarm two new interpreters may import torch
+    # With spawn, two new interpreters may import torch at each alarm.
+    n = scaled(3_000 if start_method == "spawn" else 20_000, 400)
     given = {"start_method": start_method, "what": what, "n": n}
     with Script(tmp_path, PROGRAMS / "alarms.py", **given) as script:
         output, errors = script.end(LIMIT)

@@ -18,7 +18,7 @@ T = 8
 LIMITS = dict.fromkeys(ENVIRONMENTS, (3, 8, 11)) | {"Blackjack": (1, 2, 3)}  # most hands end within two steps
 
 MODES = [ResetCollector, WaitResetCollector]
-#: What takes seconds of CPU time is daily in one test: Atari in the first, dm_control in the last.
+#: Slow environments. Daily each runs in one test: Atari in the first, dm_control in the last.
 HEAVY = ("Atari", "dm_control")
 
 

@@ -84,7 +84,7 @@ def spread_batches() -> Any:
     return serial(spread(), RandomAgent(), bootstrap_value=False)
 
 
-# Daily, the process of a central sampler comes with another start method, below.
+# Daily, a test below runs the central sampler with a server process.
 IN_EVERY_SAMPLER = ("parallel 3", "central", "central, first-ready", "alternating", "asynchronous")
 
 
@@ -218,7 +218,8 @@ def test_simple_world_comm_has_three_policies() -> None:
     options: dict[str, Any] = {"policy_of": prefix, "bootstrap_value": False, "n": scaled(5, 3)}
     wanted = serial(env_fn, agents(), **options)
     assert_same(wanted, batches_of(ParallelSampler, env_fn, agents(), n_workers=3, **options))
-    with SerialSampler(env_fn, batch_T=9, batch_B=5) as sampler:
+    sampler_cls: Any = scaled(partial(ParallelSampler, n_workers=2), SerialSampler)
+    with sampler_cls(env_fn, batch_T=9, batch_B=5) as sampler:
         sampler.initialize(agents(), policy_of=prefix, seed=0)
         assert sampler.seats() == {
             "leadadversary": [(e, "leadadversary_0") for e in range(5)],
@@ -285,7 +286,7 @@ class Attacking(RandomAgent):
         return step._replace(action=13 + np.asarray(step.action) % 8)
 
 
-#: Those of mpe2 run the same code: daily one of two policies, and one with Box actions. The pictures of
+#: The games of mpe2 run the same code. Daily: one with two policies, one with Box actions. The pictures of
 #: cooperative_pong and pursuit take 2 to 4 s of CPU time.
 DAILY = (
     "simple_speaker_listener_v4",

@@ -10,13 +10,13 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ParallelSampler, RandomAgent, ResetCollector, SerialSampler, WaitResetCollector
 
 from ..envs.space_strategies import any_space, discrete, sample
-from ..scale import pairs, scaled
+from ..scale import examples, pairs
 from .comparing import Diary, compare
 from .reference import row
 
@@ -75,7 +75,7 @@ def compare_with(sampler_cls: Any, observation_space: Any, action_space: Any, **
 
 
 @both_modes
-@settings(max_examples=scaled(50, 8), deadline=None)
+@examples(8, 50)
 @given(observation_space=any_space, action_space=any_space, T=st.integers(1, 9))
 def test_batches_equal_what_a_plain_loop_records(
     collector_cls: Any, observation_space: Any, action_space: Any, T: int

@@ -22,7 +22,7 @@ pytest.importorskip("pettingzoo.classic.tictactoe_v3", exc_type=ImportError)
 
 MASKED = "observation.action_mask"
 #: By name: the arguments of the game, its mask, the length of a batch, and how many games are played daily. None of
-#: chess: the states of its pieces take 4 s of CPU time, and it is masked as others are.
+#: chess: its observations take 4 s of CPU time, and it is masked as others are.
 GAMES: dict[str, tuple[dict[str, Any], str | None, int, int]] = {
     "tictactoe_v3": ({}, MASKED, 8, 60),
     "connect_four_v3": ({}, MASKED, 16, 30),

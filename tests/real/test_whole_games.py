@@ -25,7 +25,7 @@ ale_py = pytest.importorskip("ale_py")
 pytest.importorskip("cv2")
 pytestmark = pytest.mark.slow
 
-B, GAMES, SCORES = scaled((8, 50, 4), (2, 3, 2))  # of each form; and how many scores differ at least
+B, GAMES, SCORES = scaled((8, 50, 4), (2, 3, 2))  # environments, games, and the fewest different scores, for each form
 LIVES = 5
 Score = tuple[float, int]  # of a game, and its steps
 

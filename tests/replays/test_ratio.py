@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -15,9 +14,6 @@ from penstock.replays import Ratio, Replay
 
 from ..scale import examples
 from .streams import Stream
-
-FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
-
 
 RATES = st.one_of(st.sampled_from([0.01, 0.1, 0.3, 1.0, 8.0, 256.0]), st.floats(1e-3, 300.0))
 

@@ -12,14 +12,14 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import Agent, AgentStep, AlternatingSampler, GpuSampler, RandomAgent, Sampler, SerialSampler
 from penstock.envs import CountingEnv, NestedEnv
 
 from .. import support
-from ..scale import pairs, scaled, with_start_methods
+from ..scale import examples, pairs, scaled, with_start_methods
 from ..support import Batch, run
 from . import test_agents_determinism as stock
 
@@ -122,7 +122,7 @@ def test_every_start_method_gives_the_same(cls: type[Sampler], server: str, star
     assert_same("tabular", reference("tabular"), batches(cls, "tabular", **kwargs))
 
 
-@settings(max_examples=scaled(50, 5), deadline=None)
+@examples(5, 50)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=2, max_size=6),
     T=st.integers(1, 12),

@@ -376,7 +376,7 @@ def test_evaluations_do_not_show_in_batches() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", quick_first(["agents", "one"]))
+@pytest.mark.parametrize("kind", ["agents", "one"])
 def test_evaluations_are_alike_in_any_number_of_workers(kind: str) -> None:
     agents, policy_of = (two, odd_or_even) if kind == "agents" else (Book, None)
 

@@ -17,11 +17,9 @@ from penstock.envs import CountingEnv, OwnClocks, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SpaceError, WorkerError
 from penstock.targets import gae
-from tests.scale import scaled
+from tests.scale import quick_first, scaled, some
 from tests.seats_support import assert_same, batches_of
 from tests.turns_support import TurnGame, Valuing
-
-from ..scale import quick_first, some
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 

@@ -403,8 +403,8 @@ class Diary(TrajInfo):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env_fn", quick_first([ScriptedGame, Odd]))
-@pytest.mark.parametrize("n_workers", quick_first([2, 1]))
+@pytest.mark.parametrize("env_fn", [ScriptedGame, Odd])
+@pytest.mark.parametrize("n_workers", [2, 1])
 def test_a_traj_info_of_one_s_own_follows_each_agent(env_fn: Any, n_workers: int) -> None:
     options: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 20, "batch_B": 5, "max_decorrelation_steps": 0}
     with ParallelSampler(env_fn, traj_info_cls=Diary, n_workers=n_workers, **options) as sampler:
@@ -455,7 +455,7 @@ def test_a_traj_info_of_one_s_own_has_the_figures_of_the_stock_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", quick_first(["parallel 2", "central, first-ready", "central, process", "alternating"]))
+@pytest.mark.parametrize("how", ["parallel 2", "central, first-ready", "central, process", "alternating"])
 def test_a_seat_s_state_counts_its_own_steps(how: str) -> None:
     cls, kwargs = SAMPLERS[how]
     before: Any = None

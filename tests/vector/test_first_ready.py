@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ConfigError, SamplerStateError, SpaceError
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 
-from ..scale import scaled
+from ..scale import examples
 
 
 class Waiting(CountingEnv):
@@ -158,7 +158,7 @@ def test_what_is_out_of_order_or_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=scaled(20, 5), deadline=None)
+@examples(5, 20)
 @given(data=st.data(), mode=st.sampled_from(list(AutoresetMode)), n_workers=st.integers(1, 4))
 def test_every_environment_goes_its_own_way(data: Any, mode: AutoresetMode, n_workers: int) -> None:
     """Whoever is sent to whenever: each environment's results are those of its own steps, each once, infos included."""

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.vector import ShmVectorEnv
 
 from ..envs.space_strategies import any_space
-from ..scale import pairs, scaled
+from ..scale import examples, pairs
 from ..support import assert_same
 from .vector_support import talkative
 
@@ -86,7 +86,7 @@ def test_every_start_method(context: str) -> None:
         compare(ours, theirs, 20)
 
 
-@settings(max_examples=scaled(30, 5), deadline=None)
+@examples(5, 30)
 @given(observation_space=any_space, action_space=any_space, mode=st.sampled_from(MODES))
 def test_any_space(observation_space: Any, action_space: Any, mode: AutoresetMode) -> None:
     ours, theirs = pair([talkative(observation_space, action_space)] * 3, mode, in_series=2)

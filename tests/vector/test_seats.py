@@ -13,14 +13,14 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ConfigError, SamplerStateError, SpaceError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from penstock.envs import CountingEnv, ScriptedGame
 from penstock.vector import ShmVectorEnv
 
-from ..scale import methods, quick_first, scaled
+from ..scale import examples, methods, quick_first, scaled
 
 FIELDS = ("observation", "reward", "terminated", "truncated", "final_obs", "valid", "alive", "late_reward")
 DIES = [{}, {"a0": "die"}, {"a0": "late"}, {"a0": "join", "a1": "cut"}, {}]
@@ -143,7 +143,7 @@ def test_a_game_with_a_death_a_late_reward_and_a_return() -> None:
 
 @pytest.mark.slow
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(0, 2**31), st.sampled_from([1, 2, 3, 5]))
-@settings(max_examples=scaled(60, 6), deadline=None)
+@examples(6, 60)
 def test_random_games_equal_a_plain_loop_and_lose_no_reward(ks: list[int], seed: int, n_workers: int) -> None:
     makers = {k: partial(ScriptedGame, k) for k in ks}
     sums = run_beside_plain([makers[k] for k in ks], scaled(150, 60), seed, n_workers=n_workers)

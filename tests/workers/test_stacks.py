@@ -10,8 +10,6 @@ import pytest
 
 from penstock.workers.stacks import StackFile
 
-from ..scale import quick_first
-
 
 def child(stacks: StackFile, body: str) -> "subprocess.Popen[str]":
     script = f"""
@@ -37,9 +35,7 @@ def child(stacks: StackFile, body: str) -> "subprocess.Popen[str]":
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
-    quick_first(
-        ["time.sleep(600)", "while True: pass", "ctypes.PyDLL(None).sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)"]
-    ),
+    ["time.sleep(600)", "while True: pass", "ctypes.PyDLL(None).sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)"],
     ids=["sleeps", "spins", "holds the interpreter lock", "is stopped"],
 )
 def test_a_living_process_tells_where_it_is(body: str) -> None:

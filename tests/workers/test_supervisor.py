@@ -596,7 +596,7 @@ def share_memory(pipe: InheritedFd) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spawns", quick_first([False, True]))
+@pytest.mark.parametrize("spawns", [False, True])
 def test_what_multiprocessing_needs_in_environments(supervisor: Supervisor, spawns: bool) -> None:
     """The name and the key of the process, and the main process's resource tracker, which outlives a killed worker."""
     from multiprocessing import resource_tracker, shared_memory
