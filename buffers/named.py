@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import numpy.typing as npt
@@ -198,13 +199,22 @@ def copied(leaf: Any) -> Any:
     return leaf.copy() if hasattr(leaf, "copy") else leaf.clone()
 
 
+@lru_cache(maxsize=256)
+def _is_leaf(cls: type) -> bool:
+    """Whether objects of this class have no parts for certain. To ask this for each object takes long."""
+    return not issubclass(cls, (tuple, Mapping, Sequence))
+
+
 def fields_of(value: object) -> Mapping[str, Any] | None:
     """The parts of `value` by name, if it is a mapping, a tuple, `NamedArrays`, or a Dict or Tuple space; None for
     anything else."""
     if isinstance(value, NamedArrays):
         return value._values
-    if value.__class__ is dict or isinstance(value, Mapping):  # to check for a Mapping takes long
-        return value
+    cls: Any = value.__class__
+    if cls is not dict and _is_leaf(cls):
+        return None
+    if cls is dict or isinstance(value, Mapping):
+        return value  # type: ignore[return-value]
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return dict(value._asdict())
     if isinstance(value, tuple) or (hasattr(value, "spaces") and isinstance(value, Sequence)):
