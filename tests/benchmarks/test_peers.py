@@ -95,6 +95,9 @@ def test_what_is_ready_is_stepped_and_recorded(adapters: Any, work: str, name: s
         contestant.close()
 
 
+ALE_PEERS = {"ALE AtariVectorEnv", "ALE AtariVectorEnv, send and recv", "penstock ParallelSampler, AtariVectorEnv"}
+
+
 @pytest.mark.parametrize(
     ("work", "names"),
     [
@@ -102,21 +105,9 @@ def test_what_is_ready_is_stepped_and_recorded(adapters: Any, work: str, name: s
         ("uneven", {"TorchRL AsyncBatched", "TorchRL AsyncBatched, server process"}),
         ("uneven", {"Sample Factory"}),
         # Daily, ALE only in `test_what_is_ready_is_stepped_and_recorded`: all load the same games.
-        *scaled(
-            [
-                (
-                    "pong",
-                    {
-                        "ALE AtariVectorEnv",
-                        "ALE AtariVectorEnv, send and recv",
-                        "penstock ParallelSampler, AtariVectorEnv",
-                    },
-                )
-            ],
-            [],
-        ),
+        *scaled([("pong", ALE_PEERS)], []),
     ],
-    ids=("multi", "batched", "sample-factory", "ale")[: scaled(4, 3)],
+    ids=lambda value: value if isinstance(value, str) else min(value),
 )
 def test_peers_take_turns(peers: Callable[..., Any], work: str, names: set[str]) -> None:
     """Each in a process tree of its own."""
