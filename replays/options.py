@@ -8,15 +8,19 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.arguments import integer
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, brief
 
 
 def require_number(name: str, value: Any, highest: float) -> float:
     """`value` as a float. Raises `ConfigError` if it is not between 0 and `highest`."""
-    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not (is_number and 0 <= value <= highest and np.isfinite(value)):
-        raise ConfigError(f"{name} must be a number between 0 and {highest:g}, got {value!r}")
-    return float(value)
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    try:
+        number = float(value) if is_number else np.nan
+    except OverflowError:  # an integer above the largest float
+        number = np.inf
+    if not (0 <= number <= highest and number < np.inf):
+        raise ConfigError(f"{name} must be a number between 0 and {highest:g}, got {brief(value)}")
+    return number
 
 
 @dataclass(frozen=True)

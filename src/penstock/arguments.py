@@ -26,7 +26,8 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
         bound = "" if least is None else f" of at least {least}"
         raise ConfigError(f"{name} must be an integer{bound}, got {brief(value)}")
     if most is not None and not (-most <= value <= most):
-        raise ConfigError(f"{name} must be at most {most:,}, got {brief(value)}")
+        bound = f"at most {most:,}" if value > most else f"at least {-most:,}"
+        raise ConfigError(f"{name} must be {bound}, got {brief(value)}")
     return int(value)
 
 

@@ -277,7 +277,7 @@ def test_what_needs_priorities_says_so() -> None:
     replay.append(stream.batch(9))
     with pytest.raises(ConfigError, match="without priorities"):
         replay.sample(1, newer_than=0)
-    for wrong in (-1.0, "a", np.nan, True):
+    for wrong in (-1.0, "a", np.nan, np.inf, True, 1j, 10**400):
         with pytest.raises(ConfigError, match="beta must be a number between 0 and inf"):
             replay.beta = wrong  # type: ignore[assignment]
     assert replay.beta == 0.4

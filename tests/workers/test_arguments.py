@@ -63,7 +63,7 @@ def test_an_itr_that_is_no_integer_is_refused_and_harms_nobody(value: Any) -> No
     with make(eval_n_envs=1) as sampler:
         sampler.initialize(RandomAgent())
         for call in (sampler.obtain_samples, sampler.start_samples, sampler.evaluate_agent):
-            with pytest.raises(ConfigError, match=r"itr must be (an integer|at most [0-9,]+), got"):
+            with pytest.raises(ConfigError, match=r"itr must be (an integer|at (most|least) -?[0-9,]+), got"):
                 call(value)
         sampler.obtain_samples(-1)
 
