@@ -47,7 +47,7 @@ def peers(starter: None, benchmarks: None, monkeypatch: pytest.MonkeyPatch, tmp_
     imported torch."""
 
     if not FULL:
-        monkeypatch.setattr(importlib.import_module("peer_process"), "subprocess", starters.FORKS)
+        monkeypatch.setattr(importlib.import_module("peer_process"), "subprocess", starters.FORKING_SUBPROCESS)
 
     def run(*options: object) -> tuple[str, Any]:
         file, printed = tmp_path / "figures.json", io.StringIO()
