@@ -403,7 +403,7 @@ class Sampler(TakesEnvFn, ABC):
             return self._finish()
 
     def _start(self, itr: int) -> None:
-        is_plain = type(itr) is int and abs(itr) < 2**63  # then no other function is called
+        is_plain = type(itr) is int and abs(itr) < 2**63  # the usual case: it saves a call in each batch
         self._itr = itr if is_plain else integer("itr", itr)
         word = self._version_word
         self.policy_version = self._newest_versions() if word is None else word[0]
