@@ -29,7 +29,7 @@ from penstock.envs import CountingEnv
 from penstock.testing import DelegatingAgent, Fault, faulty_env, faulty_eval_collector
 
 from ..models import Gru, Net
-from ..scale import methods, pairs, scaled
+from ..scale import methods, pairs, scaled, some
 from ..support import assert_same, until
 from .support import Notebook, check_counting, generator, killer
 from .test_main_process import Interrupts
@@ -91,7 +91,7 @@ def undisturbed(agent: str) -> list[Any]:
         return batches(sampler, AGENTS[agent]())
 
 
-@pytest.mark.parametrize(("agent", "mode"), pairs(AGENTS, [*MODES, *list(ELSEWHERE)[: scaled(4, 1)]]))
+@pytest.mark.parametrize(("agent", "mode"), pairs(AGENTS, [*MODES, *some(ELSEWHERE, 1)]))
 @pytest.mark.parametrize("at", scaled([1, 30], [30]))
 def test_a_replacement_changes_no_other_column(agent: str, at: int, mode: str, tmp_path: Path) -> None:
     """env_rank 3 kills its worker, of columns 2 and 3: at once, or in the second batch."""

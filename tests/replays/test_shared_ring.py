@@ -16,7 +16,8 @@ from penstock.replays.replay_batches import Transitions, move, of_one_writer
 from penstock.replays.ring import TRUNCATED, VALID, Ring, Shape
 from penstock.replays.windows import WindowReader
 
-FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
+from ..scale import FULL
+
 N_READ = 100_000_000 if FULL else 200_000  # rows
 AT_ONCE = 1024 if FULL else 64
 WIDTH = 16 if FULL else 64  # numbers in a row

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 
 import numpy as np
 import pytest
@@ -16,11 +15,9 @@ from penstock.replays.compiled import PYTHON
 from penstock.replays.ring import BEGINS, TERMINATED, TRUNCATED, VALID
 from penstock.replays.windows import read_windows
 
-from ..scale import examples, scaled
+from ..scale import FULL, examples, scaled
 from ..support import assert_same
 from .streams import DISCOUNT, Stream, wanted_transition
-
-FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
 
 pytestmark = [pytest.mark.timeout(3600 if FULL else 120), pytest.mark.slow]
 

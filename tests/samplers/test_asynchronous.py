@@ -1,7 +1,6 @@
 """AsyncSampler: what it returns, in which order, by whom it was acted, and which calls it allows."""
 
 import itertools
-import os
 import random
 import threading
 import time
@@ -29,7 +28,7 @@ from penstock.envs import CountingEnv
 from penstock.samplers.inference_server import ServerOptions
 
 from ..models import Gru
-from ..scale import pairs
+from ..scale import FULL, pairs
 from ..support import until
 from .async_support import (
     B,
@@ -43,7 +42,6 @@ from .async_support import (
     sample,
 )
 
-FULL = os.environ.get("PENSTOCK_FAULTS") == "full"  # see tests/process/support.py
 SIZES = list(itertools.product((1, 2, 3, 5), (2, 3, 4))) if FULL else [(1, 2), (2, 3), (3, 4), (5, 2)]
 
 pytestmark = [pytest.mark.timeout(3600 if FULL else 60), pytest.mark.slow]
