@@ -102,7 +102,7 @@ class Collector(ABC):
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.action)
         self.prev_reward = np.zeros_like(samples.reward[0])
         self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
-        parts.envs.keep_infos = self._info_writer is not None
+        parts.envs.info_writer = self._info_writer
         self._has_agent_info = len(samples.agent_info) > 0
         # `start_envs` does not write to the samples, because the user may still read them while a killed worker is
         # replaced. So the first batch writes the first row.

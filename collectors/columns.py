@@ -46,7 +46,6 @@ class ListedColumns(EnvBatch):
         self.parked: list[int] = []
         self.observations: list[Any] = [None] * n
         self.rewards: list[Any] = [0.0] * n
-        self.keep_infos = False
         self.infos: list[Any] = [{}] * n  # one per column; {} for a parked one
 
     def _write_row(self, arrays: object, t: int, skip: Collection[int] = ()) -> None:
@@ -97,6 +96,11 @@ class ListedColumns(EnvBatch):
 
     def check_final(self, column: int, observation: Any) -> None:
         self.write_final(self._scratch, 0, column, observation)
+
+    def keep_info(self, column: int) -> None:
+        """Column's episode has ended: copy of its info what is written, since a reset may change it."""
+        if self.info_writer is not None:
+            self.infos[column] = self.info_writer.kept(self.infos[column])
 
 
 class EnvColumns(ListedColumns):
@@ -247,7 +251,7 @@ class EnvColumns(ListedColumns):
         `write_step` writes whole rows.
         """
         words, observations, rewards = self._loop_words, self.observations, self.rewards
-        is_watched = on_step is not None or self.keep_infos
+        is_watched = on_step is not None or self.info_writer is not None
         actions = self.split_actions(action_row)
         if on_step is not None:  # copies, because the environment may reuse its observations and actions
             before, given = [snapshot(observation) for observation in observations], self.split_actions(action_row)
@@ -276,6 +280,7 @@ class EnvColumns(ListedColumns):
                 if on_step is not None:
                     on_step(b, before[b], given[b], reward, terminated, truncated, info)
             if terminated or truncated:
+                self.keep_info(b)
                 observation = on_episode_end(b, observation, reward, terminated, truncated)
                 self._words[PHASE] = Progress.IS_STEPPING  # the hook may have reset the environment
             observations[b], rewards[b], first = observation, reward, i + 1

@@ -12,6 +12,7 @@ from penstock.agents.action_masks import ActionMask
 from penstock.buffers.tree import map_tree
 from penstock.collectors.optional_checks import Checks, check_row
 from penstock.collectors.tracking import StepHook
+from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import ColumnError, arrays_like, write_cell
 from penstock.errors import SpaceError
 from penstock.workers.control import Phase, Progress
@@ -36,7 +37,7 @@ class EnvBatch(Protocol):
     checks: Checks  #: the optional checks to make
     parked: list[int]  #: the columns that `step` ignores, ascending
     resetting: Sequence[int] = ()  #: the parked columns that the next `step` resets (`AutoresetMode.NEXT_STEP`)
-    keep_infos: bool  #: whether `step` leaves its infos in `infos`
+    info_writer: InfoWriter | None = None  #: writes the infos that `step` leaves in `infos`; None: nobody needs them
     observations: Any  #: the current observations: a list of elements, or a batch
     rewards: Any  #: the rewards of the last step `[B]`: a list or an array
     infos: Any  #: the infos of the last step

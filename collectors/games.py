@@ -72,6 +72,7 @@ class SeatColumns(ListedColumns):
 
     def end(self, column: int, observation: Any, terminated: bool, truncated: bool) -> None:
         """The agent of this column has ended with `observation`, and with its reward in `rewards`."""
+        self.keep_info(column)
         self.on_end(column, observation, self.rewards[column], terminated, truncated)
         self.observations[column] = self.zero
         self.parked = sorted([*self.parked, column])
@@ -138,7 +139,7 @@ class Games:
             (env, env.env, rank, own, list(own), _span(own))
             for env, rank, own in zip(envs, env_ranks, self.places, strict=True)
         ]
-        self._is_watched = any(own.on_step or own.keep_infos or own.checks.debug for own in columns)
+        self._is_watched = any(own.on_step or own.info_writer or own.checks.debug for own in columns)
 
     # ---- resets ----------------------------------------------------------------------------
 

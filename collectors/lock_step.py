@@ -72,7 +72,7 @@ class Desk(Collector):
     def record_step(self, t: int) -> None:
         """Second part of step t: record what the environments have returned."""
         envs = self.envs
-        if envs.keep_infos:
+        if self._info_writer is not None:
             self.record_env_info(t)
         self.write_step(t)
         if self._changed:

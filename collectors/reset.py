@@ -32,7 +32,7 @@ class ResetCollector(Collector):
         self.progress.begin_stepping(t)
         self._t = t
         self.envs.step(self.prev_action, self._on_episode_end, self.on_step, (self._observations, t + 1))
-        if self.envs.keep_infos:
+        if self._info_writer is not None:
             self.record_env_info(t)
         self.write_step(t)
         for column in self._ended:

@@ -68,7 +68,7 @@ class VectorEnvCollector(ResetCollector):
         self.progress.begin_stepping(t)
         envs, resetting = self.envs, self.envs.resetting
         ends = envs.step_rows(self.prev_action, self.on_step, (self._observations, t + 1))
-        if envs.keep_infos:
+        if envs.info_writer is not None:
             self.record_env_info(t)
         if ends is not None:
             self._record_ends(t, ends)
@@ -142,7 +142,6 @@ class VectorColumns(EnvBatch):
         self.observations: Any = None  #: as the environment batches them
         self.rewards: Any = np.zeros(len(env_ranks))
         self.infos: Mapping[str, Any] = {}  #: as Gymnasium batches them
-        self.keep_infos = False
         self.parked: list[int] = []
         self.resetting: list[int] = []
         self._kept_parked: list[int] = []  # the columns that stay parked until `unpark_all`
@@ -244,6 +243,8 @@ class VectorColumns(EnvBatch):
         ends = self.step_rows(action_row, on_step, into)
         if ends is None:
             return
+        if self.info_writer is not None:  # copies, since a reset may change them
+            self.infos = map_tree(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, self.infos)
         for b, observation, reward in zip(ends.columns.tolist(), ends.each(), ends.reward.tolist(), strict=True):
             on_episode_end(b, observation, reward, bool(ends.terminated[b]), bool(ends.truncated[b]))
         self.progress.words[Progress.PHASE] = Progress.IS_STEPPING

@@ -125,6 +125,11 @@ class InfoWriter:
                     raise ColumnError(b, f"info[{'.'.join(path)!r}]", problem)
                 field[b] = fitting
 
+    def kept(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies of the entries that are written."""
+        found = {".".join(path): _look_up(info, path) for path in self._paths}
+        return {name: np.array(value) for name, value in found.items() if value is not None}
+
     def write_batched(self, row: NamedArrays, infos: Mapping[str, Any], n_envs: int) -> None:
         """As `write`, for the infos of a batched environment, for all columns at once.
 

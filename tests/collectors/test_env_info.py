@@ -2,17 +2,22 @@
 
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
 from penstock import (
+    AlternatingSampler,
+    Collector,
     ConfigError,
+    GpuSampler,
     ParallelSampler,
     RandomAgent,
     ResetCollector,
     Sampler,
     SerialSampler,
     TrajInfo,
+    VectorEnvCollector,
     WaitResetCollector,
     WorkerError,
 )
@@ -36,7 +41,7 @@ class Telling(CountingEnv):
 
 def sampler_with(cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Sampler:
     kwargs = {"batch_T": 7, "batch_B": 3, "n_workers": 2, "max_decorrelation_steps": 0, **kwargs}
-    return cls(Telling, **kwargs)
+    return cls(**{"env_fn": Telling, **kwargs})
 
 
 class Own(TrajInfo):
@@ -123,3 +128,136 @@ def test_a_value_that_changes_its_shape_is_named() -> None:
     ):
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
+
+
+class Keeping(CountingEnv):
+    """Episodes of three steps. The info is one dict, with one array and one list, which `reset` changes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.info = {"at": np.zeros(2), "parts": {"trail": [0]}}
+
+    def _tell(self, count: int) -> Any:
+        self.count = count
+        self.info["at"][:] = self.info["n"] = self.info["parts"]["trail"][0] = count
+        return np.full(2, count, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self._tell(0), self.info
+
+    def step(self, action: Any) -> Any:
+        return self._tell(self.count + 1), float(self.count), self.count == 3, False, self.info
+
+
+class KeepingGame:
+    """Two agents with a `Keeping` environment each. Both end together."""
+
+    possible_agents = ("a0", "a1")
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.envs = {agent: Keeping() for agent in self.possible_agents}
+
+    def observation_space(self, agent: str) -> Any:
+        return self.envs[agent].observation_space
+
+    def action_space(self, agent: str) -> Any:
+        return self.envs[agent].action_space
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.agents = list(self.possible_agents)
+        found = {agent: env.reset(seed=seed) for agent, env in self.envs.items()}
+        return tuple({agent: result[i] for agent, result in found.items()} for i in range(2))
+
+    def step(self, actions: Any) -> Any:
+        found = {agent: self.envs[agent].step(action) for agent, action in actions.items()}
+        self.agents = [agent for agent in self.agents if not found[agent][2]]
+        return tuple({agent: result[i] for agent, result in found.items()} for i in range(5))
+
+    def close(self) -> None:
+        pass
+
+
+class KeepingBatch(gym.vector.VectorEnv[Any, Any, Any]):
+    """The same for rows of a batched environment, which the caller resets."""
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}  # noqa: RUF012
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs, example = num_envs, Keeping()
+        self.single_observation_space, self.single_action_space = example.observation_space, example.action_space
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        self.n = np.zeros(num_envs, np.int64)
+        self.info = {"n": self.n, "at": np.zeros((num_envs, 2)), "parts": {"trail": np.zeros((num_envs, 1), np.int64)}}
+
+    def _tell(self) -> Any:
+        self.info["at"][:] = self.info["parts"]["trail"][:] = self.n[:, None]
+        return np.full((self.num_envs, 2), self.n[:, None], np.float32)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.n[(options or {}).get("reset_mask", slice(None))] = 0
+        return self._tell(), self.info
+
+    def step(self, actions: Any) -> Any:
+        self.n += 1
+        return self._tell(), self.n.astype(np.float64), self.n == 3, np.zeros_like(self.n, np.bool_), self.info
+
+
+class OfTheDocs(Collector):
+    """As docs/extending.md writes a collector."""
+
+    def collect_batch(self, itr: int) -> None:
+        self.begin_batch(itr)
+        for t in range(self.batch_T):
+            self.t, self.ended = t, list[int]()
+            self.act(t)
+            self.progress.begin_stepping(t)
+            self.envs.step(self.prev_action, self.on_episode_end, self.on_step)
+            self.record_env_info(t)
+            self.write_step(t)
+            self.prev_reward[self.ended] = 0
+        self.end_batch()
+
+    def on_episode_end(self, column: int, observation: Any, reward: float, *flags: Any) -> Any:
+        self.record_episode_end(self.t, column, observation, reward, *flags)
+        self.ended.append(column)
+        return self.reset_column(column)
+
+
+class OfTheDocsBatched(OfTheDocs, VectorEnvCollector):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "env_fn", "how"),
+    quick_first(
+        [
+            (SerialSampler, Keeping, {}),
+            (SerialSampler, Keeping, {"collector_cls": OfTheDocs}),
+            (SerialSampler, KeepingBatch, {"collector_cls": OfTheDocsBatched}),
+            (SerialSampler, KeepingGame, {}),
+            (ParallelSampler, Keeping, {"traj_info_cls": Own}),
+            (ParallelSampler, Keeping, {"collector_cls": WaitResetCollector}),
+            (ParallelSampler, KeepingBatch, {"collector_cls": VectorEnvCollector}),
+            (ParallelSampler, KeepingGame, {"traj_info_cls": Own}),
+            (GpuSampler, Keeping, {}),
+            (AlternatingSampler, KeepingGame, {}),
+        ],
+        4,
+    ),
+)
+def test_what_a_reset_changes_is_recorded_as_the_last_step_returned_it(cls: Any, env_fn: Any, how: Any) -> None:
+    wanted = {"n": 0, "at": np.zeros(2), "parts.trail": [0]}
+    with sampler_with(cls, env_fn=env_fn, batch_B=4, env_info=wanted, **how) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(2):
+            sampler.obtain_samples(itr)
+            env = sampler.samples_np.env
+            if itr == 0 and how.get("collector_cls") is not WaitResetCollector:
+                assert env.reward[:, 0].tolist() == [1, 2, 3, 1, 2, 3, 1]
+            assert env.done.any()
+            for value in (env.env_info.n, env.env_info.at[..., 1], env.env_info.parts.trail[..., 0]):
+                np.testing.assert_array_equal(value, env.reward)
+            assert (env.env_info["_n"] == env.valid).all()
