@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import step_ordinary
-from penstock.collectors.env_batch import EnvBatch, EpisodeEndHook
+from penstock.collectors.env_batch import EnvBatch, EpisodeEndHook, Returned
 from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.optional_checks import NO_CHECKS, Checks, check_row
 from penstock.collectors.renewal import Renewals
@@ -140,6 +140,8 @@ class EnvColumns(ListedColumns):
             (b, env_rank, self._step_of(env), step_into_of(env, env_rank))
             for b, (env_rank, env) in enumerate(zip(env_ranks, envs, strict=True))
         ]
+        n_stepped = sum(step_into is None for *_, step_into in self._bound)
+        self._returned = Returned(n_stepped, always=checks.debug)
         self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
         self._writes_in_place = any(step_into is not None for *_, step_into in self._bound)
 
@@ -164,7 +166,8 @@ class EnvColumns(ListedColumns):
         words[RESETTING] += monotonic_ns() - began
         if self.renewals is not None:
             self.renewals.note_reset(column)
-        self.observations[column] = observation = checked_reset(result, env_rank)[0]
+        observation = self._returned.own(column, checked_reset(result, env_rank)[0], is_reset=True)
+        self.observations[column] = observation
         return observation
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:
@@ -238,7 +241,7 @@ class EnvColumns(ListedColumns):
 
     # ---- steps -----------------------------------------------------------------------------
 
-    def step(
+    def step(  # noqa: C901 - it is called for each row
         self,
         action_row: Any,
         on_episode_end: EpisodeEndHook,
@@ -258,7 +261,8 @@ class EnvColumns(ListedColumns):
         if self.parked or self._action_space is not None:
             actions = self._select(actions)
         outs = None if into is None or not self._writes_in_place else cells_of(*into, len(self.envs))
-        active, first = self._active, 0  # a hook that parks a column replaces self._active, and not this list
+        # A hook that parks a column replaces self._active, and not this list.
+        active, first = self._returned.steps(self._active) if self._returned.copies else self._active, 0
         # step_ordinary returns at each step that needs a check or another hook. `first` says where to continue.
         while True:
             try:
@@ -284,6 +288,8 @@ class EnvColumns(ListedColumns):
                 observation = on_episode_end(b, observation, reward, terminated, truncated)
                 self._words[PHASE] = Progress.IS_STEPPING  # the hook may have reset the environment
             observations[b], rewards[b], first = observation, reward, i + 1
+        if self._returned.copies:
+            self._returned.end_row()
 
     def step_one(self, column: int, action: Any) -> tuple[Any, float, bool, bool, Any]:
         """Step one environment with an action drawn at random, outside the loop over time.
@@ -293,7 +299,8 @@ class EnvColumns(ListedColumns):
         if self._action_space is not None:
             self._check_action(column, action, "drawn at random")
         _, env_rank, step, _ = self._bound[column]
-        observation, reward, terminated, truncated, info = checked_step(step(action), env_rank)
+        result = self._returned.of_step(column, step, action)
+        observation, reward, terminated, truncated, info = checked_step(result, env_rank)
         if self.checks.check_finite and not math.isfinite(reward):
             raise self._not_finite(column, reward)
         self.observations[column] = observation

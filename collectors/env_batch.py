@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import gymnasium as gym
 import numpy as np
 
 from penstock.agents.action_masks import ActionMask
-from penstock.buffers.tree import map_tree
+from penstock.buffers.tree import map_tree, tree_leaves
 from penstock.collectors.optional_checks import Checks, check_row
-from penstock.collectors.tracking import StepHook
+from penstock.collectors.tracking import StepHook, snapshot
 from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import ColumnError, arrays_like, write_cell
 from penstock.errors import SpaceError
@@ -20,6 +21,54 @@ from penstock.workers.control import Phase, Progress
 #: Called when column b's episode ends: (b, final observation, reward, terminated, truncated). Returns the observation
 #: that column b has next.
 EpisodeEndHook = Callable[[int, Any, Any, bool, bool], Any]
+
+
+class Returned:
+    """What the environments of one worker have returned. A row is written when all of them have stepped. So if two of
+    them return observations in the same memory, such as one buffer of their class, each is copied at once.
+
+    `copies` says whether to do that. It is True until all have stepped, which shows it; and with `always`.
+    """
+
+    def __init__(self, n_envs: int, *, always: bool = False) -> None:
+        self.copies, self._n_envs, self._always = n_envs > 1, n_envs, always
+        self._seen: dict[tuple[int, bool], Any] = {}  # the newest, by environment, of resets and of steps
+
+    def own(self, e: int, observation: Any, *, is_reset: bool = False) -> Any:
+        """What to keep of an observation of environment e, or of a dict of them."""
+        if not self.copies:
+            return observation
+        self._seen[e, is_reset] = observation
+        return snapshot(observation)
+
+    def of_step(self, e: int, step: Callable[[Any], Any], action: Any) -> Any:
+        """What `step(action)` of environment e returns, with its own observation."""
+        result = step(action)
+        return (self.own(e, result[0]), *result[1:]) if isinstance(result, tuple | list) and result else result
+
+    def steps(self, bound: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The entries of `step_ordinary`, with `of_step`."""
+        return [(b, rank, partial(self.of_step, b, step), into) for b, rank, step, into in bound]
+
+    def end_row(self) -> None:
+        """The row is written next."""
+        if self._always or sum(not is_reset for _, is_reset in self._seen) >= self._n_envs:
+            self._always = self.copies = self._always or self._share_memory()
+            self._seen.clear()
+
+    def _share_memory(self) -> bool:
+        spans = sorted(
+            (leaf.__array_interface__["data"][0], leaf.nbytes, e)
+            for (e, _), tree in self._seen.items()
+            for _, leaf in tree_leaves(tree)
+            if isinstance(leaf, np.ndarray)
+        )
+        end, owner = 0, -1
+        for start, n_bytes, e in spans:
+            if start < end and e != owner:
+                return True
+            end, owner = max((end, owner), (start + n_bytes, e))
+        return False
 
 
 class EnvBatch(Protocol):

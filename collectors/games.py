@@ -15,6 +15,7 @@ import gymnasium as gym
 from penstock.buffers.native import store_game_step
 from penstock.buffers.tree import map_tree
 from penstock.collectors.columns import ListedColumns
+from penstock.collectors.env_batch import Returned
 from penstock.collectors.optional_checks import NO_CHECKS, Checks
 from penstock.collectors.renewal import Renewals
 from penstock.collectors.tracking import StepHook, snapshot
@@ -139,7 +140,9 @@ class Games:
             (env, env.env, rank, own, list(own), _span(own))
             for env, rank, own in zip(envs, env_ranks, self.places, strict=True)
         ]
-        self._is_watched = any(own.on_step or own.info_writer or own.checks.debug for own in columns)
+        self._has_hooks = any(own.on_step or own.info_writer or own.checks.debug for own in columns)
+        self.returned = Returned(len(envs), always=any(own.checks.debug for own in columns))
+        self._is_watched = self._has_hooks or self.returned.copies
 
     # ---- resets ----------------------------------------------------------------------------
 
@@ -166,6 +169,7 @@ class Games:
                 f"got {brief(result)}"
             )
         observations, infos = result
+        observations = self.returned.own(e, observations, is_reset=True)
         self.infos[e] = infos
         agents = self._listed(e)
         if not agents:
@@ -204,6 +208,13 @@ class Games:
                     self.step_env(e)
                 except self.renewable as error:
                     self._cut(e, error)
+        self.end_row()
+
+    def end_row(self) -> None:
+        """Every environment has stepped, and the row is written next."""
+        if self.returned.copies:
+            self.returned.end_row()
+            self._is_watched = self._has_hooks or self.returned.copies
 
     def _cut(self, e: int, error: Exception) -> None:
         """The game of environment e has failed in this step, which has no result."""
@@ -239,7 +250,7 @@ class Games:
                 columns, column = places[agent]
                 given[agent] = columns.actions[column]
         before = self._before(e, given) if self._is_watched else None
-        result = env.step(given)
+        result = self.returned.of_step(e, env.step, given) if self._is_watched else env.step(given)
         watched = self._is_watched or self._ghosts[e]
         if not watched and store_game_step(result, living, raw.agents, columns.observations, columns.rewards, first):
             if whole is None:

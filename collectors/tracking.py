@@ -29,6 +29,8 @@ def snapshot(value: object) -> Any:
         return {key: snapshot(part) for key, part in value.items()}
     if value.__class__ is tuple:
         return tuple(snapshot(part) for part in value)
+    if hasattr(value, "clone"):  # a tensor, of which not each can be copied in another way
+        return value.clone()
     return copy.deepcopy(value)
 
 

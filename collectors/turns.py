@@ -212,7 +212,7 @@ class TurnGames(Games):
                 n_ends = _count_end(n_ends, columns.env_ranks[column])
                 env.step(None)  # type: ignore[arg-type]
                 continue
-            columns.observations[column] = observation
+            columns.observations[column] = self.returned.own(e, observation)
             self.waits[e] = columns, column
             has_rows = columns.n[column] < columns.most_rows
             (columns.asked if has_rows else columns.held).append(column)
@@ -564,6 +564,7 @@ class TurnCollector(LockStepCollector):
                 desk.decide()
             acting += progress.enter(Phase.STEPPING)
             playing = [e for e in playing if games.play(e)]
+            games.end_row()
             self.rows += 1
         for e in range(len(games.envs)):
             games.take_late(e)

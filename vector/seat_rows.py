@@ -157,6 +157,7 @@ class SeatProgram(VectorProgram):
         columns.actions = self._split(self._action)
         for i in range(len(self._envs)):
             self._step_env(i)
+        self._games.end_row()
         columns.write_step(self._observation, self._reward[np.newaxis], 0)
         self._reply()
 
@@ -167,6 +168,7 @@ class SeatProgram(VectorProgram):
         self._columns.actions = actions
         self._step_env(i)
         self._write_env(i)
+        self._games.end_row()
         self._reply(i)
 
     def _begin_step(self, which: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from penstock.buffers.native import WATCH_UNUSUAL, step_ordinary
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
+from penstock.collectors.env_batch import Returned
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
 from penstock.envs.checks import StepValues, checked_reset, checked_step
@@ -110,6 +111,7 @@ class VectorProgram:
         self._observations: list[Any] = [None] * len(self._envs)
         self._rewards = [0.0] * len(self._envs)
         self._bind_methods()
+        self._returned = Returned(sum(step_into is None for *_, step_into in self._own))
         if self._unseeded:  # each episode ends where the worker before this one left it
             self._bound[:] = [(i, env_rank, partial(self._truncate, i), None) for i, env_rank, _, _ in self._own]
 
@@ -162,6 +164,8 @@ class VectorProgram:
     def _step_all(self) -> None:
         everyone = range(len(self._envs))
         self._advance(everyone, self._action)
+        if self._returned.copies:
+            self._returned.end_row()
         self._reward[:], observations = self._rewards, self._observations
         if self._observation_parts:
             observations = [self._send_objects(i, observation) for i, observation in enumerate(observations)]
@@ -184,6 +188,8 @@ class VectorProgram:
             actions = self._with_objects(which, actions)
         observations, rewards, cells, first = self._observations, self._rewards, self._cells, 0
         bound = self._bound if len(which) == len(self._bound) else self._bound[which.start : which.stop]
+        if self._returned.copies and len(which) > 1:  # one alone is written at once
+            bound = self._returned.steps(bound)
         self._terminated[which.start : which.stop] = self._truncated[which.start : which.stop] = False
         # step_ordinary returns at each step that needs a check, ends an episode or has an info.
         while stop := step_ordinary(
@@ -313,9 +319,9 @@ class VectorProgram:
         began = self._progress.enter(Phase.RESETTING)
         returned = self._envs[i].reset(seed=seed, options=options)
         self._progress.add_resetting_since(began)
-        checked = checked_reset(returned, env_rank)
+        observation, info = checked_reset(returned, env_rank)
         self._progress.enter(Phase.STEPPING)
-        return checked
+        return self._returned.own(i, observation, is_reset=True), info
 
     def _seed_of(self, i: int, given: int | None) -> int | None:
         """The seed of this reset. After a replacement, the first has another than before, but a reproducible one."""
