@@ -122,8 +122,8 @@ class EnvSamples(_StepFields):
 
         def following(observation: Any, after: Any, last: Any) -> Any:
             rows = _concatenated([observation[1:], after[None]])
-            rows[done] = last[done]
-            return rows
+            ended = done.reshape(*done.shape, *[1] * (rows.ndim - done.ndim))
+            return last.where(ended, rows) if _is_tensor(rows) else np.where(ended, last, rows)
 
         return map_tree(following, self.observation, self.bootstrap_obs, final)
 

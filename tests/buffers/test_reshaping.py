@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium import spaces
 
+from penstock import RandomAgent, SerialSampler
 from penstock.buffers import NamedArrays, Samples, SamplesBuffer, SampleSpec
 from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import BatchStatus, with_status
@@ -272,6 +275,46 @@ def test_next_observation_says_what_is_missing(kind: str) -> None:
         batch(kind, ends=ENDS, final_obs=False).transitions()
     whole = batch(kind, final_obs=False).env.next_observation
     assert as_array(whole.number[-1]).tolist() == [100 * T + b for b in range(B)]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_wide_unsigned_observations_are_followed_too(dtype: Any, is_dict: bool) -> None:
+    with SerialSampler(Wide, env_kwargs={"dtype": dtype, "is_dict": is_dict}, batch_T=5, batch_B=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        t, b = np.nonzero(as_array(samples.env.valid))
+        wanted = (
+            as_array(samples.env.observation.depth if is_dict else samples.env.observation)[t, b, 0].astype(int) + 1
+        )
+        for kind in (samples, sampler.samples_np):
+            for following in (kind.env.next_observation, kind.transitions(0.9).next_observation):
+                found = as_array(following.depth if is_dict else following)
+                assert found.dtype == dtype
+                np.testing.assert_array_equal(found.reshape(10, 2).astype(int), np.repeat(wanted[:, None], 2, 1))
+
+
+class Wide(gym.Env[Any, Any]):
+    """Counts from a number that needs the highest bit of 16; episodes of three steps."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, dtype: Any, is_dict: bool) -> None:
+        own = spaces.Box(0, 60_000, (2,), dtype)
+        self.observation_space, self.is_dict = spaces.Dict(depth=own) if is_dict else own, is_dict
+        self.dtype = dtype
+
+    def observe(self) -> Any:
+        depth = np.full(2, self.count, self.dtype)
+        return {"depth": depth} if self.is_dict else depth
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.count = 50_000
+        return self.observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        return self.observe(), 0.0, False, self.count == 50_003, {}
 
 
 @pytest.mark.parametrize("call", ["flatten", "transitions"])
