@@ -19,6 +19,11 @@ from penstock.errors import SpaceError, brief
 StepValues = tuple[Any, Any, Any, Any, Any]
 
 
+def reset_with(env: Any, seed: Any, options: Any) -> Any:
+    """`env.reset`. Options that are None are left out, since the `reset` of some environments has only `seed`."""
+    return env.reset(seed=seed) if options is None else env.reset(seed=seed, options=options)
+
+
 def step_values(result: Any, env_rank: int) -> StepValues:
     """The five values that `env.step` returned as `result`. Raises `SpaceError` unless there are five."""
     try:

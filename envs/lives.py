@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
+from penstock.envs.checks import reset_with
 from penstock.errors import ConfigError
 
 
@@ -28,7 +29,7 @@ class EpisodicLife(gym.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         found, self._lost = self._lost, None
         if found is None or seed is not None:
-            found = self.env.reset(seed=seed, options=options)
+            found = reset_with(self.env, seed, options)
         self._lives = _lives_of(found[1], self.env)
         return found
 
@@ -63,7 +64,7 @@ class BatchedEpisodicLife(VectorWrapper):
             )
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        observations, infos = self.env.reset(seed=seed, options=options)
+        observations, infos = reset_with(self.env, seed, options)
         self._lives = _lives_of(infos, self.env)
         return observations, infos
 

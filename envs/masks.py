@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from penstock.envs.checks import reset_with
 from penstock.errors import SpaceError
 
 NAME = "action_mask"  # of the mask in the observation
@@ -40,7 +41,7 @@ class MaskInObservation(gym.Wrapper[Any, Any, Any, Any]):
         self.observation_space = spaces.Dict({**parts, NAME: spaces.MultiBinary(self._n)})
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        observation, info = self.env.reset(seed=seed, options=options)
+        observation, info = reset_with(self.env, seed, options)
         return self.joined(observation, info, is_first=True), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import gymnasium as gym
 
 from penstock.buffers.reports import in_one_line
+from penstock.envs.checks import reset_with
 from penstock.envs.seats import AgentId, are_by_agent, has_vanished, is_in_turns, is_parallel, is_set
 from penstock.errors import ConfigError, SpaceError, brief
 
@@ -53,7 +54,7 @@ class OwnClocks(_Wrapper):
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Begin a new game, and play until somebody is asked."""
-        result = self.env.reset(seed=seed, options=options)
+        result = reset_with(self.env, seed, options)
         if not are_by_agent(result, 2):
             raise SpaceError(f"env.reset must return a tuple of two dicts by agent, got {brief(result)}")
         self._t = 0
@@ -292,7 +293,7 @@ class Seats(_Wrapper):
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """As the environment, with seats in the place of agents."""
         self._seat_of, self._ended = {}, set()
-        result = self.env.reset(seed=seed, options=options)
+        result = reset_with(self.env, seed, options)
         self._join()
         return tuple(map(self._by_seat, result)) if are_by_agent(result, 2) else result
 

@@ -19,6 +19,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from penstock.envs.checks import reset_with
 from penstock.envs.masks import MaskInObservation
 from penstock.errors import ConfigError, SpaceError, brief
 
@@ -212,7 +213,7 @@ class ParallelView:
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         """As `env.reset`, with what observations get."""
-        result = self.env.reset(seed=seed) if options is None else self.env.reset(seed=seed, options=options)
+        result = reset_with(self.env, seed, options)
         if self._is_plain or not are_by_agent(result, 2):
             return result  # if it is wrong, the caller refuses it
         observations, infos = result

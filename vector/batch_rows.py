@@ -13,7 +13,7 @@ from penstock.buffers.tree import tree_leaves
 from penstock.collectors.tracking import snapshot
 from penstock.collectors.vector import REFUSALS, VectorColumns
 from penstock.envs.calls import EnvCall
-from penstock.envs.checks import require_info
+from penstock.envs.checks import require_info, reset_with
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.infos import element, info_of, mask_name
 from penstock.envs.rows import arrays_like
@@ -49,7 +49,7 @@ class _Rows(VectorColumns):
         return result
 
     def _reset_with(self, seed: Any) -> Any:
-        return self.env.reset(seed=seed, options=None if self.options is None else {**self.options})
+        return reset_with(self.env, seed, self.options and {**self.options})
 
 
 @dataclass

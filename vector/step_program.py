@@ -21,7 +21,7 @@ from penstock.buffers.reports import in_one_line
 from penstock.collectors.env_batch import Returned
 from penstock.collectors.env_builder import EnvBuilder
 from penstock.envs.calls import EnvCall, perform, pickled
-from penstock.envs.checks import StepValues, checked_reset, checked_step
+from penstock.envs.checks import StepValues, checked_reset, checked_step, reset_with
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_cell, write_row
@@ -317,7 +317,7 @@ class VectorProgram:
         env_rank = self._plan.env_ranks[i]
         seed = self._seed_of(i, seed)
         began = self._progress.enter(Phase.RESETTING)
-        returned = self._envs[i].reset(seed=seed, options=options)
+        returned = reset_with(self._envs[i], seed, options)
         self._progress.add_resetting_since(began)
         observation, info = checked_reset(returned, env_rank)
         self._progress.enter(Phase.STEPPING)

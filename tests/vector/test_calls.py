@@ -11,8 +11,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from penstock import ConfigError, EnvCallError, SamplerClosedError, SamplerStateError, SpaceError
-from penstock.envs import CountingEnv, EnvContext
+from penstock import ConfigError, EnvCallError, SamplerClosedError, SamplerStateError, SpaceError, WorkerError
+from penstock.envs import CountingEnv, EnvContext, EpisodicLife, MaskInObservation, ScriptedGame, Seats
 from penstock.vector import ShmVectorEnv, tile
 
 pytestmark = pytest.mark.slow
@@ -226,3 +226,54 @@ def test_wrappers_of_gymnasium_go_around_it() -> None:
         episodes += int(infos.get("_episode", np.zeros(1)).sum())
     assert episodes > 0
     envs.close()
+
+
+class OnlySeed(CountingEnv):
+    """Its `reset` knows no options, as in many environments that people write."""
+
+    told: ClassVar[dict[str, Any]] = {"lives": 1, "action_mask": np.ones(3, np.int8)}
+
+    def reset(self, seed: int | None = None) -> Any:  # type: ignore[override]
+        return super().reset(seed=seed)[0], self.told
+
+    def step(self, action: Any) -> Any:
+        return *super().step(action)[:4], self.told
+
+
+class OnlySeedBatch(gym.vector.SyncVectorEnv):
+    def reset(self, seed: Any = None) -> Any:  # type: ignore[override]
+        return super().reset(seed=seed)
+
+
+class OnlySeedGame(ScriptedGame):
+    def reset(self, seed: int | None = None) -> Any:  # type: ignore[override]
+        return super().reset(seed=seed)
+
+
+def batch_of(num_envs: int) -> Any:
+    return OnlySeedBatch([CountingEnv] * num_envs)
+
+
+@pytest.mark.parametrize(
+    "env_fn",
+    [
+        OnlySeed,
+        lambda: EpisodicLife(OnlySeed()),
+        lambda: MaskInObservation(OnlySeed()),
+        OnlySeedGame,
+        lambda: Seats(OnlySeedGame(), {"agent": 2}, kind=lambda agent: "agent"),
+        batch_of,
+    ],
+)
+def test_options_that_nobody_has_given_are_left_out(env_fn: Any) -> None:
+    how = {"num_envs": 2} if env_fn is batch_of else {}
+    with ShmVectorEnv(env_fn if how else [env_fn] * 2, **how) as envs:
+        envs.reset(seed=1)
+        envs.reset()
+        for _ in range(3):
+            envs.step(np.zeros(envs.num_envs, np.int64))
+        if env_fn is OnlySeed:
+            with pytest.raises(
+                WorkerError, match=r"'options' \(Gymnasium demands reset\(self, \*, seed=None, options=N"
+            ):
+                envs.reset(options={"level": 3})

@@ -42,6 +42,18 @@ def batched(make: Any, n: int) -> Any:
     return Sb3VecEnv(env_fn, num_envs=n, n_workers=2)
 
 
+class OnlySeed(CountingEnv):
+    def reset(self, seed: int | None = None) -> Any:  # type: ignore[override]
+        return super().reset(seed=seed)
+
+
+def test_a_reset_without_options_is_called_without() -> None:
+    mine, theirs = Sb3VecEnv([OnlySeed] * 2), DummyVecEnv([OnlySeed] * 2)
+    np.testing.assert_array_equal(mine.reset(), theirs.reset())
+    for envs in (mine, theirs):
+        envs.close()
+
+
 @pytest.mark.parametrize(
     ("build", "env_id"), pairs([lambda make, n: ours([make] * n), batched], ["CartPole-v1", "Pendulum-v1"])
 )
