@@ -102,12 +102,12 @@ def test_batched_games_are_cut_at_each_lost_life(rom: str, n_steps: int) -> None
 
 
 class Lives(gym.Env[Any, Any]):
-    """A game with a life for each of the lengths."""
+    """A game with a life for each of the lengths. It goes on for some `frames` after the last life."""
 
     observation_space, action_space = gym.spaces.Box(0, 99, (1,)), gym.spaces.Discrete(2)
 
-    def __init__(self, *lengths: int) -> None:
-        self._ends = np.cumsum(lengths)
+    def __init__(self, *lengths: int, frames: int = 0) -> None:
+        self._ends, self._frames = np.cumsum(lengths), frames
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         self._t = 0
@@ -116,7 +116,21 @@ class Lives(gym.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         self._t += 1
         lives = int((self._ends > self._t).sum())
-        return np.full(1, self._t, np.float32), 1.0, lives == 0, False, {"lives": lives}
+        is_over = self._t == self._ends[-1] + self._frames
+        return np.full(1, self._t, np.float32), 1.0, is_over, False, {"lives": lives}
+
+
+def test_a_last_life_that_the_game_outlives_ends_no_episode_of_its_own() -> None:
+    env = EpisodicLife(Lives(2, 3, frames=2))
+    env.reset()
+    ends = []
+    for t in range(1, 8):
+        _, _, ended, _, info = env.step(0)
+        if ended:
+            ends.append((t, info["game_over"], info["lives"]))
+            first, _ = env.reset()
+    assert ends == [(2, False, 1), (7, True, 0)]
+    assert first.tolist() == [0]
 
 
 def test_games_of_gymnasium_step_together_too() -> None:

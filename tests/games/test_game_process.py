@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import select
 import shutil
 import signal
 import socket
@@ -25,7 +26,7 @@ from penstock.ports import leases
 from penstock.workers import claims
 
 from ..scale import quick_first, scaled
-from ..support import until
+from ..support import BOUND, until
 from .games_support import COMMAND, SERVER, SHORT, game, play, processes
 
 pytestmark = pytest.mark.xdist_group("ports")
@@ -106,6 +107,15 @@ def test_after_an_error_no_late_reply_is_taken_for_another() -> None:
         play(connection, 4)
         with pytest.raises(GameError, match=r"\) \(renewal 1\) sent no reply"):
             play(connection, 1)
+
+
+def test_a_reply_that_nobody_asked_for_is_noticed_before_the_next_request() -> None:
+    with game() as own:
+        connection = own.connect()
+        connection.send(b"[1]\n")
+        assert select.select([connection.socket], [], [], BOUND)[0]
+        with pytest.raises(GameError, match=r"sent \d+ bytes without being asked: b'\{\"n\": 1"):
+            connection.request(b"[2]\n")
 
 
 @pytest.mark.slow
