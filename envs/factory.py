@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,7 +42,8 @@ _EXAMPLE = EnvContext(env_rank=0, worker_rank=-1, seed=0, purpose=None)
 class EnvFactory:
     """Builds one environment: `fn(**kwargs)`, which must return a `gymnasium.Env`.
 
-    If `fn` has a parameter called `context`, it also gets the `EnvContext`.
+    If `fn` has a parameter called `context`, it also gets the `EnvContext`: unless `kwargs` or a `partial` gives this
+    argument, or it has another default than None and no annotation `EnvContext`.
     """
 
     fn: Callable[..., gym.Env[Any, Any]]
@@ -49,7 +51,9 @@ class EnvFactory:
     wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] | None = None  #: applied to the environment
     #: Applied to an environment of several agents, in place of `wrapper`; None: such an environment is refused.
     as_seats: Callable[[Any], Any] | None = None
-    has_context: bool | None = None  #: whether `fn` has a parameter called `context`; None: it is looked up each time
+    has_context: bool | None = (
+        None  #: whether `fn` gets a context, unless `kwargs` has one; None: it is looked up each time
+    )
 
     def __call__(self, context: EnvContext = _EXAMPLE) -> Any:
         env: Any = self._call(context)
@@ -69,6 +73,8 @@ class EnvFactory:
                 remedy = ". Environments of several agents are for samplers and for ShmVectorEnv"
             elif hasattr(env, "step"):
                 remedy = ": convert an old gym environment with shimmy"
+            elif env is None:
+                remedy = ": did you forget `return`?"
             raise ConfigError(
                 f"the environment function must return a gymnasium.Env, got {type(env).__module__}."
                 f"{type(env).__qualname__}{remedy}"
@@ -112,15 +118,20 @@ class EnvFactory:
 
     def _arguments(self, context: EnvContext) -> dict[str, Any]:
         has_context = _has_context(self.fn) if self.has_context is None else self.has_context
-        return {**self.kwargs, "context": context} if has_context else {**self.kwargs}
+        return {"context": context, **self.kwargs} if has_context else {**self.kwargs}
 
 
 def _has_context(fn: Callable[..., Any]) -> bool:
+    if isinstance(fn, partial) and "context" in fn.keywords:  # the user's own
+        return False
     try:
         parameter = inspect.signature(fn).parameters.get("context")
     except (TypeError, ValueError):  # a builtin or a function written in C
         return False
-    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    if parameter is None or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        return False
+    is_open = parameter.default is parameter.empty or parameter.default is None
+    return is_open or "EnvContext" in str(parameter.annotation)
 
 
 def _with_make_vec(factory: EnvFactory) -> EnvFactory | None:
@@ -209,7 +220,13 @@ def _of_id(env_id: str, prefix: str) -> Callable[..., Any]:
     except gym.error.Error as error:
         if (make := registered(env_id)) is not None:
             return make
-        raise ConfigError(f"{prefix}env_fn={env_id!r} is not a registered environment id: {error}") from error
+        text = f"{prefix}env_fn={env_id!r} is not a registered environment id: {error}{_atari_hint(error)}"
+        raise ConfigError(text) from error
+
+
+def _atari_hint(error: Exception) -> str:
+    is_atari = isinstance(error, gym.error.UnregisteredEnv) and re.search(r"\bALE\b|NoFrameskip", str(error))
+    return " Register the Atari games with `import ale_py`" if is_atari else ""
 
 
 def build_example_env(factory: EnvFactory, *, batched: int = 0) -> Any:
@@ -224,7 +241,8 @@ def build_example_env(factory: EnvFactory, *, batched: int = 0) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"the main process could not build an example environment and read its spaces: {in_one_line(error)}"
+            "the main process could not build an example environment and read its spaces: "
+            f"{in_one_line(error)}{_atari_hint(error)}"
         ) from error
     for name in () if isinstance(env, ParallelView) else ("observation_space", "action_space"):
         space = getattr(env, f"single_{name}" if batched else name, None)

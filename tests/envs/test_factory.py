@@ -13,9 +13,13 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock import ParallelSampler, RandomAgent, SerialSampler
 from penstock.envs import CountingEnv, EnvFactory, ScriptedGame, build_example_env, env_factories
 from penstock.envs.factory import EnvContext
 from penstock.errors import ConfigError
+from penstock.vector import ShmVectorEnv
+
+from ..support import sampler_of
 
 
 def lengths(factories: tuple[EnvFactory, ...]) -> list[int]:
@@ -163,6 +167,85 @@ def test_a_wrong_keyword_is_an_error_that_names_it() -> None:
 def test_a_config_error_from_a_factory_is_not_wrapped() -> None:
     with pytest.raises(ConfigError, match=r"^the environment function must return a gymnasium\.Env"):
         build_example_env(EnvFactory(dict))
+
+
+def test_a_forgotten_return_is_guessed() -> None:
+    with pytest.raises(ConfigError, match=r"got builtins\.NoneType: did you forget `return`\?$"):
+        EnvFactory(lambda: None)()  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("env_id", ["ALE/NoSuchGame-v5", "NoSuchNoFrameskip-v4"])
+def test_an_unknown_atari_game_names_the_import(env_id: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a registered environment id: .*with `import ale_py`$"):
+        env_factories(env_id, None, 1)
+    with pytest.raises(ConfigError, match=r"could not build an example .*with `import ale_py`$") as caught:
+        build_example_env(env_factories(lambda: gym.make(env_id), None, 1)[0])
+    assert isinstance(caught.value.__cause__, gym.error.UnregisteredEnv)
+
+
+# ---- the context -------------------------------------------------------------------------------
+
+
+class Weather(CountingEnv):
+    def __init__(self, context: Any = "sunny") -> None:
+        super().__init__()
+        self.context = context
+
+
+def of_any(context: Any = None) -> Any:
+    return Weather(context)
+
+
+def of_must(context: Any) -> Any:
+    return Weather(context)
+
+
+def of_annotated(*, context: EnvContext | str = "sunny") -> Any:
+    return Weather(context)
+
+
+@pytest.mark.parametrize(
+    ("env_fn", "env_kwargs", "wanted"),
+    [
+        (Weather, {"context": "rain"}, "rain"),
+        (partial(Weather, context="rain"), None, "rain"),
+        (partial(of_any, context=None), None, None),
+        (partial(of_annotated, context="rain"), None, "rain"),
+        (of_any, {"context": None}, None),
+        (of_must, {"context": "rain"}, "rain"),
+        (partial(Weather, "rain"), None, "rain"),
+        (Weather, None, "sunny"),
+        (of_any, None, EnvContext),
+        (of_must, None, EnvContext),
+        (of_annotated, None, EnvContext),
+    ],
+)
+def test_an_own_argument_named_context_stays(env_fn: Any, env_kwargs: Any, wanted: Any) -> None:
+    for factory in (env_factories(env_fn, env_kwargs, 2)[1], EnvFactory(env_fn, env_kwargs or {})):
+        found = factory().context
+        assert type(found) is EnvContext if wanted is EnvContext else found == wanted
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_so_it_is_with_samplers_and_their_evaluations(cls: Any) -> None:
+    evaluation = {"eval_n_envs": 1, "eval_max_steps": 9, "eval_env_fn": partial(OfRain, context="rain")}
+    with sampler_of(cls, OfRain, env_kwargs={"context": "rain"}, **evaluation) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert sampler.get_attr("context") == ["rain"] * 4
+        sampler.evaluate_agent(0)
+
+
+class OfRain(Weather):
+    def reset(self, **kwargs: Any) -> Any:
+        assert self.context == "rain"
+        return super().reset(**kwargs)
+
+
+def test_so_it_is_with_vector_environments() -> None:
+    with ShmVectorEnv([partial(Weather, context="rain"), Weather, of_must]) as envs:
+        *others, context = envs.get_attr("context")
+    assert others == ["rain", "sunny"]
+    assert context.env_rank == 2
 
 
 class Spaceless(CountingEnv):
