@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,11 @@ from penstock.collectors.tracking import Tracker, snapshot
 from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import SpaceError
+from penstock.errors import ConfigError, SpaceError
 from penstock.workers.control import Phase, Progress
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,19 @@ class CollectorParts:
     episodes: EpisodeRecorder | None = None  #: numbers and seeds the episodes, and keeps their actions; None: no need
 
 
-class Collector(ABC):
+class MadeByWorker:
+    """What a sampler gets as a class, not as an object."""
+
+    def __new__(cls, *parts: object, **named: object) -> Self:
+        """Raises `ConfigError` without arguments."""
+        if not (parts or named):
+            raise ConfigError(
+                f"each worker makes its own {cls.__name__}: give the sampler the class itself, without ()"
+            )
+        return super().__new__(cls)
+
+
+class Collector(MadeByWorker, ABC):
     """Collects batches of `batch_T` time steps from the environments of one worker.
 
     A subclass defines `collect_batch`. In it, it calls `begin_batch`, `act`, `write_step`, `record_episode_end`,

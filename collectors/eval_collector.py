@@ -13,6 +13,7 @@ from penstock.agents.action_masks import mask_of
 from penstock.agents.agent import Agent, as_agent_step
 from penstock.buffers.named import map_leaves
 from penstock.collectors.acting import AgentInfoWriter, write_action
+from penstock.collectors.collector import MadeByWorker
 from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_batch import EnvBatch, require_legal_actions
 from penstock.collectors.tracking import Tracker
@@ -40,7 +41,7 @@ class EvalCollectorParts:
     agent_info: Any  #: zeros `[B, ...]`, as the samples record agent_info; to write into
 
 
-class BaseEvalCollector(ABC):
+class BaseEvalCollector(MadeByWorker, ABC):
     """Runs evaluations in the evaluation environments of one worker. A subclass defines `collect_evaluation`.
 
     Attributes: `envs`, `agent`, `tracker`, `progress`, `streams`, `max_T`, `observation` and `agent_info` as in

@@ -6,6 +6,7 @@ functions. These accept unusual but valid values, and raise `SpaceError` for all
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from decimal import Decimal
 from numbers import Real
@@ -108,4 +109,5 @@ def require_number(reward: object, env_rank: int) -> float:
             return float(array)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass  # torch raises RuntimeError for a tensor that requires a gradient
-    raise SpaceError(f"the reward of env_rank {env_rank} must be a single number, got {brief(reward)}")
+    remedy = ": return reward.item()" if math.prod(getattr(reward, "shape", (0,))) == 1 else ""
+    raise SpaceError(f"the reward of env_rank {env_rank} must be a single number, got {brief(reward)}{remedy}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections import Counter
@@ -43,9 +44,19 @@ _PHASE_TEXT = {
     Phase.RENEWING: "building env_rank {rank} again",
 }
 #: What some exceptions need to say; by the headline of their report.
-_HINTS = {
+_TEXTS = {
     "bdb.BdbQuit": "bdb.BdbQuit: breakpoint() needs a terminal, which a worker does not have. Use a SerialSampler, or "
     "error.episode (seed_episodes=True)"
+}
+#: What is added to others; by a pattern of the phase in words and the headline.
+_HINTS = {
+    r"^(stepping|decorrelating).*\n(Attribute|Type)Error: .*('int' object|type 'int'|got int\b)": (
+        "discrete actions are Python ints here"
+    ),
+    r"\n(_?pickle\.Pickl|AttributeError: Can't get attribute).*__main__": (
+        "put it into a module, or use start_method='fork'"
+    ),
+    r"reset\(\) got an unexpected keyword argument": "Gymnasium demands reset(self, *, seed=None, options=None)",
 }
 _IN_BATCH = (Phase.ACTING, Phase.REQUESTING, Phase.STEPPING, Phase.RESETTING, Phase.RENEWING)
 
@@ -101,7 +112,7 @@ class WorkerFailure:
         """One sentence: the worker, how it failed, its phase, and the call that was running (`during`)."""
         doing = f"{self.status.doing} ({during})" if during else self.status.doing
         if self.report and not self.hung:
-            return raised(self.status, doing, _HINTS.get(self.report.headline, self.report.headline))
+            return raised(self.status, doing, _TEXTS.get(self.report.headline, self.report.headline))
         return f"{self.status} {self.hung or describe_exit(self.exitcode)} while {doing}"
 
 
@@ -109,7 +120,8 @@ def raised(who: object, doing: str, headline: str) -> str:
     """One sentence about an exception, of which `in_one_line` has made the `headline`: who raised it, its class, and
     the phase (`doing`). The message comes last, since it may be long."""
     kind, _, message = headline.partition(": ")
-    return f"{who} raised {kind} while {doing}{': ' if message else ''}{message}"
+    hints = [f" ({hint})" for pattern, hint in _HINTS.items() if re.search(pattern, f"{doing}\n{headline}")]
+    return f"{who} raised {kind} while {doing}{': ' if message else ''}{message}{''.join(hints)}"
 
 
 def describe_exit(exitcode: int | None) -> str:

@@ -74,6 +74,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"reward": 1e300},
         r"the reward of env_rank 3 must be a number that float32 can hold, got 1e\+300",
     ),
+    "reward in an array": (
+        {"reward": np.ones(1)},
+        r"the reward of env_rank 3 must be a single number, got .*: return reward\.item\(\)",
+    ),
+    "reward in a list": ({"reward": [1.0]}, r"the reward of env_rank 3 must be a single number, got \[1\.0\]$"),
     "None": (observation(None), r"observation of env_rank 3 must have shape \(2,\), got None"),
     "dict": (observation({"a": 1.0, "b": 2.0}), r"observation of env_rank 3 must have shape \(2,\), got a dict"),
     "a key too many": (nested(np.zeros(2), 3, np.zeros(1), extra=1), KEYS + r"\['grid', 'goal', 'extra'\]"),

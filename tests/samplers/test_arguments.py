@@ -19,10 +19,14 @@ from penstock import (
     GpuSampler,
     ParallelSampler,
     RandomAgent,
+    ResetCollector,
     Sampler,
     SerialSampler,
+    TrajInfo,
+    WaitResetCollector,
     WorkerDiedError,
 )
+from penstock.collectors import EvalCollector
 from penstock.envs import CountingEnv
 from penstock.envs.video import require_folder
 from penstock.samplers.config import SamplerConfig, SamplerOptions
@@ -59,6 +63,20 @@ def test_an_unknown_argument_is_named_with_a_few_that_there_are(cls: Any) -> Non
     message = rf"has no argument 'nosuch'; it has (\w+, ){{2}}\w+ and \d\d others: see help\({cls.__name__}\)$"
     with pytest.raises(ConfigError, match=message):
         cls(CountingEnv, batch_T=1, batch_B=2, nosuch=3)
+
+
+@pytest.mark.parametrize("cls", [ResetCollector, WaitResetCollector, EvalCollector])
+def test_a_collector_is_given_as_a_class(cls: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=f"each worker makes its own {cls.__name__}: give the sampler the class itself"
+    ):
+        cls()
+
+
+@pytest.mark.parametrize("name", ["collector_cls", "eval_collector_cls", "traj_info_cls"])
+def test_an_object_in_the_place_of_a_class_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} must be a subclass of \w+ \(the class itself\), got TrajInfo\("):
+        SerialSampler(CountingEnv, batch_T=1, batch_B=2, **{name: TrajInfo()})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("video", [3, True, b""])

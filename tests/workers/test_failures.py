@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import bdb
+import pickle
 import re
+from typing import Any
+
+import pytest
 
 from penstock.buffers.reports import Report, in_one_line
 from penstock.errors import SamplerBrokenError
 from penstock.workers.control import Phase, ProgressSnapshot
-from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, describe_exit
+from penstock.workers.failures import WorkerFailure, WorkerStatus, add_killed, describe_exit, raised
 from penstock.workers.plan import WorkerPlan
 
 
@@ -32,6 +36,48 @@ def test_a_breakpoint_in_a_worker_gets_a_hint() -> None:
     assert re.search(
         r"raised bdb\.BdbQuit while .* \(itr=3\): breakpoint\(\) needs a terminal.*SerialSampler.*episode", text
     )
+
+
+@pytest.mark.parametrize(
+    ("raiser", "doing", "hint"),
+    [
+        (lambda action: action.item(), "stepping env_rank 3, t=2", "discrete actions are Python ints here"),
+        (lambda action: action[0], "decorrelating env_rank 3", "discrete actions are Python ints here"),
+        (len, "stepping env_rank 3, t=2", "discrete actions are Python ints here"),
+        (lambda action: action.item(), "acting, t=2", ""),
+        (lambda action: [].item(), "stepping env_rank 3, t=2", ""),
+        (
+            lambda action: pickle.dumps(OfMain()),
+            "stepping env_rank 3",
+            "put it into a module, or use start_method='fork'",
+        ),
+        (lambda action: pickle.dumps(lambda: 0), "stepping env_rank 3", ""),
+        (
+            lambda action: Seedless().reset(seed=3),
+            "resetting env_rank 3",
+            r"demands reset\(self, \*, seed=None, options=None\)",
+        ),
+    ],
+)
+def test_common_mistakes_get_a_hint(raiser: Any, doing: str, hint: str) -> None:
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)) as caught:
+        raiser(1)
+    text, message = raised("worker 0", f"{doing} (itr=0)", in_one_line(caught.value)), str(caught.value)
+    assert text.startswith(
+        f"worker 0 raised {caught.type.__name__} while {doing}".replace("Pickling", "_pickle.Pickling")
+    )
+    assert re.search(rf"{re.escape(message)} \(.*{hint}\)$" if hint else rf"{re.escape(message)}$", text)
+
+
+class Seedless:
+    def reset(self) -> None: ...
+
+
+class OfMain:
+    """As a class of the user's script, which a worker does not know."""
+
+
+OfMain.__module__ = "__main__"
 
 
 def test_an_exception_without_text_leaves_no_empty_end() -> None:
