@@ -27,7 +27,8 @@ class Returned:
     """What the environments of one worker have returned. A row is written when all of them have stepped. So if two of
     them return observations in the same memory, such as one buffer of their class, each is copied at once.
 
-    `copies` says whether to do that. It is True until all have stepped, which shows it; and with `always`.
+    `copies` says whether to do that. It is True until all have stepped, and afterwards only if two of them share
+    memory, or with `always`.
     """
 
     def __init__(self, n_envs: int, *, always: bool = False) -> None:

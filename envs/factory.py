@@ -51,9 +51,7 @@ class EnvFactory:
     wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] | None = None  #: applied to the environment
     #: Applied to an environment of several agents, in place of `wrapper`; None: such an environment is refused.
     as_seats: Callable[[Any], Any] | None = None
-    has_context: bool | None = (
-        None  #: whether `fn` gets a context, unless `kwargs` has one; None: it is looked up each time
-    )
+    has_context: bool | None = None  #: whether `fn` gets a context if `kwargs` has none; None: it is looked up
 
     def __call__(self, context: EnvContext = _EXAMPLE) -> Any:
         env: Any = self._call(context)
