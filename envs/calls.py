@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, EnvCallError
 class EnvCall:
     """A call on every training environment, or on every evaluation environment."""
 
-    #: "call", "get_attr", "set_attr" (whose result says whether the attribute is new, and names the nearest one);
+    #: "call", "get_attr", "has_attr", "set_attr" (whose result says whether the attribute is new, and the nearest one);
     #: "call_or_get": call the attribute if it is callable; "apply": `args[0](env)`
     verb: str
     name: str
@@ -64,11 +64,15 @@ def perform(call: EnvCall, envs: Sequence[Any], columns: range, env_ranks: range
             outcome = {"error": dump_exception(error)}
         else:
             kind = type(outcome["result"]).__qualname__
+            remedy = "Call it by its name" if callable(outcome["result"]) else "Return a part of it"
             try:  # here the environment is known
                 if isinstance(found := loaded(dumped(outcome)), Unreadable):
-                    outcome = {"error": dump_exception(found.error), "unpicklable": f"a {kind}, cannot be unpickled"}
+                    outcome = {
+                        "error": dump_exception(found.error),
+                        "unpicklable": (f"a {kind}, cannot be unpickled", remedy),
+                    }
             except Exception as error:
-                outcome = {"error": dump_exception(error), "unpicklable": f"a {kind}, cannot be pickled"}
+                outcome = {"error": dump_exception(error), "unpicklable": (f"a {kind}, cannot be pickled", remedy)}
         messages.append(ObjectMessage(MessageKind.CALL_RESULT, 0, env_rank, outcome))
     return messages
 
@@ -79,9 +83,12 @@ def _perform_one(call: EnvCall, env: Any, column: int) -> Any:
     is_batched = isinstance(env, VectorEnv)  # such environments have no methods for attributes of wrappers
     while is_batched and isinstance(env, VectorWrapper) and not hasattr(env, call.name):
         env = env.env
-    if call.verb == "set_attr":
+    if call.verb in ("has_attr", "set_attr"):
+        has_attr = hasattr(env, call.name) if is_batched else env.has_wrapper_attr(call.name)
+        if call.verb == "has_attr":
+            return has_attr
         assert call.values is not None
-        is_new = not (hasattr(env, call.name) if is_batched else env.has_wrapper_attr(call.name))
+        is_new = not has_attr
         near = difflib.get_close_matches(call.name, dir(env.unwrapped), 1) if is_new else []
         (partial(setattr, env) if is_batched else env.set_wrapper_attr)(call.name, call.values[column])
         return is_new, "".join(near)
@@ -104,7 +111,8 @@ def single_results(what: str, messages: Sequence[ObjectMessage]) -> list[Any]:
             report = load_exception(*outcome["error"])
             problem = f"{where} raised {report.headline}"
             if "unpicklable" in outcome:
-                problem = f"the result of {where}, {outcome['unpicklable']}: {report.headline}. Return a part of it"
+                result, remedy = outcome["unpicklable"]
+                problem = f"the result of {where}, {result}: {report.headline}. {remedy}"
             raise EnvCallError(problem) from report.as_cause()
         found.append(outcome["result"])
     return found

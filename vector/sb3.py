@@ -13,6 +13,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from penstock.buffers.named import fields_of
 from penstock.buffers.tree import map_tree
+from penstock.envs.calls import EnvCall
 from penstock.errors import EnvCallError, SpaceError, brief
 from penstock.vector.env import ShmVectorEnv
 from penstock.vector.vector_arguments import EnvFns
@@ -116,9 +117,16 @@ class Sb3VecEnv(VecEnv):
         return [frames[row] for row in self._first_rows]
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        """An attribute of all environments, or of the environments `indices`. Raises `AttributeError` if it is
-        missing."""
-        return self._call(indices, attr_name)
+        """An attribute of all environments, or of the environments `indices`. A method is not called.
+
+        Raises `AttributeError` if it is missing, and `EnvCallError` if it cannot be pickled. What comes is a copy, and
+        a method belongs to a copy of its environment: call methods with `env_method`.
+        """
+        return self._call("get_attr", indices, attr_name)
+
+    def has_attr(self, attr_name: str) -> bool:
+        """Whether all environments have the attribute."""
+        return all(self._call("has_attr", None, attr_name))
 
     def set_attr(self, attr_name: str, value: object, indices: Any = None) -> None:
         """Set an attribute of all environments, or of the environments `indices`."""
@@ -127,21 +135,24 @@ class Sb3VecEnv(VecEnv):
 
     def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
         """The results of a method of all environments, or of the environments `indices`."""
-        return self._call(indices, method_name, *method_args, **method_kwargs)
+        return self._call("call", indices, method_name, *method_args, **method_kwargs)
 
     def _wanted(self, indices: int | Iterable[int] | None) -> list[int]:
         """The environment of each of these rows."""
         return [self._env_of[int(i) % self.num_envs] for i in self._get_indices(indices)]
 
-    def _call(self, indices: int | Iterable[int] | None, name: str, *args: object, **kwargs: object) -> list[Any]:
+    def _call(
+        self, verb: str, indices: int | Iterable[int] | None, name: str, *args: object, **kwargs: object
+    ) -> list[Any]:
         wanted = self._wanted(indices)
         if not wanted:
             return []
         env_ids = sorted(set(wanted))
         try:
-            found = self.envs.call_some(env_ids, name, *args, **kwargs)
+            found = self.envs._call(EnvCall(verb, name, args=args, kwargs=kwargs, only=frozenset(env_ids)))
         except EnvCallError as error:
-            if isinstance(error.__cause__, AttributeError):
+            # An attribute that is there and cannot be pickled is not missing, whatever the pickling has raised.
+            if isinstance(error.__cause__, AttributeError) and not (verb == "get_attr" and self.has_attr(name)):
                 raise AttributeError(str(error)) from error
             raise
         by_index = dict(zip(env_ids, found, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from penstock import ConfigError, SpaceError
+from penstock import ConfigError, EnvCallError, SpaceError
 from penstock.envs import BatchedCartPole, CountingEnv
 from penstock.vector import ShmVectorEnv
 
@@ -246,3 +247,102 @@ def test_arguments_that_do_not_fit_leave_no_worker() -> None:
         Sb3VecEnv([CountingEnv], autoreset_mode="NEXT_STEP")
     envs = Sb3VecEnv([CountingEnv], context="fork")
     envs.close()
+
+
+class Asked(gym.Wrapper[Any, Any, Any, Any]):
+    """Has attributes of every kind, and counts its resets."""
+
+    n_resets, level, _hidden = 0, 1, 2
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.n_resets += 1
+        return self.env.reset(**kwargs)
+
+    def set_level(self, level: int) -> None:
+        self.level = level
+
+    @property
+    def broken(self) -> int:
+        raise AttributeError
+
+    @property
+    def locked(self) -> Any:
+        return threading.Lock()
+
+    @property
+    def unreadable(self) -> Any:
+        return Unreadable()
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        raise AttributeError("a fault in pickling")
+
+
+def asked() -> Any:
+    return Asked(gym.make("CartPole-v1"))
+
+
+NAMES = [
+    "reset",
+    "set_level",
+    "close",
+    "level",
+    "_hidden",
+    "_np_random",
+    "gravity",
+    "broken",
+    "locked",
+    "unreadable",
+    "x",
+]
+
+
+def test_asking_for_attributes_calls_none_of_them() -> None:
+    mine, theirs = Sb3VecEnv([asked] * 3, n_workers=2), DummyVecEnv([asked] * 3)
+    for envs in (mine, theirs):
+        envs.reset()
+    assert [mine.has_attr(name) for name in NAMES] == [theirs.has_attr(name) for name in NAMES]
+    for name in ("reset", "set_level"):
+        found = mine.get_attr(name)
+        assert [each.__name__ for each in found] == [each.__name__ for each in theirs.get_attr(name)] == [name] * 3
+    for name in ("level", "_hidden", "gravity", "n_resets"):
+        assert mine.get_attr(name) == theirs.get_attr(name)
+        assert mine.get_attr(name, indices=[2, 0]) == theirs.get_attr(name, indices=[2, 0])
+    for name in ("broken", "x"):
+        for envs in (mine, theirs):
+            with pytest.raises(AttributeError, match=f"'{name}'"):
+                envs.get_attr(name, indices=1)
+    assert mine.get_attr("n_resets", indices=[]) == []
+    for name in ("locked", "unreadable"):
+        with pytest.raises(
+            EnvCallError, match=rf"get_attr '{name}' on env_rank 1, a \w+, cannot be pickled: .*part of"
+        ):
+            mine.get_attr(name, indices=1)
+    mine.env_method("set_level", 4, indices=2)
+    assert mine.get_attr("level") == [1, 1, 4]
+    with pytest.raises(EnvCallError, match="TypeError: 'int' object is not callable"):
+        mine.env_method("level")
+    mine.close()
+
+
+def test_a_method_that_cannot_be_pickled_is_there_and_the_error_says_how_to_use_it() -> None:
+    def make() -> Any:
+        env = asked()
+        env.lock = threading.Lock()
+        return env
+
+    envs = Sb3VecEnv([make] * 2, n_workers=1)
+    assert envs.has_attr("set_level")
+    with pytest.raises(EnvCallError, match=r"a method, cannot be pickled: TypeError.*\. Call it by its name"):
+        envs.get_attr("set_level")
+    envs.env_method("set_level", 3)
+    assert envs.get_attr("level") == [3, 3]
+    envs.close()
+
+
+def test_asking_batched_environments_and_several_agents_calls_nothing() -> None:
+    batch = Sb3VecEnv(lambda num_envs: RecordEpisodeStatistics(BatchedCartPole(num_envs)), num_envs=4, n_workers=2)
+    wanted = {"reset": True, "reset_rows": True, "length": True, "x": False}
+    assert {name: batch.has_attr(name) for name in wanted} == wanted
+    batch.close()
