@@ -17,10 +17,16 @@ from penstock.envs.calls import EnvCall
 from penstock.errors import EnvCallError, SpaceError, brief
 from penstock.vector.env import ShmVectorEnv
 from penstock.vector.vector_arguments import EnvFns
+from penstock.vector.vector_pool import PendingCallError, State
 from penstock.workers.launcher import StartMethod
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_EXPECTED = (
+    "step_wait; if a step or reset was interrupted, it is envs.reset(), or, for learn(reset_num_timesteps=False) of "
+    "Stable-Baselines3, model._last_obs = None before it"
+)
 
 
 class Sb3VecEnv(VecEnv):
@@ -57,7 +63,8 @@ class Sb3VecEnv(VecEnv):
     def _wrap(self, envs: ShmVectorEnv) -> None:
         envs.check_fit_for_sb3()
         envs.allow_step_before_reset()
-        self.envs = envs
+        envs._guard.expected[State.STEPPING] = _EXPECTED
+        self.envs, self._is_behind = envs, False
         # The environment of each row. Environments of several agents have several rows, and batched ones too.
         self._env_of = envs.env_of_rows
         # The rows that have their own seeds, options and pictures.
@@ -72,6 +79,7 @@ class Sb3VecEnv(VecEnv):
         The reset uses the seeds of `seed` and the options of `set_options`; the next reset does not. An environment of
         several agents gets the options of its first row.
         """
+        self._is_behind = True
         seeds = self._seeds[: len(self._first_rows)]
         options = [self._options[row] or None for row in self._first_rows]
         observations, infos = self.envs._reset_listed(seeds, options)
@@ -80,10 +88,17 @@ class Sb3VecEnv(VecEnv):
             self.reset_infos[i] = info
         self._reset_seeds()
         self._reset_options()
+        self._is_behind = False
         return observations
 
     def step_async(self, actions: Any) -> None:
-        """Start a step of all environments. `actions` is batched, or a list with one action for each environment."""
+        """Start a step of all environments. `actions` is batched, or a list with one action for each environment.
+
+        Raises `SamplerStateError` if an exception, such as Ctrl-C, has interrupted the last step or reset: its results
+        are lost, so `reset` must come first.
+        """
+        if self._is_behind:
+            raise PendingCallError(f"step_async was called out of order: the call expected now is {_EXPECTED}", "step")
         self.envs.step_async(_batched(self.action_space, actions, self.num_envs))
 
     def step_wait(self) -> Any:
@@ -92,6 +107,7 @@ class Sb3VecEnv(VecEnv):
         Every info has `TimeLimit.truncated`. Where an episode ended it also has `terminal_observation`. With several
         agents, every info has `valid`, `alive` and `late_reward`.
         """
+        self._is_behind = True  # until the caller has the results, whatever interrupts this
         observations, rewards, terminated, truncated, listed = self.envs.step_wait_listed()
         done = terminated | truncated
         infos: list[dict[str, Any]] = [{"TimeLimit.truncated": False} for _ in range(self.num_envs)]
@@ -105,6 +121,7 @@ class Sb3VecEnv(VecEnv):
                 infos[i].update(info)
         for info, states in zip(infos, self.envs.listed_states(), strict=False):
             info.update(states)
+        self._is_behind = False
         return observations, rewards.astype(np.float32), done, infos
 
     def close(self) -> None:
@@ -142,7 +159,7 @@ class Sb3VecEnv(VecEnv):
         return [self._env_of[int(i) % self.num_envs] for i in self._get_indices(indices)]
 
     def _call(
-        self, verb: str, indices: int | Iterable[int] | None, name: str, *args: object, **kwargs: object
+        self, verb: str, indices: int | Iterable[int] | None, name: str, /, *args: object, **kwargs: object
     ) -> list[Any]:
         wanted = self._wanted(indices)
         if not wanted:

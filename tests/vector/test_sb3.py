@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -15,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from penstock import ConfigError, EnvCallError, SpaceError
+from penstock import ConfigError, EnvCallError, SamplerStateError, SpaceError
 from penstock.envs import BatchedCartPole, CountingEnv
 from penstock.vector import ShmVectorEnv
 
@@ -258,7 +261,7 @@ class Asked(gym.Wrapper[Any, Any, Any, Any]):
         self.n_resets += 1
         return self.env.reset(**kwargs)
 
-    def set_level(self, level: int) -> None:
+    def set_level(self, level: int, name: str = "") -> None:
         self.level = level
 
     @property
@@ -319,7 +322,7 @@ def test_asking_for_attributes_calls_none_of_them() -> None:
             EnvCallError, match=rf"get_attr '{name}' on env_rank 1, a \w+, cannot be pickled: .*part of"
         ):
             mine.get_attr(name, indices=1)
-    mine.env_method("set_level", 4, indices=2)
+    mine.env_method("set_level", 4, indices=2, name="hard")
     assert mine.get_attr("level") == [1, 1, 4]
     with pytest.raises(EnvCallError, match="TypeError: 'int' object is not callable"):
         mine.env_method("level")
@@ -346,3 +349,105 @@ def test_asking_batched_environments_and_several_agents_calls_nothing() -> None:
     wanted = {"reset": True, "reset_rows": True, "length": True, "x": False}
     assert {name: batch.has_attr(name) for name in wanted} == wanted
     batch.close()
+
+
+class Signalling(CountingEnv):
+    """In its third step and at its second reset it sends a signal to the main process, and waits for a file."""
+
+    def __init__(self, main_process: int, file: str, at: str) -> None:
+        super().__init__(length=50)
+        self.main_process, self.file, self.at, self.n_resets = main_process, file, at, 0
+
+    def interrupt(self) -> None:
+        os.kill(self.main_process, signal.SIGUSR1)
+        while not os.path.exists(self.file):
+            os.sched_yield()
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.n_resets += 1
+        if self.at == "reset" and self.n_resets == 2:
+            self.interrupt()
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        result = super().step(action)
+        if self.at == "step" and self.count == 3 and self.n_resets == 1:
+            self.interrupt()
+        return result
+
+
+def signalling(file: Path, at: str, n_workers: int) -> Any:
+    """Two environments, of which the first sends a signal."""
+    return Sb3VecEnv([partial(Signalling, os.getpid(), str(file), own) for own in (at, "never")], n_workers=n_workers)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture
+def raising_on_a_signal() -> Any:
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_after_an_interrupted_step_the_error_says_how_learning_goes_on(
+    tmp_path: Path, raising_on_a_signal: Any
+) -> None:
+    file = tmp_path / "go on"
+    envs = signalling(file, "step", n_workers=1)
+    model = sb3.PPO("MlpPolicy", envs, n_steps=8, batch_size=16, n_epochs=1, seed=0, device="cpu")
+    with pytest.raises(Interrupted):
+        model.learn(64)
+    file.touch()
+    n_steps = model.num_timesteps
+    for _ in range(2):
+        with pytest.raises(
+            SamplerStateError, match=r"envs\.reset\(\), or, for learn.* model\._last_obs = None before it"
+        ):
+            model.learn(64, reset_num_timesteps=False)
+    with pytest.raises(SamplerStateError, match=r"get_attr was called out of order.* envs\.reset\(\)"):
+        envs.get_attr("count")
+    model._last_obs = None
+    model.learn(64, reset_num_timesteps=False)
+    assert model.num_timesteps == n_steps + 64
+    assert envs.get_attr("n_resets") == [2, 2]
+    envs.close()
+
+
+def test_no_result_of_an_interrupted_call_is_dropped_in_silence(tmp_path: Path, raising_on_a_signal: Any) -> None:
+    """The interruption may come when the results are there, but not yet at the caller."""
+    file = tmp_path / "go on"
+    envs = signalling(file, "reset", n_workers=2)
+    action = np.zeros(2, int)
+    envs.reset()
+    take = envs.envs.step_wait_listed
+
+    def take_and_raise() -> Any:
+        take()
+        raise Interrupted
+
+    envs.envs.step_wait_listed = take_and_raise
+    with pytest.raises(Interrupted):
+        envs.step(action)
+    envs.envs.step_wait_listed = take
+    with pytest.raises(SamplerStateError, match="interrupted"):
+        envs.step(action)
+    with pytest.raises(Interrupted):
+        envs.reset()
+    file.touch()
+    with pytest.raises(SamplerStateError, match="interrupted"):
+        envs.step(action)
+    envs.reset()
+    with pytest.raises(SpaceError):  # nothing is interrupted by actions that do not fit
+        envs.step(np.zeros(3, int))
+    assert envs.step(action)[1].tolist() == [1, 1]
+    envs.step_async(action)
+    with pytest.raises(SamplerStateError, match="the call expected now is step_wait; if a step"):
+        envs.step_async(action)
+    assert envs.step_wait()[1].tolist() == [2, 2]
+    envs.close()
