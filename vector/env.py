@@ -361,8 +361,8 @@ class ShmVectorEnv(CallsOnEnvs):
         states = {name: values.tolist() for name, values in self._exchange.states().items() if name[0] != "_"}
         return [dict(zip(states, row, strict=True)) for row in zip(*states.values(), strict=True)]
 
-    def to_sb3(self) -> Any:
-        """The same environments as a Stable-Baselines3 `VecEnv`; needs `autoreset_mode="SAME_STEP"`.
+    def to_sb3(self, reward_dtype: type[np.floating[Any]] = np.float32) -> Any:
+        """The same environments as a Stable-Baselines3 `VecEnv`, `Sb3VecEnv`; needs `autoreset_mode="SAME_STEP"`.
 
         Raises `ConfigError` in another mode, and where Stable-Baselines3 is not installed.
         """
@@ -371,7 +371,7 @@ class ShmVectorEnv(CallsOnEnvs):
             from penstock.vector.sb3 import Sb3VecEnv
         except ImportError as error:
             raise ConfigError(f"to_sb3 needs Stable-Baselines3: pip install '.[sb3]' ({error})") from error
-        return Sb3VecEnv.around(self)
+        return Sb3VecEnv.around(self, reward_dtype)
 
     def check_fit_for_sb3(self) -> None:
         """Raise `ConfigError` unless Stable-Baselines3 can work with these arguments."""

@@ -11,6 +11,7 @@ from gymnasium import spaces
 from stable_baselines3.common.env_util import is_wrapped
 from stable_baselines3.common.vec_env import VecEnv
 
+from penstock.arguments import one_of
 from penstock.buffers.named import fields_of
 from penstock.buffers.tree import map_tree
 from penstock.envs.calls import EnvCall
@@ -34,7 +35,9 @@ class Sb3VecEnv(VecEnv):
 
     With `num_envs`, `env_fns` is one function of batched environments, which must have the mode `SAME_STEP`.
     `start_method` is "forkserver", "spawn" or "fork". None is the same as "forkserver". `kwargs` are other arguments of
-    `ShmVectorEnv`. `close` ends the workers. The class can be the `vec_env_cls` of Stable-Baselines3's `make_vec_env`.
+    `ShmVectorEnv`. Rewards are float32, as those of `DummyVecEnv`; with `reward_dtype=np.float64` they are float64, as
+    those of `SubprocVecEnv`. `close` ends the workers. The class can be the `vec_env_cls` of Stable-Baselines3's
+    `make_vec_env`.
 
     Raises as `ShmVectorEnv` does.
     """
@@ -43,24 +46,28 @@ class Sb3VecEnv(VecEnv):
         self,
         env_fns: EnvFns,
         start_method: StartMethod | None = None,
+        *,
+        reward_dtype: type[np.floating[Any]] = np.float32,
         **kwargs: object,
     ) -> None:
         arguments: dict[str, Any] = {"context": start_method, "autoreset_mode": "SAME_STEP", **kwargs}
         envs = ShmVectorEnv(env_fns, **arguments)
         try:
-            self._wrap(envs)
+            self._wrap(envs, reward_dtype)
         except BaseException:
             envs.close()
             raise
 
     @classmethod
-    def around(cls, envs: ShmVectorEnv) -> Self:
+    def around(cls, envs: ShmVectorEnv, reward_dtype: type[np.floating[Any]] = np.float32) -> Self:
         """A `Sb3VecEnv` for an existing `ShmVectorEnv`. `close` closes both."""
         made = cls.__new__(cls)
-        made._wrap(envs)
+        made._wrap(envs, reward_dtype)
         return made
 
-    def _wrap(self, envs: ShmVectorEnv) -> None:
+    def _wrap(self, envs: ShmVectorEnv, reward_dtype: type[np.floating[Any]]) -> None:
+        one_of("reward_dtype", getattr(reward_dtype, "__name__", str(reward_dtype)), ("float32", "float64"))
+        self._reward_dtype = np.dtype(reward_dtype)
         envs.check_fit_for_sb3()
         envs.allow_step_before_reset()
         envs._guard.expected[State.STEPPING] = _EXPECTED
@@ -102,7 +109,7 @@ class Sb3VecEnv(VecEnv):
         self.envs.step_async(_batched(self.action_space, actions, self.num_envs))
 
     def step_wait(self) -> Any:
-        """Wait for the step; returns observations `[n, ...]`, rewards `[n]` as float32, dones `[n]` and `n` infos.
+        """Wait for the step; returns observations `[n, ...]`, rewards `[n]`, dones `[n]` and `n` infos.
 
         Every info has `TimeLimit.truncated`. Where an episode ended it also has `terminal_observation`. With several
         agents, every info has `valid`, `alive` and `late_reward`.
@@ -122,7 +129,7 @@ class Sb3VecEnv(VecEnv):
         for info, states in zip(infos, self.envs.listed_states(), strict=False):
             info.update(states)
         self._is_behind = False
-        return observations, rewards.astype(np.float32), done, infos
+        return observations, rewards.astype(self._reward_dtype), done, infos
 
     def close(self) -> None:
         """Close the vector environment."""

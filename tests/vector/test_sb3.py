@@ -25,7 +25,7 @@ from penstock.vector import ShmVectorEnv
 sb3 = pytest.importorskip("stable_baselines3")
 
 from stable_baselines3.common.monitor import Monitor  # noqa: E402
-from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor  # noqa: E402
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor  # noqa: E402
 
 from penstock.vector import Sb3VecEnv  # noqa: E402
 
@@ -451,3 +451,29 @@ def test_no_result_of_an_interrupted_call_is_dropped_in_silence(tmp_path: Path, 
         envs.step_async(action)
     assert envs.step_wait()[1].tolist() == [2, 2]
     envs.close()
+
+
+def test_float64_rewards_are_those_of_a_subproc_vec_env() -> None:
+    from stable_baselines3.common.env_util import make_vec_env
+
+    def rewards(envs: Any) -> Any:
+        envs.seed(3)
+        envs.reset()
+        found = [envs.step(np.zeros((2, 1), np.float32))[1] for _ in range(20)]
+        envs.close()
+        return np.stack(found)
+
+    fns = [partial(gym.make, "Pendulum-v1")] * 2
+    wanted, dummy = rewards(SubprocVecEnv(fns)), rewards(DummyVecEnv(fns))
+    assert (f"{wanted[0, 0]:.8f}", f"{dummy[0, 0]:.7f}") == ("-6.80592341", "-6.8059235")
+    kwargs: Any = {"reward_dtype": np.float64, "n_workers": 2}
+    for envs in (
+        Sb3VecEnv(fns, **kwargs),
+        make_vec_env("Pendulum-v1", 2, vec_env_cls=Sb3VecEnv, vec_env_kwargs=kwargs),  # type: ignore[arg-type]
+        ShmVectorEnv(fns, autoreset_mode="SAME_STEP").to_sb3(reward_dtype=np.float64),
+    ):
+        assert_same(rewards(envs), wanted)
+    assert_same(rewards(Sb3VecEnv(fns)), dummy)
+    for wrong in (int, "float", None):
+        with pytest.raises(ConfigError, match="reward_dtype must be one of float32, float64"):
+            Sb3VecEnv(fns, reward_dtype=wrong)  # type: ignore[arg-type]
