@@ -113,13 +113,17 @@ $(PEERS)/.installed: $(PEERS)/.dependencies $(SOURCES)
 
 # torch first, under its pin: otherwise pip would fetch gigabytes of another build.
 $(VENV)/.dependencies: setup.py constraints.txt
+	@echo "Installing torch, penstock and what it needs into $(VENV): some minutes, only once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP) -c constraints.txt torch
-	$(BIN)/python $(PIP) -c constraints.txt ".[dev]"
+	@echo "1 of 2: torch, some 200 MB"
+	$(BIN)/python $(PIP:--quiet=) -c constraints.txt torch
+	@echo "2 of 2: the other packages, and the C code of penstock"
+	$(BIN)/python $(PIP:--quiet=) -c constraints.txt ".[dev]"
 	touch $@
 
 # The tests run against the package as it is built and installed, not against the checkout.
 $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES) pyproject.toml README.md
+	@echo "Building and installing penstock from this checkout: some seconds."
 	rm -rf build
 	$(BIN)/python $(PIP) --no-deps --no-build-isolation --force-reinstall .
 	touch $@
