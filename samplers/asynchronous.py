@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, cast
 
 from penstock.arguments import integer
 from penstock.buffers import Samples
@@ -75,6 +75,7 @@ class AsyncSampler(ParallelSampler):
     """
 
     _idle_states = (SamplerState.READY, _RUNNING, _PAUSED)
+    _defaults: ClassVar = {"n_slots": 3}
     _no_restore = "on an AsyncSampler, whose workers are ahead of the batch that you have: use another sampler"
 
     def __init__(
@@ -89,7 +90,7 @@ class AsyncSampler(ParallelSampler):
         ratio: Ratio | None = None,
         **options: Unpack[SamplerOptions],
     ) -> None:
-        options.setdefault("n_slots", 3)
+        options.setdefault("n_slots", self._defaults["n_slots"])
         super().__init__(env_fn, **options)
         if not 2 <= self.config.n_slots <= RING:
             raise ConfigError(f"n_slots of AsyncSampler must be from 2 to {RING}, got {self.config.n_slots}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, get_args
 
 import gymnasium as gym
 import numpy as np
@@ -73,7 +74,27 @@ _ARGUMENTS_OF = {
 
 
 class TakesEnvFn:
-    """A base of samplers. Without it, another name for `env_fn`, which comes first, would be a bare `TypeError`."""
+    """A base of samplers. Without it, another name for `env_fn`, which comes first, would be a bare `TypeError`, and
+    `help` and completion would not list the options."""
+
+    _defaults: ClassVar[Mapping[str, Any]] = {}  #: of options whose default is another one in this class
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        shown = inspect.signature(cls.__init__)
+        *own, last = shown.parameters.values()
+        if last.annotation == "Unpack[SamplerOptions]":
+            for option in fields(SamplerConfig):
+                if option.name not in shown.parameters:
+                    default = cls._defaults.get(option.name, option.default)
+                    default = last.empty if default is MISSING else default
+                    own.append(
+                        inspect.Parameter(option.name, last.KEYWORD_ONLY, default=default, annotation=option.type)
+                    )
+            shown = shown.replace(parameters=own)
+            cls.__init__.__signature__ = shown  # type: ignore[attr-defined]
+        _, *others = shown.parameters.values()
+        cls.__signature__ = shown.replace(parameters=others)  # type: ignore[attr-defined]
 
     def __new__(cls, *args: object, **options: Any) -> Self:
         for name in options:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import pydoc
 import signal
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from penstock import (
     Affinity,
     AlternatingSampler,
+    AsyncSampler,
     ConfigError,
     GpuSampler,
     ParallelSampler,
@@ -56,6 +59,38 @@ def test_the_name_that_rlpyt_has_for_env_fn_is_explained(cls: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{cls.__name__} has no argument 'EnvCls': did you mean 'env_fn'\?$"):
         cls(EnvCls=CountingEnv, batch_T=1, batch_B=2)
     assert next(iter(inspect.signature(cls).parameters)) == "env_fn"
+
+
+class Mine(ParallelSampler):
+    """A user's own, with the arguments of every sampler."""
+
+
+@pytest.mark.parametrize("cls", [Sampler, *SAMPLERS, AsyncSampler, Mine])
+def test_help_and_completion_list_every_option_with_its_default(cls: Any) -> None:
+    wanted = {
+        field.name: inspect.Parameter.empty if field.default is MISSING else field.default
+        for field in fields(SamplerConfig)
+    }
+    if cls is AsyncSampler:
+        wanted["n_slots"] = 3
+    for shown in (inspect.signature(cls), inspect.signature(cls.__init__)):
+        found = shown.parameters
+        assert {name: found[name].default for name in wanted} == wanted
+        assert [each.kind for each in found.values() if each.name not in ("self", "env_fn")] == [
+            inspect.Parameter.KEYWORD_ONLY
+        ] * (len(found) - 1 - ("self" in found))
+    assert "options" not in inspect.signature(cls).parameters
+    assert ("min_ready" in inspect.signature(cls).parameters) == (cls in (GpuSampler, AsyncSampler))
+    assert "batch_T: 'int'" in pydoc.render_doc(cls, renderer=pydoc.plaintext).split("Methods", 1)[0]
+
+
+def test_a_subclass_with_arguments_of_its_own_shows_these() -> None:
+    class Own(SerialSampler):
+        def __init__(self, size: int, **rest: Any) -> None:
+            super().__init__(CountingEnv, batch_T=size, batch_B=size, **rest)
+
+    assert list(inspect.signature(Own).parameters) == ["size", "rest"]
+    assert Own(3).batch_T == 3
 
 
 @every
