@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from penstock.arguments import one_of
 from penstock.buffers.named import FixedFields, NamedArrays, _make, copied, map_leaves
+from penstock.buffers.reports import in_one_line
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.buffers.tree import map_tree
 from penstock.errors import ConfigError
@@ -351,12 +353,44 @@ class Samples(FixedFields):
         return with_status(_make(type(self), parts), self.status)
 
     def to(self, device: str | int | torch.device) -> Samples:
-        """The same samples as torch tensors on `device`. On the CPU nothing is copied."""
+        """The same samples as torch tensors on `device`. On the CPU nothing is copied. Raises `ConfigError` if torch
+        cannot move them there."""
         import torch
 
-        target = torch.device(device)
-        moved = self.map(lambda leaf: torch.as_tensor(leaf).to(target))
+        try:
+            target = torch.device(device)
+            moved = self.map(lambda leaf: torch.as_tensor(leaf).to(target))
+        except (AssertionError, ImportError, RuntimeError) as error:  # there is none, or no memory is left there
+            raise ConfigError(
+                f'the samples cannot be moved to device="{device}": {in_one_line(error)}. Give a device that this '
+                'machine and this build of torch have, such as "cpu"'
+            ) from error
         return with_status(moved, self.status) if target.type == "cpu" else moved
+
+    @staticmethod
+    def cat(parts: Sequence[Samples], dim: Literal["T", "B"] = "T") -> Samples:
+        """These samples as one, in new memory: fields `[sum of T, B, ...]` for "T", `[T, sum of B, ...]` for "B".
+
+        Along T, `bootstrap_obs` and `bootstrap_value` are those of the last part, so each part must begin where the one
+        before it ends. Rows that `flatten` has returned are joined in any order. All parts need the same fields. A
+        synchronous sampler overwrites a batch with the next one: give copies, `[first.copy(), second]`.
+
+        Raises `ConfigError` for parts that do not fit together, and for those that a later batch has overwritten.
+        """
+        one_of("dim", dim, ("T", "B"))
+        axis = "TB".index(dim)
+        _require_fit(parts, axis)
+
+        def joined(name: str, key: str) -> Any:
+            has_rows = key not in PER_COLUMN
+            own = parts if has_rows or axis else parts[-1:]
+            return _joined([part[name][key] for part in own], axis if has_rows else 0)
+
+        last: Samples = parts[-1]
+        fields = {
+            name: _make(type(node), {key: joined(name, key) for key, _ in node.items()}) for name, node in last.items()
+        }
+        return _make(type(last), fields)
 
     # ---- validity --------------------------------------------------------------------------
 
@@ -679,13 +713,65 @@ def _is_tensor(leaf: object) -> bool:
     return hasattr(leaf, "detach")
 
 
-def _concatenated(parts: list[Any]) -> Any:
+def _concatenated(parts: list[Any], axis: int = 0) -> Any:
     """The arrays or tensors one after the other, in new memory."""
     if _is_tensor(parts[0]):
         import torch
 
-        return torch.cat(parts)
-    return np.concatenate(parts)
+        return torch.cat(parts, axis)
+    return np.concatenate(parts, axis)
+
+
+def _joined(nodes: list[Any], axis: int) -> Any:
+    """Arrays, or named arrays of the same structure, one after the other, in new memory."""
+    if not isinstance(first := nodes[0], NamedArrays):
+        return _concatenated(nodes, axis)
+    return _make(type(first), {key: _joined([node[key] for node in nodes], axis) for key, _ in first.items()})
+
+
+def _require_fit(parts: Any, axis: int) -> None:
+    """Raise `ConfigError` unless `Samples.cat` can join these parts."""
+    if not parts or isinstance(parts, NamedArrays):
+        raise ConfigError("cat needs a list of samples")
+    if stale := [i for i, part in enumerate(parts) if not part.is_current]:
+        raise ConfigError(f"cat: a later batch has overwritten part {stale[0]}: keep a copy() of each batch before it")
+
+    def shapes(part: Samples) -> dict[str, Any]:
+        found = {}
+        for path, leaf in part.leaves():
+            has_rows = path.split(".")[1] not in PER_COLUMN
+            if has_rows or axis:
+                at = axis if has_rows else 0
+                found[path] = _is_tensor(leaf), *leaf.shape[:at], *leaf.shape[at + 1 :]
+        return found
+
+    for i, part in enumerate(parts):
+        if axis:
+            _dimensions(part, "cat along B")
+        if other := sorted(dict(shapes(part).items() ^ shapes(parts[0]).items())):
+            raise ConfigError(
+                f"cat: {other[0]} of part {i} is not as in part 0: all parts need the same fields, of the same sizes "
+                f'beside dim="{"TB"[axis]}", all as numpy arrays or all as tensors'
+            )
+        if i and not axis and not _follows(parts[i - 1], part):
+            raise ConfigError(
+                f'cat along T: part {i} does not begin where part {i - 1} ends. Join them along "B", or join the rows '
+                "of each: with_targets(...).flatten()"
+            )
+
+
+def _follows(before: Samples, after: Samples) -> bool:
+    """Whether `after` begins where `before` ends, as far as these samples show it."""
+    own, env = before.env, after.env
+    names = "observation", "prev_done", "done", "bootstrap_obs"
+    if env.valid.ndim < 2 or any(name not in node for name in names for node in (own, env)):
+        return True
+    goes_on, ended = env.valid[0] & ~env.prev_done[0], own.done[-1] | ~own.valid[-1]
+    if bool((goes_on & ended).any() | (env.valid[0] & ~goes_on & ~ended).any()):
+        return False
+    pairs = zip(NamedArrays(o=own.bootstrap_obs).leaves(), NamedArrays(o=env.observation).leaves(), strict=True)
+    differ = ((end[goes_on] != begin[0][goes_on]) & (end[goes_on] == end[goes_on]) for (_, end), (_, begin) in pairs)
+    return not any(bool(each.any()) for each in differ)
 
 
 def _dimensions(samples: Samples, call: str) -> tuple[int, int]:

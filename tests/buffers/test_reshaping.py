@@ -352,9 +352,113 @@ def test_to_a_device() -> None:
     assert there.batch is None
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", 3, "mps", "hpu", "nonsense"])
+def test_a_device_that_this_machine_does_not_have_is_named(device: Any) -> None:
+    if str(device).startswith("cuda") and torch.cuda.device_count() > 7:
+        pytest.skip("it has this device")
+    device = "cuda:99" if torch.cuda.is_available() and device in ("cuda", 3) else device
+    with pytest.raises(ConfigError, match=rf'cannot be moved to device="{device}": .* Give a device that this machine'):
+        batch("numpy").to(device)
+
+
 def test_to_dict_is_what_torch_saves_and_loads_without_code(tmp_path: Any) -> None:
     samples = batch("torch")
     torch.save(samples.to_dict(), tmp_path / "samples.pt")
     loaded = torch.load(tmp_path / "samples.pt", weights_only=True)
     assert torch.equal(loaded["env"]["observation"]["camera"], samples.env.observation.camera)
     assert torch.equal(loaded["agent"]["bootstrap_value"], samples.agent.bootstrap_value)
+
+
+# ---- joining ---------------------------------------------------------------------------------------
+
+
+def following(first: Samples) -> Samples:
+    """A batch that begins where `first` ends, with other numbers in all other fields."""
+    after = first.copy()
+    for path, leaf in after.leaves():
+        if "final_obs" in path:
+            leaf[...] = leaf + 1
+        elif "observation" in path:
+            at = path.replace("env.observation", "bootstrap_obs").split(".")
+            leaf[0] = first.env[at[0]][at[1]]
+        elif leaf.ndim > 1 and "bootstrap_obs" not in path and leaf.dtype not in (np.bool_, torch.bool):
+            leaf[...] = leaf + 5000
+    after.env.bootstrap_obs.number[...] = 9999
+    after.agent.bootstrap_value[...] = 8
+    return after
+
+
+@both
+@pytest.mark.parametrize("dim", ["T", "B"])
+def test_joined_batches_have_each_field_as_torch_cat_joins_it(kind: str, dim: Any) -> None:
+    ends = [(2, 1, "truncated"), (5, 0, "terminated")]
+    parts = [batch(kind, ends=ends, invalid=[(1, 2)], state=True).with_targets(mine=np.full((T, B), 3.0))]
+    if kind == "torch":
+        parts = [parts[0].torch()]
+    parts[0].env.prev_done[0, 3] = False
+    parts.append(following(parts[0]))
+    parts[1].env.prev_done[0, 0] = True
+    parts.append(parts[1][:, :3] if dim == "B" else following(parts[1])[:4])
+    parts[-1].env.prev_done[0, 0] = True
+    joined, axis = Samples.cat(parts, dim=dim), "TB".index(dim)
+    fields, found = [dict(part.torch().leaves()) for part in parts], dict(joined.torch().leaves())
+    paths = fields[-1]  # along T, the last one says which there are: here its last rows are cut off
+    assert list(found) == list(paths)
+    for path in paths:
+        has_rows = "bootstrap" not in path
+        wanted = torch.cat([field[path] for field in fields], axis if has_rows else 0)
+        assert found[path].dtype == wanted.dtype
+        assert torch.equal(found[path], wanted), path
+    assert joined.is_current
+    assert joined.batch is None
+    kept = {path: leaf.clone() for path, leaf in found.items()}
+    for part in parts:
+        part.env.reward[...] = -1
+    assert all(torch.equal(leaf, kept[path]) for path, leaf in found.items())
+
+
+@both
+def test_along_the_time_what_comes_after_the_last_row_is_that_of_the_last_batch(kind: str) -> None:
+    first = batch(kind)
+    second = following(first)
+    joined = Samples.cat([first[:4], first[4:], second])
+    assert joined.env.bootstrap_obs.number.tolist() == [9999] * B
+    assert joined.agent.bootstrap_value.tolist() == [8] * B
+    second.env.bootstrap_obs.number[...] = 1
+    assert joined.env.bootstrap_obs.number.tolist() == [9999] * B
+    rows = Samples.cat([second.flatten(), first.flatten()])
+    assert rows.env.reward.shape == (2 * T * B,)
+    same = Samples.cat([first])
+    assert all((one == other).all() for (_, one), (_, other) in zip(same.leaves(), first.leaves(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("parts", "dim", "problem"),
+    [
+        (lambda a, b: [], "T", "needs a list of samples"),
+        (lambda a, b: a, "T", "needs a list of samples"),
+        (lambda a, b: [a, b], "x", "dim must be one of T, B"),
+        (lambda a, b: [b, a], "T", "part 1 does not begin where part 0 ends"),
+        (lambda a, b: [a, b[:, :2]], "T", r"agent.action of part 1 is not as in part 0: .*dim=.T"),
+        (lambda a, b: [a, b[:3]], "B", r"agent.action of part 1 is not as in part 0: .*dim=.B"),
+        (lambda a, b: [a.flatten(), a.flatten()], "B", "needs samples with the dimensions"),
+        (lambda a, b: [a, b.select("env.reward")], "T", "agent.action of part 1 is not as in part 0"),
+        (lambda a, b: [a, b.torch()], "T", "all as numpy arrays or all as tensors"),
+        (lambda a, b: [with_status(a, BatchStatus(3, 4, is_current=False)), b], "T", "overwritten part 0"),
+    ],
+)
+def test_batches_that_do_not_fit_together_are_not_joined(parts: Any, dim: Any, problem: str) -> None:
+    first = batch("numpy")
+    with pytest.raises(ConfigError, match=problem):
+        Samples.cat(parts(first, following(first)), dim)
+
+
+def test_a_batch_after_a_lost_episode_does_not_follow() -> None:
+    first = batch("numpy", ends=[(T - 1, 2, "terminated")])
+    second = following(first)
+    second.env.prev_done[0] = [False, False, True, False]
+    Samples.cat([first, second])
+    for starts in ([True, False, True, False], [False] * 4):
+        second.env.prev_done[0] = starts
+        with pytest.raises(ConfigError, match="does not begin where"):
+            Samples.cat([first, second])

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from penstock import CategoricalPgAgent, ConfigError, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
+from penstock.buffers import Samples
 from penstock.envs import NestedEnv
+from penstock.targets import gae
 
 from .. import support
 from ..models import CartPoleNet
@@ -195,3 +197,24 @@ def test_evaluation_may_have_its_own_environment() -> None:
     with SerialSampler(fns, batch_T=2, batch_B=2, eval_n_envs=2, eval_env_fn=CARTPOLE, eval_max_steps=2000) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         assert max(info.Length for info in sampler.evaluate_agent(0)) > 9
+
+
+@pytest.mark.parametrize("dim", ["T", "B"])
+def test_joined_batches_are_one_batch_of_the_same_sampler(dim: Any) -> None:
+    """Along T, two batches are one that is twice as long; along B, two halves are one that is twice as wide."""
+
+    def sampled(batch_T: int, n: int) -> list[Any]:
+        sizes: dict[str, Any] = {"batch_T": batch_T, "batch_B": 4, "max_decorrelation_steps": 0, "env_info": {"x": 0.0}}
+        with SerialSampler(partial(gym.make, "CartPole-v1", max_episode_steps=11), **sizes) as sampler:
+            sampler.initialize(CategoricalPgAgent(CartPoleNet), seed=5, bootstrap_value=True)
+            return [batch.copy() for batch, _ in (sampler.obtain_samples(itr) for itr in range(n))]
+
+    (whole,) = sampled(48, 1)
+    joined = Samples.cat(sampled(16, 3)) if dim == "T" else Samples.cat([whole[:, :3], whole[:, 3:]], dim)
+    assert_same(joined.to_dict(), whole.to_dict())
+    assert_same(gae(joined, 0.99, 0.95), gae(whole, 0.99, 0.95))
+    assert_same(joined.transitions(0.9).to_dict(), whole.transitions(0.9).to_dict())
+    assert_same(joined.flatten().to_dict(), whole.flatten().to_dict())
+    parts = zip(*(each.minibatches(3, np.random.default_rng(1)) for each in (joined, whole)), strict=True)
+    for one, other in parts:
+        assert_same(one.to_dict(), other.to_dict())
