@@ -23,7 +23,7 @@ from penstock.vector import ShmVectorEnv
 
 from ..envs.space_strategies import any_space
 from ..scale import examples, quick_first, scaled
-from ..support import assert_same
+from ..support import assert_same, until
 from .vector_support import talkative
 
 MODES = list(AutoresetMode)
@@ -519,3 +519,51 @@ def test_a_replacement_whose_rows_are_reset_in_parts(tmp_path: Path) -> None:
         assert truncated.tolist() == [False] * 4 + [True] * 2
         assert [final[1] for final in infos["final_obs"][4:]] == [0, 1]
         assert envs.step(nothing)[1].tolist() == [3] * 4 + [1] * 2
+
+
+def test_no_row_is_ready_while_its_worker_still_writes_the_others() -> None:
+    with ShmVectorEnv(counting(), num_envs=4, n_workers=2) as envs:
+        envs.reset()
+        envs.send(np.zeros(4, int))
+        exchange = envs._exchange
+        until(lambda: exchange.is_answered)
+        assert exchange.ready.tolist() == [0, 1, 2, 3]
+        replied = exchange._rows.replied
+        for row in (2, 3):  # as if their worker had written the reply of only the other one
+            replied[row] -= 1
+            assert exchange.ready.tolist() == [0, 1]
+            replied[row] += 1
+        assert envs.recv(4)[4]["env_id"].tolist() == [0, 1, 2, 3]
+
+
+class Reusing(SyncVectorEnv):
+    """Returns the same array of observations at each call. Its third step fails once."""
+
+    def __init__(self, num_envs: int, file: str) -> None:
+        super().__init__(
+            [partial(CountingEnv, length=50)] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP, copy=False
+        )
+        self.file, self.n_steps = file, 0
+
+    def step(self, actions: Any) -> Any:
+        self.n_steps += 1
+        if self.n_steps == 3 and not os.path.exists(self.file):
+            Path(self.file).touch()
+            raise RuntimeError("once")
+        return super().step(actions)
+
+    def scribble(self) -> None:
+        self._observations[...] = 77
+
+
+def test_the_first_observation_after_a_replacement_is_kept_as_a_copy(tmp_path: Path) -> None:
+    env_fn = partial(Reusing, file=str(tmp_path / "failed"))
+    with ShmVectorEnv(env_fn, num_envs=2, n_workers=1, on_worker_failure="restart") as envs:
+        begin = envs.reset(seed=1)[0]
+        for _ in range(3):
+            infos = envs.step(np.zeros(2, int))[4]
+        assert infos["worker_restarted"].all()
+        envs.call("scribble")
+        observation, reward, terminated, truncated, _ = envs.step(np.zeros(2, int))
+        assert_same((observation, reward), (begin, np.zeros(2)))
+        assert not (terminated | truncated).any()
