@@ -30,6 +30,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMoni
 from penstock.vector import Sb3VecEnv  # noqa: E402
 
 from ..scale import pairs, scaled  # noqa: E402
+from ..seats_support import ScriptedGame  # noqa: E402
 from ..support import assert_same  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -349,6 +350,14 @@ def test_asking_batched_environments_and_several_agents_calls_nothing() -> None:
     wanted = {"reset": True, "reset_rows": True, "length": True, "x": False}
     assert {name: batch.has_attr(name) for name in wanted} == wanted
     batch.close()
+    games = Sb3VecEnv([partial(ScriptedGame, 2, [{}] * 9)] * 2, n_workers=1)
+    assert {name: games.has_attr(name) for name in ("reset", "possible_agents", "x")} == {
+        "reset": True,
+        "possible_agents": True,
+        "x": False,
+    }
+    assert games.get_attr("possible_agents", indices=[0, 3])[0] == games.get_attr("possible_agents")[3]
+    games.close()
 
 
 class Signalling(CountingEnv):
