@@ -310,16 +310,17 @@ class InferenceServer:
                 return True
             steps = [rank for rank in steps if rank not in held]
         # Values first, on their own: the workers that request them are in the middle of a step.
-        ranks = values or self._rule.choose(steps, working)
+        valued = self._rule.choose_values(values, working)
+        ranks = valued or self._rule.choose(steps, working)
         if not ranks:
             self._fingerprint = self._seen
             return False
         # All together: then there is nothing to do before the next request.
-        self._fingerprint = self._seen if self._rule.needs_all_idle and not values else None
+        self._fingerprint = self._seen if self._rule.needs_all_idle and not valued else None
         # Ctrl-C waits for the end of the agent's step. Otherwise the step would be repeated, with other noise.
         with sigint.nested():
-            self._act(ranks, for_values=bool(values))
-            if not values and not self._rule.may_reply(working):
+            self._act(ranks, for_values=bool(valued))
+            if not valued and not self._rule.may_reply(working):
                 self._held = list(ranks)
             elif self._error is None:
                 self._reply(ranks, wake)

@@ -23,6 +23,10 @@ class Readiness(Protocol):
         """The workers to act for now, out of the workers that are `requesting` actions. The others that run the command
         are `working`. The server calls this after every request, until the result is empty."""
 
+    def choose_values(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
+        """The same for the workers that are `requesting` values: by default all of them, at once."""
+        return requesting
+
     def may_reply(self, working: Sequence[int]) -> bool:
         """Whether workers may get their computed actions while these others are `working`."""
         return True
@@ -35,6 +39,8 @@ class LockStep(Readiness):
 
     def choose(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
         return () if working else requesting
+
+    choose_values = choose  # how many rows a model gets may change the last bit of its output
 
 
 class FirstReady(Readiness):
@@ -80,21 +86,25 @@ class Alternating(Readiness):
                 return ready
         return ()
 
+    def choose_values(self, requesting: Sequence[int], working: Sequence[int]) -> Sequence[int]:
+        whole = [half.intersection(requesting) for half in self._halves if not half.intersection(working)]
+        return sorted(next(filter(None, whole), ()))
+
     def may_reply(self, working: Sequence[int]) -> bool:
         return self._overlap or not working
 
 
 def readiness_maker(min_ready: Any, max_wait: Any, batch_B: int) -> Callable[[Sequence[SamplerPlan]], Readiness]:
-    """A function that makes the rule for the workers of some plans: `LockStep` if both arguments are None, else
-    `FirstReady`.
+    """A function that makes the rule for the workers of some plans: `LockStep` if all are wanted and `max_wait` is
+    None, else `FirstReady`.
 
     Raises `ConfigError` if one of them is not valid.
     """
     if max_wait is not None:
         max_wait = seconds("max_wait", max_wait)
-    if min_ready is None and max_wait is None:
-        return lambda plans: LockStep()
     wanted = batch_B if min_ready is None else columns_wanted(min_ready, batch_B)
+    if wanted == batch_B and max_wait is None:
+        return lambda plans: LockStep()
     return lambda plans: FirstReady(wanted, [len(plan.columns) for plan in plans].__getitem__, max_wait)
 
 

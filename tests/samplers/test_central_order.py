@@ -15,6 +15,7 @@ import pytest
 from penstock import AgentStep, AlternatingSampler, GpuSampler, RandomAgent
 from penstock.collectors.request_client import Request
 from penstock.envs import CountingEnv
+from penstock.samplers.inference_batch import InferenceBatch
 from penstock.workers.plan import split
 
 from ..scale import pairs, some
@@ -100,6 +101,59 @@ def check_batch(sampler: GpuSampler, infos: list[Any]) -> None:
 def sampler_of(cls: type[GpuSampler], env_kwargs: list[dict[str, Any]], **kwargs: Any) -> Any:
     arguments: dict[str, Any] = {"n_workers": len(env_kwargs), "start_method": "fork", **kwargs}
     return cls(Gated, env_kwargs=env_kwargs, batch_T=T, batch_B=len(env_kwargs), max_decorrelation_steps=0, **arguments)
+
+
+# ---- values --------------------------------------------------------------------------------
+
+
+class Uneven(CountingEnv):
+    """Truncated after 3 to 6 steps. If it is slow, the other workers ask for values long before its own does."""
+
+    def __init__(self, b: int, slow: int) -> None:
+        super().__init__(3 + b % 4, truncate=True)
+        self.is_slow = b == slow
+
+    def step(self, action: Any) -> Any:
+        if self.is_slow:
+            sum(range(30_000))
+        return super().step(action)
+
+
+class Valuing(RandomAgent):
+    """Each value depends on nothing but the observation. A recurrent agent's are asked for within the batch."""
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return observation[:, 1]
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "recurrent"),
+    [
+        (GpuSampler, {}, False),
+        (GpuSampler, {"min_ready": 1.0}, True),
+        (GpuSampler, {"serve_envs": 2}, True),
+        (AlternatingSampler, {}, True),
+        (AlternatingSampler, {"overlap": False}, False),
+    ],
+)
+def test_values_are_computed_for_the_same_environments_whichever_is_slow(
+    cls: type[GpuSampler], kwargs: dict[str, Any], recurrent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    value = InferenceBatch.value
+    monkeypatch.setattr(InferenceBatch, "value", lambda self, ranks: asked.append(tuple(ranks)) or value(self, ranks))
+    monkeypatch.setattr(Valuing, "recurrent", recurrent)
+    found = []
+    for slow in (0, 5):
+        asked.clear()
+        env_kwargs = [{"b": b, "slow": slow} for b in range(6)]
+        with cls(Uneven, env_kwargs=env_kwargs, batch_T=T, batch_B=6, n_workers=3, **kwargs) as sampler:
+            sampler.initialize(Valuing(), seed=0, bootstrap_value=True)
+            for itr in range(5):
+                sampler.obtain_samples(itr)
+        found.append(Counter(asked))
+    assert found[0] == found[1]
+    assert recurrent or max(found[0], key=len) == ((0, 1, 2) if cls is GpuSampler else (0, 1))
 
 
 # ---- first ready ---------------------------------------------------------------------------

@@ -146,6 +146,59 @@ def test_alternating_goes_on_with_what_is_left_of_a_half() -> None:
     assert policy.choose([0], [2, 3]) == [0]
 
 
+class ValuedWorkerPool:
+    """Workers that ask in the order of their scripts, for values or for actions. Who comes back next is drawn."""
+
+    def __init__(self, rule: Readiness, scripts: list[str], data: Any) -> None:
+        self.rule, self.left, self.data = rule, [list(script) for script in scripts], data
+        self.working, self.asking = set(range(len(scripts))), dict[int, str]()
+        self.served: list[tuple[str, list[int]]] = []
+
+    def run(self) -> list[tuple[str, list[int]]]:
+        while self.working:
+            rank = self.data.draw(st.sampled_from(sorted(self.working)))
+            self.working.discard(rank)
+            if self.left[rank]:
+                self.asking[rank] = self.left[rank].pop(0)
+            while self.data.draw(st.booleans()) or not self.working:  # the server looks now, or after the next request
+                if not self.serve():
+                    break
+        assert not self.asking, "nobody waits for ever"
+        assert not any(self.left)
+        return self.served
+
+    def serve(self) -> bool:
+        steps, values = ([r for r in sorted(self.asking) if self.asking[r] == kind] for kind in "sv")
+        working = sorted(self.working)
+        valued = self.rule.choose_values(values, working)
+        chosen = list(valued or self.rule.choose(steps, working))
+        for rank in chosen:
+            del self.asking[rank]
+        self.working.update(chosen)
+        if chosen:
+            self.served.append(("v" if valued else "s", chosen))
+        return bool(chosen)
+
+
+SCRIPTS = st.lists(st.text("sv", max_size=6), min_size=2, max_size=5)
+
+
+@given(scripts=SCRIPTS, data=st.data())
+def test_values_are_served_for_the_same_workers_however_fast_each_is(scripts: list[str], data: Any) -> None:
+    middle, ranks = len(scripts) // 2, range(len(scripts))
+    halves = ranks[:middle], ranks[middle:]
+    for make in (LockStep, lambda: Alternating(halves, overlap=True)):
+        first, second = (ValuedWorkerPool(make(), scripts, data).run() for _ in range(2))
+        for half in halves:  # which half comes first may differ, and does not matter
+            mine, others = ([found for found in run if half[0] <= min(found[1]) <= half[-1]] for run in (first, second))
+            assert mine == others
+
+
+def test_all_environments_are_all_however_they_are_counted() -> None:
+    for min_ready in (None, 8, 1.0):
+        assert isinstance(readiness.readiness_maker(min_ready, None, 8)([]), LockStep)
+
+
 # ---- arguments -----------------------------------------------------------------------------
 
 
