@@ -62,7 +62,7 @@ _OTHER_NAMES = {
     "EnvCls": "env_fn",
 }
 
-#: Which samplers have the arguments that not all of them have.
+#: Which samplers have the arguments that not all of them have, and what to do where none has.
 _ARGUMENTS_OF = {
     "min_ready": "GpuSampler has it",
     **dict.fromkeys(("serve_envs", "compile_model", "spin_seconds"), "GpuSampler and AlternatingSampler have it"),
@@ -70,6 +70,11 @@ _ARGUMENTS_OF = {
     "overlap": "AlternatingSampler has it",
     **dict.fromkeys(("lag", "replay", "ratio"), "AsyncSampler has it"),
     **dict.fromkeys(("n_shards", "on_node_failure"), "penstock.cluster.RaySampler has it"),
+    **dict.fromkeys(
+        ("options", "reset_options"),
+        "Gymnasium's reset options are not an option of a sampler: give them in the reset of a wrapper that env_fn adds, "
+        "or change the environments between two batches with sampler.call or sampler.set_attr",
+    ),
 }
 
 

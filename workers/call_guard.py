@@ -146,6 +146,11 @@ class CallGuard(Generic[_State]):
         if self.state is self._closed:
             return SamplerClosedError(f"{name} was called after {self._close_call}: make a new {self._noun}")
         expected = self.expected.get(self.state, self.state.value)
+        if name == "initialize":
+            return SamplerStateError(
+                f"initialize was called again, but the {self._noun} is already initialized: make a new {self._noun}, or "
+                f"use this one. The call expected now is {expected}"
+            )
         return SamplerStateError(f"{name} was called out of order: the call expected now is {expected}")
 
 

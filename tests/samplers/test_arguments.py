@@ -94,6 +94,14 @@ def test_a_subclass_with_arguments_of_its_own_shows_these() -> None:
 
 
 @every
+@pytest.mark.parametrize("name", ["options", "reset_options"])
+def test_reset_options_are_given_by_a_wrapper_or_a_call(cls: Any, name: str) -> None:
+    message = rf"^{cls.__name__} has no argument '{name}': Gymnasium's reset options .*a wrapper.*sampler\.call"
+    with pytest.raises(ConfigError, match=message):
+        cls(CountingEnv, batch_T=1, batch_B=2, **{name: {"level": 3}})
+
+
+@every
 def test_an_unknown_argument_is_named_with_a_few_that_there_are(cls: Any) -> None:
     message = rf"has no argument 'nosuch'; it has (\w+, ){{2}}\w+ and \d\d others: see help\({cls.__name__}\)$"
     with pytest.raises(ConfigError, match=message):

@@ -221,6 +221,8 @@ def test_calls_out_of_order_name_the_expected_call(cls: type[Sampler]) -> None:
             look()
     sampler.initialize(RandomAgent())
     refused(sampler, {"obtain_samples", "start_samples", "evaluate_agent"}, "start_samples, obtain_samples, evaluate")
+    with pytest.raises(SamplerStateError, match="the sampler is already initialized: make a new sampler, or use this"):
+        sampler.initialize(RandomAgent())
     sampler.start_samples(0)
     refused(sampler, {"wait_samples"}, "wait_samples")
     sampler.wait_samples()
