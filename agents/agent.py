@@ -356,6 +356,10 @@ class Agent(ABC):
         """The current parameters by name, as arrays. Names, shapes and dtypes must stay the same."""
         return {}
 
+    def _trained_parameters(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Those of `read_parameters` that only the learner's training changes."""
+        return parameters_of(self)
+
     def write_parameters(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
         """Copy parameters from arrays as `read_parameters` returns them. Do not keep the arrays."""
 

@@ -97,7 +97,7 @@ class DelegatingAgent(Agent):
         train_mode, sample_mode, eval_mode = _passed("train_mode"), _passed("sample_mode"), _passed("eval_mode")
         _set_greedy = _passed("_set_greedy")
         read_parameters, write_parameters = _passed("read_parameters"), _passed("write_parameters")
-        state_dict = _passed("state_dict")
+        state_dict, _trained_parameters = _passed("state_dict"), _passed("_trained_parameters")
 
     def select(self, columns: npt.NDArray[np.intp] | None) -> None:
         super().select(columns)

@@ -106,6 +106,9 @@ class FunctionAgent(Agent):
         self._pickled = pickled
         return {"function": np.frombuffer(self._code, np.uint8)}
 
+    def _trained_parameters(self) -> Mapping[str, npt.NDArray[Any]]:
+        return {} if self.parameters is None else self.read_parameters()
+
     def write_parameters(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
         if self.parameters is not None:
             self.parameters = tree_with(self.parameters, {name: np.array(value) for name, value in parameters.items()})

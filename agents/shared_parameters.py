@@ -124,3 +124,34 @@ class SharedParameters:
     def __setstate__(self, state: tuple[tuple[str, ...], NamedMemory]) -> None:
         self._names, self.memory = state
         self._bind_words()
+
+
+class UnpublishedChanges:
+    """Notices that the learner changes the parameters of `agent` and does not publish them.
+
+    It compares them with the published ones once after 1, 2, 4, 8, ... batches, so that it takes no time in a run.
+    """
+
+    def __init__(self, agent: Any, parameters: SharedParameters) -> None:
+        self._agent, self._parameters, self._version = agent, parameters, parameters.version
+        self._n = 0  # batches since this version was published
+        self._next_look = 1  # after so many batches
+        self._last: int | None = None  # after so many, they must be published
+
+    def note_batch(self, most: int) -> bool:
+        """A batch was collected. Returns whether it is the last of `most` in a row for which changed parameters were
+        not published."""
+        if self._parameters.version != self._version:
+            self._version, self._n, self._last = self._parameters.version, 0, None
+            return False
+        self._n += 1
+        if self._last is None and self._n >= self._next_look:
+            self._next_look *= 2
+            if self._has_changes():
+                self._last = self._n + most - 1
+        return self._n == self._last and self._has_changes()
+
+    def _has_changes(self) -> bool:
+        published, _ = self._parameters.read()
+        own = self._agent._trained_parameters()
+        return any(value.tobytes() != published[name].tobytes() for name, value in own.items() if name in published)

@@ -361,6 +361,10 @@ class TorchAgent(Agent):
     def read_parameters(self) -> Mapping[str, npt.NDArray[Any]]:
         return {name: _bits(tensor.detach().cpu()).numpy() for name, tensor in self._named_tensors().items()}
 
+    def _trained_parameters(self) -> Mapping[str, npt.NDArray[Any]]:
+        names, values = dict(self.model.named_parameters()), self.read_parameters()
+        return {name: values[name] for name in names}  # a forward pass may change running statistics
+
     def write_parameters(self, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
         with torch.no_grad():
             for name, tensor in self._named_tensors().items():

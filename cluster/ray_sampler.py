@@ -306,6 +306,7 @@ class RaySampler(Sampler):
         traj_infos = self._as_infos(reply.found)
         samples = as_samples(self._memory.slots[0], reply, self.batch_T, self._n_seats)
         self._metrics.training.extend(traj_infos)
+        self._check_published(len(self._plans))
         if self._seating is not None:
             self._count_agents(samples)
         return Piece(

@@ -314,6 +314,8 @@ class AsyncSampler(ParallelSampler):
         """Take the complete batches, which are in the replay, and let the workers continue. With `lag=1`, only up to
         the opening `awaited`: which others are complete depends on the timing."""
         assert self._feed is not None
+        if self._open and pool.has_completed(self._open[0].opening):  # once, for all that were completed meanwhile
+            self._check_published()
         while self._open and pool.has_completed((batch := self._open[0]).opening):
             if self._lag is not None and batch.opening > awaited:
                 break
@@ -370,6 +372,7 @@ class AsyncSampler(ParallelSampler):
             self._note_first_batch()
         self._note_versions(batch)
         self._metrics.training.extend(infos)
+        self._check_published()
         if self._seating is not None:
             self._count_agents(samples)
         if not self._is_holding:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents import Agent, FunctionAgent
+from penstock.agents.shared_parameters import UnpublishedChanges
 from penstock.arguments import integer, one_of, true_or_false
 from penstock.buffers import Samples
 from penstock.buffers.object_pipe import ObjectMessage
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("penstock")
 
 EVALUATION = -1  # in the place of a slot
+_MOST_UNPUBLISHED = 5  # batches
 
 
 class Sampler(TakesEnvFn, ABC):
@@ -314,6 +316,8 @@ class Sampler(TakesEnvFn, ABC):
         self._version_word = self._memory.parameters[0].version_word if self._is_shared else None
         self._games: Counter[int] = Counter()  # with several agents: how many games have ended, by env_rank
         self._warned_of_late_rewards = False
+        agents = zip(each.items(), self._memory.parameters, strict=True)
+        self._unpublished = {name: UnpublishedChanges(own, parameters) for (name, own), parameters in agents}
         #: The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory.
         self.samples_np: Any = allocation.batches[0]
         self._batches = Batches(allocation.batches, debug=self.config.debug)
@@ -405,6 +409,7 @@ class Sampler(TakesEnvFn, ABC):
     def _start(self, itr: int) -> None:
         is_plain = type(itr) is int and abs(itr) < 2**63  # the usual case: it saves a call in each batch
         self._itr = itr if is_plain else integer("itr", itr)
+        self._check_published()
         word = self._version_word
         self.policy_version = self._newest_versions() if word is None else word[0]
         pool, batch, batches = self._pool, self._batch, self._batches
@@ -434,6 +439,21 @@ class Sampler(TakesEnvFn, ABC):
         if self._seating is not None:
             self._count_agents(samples)
         return samples, infos
+
+    def _check_published(self, n_parts: int = 1) -> None:
+        """Warn once if the workers have acted in 5 batches, of `n_parts` each, with parameters that the learner has
+        changed since."""
+        for name, changes in self._unpublished.items():
+            if changes.note_batch(_MOST_UNPUBLISHED * n_parts):
+                self._unpublished = {}
+                agent = "agent" if self._is_shared else f"agents[{name!r}]"
+                warnings.warn(
+                    f"the parameters of {agent} have changed, but were not published for {_MOST_UNPUBLISHED} batches, "
+                    f"so the workers act with old ones: call {agent}.sync_shared_memory() after each update",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+                return
 
     def _count_agents(self, samples: Any) -> None:
         """With several agents: count their steps for `metrics`, and log once if rewards came late."""

@@ -1,9 +1,13 @@
 """What ParallelSampler promises beside determinism: exact accounting, uneven shares, pinning, parameters."""
 
 import copy
+import itertools
 import os
 import pickle
+import re
+import warnings
 from functools import partial
+from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -19,8 +23,10 @@ from torch import nn
 from penstock import (
     Affinity,
     AgentStep,
+    AsyncSampler,
     CategoricalPgAgent,
     ConfigError,
+    FunctionAgent,
     GpuSampler,
     ParallelSampler,
     RandomAgent,
@@ -29,6 +35,7 @@ from penstock import (
     SerialSampler,
     TrajInfo,
 )
+from penstock.agents.delegation import DelegatingAgent
 from penstock.envs import CountingEnv
 from penstock.workers.affinity import usable_cpus
 
@@ -267,6 +274,103 @@ def test_one_agent_may_serve_two_samplers(cls: type[Sampler]) -> None:
         for sampler in (first, second):
             assert float(sampler.obtain_samples(0)[0].agent.agent_info.value) == 4.0
     agent.sync_shared_memory()  # with no one left to hear it
+
+
+class Statistics(nn.Module):
+    """A model of CountingEnv that counts its forward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(2), nn.Linear(2, 4)
+
+    def forward(self, observation: Any) -> Any:
+        out = self.out(self.norm(observation))
+        return out[:, :3], out[:, 3]
+
+
+def torch_agent(fused: bool, wrap: Any = lambda agent: agent) -> Any:
+    """An agent, and what trains it."""
+    agent = wrap(CategoricalPgAgent(Statistics))
+
+    def train() -> None:
+        model = getattr(agent, "agent", agent).model
+        optimizer = torch.optim.Adam(model.parameters(), fused=fused)
+        model(torch.ones(2, 2))[1].sum().backward()
+        optimizer.step()
+
+    return agent, train
+
+
+def numpy_agent() -> Any:
+    agent = FunctionAgent(lambda weights, observation: np.zeros(len(observation), np.int64), parameters=np.zeros(2))
+
+    def train() -> None:
+        agent.parameters += 1.0
+
+    return agent, train
+
+
+AGENTS: dict[str, Any] = {
+    "torch": partial(torch_agent, False),
+    "fused": partial(torch_agent, True),
+    "delegating": partial(torch_agent, False, DelegatingAgent),
+    "numpy": numpy_agent,
+}
+UNPUBLISHED = r"parameters of agent have changed.* 5 batches.*: call agent\.sync_shared_memory\(\)"
+
+
+def batches(sampler: Any, train: Any, n: int = 12, first: int = 0) -> Any:
+    """The numbers of the batches whose call warns, while `train` is called after each."""
+    for itr in range(first, first + n):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            sampler.obtain_samples(itr)
+        for warning in found:
+            assert re.search(UNPUBLISHED, str(warning.message))
+            assert warning.filename == __file__
+            yield itr
+        train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls"),
+    [*product(AGENTS, [SerialSampler]), ("torch", ParallelSampler), ("numpy", GpuSampler), ("torch", AsyncSampler)],
+)
+def test_parameters_that_are_never_published_are_noticed_once(kind: str, cls: Any) -> None:
+    agent, train = AGENTS[kind]()
+    with sampler_of(cls, batch_T=2, batch_B=2, n_workers=1) as sampler:
+        sampler.initialize(agent, seed=0)
+        if cls is AsyncSampler:
+            sampler.start()
+        # Batch 0 has the right parameters, the batches 1 to 5 have not.
+        assert list(batches(sampler, train, 40)) == [5]
+
+
+@pytest.mark.parametrize("kind", AGENTS)
+def test_who_publishes_or_does_not_train_is_not_warned(kind: str) -> None:
+    agent, train = AGENTS[kind]()
+    with sampler_of(SerialSampler, batch_T=2, batch_B=2, eval_n_envs=1, eval_episodes=1) as sampler:
+        sampler.initialize(agent, seed=0)
+
+        def publish_sometimes() -> None:
+            train()
+            if next(count) % 5 == 4:
+                agent.sync_shared_memory()
+
+        count = itertools.count()
+        assert not list(batches(sampler, lambda: None, 20)), "a frozen agent"
+        assert not list(batches(sampler, publish_sometimes, 20, 20))
+        for itr in range(20):
+            sampler.evaluate_agent(itr)
+        assert list(batches(sampler, train, 40, 40)), "from now on it is forgotten"
+
+
+def test_running_statistics_are_no_training() -> None:
+    agent, _ = torch_agent(False)
+    with sampler_of(SerialSampler, batch_T=2, batch_B=2) as sampler:
+        sampler.initialize(agent, seed=0)
+        assert not list(batches(sampler, lambda: agent.model.train()(torch.rand(4, 2))))
+        assert agent.model.norm.num_batches_tracked == 12
 
 
 def test_a_copy_of_an_agent_in_use_is_an_agent_of_its_own() -> None:

@@ -289,6 +289,18 @@ def test_a_frozen_opponent_stays_as_it_is(cls: type[Sampler]) -> None:
             agents["learner"].publish()
 
 
+def test_a_policy_that_is_never_published_is_named() -> None:
+    agents = {"learner": Published(), "frozen": Published()}
+    with SerialSampler(ScriptedGame, batch_T=2, batch_B=2) as sampler:
+        sampler.initialize(agents, policy_of=lambda agent_id: "learner" if agent_id == "a0" else "frozen", seed=0)
+        for itr in range(5):
+            sampler.obtain_samples(itr)
+            agents["learner"].number = np.array(itr + 1)
+        with pytest.warns(RuntimeWarning, match=r"call agents\['learner'\]\.sync_shared_memory\(\)"):
+            sampler.obtain_samples(5)
+        sampler.obtain_samples(6)
+
+
 # ---- trajectories and figures ------------------------------------------------------------------
 
 
