@@ -114,6 +114,7 @@ class EnvColumns(ListedColumns):
 
     episodes: EpisodeRecorder | None = None
     renewals: Renewals | None = None
+    keeps_seeds = False  #: whether a new environment gets the seed that its reset was given
     #: What an environment raises whose game has failed; () if a failure is a failure of the worker.
     renewable: tuple[type[Exception], ...] = ()
     #: Column's step has no result, since its game has failed: end its episode, call `renew`. Returns its next
@@ -219,7 +220,8 @@ class EnvColumns(ListedColumns):
         """The seed of the next reset. The first one of a new environment waits for its game."""
         if column in self._first_seeds:
             self._words[PHASE] = Phase.RENEWING
-        return self._first_seeds.pop(column, seed)
+        first_seed = self._first_seeds.pop(column, seed)
+        return first_seed if seed is None or not self.keeps_seeds else seed
 
     def _cut(self, active: Sequence[Any], error: Exception) -> int:
         """The step of the environment that the word ENV_RANK names has raised `error`. Returns the index in `active` of

@@ -18,7 +18,7 @@ from penstock.collectors.columns import EnvColumns
 from penstock.collectors.env_batch import EnvBatch, require_legal_actions
 from penstock.collectors.tracking import Tracker
 from penstock.envs.rows import ColumnError, arrays_like
-from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.envs.seeding import ColumnStreams, Purpose, eval_seed
 from penstock.workers.control import Phase, Progress
 
 _CHUNK = 128  # finished trajectories are sent after this many rows
@@ -58,16 +58,23 @@ class BaseEvalCollector(MadeByWorker, ABC):
         self._mask = mask_of(parts.agent)
 
     def begin_evaluation(self, itr: int) -> None:
-        """Reset the environments and the agent with new seeds: an evaluation does not depend on the one before."""
-        key = self._n_evaluations
+        """Reset the environments with the seeds of their first episodes, and the agent with new ones: an evaluation
+        does not depend on the one before."""
+        key, n = self._n_evaluations, len(self.envs)
         self._n_evaluations += 1
-        self.envs.reset_all(self.streams.env_seeds(Purpose.EVAL, key))
+        self._n_ended, self._seeds = [0] * n, list[int | None]([None] * n)  # of each column: trajectories, next seed
+        self.envs.reset_all([self._seed_of(column) for column in range(n)])
         self.agent.seed_columns(self.streams.rngs(Purpose.EVAL_ACTION, key))
         self.agent.reset()
         self.agent.eval_mode(itr)
         self.tracker.restart()
         self.prev_action[...] = 0
         self.prev_reward[...] = 0
+
+    def _seed_of(self, column: int) -> int:
+        """The seed of column's next trajectory, which is one of those of all evaluation environments."""
+        n_envs = self.agent.n_envs or len(self.envs)
+        return eval_seed(self.streams.seed, self._n_ended[column] * n_envs + self.streams.env_ranks[column])
 
     def pull(self) -> int:
         """The agent gets the newest published parameters. Returns their version."""
@@ -98,7 +105,7 @@ class EvalCollector(BaseEvalCollector):
         self._agent_info_writer = AgentInfoWriter(map_leaves(lambda leaf: leaf[np.newaxis], self.agent_info))
         self._t = self._row = 0
         if isinstance(self.envs, EnvColumns):
-            self.envs.on_cut = self._on_cut
+            self.envs.on_cut, self.envs.keeps_seeds = self._on_cut, True
 
     def collect_evaluation(self, itr: int) -> None:
         self.begin_evaluation(itr)
@@ -155,6 +162,7 @@ class EvalCollector(BaseEvalCollector):
         self._valid[self._row, column] = False
         self.tracker.cut(column, int(before[-1]) + 1 if before.size else 0, self._row)
         cast(EnvColumns, self.envs).renew(column, error)
+        self._seeds[column] = self._seed_of(column)
         return self._begin_episode(column)
 
     def _end_episode(self, column: int, observation: Any) -> bool:
@@ -164,10 +172,14 @@ class EvalCollector(BaseEvalCollector):
         has_ended = self.tracker.on_episode_end(self._t, column, observation)
         # The main process reads this count, and stops the evaluation when there are enough.
         self.progress.n_results += has_ended
+        if has_ended:  # otherwise the next episode continues the trajectory, and so may the game
+            self._n_ended[column] += 1
+            self._seeds[column] = self._seed_of(column)
         return has_ended
 
     def _begin_episode(self, column: int) -> Any:
-        first_observation = self.envs.reset_one(column)
+        first_observation = self.envs.reset_one(column, self._seeds[column])
+        self._seeds[column] = None
         self.agent.reset_one(column)
         self.prev_action[column] = 0
         return first_observation

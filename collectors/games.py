@@ -136,6 +136,7 @@ class Games:
         self.over: list[int] = []
         self.cut: list[int] = []
         self.may_reset: Callable[[int], bool] = lambda e: True
+        self.seed_of: Callable[[int], int | None] = lambda e: None  # of the next game; None: not given
         self._bound = [
             (env, env.env, rank, own, list(own), _span(own))
             for env, rank, own in zip(envs, env_ranks, self.places, strict=True)
@@ -233,7 +234,8 @@ class Games:
             raise error
         self.envs[e], seed = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
         self._bound[e] = (self.envs[e], self.envs[e].env, *self._bound[e][2:])
-        return seed
+        own = self.seed_of(e)
+        return seed if own is None else own
 
     def step_env(self, e: int) -> None:
         """Step one environment; see `step`."""
@@ -329,7 +331,7 @@ class Games:
         if not self.living[e]:
             self.over.append(e)
             if self.may_reset(e):
-                self.reset(e)
+                self.reset(e, self.seed_of(e))
                 self._words[Progress.PHASE] = Progress.IS_STEPPING
         elif set(self.living[e]) == listed:
             self.living[e] = agents  # the order in which the environment will return them

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.lock_step import LockStepCollector
-from penstock.envs.seeding import Purpose
+from penstock.envs.seeding import eval_seed
 from penstock.workers.control import Phase
 
 _MOST_ROWS, _MOST_BYTES = 128, 1 << 22  # of the rows that are collected before their trajectories are sent
@@ -45,7 +45,7 @@ class SeatEvalCollector:
         self._shares = shares
         self._left: list[float] = []
         self._n_evaluations = self._n_games = 0
-        collector.games.may_reset = self._may_reset
+        collector.games.may_reset, collector.games.seed_of = self._may_reset, self._seed_of
 
     def pull(self) -> int:
         """The agents get the newest parameters."""
@@ -58,7 +58,8 @@ class SeatEvalCollector:
         n = len(self.envs.envs)
         self._n_games = 0
         self._left = [float("inf")] * n if self._shares is None else list(self._shares)
-        collector.begin_evaluation(self.streams.env_seeds(Purpose.EVAL, key), key, lambda e: self._left[e] > 0)
+        self._n_ended = [0] * n
+        collector.begin_evaluation([self._seed_of(e) for e in range(n)], key, lambda e: self._left[e] > 0)
         n_sent = 0
         for first_t in range(0, self._max_T, collector.batch_T):
             wanted = min(collector.batch_T, self._max_T - first_t)
@@ -73,7 +74,12 @@ class SeatEvalCollector:
         self._n_games += 1
         self.progress.n_results = self._n_games  # the main process ends the evaluation when there are enough
         self._left[e] -= 1
+        self._n_ended[e] += 1
         return self._left[e] > 0
+
+    def _seed_of(self, e: int) -> int:
+        n_envs = self._collector.desks[0].agent.n_envs or len(self.envs.envs)
+        return eval_seed(self.streams.seed, self._n_ended[e] * n_envs + self.streams.env_ranks[e])
 
     def _must_stop(self) -> bool:
         return self.progress.stop_eval or self._n_games >= self._max_games or not any(n > 0 for n in self._left)

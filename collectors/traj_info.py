@@ -24,12 +24,13 @@ class TrajInfo:
     Without a subclass nothing is called per step: the figures are computed once per batch, from its float32 rewards.
     """
 
-    # Where several agents share an environment, the sampler sets these. There is one record for each agent, and one for
+    # The sampler sets these. Where several agents share an environment, there is one record for each agent, and one for
     # the whole game, with `agent_id` None and the rewards of all agents.
     env_rank: int | None = None  #: the environment
+    episode: int | None = None  #: how many trajectories, or games, had ended in it before, since the start
+    seed: int | None = None  #: in evaluations: of the reset that began it, if that had one
     agent_id: Any = None  #: the agent
     policy: str | None = None  #: the name of the policy that played the agent
-    episode: int | None = None  #: how many games had ended in this environment before
 
     def __init__(self, discount: float = 1.0) -> None:
         number: object = discount  # numpy's floats are real numbers too

@@ -143,7 +143,7 @@ class TurnGames(Games):
         self.episodes[e] += self.counts_games
         self.waits[e] = None
         if may_reset := self.may_reset(e):
-            self._begin(e)
+            self._begin(e, self.seed_of(e))
         return may_reset
 
     def take_late(self, e: int) -> None:

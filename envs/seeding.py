@@ -24,6 +24,7 @@ class Purpose(enum.IntEnum):
     MODEL = 5
     EPISODE = 6
     SEATING = 7
+    EVAL_EPISODE = 8
 
 
 def fresh_seed() -> int:
@@ -43,6 +44,11 @@ def episode_seed(seed: int, env_rank: int, episode: int, generation: int = 0) ->
     """
     streams = ColumnStreams(seed, range(env_rank, env_rank + 1), generation)
     return streams.env_seeds(*((Purpose.EPISODE, episode) if episode else (Purpose.TRAIN,)))[0]
+
+
+def eval_seed(seed: int, k: int) -> int:
+    """The seed of the reset that begins episode k of an evaluation: of each one, whatever is there to play it."""
+    return int(np.random.SeedSequence(seed, spawn_key=(Purpose.EVAL_EPISODE, k)).generate_state(1)[0])
 
 
 @dataclass(frozen=True)

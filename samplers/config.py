@@ -72,8 +72,8 @@ _ARGUMENTS_OF = {
     **dict.fromkeys(("n_shards", "on_node_failure"), "penstock.cluster.RaySampler has it"),
     **dict.fromkeys(
         ("options", "reset_options"),
-        "Gymnasium's reset options are not an option of a sampler: give them in the reset of a wrapper that env_fn adds, "
-        "or change the environments between two batches with sampler.call or sampler.set_attr",
+        "Gymnasium's reset options are not an option of a sampler: give them in the reset of a wrapper in env_fn, or "
+        "change the environments between two batches with sampler.call or sampler.set_attr",
     ),
 }
 

@@ -24,11 +24,12 @@ from penstock.buffers import Samples
 from penstock.buffers.object_pipe import ObjectMessage
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import for_each_policy, parts_of
-from penstock.collectors import TrajInfo
+from penstock.collectors import EvalCollector, TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, pickled, results, single_results
 from penstock.envs.factory import EnvFactory, descriptions, env_factories
 from penstock.envs.recorded_episode import RecordedEpisode
+from penstock.envs.seeding import eval_seed
 from penstock.envs.video import warn_if_unwritten
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, InitArguments, allocate
@@ -101,8 +102,9 @@ class Sampler(TakesEnvFn, ABC):
         eval_max_steps: the most steps of one evaluation, all its environments together.
         eval_max_trajectories: an evaluation also ends when this many trajectories have finished. It may return a few
             more.
-        eval_episodes: run exactly this many whole episodes instead. Each environment runs a fixed number of them, so
-            that short episodes are not favoured. If `eval_max_steps` ends some early, a `RuntimeWarning` says how many.
+        eval_episodes: run exactly this many whole episodes instead, the same in each evaluation (see `evaluate_agent`).
+            Each environment runs a fixed number of them, so that short episodes are not favoured. If `eval_max_steps`
+            ends some early, a `RuntimeWarning` says how many.
         eval_env_fn: the same as `env_fn`, for the evaluation environments, with the same spaces; by default `env_fn`.
         eval_env_kwargs: the same as `env_kwargs`, for the evaluation environments; by default `env_kwargs`, or nothing
             with `eval_env_fn`. From lists (env_fn, env_kwargs), all evaluation environments use the first entry.
@@ -314,7 +316,8 @@ class Sampler(TakesEnvFn, ABC):
         self.observation_space: Any = self._by_policy({name: own.observation_space for name, own in each.items()})
         self.action_space: Any = self._by_policy({name: own.action_space for name, own in each.items()})
         self._version_word = self._memory.parameters[0].version_word if self._is_shared else None
-        self._games: Counter[int] = Counter()  # with several agents: how many games have ended, by env_rank
+        self._games: Counter[int] = Counter()  # how many trajectories, or games, have ended, by env_rank
+        self._n_eval_envs = env_range.n_eval_envs
         self._warned_of_late_rewards = False
         agents = zip(each.items(), self._memory.parameters, strict=True)
         self._unpublished = {name: UnpublishedChanges(own, parameters) for (name, own), parameters in agents}
@@ -485,16 +488,39 @@ class Sampler(TakesEnvFn, ABC):
         return self._as_infos(found, evaluation=slot == EVALUATION) if self._makes_infos else found
 
     def _as_infos(self, found: Trajectories, *, evaluation: bool = False) -> list[TrajInfo]:
-        """`found`, ordered by time step, then env_rank. With several agents, each info knows whose it is."""
-        cls = self.config.traj_info_cls
+        """`found`, ordered by time step, then env_rank; evaluations by episode, then env_rank. Each info knows whose it
+        is."""
+        cls, keys, games = self.config.traj_info_cls, keys_of_trajectories(found), self._games
         infos = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
+        if evaluation:
+            games = Counter()
         if self._seating is not None:
-            games = Counter[int]() if evaluation else self._games
-            self._seating.name_infos(infos, keys_of_trajectories(found), games, evaluation=evaluation)
-        return infos
+            self._seating.name_infos(infos, keys, games, evaluation=evaluation)
+        else:
+            for info, env_rank in zip(infos, keys, strict=True):
+                info.env_rank, info.episode = env_rank, games[env_rank]
+                games[env_rank] += 1
+        return self._with_seeds(infos) if evaluation else infos
+
+    def _with_seeds(self, infos: list[TrajInfo]) -> list[TrajInfo]:
+        """The trajectories of an evaluation, ordered by episode, then env_rank, with the seeds of their resets."""
+        assert self.seed is not None
+        config = self.config
+        is_seeded = not config.collector_cls.batched and issubclass(config.eval_collector_cls, EvalCollector)
+        for info in infos:
+            assert info.env_rank is not None
+            assert info.episode is not None
+            if is_seeded or not info.episode:  # others begin their further episodes as they like
+                info.seed = eval_seed(self.seed, info.episode * self._n_eval_envs + info.env_rank)
+        return sorted(infos, key=lambda info: (info.episode, info.env_rank))
 
     def evaluate_agent(self, itr: int, *, video: str | os.PathLike[str] | None = None) -> list[TrajInfo]:
-        """Run the agent in the evaluation environments and return the trajectories that finished.
+        """Run the agent in the evaluation environments and return the trajectories that finished, ordered by episode,
+        then env_rank.
+
+        Episode `k = info.episode * eval_n_envs + info.env_rank` is reset with a seed that depends on k and on the seed
+        of the sampler alone: `info.seed`. With `eval_episodes`, each call meets the same episodes, with any
+        `eval_n_envs`.
 
         Training is not disturbed: environments, agent state and random streams are separate. The agent decides in
         `eval_mode` how it acts. `CategoricalPgAgent` and `GaussianPgAgent` draw random actions here too, unless they

@@ -148,8 +148,8 @@ class CallGuard(Generic[_State]):
         expected = self.expected.get(self.state, self.state.value)
         if name == "initialize":
             return SamplerStateError(
-                f"initialize was called again, but the {self._noun} is already initialized: make a new {self._noun}, or "
-                f"use this one. The call expected now is {expected}"
+                f"initialize was called again, but the {self._noun} is already initialized: make a new {self._noun}, "
+                f"or use this one. The call expected now is {expected}"
             )
         return SamplerStateError(f"{name} was called out of order: the call expected now is {expected}")
 
