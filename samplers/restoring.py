@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, brief
 from penstock.samplers.column_states import KINDS, RESEEDED, restart_agent
 from penstock.samplers.metrics import COUNTS
 
-FORMAT = 3
+FORMAT = 4
 _LARGEST_COUNT = 2**63
 _MOST_LISTED = 5
 #: What to do if the saved run had something else.
@@ -47,7 +47,7 @@ def check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler:
     class."""
     if not isinstance(state, Mapping) or _differs(state.get("format"), FORMAT):
         raise ConfigError(f"load_state_dict needs what state_dict has returned, of format {FORMAT}")
-    parts = ("batches", "policy_version", "generation", "counts", "columns", "evaluations", "checksum")
+    parts = ("batches", "episodes", "policy_version", "generation", "counts", "columns", "evaluations", "checksum")
     missing = [name for name in (*described, *parts) if name not in state]
     if missing:
         raise ConfigError(f"this state is damaged: it has no {', '.join(missing)}")
@@ -83,8 +83,8 @@ def checksum(columns: Mapping[int, Any]) -> int:
 def _check_columns(state: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if one of the state's parts is damaged."""
     counts, columns, evaluations = (state[name] for name in ("counts", "columns", "evaluations"))
-    if not all(isinstance(part, Mapping) for part in (counts, columns, evaluations)):
-        raise ConfigError("this state is damaged: its counts, columns and evaluations must be dicts")
+    if not all(isinstance(part, Mapping) for part in (counts, columns, evaluations, state["episodes"])):
+        raise ConfigError("this state is damaged: its counts, columns, evaluations and episodes must be dicts")
     for name in COUNTS:
         if not (isinstance(counts.get(name), int | float) and 0 <= counts[name] <= _LARGEST_COUNT):
             raise ConfigError(

@@ -662,6 +662,7 @@ class Sampler(TakesEnvFn, ABC):
                 "format": FORMAT,
                 **self._described(),
                 "batches": self._batch,
+                "episodes": dict(self._games),
                 "policy_version": self._memory.parameters[0].version,
                 "counts": self._metrics.counts(self.stats()),
                 "generation": max(control.generation(plan.worker_rank) for plan in self._plans),
@@ -711,7 +712,7 @@ class Sampler(TakesEnvFn, ABC):
                     f"{in_one_line(error)}. The state is damaged, or belongs to another version of the environment: "
                     "make a new sampler, and load another state"
                 ) from error
-            self._batch = state["batches"]
+            self._batch, self._games = state["batches"], Counter(state["episodes"])
             self._metrics.start_at(state["counts"])
             parameters.continue_at(state["policy_version"], self._agent.read_parameters())
             return ResumeReport(tuple(rank for rank in state["columns"] if rank not in refused), refused)

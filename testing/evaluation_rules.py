@@ -25,7 +25,7 @@ class Evaluation:
     """One evaluation: its results, and the calls of its environments and its agent."""
 
     itr: int
-    infos: Sequence[tuple[int, float]]  #: Length and Return
+    infos: Sequence[tuple[int, float, int | None]]  #: Length, Return, env_rank
     events: Sequence[Event]
     samples: Samples  #: of the training batch that followed
 
@@ -61,7 +61,7 @@ class EvaluationSetup(Setup):
                 # The training environments have negative numbers.
                 events = [event for event in log or () if not (event.kind.startswith("env.") and event.column < 0)]
                 sampler.obtain_samples(itr)
-                figures = [(info.Length, info.Return) for info in infos]
+                figures = [(info.Length, info.Return, info.env_rank) for info in infos]
                 found.append(Evaluation(itr, figures, events, sampler.samples_np.copy()))
         return found
 
@@ -97,14 +97,15 @@ def an_evaluation_makes_at_most_max_T_steps(setup: EvaluationSetup) -> None:
 
 
 def an_evaluation_returns_episodes_that_ended(setup: EvaluationSetup) -> None:
-    """Every TrajInfo is one whole episode that ended in this evaluation; they are ordered by t, then env_rank."""
+    """Every TrajInfo is one whole episode that ended in this evaluation; those of an environment are in order."""
     for evaluation in setup.logged:
         steps = read_steps([Column() for _ in range(setup.batch_B)], evaluation.events, evaluation.itr)
         ended = sorted((step.t, step.b, step.length, step.return_) for step in steps if step.done)
-        episodes = iter(ended)
-        for i, (length, return_) in enumerate(evaluation.infos):
+        episodes = {b: iter([e for e in ended if e[1] == b]) for b in range(setup.batch_B)}
+        for i, (length, return_, b) in enumerate(evaluation.infos):
             # `any` continues behind the last match, so the order counts. The collector may leave episodes out.
-            if not any(length == e[2] and np.isclose(return_, e[3], rtol=1e-4, atol=1e-5) for e in episodes):
+            own = episodes.get(b or 0, ())
+            if not any(length == e[2] and np.isclose(return_, e[3], rtol=1e-4, atol=1e-5) for e in own):
                 raise Violation(
                     f"trajectory {i} of the evaluation itr={evaluation.itr} has Length={length}, Return={return_}; "
                     f"the episodes that ended are (t, env_rank, Length, Return): {ended}",

@@ -76,9 +76,10 @@ def test_counts_continue_after_a_resume(cls: type[Sampler]) -> None:
     ("part", "damaged", "message"),
     quick_first(
         [
-            ("evaluations", None, "its counts, columns and evaluations must be dicts"),
+            ("evaluations", None, "its counts, columns, evaluations and episodes must be dicts"),
             ("evaluations", {0: 3}, "its evaluations must be pairs of integers"),
-            ("columns", [], "its counts, columns and evaluations must be dicts"),
+            ("episodes", 3, "its counts, columns, evaluations and episodes must be dicts"),
+            ("columns", [], "its counts, columns, evaluations and episodes must be dicts"),
             ("columns", {}, "it has no column 0"),
             ("columns", {0: {"kind": "pickle"}}, "it has no column 0"),
             ("columns", {0: {"kind": "pickle", "why": "", "data": None}}, "its column 0 has no data"),
