@@ -21,6 +21,7 @@ from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import RemoteTraceback, dump_exception, in_one_line, load_exception
 from penstock.envs import EnvFactory
 from penstock.envs.calls import EnvCall
+from penstock.envs.seeding import seed_generators
 from penstock.samplers.allocation import eval_fn, eval_kwargs
 from penstock.samplers.column_states import StateMessage
 from penstock.samplers.config import SamplerConfig
@@ -234,6 +235,7 @@ class ShardHost:
         # A SerialSampler steps in this process. Another sampler acts here while its workers wait: their CPUs are free.
         limit_threads(1 if issubclass(spec.sampler_cls, SerialSampler) else spec.n_cpus)
         options, plan = spec.options(self._plan), self._plan
+        seed_generators(spec.setup["seed"], plan.env_ranks.start, self._generation)  # as those of a worker
         sampler = spec.sampler_cls(options.pop("env_fn"), **options)
         sampler._generation = self._generation << _GENERATION_BITS
         if spec.seats is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -13,6 +14,7 @@ from gymnasium.spaces import Box
 from penstock.buffers.reports import in_one_line
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seats import AgentId, ParallelView, SeatRank
+from penstock.envs.seeding import seed_generators
 from penstock.errors import SpaceError
 from penstock.games.game_process import spares_kept
 from penstock.workers.control import Phase, Progress
@@ -23,16 +25,35 @@ _log = logging.getLogger("penstock")
 class EnvBuilder:
     """Builds environments and remembers them, so that all are closed, even if start-up fails."""
 
-    def __init__(self, progress: Progress, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> None:
-        self._progress = progress
+    def __init__(
+        self,
+        progress: Progress,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        seeds: Sequence[int] = (),
+    ) -> None:
+        """`seeds`: what the global generators are seeded from; () in the caller's process, where they are not."""
+        self._progress, self._seeds = progress, seeds
+        self.seed_generators()
         self._spaces = {"observation_space": observation_space, "action_space": action_space}
         self._built: list[tuple[int, Any]] = []
+
+    def seed_generators(self, *more: int) -> None:
+        """Seed the global generators, for environments that use them. `more` numbers give other seeds."""
+        self._has_torch = "torch" in sys.modules
+        if self._seeds:
+            seed_generators(*self._seeds, *more)
+
+    def _note(self, context: EnvContext, env: object) -> None:
+        self._built.append((context.env_rank, env))
+        if not self._has_torch and "torch" in sys.modules:  # the environment has imported it
+            self.seed_generators()
 
     def build(self, factory: EnvFactory, context: EnvContext, phase: Phase = Phase.BUILDING) -> Any:
         """One environment. Raises `SpaceError` if it has other spaces than the example environment."""
         self._at(context, phase)
         env = factory(context)
-        self._built.append((context.env_rank, env))
+        self._note(context, env)
         if isinstance(env, ParallelView) and not hasattr(env, "observation_space"):
             raise SpaceError(
                 f"env_fn returned an environment of several agents for env_rank {context.env_rank}, but the example "
@@ -53,7 +74,7 @@ class EnvBuilder:
         `SpaceError` if the new environment has other agents or other spaces."""
         self._at(context, phase)
         env = factory(context)
-        self._built.append((context.env_rank, env))
+        self._note(context, env)
         if not isinstance(env, ParallelView):
             raise SpaceError(
                 f"env_fn returned {env} for env_rank {context.env_rank}, an environment of one agent, and one of "
@@ -81,7 +102,7 @@ class EnvBuilder:
         """One `VectorEnv` of `num_envs` environments, the first of which `context` describes."""
         self._at(context)
         env = factory.batched(num_envs, context)
-        self._built.append((context.env_rank, env))
+        self._note(context, env)
         self._check_spaces(env, context, "single_")
         return env
 

@@ -7,6 +7,8 @@ spawn key. So the streams of the seeds 0 and 1 are independent too.
 from __future__ import annotations
 
 import enum
+import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ class Purpose(enum.IntEnum):
     EPISODE = 6
     SEATING = 7
     EVAL_EPISODE = 8
+    GLOBAL = 9
 
 
 def fresh_seed() -> int:
@@ -35,6 +38,16 @@ def fresh_seed() -> int:
 def stream(seed: int, purpose: Purpose, *key: int) -> np.random.Generator:
     """The generator for `purpose` and `key`; the key usually starts with an env_rank."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(purpose, *key))))
+
+
+def seed_generators(seed: int, *key: int) -> None:
+    """Seed the global generators of this process, a worker: those of `random` and `np.random`, and of torch, if it is
+    imported."""
+    words = np.random.SeedSequence(seed, spawn_key=(Purpose.GLOBAL, *key)).generate_state(4)
+    random.seed(words.tobytes())
+    np.random.seed(words)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(int(words[0]))
 
 
 def episode_seed(seed: int, env_rank: int, episode: int, generation: int = 0) -> int:

@@ -197,6 +197,7 @@ class LoadMessage(StateMessage):
     def answer(self, parts: WorkerParts) -> Any:
         """By env_rank, why the column starts again."""
         collector, refused = parts.collector, dict[int, str]()
+        parts.builder.seed_generators(self.generation)  # not the numbers of the saved run again
         streams = ColumnStreams(parts.seed, parts.plan.env_ranks, self.generation)
         for column, env_rank in enumerate(streams.env_ranks):
             saved = self.columns[env_rank]

@@ -20,7 +20,7 @@ from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import layouts_of
 from penstock.envs.examples import example_of
-from penstock.envs.seeding import Purpose
+from penstock.envs.seeding import Purpose, seed_generators
 from penstock.errors import ConfigError, SamplerBrokenError, WorkerError
 from penstock.samplers.inference_batch import InferenceBatch
 from penstock.samplers.readiness import LockStep, Readiness
@@ -439,6 +439,7 @@ class ServerProgram:
         self._wake = lambda rank: notify(wakers[rank].fd)  # it sleeps: its request has a reply
         self._poll_ms = max(1, round(self.options.heartbeat_seconds * 1000))
         self._worker_cpus = {cpu for plan in self.options.plans for cpu in plan.cpus}
+        seed_generators(self.options.seed, self.options.env_range.first_env_rank, context.plan.worker_rank)
         self._server = InferenceServer(self.options, context.memory)
 
     def idle(self) -> None:

@@ -86,7 +86,14 @@ class SamplerProgram:
             self._batches = [
                 own.bind(public_view(slot, self.config.batch_T)[:, columns]) for slot in self._memory.slots
             ]
-        self._builder = EnvBuilder(self._progress, self.agents[0].observation_space, self.agents[0].action_space)
+        key = self.seed, self.env_range.first_env_rank, self._plan.worker_rank, self._plan.generation
+        # In the main process, the generators belong to the user.
+        self._builder = EnvBuilder(
+            self._progress,
+            self.agents[0].observation_space,
+            self.agents[0].action_space,
+            seeds=() if context.gate is None else key,
+        )
         env_factories, eval_env_factories = context.data
         self._collector: Collector | LockStepCollector
         self._eval_collector: BaseEvalCollector | SeatEvalCollector | None = None

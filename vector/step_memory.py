@@ -78,6 +78,7 @@ class VectorMemory:
             **of_seats,
         )
         rows = NamedMemory(specs, shared=True, purpose=f"a vector environment of {n_rows} environments")
+        rows.arrays.seed[...] = -1
         has_objects = ObjectParts(observation_space) or ObjectParts(action_space)
         return cls(ControlBlock(n_workers, 1, shared=True), rows, Mailbox(), ObjectSlots() if has_objects else None)
 

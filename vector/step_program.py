@@ -25,7 +25,7 @@ from penstock.envs.checks import StepValues, checked_reset, checked_step, reset_
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_cell, write_row
-from penstock.envs.seeding import Purpose
+from penstock.envs.seeding import Purpose, seed_generators
 from penstock.errors import ConfigError, SpaceError
 from penstock.vector.objects import ObjectParts, shared_part
 from penstock.vector.step_memory import VectorMemory, copy_rows
@@ -69,7 +69,9 @@ class VectorProgram:
         memory: VectorMemory = context.memory
         plan, self._progress = context.plan, context.progress
         self._context, self._plan, self._mailbox = context, plan, memory.mailbox
-        self._builder = EnvBuilder(self._progress, self.observation_space, self.action_space)
+        known = int(memory.rows.arrays.seed[plan.columns.start])  # of the last reset, before a replacement
+        seeds = known if known >= 0 else self.build_seeds[0], plan.worker_rank, plan.generation
+        self._builder = EnvBuilder(self._progress, self.observation_space, self.action_space, seeds)
         self._envs = self._build_envs(context.data)
         rows = memory.rows.arrays
         self._rows = own = rows[plan.columns.start : plan.columns.stop]
@@ -137,6 +139,9 @@ class VectorProgram:
         if command.has_message:
             message = pickle.loads(self._mailbox.read())
             if isinstance(message, ResetMessage):
+                seeds = [message.seeds[self._plan.columns[i]] for i in self._with_request()]
+                if given := [seed for seed in seeds if seed is not None]:
+                    seed_generators(given[0], self._plan.worker_rank)
                 self._reset(message)
             else:
                 self._call(message)

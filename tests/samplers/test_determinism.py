@@ -1,5 +1,9 @@
 """One seed, one batch: however the environments are spread over processes, evaluation or not."""
 
+import importlib
+import os
+import random
+import signal
 from functools import partial
 from typing import Any
 
@@ -8,15 +12,27 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import CategoricalPgAgent, ConfigError, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
+from penstock import (
+    AgentStep,
+    AlternatingSampler,
+    AsyncSampler,
+    CategoricalPgAgent,
+    ConfigError,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SerialSampler,
+    TrajInfo,
+)
 from penstock.buffers import Samples
 from penstock.envs import NestedEnv
 from penstock.targets import gae
 
 from .. import support
 from ..models import CartPoleNet
-from ..scale import START_METHODS, methods, pairs, scaled
-from ..support import assert_same
+from ..scale import START_METHODS, methods, pairs, scaled, some
+from ..support import assert_same, sampler_of
 
 CARTPOLE = partial(gym.make, "CartPole-v1")
 PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=30)
@@ -218,3 +234,112 @@ def test_joined_batches_are_one_batch_of_the_same_sampler(dim: Any) -> None:
     parts = zip(*(each.minibatches(3, np.random.default_rng(1)) for each in (joined, whole)), strict=True)
     for one, other in parts:
         assert_same(one.to_dict(), other.to_dict())
+
+
+class Draws(gym.Env[Any, Any]):
+    """Observes one number of each global generator. It imports torch when it is built, as environments do."""
+
+    observation_space, action_space = gym.spaces.Box(0, 1, (3,), np.float64), gym.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.torch = importlib.import_module("torch")
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.observe(), {}
+
+    def step(self, action: Any) -> Any:
+        return self.observe(), 0.0, False, False, {}
+
+    def observe(self) -> Any:
+        return np.array([np.random.rand(), random.random(), self.torch.rand(()).item()])
+
+
+class Dice(RandomAgent):
+    """Acts with torch's global generator."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return AgentStep(torch.randint(10_000, (len(observation),)).numpy())
+
+
+def draws(cls: type[Sampler], **kwargs: Any) -> Any:
+    """The observations of the first batch."""
+    sizes: dict[str, Any] = {"batch_T": 3, "batch_B": 4, "max_decorrelation_steps": 0, **kwargs}
+    seed = sizes.pop("seed", 3)
+    with cls(Draws, **sizes) as sampler:
+        sampler.initialize(RandomAgent(), seed=seed)
+        return sampler.obtain_samples(0)[0].env.observation.numpy().copy()
+
+
+def all_differ(*found: Any) -> bool:
+    """Whether no number of the arrays comes twice."""
+    numbers = np.concatenate([np.ravel(each) for each in found])
+    return len(np.unique(numbers)) == len(numbers)
+
+
+LAYOUTS: list[Any] = [
+    (ParallelSampler, {"n_workers": 3}),
+    (ParallelSampler, {"n_workers": 2, "start_method": "fork"}),
+    (ParallelSampler, {"n_workers": 2, "start_method": "spawn"}),
+    (GpuSampler, {"n_workers": 2, "serve_envs": 0}),
+    (AlternatingSampler, {"n_workers": 2, "server": "process"}),
+    (AsyncSampler, {"n_workers": 2, "n_slots": 2, "lag": 1}),
+]
+
+
+@pytest.mark.parametrize(("cls", "layout"), some(LAYOUTS, 5))
+def test_workers_draw_different_numbers_from_global_generators_and_the_same_in_each_run(cls: Any, layout: Any) -> None:
+    np.random.seed(1), random.seed(1), torch.manual_seed(1)
+    before = np.random.get_state()[1].tolist(), random.getstate(), torch.get_rng_state().tolist()
+    found = draws(cls, **layout)
+    assert all_differ(found, draws(cls, **layout, seed=4))
+    np.testing.assert_array_equal(found, draws(cls, **layout))
+    after = np.random.get_state()[1].tolist(), random.getstate(), torch.get_rng_state().tolist()
+    assert before == after, "the generators of this process are the user's"
+
+
+@pytest.mark.parametrize(("cls", "layout"), [(SerialSampler, {}), (GpuSampler, {"serve_envs": 1, "n_workers": 1})])
+def test_no_sampler_seeds_the_generators_of_its_caller(cls: Any, layout: Any) -> None:
+    np.random.seed(5), random.seed(5), torch.manual_seed(5)
+    found = draws(cls, **layout)[:, -1]
+    np.random.seed(5), random.seed(5), torch.manual_seed(5)
+    n = 4 if cls is SerialSampler else 1  # environments that this process steps
+    wanted = [[np.random.rand(), random.random(), torch.rand(()).item()] for _ in range(4 * n)]
+    np.testing.assert_array_equal(found[:3], np.array(wanted)[n - 1 :: n][:3])
+
+
+def test_a_replaced_worker_and_evaluations_draw_other_numbers() -> None:
+    sizes: dict[str, Any] = {"batch_T": 3, "batch_B": 2, "n_workers": 2, "max_decorrelation_steps": 0}
+    with ParallelSampler(Draws, **sizes, eval_n_envs=2, eval_max_steps=2, on_worker_failure="restart") as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        first = sampler.obtain_samples(0)[0].env.observation.numpy().copy()
+        os.kill(sampler.worker_pids[1], signal.SIGKILL)
+        second = sampler.obtain_samples(1)[0].env.observation.numpy().copy()
+        assert sampler.stats().restarts == 1
+        assert all_differ(first, second)
+        assert all_differ(sampler.call("observe", evaluation=True), sampler.call("observe"), second)
+
+
+def test_a_run_that_continues_draws_other_numbers_than_at_its_start() -> None:
+    sizes: dict[str, Any] = {"batch_T": 3, "batch_B": 2, "n_workers": 2, "max_decorrelation_steps": 0}
+    found, state = [], None
+    for _ in range(2):
+        with ParallelSampler(Draws, **sizes) as sampler:
+            sampler.initialize(RandomAgent(), seed=3)
+            if state is not None:
+                sampler.load_state_dict(state)
+            found.append(sampler.obtain_samples(0)[0].env.observation.numpy().copy())
+            state = sampler.state_dict(env_state="never")
+    assert all_differ(*found)
+
+
+@pytest.mark.parametrize(("cls", "layout"), [(ParallelSampler, {}), (GpuSampler, {"server": "process"})])
+def test_agents_in_workers_and_servers_draw_with_torch_as_the_seed_says(cls: Any, layout: Any) -> None:
+    def actions(seed: int) -> Any:
+        with sampler_of(cls, n_workers=4, **layout) as sampler:
+            sampler.initialize(Dice(), seed=seed)
+            return sampler.obtain_samples(0)[0].agent.action.numpy().copy()
+
+    found = actions(3)
+    assert len(np.unique(found)) > 0.9 * found.size
+    np.testing.assert_array_equal(found, actions(3))
+    assert (found != actions(4)).mean() > 0.9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.envs import CountingEnv, NestedEnv
 from penstock.vector import ShmVectorEnv
 
 from ..envs.space_strategies import any_space
-from ..scale import examples, pairs
+from ..scale import START_METHODS, examples, pairs, scaled
 from ..support import assert_same
 from .vector_support import talkative
 
@@ -135,3 +136,33 @@ def test_split_step() -> None:
         assert observation[:, 1].tolist() == [0, 0]
         assert infos == {}
         assert envs.step(np.zeros(2, int))[1].tolist() == [1, 1]
+
+
+class Draws(gym.Env[Any, Any]):
+    """Observes two numbers of numpy's global generator."""
+
+    observation_space, action_space = spaces.Box(0, 1, (2,), np.float64), spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.random.rand(2), {}
+
+    def step(self, action: Any) -> Any:
+        return np.random.rand(2), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("context", scaled(START_METHODS, ("forkserver", "fork")))
+def test_workers_draw_other_numbers_from_global_generators_and_with_a_seed_the_same_again(context: Any) -> None:
+    def seeded(envs: ShmVectorEnv, seed: int) -> Any:
+        return np.stack([envs.reset(seed=seed)[0], envs.step(np.zeros(4, int))[0]])
+
+    with ShmVectorEnv([Draws] * 4, in_series=2, context=context, on_worker_failure="restart") as envs:
+        unseeded = envs.reset()[0]
+        found = seeded(envs, 5)
+        np.testing.assert_array_equal(found, seeded(envs, 5))
+        os.kill(envs.worker_pids[1], signal.SIGKILL)
+        envs.step(np.zeros(4, int))  # is truncated in the new worker
+        others = np.stack([seeded(envs, 6), [envs.step(np.zeros(4, int))[0] for _ in range(2)]])
+    with ShmVectorEnv([Draws] * 4, in_series=2, context=context) as envs:
+        numbers = np.concatenate([unseeded.ravel(), found.ravel(), others.ravel(), envs.reset()[0].ravel()])
+        assert len(np.unique(numbers)) == len(numbers)
+        np.testing.assert_array_equal(found, seeded(envs, 5))
