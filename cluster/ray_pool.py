@@ -455,7 +455,7 @@ class ShardPool:
         try:
             with sigint.deferred():
                 if not self._have_ended:
-                    self._end_shards(_CLOSE_BROKEN_SECONDS if broken else _CLOSE_SECONDS)
+                    self._end_shards(_CLOSE_BROKEN_SECONDS if broken else _CLOSE_SECONDS + self._config.close_timeout)
                     self._have_ended = True
                 if not self.is_closed and await_call():
                     self._resources.close()

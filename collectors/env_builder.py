@@ -16,6 +16,7 @@ from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seats import AgentId, ParallelView, SeatRank
 from penstock.envs.seeding import seed_generators
 from penstock.errors import SpaceError
+from penstock.games import game_process
 from penstock.games.game_process import spares_kept
 from penstock.workers.control import Phase, Progress
 
@@ -132,14 +133,16 @@ class EnvBuilder:
     def close(self) -> None:
         """Close every environment that was built, then raise the first exception."""
         failed: tuple[int, BaseException] | None = None
-        self._progress.enter(Phase.CLOSING)
+        game_process.on_stop = self._progress.announce
         while self._built:
             env_rank, env = self._built.pop()
             self._progress.at_env(env_rank)
+            self._progress.enter(Phase.CLOSING)  # a heartbeat for each: see `close_timeout`
             try:
                 env.close()
             except BaseException as error:  # SystemExit too: the others must be closed
                 failed = failed or (env_rank, error)
+        game_process.on_stop = None
         if failed is not None:
             self._progress.at_env(failed[0])
             raise failed[1]

@@ -90,6 +90,10 @@ _spares: dict[Any, _Spares] = {}
 os.register_at_fork(after_in_child=_spares.clear)
 
 
+#: A worker that closes its environments is told here how many seconds the end of a game may take.
+on_stop: Callable[[float], None] | None = None
+
+
 @contextmanager
 def spares_kept() -> Iterator[None]:
     """Inside, an environment may be closed before another takes its place: the games in reserve stay."""
@@ -515,6 +519,8 @@ class GameProcess:
         """End the game that runs."""
         if self._run.process is None:
             return
+        if on_stop is not None:
+            on_stop(3 * self._stop_timeout)  # see `close`
         try:
             if self._quit is not None and not self.exit_text():
                 self._ask_to_quit(self._quit)

@@ -136,6 +136,7 @@ class SamplerOptions(TypedDict, total=False):
     start_method: StartMethod
     step_timeout: float | None
     start_timeout: float
+    close_timeout: float
     on_worker_failure: OnWorkerFailure
     max_restarts: int
     restart_window: float
@@ -177,6 +178,7 @@ class SamplerConfig:
     start_method: StartMethod = "forkserver"
     step_timeout: float | None = None
     start_timeout: float = 120.0
+    close_timeout: float = 10.0
     on_worker_failure: OnWorkerFailure = "raise"
     max_restarts: int = 3
     restart_window: float = 60.0
@@ -213,7 +215,7 @@ class SamplerConfig:
         for name in ("n_workers", "eval_max_trajectories", "eval_episodes"):
             if getattr(self, name) is not None:
                 self._put(name, integer(name, getattr(self, name), 1))
-        for name in ("step_timeout", "start_timeout", "restart_window"):
+        for name in ("step_timeout", "start_timeout", "close_timeout", "restart_window"):
             if name != "step_timeout" or self.step_timeout is not None:
                 self._put(name, seconds(name, getattr(self, name)))
         for name in ("record_final_obs", "global_state", "flatten_wrappers", "check_finite", "debug", "seed_episodes"):

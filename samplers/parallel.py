@@ -75,6 +75,7 @@ def pool_options(
         start_method=config.start_method,
         step_timeout=config.step_timeout,
         start_timeout=config.start_timeout,
+        close_timeout=config.close_timeout,
         max_restarts=config.max_restarts if config.on_worker_failure == "restart" else 0,
         restart_window=config.restart_window,
         spin_seconds=spin_seconds,

@@ -114,6 +114,7 @@ class Sampler(TakesEnvFn, ABC):
             `WorkerTimeoutError`; None waits for ever, as long as the worker lives.
         start_timeout: the same, while environments are built, are reset for the first time, and make the random steps
             before the first batch (`max_decorrelation_steps`).
+        close_timeout: seconds that the `close` of each environment may take in `shutdown`. Then its worker is killed.
         on_worker_failure: "raise" breaks the sampler when a worker raises, dies or hangs. "restart" replaces the
             worker: the new one builds its environments again, with new but reproducible random streams, and collects
             its columns of the running batch again from the first step. No other column is touched.
@@ -832,9 +833,11 @@ class Sampler(TakesEnvFn, ABC):
         """End the workers, and close everything: processes, descriptors, claims. It raises no error. It may be called
         twice, and from any thread.
 
-        The last samples stay readable. A worker that does not exit within about two seconds is killed and named in a
-        `RuntimeWarning`. A call that another thread runs raises `SamplerClosedError`. If this call is in the user's
-        code (a step in the main process, for example), it closes the rest when that code returns.
+        The last samples stay readable. This waits for environments to close, see `close_timeout`; Ctrl-C ends the wait.
+        A worker that takes longer, or about two seconds for anything else, is killed and named in a `RuntimeWarning`.
+        After a failure, environments have less than a second to close. A call that another thread runs raises
+        `SamplerClosedError`. If this call is in the user's code (a step in the main process, for example), it closes
+        the rest when that code returns.
         """
         self._guard.close()
 

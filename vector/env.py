@@ -92,7 +92,7 @@ class ShmVectorEnv(CallsOnEnvs):
             allowed.
         spaces: `(observation_space, action_space)` of the environments. Then none is built in the main process to read
             them. `spec` and `render_mode` are None then, and `metadata` has little more than the autoreset mode.
-        affinity, step_timeout, start_timeout, max_restarts, restart_window: as in the samplers; see
+        affinity, step_timeout, start_timeout, close_timeout, max_restarts, restart_window: as in the samplers; see
             `ParallelSampler`, and `affinity` of its `initialize`.
         on_worker_failure: "raise" breaks the vector environment when a worker raises, dies or hangs. "restart"
             replaces the worker. The next step of each of its environments is then `truncated`, with the last
@@ -136,6 +136,7 @@ class ShmVectorEnv(CallsOnEnvs):
         affinity: Affinity | Sequence[int | Sequence[int]] | None = None,
         step_timeout: float | None = None,
         start_timeout: float = 120.0,
+        close_timeout: float = 10.0,
         on_worker_failure: OnWorkerFailure = "raise",
         max_restarts: int = 3,
         restart_window: float = 60.0,
@@ -156,7 +157,9 @@ class ShmVectorEnv(CallsOnEnvs):
         self._is_batched, self._n_envs = unit > 0, int(num_envs or len(factories))
         self.copy = true_or_false("copy", copy)
         check_finite = true_or_false("check_finite", check_finite)
-        options = as_options(context, step_timeout, start_timeout, on_worker_failure, max_restarts, restart_window)
+        options = as_options(
+            context, step_timeout, start_timeout, close_timeout, on_worker_failure, max_restarts, restart_window
+        )
         with marked:
             seats = self._read_spaces(factories, checked_spaces(spaces), autoreset_mode, unit)
         if seats is None:
@@ -466,8 +469,8 @@ class ShmVectorEnv(CallsOnEnvs):
         return self._workers.restarts.total
 
     def close_extras(self, **kwargs: object) -> None:
-        """End the workers. It takes at most about 2.5 s and raises no error. A worker that must be killed is named in a
-        `RuntimeWarning`."""
+        """End the workers. It takes at most about 2.5 s, and longer only while environments close (`close_timeout`;
+        Ctrl-C ends the wait). It raises no error. A worker that must be killed is named in a `RuntimeWarning`."""
         self._guard.close()
 
     @property

@@ -133,6 +133,10 @@ class Progress:
         self.words[HEARTBEAT] = now
         return now
 
+    def announce(self, seconds: float) -> None:
+        """What runs now may take this long: the heartbeat is in the future."""
+        self.words[HEARTBEAT] = time.monotonic_ns() + int(seconds * 1e9)
+
     def at_env(self, env_rank: int) -> None:
         """Note which environment is in use."""
         self.words[ENV_RANK] = env_rank

@@ -33,6 +33,7 @@ _CHECKS_PER_LIMIT = 20  # how often progress is checked within one limit
 _CHECK_SECONDS = 0.25  # the longest time between two checks, if there is a limit
 _DEATH_CHECK_SECONDS = 0.1  # spinning does not notice deaths: poll at least this often
 _GATHER_SECONDS = 0.001  # how long to wait after a death for others that have the same cause
+_INTERRUPT_SECONDS = 0.1  # how soon Ctrl-C ends the wait for workers that close environments
 _TERMINATE_SECONDS = 0.3  # how long to wait after SIGTERM
 _KILL_SECONDS = 0.5  # how long to wait after SIGKILL
 _DYING_SECONDS = 0.5  # how long to wait for a process that is known to be dying
@@ -177,8 +178,25 @@ class Monitor:
                     alive.remove(handle)
         return alive
 
-    def end_workers(self, handles: Sequence[WorkerHandle], patience: float) -> tuple[list[str], list[WorkerFailure]]:
-        """Ask these workers to exit, wait, terminate, kill, and reap them.
+    def _await_exits(
+        self, handles: Sequence[WorkerHandle], patience: float, close_timeout: float | None
+    ) -> list[WorkerHandle]:
+        """As `await_deaths`, and longer while workers close environments, if no single one takes `close_timeout`
+        seconds. Ctrl-C ends this wait. With None it is as short as for other workers."""
+        limits = {} if close_timeout is None else {Phase.CLOSING: close_timeout, Phase.CLOSED: patience}
+        ends, alive = time.monotonic() + patience, list(handles)
+        while alive and not (limits and sigint.is_pending()):
+            rows = [self._control.snapshot(handle.rank) for handle in alive]
+            latest = max([ends, *(row.heartbeat + limits[row.phase] for row in rows if row.phase in limits)])
+            if (left := latest - time.monotonic()) <= 0:
+                break
+            alive = self.await_deaths(alive, min(left, _INTERRUPT_SECONDS))
+        return alive
+
+    def end_workers(
+        self, handles: Sequence[WorkerHandle], patience: float, close_timeout: float | None
+    ) -> tuple[list[str], list[WorkerFailure]]:
+        """Ask these workers to exit, wait as `_await_exits` does, terminate, kill, and reap them.
 
         Returns a text for each worker that did not exit well, and the workers that something else has killed, if no
         wait has reported them.
@@ -187,7 +205,8 @@ class Monitor:
         new, forced = [handle for handle in handles if not handle.is_reaped], dict[int, WorkerStatus]()
         for handle in new:
             notify(handle.gate.go.writer.fd)  # a worker that sleeps sees then that it must quit
-        alive = self.await_deaths(new, patience)
+        alive = self._await_exits(new, patience, close_timeout)
+        limit = "" if close_timeout is None or sigint.is_pending() else f" (close_timeout={close_timeout:g})"
         for handle in alive:
             forced[handle.rank] = self.status(handle)
         for sig, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
@@ -200,7 +219,8 @@ class Monitor:
             status = self.status(handle)
             failure = WorkerFailure(status, exitcode, self._reports.read(handle.rank))
             if handle.rank in forced:
-                complaints.append(f"{forced[handle.rank]} did not exit while {status.doing} and was killed")
+                why = limit if status.progress.phase is Phase.CLOSING else ""
+                complaints.append(f"{forced[handle.rank]} did not exit while {status.doing} and was killed{why}")
                 continue
             if handle in new and exitcode is not None and exitcode < 0:
                 killed.append(failure)

@@ -63,6 +63,7 @@ class PoolOptions:
     start_timeout: float  #: the limit during the start
     max_restarts: int  #: within `restart_window` seconds; 0: failed workers are not replaced
     restart_window: float
+    close_timeout: float = 10.0  #: how many seconds the `close` of one environment may take
     spin_seconds: float = SPIN_SECONDS  #: how long the main process and the workers spin before they sleep
     preload: Sequence[str] = ()  #: modules that the supervisor imports once, so that workers start faster
     keeps_messages: bool = False  #: keep the messages of a dead worker even if it has not completed its command

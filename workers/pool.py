@@ -32,7 +32,7 @@ from penstock.workers.stacks import StackFile
 
 _log = logging.getLogger("penstock")
 
-_EXIT_SECONDS = 1.5  # how long workers may take to end their step and close their environments
+_EXIT_SECONDS = 1.5  # how long workers may take to end their step; see `close_timeout` for what follows
 _EXIT_BROKEN_SECONDS = 0.3  # shorter after a failure: the user waits for the error
 
 
@@ -461,7 +461,8 @@ class WorkerPool:
     def close(self, *, broken: bool = False, await_call: Callable[[], bool] | None = None) -> list[WorkerFailure]:
         """Close everything: tell every worker to exit, wait, terminate, kill; then close the resources.
 
-        It takes about 2.5 s at most and raises no error. It may be called twice. One warning names the workers
+        It takes about 2.5 s at most, and longer only while workers close environments (`close_timeout`; not if the pool
+        is `broken`). It raises no error. It may be called twice. One warning names the workers
         that had to be killed and those whose `env.close` raised, unless the pool is `broken`. Returns the workers that
         something else has killed, if no wait has reported them.
 
@@ -498,7 +499,8 @@ class WorkerPool:
         """End all workers, and warn if one did not exit well. Returns as `close` does."""
         self._lookout.stop()
         patience = _EXIT_BROKEN_SECONDS if broken else _EXIT_SECONDS
-        complaints, killed = self._monitor.end_workers(self.handles, patience)
+        close_timeout = None if broken else self._options.close_timeout
+        complaints, killed = self._monitor.end_workers(self.handles, patience, close_timeout)
         if complaints and not broken:
             warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=5)
         return killed

@@ -15,12 +15,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock import ConfigError, GameError
+from penstock import ConfigError, GameError, ParallelSampler, RandomAgent
+from penstock.envs import CountingEnv
 from penstock.games import GameProcess
 from penstock.ports import leases
 from penstock.workers import claims
@@ -525,3 +527,28 @@ def test_many_starts_at_once_with_only_20_spare_ports() -> None:
     finally:
         for own in games:
             own.close()
+
+
+class Saves(CountingEnv):
+    """Its game saves for longer than a worker usually has to exit."""
+
+    def __init__(self, saved: Path) -> None:
+        super().__init__()
+
+        def save(own: GameProcess) -> None:
+            time.sleep(2)
+            saved.touch()
+            own.kill()
+
+        self.game = GameProcess(["sleep", "1000"], ports=0, ready=lambda ports: True, quit=save, stop_timeout=30)
+
+    def close(self) -> None:
+        self.game.close()
+
+
+def test_a_game_may_save_in_a_worker_as_long_as_its_stop_timeout_says(tmp_path: Path) -> None:
+    saved, example = tmp_path / "saved", CountingEnv()
+    spaces = example.observation_space, example.action_space
+    with ParallelSampler(partial(Saves, saved), batch_T=1, batch_B=1, spaces=spaces, close_timeout=0.1) as sampler:
+        sampler.initialize(RandomAgent())
+    assert saved.exists()

@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import os
+import signal
 import threading
 import time
 import warnings
@@ -21,9 +23,11 @@ from penstock import (
     SamplerState,
     SerialSampler,
     TrajInfo,
+    WorkerError,
 )
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import Fault, faulty_env
+from penstock.vector import ShmVectorEnv
 
 from .. import support
 from ..scale import START_METHODS, methods, pairs, scaled
@@ -160,7 +164,7 @@ HANGS = scaled(["hang", "hold the gil", "spin", "stop"], ["hang", "hold the gil"
 @pytest.mark.parametrize("how", HANGS)
 def test_with_an_environment_whose_close_hangs(how: str, tmp_path: Path) -> None:
     notebook = Notebook(tmp_path)
-    sampler = sampler_of([CountingEnv] * 3 + [faulty_env(CountingEnv, notebook.fault(how), "close")])
+    sampler = sampler_of([CountingEnv] * 3 + [faulty_env(CountingEnv, notebook.fault(how), "close")], close_timeout=0.2)
     sampler.initialize(RandomAgent())
     sampler.obtain_samples(0)
     (complaint,) = close(sampler, "with a close that hangs")
@@ -170,11 +174,77 @@ def test_with_an_environment_whose_close_hangs(how: str, tmp_path: Path) -> None
 
 def test_all_environments_hang_in_close() -> None:
     sampler = sampler_of(
-        [CountingEnv] + [faulty_env(CountingEnv, Fault("hold the gil"), "close")] * 7, batch_B=8, n_workers=8
+        [CountingEnv] + [faulty_env(CountingEnv, Fault("hold the gil"), "close")] * 7,
+        batch_B=8,
+        n_workers=8,
+        close_timeout=0.2,
     )
     sampler.initialize(RandomAgent())
     (complaint,) = close(sampler, "with a close that hangs")
     assert complaint.count("did not exit while closing") == 7
+
+
+class Leaves(CountingEnv):
+    """Its close takes some seconds, then writes a file. At the beginning it writes another one."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        super().__init__()
+        self.folder, self.seconds = folder, seconds
+
+    def close(self) -> None:
+        mark = f"{os.getpid()}-{id(self)}"
+        (self.folder / f"closing-{mark}").touch()
+        time.sleep(self.seconds)
+        (self.folder / f"closed-{mark}").touch()
+
+
+SPACES = CountingEnv().observation_space, CountingEnv().action_space
+
+
+@pytest.mark.parametrize("is_vector", [False, True])
+def test_each_environment_has_its_time_to_close(is_vector: bool, tmp_path: Path) -> None:
+    fn = functools.partial(Leaves, tmp_path, 0.6)
+    if is_vector:
+        envs = ShmVectorEnv([fn] * 4, spaces=SPACES, in_series=4, close_timeout=1.2)
+        envs.reset()
+        envs.close()
+    else:
+        with sampler_of(fn, spaces=SPACES, n_workers=1, close_timeout=1.2) as sampler:
+            sampler.initialize(RandomAgent())
+            sampler.obtain_samples(0)
+    assert len(list(tmp_path.glob("closed-*"))) == 4, "2.4 s in all, half of the limit for each"
+
+
+def test_ctrl_c_ends_the_time_to_close(tmp_path: Path) -> None:
+    sampler = sampler_of(Leaves, env_kwargs={"folder": tmp_path, "seconds": 600}, spaces=SPACES, close_timeout=300)
+    sampler.initialize(RandomAgent())
+    pids = sampler.worker_pids
+
+    def press() -> None:
+        until(lambda: len(list(tmp_path.glob("closing-*"))) == 2, "the close of both workers")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), pytest.warns(RuntimeWarning, match="while closing") as caught:
+        sampler.shutdown()
+    note("shutdown, ended by Ctrl-C, s", time.monotonic() - began, 30)
+    thread.join()
+    assert "close_timeout" not in str(caught[0].message)
+    assert not any(map(psutil.pid_exists, pids))
+    assert sampler.state is SamplerState.CLOSED
+
+
+def test_after_a_failure_there_is_little_time_to_close(tmp_path: Path) -> None:
+    fns = [functools.partial(Leaves, tmp_path, 600), faulty_env(CountingEnv, Fault("raise"), "step")]
+    sampler = sampler_of(fns, batch_B=2, spaces=SPACES, close_timeout=300)
+    sampler.initialize(RandomAgent())
+    began = time.monotonic()
+    with pytest.raises(WorkerError):
+        sampler.obtain_samples(0)
+    note("shutdown, after a failure, s", time.monotonic() - began, CLOSE_SECONDS)
+    assert close(sampler, "after an error") == []
 
 
 def test_a_stopped_worker_does_not_keep_it() -> None:

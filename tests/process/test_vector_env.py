@@ -214,7 +214,7 @@ def test_a_close_that_raises_warns_and_one_that_hangs_is_bounded() -> None:
     envs = make("close", Fault("raise", spare_pid=os.getpid()))
     with pytest.warns(RuntimeWarning, match="InjectedFault.*while closing env_rank 3"):
         envs.close()
-    envs = make("close", Fault("hang", spare_pid=os.getpid()))
+    envs = make("close", Fault("hang", spare_pid=os.getpid()), close_timeout=0.2)
     began = time.monotonic()
     with pytest.warns(RuntimeWarning, match="did not exit while closing env_rank 3 and was killed"):
         envs.close()

@@ -4,6 +4,7 @@ import os
 import re
 import time
 import traceback
+from functools import partial
 from typing import Any
 
 import psutil
@@ -229,11 +230,12 @@ def test_an_exception_in_close_is_one_warning(cls: type[Sampler]) -> None:
 
 
 def test_a_hanging_close_is_ended_and_named() -> None:
-    sampler = crashing(where="close", how="hang")
+    fns = [CountingEnv] * 3 + [partial(CrashingEnv, "close", "hang", spare_pid=os.getpid())]
+    sampler = sampler_of(ParallelSampler, fns, close_timeout=0.2)
     sampler.initialize(RandomAgent())
     began = time.monotonic()
     with pytest.warns(
-        RuntimeWarning, match=r"worker 1 .* did not exit while closing env_rank 3 and was killed"
+        RuntimeWarning, match=r"worker 1 .* did not exit while closing env_rank 3 and was killed \(close_timeout=0.2\)"
     ) as caught:
         sampler.shutdown()
     assert time.monotonic() - began < 5
