@@ -175,8 +175,8 @@ class Collector(MadeByWorker, ABC):
         rewards: list[float] = []
         if episodes is not None:
             episodes.plan_steps(b, rows if mask is None else None, n)
-        envs.enter(Phase.DECORRELATING, b)
         for action in envs.split_actions(rows) if mask is None else _legal_actions(envs, b, mask, rows):
+            self.progress.begin_random_step(envs.env_ranks[b])
             if on_step is not None:  # copies, because the environment may reuse its observation and action
                 before, given = snapshot(envs.observations[b]), snapshot(action)
             if episodes is not None:
@@ -192,7 +192,6 @@ class Collector(MadeByWorker, ABC):
                 rewards.clear()
                 envs.reset_one(b)
                 envs.check_observation(b)
-                envs.enter(Phase.DECORRELATING, b)
         tracker.preload(b, rewards)
         self._episode_start[b] = not rewards
         if rewards:

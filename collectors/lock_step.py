@@ -300,8 +300,7 @@ class LockStepCollector:
         """Step environment e by 0 to `max_decorrelation_steps` random joint actions."""
         games, totals, rewards = self.games, list[float](), dict[Place, list[float]]()
         for _ in range(int(rng.integers(0, self._max_steps + 1))):
-            self.progress.at_env(games.env_ranks[e])
-            self.progress.enter(Phase.DECORRELATING)
+            self.progress.begin_random_step(games.env_ranks[e])
             for desk, by_env in zip(self.desks, self._columns, strict=True):
                 desk.draw_actions(rng, by_env.get(e, ()))
             acted = games.acting(e)

@@ -596,8 +596,7 @@ class TurnCollector(LockStepCollector):
         games.begin_rows()
         games.counts_games = False  # a game that ends here is in no record
         for _ in range(int(rng.integers(0, self._max_steps + 1))):
-            self.progress.at_env(games.env_ranks[e])
-            self.progress.enter(Phase.DECORRELATING)
+            self.progress.begin_random_step(games.env_ranks[e])
             place = games.waits[e]
             assert place is not None
             columns, column = place

@@ -112,8 +112,8 @@ class Sampler(TakesEnvFn, ABC):
         start_method: "forkserver", "spawn" or "fork".
         step_timeout: seconds that a worker may make no progress (an environment step, a reset, an agent step) before
             `WorkerTimeoutError`; None waits for ever, as long as the worker lives.
-        start_timeout: the same, while environments are built, are reset for the first time, and make the random steps
-            before the first batch (`max_decorrelation_steps`).
+        start_timeout: the same, while environments are built and are reset for the first time. Without `step_timeout`,
+            also for each of the random steps before the first batch.
         close_timeout: seconds that the `close` of each environment may take in `shutdown`. Then its worker is killed.
         on_worker_failure: "raise" breaks the sampler when a worker raises, dies or hangs. "restart" replaces the
             worker: the new one builds its environments again, with new but reproducible random streams, and collects

@@ -58,6 +58,7 @@ PHASE, T, ENV_RANK, HEARTBEAT, BEGUN, ARRIVED, OFFERED, BATCHES = range(8)
 STEPPING, ACTING, RESETTING, WAITING, STEPS, REQUESTED, VERSION, ASLEEP = range(8, 16)
 # OFFERED: the opening of the gate for which the step buffer has the first inputs. The other words: see `Progress`.
 BETWEEN_BATCHES = -2  # the word T while no batch runs. -1: the command has not begun its first time step
+BEFORE_BATCHES = -3  # the word T from the first random step before the first batch on
 RING = 8  # commands that may be open at once
 ROW_WORDS = 16  # 128 bytes: two workers never write to the same pair of cache lines
 KIND_BITS = 2  # number and kind of a request are in one word, so that one store publishes both
@@ -154,6 +155,11 @@ class Progress:
         words = self.words
         words[PHASE] = _IS_STEPPING
         self._stamps[2 * t + 1] = words[HEARTBEAT] = time.monotonic_ns()
+
+    def begin_random_step(self, env_rank: int) -> None:
+        """A random step of this environment comes next, before the first batch."""
+        self.words[ENV_RANK], self.words[T] = env_rank, BEFORE_BATCHES
+        self.enter(Phase.DECORRELATING)
 
     def begin_row(self, t: int) -> int:
         """As `begin_acting`, outside a batch: the timeline stays as it is. Returns `time.monotonic_ns()`."""

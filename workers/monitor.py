@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from penstock.buffers.ordering import fence, full_fence
 from penstock.buffers.reports import ReportBoard
 from penstock.workers import sigint
-from penstock.workers.control import AWAKE, FOR_ANY, ControlBlock, Phase, ProgressSnapshot
+from penstock.workers.control import AWAKE, BEFORE_BATCHES, FOR_ANY, ControlBlock, Phase, ProgressSnapshot
 from penstock.workers.failures import WorkerFailure, WorkerStatus
 from penstock.workers.gates import WakeUp, clear, notify
 from penstock.workers.handle import WorkerHandle
@@ -278,8 +278,10 @@ class Monitor:
         self._set_next_check()
         overdue = []
         for rank in ranks:
-            is_renewing = self._control.snapshot(rank).phase is Phase.RENEWING
-            name = "start_timeout" if is_renewing or rank in self._starting else "step_timeout"
+            row = self._control.snapshot(rank)
+            is_stepping = row.t == BEFORE_BATCHES and row.phase is not Phase.BUILDING and self._options.step_timeout
+            is_starting = rank in self._starting and not is_stepping
+            name = "start_timeout" if row.phase is Phase.RENEWING or is_starting else "step_timeout"
             limit = getattr(self._options, name)
             silence = self._silence(rank, now)
             if limit is None:

@@ -24,10 +24,14 @@ from penstock import (
     WorkerError,
     WorkerTimeoutError,
 )
-from penstock.envs import CountingEnv, CrashingEnv
+from penstock.envs import CountingEnv, CrashingEnv, SlowEnv
+from penstock.envs.toy import ScriptedGame
+from penstock.testing import Fault
+from penstock.testing.faults import Trigger
 
 from ..scale import with_start_methods
 from ..support import BOUND, sampler_of
+from ..turns_support import TurnGame
 
 pytestmark = pytest.mark.slow
 
@@ -259,3 +263,39 @@ def test_what_an_environment_started_dies_with_its_worker() -> None:
         with pytest.raises(WorkerDiedError):
             sampler.obtain_samples(0)
     assert psutil.wait_procs(children, BOUND)[1] == []
+
+
+def _stuck(game: Any) -> Any:
+    """The game, of which the third step in a worker never ends."""
+
+    class Stuck(game):  # type: ignore[misc]
+        trigger = Trigger(Fault("hang", at=3, spare_pid=os.getpid()))
+
+        def step(self, *actions: Any) -> Any:
+            self.trigger.call()
+            return super().step(*actions)
+
+    return Stuck
+
+
+@pytest.mark.parametrize("kind", ["step", "reset", "seats", "turns"])
+def test_step_timeout_counts_from_the_first_random_step_on(kind: str) -> None:
+    fns = {"seats": _stuck(ScriptedGame), "turns": _stuck(TurnGame)}
+    env_fn = fns.get(kind) or partial(CrashingEnv, kind, "hang", at=3, spare_pid=os.getpid())
+    limits = {"step_timeout": 0.4, "start_timeout": 60, "on_worker_failure": "restart", "max_restarts": 1}
+    began = time.monotonic()
+    with (
+        ParallelSampler(env_fn, batch_T=4, batch_B=1, max_decorrelation_steps=1000, **limits) as sampler,
+        # The worker that replaces the first one hangs too.
+        pytest.raises(WorkerTimeoutError, match=r"\(step_timeout=0.4\) while .* \(start-up\)"),
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+    assert time.monotonic() - began < 30
+
+
+def test_each_random_step_has_its_own_time() -> None:
+    env = partial(SlowEnv, 0.02, length=1000)
+    with sampler_of(ParallelSampler, env, max_decorrelation_steps=80, step_timeout=0.4) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+    assert samples.env.observation[0, :, 1].max() > 20, "more than the limit in all"
