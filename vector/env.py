@@ -475,7 +475,7 @@ class ShmVectorEnv(CallsOnEnvs):
 
     @property
     def worker_pids(self) -> list[int]:
-        """The process ids of the workers, by rank. Empty when they have ended."""
+        """The process ids of the workers, by rank, without those that have ended."""
         return self._workers.pids
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import select
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,13 @@ class WorkerHandle:
             self.process.join(_REAP_SECONDS)
             self.is_reaped = True
         return self.process.exitcode
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has exited. The supervisor collects its exit code at once."""
+        poll = select.poll()
+        poll.register(self.death_fd, select.POLLIN)
+        return self.is_reaped or bool(poll.poll(0))
 
     @property
     def is_stopped(self) -> bool:

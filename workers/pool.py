@@ -197,9 +197,9 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the workers by rank, then that of the inference server if it is a process. Empty when they
-        have ended: the system may give these numbers to other processes."""
-        return [] if self._have_ended else [handle.pid for handle in self.handles]
+        """The process ids of the workers by rank, then that of the inference server if it is a process. Without those
+        that have ended: the system may give these numbers to other processes."""
+        return [] if self._have_ended else [handle.pid for handle in self.handles if not handle.has_ended]
 
     def statuses(self) -> list[WorkerStatus]:
         """What every worker is doing now."""

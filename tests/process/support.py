@@ -165,6 +165,11 @@ def killer() -> Iterator[Killer]:
             raise
 
 
+def pid_of(sampler: Any, rank: int) -> int:
+    """The process of this worker, also if it has just ended."""
+    return int(sampler._pool.handles[rank].pid)
+
+
 def generator(*key: object) -> random.Random:
     """Seeded, so that the moments are the same in each run."""
     return random.Random(repr(key))

@@ -30,7 +30,19 @@ from penstock.testing import InjectedFault, faulty_env
 
 from ..scale import FULL, pairs, scaled
 from ..support import BOUND, until
-from .support import ERROR_SECONDS, SLACK, Notebook, Script, check_counting, generator, gone_after, killer, note, pause
+from .support import (
+    ERROR_SECONDS,
+    SLACK,
+    Notebook,
+    Script,
+    check_counting,
+    generator,
+    gone_after,
+    killer,
+    note,
+    pause,
+    pid_of,
+)
 
 N_WORKERS, B, T = 3, 6, 16
 LOG_SECONDS = 0.2 * SLACK
@@ -79,7 +91,7 @@ def test_a_worker_killed_at_a_random_moment(
             with sampler_of(server=server, traj_info_cls=traj_info_cls, eval_n_envs=3, eval_max_steps=60) as sampler:
                 begin(sampler)
                 rank = rng.randrange(N_WORKERS)
-                kill.kill([sampler.worker_pids[rank]], rng.uniform(0, 0.03))
+                kill.kill([pid_of(sampler, rank)], rng.uniform(0, 0.03))
                 error, began, when = _work_until_it_breaks(sampler, calls[i % 4], kill.when)
                 seen = time.monotonic()
             assert isinstance(error, WorkerDiedError)
@@ -268,7 +280,7 @@ def test_a_replacement_collects_the_interrupted_batch_again(server: Any, traj_in
         begin(sampler)
         itr = 0
         for n_kills in range(1, wanted + 1):
-            kill.kill([sampler.worker_pids[rng.randrange(N_WORKERS)]], rng.uniform(0, 0.02))
+            kill.kill([pid_of(sampler, rng.randrange(N_WORKERS))], rng.uniform(0, 0.02))
             deadline = time.monotonic() + BOUND
             while sampler.stats().restarts < n_kills:
                 assert time.monotonic() < deadline

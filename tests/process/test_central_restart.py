@@ -31,7 +31,7 @@ from penstock.testing import DelegatingAgent, Fault, faulty_env, faulty_eval_col
 from ..models import Gru, Net
 from ..scale import methods, pairs, scaled, some
 from ..support import assert_same, until
-from .support import Notebook, check_counting, generator, killer
+from .support import Notebook, check_counting, generator, killer, pid_of
 from .test_main_process import Interrupts
 
 cloudpickle.register_pickle_by_value(sys.modules[Interrupts.__module__])
@@ -120,7 +120,7 @@ def test_what_is_redone_is_complete_and_valid_wherever_it_was_cut(mode: str, sta
         sampler.initialize(RandomAgent(), seed=5)
         itr = 0
         for wanted in range(1, scaled(30, 3) + 1):
-            kill.kill([rng.choice(sampler.worker_pids[: sampler.n_workers])], rng.uniform(0, 0.02))
+            kill.kill([pid_of(sampler, rng.randrange(sampler.n_workers))], rng.uniform(0, 0.02))
             while sampler.stats().restarts < wanted:
                 samples, infos = sampler.obtain_samples(itr)
                 check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)

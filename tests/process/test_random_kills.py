@@ -18,7 +18,7 @@ from penstock.envs import CountingEnv
 from penstock.workers.supervisor import SupervisedProcess, Supervisor
 
 from ..scale import FULL, START_METHODS, scaled, with_start_methods
-from .support import ERROR_SECONDS, SLACK, Killer, WithChildren, generator, gone_after, killer, note
+from .support import ERROR_SECONDS, SLACK, Killer, WithChildren, generator, gone_after, killer, note, pid_of
 
 KILLS = scaled({"fork": 200, "forkserver": 200, "spawn": 200}, {"fork": 4, "forkserver": 6})
 MEDIAN_SECONDS = 0.020 * (1 if FULL else 10)  # beyond what processes like the workers take to die without penstock
@@ -105,7 +105,7 @@ def _kill_one(kill: Killer, rng: Any, start_method: str, traj_info_cls: type[Tra
     with sampler_of(start_method, traj_info_cls=traj_info_cls) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         rank = rng.randrange(3)
-        pid = sampler.worker_pids[rank]
+        pid = pid_of(sampler, rank)
         kill.kill([pid], rng.uniform(0, LONGEST_DELAY))
         error, seen = work_until_it_breaks(sampler)
         latency = seen - kill.when()

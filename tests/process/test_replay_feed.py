@@ -21,7 +21,7 @@ from penstock.replays import Ratio, Replay
 
 from ..scale import methods, pairs, scaled
 from ..support import BOUND
-from .support import ERROR_SECONDS, SLACK, Script, generator, gone_after, killer, note, pause
+from .support import ERROR_SECONDS, SLACK, Script, generator, gone_after, killer, note, pause, pid_of
 
 N_WORKERS, B, T, LENGTH, N_STEP = 3, 6, 8, 5, 2
 
@@ -59,7 +59,7 @@ def test_a_worker_killed_at_a_random_moment(server: Any, truncate: bool) -> None
                 sampler.initialize(RandomAgent(), seed=1)
                 sampler.start()
                 replay.sample(32)
-                kill.kill([sampler.worker_pids[rng.randrange(N_WORKERS)]], rng.uniform(0, 0.05))
+                kill.kill([pid_of(sampler, rng.randrange(N_WORKERS))], rng.uniform(0, 0.05))
                 when = 0.0
                 if i % 2:  # the learner is in its own code
                     when = kill.when()
@@ -84,7 +84,7 @@ def test_a_replacement_goes_on_in_the_same_columns(server: Any, truncate: bool) 
         sampler.initialize(RandomAgent(), seed=1)
         sampler.start()
         for n_kills in range(1, wanted + 1):
-            kill.kill([sampler.worker_pids[rng.randrange(N_WORKERS)]], rng.uniform(0, 0.02))
+            kill.kill([pid_of(sampler, rng.randrange(N_WORKERS))], rng.uniform(0, 0.02))
             deadline = time.monotonic() + BOUND
             while sampler.stats().restarts < n_kills:
                 assert time.monotonic() < deadline

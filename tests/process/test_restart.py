@@ -28,7 +28,7 @@ from penstock.testing import Fault, FaultyAgent, faulty_collector, faulty_env
 
 from ..scale import FULL, methods, scaled
 from ..support import assert_same, until
-from .support import ERROR_SECONDS, Notebook, check_counting, generator, is_running, killer, note
+from .support import ERROR_SECONDS, Notebook, check_counting, generator, killer, note, pid_of
 
 N_WORKERS, B, T = 3, 6, 24
 ENDLESS: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000}
@@ -92,7 +92,7 @@ def test_kills_at_random_moments_change_no_other_column(
         with killer() as kill, sampler_of("CartPole-v1", start_method, **kwargs) as sampler:
             sampler.initialize(RandomAgent(), seed=5)
             rank = rng.randrange(N_WORKERS)
-            kill.kill([sampler.worker_pids[rank]], rng.uniform(0, 0.03))
+            kill.kill([pid_of(sampler, rank)], rng.uniform(0, 0.03))
             batches = []
             while len(batches) < len(reference) or sampler.stats().restarts < 1:
                 batches.append(_one_batch(sampler, len(batches)))
@@ -235,7 +235,7 @@ def test_a_batch_that_the_user_holds_is_not_touched_by_a_replacement(start_metho
         for itr in range(scaled(10, 2)):
             sampler.obtain_samples(itr)
             before = {name: leaf.tobytes() for name, leaf in sampler.samples_np.leaves()}
-            kill.kill([sampler.worker_pids[itr % N_WORKERS]], 0.03)
+            kill.kill([pid_of(sampler, itr % N_WORKERS)], 0.03)
             assert len(sampler.evaluate_agent(itr)) == 3 * 20
             kill.when()
             assert sampler.stats().restarts == itr + 1
@@ -250,8 +250,9 @@ def test_a_worker_that_is_killed_while_the_learner_trains(start_method: str) -> 
         for itr in range(scaled(20, 2)):
             sampler.obtain_samples(itr)
             before = {name: leaf.tobytes() for name, leaf in sampler.samples_np.leaves()}
-            psutil.Process(sampler.worker_pids[0]).kill()
-            until(lambda: not is_running(sampler.worker_pids[0]))
+            pid = pid_of(sampler, 0)
+            psutil.Process(pid).kill()
+            until(lambda: pid not in sampler.worker_pids)  # noqa: B023
             for name, leaf in sampler.samples_np.leaves():
                 assert leaf.tobytes() == before[name], name
         sampler.obtain_samples(100)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import time
 import traceback
 from functools import partial
@@ -30,7 +31,7 @@ from penstock.testing import Fault
 from penstock.testing.faults import Trigger
 
 from ..scale import with_start_methods
-from ..support import BOUND, sampler_of
+from ..support import BOUND, sampler_of, until
 from ..turns_support import TurnGame
 
 pytestmark = pytest.mark.slow
@@ -210,6 +211,18 @@ def test_a_worker_without_progress_times_out_if_asked_to() -> None:
     assert "worker 1 (pid" in message
     assert "made no progress for 0.5 s (step_timeout=0.5) while stepping env_rank 1, t=1 (itr=0)" in message
     assert "worker 0: waiting for the next command, last heartbeat" in message
+
+
+def test_worker_pids_names_no_worker_that_has_ended() -> None:
+    with sampler_of(ParallelSampler, on_worker_failure="restart") as sampler:
+        sampler.initialize(RandomAgent())
+        first, second = sampler.worker_pids
+        os.kill(first, signal.SIGKILL)
+        until(lambda: not psutil.pid_exists(first))  # a process that was not collected still exists
+        assert sampler.worker_pids == [second]
+        sampler.obtain_samples(0)
+        assert len(sampler.worker_pids) == 2
+        assert first not in sampler.worker_pids
 
 
 def test_start_up_has_a_limit_of_its_own() -> None:
