@@ -14,7 +14,7 @@ from penstock.samplers.stats import SamplerStats, ServerStats
 
 _NEWEST = 100  # The figures are of so many trajectories; where agents share a game, of so many games.
 _MOST = 2000  # But of at most so many trajectories: a game of n agents has n + 1.
-_KINDS = ("idle", "acting", "stepping")
+_KINDS = ("idle", "acting", "stepping", "resetting")
 #: The figures that a resumed run continues; the others are of this sampler. The last two are of several agents.
 COUNTS = ("env_steps", "batches", "trajectories", "seconds", "agent_steps", "late_rewards")
 
@@ -76,7 +76,8 @@ class SamplerMetrics:
             figures["sampler/skipped_batches"] = stats.skipped_batches
         shares: dict[str, float] = {}
         for worker in workers:
-            shares |= self._shares(f"worker_{worker.worker_rank}", (worker.waiting, worker.acting, worker.stepping))
+            times = worker.waiting, worker.acting, worker.stepping, worker.resetting
+            shares |= self._shares(f"worker_{worker.worker_rank}", times)
         idle = [shares[f"worker_{worker.worker_rank}/idle_share"] for worker in workers]
         figures["sampler/idle_share"] = sum(idle) / len(idle)
         figures |= shares

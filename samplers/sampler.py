@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -765,8 +766,8 @@ class Sampler(TakesEnvFn, ABC):
 
     @property
     def worker_pids(self) -> list[int]:
-        """The process ids of the workers by rank, then that of the inference server if it is a process. Empty before
-        `initialize`, for a sampler without processes, and when the workers have ended (`shutdown`, a failure)."""
+        """The process ids of the workers by rank, then that of the inference server if it is a process. Without
+        those that have ended. Empty before `initialize` and for a sampler without processes."""
         return [] if self._pool is None else list(self._pool.pids)
 
     def _require_pool(self, call: str) -> Pool:
@@ -778,7 +779,11 @@ class Sampler(TakesEnvFn, ABC):
         """Where the workers' time went since `initialize`."""
         restarts, control = self._require_pool("stats").restarts, self._memory.control
         workers = tuple(worker_stats(plan, control, self._n_trajectories, restarts) for plan in self._plans)
-        return SamplerStats(workers, self._memory.nbytes, self._inference_difference)
+        stats = SamplerStats(workers, self._memory.nbytes, self._inference_difference)
+        n_cells = self.batch_T * sum(worker.batches * len(worker.env_ranks) for worker in workers)
+        if self._seating is not None or not n_cells:
+            return stats
+        return replace(stats, valid_share=sum(worker.steps for worker in workers) / n_cells)
 
     def _note_first_batch(self) -> None:
         """The first batch is complete: `server_stats` leaves the time before out."""
@@ -796,9 +801,10 @@ class Sampler(TakesEnvFn, ABC):
         """The figures of the run as a flat dict of floats, for TensorBoard, W&B or a CSV file; always the same keys.
 
         `sampler/`: `env_steps`, `steps_per_second` (with the time of the learner), `idle_share`, `policy_version` and
-        others. `worker_0/` and so on: `idle_share` (at barrier_in), `acting_share` and `stepping_share`. `server/`: the
-        same for an inference server. `train/` is of the newest 100 trajectories of batches. Where agents share a game,
-        it is of the newest 100 games, but of at most 2,000 trajectories. `eval/` is of the last evaluation. Both have
+        others. `worker_0/` and so on: `idle_share` (at barrier_in), `acting_share`, `stepping_share` and
+        `resetting_share`. `server/`: `idle_share` and `envs_per_step` of an inference server. `train/` is of the newest
+        100 trajectories of batches. Where agents share a game, it is of the newest 100 games, but of at most 2,000
+        trajectories. `eval/` is of the last evaluation. Both have
         `Return_mean`, `Return_min`, `Return_max` and the same for each number in a `TrajInfo`; NaN while no trajectory
         has finished. Rates and shares refer to the time since the last call. `docs/recipes.md` lists all keys.
         """

@@ -25,9 +25,11 @@ class WorkerStats:
     `steps` counts environment steps of training batches; `stepping` and `acting` are the times that they took.
     With central inference, `acting` is the time in which the worker waited for its actions, except for the first of a
     batch: these are mostly computed while the worker waits at barrier_in.
-    `resetting` is the time in `env.reset`; within batches it is part of `stepping` too. `waiting` is the time at
-    barrier_in, while the learner trained or other workers finished. `trajectories` counts what the sampler's calls have
-    returned, from training and evaluation; `lost_trajectories` what was lost with workers that were replaced.
+    `resetting` is the time in `env.reset`, in batches and between them; `resets_between` is its second part. `waiting`
+    is the time at barrier_in, while the learner trained or other workers finished. These four times add up. Not in them
+    are evaluations and the start; `first_resets` is the time in `env.reset` at the start.
+    `trajectories` counts what the sampler's calls have returned, from training and evaluation; `lost_trajectories` what
+    was lost with workers that were replaced.
     """
 
     worker_rank: int
@@ -45,6 +47,8 @@ class WorkerStats:
     late_rewards: int = 0  #: see `SamplerStats.late_rewards`
     renewals: int = 0  #: see `SamplerStats.renewals`
     cut_episodes: int = 0  #: see `SamplerStats.cut_episodes`
+    resets_between: float = 0.0
+    first_resets: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class SamplerStats:
     lag: LagStats | None = None
     skipped_batches: int = 0
     dropped_trajectories: int = 0
+    #: The share of the cells of all batches that hold a step (`valid`). None where several agents share an environment.
+    valid_share: float | None = None
 
     def __repr__(self) -> str:  # for `print` and notebooks
         """A table with a line for each worker."""
@@ -80,11 +86,13 @@ class SamplerStats:
         lines = ["times in seconds since initialize; idle: the share of waiting"]
         lines += [f"{'worker':>6} {'envs':>10} {'steps':>12} {' '.join(f'{name:>9}' for name in names)} {'idle':>5}"]
         for own in self.workers:
-            spent = own.acting + own.stepping + own.waiting
+            spent = own.acting + own.stepping + own.resetting + own.waiting
             idle = own.waiting / spent if spent else 0.0
             times = " ".join(f"{getattr(own, name):>9.2f}" for name in names)
             lines.append(f"{own.worker_rank:>6} {span(own.env_ranks):>10} {own.steps:>12,} {times} {idle:>5.0%}")
         more = [f"{self.bytes_shared / 2**20:,.1f} MiB shared"]
+        if (self.valid_share or 1.0) < 1.0:
+            more.append(f"{self.valid_share:.0%} of the rows are valid")
         if self.restarts:
             more.append(f"{self.restarts} workers replaced, {self.lost_trajectories} trajectories lost")
         if self.renewals:
@@ -126,10 +134,10 @@ def worker_stats(
     """One worker's totals; `n_trajectories` counts those returned, by worker rank."""
     rank = plan.worker_rank
     row = control.snapshot(rank)
-    times = row.stepping, row.acting, row.resetting, row.waiting
+    times = row.stepping, row.acting, row.resets_within + row.resets_between, row.waiting
     n_lost = restarts.lost_per_worker[rank]
     games = row.late_rewards, row.renewals, row.cut_episodes
-    counts = n_trajectories[rank], restarts.per_worker[rank], n_lost, *games
+    counts = n_trajectories[rank], restarts.per_worker[rank], n_lost, *games, row.resets_between, row.first_resets
     return WorkerStats(rank, plan.env_ranks, plan.cpus, row.batches, row.steps, *times, *counts)
 
 
@@ -151,8 +159,9 @@ class ServerStats:
     """What the inference server has done since the sampler was initialized.
 
     `served[n]` counts its steps for n environments at once. `acting` and `waiting` are its own seconds, with and
-    without work. `shares` says where the time of a worker went, on average: "environments" (their steps), "inference"
-    (the agent acted), "waiting" (for actions, while the agent did not act), and "between batches" (at barrier_in).
+    without work. `shares` says where the time of a worker went, on average: "environments" (their steps and resets),
+    "inference" (the agent acted), "waiting" (for actions, while the agent did not act), and "between batches" (at
+    barrier_in).
     The time until the end of the first batch, with all starts, is left out as soon as there are more. `print` shows
     all of this.
     """
@@ -212,10 +221,11 @@ class ServerTotals:
         n, before, then = max(len(workers), 1), 0.0, list[WorkerStats]()
         if since is not None and sum(own.batches for own in workers) > sum(own.batches for own in since[1]):
             before, then = since[0].acting, list(since[1])
-        stepping, requesting, idle = (
+        stepping, resetting, requesting, idle = (
             (sum(getattr(own, name) for own in workers) - sum(getattr(own, name) for own in then)) / n
-            for name in ("stepping", "acting", "waiting")
+            for name in ("stepping", "resetting", "acting", "waiting")
         )
+        stepping += resetting
         inference, whole = min(acting - before, requesting), (stepping + requesting + idle) or 1.0
         seconds: dict[Bound, float] = {"environments": stepping, "inference": inference}
         seconds |= {"waiting": requesting - inference, "between batches": idle}

@@ -75,6 +75,8 @@ QUIT, STOP_EVAL, MAIN_ASLEEP = range(3)
 # In a worker's row of `n_results`, behind the counts of the commands.
 LATE = RING  # how many rewards have come for agents that did not act
 RENEWALS, CUTS = RING + 1, RING + 2  # how often an environment was built again, and how many episodes it has cut
+# The parts of RESETTING: at the start, in evaluations and calls, between batches, and within them.
+FIRST, APART, BETWEEN, WITHIN = range(RING + 3, RING + 7)
 
 # The word ENV_RANK has, above these bits, which policy acts: its index + 1, or 0 where there is only one.
 WHO_BITS = 32
@@ -103,6 +105,9 @@ class ProgressSnapshot:
     late_rewards: int = 0  #: how many rewards have come for agents that did not act
     renewals: int = 0  #: how often an environment was built again after its game had failed
     cut_episodes: int = 0  #: how many episodes have ended with it
+    first_resets: float = 0.0  #: the seconds of resets at the start
+    resets_between: float = 0.0  #: the same between batches
+    resets_within: float = 0.0  #: the same in batches; `stepping` leaves them out
 
 
 class Progress:
@@ -126,6 +131,13 @@ class Progress:
         # How many results each command has sent, by the number of its opening: the main process may read the count of
         # one command while the worker runs the next.
         self._n_results = memoryview(control.memory.arrays.n_results[worker_rank])
+        self._resetting, self._part = self.words[RESETTING], FIRST  # what has been counted, and where the rest belongs
+
+    def _count_resets(self, part: int) -> int:
+        """The resets since the last call belong to this part. Returns their nanoseconds."""
+        passed, self._resetting = self.words[RESETTING] - self._resetting, self.words[RESETTING]
+        self._n_results[part] += passed
+        return passed
 
     def enter(self, phase: Phase) -> int:
         """Note a change of phase and a heartbeat; returns `time.monotonic_ns()`."""
@@ -182,14 +194,15 @@ class Progress:
         self.add_batch(began_stepping - began_acting, stepping, n_steps)
 
     def add_batch(self, acting_ns: int, stepping_ns: int, n_steps: int) -> None:
-        """A training batch is complete: add its times, and its number of environment steps, to the totals."""
+        """A training batch is complete: add its times, and its number of environment steps, to the totals. Resets are
+        part of `stepping_ns` here, but are counted apart."""
         self.words[ACTING] += acting_ns
-        self.words[STEPPING] += stepping_ns
+        self.words[STEPPING] += stepping_ns - self._count_resets(WITHIN)
         self.words[BATCHES] += 1
         self.words[STEPS] += n_steps
 
     def add_resetting_since(self, began_ns: int) -> None:
-        """Add time spent in `env.reset`; within a batch it counts as stepping too."""
+        """Add time spent in `env.reset`."""
         self.words[RESETTING] += time.monotonic_ns() - began_ns
 
     def add_waiting(self, seconds: float) -> None:
@@ -205,6 +218,8 @@ class Progress:
 
     @arrived.setter
     def arrived(self, value: int) -> None:
+        self._count_resets(self._part)
+        self._part = BETWEEN
         fence()
         self.words[ARRIVED] = value
 
@@ -216,6 +231,8 @@ class Progress:
     def begin(self) -> None:
         """A command begins: results are counted from here."""
         words = self.words
+        self._count_resets(self._part)
+        self._part = APART
         number = words[ARRIVED] + 1
         self._n_results[number % RING] = 0
         words[PHASE] = Phase.BEGINNING
@@ -574,7 +591,8 @@ class ControlBlock:
         stepping, acting, resetting, waiting = np.multiply(row[STEPPING:STEPS], 1e-9).tolist()  # they follow each other
         env_rank, who = row[ENV_RANK] & (1 << WHO_BITS) - 1, row[ENV_RANK] >> WHO_BITS
         words = row[T], env_rank, row[HEARTBEAT] * 1e-9, row[BATCHES], row[STEPS]
-        counts = (self._n_results[worker_rank, word] for word in (LATE, RENEWALS, CUTS))
+        counts: Any = [self._n_results[worker_rank, word] for word in (LATE, RENEWALS, CUTS)]
+        counts += [self._n_results[worker_rank, word] * 1e-9 for word in (FIRST, BETWEEN, WITHIN)]
         return ProgressSnapshot(Phase(row[PHASE]), *words, stepping, acting, resetting, waiting, who, *counts)
 
     def timeline(self, worker_rank: int) -> npt.NDArray[np.float64]:

@@ -50,6 +50,9 @@ class Pushes(TrajInfo):
 
 
 @pytest.mark.parametrize("cls", quick_first(SAMPLERS, 2))
+KINDS = ("idle", "acting", "stepping", "resetting")
+
+
 def test_every_sampler_has_the_same_figures(cls: Any, tmp_path: Path) -> None:
     with cls(CountingEnv, batch_T=8, batch_B=4, eval_n_envs=2, eval_max_steps=40, traj_info_cls=Pushes) as sampler:
         with pytest.raises(SamplerStateError, match="metrics was called before initialize"):
@@ -77,7 +80,7 @@ def test_every_sampler_has_the_same_figures(cls: Any, tmp_path: Path) -> None:
             assert (last[f"{group}/{name}_min"], last[f"{group}/{name}_max"]) == (min(values), max(values))
     assert not any("Last" in name or "hidden" in name or "discount_" in name for name in last)
     for rank in range(sampler.n_workers):
-        assert sum(last[f"worker_{rank}/{kind}_share"] for kind in ("idle", "acting", "stepping")) == pytest.approx(1)
+        assert sum(last[f"worker_{rank}/{kind}_share"] for kind in KINDS) == pytest.approx(1)
     is_central = isinstance(sampler, GpuSampler)
     assert ("server/idle_share" in last, "sampler/policy_lag" in last) == (is_central, bool(ahead))
     if is_central:
@@ -99,7 +102,7 @@ def test_rates_and_shares_are_those_since_the_call_before(monkeypatch: pytest.Mo
         steps=100,
         stepping=1.0,
         acting=2.0,
-        resetting=0.5,
+        resetting=4.0,
         waiting=1.0,
         trajectories=7,
         restarts=2,
@@ -111,15 +114,16 @@ def test_rates_and_shares_are_those_since_the_call_before(monkeypatch: pytest.Mo
     assert figures["sampler/steps_per_second"] == 200 / 5
     assert (figures["sampler/seconds"], figures["sampler/trajectories"]) == (5.0, 14.0)
     assert (figures["sampler/restarts"], figures["sampler/lost_trajectories"]) == (4.0, 6.0)
-    assert (figures["worker_0/idle_share"], figures["worker_1/idle_share"]) == (0.25, 5 / 8)
-    assert figures["sampler/idle_share"] == (0.25 + 5 / 8) / 2
+    assert (figures["worker_0/idle_share"], figures["worker_1/idle_share"]) == (1 / 8, 5 / 12)
+    assert figures["sampler/idle_share"] == (1 / 8 + 5 / 12) / 2
     assert (figures["server/idle_share"], figures["server/envs_per_step"]) == (0.75, 2.0)
     assert not any(name.startswith("eval/") for name in figures)
     now[0] = 107.0
     later = replace(worker, steps=150, waiting=1.5, stepping=1.5, acting=3.0)
     figures = metrics.figures(SamplerStats((later, other), 0), ServerStats({1: 1, 3: 1}, 2.0, 4.0), 4)
     assert figures["sampler/steps_per_second"] == 50 / 2
-    assert [figures[f"worker_0/{kind}_share"] for kind in ("idle", "acting", "stepping")] == [0.25, 0.5, 0.25]
+    shares = [figures[f"worker_0/{kind}_share"] for kind in KINDS]
+    assert shares == [0.25, 0.5, 0.25, 0.0]
     assert figures["worker_1/idle_share"] == 0.0, "no time was counted"
     assert figures["server/idle_share"] == 0.5
 

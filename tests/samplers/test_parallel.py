@@ -5,6 +5,7 @@ import itertools
 import os
 import pickle
 import re
+import time
 import warnings
 from functools import partial
 from itertools import product
@@ -30,10 +31,12 @@ from penstock import (
     GpuSampler,
     ParallelSampler,
     RandomAgent,
+    ResetCollector,
     Sampler,
     SamplerStateError,
     SerialSampler,
     TrajInfo,
+    WaitResetCollector,
 )
 from penstock.agents.delegation import DelegatingAgent
 from penstock.envs import CountingEnv
@@ -445,6 +448,34 @@ def test_stats_add_up() -> None:
     assert stats.bytes_shared > sampler.samples_np.env.observation.nbytes
     assert timeline.shape == (2, 101)
     assert (np.diff(timeline, axis=1) >= 0).all()
+    assert stats.valid_share == 1
+    assert "valid" not in repr(stats)
+
+
+class SlowToReset(CountingEnv):
+    def reset(self, **kwargs: Any) -> Any:
+        time.sleep(0.01)
+        return super().reset(**kwargs)
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+@pytest.mark.parametrize("waits", [False, True])
+def test_slow_resets_are_told_from_steps_and_from_waiting(cls: type[Sampler], waits: bool) -> None:
+    collector = WaitResetCollector if waits else ResetCollector
+    with cls(SlowToReset, batch_T=10, batch_B=2, n_workers=1, collector_cls=collector) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        began, first = time.monotonic(), sampler.stats().workers[0].first_resets
+        for itr in range(4):
+            sampler.obtain_samples(itr)
+        (own,), passed = sampler.stats().workers, time.monotonic() - began
+        assert sum((own.acting, own.stepping, own.resetting, own.waiting)) <= passed, "nothing is counted twice"
+        assert own.first_resets == first >= 0.02
+        assert own.resetting >= (3 if waits else 4) * 0.02, "the last resets between batches may not have begun"
+        assert own.resets_between == (own.resetting if waits else 0)
+        # An episode has 5 steps, and with random steps before the first batch that batch has fewer.
+        valid = sampler.stats().valid_share
+        assert valid == pytest.approx(0.5, abs=0.1) if waits else valid == 1
+        assert ("rows are valid" in repr(sampler.stats())) == waits
 
 
 @pytest.mark.slow

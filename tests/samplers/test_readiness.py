@@ -287,7 +287,7 @@ def test_server_stats_say_where_the_time_went(
     totals.add_seconds(acting=acting, waiting=2.0)
     for n in (4, 4, 1):
         totals.count_step(n)
-    times = {"stepping": stepping, "acting": requesting, "resetting": 0.0, "waiting": idle}
+    times = {"stepping": stepping - 0.5, "acting": requesting, "resetting": 0.5, "waiting": idle}
     workers = [
         WorkerStats(rank, range(2), (), 1, 1, **times, trajectories=0, restarts=0, lost_trajectories=0)
         for rank in (0, 1)

@@ -231,6 +231,37 @@ def test_resetting_and_waiting_times_add_up(block: ControlBlock, clock: Clock) -
     assert block.snapshot(0).waiting == pytest.approx(3.5)
 
 
+def test_resets_are_counted_where_they_happen(block: ControlBlock, clock: Clock) -> None:
+    def reset(seconds: float) -> None:
+        began = progress.enter(Phase.RESETTING)
+        clock.now += seconds
+        progress.add_resetting_since(began)
+
+    progress = block.progress(0)
+    reset(1)  # at the start
+    progress.arrived += 1
+    for seconds in (2, 4):  # in batches, and after them
+        progress.begin()
+        progress.begin_acting(0)
+        clock.now += 64
+        progress.begin_stepping(0)
+        reset(seconds)
+        clock.now += 128
+        progress.end_batch(1, 1)
+        progress.arrived += 1
+        reset(8 * seconds)
+    progress.begin()
+    reset(256)  # in an evaluation
+    progress.arrived += 1
+    block.reset_row(0)
+    progress = block.progress(0)  # of another worker
+    reset(512)
+    progress.begin()
+    row = block.snapshot(0)
+    assert (row.first_resets, row.resets_within, row.resets_between) == pytest.approx((1 + 512, 2 + 4, 16 + 32))
+    assert (row.acting, row.stepping) == pytest.approx((2 * 64, 2 * 128))
+
+
 @pytest.mark.parametrize("begin", ["begin_acting", "begin_row"])
 def test_a_row_does_not_begin_once_the_sampler_shuts_down(block: ControlBlock, begin: str) -> None:
     progress = block.progress(0)
