@@ -48,7 +48,7 @@ class EnvBuilder:
     def _note(self, context: EnvContext, env: object) -> None:
         self._built.append((context.env_rank, env))
         if not self._has_torch and "torch" in sys.modules:  # the environment has imported it
-            self.seed_generators()
+            self.seed_generators(0)  # no number of the others comes twice
 
     def build(self, factory: EnvFactory, context: EnvContext, phase: Phase = Phase.BUILDING) -> Any:
         """One environment. Raises `SpaceError` if it has other spaces than the example environment."""

@@ -137,8 +137,9 @@ def worker_stats(
     times = row.stepping, row.acting, row.resets_within + row.resets_between, row.waiting
     n_lost = restarts.lost_per_worker[rank]
     games = row.late_rewards, row.renewals, row.cut_episodes
-    counts = n_trajectories[rank], restarts.per_worker[rank], n_lost, *games, row.resets_between, row.first_resets
-    return WorkerStats(rank, plan.env_ranks, plan.cpus, row.batches, row.steps, *times, *counts)
+    counts = n_trajectories[rank], restarts.per_worker[rank], n_lost, *games
+    parts = row.resets_between, row.first_resets
+    return WorkerStats(rank, plan.env_ranks, plan.cpus, row.batches, row.steps, *times, *counts, *parts)
 
 
 Bound = Literal["environments", "inference", "waiting", "between batches"]

@@ -1,9 +1,9 @@
 """One seed, one batch: however the environments are spread over processes, evaluation or not."""
 
-import importlib
 import os
 import random
 import signal
+import sys
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,12 @@ from penstock import (
     TrajInfo,
 )
 from penstock.buffers import Samples
-from penstock.envs import NestedEnv
+from penstock.collectors.env_builder import EnvBuilder
+from penstock.envs import CountingEnv, NestedEnv
+from penstock.envs.factory import EnvContext
+from penstock.envs.seeding import Purpose
 from penstock.targets import gae
+from penstock.workers.control import ControlBlock
 
 from .. import support
 from ..models import CartPoleNet
@@ -237,12 +241,9 @@ def test_joined_batches_are_one_batch_of_the_same_sampler(dim: Any) -> None:
 
 
 class Draws(gym.Env[Any, Any]):
-    """Observes one number of each global generator. It imports torch when it is built, as environments do."""
+    """Observes one number of each global generator."""
 
     observation_space, action_space = gym.spaces.Box(0, 1, (3,), np.float64), gym.spaces.Discrete(2)
-
-    def __init__(self) -> None:
-        self.torch = importlib.import_module("torch")
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         return self.observe(), {}
@@ -251,7 +252,7 @@ class Draws(gym.Env[Any, Any]):
         return self.observe(), 0.0, False, False, {}
 
     def observe(self) -> Any:
-        return np.array([np.random.rand(), random.random(), self.torch.rand(()).item()])
+        return np.array([np.random.rand(), random.random(), torch.rand(()).item()])
 
 
 class Dice(RandomAgent):
@@ -343,3 +344,20 @@ def test_agents_in_workers_and_servers_draw_with_torch_as_the_seed_says(cls: Any
     assert len(np.unique(found)) > 0.9 * found.size
     np.testing.assert_array_equal(found, actions(3))
     assert (found != actions(4)).mean() > 0.9
+
+
+def test_a_worker_in_which_an_environment_imports_torch_seeds_it_and_draws_no_number_twice(monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    monkeypatch.delitem(sys.modules, "torch")
+    progress, example, numbers = ControlBlock(1, 1, shared=False).progress(0), CountingEnv(), []
+    builder = EnvBuilder(progress, example.observation_space, example.action_space, seeds=(3, 0, 0))
+
+    def build(context: EnvContext) -> CountingEnv:
+        numbers.append(np.random.rand())
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        return CountingEnv()
+
+    for env_rank in range(3):
+        builder.build(build, EnvContext(env_rank, 0, 0, Purpose.TRAIN))  # type: ignore[arg-type]
+    assert all_differ(np.array(numbers))
+    assert torch.initial_seed() != 0

@@ -49,10 +49,10 @@ class Pushes(TrajInfo):
         self.Last = observation
 
 
-@pytest.mark.parametrize("cls", quick_first(SAMPLERS, 2))
 KINDS = ("idle", "acting", "stepping", "resetting")
 
 
+@pytest.mark.parametrize("cls", quick_first(SAMPLERS, 2))
 def test_every_sampler_has_the_same_figures(cls: Any, tmp_path: Path) -> None:
     with cls(CountingEnv, batch_T=8, batch_B=4, eval_n_envs=2, eval_max_steps=40, traj_info_cls=Pushes) as sampler:
         with pytest.raises(SamplerStateError, match="metrics was called before initialize"):

@@ -56,8 +56,10 @@ def test_an_unknown_argument_is_named_with_the_nearest(name: str, hint: str) -> 
         ShmVectorEnv([CountingEnv], **{name: 2})  # type: ignore[arg-type]
 
 
-def test_an_unknown_argument_without_a_near_one_is_named_with_all_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"has no argument 'zzz'; it has env_fns, in_series, .*flatten_wrappers$"):
+def test_an_unknown_argument_without_a_near_one_is_named_with_some_that_there_are() -> None:
+    with pytest.raises(
+        ConfigError, match=r"has no argument 'zzz'; it has \w+, .* 18 others: see help\(ShmVectorEnv\)$"
+    ):
         ShmVectorEnv([CountingEnv], zzz=2)  # type: ignore[arg-type]
 
 
