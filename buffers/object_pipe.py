@@ -21,6 +21,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -113,7 +114,7 @@ class TrajectoryRecords:
         records: list[tuple[Any, ...]] = []
         for own, start, n in zip(self._records, starts, expected, strict=True):
             records += own[start : start + n].tolist()
-        records.sort()  # t and env_rank come first, and no two records have both alike
+        records.sort(key=itemgetter(0, 1))  # games that ended before anybody was asked stay in their order
         return records
 
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
+from operator import itemgetter
 from typing import Any
 
 import ray
@@ -433,7 +434,7 @@ class ShardPool:
         records are ordered by time step, then env_rank."""
         joined = [item for found in self._answered.values() for item in found]
         if joined and not isinstance(joined[0], ObjectMessage):
-            joined.sort()
+            joined.sort(key=itemgetter(0, 1))
         return joined
 
     def statuses(self) -> list[Any]:

@@ -51,7 +51,7 @@ class ShardPlan(SamplerPlan):
     def name(self) -> str:
         return f"shard {self.worker_rank}"
 
-    def most_trajectories(self, n_rows: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
+    def most_trajectories(self, batch_T: int, n_slots: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
         return 1  # they come with the replies, so the driver needs no memory for them
 
 

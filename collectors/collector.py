@@ -123,6 +123,7 @@ class Collector(MadeByWorker, ABC):
         # replaced. So the first batch writes the first row.
         self._is_first_batch = True
         self._episode_start = np.ones(len(parts.envs), np.bool_)  # where row 0 starts an episode
+        self._first_t = 0  # the time step of row 0, where an evaluation is collected in several parts
         # What the first batch has in row 0 of action and reward. The same arrays, unless a state is loaded.
         self._first_action, self._first_reward = self.prev_action, self.prev_reward
 
@@ -354,7 +355,7 @@ class Collector(MadeByWorker, ABC):
         """
         self._episode_ends.record(t, column, observation, reward, terminated, truncated)
         if self.on_step is not None:
-            self.tracker.on_episode_end(t, column, observation)
+            self.tracker.on_episode_end(self._first_t + t, column, observation)
 
     def record_cut(self, t: int, column: int) -> None:
         """Column's step t has no result, since its game has failed: its episode has ended with the step before, and

@@ -47,8 +47,10 @@ class Desk(Collector):
 
     # ---- a time step -----------------------------------------------------------------------
 
-    def begin_batch(self, itr: int) -> None:
+    def begin_batch(self, itr: int, first_t: int = 0) -> None:
+        """Row 0 of the batch is row `first_t` of an evaluation."""
         super().begin_batch(itr)
+        self._first_t = first_t
         self.samples.valid[...] = True
         self.samples.valid[:, self.envs.parked] = False
 
@@ -243,7 +245,7 @@ class LockStepCollector:
         games, desks = self.games, self.desks
         self._late[...], self._over[...] = 0, False
         for desk in desks:
-            desk.begin_batch(itr)
+            desk.begin_batch(itr, first_t)
         self.rows = n_rows
         for t in range(n_rows):
             if must_stop is not None and must_stop():

@@ -160,6 +160,13 @@ class BatchTracker(Tracker):
             self._put(records)
         return len(records)
 
+    def end_unasked(self, ends: Sequence[tuple[int, int, float]]) -> int:
+        """Send trajectories without a step: time step, column and late reward of each. Returns how many."""
+        records = [(t, self._env_ranks[0, column], 0, reward, reward != 0, reward) for t, column, reward in ends]
+        if records:
+            self._put(np.array(records, RECORD))
+        return len(records)
+
     def _sum_episodes(self, reward: Rows, done: Rows, first_t: int, valid: Rows | None) -> npt.NDArray[Any]:
         """As the compiled `sum_episodes`, with numpy: row by row."""
         running, found = self._running, []

@@ -26,7 +26,7 @@ from penstock.collectors.env_batch import no_legal_action, not_flags
 from penstock.collectors.games import Games, Place, SeatColumns
 from penstock.collectors.lock_step import Desk, LockStepCollector
 from penstock.collectors.optional_checks import check_row
-from penstock.collectors.tracking import snapshot
+from penstock.collectors.tracking import BatchTracker, snapshot
 from penstock.envs.checks import episode_flags, require_info, require_number
 from penstock.envs.rows import ColumnError, arrays_like, write_row
 from penstock.envs.seats import TurnView
@@ -39,6 +39,8 @@ from penstock.workers.control import Phase, Progress
 CLOSED, OPEN, RANDOM = range(3)
 
 _MOST_ENDS = 100_000  # how many agents may end between two decisions
+#: How many games may end before anybody was asked, in a batch or an evaluation, beside one for each decision.
+MOST_UNASKED = 1_000
 
 
 class TurnColumns(SeatColumns):
@@ -82,10 +84,15 @@ class TurnGames(Games):
         self.counts_games = True
         self.plies = [0] * n  #: how many decisions each environment was given
         self.sums: list[dict[int, float]] = [{}] * n  #: its rewards after each of them
+        #: The games that ended before anybody was asked: (environment, its decisions before, late rewards).
+        self.unasked: list[tuple[int, int, float]] = []
+        self._n_unasked = 0  # beyond one for each decision
         self.begin_rows()
 
-    def begin_rows(self) -> None:
-        """Count from here."""
+    def begin_rows(self, *, goes_on: bool = False) -> None:
+        """Count from here. `goes_on`: in the same evaluation as before. `late` and `unasked` stay, since a reset before
+        may have added to them."""
+        self._n_unasked = self._n_unasked - sum(self.plies) if goes_on else len(self.unasked)
         # Rewards at the beginning of a game count with its first decision, which may come only now.
         self.sums = [
             defaultdict(float, {ply - n: reward for ply, reward in own.items() if ply > n})
@@ -93,7 +100,6 @@ class TurnGames(Games):
         ]
         self.plies = [0] * len(self.envs)
         self.ends: list[list[int]] = [[] for _ in self.envs]  #: the decisions after which its games have ended
-        self.late, self.over = [], []
 
     # ---- games -----------------------------------------------------------------------------
 
@@ -106,6 +112,8 @@ class TurnGames(Games):
 
     def clear(self, e: int) -> None:
         self.waits[e] = None
+        self.late = [own for own in self.late if own[0] != e]
+        self.unasked = [own for own in self.unasked if own[0] != e]
 
     def _begin(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         env, env_rank = self.envs[e], self.env_ranks[e]
@@ -135,20 +143,32 @@ class TurnGames(Games):
                     f"env_rank {columns.env_ranks[column]} is not in env.agents any more, but neither terminated nor "
                     "truncated since its last decision"
                 )
-        if self._has_just_begun(e):
-            raise SpaceError(f"a game of env_rank {self.env_ranks[e]} has ended before any agent could act")
         self.take_late(e)
-        self.ends[e].append(self.plies[e])
-        self.over.append(e)
+        if self._has_just_begun(e):
+            self._end_unasked(e)
+        else:
+            self.ends[e].append(self.plies[e])
         self.episodes[e] += self.counts_games
         self.waits[e] = None
         if may_reset := self.may_reset(e):
             self._begin(e, self.seed_of(e))
         return may_reset
 
+    def _end_unasked(self, e: int) -> None:
+        """The game of environment e has ended before anybody was asked."""
+        reward = self.sums[e].pop(self.plies[e] + 1, 0.0)
+        if self.counts_games:
+            self.unasked.append((e, self.plies[e], reward))
+        self._n_unasked += 1
+        if self._n_unasked >= MOST_UNASKED + sum(self.plies):
+            raise SpaceError(
+                f"{MOST_UNASKED:,} games have ended before any agent could act, the last one of env_rank "
+                f"{self.env_ranks[e]}: a game must ask an agent before it ends"
+            )
+
     def take_late(self, e: int) -> None:
         """Count the rewards for agents that were not in the game of environment e."""
-        for reward in self.envs[e].take_late_rewards():
+        for reward in (self.envs[e].take_late_rewards or tuple)():
             number = require_number(reward, self.env_ranks[e])
             self.sums[e][self.plies[e] + self._has_just_begun(e)] += number
             self.late.append((e, number))
@@ -169,8 +189,12 @@ class TurnGames(Games):
         if columns.checks.debug:
             columns.check_action(column)
         self.plies[e] += 1
-        self._bound[e][0].step(columns.actions[column])
-        return self.advance(e)
+        env: Any = self._bound[e][0]
+        env.step(columns.actions[column])
+        has_rows = self.advance(e)
+        if env.take_late_rewards is not None:
+            self.take_late(e)
+        return has_rows
 
     def advance(self, e: int) -> bool:  # noqa: C901 - it is called for each decision
         """Close the decisions whose rewards are complete, until an agent must decide or environment e is over."""
@@ -296,8 +320,8 @@ class TurnDesk(Desk):
 
     # ---- a batch ---------------------------------------------------------------------------
 
-    def begin_batch(self, itr: int) -> None:
-        samples, envs = self.samples, self.envs
+    def begin_batch(self, itr: int, first_t: int = 0) -> None:
+        samples, envs, self._first_t = self.samples, self.envs, first_t
         samples.begin_batch(None)
         samples.zero_rows()  # what is no decision stays so
         if samples.env_info is not None:
@@ -450,7 +474,7 @@ class TurnDesk(Desk):
             self.progress.at_env(self._who | int(self.envs.env_ranks[column]))
         self._episode_ends.record(n, column, observation, reward, terminated, truncated)
         if self.on_step is not None:
-            self.tracker.on_episode_end(int(ply), column, observation)
+            self.tracker.on_episode_end(self._first_t + int(ply), column, observation)
 
     def _close_random(self, column: int, observation: Any, reward: float, *, ends: bool) -> None:
         """A decision from before the first batch: it is no row, but the next decision continues its episode."""
@@ -541,6 +565,7 @@ class TurnCollector(LockStepCollector):
 
     games: TurnGames
     desks: Sequence[TurnDesk]
+    tracker: BatchTracker
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -553,9 +578,9 @@ class TurnCollector(LockStepCollector):
         """Collect a batch. With `must_stop`, which is for evaluations: make up to `n_rows` decisions in each
         environment. Returns how many trajectories were sent. `rows` says how many rounds of decisions were made."""
         games, desks, progress = self.games, self.desks, self.progress
-        games.begin_rows()
+        games.begin_rows(goes_on=first_t > 0)
         for desk in desks:
-            desk.begin_batch(itr)
+            desk.begin_batch(itr, first_t)
         playing, self.rows = [e for e, place in enumerate(games.waits) if place is not None], 0
         acting, began = 0, time.monotonic_ns()
         while playing and (must_stop is None or (self.rows < n_rows and not must_stop())):
@@ -566,11 +591,10 @@ class TurnCollector(LockStepCollector):
             playing = [e for e in playing if games.play(e)]
             games.end_row()
             self.rows += 1
-        for e in range(len(games.envs)):
-            games.take_late(e)
         if self._is_training:
             progress.add_batch(acting, time.monotonic_ns() - began - acting, sum(games.plies))
             progress.add_late_rewards(len(games.late))
+        games.late = []
         return self._finish(self.batch_T, first_t)
 
     def _finish(self, n_rows: int, first_t: int) -> int:
@@ -581,7 +605,9 @@ class TurnCollector(LockStepCollector):
             made = {ply - 1: reward for ply, reward in sums.items() if ply <= plies}
             rewards[list(made), e] = list(made.values())
             over[[ply - 1 for ply in ends], e] = True
-        return n_sent + self.tracker.end_rows(rewards, over, first_t, np.arange(n)[:, None] < games.plies)
+        n_sent += self.tracker.end_rows(rewards, over, first_t, np.arange(n)[:, None] < games.plies)
+        unasked, games.unasked = games.unasked, []
+        return n_sent + self.tracker.end_unasked([(first_t + n - 1, e, reward) for e, n, reward in unasked])
 
     def start(self) -> None:
         self.games.streams, self.games.key = self.streams, (0, 0)
@@ -594,6 +620,7 @@ class TurnCollector(LockStepCollector):
     def _make_random_steps(self, e: int, rng: np.random.Generator) -> None:
         games = self.games
         games.begin_rows()
+        late = list(games.late)  # those of the reset
         games.counts_games = False  # a game that ends here is in no record
         for _ in range(int(rng.integers(0, self._max_steps + 1))):
             self.progress.begin_random_step(games.env_ranks[e])
@@ -602,7 +629,7 @@ class TurnCollector(LockStepCollector):
             columns, column = place
             next(desk for desk in self.desks if desk.envs is columns).draw_action(rng, column)
             games.play(e)
-        games.counts_games = True
+        games.counts_games, games.late = True, late
         first = games.ends[e][-1] if games.ends[e] else 0
         self.tracker.preload(e, [games.sums[e][ply] for ply in range(first + 1, games.plies[e] + 1)])
 

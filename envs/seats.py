@@ -297,7 +297,7 @@ class TurnView(ParallelView):
         #: `env.last`, with what the observation gets.
         self.last: Callable[[], Any] = env.last if self._is_plain else self._last
         #: The rewards for agents that were not in the game, since the last call. Only `OwnClocks` has such rewards.
-        self.take_late_rewards: Callable[[], Iterable[float]] = getattr(env, "take_late_rewards", tuple)
+        self.take_late_rewards: Callable[[], Iterable[float]] | None = getattr(env, "take_late_rewards", None)
 
     def _last(self) -> Any:
         result = self.env.last()

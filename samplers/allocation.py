@@ -318,11 +318,11 @@ def _allocate_memory(
     max_T: int,
 ) -> SamplerMemory:
     shared = setup.shared
-    n_rows = config.batch_T * config.memory_slots
     # Objects of a TrajInfo subclass do not use the record arrays.
     is_stock = config.traj_info_cls is TrajInfo
     most = config.eval_max_trajectories or config.eval_episodes
-    capacities = [plan.most_trajectories(n_rows, max_T, most) if is_stock else 1 for plan in plans]
+    sizes = config.batch_T, config.memory_slots, max_T, most
+    capacities = [plan.most_trajectories(*sizes) if is_stock else 1 for plan in plans]
     server: dict[str, Any] = {}
     if setup.central:
         numbers = [cells[0].stop for cells in (plans[-1].cells, plans[-1].eval_cells)]

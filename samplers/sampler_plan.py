@@ -60,6 +60,7 @@ class SamplerPlan(WorkerPlan):
     #: How many trajectories can end in one time step: one for each cell, and with several agents one for each game.
     n_records: int = 0
     n_eval_records: int = 0  #: the same for evaluation
+    n_more_records: int = 0  #: how many more in one batch, or in one evaluation
     policies: tuple[str, ...] = ()  #: the names of the policies of a dict of agents
 
     def __post_init__(self) -> None:
@@ -76,18 +77,18 @@ class SamplerPlan(WorkerPlan):
     def who_text(self, who: int) -> str:
         return f" by the policy {self.policies[who - 1]!r}" if 0 < who <= len(self.policies) else ""
 
-    def most_trajectories(self, n_rows: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
-        """The most trajectories that can end in `n_rows` time steps, or in one evaluation: one per environment step; in
-        an evaluation, as many as are wanted and one more row."""
+    def most_trajectories(self, batch_T: int, n_slots: int, eval_max_T: int, eval_max_trajectories: int | None) -> int:
+        """The most trajectories that can end in the batches of all slots, or in one evaluation: one per environment
+        step; in an evaluation, as many as are wanted and one more row."""
         n_evals = self.n_eval_records
         evaluation = eval_max_T * n_evals
         if eval_max_trajectories is not None and n_evals == len(self.eval_columns):
             evaluation = min(evaluation, eval_max_trajectories + n_evals)
-        return max(n_rows * self.n_records, evaluation, 1)
+        return max(self.first_record(batch_T, n_slots), evaluation + self.n_more_records, 1)
 
     def first_record(self, batch_T: int, slot: int) -> int:
         """Where the trajectory records of the batch in this slot begin."""
-        return slot * batch_T * self.n_records
+        return slot * (batch_T * self.n_records + self.n_more_records)
 
 
 def make_plans(

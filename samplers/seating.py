@@ -14,6 +14,7 @@ import numpy as np
 from penstock.buffers import NamedArrays
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
+from penstock.collectors.turns import MOST_UNASKED
 from penstock.envs import ColumnStreams, EnvFactory, build_example_env, close_example_env
 from penstock.envs.seats import AgentId, ParallelView, SeatTable, TurnView
 from penstock.errors import ConfigError, SpaceError, brief
@@ -58,9 +59,10 @@ class Seating:
             plan,
             cells=train,
             eval_cells=evaluation,
-            # In turns, each row of a cell may also be the only decision of a game.
-            n_records=sum(map(len, train)) + (sum(map(len, train)) if self.in_turns else len(plan.columns)),
-            n_eval_records=sum(map(len, evaluation)) + len(plan.eval_columns),
+            # In turns, each row of a cell may also be the only decision of a game, after a game without decisions.
+            n_records=sum(map(len, train)) + (2 * sum(map(len, train)) if self.in_turns else len(plan.columns)),
+            n_eval_records=sum(map(len, evaluation)) + (1 + self.in_turns) * len(plan.eval_columns),
+            n_more_records=MOST_UNASKED + sum(map(len, train)) if self.in_turns else 0,
             policies=() if self.is_shared else self.policies,
         )
 

@@ -11,13 +11,26 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
+from hypothesis import given
+from hypothesis import strategies as st
 
-from penstock import AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, Sampler, SerialSampler
+from penstock import (
+    AsyncSampler,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SerialSampler,
+    TrajInfo,
+    VectorEnvCollector,
+)
 from penstock.envs import CountingEnv, OwnClocks, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.envs.toy import ScriptedGame
 from penstock.errors import ConfigError, SpaceError, WorkerError
 from penstock.targets import gae
-from tests.scale import quick_first, scaled, some
+from tests.scale import examples, quick_first, scaled, some
 from tests.seats_support import assert_same, batches_of
 from tests.turns_support import TurnGame, Valuing
 
@@ -162,8 +175,130 @@ def test_each_decision_has_the_rewards_and_steps_until_the_next_one(k: int, chan
                     np.testing.assert_array_equal(row["last"], decision["last"])
 
 
+class Payments:
+    """Each reward is 1.0, and who has not decided yet gets at most one: so late rewards can be counted."""
+
+    def __init__(self) -> None:
+        self.paid, self.has_decided, self.was_paid = 0, set[str](), set[str]()
+
+    def due(self, agent: str, is_there: bool = True) -> bool:
+        is_due = not is_there or agent in self.has_decided or agent not in self.was_paid
+        self.was_paid |= {agent} if is_there else set()
+        self.paid += is_due
+        return is_due
+
+
+class PaidMoves(TurnGame):
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.payments = Payments()
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        super().reset(seed)
+        self.payments.has_decided, self.payments.was_paid = set(), set()
+        for agent in self.agents[: self._rng.integers(3)]:  # before the first move
+            self._rewards[agent] += self.payments.due(agent)
+
+    def step(self, action: Any) -> None:
+        mover, before = self.agent_selection, dict(self._rewards)
+        super().step(action)
+        if action is not None:
+            before[mover] = 0.0
+            self.payments.has_decided.add(mover)
+            for agent, reward in before.items():
+                self._rewards[agent] = reward + (self._rewards[agent] != reward and self.payments.due(agent))
+
+    @property
+    def owed(self) -> float:
+        """What was paid and not returned yet: that of the agent whose turn it is was returned."""
+        return sum(self._rewards[agent] for agent in self.agents if agent != self.agent_selection)
+
+
+class PaidClocks(Clocks):
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.payments = Payments()
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.payments.has_decided, self.payments.was_paid = set(), set()
+        return super().reset(seed, options)
+
+    def step(self, actions: dict[str, int]) -> Any:
+        before, payments = set(self.agents), self.payments
+        payments.has_decided |= actions.keys()
+        observations, rewards, *flags, infos = super().step(actions)
+        there = before | set(self.agents)
+        rewards = {agent: 1.0 for agent in rewards if payments.due(agent, agent in there)}
+        payments.has_decided &= set(self.agents)
+        payments.was_paid &= set(self.agents)
+        return observations, rewards, *flags, infos
+
+
+class OwingClocks(OwnClocks):
+    @property
+    def owed(self) -> float:
+        return sum(reward for agent, reward in self._rewards.items() if agent != self.agent_selection)
+
+
+class PaidSteps(CountingEnv):
+    owed = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.payments = Payments()
+
+    def step(self, action: Any) -> Any:
+        observation, _, *rest = super().step(action)
+        self.payments.paid += 1
+        return observation, 1.0, *rest
+
+
+class PaidGame(ScriptedGame):
+    owed = 0.0
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.payments = Payments()
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        observations, rewards, *rest = super().step(actions)
+        self.payments.paid += len(rewards)
+        return observations, dict.fromkeys(rewards, 1.0), *rest
+
+
+@given(
+    kind=st.sampled_from(["turns", "own clocks", "lock-step", "single", "batched"]),
+    k=st.integers(1, 4),
+    T=st.integers(1, 9),
+    B=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
+)
+@examples(40, 400)
+def test_every_reward_is_in_one_cell_or_is_counted(kind: str, k: int, T: int, B: int, seed: int) -> None:
+    made: list[Any] = []
+
+    def env_fn(**_: int) -> Any:
+        new: Any = PaidMoves(k) if kind == "turns" else PaidClocks(k) if kind == "own clocks" else None
+        new = new or (PaidGame(k) if kind == "lock-step" else PaidSteps())
+        made.append(OwingClocks(new) if kind == "own clocks" else new)
+        return made[-1]
+
+    options: dict[str, Any] = {"collector_cls": VectorEnvCollector} if kind == "batched" else {}
+    batched = lambda num_envs: SyncVectorEnv([env_fn] * num_envs)  # noqa: E731
+    with SerialSampler(
+        batched if kind == "batched" else env_fn, batch_T=T, batch_B=B, max_decorrelation_steps=0, **options
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=seed)
+        recorded = 0.0
+        for itr in range(6):
+            samples, _ = sampler.obtain_samples(itr)
+            recorded += float(samples.env.reward.sum())
+            late, envs = sampler.stats().late_rewards, made[-B:]
+            assert recorded + late == sum(env.payments.paid - env.owed for env in envs), kind
+
+
 @pytest.mark.slow
-def test_every_reward_is_in_a_decision_or_late() -> None:
+def test_a_game_s_record_has_all_rewards_of_the_game() -> None:
     envs: list[Clocks] = []
 
     def env_fn() -> Any:
@@ -172,14 +307,137 @@ def test_every_reward_is_in_a_decision_or_late() -> None:
 
     with SerialSampler(env_fn, batch_T=8, batch_B=2, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
-        recorded = returns = 0.0
+        returns = 0.0
         for itr in range(40):
-            samples, infos = sampler.obtain_samples(itr)
-            recorded += float(samples.env.reward.sum())
+            _, infos = sampler.obtain_samples(itr)
             returns += sum(info.Return for info in infos if info.agent_id is None)
-        assert returns == sum(env.finished for env in envs[-2:]), "all rewards of the finished games"
-        assert returns != recorded
-        assert sampler.stats().late_rewards > 100
+        assert returns == sum(env.finished for env in envs[-2:])
+
+
+class Calls(Clocks):
+    """One unit decides when a call comes, which is in step 2 of each game. In the games of `silent` no call comes. A
+    game has 4 steps, and each but the last is worth 1."""
+
+    def __init__(self, silent: Any) -> None:
+        super().__init__(1)
+        self.silent, self.game = silent, -1
+
+    def _calls(self) -> dict[str, Any]:
+        is_called = self.t == 2 and self.game not in self.silent
+        return {"a0": np.full(4, self.game, np.float32)} if is_called else {}
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.game, self.t, self.agents = self.game + 1, 0, ["a0"]
+        return self._calls(), {}
+
+    def step(self, actions: dict[str, int]) -> Any:
+        self.t += 1
+        if self.t < 4:
+            return self._calls(), {"a0": 1.0}, {}, {}, {}
+        self.agents = []
+        return {}, {}, {"a0": True}, {}, {}
+
+
+#: Games before the first call, between two calls, and many in a row.
+SILENT = {0, 1, 4, 7, 8, *range(20, 900)}
+
+
+def check_calls(infos: Any, n_games: int) -> None:
+    """Games 0 to n_games of `Calls` have these records, in this order."""
+    games = [info for info in infos if info.agent_id is None]
+    assert [game.episode for game in games] == list(range(n_games))
+    for n, game in enumerate(games):
+        # Two rewards come before the decision, one after it. Without a decision, all are late.
+        figures = game.Length, game.Return, game.NonzeroRewards, game.DiscountedReturn
+        assert figures == ((0, 3.0, 1, 3.0) if n in SILENT else (1, 3.0, 1, 3.0))
+    seats = [info for info in infos if info.agent_id is not None]
+    assert [(seat.episode, seat.policy, seat.Return) for seat in seats] == [
+        (n, "even" if n % 2 == 0 else "odd", 1.0) for n in range(n_games) if n not in SILENT
+    ]
+
+
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, type("OwnTrajInfo", (TrajInfo,), {})])
+@pytest.mark.parametrize(("cls", "T"), quick_first([(SerialSampler, 2), (AsyncSampler, 1), (ParallelSampler, 7)]))
+def test_a_game_in_which_nobody_was_asked_has_length_0(cls: type[Sampler], T: int, traj_info_cls: Any) -> None:
+    agents = {"even": RandomAgent(), "odd": RandomAgent()}
+    options: dict[str, Any] = {"eval_n_envs": 1, "eval_episodes": 25, "eval_max_steps": 100}
+    with cls(
+        lambda: OwnClocks(Calls(SILENT)),
+        batch_T=T,
+        batch_B=1,
+        max_decorrelation_steps=0,
+        traj_info_cls=traj_info_cls,
+        **options,
+    ) as sampler:
+        sampler.initialize(agents, policy_of=lambda agent_id, episode: ("even", "odd")[episode % 2], seed=0)
+        if isinstance(sampler, AsyncSampler):
+            sampler.start()
+        infos: list[Any] = []
+        n_asked = itr = 0
+        while n_asked < 25:  # each decision ends its game
+            batch, own = sampler.obtain_samples(itr)
+            infos, itr = infos + own, itr + 1
+            for name in agents:
+                seen = batch[name].env
+                n_asked += int(seen.valid.sum())
+                assert (seen.observation[seen.valid][:, 0] % 2 == (name == "odd")).all()
+        check_calls(infos, 1 + max(info.episode for info in infos))
+        # One for each game, and those of the next game, whose agent has been asked.
+        n_late = 1 + sum(info.agent_id is None for info in infos)
+        assert sampler.stats().late_rewards >= n_late, "an asynchronous sampler has begun the next batches"
+        assert isinstance(sampler, AsyncSampler) or sampler.stats().late_rewards == n_late
+        check_calls(sampler.evaluate_agent(0), 25)
+
+
+def test_random_steps_may_play_games_in_which_nobody_is_asked() -> None:
+    with SerialSampler(
+        lambda: OwnClocks(Calls({1, 2, 5, 9, 10})), batch_T=4, batch_B=6, max_decorrelation_steps=30
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        for itr in range(8):
+            samples, infos = sampler.obtain_samples(itr)
+            assert samples.env.valid.all()
+            assert sum(info.Length for info in infos if info.agent_id is None) == 24
+
+
+def test_games_that_never_ask_anybody_are_refused() -> None:
+    with (
+        SerialSampler(lambda: OwnClocks(Calls(range(5, 10**9))), batch_T=2, batch_B=1) as sampler,
+        pytest.raises(WorkerError, match=r"1,000 games have ended before any agent could act, the last one of env"),
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(9):
+            sampler.obtain_samples(itr)
+
+
+class Pair(Clocks):
+    """Both decide in each step. "a1" ends in step 1, and gets a late reward in each later step. A game has 6 steps."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.t, self.agents = 0, ["a0", "a1"]
+        return self._seen(self.agents), {}
+
+    def step(self, actions: dict[str, int]) -> Any:
+        self.t += 1
+        last, ends = self._seen(self.agents), {"a1": True} if self.t == 1 else {"a0": True} if self.t == 6 else {}
+        self.agents = [agent for agent in self.agents if agent not in ends]
+        return last, {"a1": 1.0} if self.t > 1 else {}, ends, {}, {}
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 8])
+def test_a_late_reward_counts_with_the_decision_after_which_it_came(T: int) -> None:
+    kwargs = {"discount": 0.5}
+    with SerialSampler(lambda: OwnClocks(Pair()), batch_T=T, batch_B=1, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0, traj_info_kwargs=kwargs)
+        infos = [info for itr in range(24 // T) for info in sampler.obtain_samples(itr)[1]]
+    games = [info for info in infos if info.agent_id is None]
+    assert len(games) >= 3
+    for game in games:  # decisions 0 and 1 are made in step 1, and one more in each later step
+        figures = game.Length, game.Return, game.NonzeroRewards, game.DiscountedReturn
+        assert figures == (7, 5.0, 5, sum(0.5**n for n in range(2, 7)))
 
 
 SAMPLERS: list[tuple[type[Sampler], dict[str, Any]]] = [

@@ -46,6 +46,7 @@ from ..seats_support import (
     check_rules,
     serial,
 )
+from ..turns_support import TurnGame
 
 pytestmark = pytest.mark.timeout(scaled(3600, 120))
 
@@ -433,6 +434,40 @@ def test_a_traj_info_of_one_s_own_follows_each_agent(env_fn: Any, n_workers: int
             n_agents, n_games = n_agents + len(finished), n_games + len(games)
         assert n_agents > 50
         assert n_games > 20
+
+
+class LongTurns(TurnGame):
+    """A game has 150 moves, and then all agents end."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        super().reset(seed)
+        self._most = 150
+
+
+@pytest.mark.parametrize("traj_info_cls", [type("OwnTrajInfo", (TrajInfo,), {}), TrajInfo])
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_trajectories_of_a_long_evaluation_are_in_the_order_of_their_ends(in_turns: bool, traj_info_cls: Any) -> None:
+    """An evaluation is collected in parts of 128 rows."""
+    script = [{"a0": "die"} if t == 99 else {} for t in range(150)]
+    env_fn = partial(LongTurns, 2, ends=False) if in_turns else partial(ScriptedGame, 2, script)
+    options = {"eval_n_envs": 2, "eval_episodes": 10, "eval_max_steps": 2000}
+    with SerialSampler(env_fn, batch_T=2, batch_B=1, traj_info_cls=traj_info_cls, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        infos = sampler.evaluate_agent(0)
+    wanted = []
+    for episode in range(5):
+        if in_turns:
+            wanted += [(episode, rank, agent) for rank in range(2) for agent in ("a0", "a1", None)]
+        else:
+            wanted += [(episode, rank, "a0") for rank in range(2)]
+            wanted += [(episode, rank, agent) for rank in range(2) for agent in ("a1", None)]
+    assert [(info.episode, info.env_rank, info.agent_id) for info in infos] == wanted
+    by_agent = {agent: [info.Length for info in infos if info.agent_id == agent] for agent in ("a0", "a1", None)}
+    assert by_agent[None] == [150] * 10
+    if in_turns:
+        assert [sum(both) for both in zip(by_agent["a0"], by_agent["a1"], strict=True)] == [150] * 10
+    else:
+        assert (by_agent["a0"], by_agent["a1"]) == ([100] * 10, [150] * 10)
 
 
 @pytest.mark.slow
