@@ -221,11 +221,22 @@ static PyObject *tree_ratios(PyObject *Py_UNUSED(module), Arguments arguments, P
 
 enum { N_AHEAD = 8 }; /* windows whose first rows are loaded before they are read */
 
-/* read_windows(flags, reward, positions, powers, B, at, last, after, return, discount, end, eligible) */
+/* The step that continues a step which is CUT, from position `from` on, or -1 if there is none. -2: it is not written yet,
+   since `limit` is the first position that is not. */
+static npy_int64 resumed_at(const npy_uint8 *flags, npy_intp size, npy_int64 from, npy_intp B, npy_int64 limit) {
+    for (; from < limit; from += B) {
+        if (flags[from % size] & VALID) {
+            return flags[from % size] & RESUMES ? from : -1;
+        }
+    }
+    return -2;
+}
+
+/* read_windows(flags, reward, positions, powers, B, limit, at, last, after, return, discount, end, eligible) */
 static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n_arguments) {
-    /* The dtypes of the arguments; -1: B, which is a number. */
-    static const int types[] = {NPY_UINT8, NPY_FLOAT32, NPY_INT64, NPY_FLOAT64, -1, NPY_INT64, NPY_INT64,
-                                NPY_INT64, NPY_FLOAT32, NPY_FLOAT32, NPY_UINT8, NPY_BOOL};
+    /* The dtypes of the arguments; -1: B and limit, which are numbers. */
+    static const int types[] = {NPY_UINT8, NPY_FLOAT32, NPY_INT64,   NPY_FLOAT64, -1,        -1,      NPY_INT64,
+                                NPY_INT64, NPY_INT64,   NPY_FLOAT32, NPY_FLOAT32, NPY_UINT8, NPY_BOOL};
     enum { N_ARGUMENTS = sizeof(types) / sizeof(*types) };
     void *data[N_ARGUMENTS];
     npy_intp sizes[N_ARGUMENTS];
@@ -241,9 +252,10 @@ static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, 
         sizes[i] = array == NULL ? 0 : PyArray_SIZE(array);
     }
     Py_ssize_t B = PyNumber_AsSsize_t(arguments[4], PyExc_IndexError);
+    npy_int64 limit = PyNumber_AsSsize_t(arguments[5], PyExc_IndexError);
     npy_intp size = sizes[0], count = sizes[2], n = sizes[3] - 1;
-    int fits = B > 0 && size >= B && sizes[1] == size && n > 0;
-    for (int i = 5; i < N_ARGUMENTS; i++) {
+    int fits = B > 0 && size >= B && sizes[1] == size && n > 0 && !PyErr_Occurred();
+    for (int i = 6; i < N_ARGUMENTS; i++) {
         fits = fits && sizes[i] == count;
     }
     if (!fits) {
@@ -256,10 +268,10 @@ static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, 
     const npy_float32 *reward = data[1];
     const npy_int64 *position = data[2];
     const double *power = data[3];
-    npy_int64 *at = data[5], *last = data[6], *after = data[7];
-    npy_float32 *return_ = data[8], *discount = data[9];
-    npy_uint8 *end = data[10];
-    npy_bool *eligible = data[11];
+    npy_int64 *at = data[6], *last = data[7], *after = data[8];
+    npy_float32 *return_ = data[9], *discount = data[10];
+    npy_uint8 *end = data[11];
+    npy_bool *eligible = data[12];
     for (npy_intp i = 0; i < count; i++) {
         npy_int64 row = position[i] % size;
         at[i] = row + (row < 0 ? size : 0);
@@ -270,9 +282,9 @@ static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, 
             PREFETCH(flags + *next);
             PREFETCH(reward + *next);
         }
-        npy_int64 row = at[i], length = 0;
+        npy_int64 row = at[i], length = 0, step = position[i];
         double total = 0;
-        int is_whole = flags[row] & VALID, ends = 0;
+        int is_whole = flags[row] & VALID, ends = 0, waits = 0;
         while (length < n && !ends) {
             total = length == 0 ? reward[row] : total + power[length] * (double)reward[row];
             length++;
@@ -280,14 +292,26 @@ static PyObject *read_windows(PyObject *Py_UNUSED(module), Arguments arguments, 
             last[i] = row;
             row += B;
             row -= row >= size ? size : 0;
+            step += B;
+            if (limit >= 0 && !(ends & (TERMINATED | TRUNCATED)) && (step >= limit || (ends && length < n))) {
+                npy_int64 next = resumed_at(flags, size, step, B, limit);
+                if (next >= 0) {
+                    step = next;
+                    row = step % size;
+                    ends = 0;
+                    continue;
+                }
+                waits = next == -2;
+                ends = CUT;
+            }
             /* What comes after the last step of an episode may be anything. */
             is_whole = is_whole && (ends || (flags[row] & (VALID | BEGINS)) == VALID);
         }
         after[i] = row;
         return_[i] = (npy_float32)total;
         discount[i] = ends & TERMINATED ? 0 : (npy_float32)power[length];
-        end[i] = (npy_uint8)(ends & (TERMINATED | TRUNCATED));
-        eligible[i] = is_whole != 0;
+        end[i] = (npy_uint8)(waits ? CUT : ends & (TERMINATED | TRUNCATED));
+        eligible[i] = is_whole && !waits;
     }
     Py_RETURN_NONE;
 }

@@ -20,7 +20,7 @@
 
 typedef PyObject *const *Arguments;
 
-enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8, PARTIAL = 16, CUT = 32 }; /* as in ring.py */
+enum { VALID = 1, TERMINATED = 2, TRUNCATED = 4, BEGINS = 8, PARTIAL = 16, CUT = 32, RESUMES = 64 }; /* as in ring.py */
 
 /* Returns 1 if the numbers are equal. All functions here that return 0 or 1 return 0 with an exception set. */
 static inline int check_arguments(Py_ssize_t given, Py_ssize_t expected) {

@@ -14,7 +14,19 @@ from penstock.errors import ConfigError, SpaceError
 from penstock.replays.compiled import PYTHON, compiled
 from penstock.replays.observations import check_frames, newest_frames
 from penstock.replays.options import Frames, Sequences
-from penstock.replays.ring import BEGINS, CUT, PARTIAL, TERMINATED, TRUNCATED, VALID, Ring, Shape, lacks_next, leaves
+from penstock.replays.ring import (
+    BEGINS,
+    CUT,
+    PARTIAL,
+    RESUMES,
+    TERMINATED,
+    TRUNCATED,
+    VALID,
+    Ring,
+    Shape,
+    lacks_next,
+    leaves,
+)
 
 STATE = "prev_rnn_state"  # the field of agent_info
 HAS_STATE = "has_rnn_state"  # where the agent has recorded it; not there if it does so at each step
@@ -139,6 +151,9 @@ class Appender:
             self._layouts["observation"] = [(path, (frames.n, *of), t) for path, of, t in self._layouts["observation"]]
         self._bound: tuple[Any, Any, Batch] | None = None
         self._is_first = True
+        # Of each column: its newest step, and whether no batch was lost since.
+        n = self._columns.stop - self._columns.start
+        self._newest, self._is_known = np.full(n, -1), np.zeros(n, np.bool_)
         self._flags, self._versions = np.empty((0, 0), np.uint8), np.empty((0, 0), np.int32)  # of the last batch
         self._version: Any = None  # which the last batch had
         self._row_before: Any = None  # of batches of one row: the observations of the last one, if it was kept
@@ -200,11 +215,18 @@ class Appender:
             n_truncated = PYTHON["pack_flags"](*arguments)
         before = self.ring.arrays.flags[self._last_row] if self.end else None
         starts, is_continued = prev_done[:1], not self._is_first and continues
+        resumes = np.zeros(len(prev_done[0]), np.bool_)
         if before is not None and not (was_valid := before & VALID != 0).all():
             starts = starts | ~was_valid
-            flags[0, ~was_valid & ~prev_done[0] & batch.flags[0][0]] |= np.uint8(BEGINS | PARTIAL)
-        if not (is_continued := is_continued and self._is_continued(batch, starts)):
+            resumes = ~was_valid & ~prev_done[0] & batch.flags[0][0]
+            flags[0, resumes] |= np.uint8(BEGINS | PARTIAL)
+            resumes &= self._is_known
+        if not (is_continued := is_continued and self._is_continued(batch, starts, resumes)):
             flags[0] |= np.where(prev_done[0], np.uint8(BEGINS), np.uint8(BEGINS | PARTIAL))
+            self._is_known[:] = False
+        elif resumes.any():
+            flags[0, resumes] |= np.uint8(RESUMES)
+        self._note_newest(flags)
         flags[:-1][_goes_on(flags[:-1]) & (flags[1:] & VALID == 0)] |= np.uint8(CUT)
         finals = self._finals(batch, flags) if n_truncated else None
         if self._frames is not None:
@@ -245,10 +267,21 @@ class Appender:
             if found != expected:
                 raise SpaceError(f"the {name} of this batch is {found}, that of the first batch was {expected}")
 
-    def _is_continued(self, batch: Batch, starts: npt.NDArray[Any]) -> bool:
+    def _note_newest(self, flags: npt.NDArray[np.uint8]) -> None:
+        is_valid = flags & VALID != 0
+        has_steps = is_valid.any(0)
+        newest = self.end + len(flags) - 1 - is_valid[::-1].argmax(0)
+        self._newest, self._is_known = np.where(has_steps, newest, self._newest), self._is_known | has_steps
+
+    def _is_continued(self, batch: Batch, starts: npt.NDArray[Any], resumes: npt.NDArray[np.bool_]) -> bool:
         """Whether row 0 follows the newest row of the ring, as far as its previous action and reward show it. Columns
-        in which `starts` `[1, b]` are left out."""
+        in which `starts` `[1, b]` are left out, unless it `resumes` `[b]` their newest step."""
         row, columns = self._last_row
+        resumes = resumes & (self._newest >= self.end - self.ring.T)
+        if resumes.any():
+            at = self._newest[resumes] % self.ring.T, np.flatnonzero(resumes) + columns.start
+            if any((own[0, resumes] != kept[at]).any() for own, kept in zip(batch.before, self.ring.kept, strict=True)):
+                return False
         if same_rows(self.ring.kept, batch.before, row, columns.start, starts):  # most often, and quicker
             return True
         return all(

@@ -25,6 +25,8 @@ class Reader(Protocol):
 
     def eligible(self, positions: Positions) -> npt.NDArray[np.bool_]: ...
 
+    def waits(self, positions: Positions) -> npt.NDArray[np.bool_]: ...
+
     def read(self, positions: Positions, out: Any = None) -> dict[str, Any] | None: ...
 
 
@@ -68,6 +70,10 @@ class DrawIndex:
     def eligible(self, places: Positions) -> npt.NDArray[np.bool_]:
         """Whether each of `places` `[N]`, within the bounds, may be drawn."""
         return self.reader.eligible(self.positions(places))
+
+    def waits(self, places: Positions) -> npt.NDArray[np.bool_]:
+        """Whether each of `places` `[N]` may become eligible later."""
+        return self.reader.waits(self.positions(places))
 
     def all_eligible(self, low: int, high: int) -> Positions:
         """All places from `low` to `high` that may be drawn."""

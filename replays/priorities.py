@@ -21,6 +21,7 @@ class PriorityDraw:
         self._places, self._min_priority = places, min_priority
         self.tree = SumTree(places.size)
         self.low = self.high = 0  # the places that the tree knows
+        self._waiting = np.empty(0, np.int64)  # those of them whose windows are not complete yet
         self.n_stale = 0
 
     def draw(self, n: int, rng: np.random.Generator, newer_than: int | None) -> Positions:
@@ -60,10 +61,19 @@ class PriorityDraw:
         if low > self.low:
             self.tree.set_range(self.low, np.zeros(max(min(low, self.high) - self.low, 0)))
         newest = self.tree.largest or 1.0
+        waited = self._waiting[self._waiting >= low]
+        self._waiting = waited[~self._places.eligible(waited)]
+        self.tree.update(completed := np.setdiff1d(waited, self._waiting), np.full(len(completed), newest))
         for start in range(max(self.high, low), high, AT_ONCE):
             places = np.arange(start, min(start + AT_ONCE, high))
-            self.tree.set_range(start, np.where(self._places.eligible(places), newest, 0.0))
+            is_eligible = self._places.eligible(places)
+            self.tree.set_range(start, np.where(is_eligible, newest, 0.0))
+            self._wait_for(places[~is_eligible])
         self.low, self.high = low, high
+
+    def _wait_for(self, places: Positions) -> None:
+        """Examine those of these places again whose windows are not complete yet."""
+        self._waiting = np.append(self._waiting, places[self._places.waits(places)])
 
     def update(self, positions: Positions, priority: npt.NDArray[np.float64], alpha: float) -> None:
         """Set the priorities of `positions`. Those whose rows were overwritten are left out, and counted."""
@@ -127,3 +137,4 @@ class PriorityDraw:
         start = max(low, first)
         self.tree.set_range(start, leaves[start - low :])
         self.low, self.high = first, last
+        self._wait_for(first + np.flatnonzero(self.leaves() == 0))

@@ -260,7 +260,9 @@ class Replay(Generic[Batch]):
     def _allocate(self, shape: Shape, rows_ahead: int | None = None) -> _Storage:
         """`rows_ahead`: how many rows writers in other processes may be ahead; None if this process writes."""
         ring = Ring(shape, shared=rows_ahead is not None, file=self.file)
-        windows = WindowReader(ring, self.n_step, self.discount)
+        # Stacks of frames and sequences are made of rows that follow each other.
+        resumes = self.frames is None and self.sequences is None
+        windows = WindowReader(ring, self.n_step, self.discount, resumes=resumes)
         reader: Transitions | SequenceReader
         if self.sequences is None:
             reader = Transitions(ring, windows, self.frames)

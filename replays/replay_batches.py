@@ -144,6 +144,10 @@ class Transitions:
         windows = self._windows.read(positions)
         return windows.eligible & self._observations.is_known(self._observations.ages(windows.at))
 
+    def waits(self, positions: Positions) -> npt.NDArray[np.bool_]:
+        """Whether the window of each of `positions` `[N]` is not complete yet."""
+        return self._windows.read(positions).waits
+
     def read(self, positions: Positions, out: ReplayBatch | None = None) -> dict[str, Any] | None:
         """The fields of a batch, or None if one of `positions` is not eligible. `out`: memory for the large fields."""
         windows = self._windows.read(positions)
@@ -181,6 +185,10 @@ class SequenceReader:
         flags = self._ring.flags.take(at[1:])
         eligible: npt.NDArray[np.bool_] = ((flags & PARTIAL) == 0).all(0) & ((flags[0] & VALID) != 0)
         return eligible & self._observations.is_known(self._observations.ages(at[1]))
+
+    def waits(self, positions: Positions) -> npt.NDArray[np.bool_]:
+        """No sequence waits: its rows follow each other."""
+        return np.zeros(len(positions), np.bool_)
 
     def read(self, positions: Positions, out: SequenceBatch | None = None) -> dict[str, Any] | None:
         """The fields of a batch, or None if one of `positions` is not eligible. `out`: memory for the observations."""

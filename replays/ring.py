@@ -29,8 +29,9 @@ from penstock.replays.compiled import PYTHON, compiled
 
 # The flags of a row. BEGINS: the row does not continue the row before it. PARTIAL: it also does not begin an episode,
 # so what came before it is unknown. CUT: the episode goes on, but the row after it is no step and has only the next
-# observation, since with own clocks the rows of a column may end before those of the batch.
-VALID, TERMINATED, TRUNCATED, BEGINS, PARTIAL, CUT = 1, 2, 4, 8, 16, 32
+# observation, since with own clocks the rows of a column may end before those of the batch. RESUMES: the row continues
+# the last step of its column, which is CUT; it also has BEGINS and PARTIAL, since the row before it is another one.
+VALID, TERMINATED, TRUNCATED, BEGINS, PARTIAL, CUT, RESUMES = 1, 2, 4, 8, 16, 32, 64
 
 _REMEDY = (
     "lower capacity, use frames=Frames(n) if observations are stacks, or put the replay into a file with file=PATH. "

@@ -55,7 +55,7 @@ def _write_for_ever(ring: Ring, writer: int) -> None:
 @pytest.mark.parametrize("n_kills", [0, 200] if FULL else [10])
 def test_no_row_is_torn(n_kills: int) -> None:
     ring, context = make_ring(N_WRITERS), multiprocessing.get_context("fork")
-    transitions = Transitions(ring, WindowReader(ring, 1, 1.0), None)
+    transitions = Transitions(ring, WindowReader(ring, 1, 1.0, resumes=True), None)
     places, rng = DrawIndex(ring, transitions), np.random.default_rng(0)
 
     def start(writer: int) -> Any:

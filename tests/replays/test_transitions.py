@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.replays import Frames, Replay
 from penstock.replays.compiled import PYTHON
-from penstock.replays.ring import BEGINS, TERMINATED, TRUNCATED, VALID
+from penstock.replays.ring import BEGINS, CUT, RESUMES, TERMINATED, TRUNCATED, VALID
 from penstock.replays.windows import read_windows
 
 from ..scale import FULL, examples, scaled
@@ -126,15 +126,18 @@ def test_windows_are_the_same_in_c_and_in_numpy(n: int, B: int) -> None:
     rng, N = np.random.default_rng(n), 400
     size = 37 * B
     for p_end in (0.05, 0.4):
-        flags = (rng.random((4, size)) < np.array([0.9, p_end, p_end, p_end])[:, None]).astype(np.uint8)
-        flags = (flags * np.array([[VALID], [TERMINATED], [TRUNCATED], [BEGINS]])).sum(0).astype(np.uint8)
+        p = np.array([0.8, p_end, p_end, p_end, 0.4, 0.6])[:, None]
+        bits = np.array([[VALID], [TERMINATED], [TRUNCATED], [BEGINS], [CUT], [RESUMES]])
+        flags = ((rng.random((6, size)) < p) * bits).sum(0).astype(np.uint8)
         reward, positions = rng.normal(size=size).astype(np.float32), rng.integers(-size, 5 * size, N)
         dtypes = (*[np.int64] * 3, *[np.float32] * 2, np.uint8, np.bool_)
         outs = [[np.empty(N, dtype) for dtype in dtypes] for _ in range(2)]
-        for fn, out in zip((read_windows, PYTHON["read_windows"]), outs, strict=True):
-            fn(flags, reward, positions, 0.9 ** np.arange(n + 1), B, *out)
-        for compiled, fallback in zip(*outs, strict=True):
-            assert compiled.tobytes() == fallback.tobytes()
+        for limit in (-1, 2 * size):
+            positions += size if limit > 0 else 0
+            for fn, out in zip((read_windows, PYTHON["read_windows"]), outs, strict=True):
+                fn(flags, reward, positions, 0.9 ** np.arange(n + 1), B, limit, *out)
+            for compiled, fallback in zip(*outs, strict=True):
+                assert compiled.tobytes() == fallback.tobytes()
 
 
 def test_a_gap_is_found_without_being_told() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from penstock import (
@@ -28,10 +30,11 @@ from penstock.collectors.turns import TurnColumns, TurnGames
 from penstock.envs.seats import SeatRank, TurnView
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SpaceError, WorkerError
-from penstock.replays import Replay
+from penstock.replays import Prioritized, Replay
+from penstock.replays.compiled import PYTHON
 from penstock.targets import Steps, gae, lambda_return, n_step_return, vtrace
 from penstock.workers.control import ControlBlock, UntimedProgress
-from tests.scale import quick_first, scaled, some
+from tests.scale import examples, quick_first, scaled, some
 from tests.seats_support import Book, Valued, assert_same, batches_of
 from tests.turns_support import PlainLoop, TurnGame, Valuing
 
@@ -276,42 +279,91 @@ def test_several_policies_play_against_each_other() -> None:
         assert n.sum() != others.sum()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n_step", [3, 1, 5])
-def test_a_replay_draws_every_decision(n_step: int) -> None:
-    """Each row can be drawn: with its return until the episode or the batch ends, and the observation after that."""
-    T, n = 6, 30
-    replay: Any = Replay(T * n * 6, n_step=n_step, discount=0.9, max_truncations=2_000)
-    batches, seats, _ = recorded(partial(TurnGame, 2), Valued(), n, B=3, T=T, on_batch=replay.append)
-    valid, n_checked = np.concatenate([samples.env.valid for samples, _ in batches]), 0
-    index = np.sort(replay.contents.index)
-    t, b = np.divmod(index, len(seats))
-    # Only what is n rows from the newest one is not known yet.
-    rows = np.flatnonzero(valid[:-n_step].reshape(-1))
-    assert index.tolist() == rows.tolist()
-    drawn = replay.contents.read(index).numpy()
-    for i, (row, column) in enumerate(zip(t.tolist(), b.tolist(), strict=True)):
-        total, discount, after = 0.0, 1.0, None
-        for k in range(row, row + n_step):
-            samples, at = batches[k // T][0], k % T
-            total, discount = total + discount * samples.env.reward[at, column], discount * 0.9
-            if samples.env.terminated[at, column]:
-                after = None
-                discount = 0.0
-                break
-            if samples.env.truncated[at, column]:
-                after = samples.env.final_obs[at, column]
-                break
-            more = at + 1 < T
-            after = (samples if more else batches[k // T + 1][0]).env.observation[(at + 1) % T, column]
-            if more and not samples.env.valid[at + 1, column]:
-                break
-        np.testing.assert_allclose(drawn.return_[i], total, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(drawn.discount[i], discount, rtol=1e-6)
-        if after is not None:
-            np.testing.assert_array_equal(drawn.next_observation[i], after)
-        n_checked += 1
-    assert n_checked > 500
+def wanted_windows(batches: list[Any], n_step: int, discount: float) -> dict[int, tuple[float, float, Any]]:
+    """By position, the return, the discount and the next observation of each window: computed along the decisions of
+    each seat, whatever batches they are in."""
+    B = batches[0].env.valid.shape[1]
+    names = ("valid", "observation", "reward", "terminated", "truncated", "final_obs")
+    env = {name: np.concatenate([batch.env[name] for batch in batches]) for name in names}
+    found = {}
+    for b in range(B):
+        rows = np.flatnonzero(env["valid"][:, b]).tolist()
+        for i, row in enumerate(rows):
+            total, factor, after = 0.0, 1.0, None
+            for k, step in enumerate(rows[i : i + n_step]):
+                total, factor = total + factor * env["reward"][step, b], factor * discount
+                if env["terminated"][step, b]:
+                    after, factor = np.zeros(4), 0.0
+                elif env["truncated"][step, b]:
+                    after = env["final_obs"][step, b]
+                elif k == n_step - 1 and step + 1 < len(env["valid"]):  # the next decision, or one that is open
+                    after = env["observation"][step + 1, b]
+                if after is not None:
+                    break
+            if after is not None and row + n_step < len(env["valid"]):  # the newest rows are not drawn
+                found[row * B + b] = total, factor, after
+    return found
+
+
+@given(
+    T=st.integers(1, 7),
+    n_step=st.integers(1, 5),
+    k=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
+    is_prioritized=st.booleans(),
+    is_compiled=st.booleans(),
+    has_players=st.booleans(),
+)
+@examples(30, 300)
+def test_windows_of_a_replay_go_on_in_the_next_batch(
+    T: int, n_step: int, k: int, seed: int, is_prioritized: bool, is_compiled: bool, has_players: bool
+) -> None:
+    n = 90 // T
+    prioritized = Prioritized() if is_prioritized else None
+    replay: Any = Replay(10_000, n_step, 0.9, prioritized, max_truncations=2_000, seed=0)
+    agents = {"main": RandomAgent(), "other": RandomAgent()} if has_players else RandomAgent()
+    policy_of = (lambda agent_id, rng: ("main", "other")[rng.integers(2)]) if has_players else None
+    batches = []
+    with pytest.MonkeyPatch.context() as patch, SerialSampler(partial(TurnGame, k), batch_T=T, batch_B=2) as sampler:
+        if not is_compiled:
+            patch.setattr("penstock.replays.windows.read_windows", PYTHON["read_windows"])
+        sampler.initialize(agents, policy_of=policy_of, seed=seed)
+        for itr in range(n):
+            samples, _ = sampler.obtain_samples(itr)
+            samples = samples.main if has_players else samples
+            batches.append(samples.copy().numpy())
+            replay.append(samples)
+            if is_prioritized and itr % 3 == 2 and len(replay.contents.index):
+                replay.contents.probability  # noqa: B018 - the tree follows the ring
+        wanted = wanted_windows(batches, n_step, 0.9)
+        assert replay.contents.index.tolist() == sorted(wanted)
+        if is_prioritized:
+            assert (replay.contents.probability > 0).all()
+        drawn = replay.contents.read(sorted(wanted)).numpy()
+    total, factor, after = (np.array(part) for part in zip(*(wanted[i] for i in sorted(wanted)), strict=True))
+    np.testing.assert_allclose(drawn.return_, total, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(drawn.discount, factor, rtol=1e-6)
+    np.testing.assert_array_equal(drawn.next_observation, after)
+
+
+def test_no_window_goes_on_where_a_batch_is_missing(tmp_path: Any) -> None:
+    """Whether the replay is told or not, and whether it was saved in the meantime."""
+    batches, _, _ = recorded(partial(TurnGame, 2, ends=False), RandomAgent(), 40, B=3, T=3)
+    for is_told, is_saved in ((True, False), (False, False), (True, True)):
+        replay: Any = Replay(10_000, 3, 0.9, max_truncations=500, seed=0)
+        parts = [[samples for samples, _ in own] for own in (batches[:20], batches[22:])]
+        for samples in parts[0]:
+            replay.append(samples)
+        if is_saved:
+            replay.save(tmp_path / "replay")
+            replay = Replay.load(tmp_path / "replay")
+        for i, samples in enumerate(parts[1]):
+            replay.append(samples, continues=i > 0 or not is_told)
+        B, read = parts[0][0].env.valid.shape[1], replay.contents.read(index := replay.contents.index).numpy()
+        for position, after in zip(index.tolist(), read.next_observation, strict=True):
+            envs = [samples.env for samples in parts[position // B >= 20 * 3]]
+            seen = [field[:, position % B] for env in envs for field in (env.observation, env.final_obs)]
+            assert not after.any() or (np.concatenate(seen) == after).all(1).any(), "on the same side of the gap"
 
 
 def test_masks_are_kept_by_every_move() -> None:
