@@ -13,6 +13,10 @@ from penstock.replays.sum_tree import MOST, SumTree
 from penstock.replays.windows import Positions
 
 
+# In the place of an alpha of 0. All draws are equally likely, to the eighth digit, but a later alpha finds the priorities.
+_ALMOST_0 = 2.0**-30
+
+
 class PriorityDraw:
     """Draws each eligible place with a probability in proportion to `priority ** alpha`: its leaf in the tree. The
     leaves of all other places are 0."""
@@ -80,7 +84,7 @@ class PriorityDraw:
         self.catch_up()
         places = self._places.of_positions(positions)
         with np.errstate(all="ignore"):  # of what `_require_known` refuses
-            leaf = np.maximum(priority, self._min_priority) ** alpha
+            leaf = np.maximum(priority, self._min_priority) ** (alpha or _ALMOST_0)
         n_stale = self.tree.assign(self.low, self.high, places, priority, leaf)
         if n_stale < 0:  # something is wrong, or 0
             self._require_known(positions, places, priority, leaf, alpha)
@@ -95,12 +99,12 @@ class PriorityDraw:
         self.n_stale += n_stale
 
     def change_alpha(self, old: float, new: float) -> None:
-        """Make the leaves those of another `alpha`. From `old` 0 on, which knows no priorities, all are equal."""
+        """Make the leaves those of another `alpha`."""
         self.catch_up()
         leaves = self.leaves()
         is_drawn = leaves > 0
         with np.errstate(all="ignore"):
-            raised = leaves[is_drawn] ** (new / old if old else 0.0)
+            raised = leaves[is_drawn] ** ((new or _ALMOST_0) / (old or _ALMOST_0))
         if not ((raised > 0) & (raised <= MOST)).all():
             raise ConfigError(
                 f"with alpha={new}, some priorities ** alpha are 0 or more than {MOST:g}: choose a smaller alpha"

@@ -437,7 +437,7 @@ class Replay(Generic[Batch]):
     @property
     def alpha(self) -> float:
         """The exponent of the priorities. If you set it, all priorities in the replay get the new exponent. This takes
-        time in proportion to `capacity`. An exponent of 0 forgets them: after it, all are equal until `update`."""
+        time in proportion to `capacity`. With an exponent of 0, all steps are drawn equally often."""
         return self._alpha
 
     @alpha.setter
@@ -497,7 +497,7 @@ def _numbers(name: str, values: object, dtype: type) -> NDArray[Any]:
     """A tensor's values without its graph and device, or an array or a list, as an array `[N]`."""
     on_cpu = values.detach().cpu().numpy() if hasattr(values, "detach") else values
     try:
-        return np.asarray(on_cpu, dtype).reshape(-1)
+        return np.ascontiguousarray(on_cpu, dtype).reshape(-1)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name} must be a tensor or an array of numbers [N], got {brief(values)}") from error
 

@@ -73,7 +73,7 @@ def test_an_alpha_that_is_set_later_counts_for_all_steps(alphas: tuple[float, ..
         assert p_value(counts, expected * 60_000) > 1e-3
 
 
-def test_an_alpha_of_zero_forgets_the_priorities() -> None:
+def test_an_alpha_of_zero_keeps_the_priorities(tmp_path: Path) -> None:
     stream, replay = make(alpha=0.7)
     replay.alpha = 0.5  # there are no steps yet
     replay.append(stream.batch(40))
@@ -86,10 +86,18 @@ def test_an_alpha_of_zero_forgets_the_priorities() -> None:
             replay.alpha = wrong
     assert replay.alpha == 0.5
     assert np.allclose(draw.tree.leaves[index % 100], np.arange(1.0, len(index) + 1) ** 0.5)
-    for alpha in (0.0, torch.tensor(0.5)):
-        replay.alpha = alpha  # type: ignore[assignment]
-        assert (draw.tree.leaves[index % 100] == 1).all()
-        assert draw.tree.total == len(index), "no other step has a leaf"
+    priority = np.arange(1.0, len(index) + 1)
+    replay.alpha = 0.0
+    assert replay.alpha == 0.0
+    np.testing.assert_allclose(replay.contents.probability, 1 / len(index), rtol=1e-8)
+    priority[::3] = 1e4 / priority[::3]  # those that are updated now, and the others
+    replay.update(index[::3], priority[::3])
+    np.testing.assert_allclose(replay.contents.probability, 1 / len(index), rtol=1e-7)
+    assert (replay.sample(200).weight == 1).all()
+    replay.save(tmp_path)
+    for each in (replay, Replay.load(tmp_path)):
+        each.alpha = torch.tensor(0.5)  # type: ignore[assignment]
+        np.testing.assert_allclose(each.contents.probability, priority**0.5 / (priority**0.5).sum(), rtol=1e-5)
 
 
 def test_weights_follow_the_formula() -> None:
