@@ -182,22 +182,31 @@ class Collector(MadeByWorker, ABC):
                 before, given = snapshot(envs.observations[b]), snapshot(action)
             if episodes is not None:
                 episodes.begin_step(b)
-            _, reward, terminated, truncated, info = envs.step_one(b, action)
+            try:
+                _, reward, terminated, truncated, info = envs.step_one(b, action)
+            except envs.renewable as error:
+                envs.renew(b, error)
+                self._begin_random_steps(envs, b, rewards)
+                continue
             if episodes is not None:
                 episodes.end_step(b, reward)
             if on_step is not None:
                 on_step(b, before, given, reward, terminated, truncated, info)
             rewards.append(reward)
             if terminated or truncated:
-                tracker.drop(b)
-                rewards.clear()
-                envs.reset_one(b)
-                envs.check_observation(b)
+                self._begin_random_steps(envs, b, rewards)
         tracker.preload(b, rewards)
         self._episode_start[b] = not rewards
         if rewards:
             self.prev_action[b] = rows[n - 1] if mask is None else action
             self.prev_reward[b] = rewards[-1]
+
+    def _begin_random_steps(self, envs: EnvColumns, b: int, rewards: list[float]) -> None:
+        """The episode of environment b has ended, or was cut: drop its trajectory, and begin the next one."""
+        self.tracker.drop(b)
+        rewards.clear()
+        envs.reset_one(b)
+        envs.check_observation(b)
 
     def start_agent(self) -> None:
         """Prepare the agent for the first batch. Runs once, after `start_envs`."""

@@ -208,7 +208,7 @@ class Games:
                 try:
                     self.step_env(e)
                 except self.renewable as error:
-                    self._cut(e, error)
+                    self.cut_env(e, error)
         self.end_row()
 
     def end_row(self) -> None:
@@ -217,7 +217,7 @@ class Games:
             self.returned.end_row()
             self._is_watched = self._has_hooks or self.returned.copies
 
-    def _cut(self, e: int, error: Exception) -> None:
+    def cut_env(self, e: int, error: Exception) -> None:
         """The game of environment e has failed in this step, which has no result."""
         seed = self._renew(e, error, is_cut=True)
         for columns, column in self.acting(e):

@@ -104,6 +104,9 @@ class Desk(Collector):
 
     def _cut(self, column: int) -> None:
         """The game has failed in this step: the column's episode has ended with the step before."""
+        if self._t < 0:
+            self.tracker.drop(column)
+            return
         self._changed.append(column)
         if self._who:
             self.progress.at_env(self._who | int(self.envs.env_ranks[column]))
@@ -307,7 +310,11 @@ class LockStepCollector:
                 desk.draw_actions(rng, by_env.get(e, ()))
             acted = games.acting(e)
             games.late, games.over = [], []
-            games.step_env(e)
+            try:
+                games.step_env(e)
+            except games.renewable as error:
+                games.cut_env(e, error)
+                acted, games.over = [], [e]
             for columns, column in acted:
                 rewards.setdefault((columns, column), []).append(columns.rewards[column])
             late = sum(reward for _, reward in games.late)

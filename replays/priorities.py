@@ -12,8 +12,7 @@ from penstock.replays.position_draws import AT_ONCE, DrawIndex, nothing_to_draw
 from penstock.replays.sum_tree import MOST, SumTree
 from penstock.replays.windows import Positions
 
-
-# In the place of an alpha of 0. All draws are equally likely, to the eighth digit, but a later alpha finds the priorities.
+# In the place of an alpha of 0: draws are equally likely, to the eighth digit, and a later alpha finds the priorities.
 _ALMOST_0 = 2.0**-30
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -24,7 +25,7 @@ from penstock import (
     WaitResetCollector,
     WorkerError,
 )
-from penstock.envs import CountingEnv
+from penstock.envs import ColumnStreams, CountingEnv, Purpose
 from penstock.envs.toy import ScriptedGame
 from penstock.replays import Replay
 
@@ -211,6 +212,102 @@ def test_an_episode_that_ends_in_the_step_of_a_cut_keeps_its_last_action() -> No
 class Twos(RandomAgent):
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
         return AgentStep(np.full(len(prev_reward), 2))
+
+
+class Engine(gym.Env[Any, Any]):
+    """An observation is (number of the environment that was built, step), a reward 10 times the number plus the step.
+    An episode has 4 steps. Environment `first`, after the examples, fails in its step `at`."""
+
+    first = 1
+
+    observation_space, action_space = gym.spaces.Box(0, 99, (2,), np.float32), gym.spaces.Discrete(3)
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, built: list[int | None], at: int) -> None:
+        self.built, self.at, self.number, self.made = built, at, len(built), 0
+        built.append(None)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.built[self.number] = self.built[self.number] or seed
+        self.t = 0
+        return np.array([self.number, 0], np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.made, self.t = self.made + 1, self.t + 1
+        if self.number == self.first and self.made == self.at:
+            raise ConnectionError("the engine is gone")
+        return np.array([self.number, self.t], np.float32), 10.0 * self.number + self.t, self.t == 4, False, {}
+
+
+class Engines:
+    """The same as a game of two agents."""
+
+    first = 2
+    possible_agents = ("a", "b")
+    metadata: dict[str, Any] = {"name": "engines"}  # noqa: RUF012
+
+    def __init__(self, built: list[int | None], at: int) -> None:
+        self.engine = Engine(built, at)
+        self.engine.first = self.first
+
+    def observation_space(self, agent: str) -> Any:
+        return Engine.observation_space
+
+    def action_space(self, agent: str) -> Any:
+        return Engine.action_space
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.agents = list(self.possible_agents)
+        return dict.fromkeys(self.agents, self.engine.reset(seed=seed)[0]), {}
+
+    def step(self, actions: Any) -> Any:
+        acted = self.agents
+        observation, reward, ends, *_ = self.engine.step(None)
+        self.agents = [] if ends else acted
+        return dict.fromkeys(acted, observation), dict.fromkeys(acted, reward), dict.fromkeys(acted, ends), {}, {}
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@pytest.mark.parametrize(
+    ("env_cls", "collector_cls"),
+    [(Engine, None), (Engines, None), pytest.param(Engine, WaitResetCollector, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("at", [1, 3, 5, 7, 99])
+def test_a_game_that_fails_in_the_random_steps_is_renewed(env_cls: Any, collector_cls: Any, at: int) -> None:
+    built: list[int | None] = []
+    options = {**RENEW, "renew_on": (ConnectionError,), "max_decorrelation_steps": 9, "batch_B": 1, "batch_T": 1}
+    options |= {"collector_cls": collector_cls} if collector_cls else {}
+    streams = ColumnStreams(3, [0])
+    with sampler_of(SerialSampler, partial(env_cls, built, at), **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        env = sampler.obtain_samples(0)[0].copy().numpy().env
+        stats = sampler.stats()
+        infos = [info for itr in range(1, 5) for info in sampler.obtain_samples(itr)[1]]
+    # The plain loop.
+    n = int(streams.rngs(Purpose.DECORRELATE)[0].integers(0, 10))
+    assert n == 7, "the seed is chosen so"
+    first = number = env_cls.first
+    t, made, reward = 0, 0, 0.0
+    for _ in range(n):
+        made += 1
+        if number == first and made == at:
+            number, t, reward = first + 1, 0, 0.0
+            continue
+        t += 1
+        reward = 10.0 * number + t
+        if t == 4:
+            t, reward = 0, 0.0
+    np.testing.assert_array_equal(env.observation[0], [[number, t]] * len(env.observation[0]))
+    np.testing.assert_array_equal(env.prev_done[0], t == 0)
+    np.testing.assert_array_equal(env.prev_reward[0], reward)
+    assert (stats.renewals, stats.cut_episodes) == ((1, 1) if at <= n else (0, 0))
+    assert built[first] == streams.env_seeds(Purpose.TRAIN)[0]
+    assert at > n or built[first + 1] == streams.renewal_seed(0, Purpose.TRAIN, 1)
+    k = 1 if env_cls is Engine else 2
+    assert (infos[0].Length, infos[0].Return) == (4, 4 * 10.0 * number + 10)
+    assert infos[-1].Return == k * (4 * 10.0 * number + 10)
 
 
 @pytest.mark.parametrize("env_cls", [CountingEnv, ScriptedGame])
