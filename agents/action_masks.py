@@ -30,6 +30,14 @@ def mask_of(agent: Agent) -> ActionMask | None:
     return ActionMask(agent.mask_key, agent.observation_space, agent.action_space)
 
 
+def mask_in(observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> ActionMask | None:
+    """The mask that the observations have as `action_mask`, as PettingZoo's do. None if they have none."""
+    try:
+        return ActionMask(f"observation.{_FROM_INFO}", observation_space, action_space)
+    except (ConfigError, SpaceError):
+        return None
+
+
 def info_key(mask_key: str | None) -> str | None:
     """The name of the entry of `info` with the mask. None if the mask is not in `info`.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.agents.action_masks import mask_in
 from penstock.agents.joint import JointSeats
 from penstock.agents.space_draws import draw
 from penstock.buffers.named import map_leaves
@@ -39,6 +40,8 @@ class Desk(Collector):
         self._who = who << WHO_BITS
         self.envs.on_join, self.envs.on_end, self.envs.on_step = self._join, self._end, self.on_step
         self.envs.on_cut = self._cut
+        # Random steps are legal too where the agent has no mask_key, as a scripted function.
+        self._random_mask = self._mask or mask_in(self.envs.observation_space, self.envs.action_space)
         self._t = -1  # the row that is stepped; -1 outside a batch
         self._changed: list[int] = []  # columns that have joined or ended in this row
 
@@ -156,14 +159,14 @@ class Desk(Collector):
     def draw_actions(self, rng: np.random.Generator, columns: Sequence[int]) -> None:
         """A random action for each of these columns, for a step before the first batch. Legal ones, if there is a
         mask."""
-        envs, mask = self.envs, self._mask
+        envs, mask = self.envs, self._random_mask
         actions: list[Any] = [None] * len(envs)
         for column in columns:
             if mask is None:
                 row = draw(envs.action_space, rng, 1)
             else:
                 observation, uniform = envs.observations[column], rng.random((1, mask.n_components))
-                if column not in envs.parked and mask.has_none(observation).any():
+                if self._mask is not None and column not in envs.parked and mask.has_none(observation).any():
                     raise no_legal_action(envs, column)
                 row = mask.draw(mask.legal(observation), uniform)
             actions[column] = envs.split_actions(row)[0]

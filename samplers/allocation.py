@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,8 +15,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from penstock.agents.action_masks import info_key, mask_of
+from penstock.agents.action_masks import info_key, mask_in, mask_of
 from penstock.agents.agent import Agent, as_agent_step
+from penstock.agents.function import FunctionAgent
 from penstock.agents.joint import JointSeats
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec, TrajectoryRecords
 from penstock.buffers.episode_log import EpisodeLog
@@ -57,6 +59,8 @@ from penstock.samplers.sampler_program import SamplerProgram, WorkerFactories
 from penstock.samplers.seating import PolicyOf, Seating, find_seating
 from penstock.samplers.stats import ServerTotals
 from penstock.workers.control import ControlBlock
+
+_log = logging.getLogger("penstock")
 
 _DRY_RUN_COLUMNS = 2  # the agent is tried on more than one column, so that a lost dimension shows
 _CHECKED_ROWS = 16  # observations on which fast inference is compared with torch
@@ -135,6 +139,12 @@ def allocate(
         _refuse_in_turns(agent, spec, seating)
         specs.append(replace(spec, n_seats=None if seating is None else seating.n_seats(p)))
         differences.append(copied.runtime.inference_difference(partial(_real_inputs, copied, example, config)))
+    uses_mask = any(agent.mask_key or isinstance(agent, FunctionAgent) for agent in each)
+    if seating is not None and not uses_mask and any(mask_in(a.observation_space, a.action_space) for a in each):
+        _log.warning(
+            "the observations have an action_mask, but no agent uses it, so illegal actions are possible: make the "
+            'agents with mask_key="observation.action_mask"'
+        )
     difference = max((own for own in differences if own is not None), default=None)
     # Whole episodes need another collector, unless the user has chosen one.
     counts_episodes = config.eval_episodes is not None and config.eval_collector_cls is EvalCollector

@@ -16,6 +16,7 @@ from penstock import (
     CategoricalPgAgent,
     ConfigError,
     EpsilonGreedyAgent,
+    FunctionAgent,
     GpuSampler,
     NamedArrays,
     ParallelSampler,
@@ -330,6 +331,47 @@ def test_who_decides_without_a_legal_action_is_named(kind: Any, where: str) -> N
         sampler.initialize(RandomAgent(mask_key=f"{where}.rules.legal"), seed=0)
         with pytest.raises(WorkerError, match=r"the action mask of env_rank 2, agent 'a0' allows no action"):
             sampler.obtain_samples(0)
+
+
+class Usual(Ruled):
+    """The mask is where PettingZoo's games have it."""
+
+    def observation_space(self, agent: str) -> gym.Space[Any]:
+        board = super().observation_space(agent)["board"]  # type: ignore[index]
+        return spaces.Dict({"observation": board, "action_mask": spaces.MultiBinary(3)})
+
+    def _with_masks(self, observations: Any) -> tuple[Any, Any]:
+        observations, infos = super()._with_masks(observations)
+        return {
+            agent: {"observation": own["board"], "action_mask": own["rules"]["legal"]}
+            for agent, own in observations.items()
+        }, infos
+
+
+def first_legal(observation: Any) -> Any:
+    return observation.action_mask.argmax(1)
+
+
+@pytest.mark.parametrize(
+    ("agents", "is_told"),
+    [
+        ({"a0": first_legal, "rest": RandomAgent(mask_key="observation.action_mask")}, False),
+        ({"a0": first_legal, "rest": first_legal}, False),
+        ({"a0": RandomAgent(), "rest": RandomAgent()}, True),
+    ],
+)
+def test_random_steps_of_a_scripted_function_are_legal(
+    agents: Any, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SerialSampler(Usual, batch_T=9, batch_B=3, max_decorrelation_steps=60) as sampler:
+        agents = {name: FunctionAgent(fn) if fn is first_legal else fn for name, fn in agents.items()}
+        with caplog.at_level("WARNING", logger="penstock"):
+            sampler.initialize(agents, policy_of=lambda agent: "a0" if agent == "a0" else "rest", seed=0)
+            for itr in range(0 if is_told else 3):  # `Usual` raises for an illegal action
+                sampler.obtain_samples(itr)
+    told = [text for record in caplog.records if "action_mask" in (text := record.getMessage())]
+    assert len(told) == is_told
+    assert all('make the agents with mask_key="observation.action_mask"' in text for text in told)
 
 
 def test_random_steps_without_a_legal_action_name_the_agent() -> None:
