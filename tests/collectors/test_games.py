@@ -166,3 +166,34 @@ def test_every_reward_has_one_place(seed: int, k: int, split: bool, odd: bool) -
         acting = [seat != "-" for seat in seats]
     assert total + late == sum(game.ledger for game in games) - before
     table.close()
+
+
+class Listing(ScriptedGame):
+    """Lists agents as `lists` says for each step, and flags those in `ends`."""
+
+    def __init__(self, lists: list[list[str]], ends: dict[int, str]) -> None:
+        super().__init__(2, [{}] * (len(lists) + 1), ["a0"])
+        self.lists, self.ends = lists, ends
+
+    def step(self, actions: Any) -> Any:
+        assert actions.keys() <= {"a0", "a1"}
+        self.t += 1
+        self.agents = self.lists[self.t - 1]
+        seen = {agent: np.full(4, self.t, np.float32) for agent in self.possible_agents}
+        return seen, {}, {self.ends[self.t]: True} if self.t in self.ends else {}, {}, {}
+
+
+def test_who_is_flagged_when_it_is_listed_first_does_not_join_and_may_come_later() -> None:
+    table = Table([Listing([["a0", "a1"], ["a0", "a1"], ["a0"], ["a0", "a1"]], {1: "a1"})])
+    logs = [table.step()[0] for _ in range(4)]
+    assert logs == [[], [], [], [("join", "10, agent 'a1'")]], "it joins when it was not listed in between"
+    table.close()
+
+
+def test_who_was_listed_after_its_end_can_come_back() -> None:
+    lists = [["a0", "a1"], ["a0", "a1"], ["a0", "a1"], ["a0"], ["a0", "a1"]]
+    table = Table([Listing(lists, {2: "a1"})])
+    logs = [[(what, who) for what, who, *_ in table.step()[0]] for _ in lists]
+    agent = "10, agent 'a1'"
+    assert logs == [[("join", agent)], [("end", agent)], [], [], [("join", agent)]]
+    table.close()

@@ -310,6 +310,16 @@ def test_a_game_that_fails_in_the_random_steps_is_renewed(env_cls: Any, collecto
     assert infos[-1].Return == k * (4 * 10.0 * number + 10)
 
 
+def test_a_game_that_ended_before_a_cut_in_the_same_batch_is_reported() -> None:
+    """The first game has 4 steps; the second one fails in its second step."""
+    options = {**RENEW, "renew_on": (ConnectionError,), "max_decorrelation_steps": 0, "batch_B": 1, "batch_T": 10}
+    with sampler_of(SerialSampler, partial(Engines, [], 6), **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        _, infos = sampler.obtain_samples(0)
+    games = [(info.episode, info.Length, info.Return) for info in infos if info.agent_id is None]
+    assert games == [(0, 4, 2 * (4 * 20.0 + 10)), (1, 4, 2 * (4 * 30.0 + 10))]
+
+
 @pytest.mark.parametrize("env_cls", [CountingEnv, ScriptedGame])
 def test_starts_that_fail_slowly_are_counted_too(env_cls: Any, tmp_path: Path) -> None:
     """When a start fails, the one before has left the window. A start that succeeds begins a new count."""

@@ -722,6 +722,30 @@ def test_who_sits_where_and_who_disappears() -> None:
         env.step(dict.fromkeys(env.agents, 0))
 
 
+def test_an_id_that_comes_again_must_be_flagged_again() -> None:
+    class Returning(Crowd):
+        """An ant ends in step 1, comes again in step 2, and is not there after step 3. A bee is there all the time."""
+
+        def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            self.t, self.birth, self.agents = 0, {"ant_0": 0, "bee_1": 0}, ["ant_0", "bee_1"]
+            return self._seen(self.agents), {}
+
+        def step(self, actions: dict[str, int]) -> Any:
+            self.t += 1
+            self.agents = ["ant_0", "bee_1"] if self.t == 2 else ["bee_1"]
+            return self._seen(["ant_0", "bee_1"]), {}, {"ant_0": self.t == 1}, {}, {}
+
+    env = Seats(Returning(), SEATS, kind=kind_of, spaces=SPACES)
+    env.reset(seed=0)
+    agents = []
+    for _ in range(2):
+        env.step(dict.fromkeys(env.agents, 0))
+        agents.append(list(env.agents))
+    assert agents == [["bee:0"], ["ant:0", "bee:0"]]
+    with pytest.raises(SpaceError, match=r"agent 'ant_0' is not in env.agents any more, but neither"):
+        env.step(dict.fromkeys(env.agents, 0))
+
+
 def test_both_wrappers_together() -> None:
     """A crowd in which each agent decides when it is asked."""
     for env_fn in (

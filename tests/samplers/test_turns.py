@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import cloudpickle
@@ -364,6 +365,61 @@ def test_no_window_goes_on_where_a_batch_is_missing(tmp_path: Any) -> None:
             envs = [samples.env for samples in parts[position // B >= 20 * 3]]
             seen = [field[:, position % B] for env in envs for field in (env.observation, env.final_obs)]
             assert not after.any() or (np.concatenate(seen) == after).all(1).any(), "on the same side of the gap"
+
+
+def test_the_value_after_a_batch_is_that_of_the_next_decision() -> None:
+    """Of a recurrent agent too, whose state has gone on where this decision is open already."""
+    batches, _, _ = recorded(partial(TurnGame, 2, ends=False), Valuing(), 12, B=3, T=3)
+    n_open = 0
+    for (samples, _), (then, _) in pairwise(batches):
+        goes_on = then.env.valid[0] & ~then.env.prev_done[0]
+        np.testing.assert_array_equal(samples.agent.bootstrap_value[goes_on], then.agent.agent_info.value[0][goes_on])
+        n_open += int((goes_on & ~samples.env.valid[-1]).sum())
+    assert n_open > 5
+
+
+class Telling(TurnGame):
+    """An observation has the agent's number of moves in this game, its last one, and the reward since."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        self.last_action: dict[str, int] = {}
+        super().reset(seed, options)
+
+    def step(self, action: Any) -> None:
+        self.last_action[self.agent_selection] = action
+        super().step(action)
+
+    def last(self, observe: bool = True) -> Any:
+        seen, *rest = super().last(observe)
+        agent = self.agent_selection
+        seen[1], seen[3] = self.last_action.get(agent, 0), self._rewards[agent] if self._own[agent] else 0.0
+        return seen, *rest
+
+
+def test_the_first_batch_continues_the_random_steps() -> None:
+    with SerialSampler(partial(Telling, 3), batch_T=4, batch_B=20, max_decorrelation_steps=9) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        sampler.obtain_samples(0)
+        env, agent = sampler.samples_np.env, sampler.samples_np.agent
+        seen, valid = env.observation[0], env.valid[0]
+        np.testing.assert_array_equal(env.prev_done[0][valid], seen[valid][:, 2] == 0)
+        goes_on = valid & ~env.prev_done[0]
+        assert goes_on.sum() > 10
+        np.testing.assert_array_equal(agent.prev_action[0][goes_on], seen[goes_on][:, 1])
+        np.testing.assert_array_equal(env.prev_reward[0][goes_on], seen[goes_on][:, 3])
+
+
+def test_the_games_of_the_random_steps_have_no_number() -> None:
+    def players(agent_id: str, episode: int) -> str:
+        return "even" if episode % 2 == 0 else "odd"
+
+    with SerialSampler(partial(TurnGame, 2), batch_T=6, batch_B=8, max_decorrelation_steps=60) as sampler:
+        sampler.initialize({"even": RandomAgent(), "odd": RandomAgent()}, policy_of=players, seed=1)
+        infos = [info for itr in range(4) for info in sampler.obtain_samples(itr)[1]]
+    agents = [info for info in infos if info.agent_id is not None]
+    assert {info.episode for info in agents} >= {0, 1, 2}
+    # The game that runs when the first batch begins may have begun in the random steps, but it is number 0.
+    assert all(info.policy == players(info.agent_id, info.episode) for info in agents)
 
 
 def test_masks_are_kept_by_every_move() -> None:
