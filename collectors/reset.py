@@ -108,7 +108,8 @@ class WaitResetCollector(ResetCollector):
         self.envs.park(column)
         self._zero_actions(t, [column])  # only this one: if an episode ends in this step, its action stays
         last = snapshot(self.envs.observations[column])
-        self.samples.observation_rows[t][column] = 0
+        if t:  # row 0 has the observation after the batch before
+            self.samples.observation_rows[t][column] = 0
         return last
 
     def _zero_actions(self, t: int, columns: Sequence[int]) -> None:

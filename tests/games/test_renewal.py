@@ -19,6 +19,7 @@ from penstock import (
     GameError,
     ParallelSampler,
     RandomAgent,
+    ResetCollector,
     SerialSampler,
     TrajInfo,
     VectorEnvCollector,
@@ -308,6 +309,20 @@ def test_a_game_that_fails_in_the_random_steps_is_renewed(env_cls: Any, collecto
     k = 1 if env_cls is Engine else 2
     assert (infos[0].Length, infos[0].Return) == (4, 4 * 10.0 * number + 10)
     assert infos[-1].Return == k * (4 * 10.0 * number + 10)
+
+
+@pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
+def test_a_replay_has_the_observation_before_a_cut_in_row_0(collector_cls: Any) -> None:
+    """An episode of 4 steps, and three steps of the next one: the fourth one fails, in row 0 of the last batch."""
+    options = {**RENEW, "renew_on": (ConnectionError,), "max_decorrelation_steps": 0, "batch_B": 1, "batch_T": 1}
+    replay: Any = Replay(100, n_step=1, discount=0.9, seed=0)
+    with sampler_of(SerialSampler, partial(Engine, [], 8), **options, collector_cls=collector_cls) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        for itr in range(10):
+            replay.append(sampler.obtain_samples(itr)[0])
+    read = replay.contents.read(replay.contents.index)
+    assert read.observation.tolist() == [[1, t] for t in (0, 1, 2, 3, 0, 1, 2)] + [[2, 0]]
+    assert read.next_observation.tolist() == [[1, 1], [1, 2], [1, 3], [0, 0], [1, 1], [1, 2], [1, 3], [2, 1]]
 
 
 def test_a_game_that_ended_before_a_cut_in_the_same_batch_is_reported() -> None:
