@@ -446,7 +446,7 @@ class LongTurns(TurnGame):
 
 @pytest.mark.parametrize("traj_info_cls", [type("OwnTrajInfo", (TrajInfo,), {}), TrajInfo])
 @pytest.mark.parametrize("in_turns", [False, True])
-def test_trajectories_of_a_long_evaluation_are_in_the_order_of_their_ends(in_turns: bool, traj_info_cls: Any) -> None:
+def test_trajectories_of_a_long_evaluation_are_in_the_order_of_their_episodes(in_turns: bool, traj_info_cls: Any) -> None:
     """An evaluation is collected in parts of 128 rows."""
     script = [{"a0": "die"} if t == 99 else {} for t in range(150)]
     env_fn = partial(LongTurns, 2, ends=False) if in_turns else partial(ScriptedGame, 2, script)
@@ -454,13 +454,7 @@ def test_trajectories_of_a_long_evaluation_are_in_the_order_of_their_ends(in_tur
     with SerialSampler(env_fn, batch_T=2, batch_B=1, traj_info_cls=traj_info_cls, **options) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         infos = sampler.evaluate_agent(0)
-    wanted = []
-    for episode in range(5):
-        if in_turns:
-            wanted += [(episode, rank, agent) for rank in range(2) for agent in ("a0", "a1", None)]
-        else:
-            wanted += [(episode, rank, "a0") for rank in range(2)]
-            wanted += [(episode, rank, agent) for rank in range(2) for agent in ("a1", None)]
+    wanted = [(episode, rank, agent) for episode in range(5) for rank in range(2) for agent in ("a0", "a1", None)]
     assert [(info.episode, info.env_rank, info.agent_id) for info in infos] == wanted
     by_agent = {agent: [info.Length for info in infos if info.agent_id == agent] for agent in ("a0", "a1", None)}
     assert by_agent[None] == [150] * 10
