@@ -55,18 +55,19 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("env", metavar="ENV", help="MODULE:ENV_FN, or an environment id such as CartPole-v1")
-    parser.add_argument("--seconds", type=float, default=20.0, help="time for the turns of all candidates (20)")
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds after which a candidate is too slow (20)")
-    parser.add_argument("--batch-T", type=int, nargs="+", default=[128, 32], metavar="T", help="time steps (128 32)")
-    parser.add_argument("--batch-B", type=int, nargs="+", default=[32, 128], metavar="B", help="environments (32 128)")
-    parser.add_argument("--n-workers", type=int, nargs="+", metavar="N", help="by default from the number of CPUs")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time for the turns of all samplers (20)")
+    parser.add_argument("--batch-T", type=int, default=128, metavar="T", help="time steps in a batch (128)")
+    parser.add_argument("--batch-B", type=int, default=32, metavar="B", help="environments (32)")
+    parser.add_argument("--n-workers", type=int, nargs="+", default=(), metavar="N", help="by default from the CPUs")
     parser.add_argument("--policy", default="mlp", help="random, mlp (default), or MODULE:MAKE_AGENT")
-    parser.add_argument("--learner-us", type=float, default=0.0, metavar="US", help="training per step, microseconds")
-    parser.add_argument("--start-method", default="fork", help="fork (default), forkserver or spawn")
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--start-timeout", type=float, default=60.0, metavar="S", help="seconds of a start (60)")
+    parser.add_argument("--step-timeout", type=float, default=20.0, metavar="S", help="seconds of a step (20)")
 
 
 def _tune(args: argparse.Namespace) -> int:
+    import torch
+
+    torch.set_num_threads(1)  # as in the workers: more are slower for small policies
     report, status = TuneReport(), 0
     try:
         tune(
@@ -76,19 +77,16 @@ def _tune(args: argparse.Namespace) -> int:
             batch_B=args.batch_B,
             n_workers=args.n_workers,
             seconds=args.seconds,
-            limit=args.limit,
-            learner_us=args.learner_us,
-            start_method=args.start_method,
+            start_timeout=args.start_timeout,
+            step_timeout=args.step_timeout,
             report=report,
             say=lambda text: print(text, file=sys.stderr),
         )
     except KeyboardInterrupt:
+        print("Interrupted: these are the figures so far.", file=sys.stderr)
         status = _INTERRUPTED
     if report.rows:
         print(report)
-        if args.json:
-            with open(args.json, "w", encoding="utf-8") as file:
-                json.dump(report.as_dict(), file, indent=1)
     return status or int(report.best is None)
 
 

@@ -1,133 +1,141 @@
-"""What `tune` tries and what it recommends, on given figures. tests/process/test_tune.py runs it."""
+"""`tune` and `penstock tune`: what they measure, what they say of samplers that break, and what they recommend."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import psutil
 import pytest
 
-from penstock import ConfigError, TuneReport, TuneRow, tune
-from penstock.tools.candidate import Candidate, Turn
-from penstock.tools.tuning import choose, first_candidates
+import penstock
+from penstock import (
+    AlternatingSampler,
+    ConfigError,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    SerialSampler,
+    TuneReport,
+    TuneRow,
+    tune,
+)
+from penstock.__main__ import main
+from penstock.envs import CountingEnv, CrashingEnv, EnvContext, SlowEnv
 
-ONE = Candidate("SerialSampler", 8, 4)
-TWO = Candidate("ParallelSampler", 8, 4, n_workers=2)
-FOUR = Candidate("ParallelSampler", 8, 4, n_workers=4)
+from ..scale import FULL
+from ..starter import Program
+
+TINY: dict[str, Any] = {"policy": "random", "batch_T": 4, "batch_B": 4, "n_workers": 2, "seconds": 0.2}
+COMMAND = ["--policy", "random", "--batch-T", "4", "--batch-B", "4", "--n-workers", "2", "--seconds"]
 
 
-def row(candidate: Candidate, *rates: float, first_round: int = 1, failure: str | None = None) -> TuneRow:
-    numbers = list(range(first_round, first_round + len(rates)))
-    return TuneRow(candidate, numbers, [Turn(rate, 10.0) for rate in rates], failure)
+def row(rate: float, n_workers: int, failure: str | None = None) -> TuneRow:
+    options = {"batch_T": 8, "batch_B": 4, "n_workers": n_workers}
+    return TuneRow(ParallelSampler, options, [rate / 10, rate, rate * 10], [1.0] * 3, [0.25, 0.5, 0.75], failure)
 
 
+def test_the_fastest_is_recommended_unless_fewer_workers_are_nearly_as_fast() -> None:
+    one = TuneRow(SerialSampler, {"batch_T": 8, "batch_B": 4}, [900.0, 1000.0], [1.0, 1.0], [0.0, 0.0])
+    report = TuneReport("make_env", [one, row(1900, 2), row(1950, 4), row(9000, 8, "WorkerDiedError: worker 1 died")])
+    line = "sampler = ParallelSampler(make_env, batch_T=8, batch_B=4, n_workers=2)"
+    assert report.recommendation.splitlines() == ["# The fastest here: 1,900 steps/s", line]
+    lines = str(report).splitlines()
+    assert " ".join(lines[1].split()) == "SerialSampler - 950 (925 to 975) 1.0 (1.0 to 1.0) 0% (0% to 0%)"
+    assert lines[4].split(None, 2)[2] == "failed: WorkerDiedError: worker 1 died"
+    assert "Resets take 50% of the workers' time" in str(report)
+    report.rows[2] = row(2000, 4)
+    assert "n_workers=4" in report.recommendation
+    report.rows[1:] = [row(1000, 2)]
+    assert "SerialSampler" not in report.recommendation
+    assert "Resets" in str(report)
+    report.rows[1:] = [row(960, 2)]
+    assert "sampler = SerialSampler(make_env, batch_T=8, batch_B=4)" in report.recommendation
+    assert "Resets" not in str(report)
+    assert "there is no recommendation" in TuneReport().recommendation
+
+
+@pytest.mark.slow
+def test_every_sampler_is_measured_and_the_recommendation_is_code() -> None:
+    report = tune("CartPole-v1", **{**TINY, "n_workers": (), "policy": "mlp"})
+    assert {row.sampler for row in report.rows} == {SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler}
+    assert [row.failure for row in report.rows if row.failure] == []
+    for row in report.rows:
+        assert len(row.steps_per_s) == len(row.cpu_us) == len(row.resetting) > 0
+        assert min(row.steps_per_s) > 0
+    namespace: dict[str, Any] = {name: getattr(penstock, name) for name in penstock.__all__}
+    exec(report.recommendation, namespace)
+    with namespace["sampler"] as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert sampler.obtain_samples(0)[0].env.reward.shape == (4, 4)
+
+
+@pytest.mark.slow
+def test_many_workers_are_best_for_environments_that_wait() -> None:
+    report = tune(partial(SlowEnv, 0.01), **{**TINY, "batch_B": 8, "n_workers": (2, 8), "seconds": 0.5})
+    assert report.best is not None
+    assert report.best.options["n_workers"] == 8
+
+
+class SlowReset(CountingEnv):
+    """It burns CPU time in `reset`, and its episodes have one step."""
+
+    def __init__(self) -> None:
+        super().__init__(length=1)
+
+    def reset(self, **arguments: Any) -> Any:
+        sum(range(100_000))
+        return super().reset(**arguments)
+
+
+def endless_episode() -> CountingEnv:
+    return CountingEnv(length=10**9)
+
+
+@pytest.mark.slow
+def test_the_share_of_resets_is_that_of_the_measured_batches() -> None:
+    shares = [share for row in tune(SlowReset, **TINY).rows for share in row.resetting]
+    assert min(shares) > 0.2
+    assert max(shares) <= 1
+    # The only resets of this one are before them.
+    assert {share for row in tune(endless_episode, **TINY).rows for share in row.resetting} == {0}
+
+
+@pytest.mark.slow
+def test_a_sampler_that_breaks_is_a_row_and_the_others_go_on() -> None:
+    def make_env(context: EnvContext) -> gym.Env[Any, Any]:
+        # Only workers with rank 2 die, so samplers with two workers do well.
+        return CrashingEnv("step", "kill", at=6 if context.worker_rank == 2 else 10**9)
+
+    report = tune(make_env, **{**TINY, "n_workers": (2, 3)})
+    broken = [row for row in report.rows if row.failure]
+    assert [row.options.get("n_workers") for row in broken] == [3, 3]
+    assert all("WorkerDiedError: worker 2" in str(row.failure) and "SIGKILL" in str(row.failure) for row in broken)
+    assert report.best in [row for row in report.rows if not row.failure]
+    assert str(report).count("failed: ") == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rates", "best"),
+    ("how", "at", "message"),
     [
-        ({ONE: (100, 100), TWO: (60, 60), FOUR: (50, 50)}, ONE),
-        ({ONE: (100, 100), TWO: (190, 190), FOUR: (150, 150)}, TWO),
-        ({ONE: (100, 100), TWO: (190, 190), FOUR: (380, 380)}, FOUR),
-        ({ONE: (100, 100), TWO: (102, 102), FOUR: (50, 50)}, ONE),  # 2 % are no reason for processes
-        ({ONE: (100, 100), TWO: (190, 190), FOUR: (193, 193)}, TWO),  # nor for more of them
-        ({ONE: (100, 10, 100), TWO: (150, 15, 150), FOUR: (120, 200, 120)}, TWO),  # ratios of the same rounds
+        ("raise", 1, "WorkerError"),
+        ("hang", 1, "WorkerTimeoutError"),  # in the first batch
+        ("hang", 6, "WorkerTimeoutError"),  # in the second, of four steps each
     ],
 )
-def test_the_simplest_of_the_fastest_is_chosen(rates: dict[Candidate, tuple[float, ...]], best: Candidate) -> None:
-    chosen = choose([row(candidate, *figures) for candidate, figures in rates.items()])
-    assert chosen is not None
-    assert chosen.candidate == best
-
-
-def test_a_candidate_that_failed_is_not_chosen() -> None:
-    fast_but_failed = row(TWO, 900, failure="WorkerError: no")
-    chosen = choose([row(ONE, 100), fast_but_failed, row(FOUR, 200)])
-    assert chosen is not None
-    assert chosen.candidate == FOUR
-    assert choose([row(ONE, failure="slow"), row(TWO, failure="slow")]) is None
-    assert choose([]) is None
-
-
-def test_without_one_process_steps_per_second_decide() -> None:
-    chosen = choose([row(ONE, failure="slow"), row(TWO, 100), row(FOUR, 200)])
-    assert chosen is not None
-    assert chosen.candidate == FOUR
-
-
-def test_stages_are_compared_through_one_process() -> None:
-    # The machine was half as fast in the second stage, which is rounds 3 and 4.
-    one = row(ONE, 100, 100, 50, 50)
-    rows = [one, row(TWO, 150, 150), row(FOUR, 100, 100, first_round=3)]
-    assert rows[2].ratios(one) == [2, 2]
-    chosen = choose(rows)
-    assert chosen is not None
-    assert chosen.candidate == FOUR
-
-
-def test_the_recommendation_is_code_and_says_so_if_one_process_is_fastest() -> None:
-    report = TuneReport('"CartPole-v1"', [row(ONE, 100, 100), row(TWO, 60, 60)])
-    line = 'sampler = SerialSampler("CartPole-v1", batch_T=8, batch_B=4)'
-    assert report.recommendation.splitlines() == ["# One process is fastest here.", line]
-    best = Candidate("ParallelSampler", 8, 4, n_workers=2, inference="numpy")
-    report.rows.append(row(best, 250, 250))
-    assert report.recommendation.splitlines() == [
-        "# 2.50 times the speed of one process.",
-        'sampler = ParallelSampler("CartPole-v1", batch_T=8, batch_B=4, n_workers=2)'
-        "  # and the agent with inference='numpy'",
-    ]
-    assert str(report).endswith(report.recommendation)
-    assert "no recommendation" in TuneReport().recommendation
-    alone = TuneReport("env_fn", [row(ONE, 100), row(TWO, failure="slow"), row(FOUR, 300, failure="slow")])
-    assert alone.recommendation.startswith("# No other candidate could be measured.")
-
-
-def test_the_learner_limits_what_is_gained() -> None:
-    # 10 µs a step in one process, 5 µs with two workers, and 10 µs of training.
-    report = TuneReport("env_fn", [row(ONE, 100_000), row(TWO, 200_000)], learner_us=10.0)
-    text = str(report)
-    assert "training takes 50% of the time of one process: no sampler makes the whole more than 2.00 times" in text
-    assert "The recommended one gives 66,667 steps/s, 1.33 times one process" in text
-    assert "AsyncSampler, which samples while you train, gives at most 2.00 times" in text
-    assert report.recommendation.startswith("# 1.33 times the speed of one process, with your training.")
-    assert report.as_dict()["learner_us"] == 10.0
-    without = str(TuneReport("env_fn", report.rows))
-    assert "Nothing was trained" in without
-    assert "--learner-us" in without
-
-
-def test_where_no_sampler_can_help_one_process_is_recommended() -> None:
-    # 10 µs a step in one process, 5 µs with two workers, and 1 ms of training.
-    report = TuneReport("env_fn", [row(ONE, 100_000), row(TWO, 200_000)], learner_us=1000.0)
-    assert report.best is not None
-    assert report.best.candidate == ONE
-    assert report.recommendation.startswith("# One process is fastest here, with your training.")
-    assert "training takes 99% of the time of one process: no sampler makes the whole more than 1.01 times" in str(
-        report
-    )
-
-
-def test_an_error_of_several_candidates_is_shown_once() -> None:
-    rows = [
-        row(ONE, failure="WorkerError: worker 0 (pid 11) raised ValueError: no server"),
-        row(TWO, failure="WorkerError: worker 0 (pid 22) raised ValueError: no server\nworker 1 (pid 23) raised too"),
-        row(FOUR, failure="WorkerError: worker 0 (pid 33) raised ValueError: no server"),
-        row(Candidate("GpuSampler", 8, 4), failure="slow"),
-    ]
-    assert str(TuneReport(rows=rows)).partition("parentheses.\n")[2].splitlines()[:3] == [
-        "SerialSampler (batch_T=8, batch_B=4): WorkerError: worker 0 (pid 11) raised ValueError: no server "
-        "(the same error for 2 more)",
-        "GpuSampler (batch_T=8, batch_B=4): slow",
-        "",
-    ]
-
-
-def test_more_workers_than_cpus_are_tried_but_never_more_than_environments() -> None:
-    candidates = first_candidates(128, 32, 2, None)
-    assert candidates[0] == Candidate("SerialSampler", 128, 32)
-    assert [each.n_workers for each in candidates if each.sampler == "ParallelSampler"] == [2, 4, 16]
-    assert {each.sampler for each in candidates} == {
-        "SerialSampler", "ParallelSampler", "GpuSampler", "AlternatingSampler",
-    }  # fmt: skip
-    assert all((each.n_workers or 0) <= 3 for each in first_candidates(128, 3, 8, None))
-    assert {each.sampler for each in first_candidates(128, 1, 8, None)} == {"SerialSampler"}
-    chosen = first_candidates(128, 32, 2, [3])
-    assert {each.n_workers for each in chosen} == {None, 3}
+def test_no_sampler_hangs_where_every_one_breaks(how: str, at: int, message: str) -> None:
+    env_fn = partial(CrashingEnv, "step", how, at, os.getpid())
+    report = tune(env_fn, **{**TINY, "n_workers": 1, "step_timeout": 0.5})
+    one, *others = report.rows
+    assert all(message in str(row.failure) for row in others)
+    assert one.failure == "not tried, since every other sampler has failed"
+    assert report.best is None
 
 
 @pytest.mark.parametrize(
@@ -136,14 +144,61 @@ def test_more_workers_than_cpus_are_tried_but_never_more_than_environments() -> 
         ({"env_fn": 3}, "env_fn must be a callable"),
         ({"env_fn": "NoSuchEnv-v0"}, "not a registered environment id"),
         ({"policy": "cnn"}, 'policy must be "random", "mlp" or a function'),
-        ({"batch_T": []}, "batch_T is empty"),
-        ({"batch_B": (4, 0)}, "batch_B must be an integer of at least 1"),
+        ({"policy": "mlp", "env_fn": penstock.envs.NestedEnv}, "a function that makes your agent"),
+        ({"batch_T": []}, "batch_T must be an integer"),
+        ({"batch_B": 0}, "batch_B must be an integer of at least 1"),
         ({"n_workers": 1.5}, "n_workers must be an integer"),
+        ({"n_workers": (2, 0)}, "n_workers must be an integer of at least 1"),
         ({"seconds": 0}, "seconds must be a positive number"),
-        ({"limit": -1}, "limit must be a positive number"),
-        ({"start_method": "thread"}, "start_method must be one of"),
+        ({"step_timeout": -1}, "step_timeout must be a positive number"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        tune(**{"env_fn": "CartPole-v1", **arguments})  # type: ignore[arg-type]
+        tune(**{"env_fn": "CartPole-v1", **TINY, **arguments})  # type: ignore[arg-type]
+
+
+# ---- the command line --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "penstock.envs:CountingEnv", *COMMAND, "0.2"]) == 0
+    printed = capsys.readouterr()
+    assert [line.split()[0] for line in printed.out.splitlines()[1:4]] == [
+        "SerialSampler", "ParallelSampler", "GpuSampler",
+    ]  # fmt: skip
+    assert "Sampler(CountingEnv, batch_T=4, batch_B=4" in printed.out
+    assert "round 1 of 8" in printed.err
+
+
+def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "NoSuchEnv-v0"]) == 2
+    assert "not a registered environment id" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"cannot load penstock.envs:NoSuchEnv.*no attribute 'NoSuchEnv'"):
+        main(["tune", "penstock.envs:NoSuchEnv"])
+
+
+def program(*options: str) -> subprocess.Popen[str]:
+    """`python -m penstock tune`. Daily, it is a fork of a process that has imported torch."""
+    if FULL:
+        command = [sys.executable, "-m", "penstock", "tune", *options]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return Program([penstock.__main__.__file__, "tune", *options], forks_supervisor=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("starter")
+def test_ctrl_c_prints_what_is_known_and_leaves_nothing() -> None:
+    with program("CartPole-v1", *COMMAND, "12") as process:
+        assert process.stderr is not None
+        assert any("round 2" in line for line in process.stderr)
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Interrupted" in errors
+    assert "sampler = " in printed
+    assert "Traceback" not in errors
+    assert len(started) >= 4
+    assert psutil.wait_procs(started, timeout=10)[1] == []
