@@ -174,7 +174,6 @@ def vector(repeats: int, seconds: float, n_envs: int = 32, batch_T: int = 128, n
     agent = partial(CategoricalPgAgent, ActorCritic)
     contestants: dict[str, Any] = {
         "GpuSampler": Sampling(GpuSampler(ENV, n_workers=n_workers, **size), agent()),
-        "GpuSampler, serve_envs": Sampling(GpuSampler(ENV, serve_envs="auto", **size), agent()),
         "GpuSampler, min_ready=0.5": Sampling(GpuSampler(ENV, n_workers=n_workers, min_ready=0.5, **size), agent()),
         "AlternatingSampler": Sampling(AlternatingSampler(ENV, n_workers=n_workers, **size), agent()),
         "ParallelSampler": Sampling(ParallelSampler(ENV, n_workers=n_workers, **size), agent()),

@@ -134,7 +134,7 @@ def acting(make_agent: Callable[[], Any]) -> Any:
 
 def sampling(name: str, make_agent: Callable[[], Any] = mlp, T: int = 128, B: int = 32, **options: Any) -> Any:
     """Makes a contestant on CartPole-v1."""
-    workers = {} if name == "SerialSampler" or "serve_envs" in options else {"n_workers": 2}
+    workers = {} if name == "SerialSampler" else {"n_workers": 2}
     return lambda: Sampling(name, make_agent, cartpole(), T, B, **workers, **options)
 
 
@@ -173,7 +173,6 @@ STEPS: dict[str, Callable[[], Any]] = {
     "GpuSampler": sampling("GpuSampler"),
     "AlternatingSampler": sampling("AlternatingSampler"),
     'GpuSampler, server="process"': sampling("GpuSampler", server="process"),
-    "GpuSampler, serve_envs": sampling("GpuSampler", serve_envs="auto"),
     **{
         f"{name}, short batches, T={T}{'' if has_value else ', without values'}": sampling(
             name, T=T, B=8, bootstrap_value=has_value
@@ -225,7 +224,6 @@ STARTS: dict[str, Callable[[], Any]] = {
     "start, GpuSampler": sampling("GpuSampler", T=8),
     "start, AlternatingSampler": sampling("AlternatingSampler", T=8),
     'start, GpuSampler, server="process"': sampling("GpuSampler", T=8, server="process"),
-    "start, GpuSampler, serve_envs": sampling("GpuSampler", T=8, serve_envs="auto"),
     "start, ShmVectorEnv": vector_env(),
 }
 #: First starts: as STARTS, in a new Python process that imports penstock and starts the supervisor.

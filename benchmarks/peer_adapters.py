@@ -247,7 +247,7 @@ class Sampling:
     def __init__(
         self, name: str, work: Work, agent: dict[str, Any] | None = None, env: Any = None, **options: Any
     ) -> None:
-        if "serve_envs" not in options and name not in ("SerialSampler", "AlternatingSampler"):
+        if name not in ("SerialSampler", "AlternatingSampler"):
             options["n_workers"] = work.n_workers
         self._sampler = getattr(penstock, name)(env or work.make_env, batch_T=work.T, batch_B=work.n_envs, **options)
         self._sampler.initialize(work.make_agent(**agent or {}), seed=0, bootstrap_value=work.policy == "mlp")
@@ -475,7 +475,6 @@ CONTESTANTS: dict[str, tuple[Callable[[Work], Any], Sequence[str]]] = {
     ),
     "penstock GpuSampler": (partial(Sampling, "GpuSampler"), (*SERVED, *LARGE)),
     "penstock GpuSampler, min_ready=1": (partial(Sampling, "GpuSampler", min_ready=1), ("uneven",)),
-    "penstock GpuSampler, serve_envs": (partial(Sampling, "GpuSampler", serve_envs="auto"), ("central", *LARGE)),
     "penstock AlternatingSampler": (partial(Sampling, "AlternatingSampler"), ("central",)),
     "penstock ShmVectorEnv": (shm, PROCESSES),
     "penstock ShmVectorEnv, send and recv": (shm_send_recv, ("sleeping",)),

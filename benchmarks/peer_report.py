@@ -36,7 +36,6 @@ AIMS: dict[str, list[tuple[str, str, float, bool]]] = {
     "central": [
         ("penstock GpuSampler", _SYNC, 0.7, True),
         ("penstock AlternatingSampler", _SYNC, 0.75, True),
-        ("penstock GpuSampler, serve_envs", _SYNC, 1.0, False),
     ],
     "short": [("penstock ParallelSampler", _SERIAL, 0.8, True)],
     "uneven": [

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.agents.agent import Agent, AgentStep
 from penstock.buffers.named import NamedArrays
-from penstock.workers.control import URGENT, Progress
+from penstock.workers.control import URGENT
 
 
 class Request(enum.IntEnum):
@@ -24,29 +24,23 @@ class Request(enum.IntEnum):
 class RemoteAgent(Agent):
     """Takes the agent's place in a worker when the agent itself runs in the inference server.
 
-    `step` and `value` copy their inputs into the step buffer and wait for the reply. If the server has already acted on
-    inputs that were offered, `step` sends no request. The results of `step` are views of the step buffer. The next step
-    overwrites them.
+    `step` and `value` copy their inputs into the step buffer and wait for the reply. The results of `step` are views of
+    the step buffer. The next step overwrites them. Where agents take turns, `step` is for the selected columns only.
     """
 
     _request: Callable[[int], None]
-    _progress: Progress
-    # Whether the next `step` is for selected columns, or may already have its reply, since this process has offered
-    # inputs. A replacement has not: it must not take the actions of the worker before.
-    _is_special = False
 
-    def __init__(self, agent: Agent, *, offers_inputs: bool = False) -> None:
-        """Keep what collectors use of `agent`. `offers_inputs`: whether the server acts before it wakes the workers."""
-        self.offers_inputs = offers_inputs
+    def __init__(self, agent: Agent) -> None:
+        """Keep what collectors use of `agent`."""
         self.recurrent, self.mask_key = agent.recurrent, agent.mask_key
         self.initialize(agent.observation_space, agent.action_space)
 
-    def connect(self, row: NamedArrays, progress: Progress, request: Callable[[int], None]) -> None:
+    def connect(self, row: NamedArrays, request: Callable[[int], None]) -> None:
         """Use `row`, this worker's columns of the step buffer. Every column starts an episode.
 
         `request(kind)` sends a request and waits for the reply.
         """
-        self._row, self._progress, self._request = row, progress, request
+        self._row, self._request = row, request
         # Looked up once, because a look-up by name takes as long as writing the field.
         self._inputs = row.observation, row.prev_action, row.prev_reward
         self._reset, self._asked, self._reply = row.reset, row.asked, AgentStep(row.action, row.agent_info)
@@ -66,20 +60,12 @@ class RemoteAgent(Agent):
         self._reset[column] = state["reset"]
 
     def step(self, observation: object, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        if self._is_special:
-            self._is_special = False
-            if self.selected is not None:
-                return self._step_of(self.selected, (observation, prev_action, prev_reward))
-            if self._progress.has_first_actions:
-                return self._reply
+        if self.selected is not None:
+            return self._step_of(self.selected, (observation, prev_action, prev_reward))
         inputs = self._inputs
         inputs[0][...], inputs[1][...], inputs[2][...] = observation, prev_action, prev_reward
         self._request(Request.STEP)
         return self._reply
-
-    def select(self, columns: npt.NDArray[np.intp] | None) -> None:
-        """Where agents take turns, `step` is for these columns only."""
-        self.selected, self._is_special = columns, columns is not None
 
     def _step_of(self, columns: npt.NDArray[np.intp], inputs: Sequence[Any]) -> AgentStep:
         self._asked[...] = False
@@ -89,13 +75,6 @@ class RemoteAgent(Agent):
         self._request(Request.STEP)
         action, agent_info = self._reply
         return AgentStep(action[columns], agent_info[columns])
-
-    def offer(self, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> None:
-        """At the end of a batch: if the next command collects a batch, its first `step` will get these inputs, and the
-        last observations of this batch. The server may act on them before it wakes the workers."""
-        self._inputs[1][...], self._inputs[2][...] = prev_action, prev_reward
-        self._progress.offer_inputs()
-        self._is_special = True
 
     def value(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> Any:
         inputs = self._inputs

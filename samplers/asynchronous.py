@@ -148,9 +148,7 @@ class AsyncSampler(ParallelSampler):
                 'record_state="batch" needs all environments to begin a batch together, which they do not with '
                 'min_ready or max_wait: make the agent with record_state="step", or give lag=1'
             )
-        server = ServerOptions.of(
-            self._agent, self._plans, allocation.program, readiness, SPIN_SECONDS, len(self._plans) + 1
-        )
+        server = ServerOptions.of(self._agent, self._plans, allocation.program, readiness, SPIN_SECONDS)
         return pool_with_server(self._agent, self._plans, allocation, options, resources, server)
 
     def _store_allocation(self, allocation: Allocation, env_range: EnvRange) -> None:

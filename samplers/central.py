@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import numbers
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
 
 from penstock.agents import Agent
 from penstock.arguments import true_or_false
@@ -23,9 +20,9 @@ from penstock.samplers.config import SamplerOptions
 from penstock.samplers.inference_server import InferenceServer, ServerOptions, ServerProgram
 from penstock.samplers.parallel import ParallelSampler, pool_options
 from penstock.samplers.readiness import Alternating, Readiness, readiness_maker
-from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, make_plans
+from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 from penstock.samplers.stats import ServerStats
-from penstock.workers.affinity import cpus_to_fill, idle_cpus, threads_here, usable_cpus
+from penstock.workers.affinity import cpus_to_fill, threads_here, usable_cpus
 from penstock.workers.plan import Affinity, PoolOptions
 from penstock.workers.pool import WorkerPool
 from penstock.workers.program import WorkerProgram
@@ -34,11 +31,7 @@ from penstock.workers.spinning import SPIN_SECONDS
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_log = logging.getLogger("penstock")
-
 _MOST_SPIN_SECONDS = 0.01
-_FEWEST_IDLE_CPUS = 1.5  # for the caller's process and a worker: with fewer, both wait for time slices in every row
-_IDLE_CPUS_SECONDS = 0.2
 
 
 class GpuSampler(ParallelSampler):
@@ -48,9 +41,9 @@ class GpuSampler(ParallelSampler):
     faster, also with large networks. The agent acts on the device that its model is on when the sampler is initialized,
     with a copy that follows `agent.sync_shared_memory()`. Workers need no torch.
 
-    By default the caller's process acts: `start_samples` for the first time step, and `wait_samples` for the others.
-    Between these two calls the workers finish one step, and then they wait. With `server="process"` a dedicated process
-    acts, and workers continue the batch while the caller trains.
+    By default the caller's process acts, in `wait_samples`. Between `start_samples` and `wait_samples` the workers wait
+    for their first actions. With `server="process"` a dedicated process acts, and workers collect the batch while the
+    caller trains.
 
     It has the arguments of `Sampler`, and these:
 
@@ -60,16 +53,6 @@ class GpuSampler(ParallelSampler):
             `batch_T` steps in a batch. None: the agent acts for all of them together.
         max_wait: the longest time in seconds that an environment waits for others. After it, the agent acts for all
             that wait, even if they are fewer than `min_ready`. None: no limit. The samples do not depend on it.
-        serve_envs: the number of environments that the caller's process steps itself, beside acting for all. Where CPUs
-            are few, this saves wake-ups, each of which costs as much as several steps. "auto" takes an equal share, and
-            one worker less by default. If fewer than 1.5 of the CPUs that this process may use are idle during
-            `initialize`, "auto" takes all environments and starts no workers: they would have to wait for a CPU at
-            every time step. Then `start_samples` collects the whole batch before it returns, as in `SerialSampler`, and
-            environments that sleep in their steps sleep one after another. To look at the CPUs takes 0.2 s. Beside two
-            endless loops on two CPUs, a step is then 1.5 times as fast. With `n_workers`, `affinity`, `step_timeout` or
-            `on_worker_failure="restart"` there are workers in any case. If an environment of the caller's process
-            raises, this is reported as in a worker, but nothing watches it for a crash or a hang. Only for
-            `server="caller"`.
         server: "caller", or "process" for a dedicated process. That is supervised as the workers are, and
             `step_timeout` applies to the agent's steps too. If it fails, the run ends: it keeps noise and state of
             every environment. Its libraries use as many threads as torch does in this process (if forked: one).
@@ -87,8 +70,6 @@ class GpuSampler(ParallelSampler):
     """
 
     _central = True
-    _may_have_no_workers = True  # whether `serve_envs="auto"` may do without them
-    _has_no_workers = False
 
     def __init__(
         self,
@@ -96,7 +77,6 @@ class GpuSampler(ParallelSampler):
         *,
         min_ready: int | float | None = None,
         max_wait: float | None = None,
-        serve_envs: int | Literal["auto"] = 0,
         server: Literal["caller", "process"] = "caller",
         compile_model: bool | Mapping[str, Any] = False,
         spin_seconds: float | None = None,
@@ -105,15 +85,6 @@ class GpuSampler(ParallelSampler):
         super().__init__(env_fn, **options)
         self._make_readiness = readiness_maker(min_ready, max_wait, self.batch_B)
         self._spin_seconds = SPIN_SECONDS if spin_seconds is None else _checked_spin_seconds(spin_seconds)
-        is_auto = isinstance(serve_envs, str) and serve_envs == "auto"
-        is_count = isinstance(serve_envs, int | np.integer) and not isinstance(serve_envs, bool)
-        unit = self.config.rows_per_env
-        if not is_auto and not (is_count and 0 <= int(serve_envs) < self.batch_B and serve_envs % unit == 0):
-            belonging = f", a multiple of the {unit} rows_per_env" if unit > 1 else ""
-            raise ConfigError(
-                'serve_envs must be "auto" or a number of environments from 0 to '
-                f"batch_B - 1 = {self.batch_B - 1}{belonging}, got {serve_envs!r}"
-            )
         if server not in ("caller", "process"):
             raise ConfigError(f'server must be "caller" or "process", got {server!r}')
         if not isinstance(compile_model, bool | Mapping):
@@ -121,11 +92,6 @@ class GpuSampler(ParallelSampler):
         compile_options = {} if isinstance(compile_model, bool) else dict(compile_model)
         self._compile_options = None if compile_model is False else compile_options
         self._is_process = server == "process"
-        if self._is_process and serve_envs:
-            raise ConfigError(
-                f'serve_envs={serve_envs!r} is for server="caller": a server that is a process steps no environments'
-            )
-        self._serve_envs: int | str = serve_envs if isinstance(serve_envs, str) else int(serve_envs)
 
     @property
     def server_stats(self) -> ServerStats:
@@ -138,47 +104,6 @@ class GpuSampler(ParallelSampler):
         if self._is_process:  # it began a little later than `start_samples`, with the parameters of that time
             self.policy_version = self._memory.control.version(len(self._plans))
         return batch
-
-    # ---- plans -----------------------------------------------------------------------------
-
-    @property
-    def _steps_locally(self) -> bool:
-        return self._serve_envs != 0 and self.config.n_built > 1
-
-    @property
-    def _most_workers(self) -> int:
-        """The largest number of workers that leaves each an environment."""
-        if not self._steps_locally:
-            return self.config.n_built
-        unit = self.config.rows_per_env
-        return self.config.n_built - (1 if self._serve_envs == "auto" else int(self._serve_envs) // unit)
-
-    def _count_workers(self, mask: Sequence[int]) -> int:
-        if self._steps_locally and self.config.n_workers is None:
-            return max(1, min(cpus_to_fill(mask) - 1, self._most_workers))
-        return min(super()._count_workers(mask), self._most_workers)
-
-    def _count_local_envs(self, n_workers: int) -> tuple[int, int]:
-        if not self._steps_locally:
-            return 0, 0
-        unit, is_auto = self.config.rows_per_env, self._serve_envs == "auto"
-        n_envs = self.config.n_built // (n_workers + 1) * unit if is_auto else int(self._serve_envs)
-        return n_envs, self.config.eval_n_envs // unit * n_envs // self.batch_B * unit
-
-    def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[SamplerPlan, ...]:
-        if self._may_have_no_workers and self._serve_envs == "auto" and not self._asks_for_workers(affinity):
-            idle = idle_cpus(_IDLE_CPUS_SECONDS)
-            self._has_no_workers = idle < _FEWEST_IDLE_CPUS
-            if self._has_no_workers:
-                _log.info('%.1f CPUs are idle: with serve_envs="auto", this process steps all environments', idle)
-                return make_plans(self.batch_B, self.config.eval_n_envs, [()], env_range)
-        return super()._make_plans(affinity, env_range, resources)
-
-    def _asks_for_workers(self, affinity: Affinity) -> bool:
-        """Whether the user has given an argument that has no effect without workers."""
-        config = self.config
-        is_supervised = config.step_timeout is not None or config.on_worker_failure != "raise"
-        return config.n_workers is not None or affinity.cpus is not None or is_supervised
 
     # ---- resuming --------------------------------------------------------------------------
 
@@ -209,21 +134,16 @@ class GpuSampler(ParallelSampler):
             readiness=self._readiness(),
             spin_seconds=self._spin_seconds,
             compile_options=self._compile_options,
-            n_processes=len(plans) + (not self._steps_locally),
         )
         options = pool_options(self.config, allocation, self._spin_seconds, preload=())
         if self._is_process:
             return pool_with_server(agent, plans, allocation, options, resources, server_options)
-        # At T = 1 a step takes 0.8 of the CPU time with offers, at T = 5 0.9: see "Parts that earn their place" in
-        # benchmarks/README.md. Halves that take turns gain nothing.
-        offers = not (self._has_no_workers or isinstance(server_options.readiness, Alternating))
-        program = replace(allocation.program, agents=(RemoteAgent(agent, offers_inputs=offers),))
+        program = replace(allocation.program, agents=(RemoteAgent(agent),))
         server = InferenceServer(server_options, memory)
         resources.callback(server.close)
         self._server_here = server
-        in_place = self._has_no_workers or self._steps_locally
         programs, worker_data = [program] * len(plans), allocation.worker_data
-        return WorkerPool(plans, programs, worker_data, memory, options, resources, in_place=in_place, server=server)
+        return WorkerPool(plans, programs, worker_data, memory, options, resources, server=server)
 
 
 def pool_with_server(
@@ -267,21 +187,18 @@ class AlternatingSampler(GpuSampler):
     By default there are two workers per CPU, one of each half, and one CPU is left for the process that acts: it acts
     nearly all the time. Within a half, the agent acts for all environments together.
 
-    It has the arguments of `GpuSampler` except `min_ready` and `max_wait`, and always starts workers. It also has:
+    It has the arguments of `GpuSampler` except `min_ready` and `max_wait`, and this one:
 
     Args:
         overlap: a half continues as soon as its actions are computed. False: only one half steps at a time, so that it
             has the CPUs for itself; the actions of the other wait until it has finished.
     """
 
-    _may_have_no_workers = False
-
     def __init__(
         self,
         env_fn: EnvFn,
         *,
         overlap: bool = True,
-        serve_envs: int | Literal["auto"] = 0,
         server: Literal["caller", "process"] = "caller",
         compile_model: bool | Mapping[str, Any] = False,
         spin_seconds: float | None = None,
@@ -289,25 +206,15 @@ class AlternatingSampler(GpuSampler):
     ) -> None:
         if given := [name for name in ("min_ready", "max_wait") if name in options]:
             raise ConfigError(f"AlternatingSampler serves halves in turn: {given[0]} is for GpuSampler")
-        super().__init__(
-            env_fn,
-            serve_envs=serve_envs,
-            server=server,
-            compile_model=compile_model,
-            spin_seconds=spin_seconds,
-            **options,
-        )
+        super().__init__(env_fn, server=server, compile_model=compile_model, spin_seconds=spin_seconds, **options)
         self._overlap = true_or_false("overlap", overlap)
-        if self._most_workers < 2:
-            local = f" and serve_envs={self._serve_envs!r}" if self._steps_locally else ""
-            raise ConfigError(
-                f"AlternatingSampler needs at least two environments for its workers, got batch_B={self.batch_B}{local}"
-            )
+        if self.config.n_built < 2:
+            raise ConfigError(f"AlternatingSampler needs at least two environments, got batch_B={self.batch_B}")
         if self.config.n_workers == 1:
             raise ConfigError("AlternatingSampler needs at least two workers, got n_workers=1: leave it out, or use 2")
 
     def _count_workers(self, mask: Sequence[int]) -> int:
-        return max(2, min(self.config.n_workers or count_alternating(cpus_to_fill(mask)), self._most_workers))
+        return max(2, min(self.config.n_workers or count_alternating(cpus_to_fill(mask)), self.config.n_built))
 
     def _readiness(self) -> Readiness:
         ranks = range(len(self._plans))

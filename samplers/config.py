@@ -65,7 +65,7 @@ _OTHER_NAMES = {
 #: Which samplers have the arguments that not all of them have, and what to do where none has.
 _ARGUMENTS_OF = {
     "min_ready": "GpuSampler has it",
-    **dict.fromkeys(("serve_envs", "compile_model", "spin_seconds"), "GpuSampler and AlternatingSampler have it"),
+    **dict.fromkeys(("compile_model", "spin_seconds"), "GpuSampler and AlternatingSampler have it"),
     "server": "GpuSampler, AlternatingSampler and AsyncSampler have it",
     "overlap": "AlternatingSampler has it",
     **dict.fromkeys(("lag", "replay", "ratio"), "AsyncSampler has it"),

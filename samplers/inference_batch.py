@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.agent import Agent, as_agent_step
-from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
+from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.collectors.acting import AgentInfoWriter, write_action
 from penstock.envs.rows import ColumnError
 from penstock.samplers.sampler_memory import StepBuffer
@@ -29,10 +29,6 @@ class InferenceBatch:
         self._action, self._agent_info = row.action, row.agent_info
         self._whole_row = AgentInfoWriter(self._row.agent_info.map(lambda leaf: leaf[None]))
         self._parts: dict[int, tuple[NamedArrays, AgentInfoWriter]] = {}
-
-    def put_observations(self, observations: ArrayTree) -> None:
-        """The next inputs have these observations `[B, ...]`."""
-        self._inputs[0][...] = observations
 
     def step(self, ranks: Sequence[int]) -> int:
         """Act for these workers; returns for how many environments."""

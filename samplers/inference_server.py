@@ -18,7 +18,6 @@ from penstock.agents.agent import Agent
 from penstock.agents.joint import JointSeats
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.samples import layouts_of
 from penstock.envs.examples import example_of
 from penstock.envs.seeding import Purpose, seed_generators
 from penstock.errors import ConfigError, SamplerBrokenError, WorkerError
@@ -51,7 +50,6 @@ class ServerOptions:
     env_range: EnvRange  #: the environments of this sampler among all
     spin_seconds: float  #: the longest time that it spins for requests before it sleeps
     compile_options: Mapping[str, Any] | None  #: arguments of `torch.compile`; None: the model is not compiled
-    n_processes: int  #: how many processes take part, the server included
     heartbeat_seconds: float  #: the longest time between two heartbeats of a server process without requests
     seating: Seating | None = None  #: see `SamplerProgram`
 
@@ -63,7 +61,6 @@ class ServerOptions:
         program: SamplerProgram,
         readiness: Readiness,
         spin_seconds: float,
-        n_processes: int,
         compile_options: Mapping[str, Any] | None = None,
     ) -> ServerOptions:
         """The options for the learner's `agent` and workers that run `program`."""
@@ -75,7 +72,6 @@ class ServerOptions:
             seed=program.seed,
             env_range=program.env_range,
             spin_seconds=spin_seconds,
-            n_processes=n_processes,
             compile_options=compile_options,
             heartbeat_seconds=min(1.0, (program.config.step_timeout or 4.0) / 4),
             seating=program.seating,
@@ -91,8 +87,7 @@ class InferenceServer:
         self._control, self._parameters, self._totals = memory.control, memory.parameters[0], memory.totals
         self._plans, self._seed, self._readiness = list(options.plans), options.seed, options.readiness
         self._seating = options.seating
-        # The worker in place, if there is one, runs in the process of the server.
-        self._spin_time, self._yields = SpinTime(options.spin_seconds), is_crowded(options.n_processes)
+        self._spin_time, self._yields = SpinTime(options.spin_seconds), is_crowded(len(options.plans) + 1)
         self._fingerprint: int | None = None  # of the arrivals and requests that leave nothing to do; None: look
         self._idle_since: float | None = None  # when the last spin began, if nothing came during it
         self.progress = memory.control.progress(len(options.plans))
@@ -102,8 +97,6 @@ class InferenceServer:
         if options.compile_options is not None:
             agent.runtime.compile_model(options.compile_options)
         self._train = _inference_batch(agent, options, memory.steps, Purpose.ACTION)
-        # By slot of the samples buffer; there is only one policy.
-        self._last_rows = [layouts_of(slot)[0].observation[-1] for slot in memory.slots]
         self._eval = None
         if memory.eval_steps is not None:
             self._eval = _inference_batch(agent, options, memory.eval_steps, Purpose.EVAL_ACTION)
@@ -164,18 +157,6 @@ class InferenceServer:
         # Last: if Ctrl-C comes before this line, the workers do not start this evaluation either.
         self._n_evaluations += command.do_eval
 
-    def act_ahead(self, command: Command) -> None:
-        """Between `begin` and the opening of the gates: act for all workers, if `command` collects a batch and every
-        worker has offered its inputs. This saves them a request and a wait."""
-        ranks = range(len(self._plans))
-        if command.is_batch and self._error is None and self._control.have_offered(self._number, len(ranks)):
-            # The workers begin with this row. The user may have changed it since they wrote it.
-            self._train.put_observations(self._last_rows[(command.batch - 1) % len(self._last_rows)])
-            self._act(ranks, for_values=False)
-            if self._error is None:
-                self._control.reply_to_offer(ranks, self._number)
-            self._served_until = time.monotonic()
-
     def _begin_evaluation(self, agent: Agent, itr: int) -> None:
         """Noise and state start again, as in the evaluation collectors."""
         key = self._n_evaluations
@@ -234,16 +215,16 @@ class InferenceServer:
 
     # ---- serving ---------------------------------------------------------------------------
 
-    def serve(self, wake: Callable[[int], None], until: Callable[[], bool] = lambda: False) -> None:
+    def serve(self, wake: Callable[[int], None]) -> None:
         """Reply to all requests that the rule allows, then spin for new ones. `wake(rank)` wakes a worker that sleeps,
-        after its reply. Returns when `until` is True. Raises `WorkerError` if the agent raises."""
+        after its reply. Raises `WorkerError` if the agent raises."""
         began = time.monotonic()
         self._totals.add_seconds(waiting=began - self._served_until)
         if self._idle_since is not None:
             self._spin_time.note(began - self._idle_since, True)
             self._idle_since = None
         while True:
-            if self._serve_once(wake) and (until() or time.monotonic() - began > _SERVE_SECONDS):
+            if self._serve_once(wake) and time.monotonic() - began > _SERVE_SECONDS:
                 break
             # At a Ctrl-C return now: the caller handles it.
             if self._are_all_at_gate or sigint.is_pending():
@@ -346,21 +327,6 @@ class InferenceServer:
             self.progress.enter(Phase.SERVING)
         self._is_acting = False
         self._totals.add_seconds(acting=time.monotonic() - began)
-
-    def act_at_once(self, *, for_values: bool) -> None:
-        """Act for the only worker, which runs in this thread and so sends no request. Raises as `serve` does."""
-        self._totals.add_seconds(waiting=time.monotonic() - self._served_until)
-        if self.error is None:
-            with sigint.nested():
-                self._act((0,), for_values=for_values)
-        self._served_until = time.monotonic()
-        if self.error is not None:
-            raise self.error
-
-    @property
-    def error(self) -> SamplerBrokenError | None:
-        """The exception of the agent, if it has raised one."""
-        return self._error
 
     def _look(self) -> tuple[list[int], list[int], list[int]]:
         """The ranks that request values, that request actions, and that work on their batch."""

@@ -45,13 +45,8 @@ class ParallelSampler(Sampler):
             self._cpu_claims.assign(affinity, n_workers, mask),
             env_range,
             torch_threads=affinity.torch_threads,
-            n_local=self._count_local_envs(n_workers),
             unit=self.config.rows_per_env,
         )
-
-    def _count_local_envs(self, n_workers: int) -> tuple[int, int]:
-        """How many training and evaluation environments the main process steps itself."""
-        return 0, 0
 
     def _count_workers(self, mask: Sequence[int]) -> int:
         """The number of workers: as asked, else as many as the CPUs can run, and never more than environments."""

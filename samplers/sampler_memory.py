@@ -25,8 +25,7 @@ class StepBuffer:
     """Inputs and outputs of the agent for `n_columns` environments, in the structure of a samples buffer.
 
     A worker writes `observation`, `prev_action`, `prev_reward` and `reset` of its columns, and sends a request. Where
-    agents take turns, it writes only the columns that must act, and `asked` says which these are. For the
-    first row of the next batch it makes an offer instead, and the server writes `observation`. The inference server
+    agents take turns, it writes only the columns that must act, and `asked` says which these are. The inference server
     replies with `action` and `agent_info`, or with `value`, and clears `reset`. Neither writes while the other may. One
     exception: a worker that replaces a dead one may write its row while the server still acts for its predecessor; it
     ignores that reply.

@@ -98,18 +98,12 @@ def make_plans(
     env_range: EnvRange,
     *,
     torch_threads: int = 1,
-    n_local: tuple[int, int] = (0, 0),
     unit: int = 1,
 ) -> tuple[SamplerPlan, ...]:
-    """One plan per entry of `cpus`. `env_range` are this sampler's environments among all.
-
-    If the main process steps environments itself, one more plan comes last, for the last `n_local[0]` training and the
-    last `n_local[1]` evaluation environments. A plan has a multiple of `unit` environments.
+    """One plan per entry of `cpus`. `env_range` are this sampler's environments among all. A plan has a multiple of
+    `unit` environments.
     """
-    train, evals = (
-        [*split(n - local, len(cpus), unit), *([range(n - local, n)] if any(n_local) else [])]
-        for n, local in zip((batch_B, eval_n_envs), n_local, strict=True)
-    )
+    train, evals = (split(n, len(cpus), unit) for n in (batch_B, eval_n_envs))
     first, first_eval = env_range.first_env_rank, env_range.first_eval_env_rank
     return tuple(
         SamplerPlan(
@@ -122,9 +116,7 @@ def make_plans(
             torch_threads=torch_threads,
             generation=env_range.generation,
         )
-        for worker_rank, (columns, eval_columns, own_cpus) in enumerate(
-            zip(train, evals, [*cpus, ()][: len(train)], strict=True)
-        )
+        for worker_rank, (columns, eval_columns, own_cpus) in enumerate(zip(train, evals, cpus, strict=True))
     )
 
 

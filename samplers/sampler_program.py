@@ -25,12 +25,11 @@ from penstock.collectors.lock_step import Desk, LockStepCollector
 from penstock.collectors.optional_checks import Checks
 from penstock.collectors.renewal import Renewals
 from penstock.collectors.request_client import RemoteAgent
-from penstock.collectors.reset import ResetCollector
 from penstock.collectors.seat_evaluation import SeatEvalCollector, eval_columns
 from penstock.collectors.tracking import BatchTracker, Tracker, make_tracker, put_as_objects
 from penstock.collectors.traj_info import TrajInfo
 from penstock.collectors.turns import TurnCollector, TurnColumns, TurnDesk, TurnGames
-from penstock.collectors.vector import VectorColumns, VectorEnvCollector
+from penstock.collectors.vector import VectorColumns
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seats import ParallelView
@@ -97,18 +96,12 @@ class SamplerProgram:
         env_factories, eval_env_factories = context.data
         self._collector: Collector | LockStepCollector
         self._eval_collector: BaseEvalCollector | SeatEvalCollector | None = None
-        self._offering_agent: RemoteAgent | None = None
         if self.seating is not None:
             self._build_lock_step(self.seating, env_factories, eval_env_factories)
             return
-        self._collector = collector = self._build_collector(env_factories)
+        self._collector = self._build_collector(env_factories)
         if eval_env_factories:
             self._eval_collector = self._build_eval_collector(eval_env_factories)
-        # Only these classes are known to begin a batch with the last row of the batch before: a subclass may change the
-        # row. With action masks, the collector must check the row before the agent acts on it.
-        agent, has_known_row = collector.agent, type(collector) in (ResetCollector, VectorEnvCollector)
-        if isinstance(agent, RemoteAgent) and agent.offers_inputs and has_known_row and agent.mask_key is None:
-            self._offering_agent = agent
 
     def _build_collector(self, factories: Sequence[EnvFactory]) -> Collector:
         plan = self._plan
@@ -204,7 +197,7 @@ class SamplerProgram:
             steps, cells = (memory.eval_steps, plan.eval_cells) if is_eval else (memory.steps, plan.cells)
             assert steps is not None
             assert self._context.request is not None
-            agent.connect(steps.columns(cells[p]), self._progress, self._context.request)
+            agent.connect(steps.columns(cells[p]), self._context.request)
         agent.runtime.set_columns(streams.env_ranks, self.env_range.n_eval_envs if is_eval else self.env_range.n_envs)
         return agent
 
@@ -330,8 +323,6 @@ class SamplerProgram:
         if command.version and gate is not None:
             gate.wake_main()  # `sync_shared_memory` may wait for this
         collector.collect_batch(command.itr)
-        if self._offering_agent is not None and isinstance(collector, Collector):
-            self._offering_agent.offer(collector.prev_action, collector.prev_reward)
         # With central inference, the server has noted the version before its first reply.
         collector.note_version(version if self._memory.steps is None else control.began_with(self._plan.worker_rank))
 

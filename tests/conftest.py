@@ -240,11 +240,3 @@ def daily_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     if not FULL:
         fork = multiprocessing.get_context("fork")
         monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: fork)
-
-
-@pytest.fixture(scope="module")
-def no_idle_cpu() -> Iterator[None]:
-    """As if other programs used all CPUs: `serve_envs="auto"` then starts no workers, unless `n_workers` is given."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.samplers.central.idle_cpus", lambda seconds: 0.0)
-        yield

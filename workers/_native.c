@@ -12,8 +12,8 @@
 #include <time.h>
 
 /* The words of a progress row, as in control.py. spinning.py compares them at import. */
-enum { ARRIVED = 5, REQUESTED = 13, ROW_WORDS = 16, KIND_BITS = 2, URGENT = 2, REPLIED = 0 };
-#define LAYOUT "ARRIVED:5 REQUESTED:13 ROW_WORDS:16 KIND_BITS:2 URGENT:2 REPLIED:0"
+enum { ARRIVED = 5, REQUESTED = 12, ROW_WORDS = 16, KIND_BITS = 2, URGENT = 2, REPLIED = 0 };
+#define LAYOUT "ARRIVED:5 REQUESTED:12 ROW_WORDS:16 KIND_BITS:2 URGENT:2 REPLIED:0"
 enum { KIND = (1 << KIND_BITS) - 1 };
 
 #define YIELD_NS 100000 /* where each process has a CPU, a spinning one yields this often: the system may place two on one */

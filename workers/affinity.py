@@ -6,11 +6,8 @@ import contextlib
 import ctypes
 import math
 import os
-import re
 import sys
-import time
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from threadpoolctl import LibController, ThreadpoolController
@@ -53,27 +50,6 @@ def cpu_quota() -> float:
 def cpus_to_fill(mask: Sequence[int]) -> int:
     """How many processes keep the CPUs of `mask` busy: one for each, and no more than the quota of the container."""
     return max(1, math.floor(min(len(mask), cpu_quota())))
-
-
-def idle_cpus(seconds: float) -> float:
-    """How many of the CPUs that this process may use are idle, on average, while it sleeps for `seconds`. All of them
-    where the system does not say."""
-    before, began = _idle_ticks(), time.monotonic()
-    time.sleep(seconds)
-    after, took = _idle_ticks(), time.monotonic() - began
-    ticks = [after[cpu] - before[cpu] for cpu in usable_cpus() if cpu in before and cpu in after]
-    return sum(ticks) / os.sysconf("SC_CLK_TCK") / took if ticks else float(os.cpu_count() or 1)
-
-
-def _idle_ticks() -> dict[int, int]:
-    """For each CPU, how long it has been idle since the system started."""
-    try:
-        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
-    except OSError:  # macOS
-        return {}
-    # After the name: user, nice, system, idle, and idle while a program waits for a disk.
-    found = (re.match(r"cpu(\d+) \d+ \d+ \d+ (\d+) (\d+)", line) for line in lines)
-    return {int(match[1]): int(match[2]) + int(match[3]) for match in found if match}
 
 
 def pin(cpus: Sequence[int]) -> None:

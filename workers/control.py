@@ -54,9 +54,8 @@ class StopCollecting(Exception):
 
 
 # The words of a row.
-PHASE, T, ENV_RANK, HEARTBEAT, BEGUN, ARRIVED, OFFERED, BATCHES = range(8)
-STEPPING, ACTING, RESETTING, WAITING, STEPS, REQUESTED, VERSION, ASLEEP = range(8, 16)
-# OFFERED: the opening of the gate for which the step buffer has the first inputs. The other words: see `Progress`.
+PHASE, T, ENV_RANK, HEARTBEAT, BEGUN, ARRIVED, BATCHES = range(7)
+STEPPING, ACTING, RESETTING, WAITING, STEPS, REQUESTED, VERSION, ASLEEP = range(7, 15)
 BETWEEN_BATCHES = -2  # the word T while no batch runs. -1: the command has not begun its first time step
 BEFORE_BATCHES = -3  # the word T from the first random step before the first batch on
 RING = 8  # commands that may be open at once
@@ -65,9 +64,8 @@ KIND_BITS = 2  # number and kind of a request are in one word, so that one store
 URGENT = 2  # the kind of requests that are answered at once
 
 # Words that the inference server writes for each worker. REPLIED: the number of the last request that has its reply.
-# ACTED: the last opening of the gate before which the server wrote the actions of the first time step. BEGAN_WITH: the
-# version of the parameters at the first time step of the worker's batch.
-REPLIED, ACTED, BEGAN_WITH = range(3)
+# BEGAN_WITH: the version of the parameters at the first time step of the worker's batch.
+REPLIED, BEGAN_WITH = range(2)
 
 # Words that the main process writes for all workers. It has its own ASLEEP.
 QUIT, STOP_EVAL, MAIN_ASLEEP = range(3)
@@ -285,18 +283,6 @@ class Progress:
             raise StopCollecting
         return False
 
-    def offer_inputs(self) -> None:
-        """The step buffer has the inputs of the agent for the first time step of the next command, if that collects a
-        batch; the observations are in the last row of this batch. The inference server may act on them when that
-        command is given."""
-        fence()
-        self.words[OFFERED] = self.words[ARRIVED] + 2  # + 1 is the opening that runs, + 2 the next
-
-    @property
-    def has_first_actions(self) -> bool:
-        """Whether the inference server has acted on the inputs that were offered for the running command."""
-        return self._replied[ACTED] == self.words[ARRIVED] + 1
-
     def note_version(self, version: int) -> None:
         """Note the version of the parameters in use. The one who acts notes it: worker or inference server."""
         fence()  # the parameters have been read
@@ -343,8 +329,8 @@ class ControlBlock:
     """Flags, commands and gate counts for `n_workers` workers, one progress row each, and the times of the last batch.
 
     The main process writes `quit`, `stop_eval`, the commands, `opened` and `generation`. Each worker writes its
-    progress row and its row of `n_results`. `replied`, with REPLIED, ACTED and BEGAN_WITH for each worker, belongs to
-    the inference server, in whichever process that runs.
+    progress row and its row of `n_results`. `replied`, with REPLIED and BEGAN_WITH for each worker, belongs to the
+    inference server, in whichever process that runs.
     """
 
     def __init__(self, n_workers: int, batch_T: int, *, shared: bool) -> None:
@@ -518,21 +504,6 @@ class ControlBlock:
         full_fence()
         return [rank for rank in worker_ranks if rows[rank, ASLEEP]]
 
-    def have_offered(self, number: int, n_workers: int) -> bool:
-        """Whether each of the first `n_workers` workers has offered the first inputs of opening `number`."""
-        rows = self._rows
-        for rank in range(n_workers):
-            if rows[rank, OFFERED] != number:
-                return False
-        fence()
-        return True
-
-    def reply_to_offer(self, worker_ranks: Sequence[int], number: int) -> None:
-        """Inference server: the step buffer has the first actions of these workers for opening `number`."""
-        fence()
-        for rank in worker_ranks:
-            self._replied[rank, ACTED] = number
-
     def note_began_with(self, worker_rank: int, version: int) -> None:
         """Inference server: the batch of this worker begins with this version of the parameters."""
         self._replied[worker_rank, BEGAN_WITH] = version
@@ -579,7 +550,6 @@ class ControlBlock:
             self._n_results[worker_rank, (row[ARRIVED] + 1) % RING] = 0
         row[VERSION] = 0
         row[REQUESTED] &= ~_KIND
-        row[OFFERED] = 0
         row[PHASE], row[HEARTBEAT] = Phase.STARTING, time.monotonic_ns()
         # Last: a server that sees a request of the new worker sees the new generation too.
         fence()

@@ -26,7 +26,7 @@ class InPlaceWorker:
         self.progress = memory.control.progress(plan.worker_rank)
         self._messages: list[ObjectMessage] = []
 
-    def build(self, data: object, request: Callable[[int], None] | None) -> None:
+    def build(self, data: object) -> None:
         """Start up: this completes the first opening, as in every worker."""
         assert self._program is not None
         context = WorkerContext(
@@ -35,16 +35,10 @@ class InPlaceWorker:
             memory=self._memory,
             progress=self.progress,
             put=self._messages.extend,
-            request=request,
         )
         with marked:
             self._program.build(context)
         self._arrive()
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether it has a command that is not completed."""
-        return not self._memory.control.has_arrived(self._plan.worker_rank)
 
     def work(self) -> None:
         """Run the command."""

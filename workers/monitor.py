@@ -79,21 +79,15 @@ class Monitor:
 
     def look(self) -> list[WorkerFailure]:
         """Read messages, and return the workers that have failed, without a wait."""
-        return self._watch(FOR_ANY, None, 0.0, interruptible=True)
+        return self._watch(FOR_ANY, None, 0.0)
 
-    def wait(
-        self,
-        until: Callable[[], bool] | None = None,
-        poll_interval: float = POLL_SECONDS,
-        *,
-        interruptible: bool = True,
-    ) -> list[WorkerFailure]:
+    def wait(self, until: Callable[[], bool] | None = None, poll_interval: float = POLL_SECONDS) -> list[WorkerFailure]:
         """Wait until every worker has arrived at barrier_out, or `until` returns True. Meanwhile the server replies.
 
         `until` is called at each wake-up, and at least every `poll_interval` seconds. The workers wake this process
         when all of them are idle; or each time that one publishes something, if the server asks for it, or without one
-        for `until`. Ctrl-C may end an `interruptible` wait. Returns the workers that have failed, or [] if the wait is
-        over or `is_closing` was set.
+        for `until`. Ctrl-C may end the wait. Returns the workers that have failed, or [] if the wait is over or
+        `is_closing` was set.
         """
         server = self._server
         wakes_for_any = until is not None if server is None else server.wake_for_any
@@ -107,7 +101,7 @@ class Monitor:
             has_spun = is_over and began - self._last_poll < _DEATH_CHECK_SECONDS and not sigint.is_pending()
         while not has_spun:
             seconds = min(poll_interval, self._check_seconds, math.inf if server is None else server.sleep_seconds)
-            failures = self._watch(wake_for, until, seconds, interruptible)
+            failures = self._watch(wake_for, until, seconds)
             if failures or self.is_closing or self.have_all_arrived():
                 break
             if self._serve is not None:
@@ -129,9 +123,7 @@ class Monitor:
         """Whether every worker has arrived at barrier_out, or arrives within `spin_seconds`."""
         return spin_for_arrivals(*self._control.block, len(self._handles), spin_seconds, self.yields)
 
-    def _watch(
-        self, wake_for: int, until: Callable[[], bool] | None, seconds: float, interruptible: bool
-    ) -> list[WorkerFailure]:
+    def _watch(self, wake_for: int, until: Callable[[], bool] | None, seconds: float) -> list[WorkerFailure]:
         """Sleep until something happens, at most `seconds`; not at all if the wait is over. Reads messages. Returns the
         workers that have failed."""
         dead, control, server = [], self._control, self._server
@@ -143,7 +135,7 @@ class Monitor:
                 server.has_work if server is not None else until is not None and until()
             )
             milliseconds = 0 if is_over else round(seconds * 1000)  # if it is over, look for deaths only
-            ready = sigint.poll(self._poll, milliseconds) if interruptible else self._poll.poll(milliseconds)
+            ready = sigint.poll(self._poll, milliseconds)
         finally:
             control.main_asleep[0] = AWAKE
         late = time.monotonic() - asleep - seconds

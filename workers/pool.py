@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
-from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, WorkerError, WorkerTimeoutError
+from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
 from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
-from penstock.workers.control import URGENT, Command, Phase, StopCollecting
+from penstock.workers.control import Command, StopCollecting
 from penstock.workers.failures import Restarts, WorkerFailure, WorkerStatus, add_killed, make_error
 from penstock.workers.gates import Gate, notify
 from penstock.workers.handle import WorkerHandle
@@ -75,8 +75,8 @@ class WorkerPool:
     wait watches the deaths of the workers. The pool owns the workers and everything in `resources`; `close` is the one
     place that closes them.
 
-    The workers are processes. With `in_place`, the last one is not: the thread of the caller runs its program, in
-    `wait` if there are processes, else in `submit`. With a `server`, this pool replies to requests while it waits.
+    The workers are processes. With `in_place`, there is one worker and no process: the thread of the caller runs its
+    program, in `submit`. With a `server`, this pool replies to requests while it waits.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class WorkerPool:
         self._failure: SamplerBrokenError | SamplerClosedError | None = None  # `wait` raises it
         self.handles: list[WorkerHandle] = []
         self.restarts = Restarts(options.max_restarts, options.restart_window)
-        n = len(plans) - in_place
+        n = 0 if in_place else len(plans)
         self._server_cpus = {cpu for plan in plans for cpu in plan.cpus} if server is not None else set[int]()
         with resources:  # until `close` works, an exception closes everything here
-            self._in_place = InPlaceWorker(plans[-1], programs[-1], memory) if in_place else None
+            self._in_place = InPlaceWorker(plans[0], programs[0], memory) if in_place else None
             if n:
                 self._launcher = Launcher(options, n)  # first: it says which limits are too low
             self._reports = ReportBoard(max(n, 1), shared=n > 0)
@@ -122,7 +122,7 @@ class WorkerPool:
             self._monitor = Monitor(self.control, self._reports, options, server, self._serve if server else None)
             self._lookout = Lookout(self._monitor)
             if n:
-                self._mailbox, self._parts = post_programs(programs[:n], worker_data[:n])
+                self._mailbox, self._parts = post_programs(programs, worker_data)
                 resources.callback(self._mailbox.file.close)
             self._resources = resources.pop_all()
         try:
@@ -131,10 +131,9 @@ class WorkerPool:
                 if options.start_method == "fork":
                     self._resources.callback(self._launcher.close)
                 self._launcher.prepare()
-                self._start_all(plans[:n])
+                self._start_all(plans)
             if self._in_place is not None:
-                request = self._request_in_place if server else None
-                self._run_in_place(partial(self._in_place.build, worker_data[-1], request), "start-up")
+                self._run_in_place(partial(self._in_place.build, worker_data[0]), "start-up")
         except BaseException:
             self._close_in_spite_of_signals()
             raise
@@ -203,8 +202,9 @@ class WorkerPool:
 
     def statuses(self) -> list[WorkerStatus]:
         """What every worker is doing now."""
-        in_place = [] if self._in_place is None else [self._in_place.status()]
-        return [self._monitor.status(handle) for handle in self.handles] + in_place
+        if self._in_place is not None:
+            return [self._in_place.status()]
+        return [self._monitor.status(handle) for handle in self.handles]
 
     def take_messages(self, number: int | None = None) -> list[ObjectMessage]:
         """What the workers have put into their pipes for the last command, or for the one of opening `number`. Take
@@ -213,6 +213,8 @@ class WorkerPool:
         Raises `TrajectoryCountError` if a worker has sent more or fewer messages than it counted; the pool is closed
         then.
         """
+        if self._in_place is not None:
+            return self._in_place.take_messages()
         counts, may_leave = self.control.n_results_by_rank(len(self.handles), number), number is not None
         self._n_taken = self.control.opened[0] if number is None else number
         try:
@@ -221,7 +223,7 @@ class WorkerPool:
         except SamplerBrokenError:
             self.close(broken=True)
             raise
-        return messages if self._in_place is None else messages + self._in_place.take_messages()
+        return messages
 
     # ---- commands --------------------------------------------------------------------------
 
@@ -241,17 +243,15 @@ class WorkerPool:
                 self.control.stop_eval = False
             if self._server is not None:
                 self._server.begin(command, self.control.opened[0] + 1)
-                if self.handles:
-                    self._server.act_ahead(command)
             for rank in self.control.open(command, self._all_ranks if ranks is None else ranks):
-                if rank < len(self.handles):  # the worker in place needs no wake-up
+                if self._in_place is None:  # that worker needs no wake-up
                     notify(self.handles[rank].gate.go.writer.fd)
         except BaseException:  # of a signal handler, or a second Ctrl-C: it is unknown which workers have the command
             self.has_lost_command = True
             self.close(broken=True)
             raise
-        if not self.handles:
-            self._work_in_place(f"{'evaluation, ' if command.do_eval else ''}itr={command.itr}")
+        if self._in_place is not None and self._failure is None:
+            self._run_in_place(self._in_place.work, f"{'evaluation, ' if command.do_eval else ''}itr={command.itr}")
         return self.control.opened[0]
 
     def wait_for(self, number: int, during: str) -> None:
@@ -273,15 +273,14 @@ class WorkerPool:
         Raises `WorkerError`, `WorkerDiedError` or `WorkerTimeoutError` if a worker fails and is not replaced; the pool
         is closed then. Raises `SamplerClosedError` if another thread closes the pool.
         """
-        if not self.handles:
-            self._raise_failure()  # the worker in place has run in `submit`
+        if self._in_place is not None:  # it has run in `submit`
+            if self._failure is not None:
+                self.close(broken=True)
+                raise self._failure
         elif self._server is None:
             self._wait_for_workers(during, until, poll_interval)
         else:
             with sigint.deferred(), avoid_cpus(self._server_cpus):
-                self._occasion = during
-                self._work_in_place(during)
-                self._raise_failure()
                 self._wait_for_workers(during, until, poll_interval)
 
     def _wait_for_workers(
@@ -291,22 +290,19 @@ class WorkerPool:
         poll_interval: float = POLL_SECONDS,
         *,
         look_first: bool = False,
-        interruptible: bool = True,
     ) -> None:
         self._monitor.is_waiting = True
         try:
             if look_first and (failures := self._monitor.look()):
                 self._replace_or_raise(failures, during)
-            # A request that came before a Ctrl-C still waits, and will not wake this process again. The worker in place
-            # has served already: if it got its reply here, this would sleep while all others wait for it.
-            if self._server is not None and interruptible:
+            # A request that came before a Ctrl-C still waits, and will not wake this process again.
+            if self._server is not None:
                 self._serve()
-            while failures := self._monitor.wait(until, poll_interval, interruptible=interruptible):
+            while failures := self._monitor.wait(until, poll_interval):
                 self._replace_or_raise(failures, during)
             if self._monitor.is_closing:
                 raise SamplerClosedError(f"shut down by another thread during {during}")
         except SamplerBrokenError as error:
-            self._failure = error
             if killed := self.close(broken=True):
                 add_killed(error, killed)
             raise
@@ -348,66 +344,28 @@ class WorkerPool:
 
     # ---- requests, and the worker in place --------------------------------------------------
 
-    def _serve(self, until: Callable[[], bool] = lambda: False) -> None:
+    def _serve(self) -> None:
         assert self._server is not None
         if sigint.is_pending():
             self.control.stop_eval = True  # end a running evaluation early: its results will be dropped
-        self._server.serve(self._wake, until)
+        self._server.serve(self._wake)
 
     def _wake(self, rank: int) -> None:
-        if rank < len(self.handles):  # as above
-            self.handles[rank].gate.wake()
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            self.close(broken=True)
-            raise self._failure
-
-    def _work_in_place(self, during: str) -> None:
-        worker = self._in_place
-        if worker is not None and worker.is_at_work and self._failure is None:
-            self._run_in_place(worker.work, during)
+        self.handles[rank].gate.wake()
 
     def _run_in_place(self, work: Callable[[], None], during: str) -> None:
         """Let the worker in place build its program, or run its command. `wait` raises its error."""
         assert self._in_place is not None
         try:
-            # Without processes, Ctrl-C ends a step of the user's code, which may hang. With them, only a second one
-            # does: a collector that was stopped in the middle of a batch cannot continue, so neither can the others.
-            with sigint.nested() if self.handles else sigint.allowed():
+            with sigint.allowed():  # Ctrl-C ends a step of the user's code, which may hang
                 work()
         except BaseException as error:
-            if self._failure is not None:
-                pass  # another worker has failed while this one waited for a reply
-            elif isinstance(error, SamplerBrokenError) and self._server is not None and error is self._server.error:
-                self._failure = error
-            elif isinstance(error, StopCollecting) or self._monitor.is_closing:
+            if isinstance(error, StopCollecting) or self._monitor.is_closing:
                 self._failure = SamplerClosedError(f"shut down by another thread during {during}")
-            elif self.handles and not isinstance(error, Exception):
-                status = self._in_place.status()
-                self._failure = WorkerError(f"{status} was interrupted while it ran its command ({during})")
             else:
                 self._failure = self._in_place.error(error, during, self._options.episode_of)
             if not isinstance(error, Exception):  # Ctrl-C: the user wants the call to end now
-                if self.handles:
-                    self.close(broken=True)
                 raise
-
-    def _request_in_place(self, kind: int) -> None:
-        """A request of the worker in place: serve until it has its reply."""
-        assert self._in_place is not None
-        assert self._server is not None
-        if not self.handles:
-            self._server.act_at_once(for_values=kind == URGENT)
-            return
-        progress = self._in_place.progress
-        progress.request(kind)
-        self._serve(lambda: progress.has_reply)
-        while not progress.has_reply:
-            self._wait_for_workers(self._occasion, until=lambda: progress.has_reply, interruptible=False)
-            if not progress.has_reply:  # all processes have arrived, and only this request has no reply
-                self._serve()
-        progress.enter(Phase.ACTING)
 
     # ---- failures --------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
-from penstock.errors import SamplerBrokenError
 from penstock.workers.control import Command, ControlBlock, Progress
 from penstock.workers.gates import Gate
 from penstock.workers.plan import WorkerPlan
@@ -41,18 +40,8 @@ class RequestServer(Protocol):
     def begin(self, command: Command, number: int) -> None:
         """The gates are about to be opened for `command`; it is opening `number`."""
 
-    def act_ahead(self, command: Command) -> None:
-        """Reply to what the workers have offered before the gates are opened."""
-
-    def serve(self, wake: Callable[[int], None], until: Callable[[], bool] = ...) -> None:
+    def serve(self, wake: Callable[[int], None]) -> None:
         """Reply to requests, then spin for others. `wake(rank)` wakes a worker."""
-
-    def act_at_once(self, *, for_values: bool) -> None:
-        """Reply to the only worker, which runs in this thread."""
-
-    @property
-    def error(self) -> SamplerBrokenError | None:
-        """The agent's error, if it has raised one."""
 
     @property
     def has_work(self) -> bool:

@@ -172,7 +172,6 @@ def test_changed_weights_reach_the_workers_with_sync_shared_memory(sampler_cls: 
             (ParallelSampler, {}),
             (GpuSampler, {}),
             (GpuSampler, {"server": "process"}),
-            (GpuSampler, {"serve_envs": 1}),
             (AlternatingSampler, {}),
         ],
         3,

@@ -389,7 +389,7 @@ def test_a_slow_shard_is_left_out() -> None:
         ({"min_shards": 1}, 'min_shards needs on_node_failure="restart"'),
         ({"sampler_cls": RaySampler}, "A shard cannot be a RaySampler: for groups of nodes, give each learner its own"),
         ({"sampler_cls": int}, "sampler_cls must be a synchronous sampler class"),
-        ({"sampler_options": {"serve_envs": 1}}, "no argument 'serve_envs'"),
+        ({"sampler_options": {"min_redy": 1}}, "no argument 'min_redy'"),
         ({"n_shard": 2}, "no argument 'n_shard'"),
         ({"seed_episodes": True}, "RaySampler cannot replay episodes"),
         ({"unavailable_timeout": 0}, "unavailable_timeout must be a positive number"),

@@ -71,13 +71,12 @@ SIZES: dict[str, Any] = {"batch_T": 25, "batch_B": 12, "eval_n_envs": 6, "eval_m
     some(
         [
             (ParallelSampler, {"n_workers": 3}),
-            (GpuSampler, {"n_workers": 2, "serve_envs": 3}),
+            (GpuSampler, {"n_workers": 2}),
             (AlternatingSampler, {"n_workers": 2}),
             (ParallelSampler, {"n_workers": 1}),
             (ParallelSampler, {"n_workers": 2}),
             (ParallelSampler, {"n_workers": 4}),
             (GpuSampler, {"n_workers": 3}),
-            (GpuSampler, {"n_workers": 2, "serve_envs": "auto"}),
         ],
         3,
     ),
@@ -119,11 +118,6 @@ class Wrong(VectorEnvCollector):
 def test_other_sizes_are_refused(kwargs: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SerialSampler(Games, **{**SIZES, "collector_cls": Threes, **kwargs})
-
-
-def test_the_main_process_steps_whole_games() -> None:
-    with pytest.raises(ConfigError, match="a multiple of the 3 rows_per_env, got 4"):
-        GpuSampler(Games, **SIZES, collector_cls=Threes, serve_envs=4)
 
 
 def test_without_it_the_error_says_what_to_do() -> None:

@@ -1,6 +1,8 @@
 """Replaced workers and Ctrl-C where one process acts for all: nothing shows in the columns that were not hit."""
 
 import functools
+import os
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from penstock import (
     CategoricalPgAgent,
     EvalCollector,
     GpuSampler,
+    ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
     SamplerState,
@@ -47,11 +50,11 @@ MODES: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "alternating": (AlternatingSampler, {}),
     "no overlap": (AlternatingSampler, {"overlap": False}),
 }
-OWN_SHARE: tuple[type[GpuSampler], dict[str, Any]] = (GpuSampler, {"serve_envs": 2, "n_workers": 2})
 #: As `MODES`, with the server in a process of its own. (What Ctrl-C does there is nobody's business but the caller's.)
 ELSEWHERE: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     f"own process, {mode}": (cls, {"server": "process", **options}) for mode, (cls, options) in MODES.items()
 }
+PARALLEL: dict[str, tuple[Any, dict[str, Any]]] = {"parallel": (ParallelSampler, {})}
 everywhere = pytest.mark.parametrize("mode", [*list(MODES)[:: scaled(1, 3)], *list(ELSEWHERE)[:: scaled(1, 2)]])
 
 
@@ -64,7 +67,7 @@ TOLERANCE: dict[str, dict[str, float]] = {name: {"rtol": 1e-6, "atol": 1e-9} for
 
 
 def sampler_of(mode: str, env_fn: Any, **kwargs: Any) -> GpuSampler:
-    cls, options = {**MODES, **ELSEWHERE}.get(mode, OWN_SHARE)
+    cls, options = {**MODES, **ELSEWHERE, **PARALLEL}[mode]
     arguments: dict[str, Any] = {"batch_T": T, "batch_B": B, "n_workers": 3, "on_worker_failure": "restart"}
     arguments.update(eval_n_envs=3, eval_max_steps=3 * 60, max_decorrelation_steps=0, eval_env_kwargs={})
     return cls(env_fn, **{**arguments, **options, **kwargs})
@@ -129,6 +132,42 @@ def test_what_is_redone_is_complete_and_valid_wherever_it_was_cut(mode: str, sta
                 assert len(sampler.evaluate_agent(itr)) == 3 * 12
                 itr += 1
             kill.when()
+
+
+def disturbed(mode: str, agent: Agent, seed: int, n: int) -> list[Any]:
+    """Batches, with evaluations, calls, pauses and killed workers between them, in an order that `seed` draws."""
+    rng, found, n_kills = random.Random(seed), [], 0
+    kwargs: dict[str, Any] = {"batch_T": 3, "max_restarts": n}
+    with sampler_of(mode, CARTPOLE, **kwargs) as sampler:
+        sampler.initialize(agent, seed=9)
+        for itr in range(n):
+            what = rng.choice(["batch", "batch", "pause", "evaluation", "call", "kill", "parameters", "change"])
+            if what == "evaluation":
+                sampler.evaluate_agent(itr)
+            elif what == "call":
+                sampler.call("get_wrapper_attr", "spec")
+            elif what == "kill":
+                n_kills += 1
+                os.kill(sampler.worker_pids[0], signal.SIGKILL)
+            elif what == "parameters":
+                agent.sync_shared_memory()
+            if what == "pause":
+                sampler.start_samples(itr)
+                sampler.wait_samples()
+            else:
+                sampler.obtain_samples(itr)
+            found.append(sampler.samples_np.copy())
+            if what == "change":  # the next batch begins with what the user has made of the last row
+                sampler.samples_np.env.bootstrap_obs[...] *= -0.5
+        assert sampler.stats().restarts == n_kills
+    return found
+
+
+@pytest.mark.parametrize(("mode", "seed"), pairs(MODES, range(scaled(20, 4))))
+def test_batches_are_those_of_a_parallel_sampler_in_any_order_of_calls(mode: str, seed: int) -> None:
+    name = list(AGENTS)[seed % 3]
+    found = disturbed(mode, AGENTS[name](), seed, scaled(40, 12))
+    assert_same(found, disturbed("parallel", AGENTS[name](), seed, len(found)), **TOLERANCE[name])
 
 
 class Telling(CountingEnv):
@@ -198,16 +237,14 @@ class Interrupting(DelegatingAgent):
 
 @pytest.mark.parametrize(
     ("mode", "moment"),
-    pairs([*MODES, "own share"], scaled([f"{a}, {w}" for a in AGENTS for w in ("early", "late")], DAILY)),
+    pairs(MODES, scaled([f"{a}, {w}" for a in AGENTS for w in ("early", "late")], DAILY)),
 )
 def test_ctrl_c_while_the_agent_acts_changes_nothing(mode: str, moment: str) -> None:
     agent, when = moment.split(", ")
     late, interrupted = when == "late", 0
     found = []
     with sampler_of(mode, faulty_env(CARTPOLE, Fault("delay", at=10**9))) as sampler:
-        # With an own share, one Ctrl-C waits for the end of the batch, and another does not.
-        at = {1, 70} if mode == "own share" else {1, 10, 70, 200}
-        sampler.initialize(Interrupting(AGENTS[agent](), at, late=late), seed=9, bootstrap_value=True)
+        sampler.initialize(Interrupting(AGENTS[agent](), {1, 10, 70, 200}, late=late), seed=9, bootstrap_value=True)
         for itr in range(4):
             try:
                 _, infos = sampler.obtain_samples(itr)
@@ -224,7 +261,7 @@ def test_ctrl_c_while_the_agent_acts_changes_nothing(mode: str, moment: str) -> 
     assert_same(found, undisturbed(agent), **TOLERANCE[agent])
 
 
-@pytest.mark.parametrize("mode", [*MODES, "own share"])
+@pytest.mark.parametrize("mode", MODES)
 def test_ctrl_c_in_an_evaluation_changes_nothing_that_follows(mode: str) -> None:
     def run(at: set[int]) -> list[Any]:
         found = []
@@ -265,9 +302,8 @@ def test_ctrl_c_at_any_moment_changes_nothing() -> None:
         assert_same(run(rng.uniform(0, 0.1)), wanted)
 
 
-@pytest.mark.parametrize("mode", ["lock-step", "own share"])
-def test_a_second_ctrl_c_ends_a_step_that_hangs_and_the_sampler_says_so(mode: str) -> None:
-    with sampler_of(mode, CARTPOLE) as sampler:
+def test_a_second_ctrl_c_ends_a_step_that_hangs_and_the_sampler_says_so() -> None:
+    with sampler_of("lock-step", CARTPOLE) as sampler:
         sampler.initialize(Interrupting(RandomAgent(), {5}, late=True, times=2), seed=9)
         with pytest.raises(KeyboardInterrupt):
             sampler.obtain_samples(0)

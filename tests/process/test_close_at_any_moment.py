@@ -35,8 +35,6 @@ KINDS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "parallel": (ParallelSampler, {}),
     "gpu": (GpuSampler, {}),
     "gpu process": (GpuSampler, {"server": "process"}),
-    "gpu local": (GpuSampler, {"serve_envs": 1}),
-    "gpu, no workers": (GpuSampler, {"serve_envs": "auto", "n_workers": None}),
     "alternating": (AlternatingSampler, {}),
 }
 CALLS: dict[str, Callable[[Sampler], Any]] = {
@@ -45,7 +43,7 @@ CALLS: dict[str, Callable[[Sampler], Any]] = {
     "get_attr": lambda sampler: sampler.get_attr("render_mode"),
 }
 
-pytestmark = [pytest.mark.timeout(scaled(600, 120)), pytest.mark.usefixtures("no_idle_cpu"), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(scaled(600, 120)), pytest.mark.slow]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 N_TIMES = scaled(30, 1)
 
@@ -139,7 +137,7 @@ class _Blocking:
         return CountingEnv, ()
 
 
-@pytest.mark.parametrize("kind", ["parallel", "gpu", "gpu local"])
+@pytest.mark.parametrize("kind", ["parallel", "gpu"])
 def test_while_the_workers_are_started(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, started = sampler_of(kind), []
     plain = pool_module.Launcher.start
@@ -164,7 +162,7 @@ def test_while_the_workers_are_started(kind: str, monkeypatch: pytest.MonkeyPatc
     assert_closed(sampler)
 
 
-@pytest.mark.parametrize("kind", ["parallel", "gpu", "gpu process", "gpu local"])
+@pytest.mark.parametrize("kind", ["parallel", "gpu", "gpu process"])
 def test_while_the_workers_are_awaited(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, waits = sampler_of(kind, env_kwargs={"length": 5}), threading.Event()
     plain = Monitor.wait
@@ -181,8 +179,7 @@ def test_while_the_workers_are_awaited(kind: str, monkeypatch: pytest.MonkeyPatc
     call.assert_closed(sampler)
 
 
-@pytest.mark.parametrize("kind", ["serial", "gpu local"])
-def test_a_step_in_the_main_process_that_does_not_end(kind: str) -> None:
+def test_a_step_in_the_main_process_that_does_not_end() -> None:
     """Its environment is not closed under it, but when the step ends."""
     entered, leave, closed = threading.Event(), threading.Event(), []
 
@@ -197,10 +194,7 @@ def test_a_step_in_the_main_process_that_does_not_end(kind: str) -> None:
         def close(self) -> None:
             closed.append(self)
 
-    if kind == "serial":
-        sampler = sampler_of(kind, Endless)
-    else:
-        sampler = sampler_of(kind, [*[CountingEnv] * 3, _LocalOnly(Endless)])
+    sampler = sampler_of("serial", Endless)
     sampler.initialize(RandomAgent())
     closed.clear()  # the example
     call = Call(lambda: sampler.obtain_samples(0))
@@ -210,19 +204,6 @@ def test_a_step_in_the_main_process_that_does_not_end(kind: str) -> None:
     leave.set()
     call.assert_closed(sampler)
     assert closed
-
-
-class _LocalOnly:
-    """A factory that cannot be used in a worker."""
-
-    def __init__(self, env_cls: Any) -> None:
-        self._env_cls = env_cls
-
-    def __call__(self) -> Any:
-        return self._env_cls()
-
-    def __reduce__(self) -> Any:
-        return CountingEnv, ()
 
 
 @every_kind

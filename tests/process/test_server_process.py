@@ -360,12 +360,6 @@ def test_odd_servers_are_refused(server: Any) -> None:
     assert repr(server) in str(caught.value)
 
 
-@pytest.mark.parametrize("serve_envs", ["auto", 1])
-def test_a_server_of_its_own_steps_no_environments(serve_envs: Any) -> None:
-    with pytest.raises(ConfigError, match=r'serve_envs=.* is for server="caller"'):
-        GpuSampler(CountingEnv, batch_T=2, batch_B=4, server="process", serve_envs=serve_envs)
-
-
 def test_an_agent_that_cannot_travel_is_named() -> None:
     class Open(RandomAgent):
         def __init__(self) -> None:

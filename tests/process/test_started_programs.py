@@ -1,5 +1,5 @@
-"""What environments of the main process start ends with the main process: those of SerialSampler and `serve_envs`, and
-the example environment. Its `close` leaves them running."""
+"""What environments of the main process start ends with the main process: those of SerialSampler, and the example
+environment. Its `close` leaves them running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that has e
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
-KINDS = ("serial", "parallel", "serve_envs", "vector")
+KINDS = ("serial", "parallel", "vector")
 
 
 def games_of(folder: Path) -> list[int]:

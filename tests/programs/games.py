@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from penstock import GpuSampler, ParallelSampler, RandomAgent, SerialSampler
+from penstock import ParallelSampler, RandomAgent, SerialSampler
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 
@@ -57,7 +57,6 @@ def make() -> Any:
     makers: dict[str, Any] = {
         "serial": lambda: sampler(SerialSampler),
         "parallel": lambda: sampler(ParallelSampler, n_workers=1),
-        "serve_envs": lambda: sampler(GpuSampler, n_workers=1, serve_envs=1),
         "vector": lambda: ShmVectorEnv([Game, Game], context=given["start_method"]),
     }
     return makers[given["kind"]]()

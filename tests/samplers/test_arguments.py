@@ -54,6 +54,19 @@ def test_a_misspelt_argument_is_named_with_the_nearest(cls: Any, name: str, near
         cls(CountingEnv, **{"batch_T": 1, "batch_B": 2, name: 3})
 
 
+@pytest.mark.parametrize(
+    ("cls", "name", "near"),
+    [
+        (GpuSampler, "min_redy", "min_ready"),
+        (AlternatingSampler, "overlp", "overlap"),
+        (AlternatingSampler, "spin_second", "spin_seconds"),
+    ],
+)
+def test_a_misspelt_argument_of_a_central_sampler(cls: Any, name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"no argument '{name}': did you mean '{near}'"):
+        cls(CountingEnv, batch_T=2, batch_B=4, **{name: 1})
+
+
 @every
 def test_the_name_that_rlpyt_has_for_env_fn_is_explained(cls: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{cls.__name__} has no argument 'EnvCls': did you mean 'env_fn'\?$"):

@@ -48,7 +48,7 @@ class TabularAgent(Agent):
         return self.table[observation, prev_action] + prev_reward
 
 
-pytestmark = [pytest.mark.usefixtures("no_idle_cpu"), pytest.mark.slow]  # for "no workers"
+pytestmark = pytest.mark.slow
 
 CASES: dict[str, tuple[Any, Any]] = {
     "random": ("CartPole-v1", RandomAgent),
@@ -68,9 +68,6 @@ SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "first-ready, at most 0.1 ms": (GpuSampler, {"n_workers": 3, "max_wait": 1e-4}),
     "alternating": (AlternatingSampler, {"n_workers": 3}),
     "alternating, no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
-    "own share": (GpuSampler, {"n_workers": 2, "serve_envs": 2}),
-    "own share, first-ready": (GpuSampler, {"n_workers": 1, "serve_envs": "auto", "min_ready": 1}),
-    "no workers": (GpuSampler, {"serve_envs": "auto"}),
     "own process": (GpuSampler, {"n_workers": 2, "server": "process"}),
     "own process, first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
     "own process, at most 2 ms": (GpuSampler, {"n_workers": 3, "max_wait": 2e-3, "server": "process"}),
@@ -99,7 +96,7 @@ def assert_same(case: str, wanted: list[Batch], found: list[Batch]) -> None:
 ALWAYS = ("lock-step, 1 worker", "lock-step, 2 workers", "lock-step, 3 workers", "first-ready, 1 of 5", "alternating")
 KINDS = (*EXACT, "epsilon-greedy", "recurrent categorical")
 #: Daily one agent acts in every way, and each other agent in one. These ways differ most.
-UNLIKE = ("lock-step, 2 workers", "first-ready, 1 of 5", "alternating", "own share", "own process")
+UNLIKE = ("lock-step, 2 workers", "first-ready, 1 of 5", "alternating", "own process")
 
 
 @pytest.mark.parametrize(

@@ -35,15 +35,13 @@ from .. import support
 from ..scale import pairs, some
 from ..support import Batch, assert_same, kept
 
-pytestmark = [pytest.mark.usefixtures("no_idle_cpu"), pytest.mark.slow]  # for "no workers"
+pytestmark = pytest.mark.slow
 
 HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     "lock-step": (GpuSampler, {"n_workers": 2}),
     "first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1}),
     "alternating": (AlternatingSampler, {"n_workers": 3}),
     "no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
-    "own share": (GpuSampler, {"n_workers": 2, "serve_envs": "auto"}),
-    "no workers": (GpuSampler, {"serve_envs": "auto"}),
     "own process": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
 }
 HOW_TO_START: dict[str, Any] = {"seed": 5, "bootstrap_value": True, "traj_info_kwargs": {"discount": 0.9}}
@@ -256,20 +254,16 @@ def test_evaluation_is_bounded_by_steps_trajectories_or_episodes(how: str) -> No
         assert evaluate(eval_max_steps=3 * 7, eval_episodes=5) == [4] * 3
 
 
-@pytest.mark.parametrize("own", [1, 2])
-def test_who_is_done_first_in_an_evaluation_holds_up_nobody(own: int) -> None:
-    """Shares of different lengths: of the workers, and of what the serving process steps itself."""
+def test_who_is_done_first_in_an_evaluation_holds_up_nobody() -> None:
+    """The workers' shares have different lengths."""
     lengths = [{"length": n} for n in (2, 30, 5, 9)]
-    for serve_envs in (0, own):
-        for order in (lengths, lengths[::-1]):
-            arguments: dict[str, Any] = {"eval_env_kwargs": order, "eval_n_envs": 4, "eval_max_steps": 4000}
-            with GpuSampler(
-                CountingEnv, batch_T=2, batch_B=4, n_workers=2, serve_envs=serve_envs, eval_episodes=10, **arguments
-            ) as sampler:
-                sampler.initialize(RandomAgent(), seed=0)
-                for itr in range(2):
-                    assert len(sampler.evaluate_agent(itr)) == 10
-                    sampler.obtain_samples(itr)
+    for order in (lengths, lengths[::-1]):
+        arguments: dict[str, Any] = {"eval_env_kwargs": order, "eval_n_envs": 4, "eval_max_steps": 4000}
+        with GpuSampler(CountingEnv, batch_T=2, batch_B=4, n_workers=2, eval_episodes=10, **arguments) as sampler:
+            sampler.initialize(RandomAgent(), seed=0)
+            for itr in range(2):
+                assert len(sampler.evaluate_agent(itr)) == 10
+                sampler.obtain_samples(itr)
 
 
 # ---- infos, calls, shares ------------------------------------------------------------------
@@ -320,21 +314,6 @@ def test_uneven_shares_and_more_workers_than_environments(sizes: tuple[int, int]
     arguments: dict[str, Any] = {**kwargs, "n_workers": n_workers, "batch_B": batch_B}
     found = run(cls, Attentive(), CountingEnv, 2, **arguments)
     assert_same(found, run(SerialSampler, Attentive(), CountingEnv, 2, batch_B=batch_B))
-
-
-@pytest.mark.parametrize(("serve_envs", "n_workers"), pairs([1, 3, 4, "auto"], [None, 1, 5]))
-def test_every_worker_has_an_environment_however_many_are_kept(
-    n_workers: int | None, serve_envs: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr("penstock.samplers.central.idle_cpus", lambda seconds: 2.0)
-    with GpuSampler(CountingEnv, batch_T=3, batch_B=5, n_workers=n_workers, serve_envs=serve_envs) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        shares = [len(worker.env_ranks) for worker in sampler.stats().workers]
-        assert sum(shares) == 5
-        assert min(shares) >= 1
-        assert serve_envs == "auto" or shares[-1] == serve_envs
-        assert sampler.n_workers == len(shares)
-        sampler.obtain_samples(0)
 
 
 @ways(1)

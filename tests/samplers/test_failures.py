@@ -201,6 +201,77 @@ def test_the_serial_sampler_gives_the_same_kind_of_error() -> None:
             sampler.obtain_samples(10)
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Leaving(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+
+def of_another_sampler() -> WorkerError:
+    return WorkerError("of another sampler")
+
+
+@pytest.mark.parametrize(
+    ("exception", "text"),
+    [
+        (Wordless, r"Wordless .*: \(its message could not be formatted"),
+        (Leaving, r"Leaving .*: \(its message could not be formatted"),
+        (of_another_sampler, r"penstock\.errors\.WorkerError .*: of another sampler"),
+    ],
+)
+def test_whatever_an_environment_raises_breaks_the_serial_sampler(exception: Any, text: str) -> None:
+    class Raising(CountingEnv):
+        def step(self, action: Any) -> Any:
+            raise exception()
+
+    kind, message = text.split(" .*: ")
+    where = r"while stepping env_rank 4, t=0 \(itr=0\)"
+    fns = [CountingEnv] * 4 + [Raising]
+    with SerialSampler(fns, batch_T=4, batch_B=5, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError, match=rf"worker 0 .* raised .*{kind} {where}: {message}"):
+            sampler.obtain_samples(0)
+        assert sampler.state is SamplerState.BROKEN
+
+
+class Interrupting(CountingEnv):
+    """Ctrl-C comes in its step, or when the third one is built."""
+
+    def __init__(self, when: str, n_open: list[int]) -> None:
+        super().__init__()
+        if when == "built" and n_open[0] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        n_open[0] += 1
+        self.when, self.n_open = when, n_open
+
+    def step(self, action: Any) -> Any:
+        if self.when == "step":
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().step(action)
+
+    def close(self) -> None:
+        self.n_open[0] -= 1
+
+
+@pytest.mark.parametrize("when", ["step", "built"])
+def test_ctrl_c_closes_all_environments_of_the_serial_sampler(when: str) -> None:
+    n_open = [0]
+    sampler = SerialSampler(partial(Interrupting, when, n_open), batch_T=4, batch_B=5, max_decorrelation_steps=0)
+    with pytest.raises(KeyboardInterrupt):
+        sampler.initialize(RandomAgent(), seed=0)
+        assert when == "step"
+        sampler.obtain_samples(0)
+    if when == "step":
+        with pytest.raises(WorkerError, match="KeyboardInterrupt while stepping env_rank 0"):
+            sampler.obtain_samples(1)
+    sampler.shutdown()
+    assert n_open == [0]
+
+
 def test_a_worker_without_progress_times_out_if_asked_to() -> None:
     hanging = {"env_kwargs": [{"where": "never"}, {"where": "step", "how": "hang", "at": 2}]}
     with sampler_of(ParallelSampler, CrashingEnv, batch_B=2, step_timeout=0.5, **hanging) as sampler:

@@ -35,7 +35,6 @@ SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallel": (ParallelSampler, {"n_workers": 2}),
     "central": (GpuSampler, {"n_workers": 2}),
     "central, first ready": (GpuSampler, {"n_workers": 2, "min_ready": 1}),
-    "central, with local environments": (GpuSampler, {"serve_envs": 2, "n_workers": 2}),
     "central, in a process": (GpuSampler, {"n_workers": 2, "server": "process"}),
     "alternating": (AlternatingSampler, {"n_workers": 2}),
 }

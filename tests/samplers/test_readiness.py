@@ -250,8 +250,6 @@ def test_odd_arguments_are_refused_in_one_line(name: str, value: Any) -> None:
 def test_halves_need_two_of_everything() -> None:
     for kwargs, message in (
         ({"batch_B": 1}, "at least two environments"),
-        ({"batch_B": 2, "serve_envs": "auto"}, "at least two environments for its workers"),
-        ({"batch_B": 4, "serve_envs": 3}, "at least two environments for its workers"),
         ({"batch_B": 4, "n_workers": 1}, "at least two workers"),
         ({"batch_B": 4, "n_workers": np.int64(1)}, "at least two workers"),
         ({"batch_B": 4, "min_ready": 1}, "min_ready is for GpuSampler"),

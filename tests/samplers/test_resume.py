@@ -39,7 +39,7 @@ from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
 from penstock.testing import Fault, faulty_env
 
 from .. import support
-from ..scale import FULL, pairs, scaled
+from ..scale import FULL, pairs
 from ..support import Batch, assert_same
 
 pytestmark = pytest.mark.slow
@@ -191,21 +191,12 @@ def test_a_run_continues_exactly_with_another_number_of_workers(name: str, cls: 
 
 @pytest.mark.parametrize(
     ("name", "kwargs"),
-    pairs(["slots", "recurrent", "noise with drift"], [{"serve_envs": 2}, {"min_ready": 1}, {}]),
+    pairs(["slots", "recurrent", "noise with drift"], [{"min_ready": 1}, {}]),
 )
 def test_a_run_with_central_inference_continues_exactly(name: str, kwargs: dict[str, Any]) -> None:
     make_agent, options = OPTIONS[name]
     other = AlternatingSampler if kwargs == {} else GpuSampler
     assert len(resumed(make_agent, GpuSampler, other, **options, **kwargs).exact) == 5
-
-
-@pytest.mark.usefixtures("no_idle_cpu")
-@pytest.mark.parametrize("name", scaled(["slots", "recurrent"], ["recurrent"]))
-def test_a_run_without_workers_continues_exactly_with_workers(name: str) -> None:
-    """`resumed` gives `n_workers` to the second sampler only."""
-    make_agent, options = OPTIONS[name]
-    kwargs = {**options, "serve_envs": "auto", "n_workers": None}
-    assert len(resumed(make_agent, GpuSampler, GpuSampler, **kwargs).exact) == 5
 
 
 # ---- reseeded ------------------------------------------------------------------------------

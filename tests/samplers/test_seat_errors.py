@@ -731,9 +731,7 @@ def test_who_waits_is_not_said_to_be_a_policy() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "options"), pairs([(2, 1), (3, 2), (3, 4)], [{}, {"serve_envs": 1}, {"server": "process"}])
-)
+@pytest.mark.parametrize(("sizes", "options"), pairs([(2, 1), (3, 2), (3, 4)], [{}, {"server": "process"}]))
 def test_a_worker_of_a_central_sampler_may_have_no_game_to_evaluate(
     sizes: tuple[int, int], options: dict[str, Any]
 ) -> None:

@@ -59,7 +59,6 @@ SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
     "central": (GpuSampler, {"n_workers": 2}),
     "central, process": (GpuSampler, {"n_workers": 3, "server": "process"}),
     "central, first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1}),
-    "central, own share": (GpuSampler, {"n_workers": 1, "serve_envs": 2}),
     "alternating": (AlternatingSampler, {"n_workers": 3}),
     "serial, debug": (SerialSampler, {"debug": True}),
     "serial, slots": (SerialSampler, {"n_slots": 3}),

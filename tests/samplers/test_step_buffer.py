@@ -16,7 +16,6 @@ from penstock.collectors.request_client import RemoteAgent, Request
 from penstock.envs import CountingEnv, NestedEnv, example_of, observation_example
 from penstock.samplers.inference_batch import InferenceBatch
 from penstock.samplers.sampler_memory import StepBuffer
-from penstock.workers.control import ControlBlock
 from penstock.workers.plan import split
 
 T, B = 3, 5
@@ -94,8 +93,6 @@ class Line:
     def __init__(self, batch: InferenceBatch, steps: StepBuffer, shares: list[range], rank: int) -> None:
         self.batch, self.rank, self.row = batch, rank, steps.columns(shares[rank])
         self.requests: list[int] = []
-        self.control = ControlBlock(len(shares), T, shared=False)
-        self.progress = self.control.progress(rank)
 
     def request(self, kind: int) -> None:
         self.requests.append(kind)
@@ -113,7 +110,7 @@ def lines(n_workers: int) -> tuple[list[RemoteAgent], list[Line], Echo]:
     for rank in range(n_workers):
         remote = RemoteAgent(agent).runtime.column_copy([])
         ports.append(Line(batch, steps, shares, rank))
-        remote.connect(ports[-1].row, ports[-1].progress, ports[-1].request)
+        remote.connect(ports[-1].row, ports[-1].request)
         remotes.append(remote)
     return remotes, ports, served
 
@@ -160,27 +157,3 @@ def test_a_value_leaves_the_action_alone_and_forgets_what_is_to_be_forgotten() -
     assert served.age.tolist() == [1, 0, 1, 0, 0]
     remotes[0].reset()
     assert ports[0].row.reset.all()
-
-
-def test_offered_inputs_are_acted_on_without_a_request() -> None:
-    """If the server replies for this opening of the gate. A replacement asks, whatever its predecessor has offered."""
-    (remote,), (line,), _ = lines(1)
-    inputs = np.ones((B, 2)), np.zeros(B, int), np.zeros(B, np.float32)
-    for opening, has_acted, n_requests in ((1, False, 1), (2, True, 1), (3, False, 2)):
-        if has_acted:
-            assert line.control.have_offered(opening, 1)
-            line.batch.put_observations(inputs[0])
-            line.batch.step([0])
-            line.control.reply_to_offer([0], opening)
-        assert (remote.step(*inputs).action == 1).all()
-        assert len(line.requests) == n_requests
-        remote.offer(*inputs[1:])
-        line.progress.arrived += 1
-    line.batch.step([0])
-    line.control.reply_to_offer([0], 4)
-    replacement = RemoteAgent(remote).runtime.column_copy([])
-    replacement.connect(line.row, line.progress, line.request)
-    replacement.step(*inputs)
-    assert len(line.requests) == 3
-    line.control.reset_row(0)
-    assert not line.control.have_offered(4, 1)

@@ -97,7 +97,7 @@ def arguments(model: Any) -> None:
     AlternatingSampler("CartPole-v1", batch_B=2)  # type: ignore[call-arg]
     SerialSampler("CartPole-v1", batch_T=4, batch_B=2)
     GpuSampler("CartPole-v1", batch_T=4, batch_B=2, min_ready=0.5, server="process", debug=True)
-    AlternatingSampler("CartPole-v1", batch_T=4, batch_B=2, overlap=False, serve_envs="auto")
+    AlternatingSampler("CartPole-v1", batch_T=4, batch_B=2, overlap=False)
     CategoricalPgAgent(model, greedy=True)  # type: ignore[call-arg]
     FunctionAgent(AgentStep, params=3)  # type: ignore[call-arg]
 

@@ -89,7 +89,7 @@ SAMPLERS = [
     (ParallelSampler, {}),
     (AlternatingSampler, {}),
     (AsyncSampler, {"lag": None}),
-    (GpuSampler, {"serve_envs": 0}),
+    (GpuSampler, {}),
     (GpuSampler, {"server": "process"}),
 ]
 

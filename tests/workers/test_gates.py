@@ -3,11 +3,10 @@
 import os
 import select
 import threading
-from typing import Any
 
 import pytest
 
-from penstock import GpuSampler, RandomAgent, Sampler, SerialSampler
+from penstock import RandomAgent, SerialSampler
 from penstock.buffers.ordering import full_fence
 from penstock.envs import CountingEnv
 from penstock.workers import control as control_module
@@ -165,10 +164,8 @@ def test_stray_wake_ups_open_nothing(wake_up_kind: str) -> None:
     closed(gate)
 
 
-@pytest.mark.parametrize("cls", [SerialSampler, GpuSampler])
-def test_a_worker_in_place_is_never_woken(cls: type[Sampler], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_in_place_is_never_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_module, "HAS_FULL_FENCE", False)
-    kwargs: dict[str, Any] = {} if cls is SerialSampler else {"n_workers": 1, "serve_envs": 1}
-    with cls(CountingEnv, batch_T=2, batch_B=2, **kwargs) as sampler:
+    with SerialSampler(CountingEnv, batch_T=2, batch_B=2) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         assert sampler.obtain_samples(0)[0].env.reward.shape == (2, 2)
