@@ -315,9 +315,9 @@ class Version:
     """A process of one version, at one case."""
 
     def __init__(self, folder: Path, case: str) -> None:
-        # Without its own namespace, it would find the CPUs claimed.
+        # Versions take turns, so each may use all CPUs. Those before the folder alone decided need the second variable.
         path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-        own = {"PYTHONPATH": path, "PENSTOCK_CPU_NAMESPACE": f"-{next(_numbers)}"}
+        own = {"PYTHONPATH": path, "PENSTOCK_CPU_FOLDER": os.devnull, "PENSTOCK_CPU_NAMESPACE": f"-{next(_numbers)}"}
         command = [sys.executable, __file__, "--serve", case]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **own}

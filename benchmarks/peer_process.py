@@ -164,8 +164,8 @@ class Contestant:
         self.name, self._limit = name, limit
         script = script or str(Path(__file__).with_name("peers.py"))
         command = [sys.executable, script, "--serve", work, name]
-        # All contestants may use all CPUs. Without its own namespace, a sampler would find them claimed.
-        environ = {"PENSTOCK_CPU_NAMESPACE": f"-peer-{time.monotonic_ns()}"}
+        # All contestants may use all CPUs, so they claim none.
+        environ = {"PENSTOCK_CPU_FOLDER": os.devnull}
         self._process = subprocess.Popen(
             [*command, *(["--whole-batches"] if whole_batches else [])],
             stdin=subprocess.PIPE,

@@ -13,9 +13,9 @@ from penstock.workers.claims import Claim
 class PortLease:
     """One port that this process owns until `release`, the end of a `with` block, or the end of the process.
 
-    During this time no other lease has the same port, in any process of any user of this machine, even if nothing is
-    bound to it. A program that does not use leases can still bind the port. penstock notices such a program only if it
-    has bound the port before the lease is taken.
+    During this time no other lease of this user has the same port, in any process of this machine, even if nothing is
+    bound to it. Other users, containers with another folder, and programs that do not use leases can still bind the
+    port. penstock notices them only if they have bound it before the lease is taken.
 
     A fork does not inherit the lease: there, `is_active` is False and `release` does nothing. Keep the object while the
     port is used: a lease that is garbage collected is released, with a ResourceWarning. Use `lease_port` or `leases` to
@@ -28,7 +28,7 @@ class PortLease:
     @property
     def port(self) -> int:
         """The port's number."""
-        return int(self._claim.label)
+        return self._claim.number
 
     @property
     def host(self) -> str:

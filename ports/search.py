@@ -19,7 +19,7 @@ import psutil
 
 from penstock.arguments import integer, seconds, true_or_false
 from penstock.errors import ConfigError, PortLeaseError
-from penstock.workers.claims import Claim, claim, owner_of
+from penstock.workers.claims import Claim, claim
 
 PortProtocol = Literal["tcp", "udp"]
 _SOCKET_TYPES = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}
@@ -151,21 +151,22 @@ class PortSearch:
                 time.sleep(_RETRY_SECONDS)
         except BaseException as error:
             _release(found)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError | RuntimeError):
                 raise PortLeaseError(
                     f"no port can be leased here: {error}. A sandbox may forbid it, or this process has too many open "
                     "files. Or name a folder on a local disk in the environment variable PENSTOCK_PORT_FOLDER"
                 ) from error
             raise
-        return sorted(found, key=_port_of)
+        return sorted(found, key=lambda each: each.number)
 
     def _search_once(self, found: list[Claim]) -> bool:
         """Search the range once and add claims to `found`. Returns whether there are `n` now."""
         for port in self._order():
-            if self.consecutive and found and port != _port_of(found[-1]) + 1:
+            if self.consecutive and found and port != found[-1].number + 1:
                 _release(found)
             # Claim first, then bind: binding another owner's port could stop the owner's server from starting.
-            if (new := claim("port", str(port))) is None:
+            new = claim("port", port)
+            if not isinstance(new, Claim):
                 continue
             found.append(new)
             if not self.address.can_bind(port):
@@ -196,10 +197,6 @@ class PortSearch:
         )
 
 
-def _port_of(found: Claim) -> int:
-    return int(found.label)
-
-
 def _release(found: list[Claim]) -> None:
     while found:
         found.pop().release()
@@ -214,14 +211,14 @@ def describe_ports(ports: Sequence[int], address: ServerAddress) -> str:
     ports_by_user: dict[str, list[int]] = defaultdict(list)
     since: dict[str, float] = {}
     for port in ports:
-        if (owner := owner_of("port", str(port))) is not None:
-            user = f"leased by {process(owner.pid, owner.uid)}"
-            if owner.since is not None:
-                since[user] = min(owner.since, since.get(user, owner.since))
-        elif port in bound or not address.can_bind(port):
-            user = f"not leased, but bound by {process(bound.get(port))}"
+        found = claim("port", port)
+        if not isinstance(found, Claim):
+            user = f"leased by {process(found[0])}"
+            since[user] = min(found[1], since.get(user, found[1]))
         else:
-            user = "free now"
+            found.release()
+            is_bound = port in bound or not address.can_bind(port)
+            user = f"not leased, but bound by {process(bound.get(port))}" if is_bound else "free now"
         ports_by_user[user].append(port)
     lines = [
         f"  {_intervals(used)}: {user}"
@@ -233,14 +230,12 @@ def describe_ports(ports: Sequence[int], address: ServerAddress) -> str:
     return "\n".join(lines)
 
 
-def describe_process(pid: int | None, uid: int | None = None) -> str:
+def describe_process(pid: int | None) -> str:
     """The process as text. A `pid` of None or 0 stands for a process that cannot be seen from here."""
     text = f"pid {pid}" if pid else "a process that cannot be seen from here"
     if pid:
         with contextlib.suppress(psutil.Error):
             text += f" ({psutil.Process(pid).name()})"
-    if uid not in (None, os.geteuid()):
-        text += f" of user {uid}"
     return f"{text}, this process" if pid == os.getpid() else text
 
 

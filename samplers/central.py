@@ -227,7 +227,7 @@ class AlternatingSampler(GpuSampler):
             # Worker i of one half shares its CPU with worker i of the other.
             n_workers = self._count_workers(mask)
             middle = n_workers - n_workers // 2
-            chosen = self._cpu_claims.choose(affinity, middle, mask)
-            cpus = [chosen[i % middle % len(chosen)] for i in range(n_workers)] if chosen else None
+            chosen = self._cpu_claims.assign(affinity, middle, mask)
+            cpus = [chosen[i % middle] for i in range(n_workers)] if all(chosen) else None
             affinity = replace(affinity, cpus=cpus, pin=bool(cpus))
         return super()._make_plans(affinity, env_range, resources)

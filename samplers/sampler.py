@@ -61,8 +61,8 @@ from penstock.samplers.seating import SHARED, Chooser, PolicyOf, Seating
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats, describe, worker_stats
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard, GuardedCall
+from penstock.workers.claims import CpuClaims
 from penstock.workers.control import Command
-from penstock.workers.cpu_claims import CpuClaims
 from penstock.workers.limits import naming_descriptor_limit
 from penstock.workers.marking import marked
 from penstock.workers.monitor import POLL_SECONDS
@@ -252,8 +252,8 @@ class Sampler(TakesEnvFn, ABC):
                 the others, frozen opponents or scripted players, act but are not in the batch, and need no `value`.
                 None records all.
             seed: fixes every random stream; None takes a new one (see `sampler.seed`).
-            affinity: CPUs per worker, or an `Affinity`. None pins each worker to one CPU that no other run on this
-                machine has claimed. If too few CPUs are free, no worker is pinned.
+            affinity: CPUs per worker, or an `Affinity`. None pins each worker to one CPU that no other run of this
+                user on this machine has claimed. If too few CPUs are free, no worker is pinned.
             bootstrap_value: record `agent.bootstrap_value` and `agent.final_value`.
             traj_info_kwargs: arguments of `traj_info_cls`, for example `{"discount": 0.99}`.
             rank, world_size: this sampler's index among several on many machines, and their number; `env_rank` is

@@ -14,9 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Several tests run at once. Each must find its CPUs free.
-os.environ["PENSTOCK_CPU_NAMESPACE"] = f"-test-{os.getpid()}"
-
 import psutil
 import pytest
 from xdist import is_xdist_controller
@@ -101,7 +98,7 @@ def start_method(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _lock_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Folders of lock files for this process alone."""
+    """Folders of lock files for this process alone: several tests run at once, and each must find its CPUs free."""
     for kind in ("PORT", "CPU"):
         os.environ[f"PENSTOCK_{kind}_FOLDER"] = str(tmp_path_factory.mktemp(kind) / "locks")
 

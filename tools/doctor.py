@@ -16,7 +16,7 @@ from penstock.buffers.reports import in_one_line
 from penstock.errors import PenstockError
 from penstock.ports import lease_port
 from penstock.workers.affinity import cpu_quota, cpus_to_fill, usable_cpus
-from penstock.workers.cpu_claims import CpuClaims
+from penstock.workers.claims import CpuClaims
 from penstock.workers.plan import Affinity
 
 
@@ -119,7 +119,7 @@ def _pinning() -> Iterator[str]:
         n = cpus_to_fill(cpus)
         if not cpus:
             yield "this system does not say which CPUs a process may use, so no worker is pinned to a CPU."
-        elif not claims.choose(Affinity(), n, cpus):
+        elif not any(claims.assign(Affinity(), n, cpus)):
             yield (
                 f"other runs have claimed so many of these {len(cpus)} CPUs that fewer than {n} are left: a sampler "
                 "with that many workers would not pin them. Give n_workers, or wait for the other runs."

@@ -46,7 +46,7 @@ from penstock.vector.vector_arguments import (
 )
 from penstock.vector.vector_pool import State, VectorGuard, VectorPool
 from penstock.workers.call_guard import GuardedCall
-from penstock.workers.cpu_claims import CpuClaims
+from penstock.workers.claims import CpuClaims
 from penstock.workers.failures import OnWorkerFailure
 from penstock.workers.launcher import StartMethod
 from penstock.workers.limits import naming_descriptor_limit

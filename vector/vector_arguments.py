@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, brief
 from penstock.vector.exchange import Ids
 from penstock.vector.seat_rows import SharedSpaces
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
-from penstock.workers.cpu_claims import CpuClaims
+from penstock.workers.claims import CpuClaims
 from penstock.workers.failures import ON_WORKER_FAILURE, OnWorkerFailure
 from penstock.workers.launcher import START_METHODS, StartMethod
 from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan, split

@@ -4,11 +4,11 @@ import gc
 import os
 import pickle
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
+from fasteners import InterProcessLock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -263,12 +263,18 @@ def test_a_fork_owns_nothing(stretch: range) -> None:
 
 def test_a_folder_that_cannot_be_used(stretch: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example because the file system is read-only or full."""
-    monkeypatch.setenv("PENSTOCK_PORT_FOLDER", "/dev/null/locks")
-    if sys.platform == "linux":
-        with lease(stretch[:1]), pytest.raises(PortLeaseError, match=f"leased by pid {os.getpid()} "):
-            lease(stretch[:1])
-    monkeypatch.setattr(claims, "_HAS_NAMES", False)
-    with pytest.raises(PortLeaseError, match=r"/dev/null/locks/\d+.lock cannot be used: .*PENSTOCK_PORT_FOLDER"):
+    monkeypatch.setenv("PENSTOCK_PORT_FOLDER", "/dev/null")
+    with pytest.raises(PortLeaseError, match=r"/dev/null is not a folder that only .*PENSTOCK_PORT_FOLDER"):
+        lease(stretch)
+    assert not claims._claims
+
+
+def test_a_file_system_without_locks(stretch: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(lock: InterProcessLock) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(InterProcessLock, "trylock", refuse)
+    with pytest.raises(PortLeaseError, match=r"No locks available.*PENSTOCK_PORT_FOLDER"):
         lease(stretch)
     assert not claims._claims
 

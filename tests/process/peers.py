@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.errors import PortLeaseError
-from penstock.ports import PortLeases, leases
-from penstock.workers.claims import remove_stale
+from penstock.ports import PortLeases, lease_port, leases
+from penstock.workers import claims
 
 from ..support import BOUND, until
 
@@ -116,7 +116,13 @@ def peers(n: int, first: Callable[[], None] = lambda: None) -> Iterator[list[Pee
     finally:
         for peer in them:
             peer.close()
-        remove_stale("port")
+        remove_stale()
+
+
+def remove_stale() -> None:
+    """Remove the lock files of killed processes, as the first lease of another process does."""
+    claims._swept.clear()
+    lease_port().release()
 
 
 def all_at_once(them: Sequence[Peer], n: int, ports: range, **options: Any) -> list[int]:

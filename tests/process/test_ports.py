@@ -3,15 +3,10 @@
 import mmap
 import os
 import re
-import shutil
 import signal
 import socket
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -19,7 +14,6 @@ import pytest
 
 from penstock import PortLeaseError
 from penstock.ports import lease_port, leases
-from penstock.workers import claims
 from penstock.workers.claims import lock_folder
 
 from ..scale import scaled
@@ -27,19 +21,9 @@ from ..support import BOUND, until
 from .peers import Peer, all_at_once, bind, free_stretch, peers, server_at
 from .support import SLACK, note, pause
 
-FOLDER_VARIABLE = "PENSTOCK_PORT_FOLDER"
 FREE_SECONDS = 1.0 * SLACK  # after the owner is killed, until its port can be leased
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have only locks")
-
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.xdist_group("ports"), pytest.mark.slow]
-
-
-@pytest.fixture(params=[True, False], ids=["locks and names", "locks alone"])
-def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Locks of fasteners, with the kernel's names and without. Peers are forks, so they use the same setting."""
-    monkeypatch.setattr(claims, "_HAS_NAMES", request.param and sys.platform == "linux")
-    return bool(request.param)
 
 
 # ---- no port twice -------------------------------------------------------------------------
@@ -49,27 +33,25 @@ def lock_files() -> list[str]:
     return [path.name for path in lock_folder("port").glob("*.lock")]
 
 
-def test_as_many_processes_as_ports(names: bool) -> None:
+def test_as_many_processes_as_ports() -> None:
     n = 10
     ports = free_stretch(n)
     with peers(n) as them:
         for _ in range(scaled(200, 20)):
             began = time.monotonic()
             assert sorted(all_at_once(them, 1, ports, timeout=BOUND)) == list(ports)
-            kind = "locks and names" if names else "locks alone"
-            note(f"10 processes lease the only 10 ports, {kind}, s", time.monotonic() - began, 10)
+            note("10 processes lease the only 10 ports, s", time.monotonic() - began, 10)
             for peer in them:
                 peer.release()
 
 
-def test_many_leases_of_many_processes(names: bool) -> None:
+def test_many_leases_of_many_processes() -> None:
     n_peers, n = scaled(64, 8), 50
     ports = range(12_000, 12_000 + n_peers * n * 5 // 4)
     with peers(n_peers) as them:
         began = time.monotonic()
         got = all_at_once(them, n, ports, timeout=BOUND)
-        kind = "locks and names" if names else "locks alone"
-        note(f"{n_peers} processes lease {n} ports each, {kind}, s", time.monotonic() - began, BOUND)
+        note(f"{n_peers} processes lease {n} ports each, s", time.monotonic() - began, BOUND)
         assert len(got) == len(set(got)) == n_peers * n
         assert set(got) <= set(ports)
         for peer in them[::2]:
@@ -172,13 +154,12 @@ def run_churn(n_peers: int, n_ports: int, seconds: float, *, kills: bool, outsid
     return owners
 
 
-def test_random_kills(names: bool) -> None:
+def test_random_kills() -> None:
     owners = run_churn(*scaled((50, 64), (10, 13)), scaled(60, 0.6), kills=True, outsider=False)
-    if names:
-        assert owners.grabbed.sum() == 0, "no process binds a port of another owner"
+    assert owners.grabbed.sum() == 0, "no process binds a port of another owner"
 
 
-def test_an_outsider_that_grabs_ports(names: bool) -> None:
+def test_an_outsider_that_grabs_ports() -> None:
     run_churn(*scaled((50, 96), (8, 24)), scaled(60, 0.5), kills=False, outsider=True)
 
 
@@ -209,19 +190,18 @@ def seconds_until_free(port: int) -> float:
     return time.monotonic() - began
 
 
-def test_a_killed_owners_port_is_free(names: bool) -> None:
+def test_a_killed_owners_port_is_free() -> None:
     ports = free_stretch(1)
     for _ in range(scaled(100, 5)):
         with peers(1) as (peer,):
             peer.lease(1, ports)
-            owner = f"pid {peer.pid} " if names else "a process that cannot be seen from here"
-            with pytest.raises(PortLeaseError, match=rf"leased by {owner}.*, since \d"):
+            with pytest.raises(PortLeaseError, match=rf"leased by pid {peer.pid} .*, since \d"):
                 lease_port(ports.start, ports.stop, timeout=0)
             os.kill(peer.pid, signal.SIGKILL)
             note("owner killed, to its port leased again, s", seconds_until_free(ports[0]), FREE_SECONDS)
 
 
-def test_a_killed_owners_port_is_not_free_while_its_server_runs(names: bool) -> None:
+def test_a_killed_owners_port_is_not_free_while_its_server_runs() -> None:
     ports = free_stretch(2)
     with peers(1) as (peer,):
         mine = peer.lease(1, ports[:1])[0]
@@ -236,7 +216,7 @@ def test_a_killed_owners_port_is_not_free_while_its_server_runs(names: bool) -> 
             note("server of a killed owner killed, to its port leased again, s", seconds_until_free(mine), FREE_SECONDS)
 
 
-def test_a_fork_does_not_prolong_a_lease(names: bool) -> None:
+def test_a_fork_does_not_prolong_a_lease() -> None:
     ports = free_stretch(1)
     with peers(1) as (peer,):
         peer.lease(1, ports)
@@ -249,90 +229,12 @@ def test_a_fork_does_not_prolong_a_lease(names: bool) -> None:
             os.kill(fork, signal.SIGKILL)
 
 
-@linux
-def test_a_lock_file_that_was_removed() -> None:
-    ports = free_stretch(1)
-    with peers(1) as (peer,):
-        peer.lease(1, ports)
-        (lock_folder("port") / f"{ports[0]}.lock").unlink()
-        with pytest.raises(PortLeaseError, match=f"{ports[0]}: leased by pid {peer.pid} "):
-            lease_port(ports.start, ports.stop, timeout=0)
-        peer.release()
-        lease_port(ports.start, ports.stop).release()
-
-
-@linux
-def test_containers_that_share_the_network_but_no_folder(tmp_path: Path) -> None:
-    ports = free_stretch(8)
-    folders = iter("ab")
-
-    def become_a_container() -> None:
-        os.environ[FOLDER_VARIABLE] = str(tmp_path / next(folders))
-
-    with ExitStack() as stack:
-        one = stack.enter_context(peers(1, become_a_container))[0]
-        next(folders)
-        other = stack.enter_context(peers(1, become_a_container))[0]
-        assert sorted(all_at_once([one, other], 4, ports, timeout=BOUND)) == list(ports)
-        assert [len(list((tmp_path / name).iterdir())) for name in "ab"] == [4, 4], "each has its own lock files"
-        with pytest.raises(PortLeaseError, match=f"leased by pid {other.pid} "):
-            one.lease(1, ports, timeout=0)
-
-
-def test_a_refused_lease_does_not_unlock_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_lease_does_not_unlock_the_file() -> None:
     """A process loses its POSIX lock when it closes any descriptor of the file."""
-    monkeypatch.setattr(claims, "_HAS_NAMES", False)
     ports = free_stretch(1)
     with lease_port(ports.start, ports.stop), peers(1) as (peer,):
         for _ in range(3):
             with pytest.raises(PortLeaseError, match="this process"):
                 lease_port(ports.start, ports.stop, timeout=0)
-            with pytest.raises(PortLeaseError, match="leased by a process that cannot be seen from here"):
+            with pytest.raises(PortLeaseError, match=f"leased by pid {os.getpid()} "):
                 peer.lease(1, ports, timeout=0)
-
-
-# ---- two users -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def shared_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder like /tmp, for the folders of several users."""
-    if os.geteuid() != 0:
-        pytest.skip("only the administrator can be two users")
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    folder.chmod(0o1777)
-    monkeypatch.setenv(FOLDER_VARIABLE, str(folder / "0"))
-    yield folder
-    shutil.rmtree(folder)
-
-
-def become(uid: int, folder: Path) -> None:
-    os.environ[FOLDER_VARIABLE] = str(folder)
-    os.setgid(uid)
-    os.setuid(uid)
-
-
-def test_two_users_side_by_side(shared_folder: Path) -> None:
-    one, other = 65_533, 65_534
-    ports = free_stretch(12)
-    with ExitStack() as stack:
-        ones = stack.enter_context(peers(3, lambda: become(one, shared_folder / "1")))
-        others = stack.enter_context(peers(3, lambda: become(other, shared_folder / "2")))
-        for _ in range(scaled(50, 5)):
-            assert sorted(all_at_once([*ones, *others], 2, ports, timeout=BOUND)) == list(ports)
-            assert [(shared_folder / name).stat().st_uid for name in "12"] == [one, other]
-            with pytest.raises(PortLeaseError, match=f"leased by pid {others[0].pid} .* of user {other}"):
-                ones[0].lease(1, ports, timeout=0)
-            for peer in (*ones, *others):
-                peer.release()
-    with leases(len(ports), ports.start, ports.stop):
-        pass  # a third user can lease all of them
-
-
-def test_a_user_who_cannot_use_the_folder_takes_names(shared_folder: Path) -> None:
-    other = 65_534
-    ports = free_stretch(2)
-    with lease_port(ports[0], ports[1]), peers(1, lambda: become(other, shared_folder / "0")) as (peer,):
-        assert peer.lease(1, ports) == [ports[1]]
-        with pytest.raises(PortLeaseError, match=f"leased by pid {peer.pid} .* of user {other}"):
-            lease_port(ports[1], ports[1] + 1, timeout=0)

@@ -37,7 +37,7 @@ def refuse_folder() -> Any:
         ("_load", "os.getloadavg", lambda: (999.0, 0, 0), "999.0 processes ran"),
         ("_shared_memory", "os.memfd_create", refuse, "temporary file.*not here"),
         ("_pinning", "os.sched_setaffinity", refuse, "cannot be pinned to CPUs here: not here"),
-        ("_pinning", "CpuClaims.choose", lambda *_: [], "other runs have claimed so many"),
+        ("_pinning", "CpuClaims.assign", lambda *_: [()], "other runs have claimed so many"),
         ("_pinning", "usable_cpus", lambda: (), "does not say which CPUs"),
     ],
 )

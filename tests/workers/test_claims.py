@@ -1,131 +1,107 @@
-"""A claim has one owner on this machine, and what each of its two parts adds."""
+"""Among the processes of a user, each port and each CPU has one owner."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from fasteners import InterProcessLock
 
 from penstock.workers import claims
-from penstock.workers.claims import claim, lock_folder, owner_of, remove_stale
+from penstock.workers.claims import Claim, CpuClaims, claim, lock_folder
+from penstock.workers.plan import Affinity
 
 from ..children import waiting_fork
-from ..scale import some
+from ..scale import scaled
+from ..support import BOUND, until
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have only the lock")
-
-# Other test processes on this machine have other names.
-KIND = f"thing{os.getpid()}"
-FOLDER = f"PENSTOCK_{KIND.upper()}_FOLDER"
+KIND = "thing"
 
 OTHER = """
-import os, sys
-from penstock.workers import claims
-claims._HAS_NAMES = sys.argv[1] == "True"
-if sys.argv[3]:
-    os.setuid(int(sys.argv[3]))
-got = claims.claim(sys.argv[4], sys.argv[2])
-print(got is not None, flush=True)
+import sys
+from penstock.workers.claims import Claim, claim
+print(isinstance(claim("thing", int(sys.argv[1])), Claim), flush=True)
 sys.stdin.read()
 """
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "locks"))
+    monkeypatch.setenv("PENSTOCK_THING_FOLDER", str(tmp_path / "locks"))
+    monkeypatch.setattr(claims, "_swept", set())
     return tmp_path / "locks"
 
 
-@pytest.fixture(params=[True, False], ids=["lock and name", "lock alone"])
-def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(claims, "_HAS_NAMES", request.param and sys.platform == "linux")
-    return claims._HAS_NAMES
-
-
 @contextmanager
-def another_process(
-    label: str, names: bool = True, before: Sequence[str] = (), user: str = "", **environ: str
-) -> Iterator[tuple[bool, int]]:
-    """Another process that tries to claim `label`: whether it has got it, and its pid. It is killed at the end."""
-    command = [*before, sys.executable, "-c", OTHER, str(names), label, user, KIND]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environ}
-    ) as process:
+def another_process(script: str, *arguments: object) -> Iterator[tuple[str, int]]:
+    """Another process with this script: the line that it prints, and its pid. It is killed at the end."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield process.stdout.readline() == "True\n", process.pid
+            yield process.stdout.readline().strip(), process.pid
         finally:
             process.kill()
 
 
+@contextmanager
+def another_owner(number: int) -> Iterator[tuple[bool, int]]:
+    """Another process that tries to claim the number: whether it has got it, and its pid."""
+    with another_process(OTHER, number) as (line, pid):
+        yield line == "True", pid
+
+
+def own(number: int) -> Claim:
+    got = claim(KIND, number)
+    assert isinstance(got, Claim)
+    return got
+
+
 @pytest.mark.slow
-def test_a_claim_has_one_owner_until_it_is_released(folder: Path, names: bool) -> None:
-    mine = claim(KIND, "1")
-    assert mine is not None
+def test_a_claim_is_refused_to_all_others_and_they_learn_the_owner(folder: Path) -> None:
+    mine = own(1)
     assert isinstance(mine._lock, InterProcessLock)
-    assert [(path.name, path.stat().st_size) for path in folder.iterdir()] == [("1.lock", 0)]
-    assert claim(KIND, "1") is None, "not twice in one process"
-    owner = owner_of(KIND, "1")
-    assert owner == (os.getpid(), os.geteuid(), mine.since)
+    assert [path.name for path in folder.iterdir()] == ["1.lock"]
+    assert claim(KIND, 1) == (os.getpid(), mine.since), "not twice in one process"
     for _ in range(2):  # a refused claim closes the file in the other process, and not in this one
-        with another_process("1", names) as (has_it, _):
+        with another_owner(1) as (has_it, _):
             assert not has_it
     mine.release()
     mine.release()
     assert not mine.is_active
     assert list(folder.iterdir()) == []
-    assert owner_of(KIND, "1") is None
-    with another_process("1", names) as (has_it, pid):
+    with another_owner(1) as (has_it, pid):
         assert has_it
-        assert claim(KIND, "1") is None
-        owner = owner_of(KIND, "1")
-        assert owner is not None
-        assert owner[:2] == (pid if names else 0, os.geteuid())
-        assert owner.since == (folder / "1.lock").stat().st_mtime
+        assert claim(KIND, 1) == (pid, (folder / "1.lock").stat().st_mtime)
+    assert not claims._claims
 
 
 @pytest.mark.slow
-def test_a_killed_owner_leaves_an_empty_file_that_blocks_nothing(folder: Path, names: bool) -> None:
-    with another_process("1", names) as (has_it, _), another_process("2", names) as (has_other, _):
+def test_the_first_claim_of_a_process_removes_the_files_of_killed_ones(folder: Path) -> None:
+    with another_owner(1) as (has_it, _), another_owner(2) as (has_other, _):
         assert (has_it, has_other) == (True, True)
-    assert sorted(path.name for path in folder.iterdir()) == ["1.lock", "2.lock"]
-    os.utime(folder / "1.lock", (1, 1))
-    mine = claim(KIND, "1")
-    assert mine is not None
-    assert (folder / "1.lock").stat().st_mtime > 1, "it tells since when the new owner has it"
-    remove_stale(KIND)
-    assert [path.name for path in folder.iterdir()] == ["1.lock"], "this process's own file stays"
-    with another_process("1", names) as (has_it, _):
-        assert not has_it
-    mine.release()
-    assert list(folder.iterdir()) == []
-
-
-def test_the_first_claim_of_a_process_removes_the_files_of_killed_ones(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claims, "_swept", set())
-    folder.mkdir(mode=0o700)
-    (folder / "7.lock").touch()
     (folder / "a note.txt").touch()
-    mine = claim(KIND, "1")
-    assert mine is not None
-    assert sorted(path.name for path in folder.iterdir()) == ["1.lock", "a note.txt"]
-    mine.release()
+    (folder / "1a.lock").touch()
+    assert {path.name for path in folder.iterdir()} == {"1.lock", "2.lock", "a note.txt", "1a.lock"}
+    with another_owner(3) as (has_it, _):
+        assert has_it
+        mine = own(4)
+        assert {path.name for path in folder.iterdir()} == {"3.lock", "4.lock", "a note.txt", "1a.lock"}
+        mine.release()
 
 
 @pytest.mark.slow
-def test_a_file_that_its_last_owner_removes_at_the_same_time(
-    folder: Path, names: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_its_last_owner_removes_at_the_same_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between opening and locking. The lock on the removed file would not stop a process that makes a new one."""
     trylock = InterProcessLock.trylock
 
@@ -135,135 +111,60 @@ def test_a_file_that_its_last_owner_removes_at_the_same_time(
 
     with monkeypatch.context() as patch:
         patch.setattr(InterProcessLock, "trylock", remove_and_lock)
-        assert claim(KIND, "1") is None
-    mine = claim(KIND, "1")
-    assert mine is not None
-    with another_process("1", names) as (has_it, _):
+        assert not isinstance(claim(KIND, 1), Claim)
+    mine = own(1)
+    with another_owner(1) as (has_it, _):
         assert not has_it
     mine.release()
 
 
 def test_a_file_that_was_replaced_is_not_removed(folder: Path) -> None:
-    mine = claim(KIND, "1")
-    assert mine is not None
+    mine = own(1)
     (folder / "1.lock").unlink()
     (folder / "1.lock").touch()
     mine.release()
     assert (folder / "1.lock").exists()
 
 
-def test_it_is_released_after_its_folder_was_removed(folder: Path, names: bool) -> None:
-    mine = claim(KIND, "1")
-    assert mine is not None
+def test_it_is_released_after_its_folder_was_removed(folder: Path) -> None:
+    mine = own(1)
     shutil.rmtree(folder)
     mine.release()
     assert not folder.exists()
+    assert not claims._claims
 
 
 @pytest.mark.slow
-def test_a_fork_owns_nothing(folder: Path, names: bool) -> None:
-    mine = claim(KIND, "1")
-    assert mine is not None
+def test_a_fork_owns_nothing(folder: Path) -> None:
+    mine = own(1)
     child = os.fork()
     if child == 0:
         mine.release()
-        os._exit(mine.is_active or claim(KIND, "1") is not None)
+        os._exit(mine.is_active or claim(KIND, 1) != (os.getppid(), (folder / "1.lock").stat().st_mtime))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    with another_process("1", names) as (has_it, _):
+    with another_owner(1) as (has_it, _):
         assert not has_it
     mine.release()
 
 
 @pytest.mark.slow
-def test_a_fork_does_not_prolong_a_claim(folder: Path, names: bool) -> None:
-    mine = claim(KIND, "1")
-    assert mine is not None
+def test_a_fork_does_not_prolong_a_claim() -> None:
+    mine = own(1)
     with waiting_fork():
         mine.release()
-        with another_process("1", names) as (has_it, _):
+        with another_owner(1) as (has_it, _):
             assert has_it
 
 
 @pytest.mark.slow
-def test_a_claim_of_a_thread_outlives_the_thread(folder: Path, names: bool) -> None:
-    got = []
-    thread = threading.Thread(target=lambda: got.append(claim(KIND, "1")))
+def test_a_claim_of_a_thread_outlives_the_thread() -> None:
+    got: list[Claim] = []
+    thread = threading.Thread(target=lambda: got.append(own(1)))
     thread.start()
     thread.join()
-    with another_process("1", names) as (has_it, _):
+    with another_owner(1) as (has_it, _):
         assert not has_it
-    (mine,) = got
-    assert mine is not None
-    mine.release()
-
-
-# ---- what the name adds --------------------------------------------------------------------
-
-
-@linux
-@pytest.mark.slow
-def test_the_name_holds_between_containers_that_share_the_network_but_no_folder(folder: Path, tmp_path: Path) -> None:
-    mine = claim(KIND, "1")
-    assert mine is not None
-    elsewhere = {FOLDER: str(tmp_path / "elsewhere")}
-    with another_process("1", True, **elsewhere) as (has_it, _):
-        assert not has_it
-    with another_process("1", False, **elsewhere) as (has_it, _):
-        assert has_it, "the lock alone does not hold"
-    mine.release()
-
-
-@linux
-@pytest.mark.skipif(os.geteuid() != 0, reason="only the administrator can be two users")
-@pytest.mark.slow
-def test_the_name_holds_between_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FOLDER, raising=False)
-    label, user = "1", "65534"
-    mine = claim(KIND, label)
-    assert mine is not None
-    try:
-        for names in (True, False):
-            with another_process(label, names, user=user) as (has_it, _):
-                assert has_it == (not names), "the lock alone does not hold"
-    finally:
-        mine.release()
-        shutil.rmtree(f"/tmp/penstock-{KIND}s-{user}")
-        lock_folder(KIND).rmdir()
-
-
-@linux
-@pytest.mark.slow
-def test_the_name_holds_if_the_lock_file_is_removed(folder: Path) -> None:
-    mine = claim(KIND, "1")
-    assert mine is not None
-    for names in (True, False):
-        (folder / "1.lock").unlink(missing_ok=True)
-        with another_process("1", names) as (has_it, _):
-            assert has_it == (not names), "the lock alone does not hold"
-    mine.release()
-
-
-# ---- what the lock adds --------------------------------------------------------------------
-
-
-def _in_a_network_of_its_own() -> list[str]:
-    command = ["unshare", "--net"]
-    can = shutil.which("unshare") and subprocess.run([*command, "true"], check=False).returncode == 0
-    return command if can else []
-
-
-@linux
-@pytest.mark.slow
-def test_the_lock_holds_between_containers_that_share_the_folder_but_no_network(folder: Path) -> None:
-    if not (before := _in_a_network_of_its_own()):
-        pytest.skip("this process may not make a network namespace")
-    mine = claim(KIND, "1")
-    assert mine is not None
-    with another_process("1", before=before) as (has_it, _):
-        assert not has_it
-    with another_process("1", before=before, **{FOLDER: "/dev/null/locks"}) as (has_it, _):
-        assert has_it, "the name alone does not hold"
-    mine.release()
+    got[0].release()
 
 
 # ---- a folder that cannot be used ----------------------------------------------------------
@@ -295,76 +196,175 @@ def no_more_files(folder: Path) -> None:
     (folder / "1.lock").mkdir()  # so that the file cannot be opened
 
 
-SPOILED = [a_link, a_file, open_to_others, someone_elses, no_more_files]
-
-
-@pytest.mark.slow
-@linux
-@pytest.mark.parametrize("spoil", some(SPOILED, 3))
-def test_without_a_folder_the_name_alone_decides(folder: Path, spoil: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("spoil", [a_link, a_file, open_to_others, someone_elses, no_more_files])
+def test_a_folder_that_is_not_safe_is_refused_and_no_file_is_made(folder: Path, spoil: Callable[[Path], None]) -> None:
     spoil(folder)
-    mine = claim(KIND, "1")
-    assert mine is not None
-    for path in (folder, folder.parent / "elsewhere"):
-        assert not path.is_dir() or not any(each.is_file() for each in path.iterdir()), "it makes no file there"
-    with another_process("1") as (has_it, _):
-        assert not has_it
-    mine.release()
-    with another_process("1") as (has_it, _):
-        assert has_it
-
-
-@pytest.mark.parametrize("spoil", SPOILED)
-def test_a_system_without_names_needs_a_folder(
-    folder: Path, spoil: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claims, "_HAS_NAMES", False)
-    spoil(folder)
-    with pytest.raises(OSError, match=f"the lock file {folder}/1.lock cannot be used: "):
-        claim(KIND, "1")
+    with pytest.raises(OSError, match=str(folder)):
+        claim(KIND, 1)
     assert not claims._claims
+    for path in (folder, folder.parent / "elsewhere"):
+        assert not path.is_dir() or not any(each.is_file() for each in path.iterdir())
 
 
-def test_a_file_system_without_locks(folder: Path, names: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(lock: InterProcessLock) -> None:
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(InterProcessLock, "trylock", refuse)
-    if not names:
-        with pytest.raises(OSError, match=r"cannot be used: .*No locks available"):
-            claim(KIND, "1")
-        return
-    mine = claim(KIND, "1")
-    assert mine is not None
-    assert claim(KIND, "1") is None
-    mine.release()
+    with pytest.raises(RuntimeError, match="No locks available"):
+        claim(KIND, 1)
+    assert not claims._claims
+    assert chosen(2)[0] == [100, 101], "every process may use every CPU"
 
 
-@pytest.mark.parametrize("given", ["", "PENSTOCK_PORT_FOLDER"])
-def test_all_processes_of_a_user_find_the_same_folder(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+def test_all_processes_of_a_user_find_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("XDG_RUNTIME_DIR", "TMPDIR", "HOME"):
-        monkeypatch.setenv(variable, "/nowhere")
-    for kind in ("PORT", "CPU"):
-        monkeypatch.delenv(f"PENSTOCK_{kind}_FOLDER")
-    if given:
-        monkeypatch.setenv(given, "/somewhere")
-    assert lock_folder("cpu") == Path(f"/tmp/penstock-cpus-{os.geteuid()}")
-    assert lock_folder("port") == Path("/somewhere" if given else f"/tmp/penstock-ports-{os.geteuid()}")
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.delenv("PENSTOCK_THING_FOLDER")
+    folder = lock_folder(KIND)
+    assert folder == Path(f"/tmp/penstock-things-{os.geteuid()}")
+    folder.rmdir()
 
 
 @pytest.mark.slow
-def test_no_descriptor_is_left(folder: Path, names: bool) -> None:
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only Linux lists the descriptors there")
+def test_no_descriptor_is_left() -> None:
     def descriptors() -> set[str]:
         return set(os.listdir("/proc/self/fd"))
 
-    before = descriptors()
-    with another_process("2", names) as (has_it, _):
+    with another_owner(2) as (has_it, _):
         during = descriptors()
         assert has_it
-        assert claim(KIND, "2") is None
-        mine = claim(KIND, "1")
-        assert mine is not None
-        assert len(descriptors() - during) == 1 + names
+        assert not isinstance(claim(KIND, 2), Claim)
+        mine = own(1)
+        assert len(descriptors() - during) == 1
         mine.release()
         assert descriptors() == during
-    assert descriptors() == before
+
+
+# ---- CPUs ----------------------------------------------------------------------------------
+
+
+OTHER_RUN = """
+import sys
+from penstock.workers.claims import CpuClaims
+from penstock.workers.plan import Affinity
+claims = CpuClaims()
+print(*(cpu for cpus in claims.assign(Affinity(), int(sys.argv[1]), (100, 101, 102, 103)) for cpu in cpus), flush=True)
+sys.stdin.read()
+"""
+MASK = (100, 101, 102, 103)
+
+
+@contextmanager
+def another_run(n: int) -> Iterator[list[int]]:
+    with another_process(OTHER_RUN, n) as (line, _):
+        yield [int(word) for word in line.split()]
+
+
+def chosen(n: int) -> tuple[list[int], CpuClaims]:
+    cpus = CpuClaims()
+    return [cpu for own in cpus.assign(Affinity(), n, MASK) for cpu in own], cpus
+
+
+def claimed() -> set[int]:
+    return {number for kind, number in claims._claims if kind == "cpu"}
+
+
+@pytest.mark.slow
+def test_each_run_gets_the_first_cpus_that_are_free() -> None:
+    with another_run(1) as first, another_run(2) as second:
+        assert (first, second) == ([100], [101, 102])
+        cpus, mine = chosen(1)
+        assert cpus == [103]
+        assert claimed() == {103}
+        mine.close()
+        mine.close()
+        assert chosen(2)[0] == [], "not pinned: one CPU is left for two workers"
+        assert claimed() == set()
+    cpus, mine = chosen(9)
+    assert cpus == [100, 101, 102, 103, 100, 101, 102, 103, 100]
+    mine.close()
+    assert list(lock_folder("cpu").iterdir()) == [], "those of the killed runs went with the next claims"
+
+
+@pytest.mark.slow
+def test_samplers_of_one_process_share_what_it_has_but_take_others_first() -> None:
+    with another_run(2):
+        first, first_claims = chosen(1)
+        second, second_claims = chosen(1)
+        third, third_claims = chosen(2)
+        assert (first, second, third) == ([102], [103], [102, 103])
+        for each in (first_claims, second_claims):
+            each.close()
+        assert claimed() == {102, 103}, "the third still uses them"
+        third_claims.close()
+    assert claimed() == set()
+
+
+@pytest.mark.slow
+def test_what_the_user_says_is_done_and_claimed() -> None:
+    mine = CpuClaims()
+    with another_run(1):
+        # 100 belongs to the other run: both use it
+        assert mine.assign(Affinity(cpus=[100, 101]), 2, MASK) == [(100,), (101,)]
+        with another_run(1) as third:
+            assert third == [102]
+    mine.close()
+    assert mine.assign(Affinity(pin=False), 2, MASK) == [(), ()]
+    assert claimed() == set()
+
+
+@pytest.mark.slow
+def test_a_fork_keeps_no_claim_on_a_cpu() -> None:
+    cpus, mine = chosen(1)
+    assert cpus == [100]
+    with waiting_fork():
+        mine.close()
+        with another_run(1) as other:
+            assert other == [100]
+
+
+def test_a_cpu_that_is_not_needed_is_not_claimed_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = set()
+    monkeypatch.setattr(claims, "_is_ours", lambda cpu: tried.add(cpu) or True)  # type: ignore[func-returns-value]
+    _, mine = chosen(2)
+    assert tried == {100, 101}
+    mine.close()
+
+
+def race(me: int, owners: np.typing.NDArray[np.int64], rounds: np.typing.NDArray[np.int64]) -> None:
+    """Claim a CPU, enter it in a table, look whether another process has entered itself, and close; for ever."""
+    while True:
+        cpus, mine = chosen(1)
+        for cpu in cpus:
+            before = owners[cpu - MASK[0]]
+            owners[cpu - MASK[0]] = me
+            os.sched_yield()
+            if before > 0 or owners[cpu - MASK[0]] != me:
+                rounds[0] = -me
+            owners[cpu - MASK[0]] = 0
+            rounds[me] += 1
+        mine.close()
+
+
+@pytest.mark.slow
+def test_processes_that_race_never_share_a_cpu_and_a_killed_one_frees_its_own() -> None:
+    n = 6  # for four CPUs
+    fork: Any = multiprocessing.get_context("fork")
+    memory = fork.RawArray("q", len(MASK) + 1 + n)
+    owners, rounds = np.split(np.frombuffer(memory, np.int64), [len(MASK)])
+    processes = [fork.Process(target=race, args=(1 + i, owners, rounds), daemon=True) for i in range(n)]
+    for process in processes:
+        process.start()
+    until(lambda: bool(rounds[1:].min() >= scaled(2000, 50)), "many rounds of each")
+    assert rounds[0] == 0, "two processes had one CPU"
+    for process in processes:  # each holds a CPU or is about to
+        process.kill()
+    for process in processes:
+        process.join(BOUND)
+        process.close()
+    cpus, mine = chosen(len(MASK))
+    assert cpus == list(MASK)
+    mine.close()
+    assert list(lock_folder("cpu").iterdir()) == []
