@@ -357,13 +357,15 @@ def test_processes_that_race_never_share_a_cpu_and_a_killed_one_frees_its_own() 
     processes = [fork.Process(target=race, args=(1 + i, owners, rounds), daemon=True) for i in range(n)]
     for process in processes:
         process.start()
-    until(lambda: bool(rounds[1:].min() >= scaled(2000, 50)), "many rounds of each")
+    try:
+        until(lambda: rounds[0] < 0 or bool(rounds[1:].min() >= scaled(2000, 50)), "many rounds of each")
+    finally:  # each holds a CPU or is about to
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join(BOUND)
+            process.close()
     assert rounds[0] == 0, "two processes had one CPU"
-    for process in processes:  # each holds a CPU or is about to
-        process.kill()
-    for process in processes:
-        process.join(BOUND)
-        process.close()
     cpus, mine = chosen(len(MASK))
     assert cpus == list(MASK)
     mine.close()
