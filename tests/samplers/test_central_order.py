@@ -131,7 +131,6 @@ class Valuing(RandomAgent):
     [
         (GpuSampler, {}, False),
         (GpuSampler, {"min_ready": 1.0}, True),
-        (GpuSampler, {"serve_envs": 2}, True),
         (AlternatingSampler, {}, True),
         (AlternatingSampler, {"overlap": False}, False),
     ],

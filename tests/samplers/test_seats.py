@@ -445,7 +445,9 @@ class LongTurns(TurnGame):
 
 @pytest.mark.parametrize("traj_info_cls", [type("OwnTrajInfo", (TrajInfo,), {}), TrajInfo])
 @pytest.mark.parametrize("in_turns", [False, True])
-def test_trajectories_of_a_long_evaluation_are_in_the_order_of_their_episodes(in_turns: bool, traj_info_cls: Any) -> None:
+def test_trajectories_of_a_long_evaluation_are_in_the_order_of_their_episodes(
+    in_turns: bool, traj_info_cls: Any
+) -> None:
     """An evaluation is collected in parts of 128 rows."""
     script = [{"a0": "die"} if t == 99 else {} for t in range(150)]
     env_fn = partial(LongTurns, 2, ends=False) if in_turns else partial(ScriptedGame, 2, script)
