@@ -100,12 +100,19 @@ class Reference(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         arguments = pkg["samplers.sampler.Sampler.__init__"].parameters
         del arguments["options"]  # **options: Unpack[SamplerOptions]
+        config = pkg["samplers.config.SamplerConfig"]
+        own, table = pkg["samplers.sampler.Sampler"].docstring, config.docstring.value
+        first, raises = own.value.split("\n\n", 1)
+        own.value = f"{first}\n\nArgs:\n{table.partition('Args:')[2]}\n\n{raises}"
         options = pkg["samplers.config.SamplerOptions"].attributes
-        for field in pkg["samplers.config.SamplerConfig"].attributes.values():
+        for field in config.attributes.values():
             if field.name in options:
+                annotation = options[field.name].annotation
+                if str(annotation).startswith("Required["):
+                    annotation = annotation.slice
                 parameter = griffe.Parameter(
                     field.name,
-                    annotation=field.annotation,
+                    annotation=annotation,
                     kind=griffe.ParameterKind.keyword_only,
                     default=field.value,
                 )

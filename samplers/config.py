@@ -5,25 +5,25 @@ from __future__ import annotations
 import enum
 import inspect
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, get_args
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from penstock.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false, unknown_argument
+from penstock.arguments import MOST_ENVS, Check, between, choice, integer, optional, true_or_false, unknown_argument
 from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
 from penstock.envs.examples import checked_spaces
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.workers.control import StopCollecting
-from penstock.workers.failures import ON_WORKER_FAILURE, OnWorkerFailure
-from penstock.workers.launcher import START_METHODS, StartMethod
+from penstock.workers.plan import POOL_CHECKS, OnWorkerFailure, StartMethod
 
 if TYPE_CHECKING:
-    from typing_extensions import Required, Self
+    from typing_extensions import Required
 
 
 class SamplerState(enum.Enum):
@@ -38,18 +38,6 @@ class SamplerState(enum.Enum):
     BROKEN = "shutdown"
     CLOSED = "none"
 
-
-#: The bounds of every number that is always given.
-_BOUNDS = {
-    "batch_T": (1, 2**63 - 1),
-    "batch_B": (1, MOST_ENVS),
-    "n_slots": (1, 10_000),
-    "max_decorrelation_steps": (0, 10**9),
-    "eval_n_envs": (0, MOST_ENVS),
-    "eval_max_steps": (0, 2**63 - 1),
-    "max_restarts": (0, 2**63 - 1),
-    "max_renewals": (0, 2**63 - 1),
-}
 
 #: What other libraries call these arguments.
 _OTHER_NAMES = {
@@ -78,38 +66,7 @@ _ARGUMENTS_OF = {
 }
 
 
-class TakesEnvFn:
-    """A base of samplers. Without it, another name for `env_fn`, which comes first, would be a bare `TypeError`, and
-    `help` and completion would not list the options."""
-
-    _defaults: ClassVar[Mapping[str, Any]] = {}  #: of options whose default is another one in this class
-
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        shown = inspect.signature(cls.__init__)
-        *own, last = shown.parameters.values()
-        if last.annotation == "Unpack[SamplerOptions]":
-            for option in fields(SamplerConfig):
-                if option.name not in shown.parameters:
-                    default = cls._defaults.get(option.name, option.default)
-                    default = last.empty if default is MISSING else default
-                    own.append(
-                        inspect.Parameter(option.name, last.KEYWORD_ONLY, default=default, annotation=option.type)
-                    )
-            shown = shown.replace(parameters=own)
-            cls.__init__.__signature__ = shown  # type: ignore[attr-defined]
-        _, *others = shown.parameters.values()
-        cls.__signature__ = shown.replace(parameters=others)  # type: ignore[attr-defined]
-
-    def __new__(cls, *args: object, **options: Any) -> Self:
-        for name in options:
-            if (own := _OTHER_NAMES.get(name)) == "env_fn":
-                raise unknown_argument(cls.__name__, name, [own], {name: f"did you mean {own!r}?"})
-        return super().__new__(cls)
-
-
 OnGameFailure = Literal["raise", "renew"]
-ON_GAME_FAILURE: tuple[str, ...] = get_args(OnGameFailure)
 
 EnvKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
@@ -156,43 +113,113 @@ class SamplerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig:
-    """The arguments of a sampler, checked; `Sampler` documents them."""
+    """The arguments of every sampler: the one table of their names, types, checks, defaults and documentation.
+
+    A check is called with name and value, and the field gets what it returns. `__post_init__` compares arguments.
+
+    Args:
+        env_fn: a callable that returns a `gymnasium.Env` or an environment of PettingZoo (`ParallelEnv`, `AECEnv`), an
+            environment id of either, or a list of `batch_B` callables. Lambdas and closures are fine. It is called once
+            more in the main process, to read the spaces.
+        env_kwargs: arguments for `env_fn`: one dict, or a list of `batch_B` dicts.
+        batch_T: time steps per batch.
+        batch_B: environments per batch.
+        n_slots: how many batches stay readable, the newest included. Each takes the memory of a batch.
+        n_workers: worker processes; by default one for each CPU that this process may use, and no more than the CPU
+            quota of its container. Never more than `batch_B`.
+            `SerialSampler` always has one worker.
+        collector_cls: the `Collector` subclass that runs in the workers.
+        spaces: `(observation_space, action_space)` of the environments. Then no example environment is built to read
+            them: give this where an environment takes long to start, or needs a licence. `env_info` then needs examples
+            of its values, and the agent is tried on zeros only.
+        max_decorrelation_steps: before the first batch, each environment makes a random number of random steps, at
+            most this many.
+        traj_info_cls: `TrajInfo` or a subclass of it.
+        eval_n_envs: evaluation environments, in the same workers; 0 for none.
+        eval_max_steps: the most steps of one evaluation, all its environments together.
+        eval_max_trajectories: an evaluation also ends when this many trajectories have finished. It may return a few
+            more.
+        eval_episodes: run exactly this many whole episodes instead, the same in each evaluation (see `evaluate_agent`).
+            Each environment runs a fixed number of them, so that short episodes are not favoured. If `eval_max_steps`
+            ends some early, a `RuntimeWarning` says how many.
+        eval_env_fn: the same as `env_fn`, for the evaluation environments, with the same spaces; by default `env_fn`.
+        eval_env_kwargs: the same as `env_kwargs`, for the evaluation environments; by default `env_kwargs`, or nothing
+            with `eval_env_fn`. From lists (env_fn, env_kwargs), all evaluation environments use the first entry.
+        eval_collector_cls: the `BaseEvalCollector` subclass that evaluates.
+        start_method: "forkserver", "spawn" or "fork".
+        step_timeout: seconds that a worker may make no progress (an environment step, a reset, an agent step) before
+            `WorkerTimeoutError`; None waits for ever, as long as the worker lives.
+        start_timeout: the same, while environments are built and are reset for the first time. Without `step_timeout`,
+            also for each of the random steps before the first batch.
+        close_timeout: seconds that the `close` of each environment may take in `shutdown`. Then its worker is killed.
+        on_worker_failure: "raise" breaks the sampler when a worker raises, dies or hangs. "restart" replaces the
+            worker: the new one builds its environments again, with new but reproducible random streams, and collects
+            its columns of the running batch again from the first step. No other column is touched.
+        max_restarts: the most replacements within `restart_window` seconds; one more raises an error that
+            lists the earlier ones.
+        restart_window: the seconds over which `max_restarts` and `max_renewals` count. Failed starts in a row count
+            without it.
+        on_game_failure: "raise" treats a `GameError` of an environment as any error of a worker. "renew" builds only
+            this environment again, with new but reproducible seeds, and cuts its episode: see docs/games.md.
+        max_renewals: the most renewals of one environment within `restart_window` seconds, and the most starts in a
+            row that fail. One more raises an error that lists the earlier ones.
+        renew_on: a tuple of further exception classes that say that a game has failed, such as those of its library.
+        observation_dtype: record floating-point observations in this dtype (for example `np.float32`) instead of that
+            of the space.
+        record_final_obs: whether to record the last observation of each episode (`env.final_obs`), which takes as much
+            memory as the observations.
+        global_state: with several agents in an environment: each observation gets `env.state()` beside its own part, as
+            `observation.global_state`, for a critic that sees everything.
+        env_info: the entries of `info` to record as `samples.env.env_info`: names (`"stats.speed"` for nested ones), a
+            dict of names and examples of their values, or True for every numeric one that a step of an example
+            environment shows. `env_info._name` is True where `info` had `name`.
+        flatten_wrappers: step the wrappers that `gym.make` adds without their Python functions, with the same results.
+            False: call the `step` of the outermost wrapper in any case.
+        check_finite: refuse NaN and inf in rewards and floating-point observations, with a `SpaceError` that names
+            field, environment and value.
+        debug: check each action and observation with `space.contains`. Slow. Shapes, dtypes and structure are always
+            checked. Samples whose memory was given back raise `StaleSamplesError`, and this memory is overwritten with
+            NaN, False, or the smallest or largest integer. There is memory for one more batch then.
+        seed_episodes: seed every reset of a training environment by (env_rank, episode), so that `error.episode` and
+            `sampler.episode` can repeat an episode. It keeps the last actions of each environment, up to 4 MB each.
+        crash_dir: a folder in which the episode of each failure is written too, as a file for `RecordedEpisode.load`.
+    """
 
     env_fn: EnvFn
     env_kwargs: EnvKwargs = None
-    batch_T: int
-    batch_B: int
-    n_workers: int | None = None
+    batch_T: Annotated[int, between(1)]
+    batch_B: Annotated[int, between(1, MOST_ENVS)]
+    n_workers: Annotated[int | None, optional(between(1))] = None
     spaces: tuple[gym.Space[Any], gym.Space[Any]] | None = None
-    n_slots: int = 1
-    collector_cls: type[Collector] = ResetCollector
-    max_decorrelation_steps: int = 100
-    traj_info_cls: type[TrajInfo] = TrajInfo
-    eval_n_envs: int = 0
-    eval_max_steps: int = 10_000
-    eval_max_trajectories: int | None = None
-    eval_episodes: int | None = None
+    n_slots: Annotated[int, between(1, 10_000)] = 1
+    collector_cls: Annotated[type[Collector], _subclass_of(Collector)] = ResetCollector
+    max_decorrelation_steps: Annotated[int, between(0, 10**9)] = 100
+    traj_info_cls: Annotated[type[TrajInfo], _subclass_of(TrajInfo)] = TrajInfo
+    eval_n_envs: Annotated[int, between(0, MOST_ENVS)] = 0
+    eval_max_steps: Annotated[int, between(0)] = 10_000
+    eval_max_trajectories: Annotated[int | None, optional(between(1))] = None
+    eval_episodes: Annotated[int | None, optional(between(1))] = None
     eval_env_fn: EnvFn | None = None
     eval_env_kwargs: EnvKwargs = None
-    eval_collector_cls: type[BaseEvalCollector] = EvalCollector
-    start_method: StartMethod = "forkserver"
-    step_timeout: float | None = None
-    start_timeout: float = 120.0
-    close_timeout: float = 10.0
-    on_worker_failure: OnWorkerFailure = "raise"
-    max_restarts: int = 3
-    restart_window: float = 60.0
-    on_game_failure: OnGameFailure = "raise"
-    max_renewals: int = 3
+    eval_collector_cls: Annotated[type[BaseEvalCollector], _subclass_of(BaseEvalCollector)] = EvalCollector
+    start_method: Annotated[StartMethod, POOL_CHECKS["start_method"]] = "forkserver"
+    step_timeout: Annotated[float | None, POOL_CHECKS["step_timeout"]] = None
+    start_timeout: Annotated[float, POOL_CHECKS["start_timeout"]] = 120.0
+    close_timeout: Annotated[float, POOL_CHECKS["close_timeout"]] = 10.0
+    on_worker_failure: Annotated[OnWorkerFailure, POOL_CHECKS["on_worker_failure"]] = "raise"
+    max_restarts: Annotated[int, POOL_CHECKS["max_restarts"]] = 3
+    restart_window: Annotated[float, POOL_CHECKS["restart_window"]] = 60.0
+    on_game_failure: Annotated[OnGameFailure, choice(*get_args(OnGameFailure))] = "raise"
+    max_renewals: Annotated[int, between(0)] = 3
     renew_on: tuple[type[Exception], ...] = ()
-    observation_dtype: npt.DTypeLike | None = None
-    record_final_obs: bool = True
+    observation_dtype: Annotated[npt.DTypeLike | None, optional(_float_dtype)] = None
+    record_final_obs: Annotated[bool, true_or_false] = True
     env_info: InfoWanted = False
-    global_state: bool = False
-    flatten_wrappers: bool = True
-    check_finite: bool = False
-    debug: bool = False
-    seed_episodes: bool = False
+    global_state: Annotated[bool, true_or_false] = False
+    flatten_wrappers: Annotated[bool, true_or_false] = True
+    check_finite: Annotated[bool, true_or_false] = False
+    debug: Annotated[bool, true_or_false] = False
+    seed_episodes: Annotated[bool, true_or_false] = False
     crash_dir: str | os.PathLike[str] | None = None
 
     @classmethod
@@ -210,19 +237,9 @@ class SamplerConfig:
         return cls(env_fn=env_fn, **options)
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _BOUNDS.items():
-            self._put(name, integer(name, getattr(self, name), least, most))
-        for name in ("n_workers", "eval_max_trajectories", "eval_episodes"):
-            if getattr(self, name) is not None:
-                self._put(name, integer(name, getattr(self, name), 1))
-        for name in ("step_timeout", "start_timeout", "close_timeout", "restart_window"):
-            if name != "step_timeout" or self.step_timeout is not None:
-                self._put(name, seconds(name, getattr(self, name)))
-        for name in ("record_final_obs", "global_state", "flatten_wrappers", "check_finite", "debug", "seed_episodes"):
-            self._put(name, true_or_false(name, getattr(self, name)))
+        for name, check in _checks().items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         self._check_evaluation()
-        one_of("start_method", self.start_method, START_METHODS)
-        one_of("on_worker_failure", self.on_worker_failure, ON_WORKER_FAILURE)
         self._check_kinds()
         self._check_replays()
         self._check_renewal()
@@ -279,7 +296,6 @@ class SamplerConfig:
             raise ConfigError("crash_dir needs seed_episodes=True: otherwise no failure can be replayed")
 
     def _check_renewal(self) -> None:
-        one_of("on_game_failure", self.on_game_failure, ON_GAME_FAILURE)
         for cls in self.renew_on if isinstance(self.renew_on, tuple) else (self.renew_on,):
             if not (isinstance(cls, type) and issubclass(cls, Exception)):
                 raise ConfigError(f"renew_on must be a tuple of exception classes, got {brief(self.renew_on)}")
@@ -304,25 +320,13 @@ class SamplerConfig:
                 )
 
     def _check_kinds(self) -> None:
-        if self.observation_dtype is not None and not _is_float_dtype(self.observation_dtype):
-            raise ConfigError(
-                f"observation_dtype must be a floating-point numpy dtype or None, got {self.observation_dtype!r}"
-            )
-        for name, base in (
-            ("collector_cls", Collector),
-            ("eval_collector_cls", BaseEvalCollector),
-            ("traj_info_cls", TrajInfo),
-        ):
-            cls = getattr(self, name)
-            if not (isinstance(cls, type) and issubclass(cls, base)):
-                raise ConfigError(f"{name} must be a subclass of {base.__name__} (the class itself), got {cls!r}")
         self._check_rows_per_env()
 
         wanted = self.env_info
         is_names = isinstance(wanted, Collection) and not isinstance(wanted, str)
         if not (isinstance(wanted, bool) or (is_names and all(isinstance(name, str) for name in wanted))):
             raise ConfigError(f"env_info must be True, False, a list of names or a dict of examples, got {wanted!r}")
-        self._put("spaces", checked_spaces(self.spaces))
+        object.__setattr__(self, "spaces", checked_spaces(self.spaces))
         if self.spaces is not None and wanted and not isinstance(wanted, Mapping):
             raise ConfigError(
                 f"with spaces, no example environment is stepped for env_info={wanted!r}: give examples of the values, "
@@ -338,13 +342,59 @@ class SamplerConfig:
             if n % k:
                 raise ConfigError(f"{name} must be a multiple of {k}, the rows_per_env of {cls.__name__}, got {n}")
 
-    def _put(self, name: str, value: object) -> None:
-        """Replace an argument by its checked value."""
-        object.__setattr__(self, name, value)
+
+@cache
+def _checks() -> dict[str, Check]:
+    hints = get_type_hints(SamplerConfig, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
 
 
-def _is_float_dtype(value: Any) -> bool:
+def _subclass_of(base: type) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if not (isinstance(value, type) and issubclass(value, base)):
+            raise ConfigError(f"{name} must be a subclass of {base.__name__} (the class itself), got {value!r}")
+        return value
+
+    return check
+
+
+def _float_dtype(name: str, value: Any) -> Any:
     try:
-        return bool(np.dtype(value).kind == "f")
+        if np.dtype(value).kind == "f":
+            return value
     except TypeError:
-        return False
+        pass
+    raise ConfigError(f"{name} must be a floating-point numpy dtype or None, got {value!r}")
+
+
+def show_arguments(cls: Any, base: Any) -> None:
+    """Let `help` and completion of the sampler class `cls` show the arguments of `SamplerConfig`. `base` is `Sampler`,
+    whose docstring has no others."""
+    if cls.__doc__ and cls.__module__.startswith("penstock."):
+        table = inspect.cleandoc(SamplerConfig.__doc__ or "").partition("Args:\n")[2]
+        own, title = inspect.cleandoc(cls.__doc__), "Args" if cls is base else "Arguments of every sampler"
+        raises = own[own.find("\n\nRaises ") :] if cls is base else ""
+        cls.__doc__ = f"{own.removesuffix(raises)}\n\n{title}:\n{table}{raises}"
+    shown = inspect.signature(cls.__init__)
+    *own_parameters, last = shown.parameters.values()
+    if last.annotation == "Unpack[SamplerOptions]":
+        for field in fields(SamplerConfig):
+            if field.name not in shown.parameters:
+                default = cls._defaults.get(field.name, last.empty if field.default is MISSING else field.default)
+                note = SamplerOptions.__annotations__[field.name].__forward_arg__
+                annotation = note.removeprefix("Required[").removesuffix("]") if note.startswith("Req") else note
+                own_parameters.append(
+                    inspect.Parameter(field.name, last.KEYWORD_ONLY, default=default, annotation=annotation)
+                )
+        shown = shown.replace(parameters=own_parameters)
+        cls.__init__.__signature__ = shown
+    _, *others = shown.parameters.values()
+    cls.__signature__ = shown.replace(parameters=others)
+
+
+def require_env_fn(caller: str, options: Iterable[str]) -> None:
+    """Raise `ConfigError` if one of the options is another library's name for `env_fn`. As the first parameter it would
+    only be missing."""
+    for name in options:
+        if _OTHER_NAMES.get(name) == "env_fn":
+            raise unknown_argument(caller, name, ["env_fn"], {name: "did you mean 'env_fn'?"})

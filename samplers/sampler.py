@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import pickle
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +42,7 @@ from penstock.samplers.column_states import (
     StateMessage,
     class_without_column_state,
 )
-from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, TakesEnvFn
+from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, require_env_fn, show_arguments
 from penstock.samplers.metrics import SamplerMetrics
 from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, checksum, load_server_agent, reasons
 from penstock.samplers.results import (
@@ -78,75 +77,8 @@ EVALUATION = -1  # in the place of a slot
 _MOST_UNPUBLISHED = 5  # batches
 
 
-class Sampler(TakesEnvFn, ABC):
+class Sampler(ABC):
     """Samples batches `[batch_T, batch_B]` from `batch_B` environments.
-
-    Args:
-        env_fn: a callable that returns a `gymnasium.Env` or an environment of PettingZoo (`ParallelEnv`, `AECEnv`), an
-            environment id of either, or a list of `batch_B` callables. Lambdas and closures are fine. It is called once
-            more in the main process, to read the spaces.
-        env_kwargs: arguments for `env_fn`: one dict, or a list of `batch_B` dicts.
-        batch_T: time steps per batch.
-        batch_B: environments per batch.
-        n_slots: how many batches stay readable, the newest included. Each takes the memory of a batch.
-        n_workers: worker processes; by default one for each CPU that this process may use, and no more than the CPU
-            quota of its container. Never more than `batch_B`.
-            `SerialSampler` always has one worker.
-        collector_cls: the `Collector` subclass that runs in the workers.
-        spaces: `(observation_space, action_space)` of the environments. Then no example environment is built to read
-            them: give this where an environment takes long to start, or needs a licence. `env_info` then needs examples
-            of its values, and the agent is tried on zeros only.
-        max_decorrelation_steps: before the first batch, each environment makes a random number of random steps, at
-            most this many.
-        traj_info_cls: `TrajInfo` or a subclass of it.
-        eval_n_envs: evaluation environments, in the same workers; 0 for none.
-        eval_max_steps: the most steps of one evaluation, all its environments together.
-        eval_max_trajectories: an evaluation also ends when this many trajectories have finished. It may return a few
-            more.
-        eval_episodes: run exactly this many whole episodes instead, the same in each evaluation (see `evaluate_agent`).
-            Each environment runs a fixed number of them, so that short episodes are not favoured. If `eval_max_steps`
-            ends some early, a `RuntimeWarning` says how many.
-        eval_env_fn: the same as `env_fn`, for the evaluation environments, with the same spaces; by default `env_fn`.
-        eval_env_kwargs: the same as `env_kwargs`, for the evaluation environments; by default `env_kwargs`, or nothing
-            with `eval_env_fn`. From lists (env_fn, env_kwargs), all evaluation environments use the first entry.
-        eval_collector_cls: the `BaseEvalCollector` subclass that evaluates.
-        start_method: "forkserver", "spawn" or "fork".
-        step_timeout: seconds that a worker may make no progress (an environment step, a reset, an agent step) before
-            `WorkerTimeoutError`; None waits for ever, as long as the worker lives.
-        start_timeout: the same, while environments are built and are reset for the first time. Without `step_timeout`,
-            also for each of the random steps before the first batch.
-        close_timeout: seconds that the `close` of each environment may take in `shutdown`. Then its worker is killed.
-        on_worker_failure: "raise" breaks the sampler when a worker raises, dies or hangs. "restart" replaces the
-            worker: the new one builds its environments again, with new but reproducible random streams, and collects
-            its columns of the running batch again from the first step. No other column is touched.
-        max_restarts: the most replacements within `restart_window` seconds; one more raises an error that
-            lists the earlier ones.
-        restart_window: the seconds over which `max_restarts` and `max_renewals` count. Failed starts in a row count
-            without it.
-        on_game_failure: "raise" treats a `GameError` of an environment as any error of a worker. "renew" builds only
-            this environment again, with new but reproducible seeds, and cuts its episode: see docs/games.md.
-        max_renewals: the most renewals of one environment within `restart_window` seconds, and the most starts in a
-            row that fail. One more raises an error that lists the earlier ones.
-        renew_on: a tuple of further exception classes that say that a game has failed, such as those of its library.
-        observation_dtype: record floating-point observations in this dtype (for example `np.float32`) instead of that
-            of the space.
-        record_final_obs: whether to record the last observation of each episode (`env.final_obs`), which takes as much
-            memory as the observations.
-        global_state: with several agents in an environment: each observation gets `env.state()` beside its own part, as
-            `observation.global_state`, for a critic that sees everything.
-        env_info: the entries of `info` to record as `samples.env.env_info`: names (`"stats.speed"` for nested ones), a
-            dict of names and examples of their values, or True for every numeric one that a step of an example
-            environment shows. `env_info._name` is True where `info` had `name`.
-        flatten_wrappers: step the wrappers that `gym.make` adds without their Python functions, with the same results.
-            False: call the `step` of the outermost wrapper in any case.
-        check_finite: refuse NaN and inf in rewards and floating-point observations, with a `SpaceError` that names
-            field, environment and value.
-        debug: check each action and observation with `space.contains`. Slow. Shapes, dtypes and structure are always
-            checked. Samples whose memory was given back raise `StaleSamplesError`, and this memory is overwritten with
-            NaN, False, or the smallest or largest integer. There is memory for one more batch then.
-        seed_episodes: seed every reset of a training environment by (env_rank, episode), so that `error.episode` and
-            `sampler.episode` can repeat an episode. It keeps the last actions of each environment, up to 4 MB each.
-        crash_dir: a folder in which the episode of each failure is written too, as a file for `RecordedEpisode.load`.
 
     Raises `ConfigError` for arguments that cannot work.
     """
@@ -157,11 +89,16 @@ class Sampler(TakesEnvFn, ABC):
     #: of agents, a dict of the versions of each.
     policy_version: Any = None
 
+    #: Of options whose default is another one in this class.
+    _defaults: ClassVar[Mapping[str, Any]] = {}
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.__doc__ and cls.__module__.startswith("penstock."):  # so that help(cls) has all arguments
-            arguments = inspect.cleandoc(Sampler.__doc__ or "").partition("Args:\n")[2]
-            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nArguments of every sampler:\n{arguments}"
+        show_arguments(cls, Sampler)
+
+    def __new__(cls, *args: object, **options: Any) -> Self:
+        require_env_fn(cls.__name__, options)
+        return super().__new__(cls)
 
     def __init__(self, env_fn: EnvFn, **options: Unpack[SamplerOptions]) -> None:
         # These two come first, so that repr and shutdown work even if the rest fails.
@@ -852,3 +789,6 @@ class Sampler(TakesEnvFn, ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
+
+
+show_arguments(Sampler, Sampler)

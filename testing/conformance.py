@@ -16,7 +16,7 @@ from penstock.testing.rules import apply
 from penstock.testing.seat_rules import GAME_RULES, TURN_RULES, GameSetup
 from penstock.testing.traces import CollectorSetup, record
 from penstock.testing.traj_info_rules import TRAJ_INFO_RULES, TrajInfoSetup
-from penstock.workers.launcher import StartMethod
+from penstock.workers.plan import StartMethod
 
 
 def check_collector(

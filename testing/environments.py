@@ -14,7 +14,7 @@ import numpy as np
 from penstock.envs import EnvFn, env_factories
 from penstock.envs.seats import is_parallel
 from penstock.samplers import Sampler
-from penstock.workers.launcher import StartMethod
+from penstock.workers.plan import StartMethod
 
 COLUMN = "_penstock_column"  # the argument of the wrapped env_fn with the number of the environment
 

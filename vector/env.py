@@ -47,11 +47,9 @@ from penstock.vector.vector_arguments import (
 from penstock.vector.vector_pool import State, VectorGuard, VectorPool
 from penstock.workers.call_guard import GuardedCall
 from penstock.workers.claims import CpuClaims
-from penstock.workers.failures import OnWorkerFailure
-from penstock.workers.launcher import StartMethod
 from penstock.workers.limits import naming_descriptor_limit
 from penstock.workers.marking import marked
-from penstock.workers.plan import Affinity
+from penstock.workers.plan import Affinity, OnWorkerFailure, StartMethod
 
 if TYPE_CHECKING:
     from typing_extensions import Self

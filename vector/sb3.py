@@ -19,7 +19,7 @@ from penstock.errors import EnvCallError, SpaceError, brief
 from penstock.vector.env import ShmVectorEnv
 from penstock.vector.vector_arguments import EnvFns
 from penstock.vector.vector_pool import PendingCallError, State
-from penstock.workers.launcher import StartMethod
+from penstock.workers.plan import StartMethod
 
 if TYPE_CHECKING:
     from typing_extensions import Self

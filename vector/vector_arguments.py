@@ -11,16 +11,14 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from penstock.arguments import MOST_ENVS, integer, one_of, seconds, unknown_argument
+from penstock.arguments import MOST_ENVS, integer, seconds, unknown_argument
 from penstock.envs.factory import EnvFactory, env_factories
 from penstock.errors import ConfigError, brief
 from penstock.vector.exchange import Ids
 from penstock.vector.seat_rows import SharedSpaces
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.claims import CpuClaims
-from penstock.workers.failures import ON_WORKER_FAILURE, OnWorkerFailure
-from penstock.workers.launcher import START_METHODS, StartMethod
-from penstock.workers.plan import Affinity, PoolOptions, WorkerPlan, split
+from penstock.workers.plan import POOL_CHECKS, Affinity, OnWorkerFailure, PoolOptions, StartMethod, WorkerPlan, split
 
 
 class ParallelEnvLike(Protocol):
@@ -190,20 +188,22 @@ def as_options(
     restart_window: float,
 ) -> PoolOptions:
     """The options of the worker pool."""
-    if context is None:
-        context = "forkserver"
-    one_of("context", context, START_METHODS)
-    one_of("on_worker_failure", on_worker_failure, ON_WORKER_FAILURE)
-    max_restarts = integer("max_restarts", max_restarts, 0)
+    given = {
+        "step_timeout": step_timeout,
+        "start_timeout": start_timeout,
+        "close_timeout": close_timeout,
+        "on_worker_failure": on_worker_failure,
+        "max_restarts": max_restarts,
+        "restart_window": restart_window,
+    }
+    options = {name: POOL_CHECKS[name](name, value) for name, value in given.items()}
+    if options.pop("on_worker_failure") == "raise":
+        options["max_restarts"] = 0
     return PoolOptions(
-        start_method=context,
-        step_timeout=None if step_timeout is None else seconds("step_timeout", step_timeout),
-        start_timeout=seconds("start_timeout", start_timeout),
-        close_timeout=seconds("close_timeout", close_timeout),
-        max_restarts=max_restarts if on_worker_failure == "restart" else 0,
-        restart_window=seconds("restart_window", restart_window),
+        start_method=POOL_CHECKS["start_method"]("context", context or "forkserver"),
         preload=("penstock.vector.step_program", "gymnasium.envs.classic_control"),
         keeps_messages=True,  # an info belongs to a reply that has been made, even if the worker dies afterwards
+        **options,
     )
 
 

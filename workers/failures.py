@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from penstock.buffers.reports import Report
 from penstock.errors import (
@@ -176,9 +176,6 @@ def add_killed(error: SamplerBrokenError, killed: Sequence[WorkerFailure]) -> No
     lines = [str(error), "killed as well, at the same moment or while the others were told to exit:"]
     error.args = ("\n".join([*lines, *(failure.describe() for failure in killed[:_MAX_LISTED])]),)
 
-
-OnWorkerFailure = Literal["raise", "restart"]
-ON_WORKER_FAILURE: tuple[str, ...] = get_args(OnWorkerFailure)
 
 # After these signals a worker may have written anywhere in the shared memory.
 _CORRUPTING = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}

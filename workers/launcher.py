@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import cloudpickle
 
@@ -22,9 +22,6 @@ from penstock.workers.monitor import LOOKOUT_NAME, lookouts_stopped
 from penstock.workers.plan import PoolOptions
 from penstock.workers.program import WorkerProgram
 from penstock.workers.supervisor import SupervisedProcess, Supervisor, import_all
-
-StartMethod = Literal["fork", "forkserver", "spawn"]
-START_METHODS: tuple[str, ...] = get_args(StartMethod)
 
 _PRELOAD_SECONDS = 120.0  # what a supervisor may take to import its modules, even if start_timeout is shorter
 _KILL_SECONDS = 0.5

@@ -6,8 +6,9 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
+from penstock.arguments import Check, between, choice, optional, seconds
 from penstock.errors import ConfigError
 from penstock.workers.spinning import SPIN_SECONDS
 
@@ -52,6 +53,21 @@ class WorkerPlan:
     def who_text(self, who: int) -> str:
         """Which policy acts, for errors, where there are several; see `ProgressSnapshot.who`."""
         return ""
+
+
+StartMethod = Literal["fork", "forkserver", "spawn"]
+OnWorkerFailure = Literal["raise", "restart"]
+
+#: The checks of the arguments that samplers and vector environments share.
+POOL_CHECKS: dict[str, Check] = {
+    "start_method": choice(*get_args(StartMethod)),
+    "step_timeout": optional(seconds),
+    "start_timeout": seconds,
+    "close_timeout": seconds,
+    "on_worker_failure": choice(*get_args(OnWorkerFailure)),
+    "max_restarts": between(0),
+    "restart_window": seconds,
+}
 
 
 @dataclass(frozen=True)

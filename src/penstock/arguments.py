@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,11 @@ def integer(name: str, value: Any, least: int | None = None, most: int | None = 
     return int(value)
 
 
-def one_of(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise `ConfigError` naming the argument unless `value` is one of `choices`."""
+def one_of(name: str, value: Any, choices: Sequence[str]) -> Any:
+    """`value`; raises `ConfigError` naming the argument unless it is one of `choices`."""
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return value
 
 
 def true_or_false(name: str, value: object) -> bool:
@@ -54,6 +56,25 @@ def seconds(name: str, value: Any, *, zero: bool = False) -> float:
         return float(value)
     except OverflowError:
         return float("inf")
+
+
+#: What a table of arguments has for one of them: it is called with name and value, and returns the checked value.
+Check = Callable[[str, Any], Any]
+
+
+def between(least: int, most: int = _INT64) -> Check:
+    """The check of an integer within these bounds."""
+    return partial(integer, least=least, most=most)
+
+
+def choice(*choices: str) -> Check:
+    """The check of one of these words."""
+    return partial(one_of, choices=choices)
+
+
+def optional(check: Check) -> Check:
+    """The check of None, or of what `check` lets pass."""
+    return lambda name, value: None if value is None else check(name, value)
 
 
 def unknown_argument(caller: str, name: str, known: Sequence[str], hints: Mapping[str, str]) -> ConfigError:
