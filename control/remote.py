@@ -12,8 +12,6 @@ with RpcClient("server.json") as client:    # in another process
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -29,10 +27,6 @@ from penstock.errors import ClusterError, ConfigError
 from penstock.ports import lease_port
 
 _INBOX = "calls"
-
-
-def _warn_of(old: str, new: str) -> None:
-    warnings.warn(f"{old} is now {new}, and the old name goes in version 0.3", DeprecationWarning, stacklevel=3)
 
 
 class RpcServer(Closing):
@@ -81,19 +75,6 @@ class RpcServer(Closing):
             letter = self._inbox.receive(0.0)
         return n
 
-    def register(self, command: str, handler: Callable[..., Any]) -> None:
-        """The old name of `register_handler`."""
-        _warn_of("register", "register_handler")
-        self.register_handler(command, handler)
-
-    def serve(self, seconds: float) -> int:
-        """Deprecated: call `handle_requests` in a loop. This does it for `seconds`."""
-        warnings.warn("serve is now handle_requests", DeprecationWarning, stacklevel=2)
-        until, n = time.monotonic() + seconds, 0
-        while (left := until - time.monotonic()) > 0 and not self._wire.is_closed:
-            n += self.handle_requests(left)
-        return n
-
     def close(self) -> None:
         """Close the port. Calling it again does nothing."""
         self._resources.close()
@@ -125,11 +106,6 @@ class RpcClient(Closing):
     def async_request(self, command: str, *, timeout: float = 30.0, **kwargs: object) -> Future[Any]:
         """As `request`, but returns a future, which gets the result or the error."""
         return self._peer.ask({"command": command, "kwargs": kwargs}, seconds("timeout", timeout))
-
-    def call(self, command: str, *, timeout: float = 30.0, **kwargs: object) -> Any:
-        """The old name of `request`."""
-        _warn_of("call", "request")
-        return self.request(command, timeout=timeout, **kwargs)
 
     def close(self) -> None:
         """Close the connection."""

@@ -101,9 +101,14 @@ class Reference(griffe.Extension):
         arguments = pkg["samplers.sampler.Sampler.__init__"].parameters
         del arguments["options"]  # **options: Unpack[SamplerOptions]
         config = pkg["samplers.config.SamplerConfig"]
-        own, table = pkg["samplers.sampler.Sampler"].docstring, config.docstring.value
+        own, table = (
+            pkg["samplers.sampler.Sampler"].docstring,
+            config.docstring.value,
+        )
         first, raises = own.value.split("\n\n", 1)
-        own.value = f"{first}\n\nArgs:\n{table.partition('Args:')[2]}\n\n{raises}"
+        own.value = (
+            f"{first}\n\nArgs:\n{table.partition('Args:')[2]}\n\n{raises}"
+        )
         options = pkg["samplers.config.SamplerOptions"].attributes
         for field in config.attributes.values():
             if field.name in options:

@@ -563,11 +563,6 @@ class Sampler(ABC):
             (plan,) = (status.plan for status in statuses if env_rank in status.plan.env_ranks)
             return episodes.at(plan, env_rank, t, (self._batch - 1) % self._batches.n_slots)
 
-    def replay(self, env_rank: int, t: int) -> RecordedEpisode:
-        """The older name of `episode`."""
-        warnings.warn("sampler.replay is now called sampler.episode", DeprecationWarning, stacklevel=2)
-        return self.episode(env_rank, t)
-
     # ---- save and continue a run --------------------------------------------------------
 
     def state_dict(self, *, env_state: Literal["auto", "require", "never"] = "auto") -> dict[str, Any]:

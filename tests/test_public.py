@@ -133,19 +133,3 @@ def test_the_command_line_describes_the_machine() -> None:
     for fact in ("usable CPUs", "shared memory", "wake-ups"):
         assert fact in done.stdout
     assert done.stderr == ""
-
-
-def test_older_names_still_work_and_warn() -> None:
-    for room, old, new in (
-        (penstock, "EpisodeReplay", "RecordedEpisode"),
-        (penstock, "ReplayError", "RepeatError"),
-    ):
-        with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}"):
-            assert getattr(room, old) is getattr(room, new)
-    for old, new in (("Metrics", "MetricsSink"), ("Experiment", "Experiment")):
-        with pytest.warns(DeprecationWarning, match=rf"cluster\.{old} is now penstock\.control\.{new}"):
-            assert getattr(penstock.cluster, old) is getattr(penstock.control, new)
-    error = penstock.WorkerError("")
-    error.episode = 3
-    with pytest.warns(DeprecationWarning, match=r"error\.episode"):
-        assert error.replay == 3

@@ -92,16 +92,7 @@ __all__ = [
 _ROOMS = ("errors", "buffers", "envs", "agents", "collectors", "samplers", "tools")
 
 
-# Older names, which go in version 0.3.
-_OLD_NAMES = {"EpisodeReplay": "RecordedEpisode", "ReplayError": "RepeatError"}
-
-
 def __getattr__(name: str) -> Any:
-    if name in _OLD_NAMES:
-        import warnings
-
-        warnings.warn(f"penstock.{name} is now called {_OLD_NAMES[name]}", DeprecationWarning, stacklevel=2)
-        name = _OLD_NAMES[name]
     # Imported on first use: to import what a process does not use takes time, and agents with a model need torch.
     from importlib import import_module
 

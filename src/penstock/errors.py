@@ -25,7 +25,6 @@ PenstockError
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -145,12 +144,6 @@ class SamplerBrokenError(SamplerStateError):
     """
 
     episode: Any = None
-
-    @property
-    def replay(self) -> Any:
-        """The older name of `episode`."""
-        warnings.warn("error.replay is now called error.episode", DeprecationWarning, stacklevel=2)
-        return self.episode
 
 
 class WorkerError(SamplerBrokenError):
