@@ -30,7 +30,6 @@ from penstock.samplers.sampler_plan import EnvRange, make_plans
 from penstock.samplers.seating import PolicyOf
 from penstock.samplers.serial import SerialSampler
 from penstock.samplers.stats import SamplerStats, WorkerStats
-from penstock.workers.call_guard import GuardedCall
 from penstock.workers.launcher import unpicklable
 from penstock.workers.plan import Affinity
 
@@ -281,13 +280,13 @@ class RaySampler(Sampler):
         return self._pieces(itr, max_in_flight, max_staleness)
 
     def _pieces(self, itr: int, max_in_flight: int, max_staleness: int | None) -> Iterator[Piece]:
-        with GuardedCall(self._guard, "stream", SamplerState.READY):
+        with self._guard.call("stream", SamplerState.READY):
             pool = self._shard_pool("stream")
             stream = Stream(pool, max_in_flight, max_staleness, itr)
             self._guard.state = SamplerState.STREAMING
         try:
             while True:
-                with GuardedCall(self._guard, "stream", SamplerState.STREAMING):
+                with self._guard.call("stream", SamplerState.STREAMING):
                     piece = self._next_piece(pool, stream)
                 yield piece
         finally:

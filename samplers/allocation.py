@@ -58,6 +58,7 @@ from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, eval_max_T
 from penstock.samplers.sampler_program import SamplerProgram, WorkerFactories
 from penstock.samplers.seating import PolicyOf, Seating, find_seating
 from penstock.samplers.stats import ServerTotals
+from penstock.workers import sigint
 from penstock.workers.control import ControlBlock
 
 _log = logging.getLogger("penstock")
@@ -161,7 +162,8 @@ def allocate(
     )
     worker_data = [([train[b] for b in plan.columns], [evals[b] for b in plan.eval_columns]) for plan in plans]
     buffer = _samples_buffer(config, setup, plans, specs, is_recorded, seating)
-    memory = _allocate_memory(config, each, setup, plans, buffer, program.eval_max_T)
+    with sigint.deferred():  # Ctrl-C could lose a descriptor that nobody owns yet
+        memory = _allocate_memory(config, each, setup, plans, buffer, program.eval_max_T)
     for part in [*memory.parts, memory.mailbox.file]:
         resources.callback(part.close)
     for agent, parameters in zip(each, memory.parameters, strict=True):

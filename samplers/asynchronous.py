@@ -25,7 +25,6 @@ from penstock.samplers.parallel import PRELOAD_TO_ACT, ParallelSampler, pool_opt
 from penstock.samplers.readiness import readiness_maker
 from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.stats import Lags, SamplerStats, ServerStats
-from penstock.workers.call_guard import GuardedCall
 from penstock.workers.control import RING, Command
 from penstock.workers.pool import WorkerPool
 from penstock.workers.spinning import SPIN_SECONDS
@@ -169,7 +168,7 @@ class AsyncSampler(ParallelSampler):
 
     def start(self, itr: int = 0) -> None:
         """Make the workers sample, from now until `pause` or `shutdown`. `itr` is the `itr` of the first batch."""
-        with GuardedCall(self._guard, "start", SamplerState.READY):
+        with self._guard.call("start", SamplerState.READY):
             self._first_itr = integer("itr", itr)
             self._give_credit()
             self._guard.state = _RUNNING
@@ -185,7 +184,7 @@ class AsyncSampler(ParallelSampler):
         time step, then env_rank. Raises a `SamplerBrokenError` if a worker fails, also if a complete batch waits.
         """
         self._refuse_with_replay("obtain_samples")
-        with GuardedCall(self._guard, "obtain_samples", _RUNNING, _PAUSED):
+        with self._guard.call("obtain_samples", _RUNNING, _PAUSED):
             itr = integer("itr", itr)
             pool = self._require_batch("obtain_samples")
             pool.wait_for(self._open[0].opening, f"itr={itr}")
@@ -195,7 +194,7 @@ class AsyncSampler(ParallelSampler):
         """The same as `obtain_samples`, but None if no batch is complete. It does not wait. The batch gets the `itr`
         after that of the batch before."""
         self._refuse_with_replay("poll_samples")
-        with GuardedCall(self._guard, "poll_samples", _RUNNING, _PAUSED):
+        with self._guard.call("poll_samples", _RUNNING, _PAUSED):
             pool, itr = self._require_batch("poll_samples"), self._first_itr + self._taken
             pool.wait_for(0, f"itr={itr}")
             if not pool.has_completed(self._open[0].opening):
@@ -209,7 +208,7 @@ class AsyncSampler(ParallelSampler):
         At its end, all except the last one are given back.
         """
         self._refuse_with_replay("hold")
-        with GuardedCall(self._guard, "hold", _RUNNING, _PAUSED):
+        with self._guard.call("hold", _RUNNING, _PAUSED):
             if self._is_holding:
                 raise SamplerStateError("hold was called inside hold: use one context for all batches")
             self._is_holding = True
@@ -219,7 +218,7 @@ class AsyncSampler(ParallelSampler):
         finally:
             self._is_holding = False
             if self.state in (_RUNNING, _PAUSED):
-                with GuardedCall(self._guard, "hold", _RUNNING, _PAUSED):
+                with self._guard.call("hold", _RUNNING, _PAUSED):
                     self._release()
                     self._batches.set_valid_until(self._taken)
 
@@ -228,13 +227,13 @@ class AsyncSampler(ParallelSampler):
 
         `obtain_samples` and `poll_samples` still return the batches that are complete. `resume` continues.
         """
-        with GuardedCall(self._guard, "pause", _RUNNING):
+        with self._guard.call("pause", _RUNNING):
             self._finish_batches(self._require_pool("pause"), "pause")
             self._guard.state = _PAUSED
 
     def resume(self) -> None:
         """Continue to sample after `pause`."""
-        with GuardedCall(self._guard, "resume", _PAUSED):
+        with self._guard.call("resume", _PAUSED):
             self._give_credit()
             self._guard.state = _RUNNING
 
@@ -279,7 +278,7 @@ class AsyncSampler(ParallelSampler):
         """
         if self._feed is None:
             raise SamplerStateError("take_traj_infos needs a replay: obtain_samples returns the trajectories")
-        with GuardedCall(self._guard, "take_traj_infos", _RUNNING, _PAUSED):
+        with self._guard.call("take_traj_infos", _RUNNING, _PAUSED):
             pool = self._require_pool("take_traj_infos")
             assert isinstance(pool, WorkerPool)
             pool.wait_for(0, "take_traj_infos")
@@ -291,7 +290,7 @@ class AsyncSampler(ParallelSampler):
     def _await_replay(self, n: int) -> None:
         """`n` positions of the replay will be drawn: wait until the ratio allows it."""
         assert self._feed is not None
-        with GuardedCall(self._guard, "replay.sample", _RUNNING, _PAUSED):
+        with self._guard.call("replay.sample", _RUNNING, _PAUSED):
             pool, done = self._require_pool("replay.sample"), 0
             assert isinstance(pool, WorkerPool)
             self._feed.expect(n)
@@ -423,7 +422,7 @@ class AsyncSampler(ParallelSampler):
 
     def _await_readers(self, version: int) -> None:
         if self.state is _RUNNING and self._must_await(version):
-            with GuardedCall(self._guard, "sync_shared_memory", _RUNNING):
+            with self._guard.call("sync_shared_memory", _RUNNING):
                 pool, how = self._require_pool("sync_shared_memory"), "sync_shared_memory"
                 assert isinstance(pool, WorkerPool)
                 pool.wait(how, until=lambda: not self._must_await(version))

@@ -113,7 +113,6 @@ class InferenceServer:
         self._held: list[int] = []  # workers whose actions are ready, but which may not have them yet
         self._n_evaluations = 0
         self._error: SamplerBrokenError | None = None  # the agent's error, which the next `serve` raises
-        self._is_acting = False  # stays True if a second Ctrl-C ended a step of the agent
         self._served_until = time.monotonic()  # when `serve` last returned
 
     @property
@@ -278,8 +277,6 @@ class InferenceServer:
 
     def _serve_once(self, wake: Callable[[int], None]) -> bool:
         """Reply to one round of requests; returns False if there was nothing to do."""
-        if self._is_acting:
-            raise WorkerError(f"the inference server was interrupted while acting (itr={self._command.itr})")
         values, steps, working = self._look()
         if self._error is not None:
             raise self._error
@@ -298,13 +295,11 @@ class InferenceServer:
             return False
         # All together: then there is nothing to do before the next request.
         self._fingerprint = self._seen if self._rule.needs_all_idle and not valued else None
-        # Ctrl-C waits for the end of the agent's step. Otherwise the step would be repeated, with other noise.
-        with sigint.nested():
-            self._act(ranks, for_values=bool(valued))
-            if not valued and not self._rule.may_reply(working):
-                self._held = list(ranks)
-            elif self._error is None:
-                self._reply(ranks, wake)
+        self._act(ranks, for_values=bool(valued))
+        if not valued and not self._rule.may_reply(working):
+            self._held = list(ranks)
+        elif self._error is None:
+            self._reply(ranks, wake)
         return True
 
     def _reply(self, ranks: Sequence[int], wake: Callable[[int], None]) -> None:
@@ -314,7 +309,6 @@ class InferenceServer:
     def _act(self, ranks: Sequence[int], *, for_values: bool) -> None:
         began = time.monotonic()
         self.progress.enter(Phase.ACTING)
-        self._is_acting = True
         try:
             if for_values:
                 self._batch.value(ranks)
@@ -325,7 +319,6 @@ class InferenceServer:
             self._fingerprint = None  # the next round raises the error
         else:
             self.progress.enter(Phase.SERVING)
-        self._is_acting = False
         self._totals.add_seconds(acting=time.monotonic() - began)
 
     def _look(self) -> tuple[list[int], list[int], list[int]]:

@@ -59,7 +59,7 @@ from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 from penstock.samplers.seating import SHARED, Chooser, PolicyOf, Seating
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats, describe, worker_stats
 from penstock.workers import sigint
-from penstock.workers.call_guard import CallGuard, GuardedCall
+from penstock.workers.call_guard import CallGuard
 from penstock.workers.claims import CpuClaims
 from penstock.workers.control import Command
 from penstock.workers.limits import naming_descriptor_limit
@@ -203,7 +203,7 @@ class Sampler(ABC):
 
         Raises `ConfigError`, `SpaceError`, or a `SamplerBrokenError` if a worker fails to start.
         """
-        with GuardedCall(self._guard, "initialize", SamplerState.CREATED):
+        with self._guard.call("initialize", SamplerState.CREATED):
             given = (first_env_rank, first_eval_env_rank), (n_envs, n_eval_envs)
             env_range = EnvRange.of(self.config.own_envs, rank, world_size, given, self._generation)
             self.seed = seed = fresh_seed() if seed is None else integer("seed", seed, 0, None)
@@ -231,7 +231,7 @@ class Sampler(ABC):
                     seats=self._seats,
                 )
                 # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest.
-                with sigint.allowed(), marked:
+                with marked, sigint.allowed():
                     allocation = allocate(self.config, agent, setup, resources)
                 self._store_allocation(allocation, env_range)
                 if self._shared_memory:  # so that a learner on a GPU copies batches at full speed
@@ -311,7 +311,7 @@ class Sampler(ABC):
         Raises `ConfigError` for a sampler with another one, or with `on_worker_failure="restart"`: a new worker would
         begin with the first function.
         """
-        with GuardedCall(self._guard, "set_policy_of", *self._idle_states):
+        with self._guard.call("set_policy_of", *self._idle_states):
             pool, seating = self._require_pool("set_policy_of"), self._seating
             if seating is None or seating.chooser is None or self.config.on_worker_failure == "restart":
                 raise ConfigError(
@@ -334,18 +334,18 @@ class Sampler(ABC):
 
         Raises a `SamplerBrokenError` if a worker fails; the sampler cannot be used again.
         """
-        with GuardedCall(self._guard, "obtain_samples", SamplerState.READY):
+        with self._guard.call("obtain_samples", SamplerState.READY):
             self._start(itr)
             return self._finish()
 
     def start_samples(self, itr: int) -> None:
         """Begin a batch and return; `wait_samples` returns it. From now on the workers overwrite the samples."""
-        with GuardedCall(self._guard, "start_samples", SamplerState.READY):
+        with self._guard.call("start_samples", SamplerState.READY):
             self._start(itr)
 
     def wait_samples(self) -> tuple[Samples, list[TrajInfo]]:
         """Wait for the batch that `start_samples` began; returns as `obtain_samples` does."""
-        with GuardedCall(self._guard, "wait_samples", SamplerState.SAMPLING):
+        with self._guard.call("wait_samples", SamplerState.SAMPLING):
             return self._finish()
 
     def _start(self, itr: int) -> None:
@@ -470,7 +470,7 @@ class Sampler(ABC):
         worker keeps the frames in memory and writes the file during the evaluation; `step_timeout` must allow for that.
         A folder that cannot be written is a `ConfigError`, a file that was not written a `RuntimeWarning`.
         """
-        with GuardedCall(self._guard, "evaluate_agent", *self._idle_states):
+        with self._guard.call("evaluate_agent", *self._idle_states):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
             if video is not None and (self._no_video or self._seating is not None):
@@ -534,7 +534,7 @@ class Sampler(ABC):
 
     def _perform(self, call: EnvCall) -> list[ObjectMessage]:
         """What the workers send for `call`."""
-        with GuardedCall(self._guard, call.verb, *self._idle_states):
+        with self._guard.call(call.verb, *self._idle_states):
             pool, during = self._require_pool(call.verb), f"{call.verb} {call.name!r} on the environments"
             self._finish_batches(pool, during)
             return answers_to(pool, call, during)
@@ -547,7 +547,7 @@ class Sampler(ABC):
 
         Raises `ConfigError` if the environment waited for a reset at t, or for an argument out of range.
         """
-        with GuardedCall(self._guard, "episode", *self._idle_states):
+        with self._guard.call("episode", *self._idle_states):
             episodes, first = self._episodes, self._plans[0].env_ranks[0]
             if self._no_restore:
                 raise SamplerStateError(f"episode was called {self._no_restore}")
@@ -577,7 +577,7 @@ class Sampler(ABC):
         "never", all are reseeded.
         """
         one_of("env_state", env_state, ("auto", "require", "never"))
-        with GuardedCall(self._guard, "state_dict", *self._idle_states):
+        with self._guard.call("state_dict", *self._idle_states):
             self._check_restorable("state_dict")
             server_agent = self._server_agent()
             untrusted = class_without_column_state(self.config.collector_cls, type(self._agent))
@@ -618,7 +618,7 @@ class Sampler(ABC):
         if a part of it is missing or damaged; nothing has changed then. Raises `SamplerBrokenError` if an environment
         cannot be loaded: this sampler cannot be used any more, since other environments may continue the saved run.
         """
-        with GuardedCall(self._guard, "load_state_dict", *self._idle_states):
+        with self._guard.call("load_state_dict", *self._idle_states):
             self._check_restorable("load_state_dict")
             if self._batches.held:
                 raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")

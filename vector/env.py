@@ -45,7 +45,6 @@ from penstock.vector.vector_arguments import (
     split_mask,
 )
 from penstock.vector.vector_pool import State, VectorGuard, VectorPool
-from penstock.workers.call_guard import GuardedCall
 from penstock.workers.claims import CpuClaims
 from penstock.workers.limits import naming_descriptor_limit
 from penstock.workers.marking import marked
@@ -173,7 +172,7 @@ class ShmVectorEnv(CallsOnEnvs):
             may_be_replaced=options.max_restarts > 0,
         )
         self._ended = np.zeros(self._n_envs, np.bool_)
-        with GuardedCall(self._guard, "ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:
+        with self._guard.call("ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:
             claims = CpuClaims()
             resources.callback(claims.close)
             plans = as_plans(self._n_envs, in_series, n_workers, affinity, claims, unit)
@@ -249,7 +248,7 @@ class ShmVectorEnv(CallsOnEnvs):
     def _reset_unbatched(
         self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
     ) -> tuple[Any, Infos]:
-        with GuardedCall(self._guard, "reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
+        with self._guard.call("reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
             prepared = self._prepared_reset(seed, options)
             if self._guard.state is State.RESETTING:
                 self._workers.wait_steps()
@@ -262,7 +261,7 @@ class ShmVectorEnv(CallsOnEnvs):
     ) -> None:
         """Start a reset as `reset` does, and return; `reset_wait` returns its results. This first waits for running
         steps."""
-        with GuardedCall(self._guard, "reset_async", State.NEW, State.READY, State.SENT):
+        with self._guard.call("reset_async", State.NEW, State.READY, State.SENT):
             self._workers.begin_reset(*self._prepared_reset(seed, options))
             self._state_before_reset, self._guard.state = self._guard.state, State.RESETTING
 
@@ -271,7 +270,7 @@ class ShmVectorEnv(CallsOnEnvs):
 
         Raises `WaitTimeoutError` after `timeout` seconds. The reset continues; `reset_wait` may be called again.
         """
-        with GuardedCall(self._guard, "reset_wait", State.RESETTING):
+        with self._guard.call("reset_wait", State.RESETTING):
             self._wait(timeout, "reset_wait")
             self._guard.state = self._state_before_reset
             observations, infos = self._take_reset()
@@ -308,14 +307,14 @@ class ShmVectorEnv(CallsOnEnvs):
 
         Returns observations `[n, ...]`, rewards, terminations and truncations `[n]`, and batched infos.
         """
-        with GuardedCall(self._guard, "step", State.READY):
+        with self._guard.call("step", State.READY):
             self._begin_step(actions)
             *results, infos = self._take_step()
         return (*results, self._batched(infos))
 
     def step_async(self, actions: Any) -> None:
         """Start a step of all environments and return; `step_wait` returns its results."""
-        with GuardedCall(self._guard, "step_async", State.READY):
+        with self._guard.call("step_async", State.READY):
             self._begin_step(actions)
 
     def step_wait(self, timeout: float | None = None) -> Step[_Batched]:
@@ -323,7 +322,7 @@ class ShmVectorEnv(CallsOnEnvs):
 
         Raises `WaitTimeoutError` after `timeout` seconds. The step continues; `step_wait` may be called again.
         """
-        with GuardedCall(self._guard, "step_wait", State.STEPPING):
+        with self._guard.call("step_wait", State.STEPPING):
             *results, infos = self._take_step(timeout)
         return (*results, self._batched(infos))
 
@@ -352,7 +351,7 @@ class ShmVectorEnv(CallsOnEnvs):
     def step_wait_listed(self, timeout: float | None = None) -> Step[Infos]:
         """As `step_wait`, with the infos unbatched: pairs (index, info) of the environments that had any, with
         `final_obs` and `final_info` where an episode ended and the environment was reset at once."""
-        with GuardedCall(self._guard, "step_wait", State.STEPPING):
+        with self._guard.call("step_wait", State.STEPPING):
             *results, infos = self._take_step(timeout)
             return (*results, self._exchange.listed(infos))
 
@@ -396,7 +395,7 @@ class ShmVectorEnv(CallsOnEnvs):
 
         Raises `SamplerStateError` if one is still stepping, or if its last result has not been received.
         """
-        with GuardedCall(self._guard, "send", State.READY, State.SENT):
+        with self._guard.call("send", State.READY, State.SENT):
             which = self._exchange.all if env_ids is None else env_ids_within(env_ids, self._n_envs)
             self._workers.finish_interrupted()
             if len(busy := np.intersect1d(which, self._exchange.outstanding)):
@@ -418,7 +417,7 @@ class ShmVectorEnv(CallsOnEnvs):
         Returns observations `[k, ...]`, rewards, terminations and truncations `[k]`, and infos batched for the `k`,
         with their indices in `infos["env_id"]`.
         """
-        with GuardedCall(self._guard, "recv", State.SENT):
+        with self._guard.call("recv", State.SENT):
             exchange = self._exchange
             n = len(exchange.outstanding)
             if min_ready is None:
@@ -452,7 +451,7 @@ class ShmVectorEnv(CallsOnEnvs):
     # ---- the workers -----------------------------------------------------------------------
 
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
-        with GuardedCall(self._guard, call.verb_in_errors, State.NEW, State.READY, State.SENT):
+        with self._guard.call(call.verb_in_errors, State.NEW, State.READY, State.SENT):
             return self._workers.call(call)
 
     def _batched(self, infos: Infos) -> _Batched:

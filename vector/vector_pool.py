@@ -72,10 +72,12 @@ class VectorGuard(CallGuard[State]):
     def __init__(self) -> None:
         super().__init__(State, "vector environment", "close", owned_by_process=True)
 
-    def _refusal(self, name: str) -> SamplerStateError:
-        refusal = super()._refusal(name)
+    def _refusal(self, name: str, *, is_busy: bool) -> SamplerStateError:
+        refusal = super()._refusal(name, is_busy=is_busy)
         if self.state is State.CLOSED:
             return VectorClosedError(*refusal.args)
+        if is_busy:
+            return refusal
         if self.state in _PENDING:
             return PendingCallError(str(refusal), _PENDING[self.state])
         if name in _WAITS and self.state is not State.BROKEN:

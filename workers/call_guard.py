@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import enum
 import os
-import sys
 import threading
 import time
+from copy import copy
 from multiprocessing.util import Finalize
-from types import FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from penstock.errors import SamplerBrokenError, SamplerClosedError, SamplerStateError
 from penstock.workers import sigint
@@ -18,15 +17,6 @@ from penstock.workers.control import ControlBlock
 _State = TypeVar("_State", bound=enum.Enum)
 
 _CLOSE_SECONDS = 2.3  # how long `close` may wait for a call of another thread, with all that it does before
-_CLOSE_POLL_SECONDS = 0.002
-
-
-class _Call(NamedTuple):
-    """A call that is running."""
-
-    name: str
-    thread: int
-    frame: FrameType  #: of the method that the user has called
 
 
 class CallGuard(Generic[_State]):
@@ -47,42 +37,37 @@ class CallGuard(Generic[_State]):
         self._pool: Any = None
         self._control: Any = None  # the control block of the pool that `start` will get
         self._pid = os.getpid() if owned_by_process else None
-        # The running call, under the key 0. A dict and not a lock: `setdefault` is atomic, and a signal handler's
-        # exception cannot come between the check and the entry.
-        self._running: dict[int, _Call] = {}
+        self._lock = threading.Lock()  # a call holds it
+        self._running: tuple[str, int] | None = None  # the name of this call, and its thread
         self._error: SamplerBrokenError | None = None
+
+    def call(self, name: str, *allowed: _State) -> _Call:
+        """The context in which the call `name` runs. It is allowed in the states `allowed`. Ctrl-C is deferred.
+
+        Raises `SamplerStateError` naming the call that is expected. After a `SamplerBrokenError` every call raises that
+        error. Whatever a call raises after `close` has interrupted it, the user gets a `SamplerClosedError`.
+        """
+        return _Call(self, name, allowed)
 
     def _note_error(self, name: str, error: BaseException) -> None:
         """The call `name` has raised `error`."""
-        if isinstance(error, Exception):
-            if self._is_closed and not isinstance(error, SamplerClosedError):
+        pool = self._pool
+        if self._is_closed:
+            if isinstance(error, Exception) and not isinstance(error, SamplerClosedError):
                 raise SamplerClosedError(
                     f"{name} was interrupted by {self._close_call}: make a new {self._noun}"
                 ) from error
-            if isinstance(error, SamplerBrokenError):
-                self._error, self.state = error, self._broken
-                return
-        # The error came while the workers got a command: it is unknown which of them have it.
-        if self._pool is not None and self._pool.has_lost_command and not self._is_closed:
+        elif isinstance(error, SamplerBrokenError):
+            self._error, self.state = error, self._broken
+        elif pool is None or sigint.was_allowed(error):
+            pass
+        elif pool.has_lost_command or not isinstance(error, Exception):  # of a signal handler
             self._error = SamplerBrokenError(
-                f"{name} was interrupted by {type(error).__name__} while it gave a command to the workers, "
-                f"so the workers have been closed: make a new {self._noun}"
+                f"{name} was interrupted by {type(error).__name__} in the middle. It is unknown what the workers have "
+                f"done, so they have been closed: make a new {self._noun}"
             )
             self.state = self._broken
-
-    def _take_over(self, call: _Call) -> None:
-        """Take the place of the recorded call if it has ended. Raises `SamplerStateError` if it is still running.
-
-        An exception of a signal handler may have ended it before it removed its record. So this looks for its frame on
-        the stacks of all threads.
-        """
-        running = self._running[0]
-        if _is_on_a_stack(running.frame):
-            where = "" if running.thread == call.thread else " in another thread"
-            raise SamplerStateError(
-                f"{call.name} was called while {running.name} is running{where}: one call at a time"
-            )
-        self._running[0] = call
+            pool.close(broken=True)
 
     def announce(self, control: ControlBlock) -> None:
         """A pool with this control block is being made: `close` sets its `quit` flag."""
@@ -130,21 +115,27 @@ class CallGuard(Generic[_State]):
 
     def _await_call(self, deadline: float) -> bool:
         """Wait until the call that another thread runs has ended. Returns False if it has not at the deadline."""
-        while (call := self._running.get(0)) and call.thread != threading.get_ident() and _is_on_a_stack(call.frame):
-            if time.monotonic() > deadline:
+        running = self._running
+        if running is None or running[1] != threading.get_ident():  # else this is a signal handler in the call
+            if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 return False
-            time.sleep(_CLOSE_POLL_SECONDS)
+            self._lock.release()
         return True
 
-    def _refusal(self, name: str) -> SamplerStateError:
+    def _refusal(self, name: str, *, is_busy: bool) -> SamplerStateError:
         if self._error is not None:  # the same error every time, with a new traceback
-            error = type(self._error)(*self._error.args)
+            error = copy(self._error)
             error.__cause__ = self._error.__cause__
-            if isinstance(error, SamplerBrokenError) and isinstance(self._error, SamplerBrokenError):
-                error.episode = self._error.episode
             return error
         if self.state is self._closed:
             return SamplerClosedError(f"{name} was called after {self._close_call}: make a new {self._noun}")
+        if is_busy:
+            running, thread = self._running or ("another call", threading.get_ident())
+            where = "" if thread == threading.get_ident() else " in another thread"
+            return SamplerStateError(
+                f"{name} was called while {running} is running{where}: one call at a time. If an exception of a signal "
+                f"handler has ended it, call {self._close_call} and make a new {self._noun}"
+            )
         expected = self.expected.get(self.state, self.state.value)
         if name == "initialize":
             return SamplerStateError(
@@ -154,22 +145,13 @@ class CallGuard(Generic[_State]):
         return SamplerStateError(f"{name} was called out of order: the call expected now is {expected}")
 
 
-_new = tuple.__new__  # the class itself makes a named tuple in Python, not in C
 _defer, _undefer = sigint.deferred.__enter__, sigint.deferred.__exit__
 
 
-class GuardedCall(sigint.deferred):
-    """The context in which the call `name` runs. It is allowed in the states `allowed`. Ctrl-C is deferred.
+class _Call(sigint.deferred):
+    """It makes few calls: after other work, with cold caches, each is slow."""
 
-    Raises `SamplerStateError` naming the call that is expected. After a `SamplerBrokenError` every call raises that
-    error. Whatever a call raises after `close` has interrupted it, the user gets a `SamplerClosedError`.
-
-    It makes few calls: after other work, with cold caches, each is slow.
-    """
-
-    _call: _Call | None = None
-
-    def __init__(self, guard: CallGuard[Any], name: str, *allowed: Any) -> None:
+    def __init__(self, guard: CallGuard[Any], name: str, allowed: tuple[Any, ...]) -> None:
         self._guard, self._name, self._allowed = guard, name, allowed
 
     def __enter__(self) -> None:
@@ -179,43 +161,28 @@ class GuardedCall(sigint.deferred):
                 f"{name} was called in process {os.getpid()}, a fork of process {guard._pid}, which owns the "
                 f"{guard._noun} and its workers: make a {guard._noun} in this process"
             )
-        try:
-            _defer(self)
-            # Frame 0 is this method, 1 is the method that the user has called.
-            self._call = call = _new(_Call, (name, threading.get_ident(), sys._getframe(1)))
-            if guard._running.setdefault(0, call) is not call:
-                guard._take_over(call)
-            if guard.state not in self._allowed:
-                raise guard._refusal(name)
-        except BaseException as error:
-            self.__exit__(type(error), error)
-            raise
+        _defer(self)
+        is_busy = not guard._lock.acquire(False)
+        if not is_busy:
+            if guard.state in self._allowed:
+                guard._running = name, threading.get_ident()
+                return
+            guard._lock.release()
+        _undefer(self)
+        raise guard._refusal(name, is_busy=is_busy)
 
     def __exit__(self, *exception: Any) -> None:
-        call, guard = self._call, self._guard
+        guard = self._guard
         try:
-            if call is not None:
-                self._call = None
-                try:
-                    if exception[1] is not None:
-                        guard._note_error(call.name, exception[1])
-                finally:
-                    if guard._running.get(0) is call:
-                        del guard._running[0]
-                        if guard._is_closed:  # `close` interrupted this call, which may have changed the state again
-                            guard.state = guard._closed
-                            if guard._pool is not None:
-                                guard._pool.close()  # what `close` has left
+            if exception[1] is not None:
+                guard._note_error(self._name, exception[1])
         finally:
-            _undefer(self)
-
-
-def _is_on_a_stack(frame: FrameType) -> bool:
-    """Whether a thread still runs this frame."""
-    for top in sys._current_frames().values():
-        current: FrameType | None = top
-        while current is not None and current is not frame:
-            current = current.f_back
-        if current is not None:
-            return True
-    return False
+            guard._running = None
+            guard._lock.release()
+            try:
+                if guard._is_closed:  # `close` interrupted this call, which may have changed the state again
+                    guard.state = guard._closed
+                    if guard._pool is not None:
+                        guard._pool.close()  # what `close` has left
+            finally:
+                _undefer(self)

@@ -135,7 +135,8 @@ class Monitor:
                 server.has_work if server is not None else until is not None and until()
             )
             milliseconds = 0 if is_over else round(seconds * 1000)  # if it is over, look for deaths only
-            ready = sigint.poll(self._poll, milliseconds)
+            with sigint.allowed():
+                ready = self._poll.poll(milliseconds)
         finally:
             control.main_asleep[0] = AWAKE
         late = time.monotonic() - asleep - seconds

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
-from penstock.errors import ConfigError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
+from penstock.errors import ConfigError, PenstockError, SamplerBrokenError, SamplerClosedError, WorkerTimeoutError
 from penstock.workers import sigint
 from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import Command, StopCollecting
@@ -33,6 +33,7 @@ from penstock.workers.stacks import StackFile
 _log = logging.getLogger("penstock")
 
 _EXIT_SECONDS = 1.5  # how long workers may take to end their step; see `close_timeout` for what follows
+_CLOSE_SECONDS = 5.0  # how long `close` may wait for one in another thread, beside `close_timeout`
 _EXIT_BROKEN_SECONDS = 0.3  # shorter after a failure: the user waits for the error
 
 
@@ -41,7 +42,7 @@ class Pool(Protocol):
 
     restarts: Restarts
     is_closed: bool
-    has_lost_command: bool  #: whether an exception has interrupted `submit`
+    has_lost_command: bool  #: whether an exception has interrupted `submit`, or a wait where it may not end
 
     @property
     def pids(self) -> Sequence[int]: ...
@@ -99,7 +100,7 @@ class WorkerPool:
         """
         self._memory, self._options, self.control, self._server = memory, options, memory.control, server
         self._all_ranks, self._owner_pid = range(len(plans)), os.getpid()
-        self._close_lock = threading.Lock()
+        self._close_lock = threading.RLock()  # a signal handler may call `close` in `close`
         self._closing_thread: int | None = None
         self._have_ended = False  # whether the workers have ended
         self.has_lost_command = False
@@ -135,17 +136,8 @@ class WorkerPool:
             if self._in_place is not None:
                 self._run_in_place(partial(self._in_place.build, worker_data[0]), "start-up")
         except BaseException:
-            self._close_in_spite_of_signals()
+            self.close(broken=True)
             raise
-
-    def _close_in_spite_of_signals(self) -> None:
-        """Nobody has this pool yet, so no later call would do what an interrupted `close` leaves undone."""
-        while True:
-            try:
-                self.close(broken=True)
-                return
-            except BaseException:
-                continue  # the first exception is raised
 
     def _start_all(self, plans: Sequence[WorkerPlan]) -> None:
         self._monitor.yields = yields = is_crowded(len(plans) + 1)
@@ -246,7 +238,7 @@ class WorkerPool:
             for rank in self.control.open(command, self._all_ranks if ranks is None else ranks):
                 if self._in_place is None:  # that worker needs no wake-up
                     notify(self.handles[rank].gate.go.writer.fd)
-        except BaseException:  # of a signal handler, or a second Ctrl-C: it is unknown which workers have the command
+        except BaseException:  # of a signal handler: it is unknown which workers have the command
             self.has_lost_command = True
             self.close(broken=True)
             raise
@@ -302,14 +294,21 @@ class WorkerPool:
                 self._replace_or_raise(failures, during)
             if self._monitor.is_closing:
                 raise SamplerClosedError(f"shut down by another thread during {during}")
-        except SamplerBrokenError as error:
-            if killed := self.close(broken=True):
-                add_killed(error, killed)
+        except BaseException as error:
+            self._end_wait(error)
+            if isinstance(error, KeyboardInterrupt):  # a short traceback: the place in the wait tells the user nothing
+                raise error.with_traceback(None) from None
             raise
-        except KeyboardInterrupt as interrupt:  # a short traceback: the place inside the wait tells the user nothing
-            raise interrupt.with_traceback(None) from None
         finally:
             self._monitor.is_waiting = False
+
+    def _end_wait(self, error: BaseException) -> None:
+        """`error` has ended a wait."""
+        if isinstance(error, SamplerBrokenError):
+            if killed := self.close(broken=True):
+                add_killed(error, killed)
+        elif not (isinstance(error, PenstockError) or sigint.was_allowed(error)):  # of a signal handler
+            self.has_lost_command = True
 
     def run(
         self,
@@ -432,14 +431,13 @@ class WorkerPool:
         # A fork of the main process owns nothing. A signal handler that interrupts `close` must not wait for it.
         if os.getpid() != self._owner_pid or self._closing_thread == me:
             return []
-        if broken and self._closing_thread is not None:
+        if not self._close_lock.acquire(timeout=0 if broken else _CLOSE_SECONDS + self._options.close_timeout):
             return []
-        with self._close_lock, sigint.deferred():
-            if self.is_closed:
-                return []
-            self._closing_thread = me
-            try:
-                # An exception of a signal handler may end this anywhere. Then the next call does the rest.
+        try:
+            with sigint.deferred():
+                if self.is_closed:
+                    return []
+                self._closing_thread = me
                 # A call of another thread may replace a worker meanwhile. So end them again, after it has ended.
                 killed = self._end_workers(broken or self._have_ended)
                 self._have_ended = True
@@ -449,8 +447,9 @@ class WorkerPool:
                     self._end_workers(broken=True)
                 self._release(broken)
                 self.is_closed = True
-            finally:
-                self._closing_thread = None
+        finally:
+            self._closing_thread = None
+            self._close_lock.release()
         return killed
 
     def _end_workers(self, broken: bool) -> list[WorkerFailure]:

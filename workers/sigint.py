@@ -1,31 +1,27 @@
 """Ctrl-C, deferred where it would leave something half done.
 
-Inside `with deferred():` Ctrl-C takes effect at the end of the block, or in the first `with allowed():` inside. A
-second Ctrl-C takes effect at once, since the block may hang. Blocks may be nested in any way.
+Inside `with deferred():` Ctrl-C takes effect at the end of the block, or in the first `with allowed():` inside. If it
+has not after `_PATIENCE_SECONDS`, something may hang: then another one takes effect at once. Blocks may be nested in
+any way. Outside the main thread they do nothing: Python runs signal handlers in the main thread only.
 """
 
 from __future__ import annotations
 
-import importlib
-import signal
+# `signal` tries to make an enum's member of every handler, which takes several microseconds. A vector environment
+# changes the handler at every step.
+import _signal  # type: ignore[import-not-found]
 import threading
-from collections.abc import Callable
-from types import FrameType
+import time
 from typing import Any
 
-# `signal` tries to make an enum's member of every handler, which takes several microseconds and fails. The module that
-# it wraps does not, and a vector environment changes the handler at every step.
-try:
-    _signal: Any = importlib.import_module("_signal")
-except ImportError:  # a Python other than CPython
-    _signal = signal
-_SIGINT, _getsignal, _set_signal = int(signal.SIGINT), _signal.getsignal, _signal.signal
+_SIGINT, _getsignal, _set_signal = _signal.SIGINT, _signal.getsignal, _signal.signal
+_PATIENCE_SECONDS = 3.0  # longer than `close` may take
 
 
 class _State(threading.local):
-    handler: Callable[[int, FrameType | None], Any] | None = None  # the user's, while this module replaces it
-    depth = 0
-    is_pending = False
+    handler: Any = None  # the user's
+    depth = 0  # of `deferred` blocks in the innermost `allowed` block
+    pending_since: float | None = None  # when the Ctrl-C came that is deferred
 
 
 _state = _State()
@@ -33,116 +29,68 @@ _state = _State()
 
 def is_pending() -> bool:
     """Whether a Ctrl-C has come and is deferred."""
-    return _state.is_pending
+    return _state.pending_since is not None
 
 
 class deferred:
-    """Defer Ctrl-C inside the block. Outside the main thread this does nothing: Python runs signal handlers in the main
-    thread only.
+    """Defer Ctrl-C inside the block. A class, because `contextmanager` takes longer, and every call enters this."""
 
-    A class, because `contextmanager` costs several calls, and every call on a sampler uses it.
-    """
-
-    _handler: Callable[[int, FrameType | None], Any] | None = None  # the user's, while this object replaces it
-    _is_nested = False
+    _replaces = False  # whether this block has replaced the user's handler
 
     def __enter__(self) -> None:
-        state = _state
-        if state.handler is not None:  # changing a handler costs ten times as much as counting
-            state.depth += 1
-            self._is_nested = True
-            return
-        handler = _getsignal(_SIGINT)
-        if not callable(handler):
-            return
-        state.is_pending, state.depth = False, 1
-        self._handler = state.handler = handler
-        try:
-            _set_signal(_SIGINT, _on_sigint)
-        except ValueError:  # this is not the main thread
-            self._handler, state.handler, state.depth = None, None, 0
-        except BaseException:  # of another signal handler
-            self.__exit__()
-            raise
+        state, handler = _state, _getsignal(_SIGINT)
+        self._depth = state.depth
+        state.depth += 1
+        if handler is not _on_sigint and callable(handler):
+            state.handler, state.pending_since, self._depth, state.depth = handler, None, 0, 1
+            try:
+                _set_signal(_SIGINT, _on_sigint)
+                self._replaces = True
+            except ValueError:
+                pass  # this is not the main thread
 
     def __exit__(self, *exception: object) -> None:
-        if self._is_nested:
-            self._is_nested = False
-            _state.depth -= 1
-            if not _state.depth:
-                _handle_pending()
-        elif self._handler is not None:
-            state, handler = _state, self._handler
-            self._handler = state.handler = None
-            state.depth = 0
-            _set_signal(_SIGINT, handler)
-            if state.is_pending:  # handled here and not deeper down, so that the traceback is short
-                state.is_pending = False
-                handler(_SIGINT, None)
-
-    # The exception of another signal handler may come before the first line of `__exit__`.
-    __del__ = __exit__
-
-
-class _Nested:
-    """A class: `contextmanager` takes longer, and the inference server enters it at every time step."""
-
-    def __enter__(self) -> None:
-        _state.depth += 1
-
-    def __exit__(self, *exception: object) -> None:
-        _state.depth -= 1
-        if not _state.depth:
+        if self._replaces:
+            self._replaces = False
+            _set_signal(_SIGINT, _state.handler)
+        _state.depth = self._depth
+        if not self._depth:
             _handle_pending()
-
-
-_nested = _Nested()
-
-
-def nested() -> _Nested:
-    """Defer Ctrl-C inside an `allowed()` block of a `deferred()` one. Cheap: nothing is installed."""
-    return _nested
 
 
 class allowed:
-    """Let Ctrl-C through: the work here can stop at any moment. One that is pending comes first.
-
-    A class, because `contextmanager` takes longer.
-    """
-
-    _depth = 0
+    """Let Ctrl-C through: the work here can stop at any moment. One that is pending comes first. An exception of a
+    signal handler that ends this block does no harm: `was_allowed` tells it from others."""
 
     def __enter__(self) -> None:
         self._depth, _state.depth = _state.depth, 0
-        if _state.is_pending:
-            try:
-                _handle_pending()
-            except BaseException:
-                self.__exit__()
-                raise
+        _handle_pending()
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object = None, error: BaseException | None = None, *_: object) -> None:
         _state.depth = self._depth
+        if error is not None:
+            vars(error)["_was_allowed"] = True
 
 
-def poll(poll: Any, milliseconds: float) -> list[tuple[int, int]]:
-    """`poll.poll(milliseconds)` inside `allowed()`. A wait of every batch calls this: it is faster."""
-    depth, _state.depth = _state.depth, 0
-    try:
-        if _state.is_pending:
-            _handle_pending()
-        return poll.poll(milliseconds)  # type: ignore[no-any-return]
-    finally:
-        _state.depth = depth
+def was_allowed(error: BaseException) -> bool:
+    """Whether `error` has ended an `allowed` block."""
+    return "_was_allowed" in vars(error)
 
 
-def _on_sigint(number: int, frame: FrameType | None) -> None:
-    is_second, _state.is_pending = _state.is_pending, True
-    if is_second or not _state.depth:
+def _on_sigint(number: int, frame: object) -> None:
+    now = time.monotonic()
+    if _state.pending_since is None:
+        _state.pending_since = now
+    if not _state.depth or now - _state.pending_since > _PATIENCE_SECONDS:
         _handle_pending(frame)
 
 
-def _handle_pending(frame: FrameType | None = None) -> None:
-    if _state.is_pending and _state.handler is not None:
-        _state.is_pending = False
-        _state.handler(signal.SIGINT, frame)
+def _handle_pending(frame: object = None) -> None:
+    if _state.pending_since is not None:
+        _state.pending_since = None
+        try:
+            _state.handler(_SIGINT, frame)
+        except BaseException as error:
+            if not _state.depth:  # also if `allowed` does not see it: before its first line, or in its last
+                vars(error)["_was_allowed"], _state.depth = True, 1
+            raise

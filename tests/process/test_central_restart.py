@@ -24,12 +24,13 @@ from penstock import (
     ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
+    SamplerBrokenError,
     SamplerState,
     WorkerDiedError,
-    WorkerError,
 )
 from penstock.envs import CountingEnv
 from penstock.testing import DelegatingAgent, Fault, faulty_env, faulty_eval_collector
+from penstock.workers import sigint
 
 from ..models import Gru, Net
 from ..scale import methods, pairs, scaled, some
@@ -302,10 +303,11 @@ def test_ctrl_c_at_any_moment_changes_nothing() -> None:
         assert_same(run(rng.uniform(0, 0.1)), wanted)
 
 
-def test_a_second_ctrl_c_ends_a_step_that_hangs_and_the_sampler_says_so() -> None:
+def test_a_later_ctrl_c_ends_a_step_that_hangs_and_the_sampler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sigint, "_PATIENCE_SECONDS", 0.0)
     with sampler_of("lock-step", CARTPOLE) as sampler:
         sampler.initialize(Interrupting(RandomAgent(), {5}, late=True, times=2), seed=9)
         with pytest.raises(KeyboardInterrupt):
             sampler.obtain_samples(0)
-        with pytest.raises(WorkerError, match="was interrupted while"):
+        with pytest.raises(SamplerBrokenError, match="interrupted"):
             sampler.wait_samples()

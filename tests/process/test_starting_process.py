@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 from penstock.workers import launcher as launch
 
-from ..scale import scaled
+from ..scale import START_METHODS, scaled
 from ..support import BOUND, PROGRAMS
 from .support import SLACK, Script, gone_after, note
 
@@ -46,12 +47,18 @@ def test_all_workers_end_with_the_process_that_starts_them_and_the_error_says_so
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_volleys_of_ctrl_c_while_workers_start(tmp_path: Path, start_method: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "start_method"),
+    scaled(
+        [*product(("vector", "parallel", "alternating"), START_METHODS)],
+        [("vector", "fork"), ("parallel", "forkserver")],
+    ),
+)
+def test_volleys_of_ctrl_c_while_workers_start(tmp_path: Path, what: str, start_method: str) -> None:
     """Four in a row, as from an impatient user. No process is left, other samplers go on, and the next start works."""
     rng = random.Random(4)
     program = PROGRAMS / "starts_interrupted.py"
-    with Script(tmp_path, program, n=scaled(200, 40), start_method=start_method) as script:
+    with Script(tmp_path, program, n=40, what=what, start_method=start_method) as script:
         assert script.line() == ["ready"]
         began = time.monotonic()
         while script.process.poll() is None and time.monotonic() < began + BOUND:

@@ -7,6 +7,7 @@ import time
 
 import psutil
 
+from penstock import AlternatingSampler, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 
@@ -25,16 +26,26 @@ def on_interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
 
+def start_and_close() -> None:
+    if given["what"] == "vector":
+        ShmVectorEnv([CountingEnv] * 2, context=given["start_method"]).close()
+        return
+    cls = {"parallel": ParallelSampler, "alternating": AlternatingSampler}[given["what"]]
+    with cls(CountingEnv, batch_T=2, batch_B=2, n_workers=2, start_method=given["start_method"]) as sampler:
+        sampler.initialize(RandomAgent())
+
+
 def starts() -> None:
     while n < given["n"]:
         try:
-            ShmVectorEnv([CountingEnv] * 2, context=given["start_method"]).close()
+            start_and_close()
         except KeyboardInterrupt:
             pass
 
 
 with ShmVectorEnv([CountingEnv] * 2) as other:
     other.reset()
+    start_and_close()  # the supervisor of samplers stays too
     before = n_processes()
     signal.signal(signal.SIGINT, on_interrupt)
     print("ready", flush=True)

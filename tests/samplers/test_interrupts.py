@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def test_it_is_answered_at_the_end() -> None:
     with pytest.raises(KeyboardInterrupt), sigint.deferred():
         ctrl_c()
         done.append(1)
-        with sigint.deferred(), sigint.nested():
+        with sigint.deferred(), sigint.deferred():
             done.append(2)
         done.append(3)
     assert done == [1, 2, 3]
@@ -55,13 +56,39 @@ def test_it_is_answered_where_it_may_pass() -> None:
     assert done == [1, 3]
 
 
-def test_a_second_one_is_answered_at_once() -> None:
+def test_one_that_comes_after_three_seconds_of_waiting_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, now = [], [100.0]
+    monkeypatch.setattr(sigint, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with pytest.raises(KeyboardInterrupt), sigint.deferred():
+        for second in range(5):
+            now[0] = 100.0 + second
+            ctrl_c()
+            done.append(second)
+    assert done == [0, 1, 2, 3]
+
+
+def test_the_block_inside_one_where_it_may_pass_holds_it_back() -> None:
+    done = []
+    with sigint.deferred():
+        with pytest.raises(KeyboardInterrupt) as caught, sigint.allowed():
+            with sigint.deferred():
+                ctrl_c()
+                done.append(1)
+            done.append(2)
+        assert sigint.was_allowed(caught.value)
+        assert not sigint.was_allowed(KeyboardInterrupt())
+    assert done == [1]
+
+
+def test_one_that_comes_when_the_place_where_it_may_pass_begins_to_end_is_known_as_well() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), sigint.deferred():
+        sigint.allowed().__enter__()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            ctrl_c()  # as before the first line of its `__exit__`
+        assert sigint.was_allowed(caught.value)
         ctrl_c()
         done.append(1)
-        ctrl_c()
-        done.append(2)
     assert done == [1]
 
 
@@ -76,7 +103,7 @@ def test_another_thread_holds_nothing_back() -> None:
     handlers: list[Any] = []
 
     def in_thread() -> None:
-        with sigint.deferred(), sigint.allowed(), sigint.nested():
+        with sigint.deferred(), sigint.allowed(), sigint.deferred():
             handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=in_thread)
