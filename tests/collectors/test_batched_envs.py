@@ -50,11 +50,13 @@ class Values(nn.Module):
 
 
 def collect(env_fn: Any, collector_cls: Any, n_workers: int | None = None, agent: Any = None, **kwargs: Any) -> Any:
-    """Batches, with the infos of the evaluations that follow them."""
+    """Batches, with the infos of the first episodes in the evaluations that follow them: batched environments begin
+    the others without seeds."""
     cls, workers = (SerialSampler, {}) if n_workers is None else (ParallelSampler, {"n_workers": n_workers})
     sizes = {"batch_T": 40, "batch_B": 6, "max_decorrelation_steps": 0, "eval_n_envs": 2, "eval_max_steps": 80}
     kept = run(cls, env_fn, agent, scaled(3, 2), range(3), collector_cls=collector_cls, **sizes, **workers, **kwargs)
-    return [(batch, infos + more) for (batch, infos), (_, more) in zip(kept[::2], kept[1::2], strict=True)]
+    first = [[info for info in more if info["episode"] == 0] for _, more in kept[1::2]]
+    return [(batch, infos + more) for (batch, infos), more in zip(kept[::2], first, strict=True)]
 
 
 #: numpy's sine over an array may differ from that of a number in the last bit, depending on the processor.
