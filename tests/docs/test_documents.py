@@ -95,7 +95,7 @@ def test_readmes_and_the_change_log_are_short() -> None:
     words = (ROOT / "README.md").read_text(encoding="utf-8").split()
     assert len(words) <= 900
     assert words.index("test") < 0.5 * len(words), "`make test` belongs in the first half"
-    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 700
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 1000
     words = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8").split()
     assert sum(word.strip("|-") != "" for word in words) <= 3000, "the marks of tables are not words"
 
