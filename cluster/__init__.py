@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.cluster.ray_sampler import RaySampler, RayStats, ShardStats
-    from penstock.cluster.stream import Piece
+    from penstock.cluster.ray_sampler import Piece, RaySampler, RayStats, ShardStats
 
 __all__ = ["Piece", "RaySampler", "RayStats", "ShardStats"]
 
@@ -20,7 +19,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if find_spec("ray") is None:
         raise ImportError(f'penstock.cluster.{name} needs ray, which is not installed: pip install ".[cluster]"')
-    return getattr(import_module(f"penstock.cluster.{'stream' if name == 'Piece' else 'ray_sampler'}"), name)
+    return getattr(import_module("penstock.cluster.ray_sampler"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,7 @@
 """The pool of shards: it gives them orders, receives their replies, and builds lost shards again.
 
-The driver, in Ray's words, is the process of the user.
+An order is a call of a shard's actor, and Ray's reference to the result is the reply. An actor runs its orders one
+after another, as they were given. The driver, in Ray's words, is the process of the user.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import math
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import ray
 from ray import exceptions as ray_errors
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -39,9 +42,7 @@ from penstock.workers.plan import split
 _log = logging.getLogger("penstock")
 
 _SLICE_SECONDS = 0.05  # how soon a wait notices that another thread closes the pool
-_EVAL_POLL_SECONDS = 0.05  # how soon an evaluation is ended once enough trajectories have finished
-_RETRY_SECONDS = 0.2  # between two tries to reach a shard that does not answer
-_GRACE_SECONDS = 5.0  # how long the first start waits for the other shards once `min_shards` are ready
+_PING_SECONDS = 1.0  # how often a shard that works is asked whether it can be reached
 _PLACE_SECONDS = 30.0  # how much longer than `start_timeout` a shard may take: Ray starts a process first
 _CLOSE_SECONDS = 3.0
 _CLOSE_BROKEN_SECONDS = 0.5
@@ -63,32 +64,23 @@ class ShardOptions:
 
 
 @dataclass(eq=False)
-class Order:
-    """What a shard is to do, until its reply has come."""
-
-    number: int  #: of this actor; 0 is its start
-    batch: int  #: the number of the driver's command
-    command: Command
-    message: bytes | None
-    ref: Any = None  #: Ray's reference to the reply; None: the shard could not be reached
-    retry_at: float = 0.0
-    unavailable_since: float | None = None
-
-
-@dataclass(eq=False)
 class Shard:
     """What the driver knows of one shard."""
 
     plan: ShardPlan
     earlier: tuple[WorkerStats, ...]  #: figures of the workers of all actors before this one
-    figures: tuple[WorkerStats, ...] = ()  #: of this actor's workers, when it was last asked
+    figures: tuple[WorkerStats, ...] = ()  #: of this actor's workers, in its last reply
+    timeline: npt.NDArray[np.float64] | None = None  #: the same
     actor: Any = None
     generation: int = 0
     started: Started | None = None  #: None until it is ready
+    node: str | None = None  #: where this actor runs, if it has answered
     since: float = 0.0  #: when its actor was made
     versions: list[int] = field(default_factory=list)  #: by policy: the version of its parameters
-    n_orders: int = 0  #: how many orders this actor was given
-    orders: deque[Order] = field(default_factory=deque)  #: those without a reply, oldest first
+    ping: Any = None  #: a reference to the answer to the newest question whether it can be reached
+    n_silent: int = 0  #: how many checks have found no answer to it
+    #: The orders without a reply, oldest first: the number of the driver's command, 0 for the start, and the reference.
+    orders: deque[tuple[int, Any]] = field(default_factory=deque)
     #: Totals of all its actors, for the statistics.
     batches: int = 0
     late: int = 0
@@ -96,12 +88,12 @@ class Shard:
     missing: int = 0
 
     def totals(self) -> tuple[WorkerStats, ...]:
-        """The figures of the workers of all its actors."""
+        """The figures of the workers of all its actors, as of the last reply."""
         return tuple(map(_sum, self.figures, self.earlier)) if self.figures else self.earlier
 
-    def call(self, method: str, group: str, *args: object) -> Any:
-        """Call `method` of the actor in one of its groups of threads. Returns a reference to the answer."""
-        return getattr(self.actor, method).options(concurrency_group=group).remote(*args)
+    def ask(self, method: str, *args: object) -> Any:
+        """Call `method` of the actor beside its orders. Returns a reference to the answer."""
+        return getattr(self.actor, method).options(concurrency_group="control").remote(*args)
 
     def place(self, path: str) -> Any:
         """The index of its columns in a field of the samples buffer."""
@@ -112,12 +104,8 @@ class Shard:
         return columns if name in ("policy_version", "bootstrap_value") else (slice(None), columns)
 
     def __str__(self) -> str:
-        return self.text(self.started.node if self.started else None)
-
-    def text(self, node: str | None) -> str:
-        """How errors name this shard. `node` is where it runs, or None before it has started."""
-        where = "not started yet" if node is None else f"node {node}"
-        return f"{self.plan.name} ({where}, {self.plan.env_text})"
+        """How errors name this shard."""
+        return f"{self.plan.name} ({f'node {self.node}' if self.node else 'not started yet'}, {self.plan.env_text})"
 
 
 def _sum(one: WorkerStats, other: WorkerStats) -> WorkerStats:
@@ -154,7 +142,7 @@ class ShardPool:
         # The driver's last command: 0 is the start. A stream has none, and gives the orders itself.
         self._number, self._command = 0, Command()
         self._message: bytes | None = None
-        self._members: list[Shard] = []  # the shards that take part in it
+        self._ready: deque[Shard] = deque()  # the oldest order of these shards has its reply
         self._answered: dict[Shard, Trajectories] = {}  # what they have found
         # The newest parameters in Ray's object store by policy, and how often any were put there: once per version.
         self._versions, self.n_puts = [1] * len(memory.parameters), 0
@@ -162,7 +150,9 @@ class ShardPool:
         self._owner_pid, self._close_lock = os.getpid(), threading.RLock()  # a signal handler may call `close` in it
         self._have_ended = False  # whether the shards have ended
         self._spec, self._group = ray.put(spec), None
-        self._cls = ray.remote(concurrency_groups={"orders": 16, "control": 4})(ShardHost)
+        # Orders have one thread, so that Ray keeps their sequence. What must not wait for them has another one.
+        self._cls = ray.remote(concurrency_groups={"control": 1})(ShardHost)
+        self._next_ping = 0.0
         self._resources = resources.pop_all()
         atexit.register(self.close)  # Python calls it before Ray's own function, which was registered before
         try:
@@ -181,24 +171,16 @@ class ShardPool:
         if self._group is not None:
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         cls = self._cls.options(**actor_options(self._needs, strategy), max_restarts=0, max_task_retries=0)
-        shard.actor = cls.remote(index, shard.generation, self._spec)
-        shard.started, shard.since = None, time.monotonic()
-        shard.earlier, shard.figures = shard.totals(), ()
-        shard.versions, shard.n_orders = [1] * len(self._versions), 0
-        shard.orders.clear()
-        self.give(shard, Command(), 0)
+        shard.actor = cls.remote(index, shard.generation)
+        shard.started, shard.node, shard.ping, shard.since = None, None, None, time.monotonic()
+        shard.earlier, shard.figures, shard.timeline = shard.totals(), (), None
+        shard.versions = [1] * len(self._versions)
+        shard.orders = deque([(0, shard.actor.start.remote(self._spec))])
+        self._ready = deque(own for own in self._ready if own is not shard)
 
-    def give(self, shard: Shard, command: Command, batch: int, message: bytes | None = None) -> None:
-        """Give the shard its next order. `batch` is the number of the driver's command."""
-        order = Order(shard.n_orders, batch, command, message)
-        shard.n_orders += 1
-        shard.orders.append(order)
-        self._send(shard, order)
-
-    def _send(self, shard: Shard, order: Order) -> None:
-        """Send the order, perhaps not for the first time: the shard runs it once."""
-        arguments = order.number, shard.orders[0].number, order.command, order.message
-        order.ref = shard.call("run", "orders", *arguments, *self._new_parameters(shard))
+    def give(self, shard: Shard, command: Command, number: int, message: bytes | None = None) -> None:
+        """Give the shard its next order. `number` is that of the driver's command."""
+        shard.orders.append((number, shard.actor.run.remote(command, message, *self._new_parameters(shard))))
 
     def _new_parameters(self, shard: Shard) -> list[Any]:
         """References to the parameters that are newer than those of the shard, which counts as having them now."""
@@ -214,9 +196,9 @@ class ShardPool:
 
     def send_parameters(self) -> None:
         """Give the newest parameters to all shards that are at work. They act with them from their next order on."""
-        for shard in self.shards:
-            if shard.started is not None and (refs := self._new_parameters(shard)):
-                shard.call("take_parameters", "control", *refs)
+        for shard in self._started:
+            if refs := self._new_parameters(shard):
+                shard.ask("take_parameters", *refs)
 
     def _lose(self, shard: Shard, why: Exception, during: str) -> None:
         """The shard is lost. Build it again, or raise `NodeLostError`."""
@@ -231,94 +213,103 @@ class ShardPool:
         self.restarts.note(rank, f"{text} ({during})", n_lost)
         _log.warning("%s (%s); it is built again, %d trajectories are lost", text, during, n_lost)
         shard.generation += 1
-        if shard in self._members and shard not in self._answered and len(self._members) > self._least:
-            self._members.remove(shard)
         self._build(shard)
 
     # ---- replies ---------------------------------------------------------------------------
 
-    def replies(self, during: str) -> Iterator[tuple[Shard, Order, Started | Reply]]:
-        """The replies that have come, after a wait of `_SLICE_SECONDS` at most. Those of a shard come in the order of
-        its orders."""
+    def next_reply(self, during: str) -> tuple[Shard, int, Started | Reply] | None:
+        """The next reply, and the number of the driver's command; None if there is none after `_SLICE_SECONDS`. Those
+        of a shard come in the order of its orders.
+
+        Raises `NodeLostError` if a shard is lost and not built again, or the error of a shard's sampler. Then the pool
+        is closed. Raises `SamplerClosedError` if another thread closes the pool.
+        """
         if self._memory.control.quit:
             raise SamplerClosedError(f"shut down by another thread during {during}")
-        now, heads = time.monotonic(), dict[Any, Shard]()
-        for shard in self.shards:
-            order = shard.orders[0] if shard.orders else None
-            if order is not None and order.ref is None and order.retry_at <= now:
-                self._send(shard, order)
-            if order is not None and order.ref is not None:
-                heads[order.ref] = shard
-        refs = list(heads)
-        with sigint.allowed():
-            if not refs:
-                time.sleep(_SLICE_SECONDS)
-            ready = ray.wait(refs, num_returns=1, timeout=_SLICE_SECONDS)[0] if refs else []
-            if len(refs) > 1 and ready:
-                ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0]
-        for ref in ready:
-            shard = heads[ref]
-            if (reply := self._reply(shard, during)) is not None:
-                yield shard, shard.orders.popleft(), reply
-        self._check_starts(during)
-
-    def _reply(self, shard: Shard, during: str) -> Started | Reply | None:
-        """The reply to its oldest order; None if the shard was lost or cannot be reached now."""
-        order, now = shard.orders[0], time.monotonic()
         try:
-            reply: Started | Reply | Failure = ray.get(order.ref)
-        except ray_errors.ActorUnavailableError as error:
-            order.unavailable_since = order.unavailable_since or now
-            if order.number == 0 or now - order.unavailable_since > self._options.unavailable_timeout:
-                self._lose(shard, error, during)
-            else:  # send it again soon, with the parameters: it is unknown whether they have arrived
-                order.ref, order.retry_at = None, now + _RETRY_SECONDS
-                shard.versions = [0] * len(self._versions)
-            return None
+            if not self._ready:
+                heads = {shard.orders[0][1]: shard for shard in self.shards if shard.orders}
+                refs = list(heads)
+                with sigint.allowed():
+                    ready = ray.wait(refs, num_returns=1, timeout=_SLICE_SECONDS)[0]
+                    if len(refs) > 1 and ready:
+                        ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0]
+                self._ready.extend(heads[ref] for ref in ready)
+                self._check_starts(during)
+                self._check_reach(during)
+            return self._reply(self._ready.popleft(), during) if self._ready else None
+        except PenstockError:
+            self.close(broken=True)
+            raise
+
+    def _reply(self, shard: Shard, during: str) -> tuple[Shard, int, Started | Reply] | None:
+        """The reply to its oldest order; None if the shard was lost."""
+        number, ref = shard.orders[0]
+        try:
+            reply: Started | Reply | Failure = ray.get(ref)
         except _TROUBLES as error:
             raise SamplerBrokenError(f"{shard} cannot answer ({during}): {error}") from error
         except ray_errors.RayError as error:
             self._lose(shard, error, during)
             return None
         if isinstance(reply, Failure):
-            if reply.kind != "SamplerClosedError":
-                raise reply.as_error(shard.text(reply.node), is_start=order.number == 0)
-            self._lose(shard, NodeLostError(reply.text), during)  # only if Ray ends its process
-            return None
+            if reply.kind == "SamplerClosedError":  # only if Ray ends its process
+                self._lose(shard, NodeLostError(reply.text), during)
+                return None
+            shard.node = reply.node
+            raise reply.as_error(str(shard), is_start=number == 0)
         if isinstance(reply, Started):
-            shard.started = reply
-        return reply
+            shard.started, shard.node = reply, reply.node
+        else:
+            shard.figures = reply.workers
+            shard.timeline = None if reply.timeline is None else reply.timeline.copy()  # Ray frees the rest
+        shard.orders.popleft()
+        return shard, number, reply
 
     def _check_starts(self, during: str) -> None:
         """Raise an error if a shard that is needed has not started in time."""
-        limit, is_start = self._config.start_timeout + _PLACE_SECONDS, self._number == 0
-        needed = self._members if len(self._members) >= self._least else self.shards
-        late = [shard for shard in needed if shard.started is None and time.monotonic() - shard.since > limit]
-        if late and not (is_start and self._n_started >= self._least):
-            raise (ConfigError if is_start else NodeLostError)(
+        limit = self._config.start_timeout + _PLACE_SECONDS
+        late = [own for own in self.shards if own.started is None and time.monotonic() - own.since > limit]
+        if late and len(self._started) < self._least:
+            raise (NodeLostError if self._number else ConfigError)(
                 f"{len(late)} of {len(self.shards)} shards were not ready after {limit:g} s ({during}): {late[0]} "
                 f"and the others need {self._needs} each, and the cluster has {ray.cluster_resources()}: "
                 "add nodes, or use fewer shards or workers"
             )
 
+    def _check_reach(self, during: str) -> None:
+        """Lose the shards that work and have answered no question for `unavailable_timeout` seconds."""
+        if (now := time.monotonic()) < self._next_ping:
+            return
+        self._next_ping = now + _PING_SECONDS
+        working = [shard for shard in self._started if shard.orders]
+        pings = [shard.ping for shard in working if shard.ping is not None]
+        answered = ray.wait(pings, num_returns=len(pings), timeout=0)[0] if pings else []
+        for shard in working:
+            if shard.ping is None or shard.ping in answered:
+                shard.ping, shard.n_silent = shard.ask("ping"), 0
+                continue
+            shard.n_silent += 1  # this counts checks, not time: the driver may have been suspended
+            if shard.n_silent * _PING_SECONDS > (limit := self._options.unavailable_timeout):
+                self._lose(shard, NodeLostError(f"it could not be reached for unavailable_timeout={limit:g} s"), during)
+
     @property
-    def _n_started(self) -> int:
-        return sum(shard.started is not None for shard in self.shards)
+    def _started(self) -> list[Shard]:
+        return [shard for shard in self.shards if shard.started is not None]
 
     @property
     def pids(self) -> list[int]:
         """The process ids of all workers on their nodes, by shard, as they were started. Empty when they have ended."""
-        shards = [] if self.is_closed else self.shards
-        return [pid for shard in shards if shard.started for pid in shard.started.worker_pids]
+        return [pid for own in self.shards if own.started and not self.is_closed for pid in own.started.worker_pids]
 
     # ---- commands --------------------------------------------------------------------------
 
     def submit(self, command: Command, message: bytes | None = None) -> int:
-        """Give `command` to the shards. A shard that still works on an earlier batch gets it after that."""
+        """Give `command` to the shards. One that still works on an earlier batch, or has not started, gets it later."""
         self.begin(command, message)
         try:
-            for shard in self._members:
-                if not (shard.orders and self._is_batch):
+            for shard in self._started:
+                if not (shard.orders and command.is_batch):
                     self.give(shard, command, self._number, message)
         except BaseException:
             self.has_lost_command = True  # some shards have it, and others do not
@@ -329,98 +320,49 @@ class ShardPool:
     def begin(self, command: Command, message: bytes | None = None) -> int:
         """Begin a new command, without orders: `submit` gives them, or a `Stream`. Returns its number."""
         self._number, self._command, self._message = self._number + 1, command, message
-        self._members = [shard for shard in self.shards if shard.started is not None]  # the others take part later
         self._answered = {}
         return self._number
 
     @property
-    def _is_batch(self) -> bool:
-        return not (self._command.do_eval or self._command.has_message)
-
-    @property
     def _is_complete(self) -> bool:
-        if self._number == 0:
-            is_late = time.monotonic() - self.shards[0].since > _GRACE_SECONDS
-            return self._n_started >= (self._least if is_late else len(self.shards))
-        n, wanted = len(self._members), self._options.min_ready
-        if n < self._least:
-            return False
-        if self._is_batch:
+        n, wanted = len(started := self._started), self._options.min_ready
+        if n < self._least or self._number == 0:
+            return n >= self._least
+        if self._command.is_batch:
             n = min(n, wanted) if isinstance(wanted, int) else math.ceil(wanted * n - 1e-9)
-        return len(self._answered) >= n
+        return sum(shard in self._answered for shard in started) >= n
 
     def wait(self, during: str, **how: Any) -> None:
         """Wait until the shards, or enough of them, have done the last command. After Ctrl-C, it may be called again.
 
-        Raises `NodeLostError` if a shard is lost and not built again, or the error of a shard's sampler. Then the pool
-        is closed. Raises `SamplerClosedError` if another thread closes the pool. `how` is only for a `WorkerPool`.
+        Raises what `next_reply` raises. `how` is only for a `WorkerPool`.
         """
-        limit = self._config.eval_max_trajectories if self._command.do_eval else None
-        next_poll = time.monotonic() + _EVAL_POLL_SECONDS
-        try:
-            while not self._is_complete:
-                for shard, order, reply in self.replies(during):
-                    self._take(shard, order, reply)
-                if limit is not None and time.monotonic() > next_poll:
-                    self._stop_if_enough(limit)
-                    next_poll = time.monotonic() + _EVAL_POLL_SECONDS
-            if self._number > 0 and self._is_batch:
-                self._mark_missing(during)
-        except BaseException as error:
-            self.close_if_broken(error)
-            raise
+        while not self._is_complete:
+            if (came := self.next_reply(during)) is not None:
+                self._take(*came)
+        if self._number > 0 and self._command.is_batch and (missing := set(self.shards) - self._answered.keys()):
+            for shard in missing:  # `valid` is False in their columns
+                shard.missing += 1
+                for path, target in self._slot.items():
+                    target[shard.place(path)] = 0
+            _log.info("%s: without %s", during, ", ".join(map(str, missing)))
 
-    def close_if_broken(self, error: BaseException) -> None:
-        """Close the pool after an error of penstock, unless another thread has closed it."""
-        if isinstance(error, PenstockError) and not isinstance(error, SamplerClosedError):
-            self.close(broken=True)
-
-    def _take(self, shard: Shard, order: Order, reply: Started | Reply) -> None:
-        """Take a reply. The shard has nothing to do now: if the running command needs it, it gets this command."""
-        if isinstance(reply, Reply):
-            if order.batch == self._number:
-                for path, array in reply.arrays.items():
-                    self._slot[path][shard.place(path)] = array
-                self._answered[shard] = reply.found
-                shard.batches += self._is_batch
-                return
-            shard.late += 1  # the user has had this batch without it
-        if shard not in self._members and len(self._members) < self._least:
-            self._members.append(shard)
-        has_it = shard in self._answered or any(order.batch == self._number for order in shard.orders)
-        if shard in self._members and not has_it and self._number > 0:
+    def _take(self, shard: Shard, number: int, reply: Started | Reply) -> None:
+        """Take a reply. A shard that was late or has started only now gets the running command."""
+        if isinstance(reply, Reply) and number == self._number:
+            for path, array in reply.arrays.items():
+                self._slot[path][shard.place(path)] = array
+            self._answered[shard] = reply.found
+            shard.batches += self._command.is_batch
+            return
+        shard.late += isinstance(reply, Reply)  # the user has had this batch without it
+        if self._number > 0 and not shard.orders and shard not in self._answered:
             self.give(shard, self._command, self._number, self._message)
 
     @property
     def _slot(self) -> dict[str, Any]:
         """Where the batch that is being collected goes: arrays by path."""
         return self._leaves[self._command.batch % len(self._leaves)]
-
-    def _mark_missing(self, during: str) -> None:
-        """Fill the columns of shards that have not answered with zeros: `valid` is False there."""
-        missing = [shard for shard in self.shards if shard not in self._answered]
-        for shard in missing:
-            shard.missing += 1
-            for path, target in self._slot.items():
-                target[shard.place(path)] = 0
-        if missing:
-            _log.info("%s: without %s", during, ", ".join(map(str, missing)))
-
-    def _stop_if_enough(self, limit: int) -> None:
-        """End the evaluation in all shards if they have finished so many trajectories."""
-        waiting = [shard for shard in self._members if shard not in self._answered and shard.started]
-        n = sum(map(len, self._answered.values()))
-        n += sum(filter(None, self.ask(waiting, _EVAL_POLL_SECONDS, "n_finished")))
-        if n >= limit:
-            for shard in waiting:
-                shard.call("stop_evaluation", "control")
-
-    def ask(self, shards: Sequence[Shard], seconds: float, method: str, *args: object) -> list[Any]:
-        """What this method of each shard returns; None for a shard that does not answer within `seconds`."""
-        refs = [shard.call(method, "control", *args) if shard.started else None for shard in shards]
-        wanted = [ref for ref in refs if ref is not None]
-        ready = set(ray.wait(wanted, num_returns=len(wanted), timeout=seconds)[0]) if wanted else set()
-        return [_value(ref) if ref in ready else None for ref in refs]
 
     def run(
         self, command: Command, during: str, discard: Callable[[], Any], *, message: bytes | None = None, **how: Any
@@ -469,8 +411,9 @@ class ShardPool:
         if not ray.is_initialized():  # Ray has ended before, and its actors with it
             return
         try:
-            refs = [shard.call("close", "control") for shard in self.shards if shard.started]
-            if refs:
+            # The first call ends the order that runs. The second one comes after it, in the thread of the orders.
+            pairs = [(shard.ask("close"), shard.actor.close.remote()) for shard in self.shards if shard.started]
+            if refs := [ref for pair in pairs for ref in pair]:
                 ray.wait(refs, num_returns=len(refs), timeout=seconds)
             for shard in self.shards:
                 if shard.actor is not None:
@@ -481,8 +424,38 @@ class ShardPool:
             _log.warning("Ray could not end the shards", exc_info=True)
 
 
-def _value(ref: object) -> Any:
-    try:
-        return ray.get(ref)
-    except ray_errors.RayError:  # the shard is lost: the next wait finds out
-        return None
+class Stream:
+    """Gives every shard `max_in_flight` orders in advance. Pieces that have come and were not taken count too."""
+
+    def __init__(self, pool: ShardPool, max_in_flight: int, max_staleness: int | None, itr: int) -> None:
+        self._pool, self._max_in_flight, self._max_staleness, self._itr = pool, max_in_flight, max_staleness, itr
+        self._number = pool.begin(Command())
+        self._taken: Counter[Shard] = Counter()  # pieces that were returned or dropped
+        for shard in pool.shards:
+            self._fill(shard)
+
+    def _fill(self, shard: Shard) -> None:
+        n = sum(number == self._number for number, _ in shard.orders)
+        for i in range(n, self._max_in_flight if shard.started else 0):
+            self._pool.give(shard, Command(self._itr + self._taken[shard] + i), self._number)
+
+    def take(self, newest: Sequence[int]) -> tuple[Shard, Reply, int, int]:
+        """Wait for the next piece that is not too old. Returns it with its itr and its staleness. `newest`: the newest
+        version of each policy."""
+        self._pool.send_parameters()
+        while True:
+            if (came := self._pool.next_reply("stream")) is None:
+                continue
+            shard, number, reply = came
+            if not isinstance(reply, Reply) or number != self._number:
+                shard.late += isinstance(reply, Reply)
+                self._fill(shard)  # perhaps it has started only now
+                continue
+            itr = self._itr + self._taken[shard]
+            self._taken[shard] += 1
+            self._fill(shard)
+            staleness = max(new - old for new, old in zip(newest, reply.versions, strict=True))
+            if self._max_staleness is None or staleness <= self._max_staleness:
+                shard.batches += 1
+                return shard, reply, itr, staleness
+            shard.stale += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false
-from penstock.buffers.samples import layouts_of
+from penstock.buffers import Samples
+from penstock.buffers.samples import batch_view, layouts_of
 from penstock.cluster.placement import connect, node_resources
-from penstock.cluster.ray_pool import ShardOptions, ShardPool
+from penstock.cluster.ray_pool import ShardOptions, ShardPool, Stream
 from penstock.cluster.shard import ShardPlan, ShardSpec
-from penstock.cluster.stream import Piece, Stream, as_samples
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, brief
@@ -29,7 +30,7 @@ from penstock.samplers.sampler import EVALUATION, Sampler
 from penstock.samplers.sampler_plan import EnvRange, make_plans
 from penstock.samplers.seating import PolicyOf
 from penstock.samplers.serial import SerialSampler
-from penstock.samplers.stats import SamplerStats, WorkerStats
+from penstock.samplers.stats import SamplerStats
 from penstock.workers.launcher import unpicklable
 from penstock.workers.plan import Affinity
 
@@ -38,7 +39,23 @@ if TYPE_CHECKING:
 
     from penstock.samplers.config import SamplerOptions
 
-_ANSWER_SECONDS = 5.0  # how long `stats` and `timeline` wait for a shard
+
+@dataclass(frozen=True)
+class Piece:
+    """One shard's part of a batch, as `RaySampler.stream` yields it.
+
+    `samples` are torch tensors `[batch_T, n, ...]` of the shard's n environments. They are in memory of Ray, which can
+    only be read: copy what you want to change. The memory is freed with the piece. With a dict of agents, they are
+    `PolicySamples`, with the shard's columns of each policy.
+    """
+
+    samples: Samples
+    traj_infos: list[TrajInfo]
+    shard: int
+    env_ranks: range  #: of the columns
+    policy_version: Any  #: of the parameters that acted; with a dict of agents, a dict of the version of each
+    staleness: int  #: how many versions newer the newest parameters were when you got it; the largest of all policies
+    itr: int  #: the number of this piece of the shard; the first has the `itr` of `stream`
 
 
 @dataclass(frozen=True)
@@ -66,9 +83,8 @@ class ShardStats:
 class RayStats(SamplerStats):
     """As `SamplerStats`, with the workers of all shards. Their ranks continue from shard to shard.
 
-    If a shard does not answer, its last figures are used. What a lost shard had done since the last call of `stats` or
-    `metrics` is missing. `parameter_puts` counts how often parameters were put into Ray's object store: once per
-    version.
+    The figures of a shard are those of its last reply. `parameter_puts` counts how often parameters were put into Ray's
+    object store: once per version.
     """
 
     shards: tuple[ShardStats, ...] = ()
@@ -111,7 +127,8 @@ class RaySampler(Sampler):
             of the others are zero, and `valid` is False there. Their replies are dropped when they come, and counted.
         min_shards: with "restart", continue without lost shards as long as this many are left. A lost shard takes part
             again as soon as a node has room for it. None: wait for all.
-        unavailable_timeout: seconds that a shard may be unreachable before it counts as lost.
+        unavailable_timeout: seconds that the process of a shard may answer nothing before the shard counts as lost. A
+            shard is asked only while it works. If its connection breaks, it is lost at once.
         resources: what each shard needs of Ray besides CPUs, for example `{"GPU": 1}`.
         address: the address of a Ray cluster. It must be the one that the process has joined, if any.
         dashboard: whether a Ray that is started here has its dashboard.
@@ -287,23 +304,22 @@ class RaySampler(Sampler):
         try:
             while True:
                 with self._guard.call("stream", SamplerState.STREAMING):
-                    piece = self._next_piece(pool, stream)
+                    piece = self._next_piece(stream)
                 yield piece
         finally:
             if self.state is SamplerState.STREAMING:
-                stream.end()
                 self._guard.state = SamplerState.READY
 
-    def _next_piece(self, pool: ShardPool, stream: Stream) -> Piece:
+    def _next_piece(self, stream: Stream) -> Piece:
         newest = [own.version for own in self._memory.parameters]
-        try:
-            shard, reply, itr, staleness = stream.take(newest)
-        except BaseException as error:
-            pool.close_if_broken(error)
-            raise
+        shard, reply, itr, staleness = stream.take(newest)
         self.policy_version = self._by_policy(dict(zip(self._agents, reply.versions, strict=True)))
         traj_infos = self._as_infos(reply.found)
-        samples = as_samples(self._memory.slots[0], reply, self.batch_T, self._n_seats)
+        arrays = iter([reply.arrays[path] for path, _ in self._memory.slots[0].leaves()])
+        view: Any = batch_view(self._memory.slots[0].map(lambda _: next(arrays)), self.batch_T, self._n_seats)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            samples = view.torch()
         self._metrics.training.extend(traj_infos)
         self._check_published(len(self._plans))
         if self._seating is not None:
@@ -333,10 +349,8 @@ class RaySampler(Sampler):
     def stats(self) -> RayStats:
         """Where the workers' time went since `initialize`, and what happened to each shard."""
         pool = self._shard_pool("stats")
-        workers: list[WorkerStats] = []
-        for shard, found in zip(pool.shards, pool.ask(pool.shards, _ANSWER_SECONDS, "ask", "stats"), strict=True):
-            shard.figures = shard.figures if found is None else found.workers
-            workers += [replace(worker, worker_rank=len(workers) + i) for i, worker in enumerate(shard.totals())]
+        own = [worker for shard in pool.shards for worker in shard.totals()]
+        workers = tuple(replace(worker, worker_rank=rank) for rank, worker in enumerate(own))
         shards = tuple(
             ShardStats(
                 shard=(rank := shard.plan.worker_rank),
@@ -352,14 +366,13 @@ class RaySampler(Sampler):
             for shard in pool.shards
         )
         nbytes, difference = self._memory.nbytes, self._inference_difference
-        return RayStats(tuple(workers), nbytes, difference, shards=shards, parameter_puts=pool.n_puts)
+        return RayStats(workers, nbytes, difference, shards=shards, parameter_puts=pool.n_puts)
 
     def timeline(self) -> npt.NDArray[np.float64]:
-        """Times of the last batch, as for one sampler, of the workers of all shards that answer. Each node has its own
-        clock."""
-        pool = self._shard_pool("timeline")
-        answers = pool.ask(pool.shards, _ANSWER_SECONDS, "ask", "timeline")
-        found = [part for part in answers if part is not None]
+        """Times of the last batch, as for one sampler, of the workers of all shards that have answered. Each node has
+        its own clock."""
+        shards = self._shard_pool("timeline").shards
+        found = [shard.timeline for shard in shards if shard.timeline is not None]
         return np.concatenate(found) if found else np.zeros((0, 2 * self.batch_T + 1))
 
     def __repr__(self) -> str:

@@ -1,14 +1,12 @@
-"""A shard on its node: one Ray actor. A thread of this actor makes one sampler and runs the driver's orders."""
+"""A shard on its node: one Ray actor, which makes one sampler and runs the driver's orders."""
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
-import queue
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -30,11 +28,11 @@ from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_plan import SamplerPlan, episodes_per_env, eval_max_T
 from penstock.samplers.seating import Seating
 from penstock.samplers.serial import SerialSampler
+from penstock.samplers.stats import WorkerStats
 from penstock.workers.affinity import limit_threads, usable_cpus
 from penstock.workers.control import Command
 from penstock.workers.plan import Affinity
 
-_CLOSE_SECONDS = 2.5
 _GENERATION_BITS = 16  # the lowest bits of a generation count the replaced workers of one actor, the others the actors
 
 #: The index of a policy, a version of its parameters, and their values by name.
@@ -81,6 +79,8 @@ class ShardSpec:
             own["eval_max_steps"] = n_evals * eval_max_T(config.eval_max_steps, config.eval_n_envs)
             # 0 is not allowed here. A shard with no episodes never evaluates.
             own["eval_episodes"] = self.episodes(plan) or config.eval_episodes
+            if config.eval_max_trajectories is not None:  # its share
+                own["eval_max_trajectories"] = math.ceil(config.eval_max_trajectories * n_evals / config.eval_n_envs)
         return {**own, **self.sampler_options}
 
     def episodes(self, plan: ShardPlan) -> int | None:
@@ -136,99 +136,46 @@ class Started:
 class Reply:
     """What a shard has done for an order."""
 
-    arrays: dict[str, npt.NDArray[Any]]  #: its columns of the samples buffer, by path; empty except for batches
+    arrays: Mapping[str, npt.NDArray[Any]]  #: its columns of the samples buffer, by path; empty except for batches
     found: Trajectories  #: finished trajectories, or the results of a call
     versions: tuple[int, ...]  #: by policy: the version of the parameters that acted
+    workers: tuple[WorkerStats, ...]  #: the figures of its workers
+    timeline: npt.NDArray[np.float64] | None  #: None where agents take turns
 
 
 class ShardHost:
-    """The Ray actor. One thread makes the sampler and runs all orders. The methods give it orders and wait for replies.
+    """The Ray actor. Its orders are `start`, then `run`, and have one thread, so they run one after another in the
+    sequence of the calls. That thread makes the sampler, and lives as long as the actor: if a thread ends, the kernel
+    may kill the processes that it has started. The other methods run in the thread of the group "control"."""
 
-    Ray may run each call in another thread. But if a thread ends, the kernel may kill the processes that it has
-    started. So the thread that makes the sampler runs as long as the actor.
-    """
-
-    def __init__(self, index: int, generation: int, spec: bytes) -> None:
+    def __init__(self, index: int, generation: int) -> None:
         self._index, self._generation = index, generation
-        self._lock = threading.Lock()
-        self._early: dict[int, tuple[Command, bytes | None]] = {}  # orders that have come before an earlier one
-        self._orders: queue.SimpleQueue[tuple[int, Command, bytes | None] | None] = queue.SimpleQueue()
-        self._next_number = 1
-        self._replies: dict[int, Future[Started | Reply | Failure]] = {0: Future()}  # number 0 is the start
-        self._n_known = 0  # the driver has the replies to all orders below this number
-        self._spare: list[dict[str, npt.NDArray[Any]]] = []  # arrays to use again: the driver has their replies
-        self._parameters: dict[int, Parameters] = {}  # new ones, by policy
-        self._is_evaluating = False
+        self._parameters: dict[int, Parameters] = {}  # by policy: new ones, for the next order
         self._sampler: Any = None
-        self._thread = threading.Thread(target=self._work, args=(spec,), name="penstock-shard", daemon=True)
-        self._thread.start()
 
-    # ---- calls of the driver ---------------------------------------------------------------
+    # ---- beside the orders -----------------------------------------------------------------
 
-    def run(
-        self, number: int, n_known: int, command: Command, message: bytes | None, *parameters: Parameters
-    ) -> Started | Reply | Failure | None:
-        """Run order `number` after those before it, with these parameters or newer ones. Order 0 is the start. The
-        driver has the replies to all orders below `n_known`. If it does not know whether an order has arrived, it gives
-        this order again, and gets the same reply."""
-        self.take_parameters(*parameters)
-        with self._lock:
-            self._n_known = max(self._n_known, n_known)
-            if number < self._n_known:
-                return None  # it was sent twice, and the driver has its reply
-            for known in [known for known in self._replies if known < self._n_known]:
-                if isinstance(reply := self._replies.pop(known).result(), Reply) and reply.arrays:
-                    self._spare.append(reply.arrays)
-            if number not in self._replies:
-                self._replies[number], self._early[number] = Future(), (command, message)
-            while self._next_number in self._early:  # Ray's threads may change the order
-                self._orders.put((self._next_number, *self._early.pop(self._next_number)))
-                self._next_number += 1
-            del self._spare[len(self._replies) :]  # one for each order that the driver waits for
-            future = self._replies[number]
-        return future.result()
+    def ping(self) -> None:
+        """Answer at once: the driver can reach this shard."""
 
     def take_parameters(self, *parameters: Parameters) -> None:
-        """From the next order on, act with these parameters of some policies, unless there are newer ones."""
-        with self._lock:
-            for own in parameters:
-                p, version, _ = own
-                if p not in self._parameters or version > self._parameters[p][1]:
-                    self._parameters[p] = own
-
-    def n_finished(self) -> int:
-        """How many trajectories the evaluation that runs has finished so far; 0 if none runs."""
-        sampler = self._sampler
-        return sum(sampler._memory.control.n_results_by_rank(sampler.n_workers)) if self._is_evaluating else 0
-
-    def stop_evaluation(self) -> None:
-        """End the evaluation that runs now, at its next step. An evaluation that has not begun yet is not affected."""
-        if self._is_evaluating:
-            self._sampler._memory.control.stop_eval = True
-
-    def ask(self, method: str) -> Any:
-        """What this method of the sampler returns."""
-        return getattr(self._sampler, method)()
+        """From the next order on, act with these parameters of some policies."""
+        for own in parameters:
+            self._parameters[own[0]] = own
 
     def close(self) -> None:
-        """Close the sampler. Running orders get errors as their replies."""
-        self._orders.put(None)
-        if self._sampler is not None:  # an order that runs ends only when another thread closes the sampler
+        """Close the sampler. An order that runs gets an error as its reply."""
+        if self._sampler is not None:
             self._sampler.shutdown()
-        self._thread.join(_CLOSE_SECONDS)
 
-    # ---- the thread ------------------------------------------------------------------------
+    # ---- orders ----------------------------------------------------------------------------
 
-    def _work(self, spec: bytes) -> None:
+    def start(self, spec: bytes) -> Started | Failure:
+        """Make the sampler."""
         try:
-            self._replies[0].set_result(self._make(pickle.loads(spec)))
+            return self._make(pickle.loads(spec))
         except BaseException as error:
-            self._replies[0].set_result(Failure.of(error))
-            return
-        while (item := self._orders.get()) is not None:
-            number, command, message = item
-            self._replies[number].set_result(self._execute(command, message))
-        self._sampler.shutdown()
+            return Failure.of(error)
 
     def _make(self, spec: ShardSpec) -> Started:
         self._spec, self._plan = spec, spec.plans[self._index]
@@ -253,52 +200,32 @@ class ShardHost:
         self._sampler = sampler
         return Started(_node(), os.getpid(), tuple(sampler.worker_pids))
 
-    def _execute(self, command: Command, message: bytes | None) -> Reply | Failure:
+    def run(self, command: Command, message: bytes | None, *parameters: Parameters) -> Reply | Failure:
+        """Run a command, with these parameters or newer ones."""
         sampler, arrays = self._sampler, {}
         found: Any = []
-        with self._lock:
-            parameters, self._parameters = self._parameters, {}
         try:
             shared = sampler._memory.parameters
-            for p, version, values in parameters.values():
+            newer = [self._parameters.pop(p) for p in list(self._parameters)]  # the other thread may add some
+            for p, version, values in (*parameters, *newer):
                 if version > shared[p].version:
                     shared[p].publish(values, version)
             if command.has_message:
                 found = self._call(pickle.loads(message or b""))
             elif command.do_eval:
-                found = self._evaluate(command.itr)
+                if self._plan.eval_columns and self._spec.episodes(self._plan) != 0:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", RuntimeWarning)  # the driver counts the episodes of all shards
+                        found = sampler.evaluate_agent(command.itr)
             else:
                 _, found = sampler.obtain_samples(command.itr)
-                arrays = self._copy_batch()
-            return Reply(arrays, [_portable(item) for item in found], tuple(own.version for own in shared))
+                slot = sampler._memory.slots[(sampler._batch - 1) % sampler._batches.n_slots]
+                arrays = dict(slot.leaves())  # Ray copies them before this thread runs the next order
+            versions, seating = tuple(own.version for own in shared), sampler._seating
+            timeline = None if seating is not None and seating.in_turns else sampler.timeline()
+            return Reply(arrays, [_portable(item) for item in found], versions, sampler.stats().workers, timeline)
         except BaseException as error:
             return Failure.of(error)
-
-    def _evaluate(self, itr: int) -> Trajectories:
-        if not self._plan.eval_columns or self._spec.episodes(self._plan) == 0:
-            return []
-        self._is_evaluating = True
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # the driver counts the episodes of all shards
-                found: Trajectories = self._sampler.evaluate_agent(itr)
-        finally:
-            self._is_evaluating = False
-        return found
-
-    def _copy_batch(self) -> dict[str, npt.NDArray[Any]]:
-        """A copy of the last batch, by path. It reuses the arrays of an earlier reply: to get new memory takes longer
-        than to copy."""
-        sampler = self._sampler
-        slot = sampler._memory.slots[(sampler._batch - 1) % sampler._batches.n_slots]
-        with self._lock:
-            arrays = self._spare.pop() if self._spare else {}
-        for path, array in slot.leaves():
-            if path in arrays:
-                np.copyto(arrays[path], array)
-            else:
-                arrays[path] = array.copy()
-        return arrays
 
     def _call(self, call: EnvCall | StateMessage) -> list[ObjectMessage]:
         if isinstance(call, StateMessage):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from penstock import (  # noqa: E402
 from penstock.cluster import RaySampler  # noqa: E402
 from penstock.envs import EnvContext  # noqa: E402
 
+from ..scale import scaled  # noqa: E402
 from .ray_support import assert_same, our_processes, run, wait_for_none  # noqa: E402
 
 pytestmark = [
@@ -271,17 +273,92 @@ def test_nodes_may_come_and_go(ray_cluster: Any) -> None:
             ray_cluster.remove_node(node)
 
 
+def suspend(sampler: RaySampler) -> int:
+    """Suspend the process of shard 1."""
+    os.kill(pid := actor_pids(sampler)[1], signal.SIGSTOP)
+    return pid
+
+
+SUSPENDED: dict[str, Any] = {"batch_T": 20, "batch_B": 3, "n_shards": 2, "n_workers": 1}
+
+
+def test_a_suspended_shard_is_named() -> None:
+    before = our_processes()
+    with RaySampler(WithChild, **SUSPENDED, unavailable_timeout=2.0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        suspend(sampler)
+        message = r"shard 1 \(node .*, env_rank 2\) was lost: .*not be reached for unavailable_timeout=2 s \(itr=0\)"
+        with pytest.raises(NodeLostError, match=message):
+            sampler.obtain_samples(0)
+    assert wait_for_none(before, 30.0) == {}, "Ray kills a suspended process after 5 seconds"
+
+
+def test_a_suspended_shard_is_built_again_and_a_short_pause_is_only_a_delay() -> None:
+    before = our_processes()
+    options: dict[str, Any] = {**SUSPENDED, "on_node_failure": "restart", "sampler_cls": SerialSampler}
+    plain = run(SerialSampler, CARTPOLE, RandomAgent, iterations=1, batch_T=20, batch_B=3)
+    with RaySampler(CARTPOLE, **options, unavailable_timeout=8.0) as sampler:
+        sampler.initialize(RandomAgent(), seed=11, bootstrap_value=True)
+        waker = threading.Timer(2.0, os.kill, (suspend(sampler), signal.SIGCONT))
+        waker.start()
+        sampler.obtain_samples(0)
+        waker.join()
+        assert_same(([sampler.samples_np], None), (plain[0], None), columns=slice(0, 3))
+        assert sampler.stats().restarts == 0
+        suspend(sampler)
+        samples, _ = sampler.obtain_samples(1)
+        assert samples.env.valid.all()
+        assert [shard.restarts for shard in sampler.stats().shards] == [0, 1]
+    assert wait_for_none(before, 30.0) == {}
+
+
+class Sleeping(gym.Wrapper[Any, Any, Any, Any]):
+    """A step takes 50 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.05)
+        return super().step(action)
+
+
+def test_ctrl_c_ends_a_wait_which_may_be_made_again() -> None:
+    options: dict[str, Any] = {"batch_T": 20, "batch_B": 3, "max_decorrelation_steps": 0}
+    plain = run(SerialSampler, CARTPOLE, RandomAgent, iterations=1, **options)
+    with RaySampler(Sleeping, **options, n_shards=2, n_workers=1) as sampler:
+        sampler.initialize(RandomAgent(), seed=11, bootstrap_value=True)
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            sampler.obtain_samples(0)
+        timer.join()
+        sampler.wait_samples()
+        assert_same(([sampler.samples_np], None), (plain[0], None), columns=slice(0, 3))
+
+
+@pytest.mark.parametrize("state", ["ready", "sampling", "streaming", "suspended"])
+def test_shutdown_ends_everything_in_each_state(state: str) -> None:
+    before = our_processes()
+    sampler = RaySampler(WithChild, **{**SUSPENDED, "batch_T": 20_000})
+    sampler.initialize(RandomAgent(), seed=0)
+    if state == "sampling":
+        sampler.start_samples(0)
+    if state == "streaming":
+        stream = sampler.stream()
+        threading.Timer(1.0, sampler.shutdown).start()
+        with pytest.raises(SamplerClosedError):
+            list(stream)
+    if state == "suspended":
+        suspend(sampler)
+        sampler.start_samples(0)
+    began = time.monotonic()
+    sampler.shutdown()
+    assert time.monotonic() - began < 6.0
+    assert wait_for_none(before, 30.0 if state == "suspended" else scaled(2.0, 5.0)) == {}
+
+
 def test_shutdown_from_another_thread_ends_a_wait() -> None:
-    import threading
-
-    class Sleeping(gym.Wrapper[Any, Any, Any, Any]):
-        def __init__(self) -> None:
-            super().__init__(gym.make("CartPole-v1"))
-
-        def step(self, action: Any) -> Any:
-            time.sleep(0.05)
-            return super().step(action)
-
     sampler = RaySampler(Sleeping, batch_T=2000, batch_B=2, n_shards=2, n_workers=1, max_decorrelation_steps=0)
     sampler.initialize(RandomAgent(), seed=0)
     closer = threading.Timer(0.3, sampler.shutdown)

@@ -224,9 +224,9 @@ def test_calls_parameters_statistics_and_errors() -> None:
         batch_B=5,
         n_shards=2,
         n_workers=1,
-        eval_n_envs=1,
-        eval_max_steps=100,
-        eval_max_trajectories=2,
+        eval_n_envs=3,
+        eval_max_steps=6000,
+        eval_max_trajectories=4,
     ) as sampler:
         with pytest.raises(SamplerStateError, match="expected now is initialize"):
             sampler.obtain_samples(0)
@@ -239,7 +239,7 @@ def test_calls_parameters_statistics_and_errors() -> None:
         assert sampler.call("double") == [0, 2, 4, 6, 8]
         sampler.set_attr("number", [5, 6, 7, 8, 9])
         assert sampler.get_attr("number") == [5, 6, 7, 8, 9]
-        assert sampler.get_attr("number", evaluation=True) == [0], "evaluation uses the first entry of the list"
+        assert sampler.get_attr("number", evaluation=True) == [0] * 3, "evaluation uses the first entry of the list"
         with pytest.raises(EnvCallError, match="env_rank 0 raised ValueError: five"):
             sampler.call("double")
 
@@ -259,7 +259,7 @@ def test_calls_parameters_statistics_and_errors() -> None:
             assert samples.agent.agent_info.value.min() > 50
             assert (samples.agent.policy_version == 3).all()
         assert sampler.policy_version == 3
-        assert len(sampler.evaluate_agent(4)) >= 2
+        assert 4 <= len(sampler.evaluate_agent(4)) <= 6, "the shards end after 3 and 2, or one more in a step of two"
 
         stats = sampler.stats()
         assert stats.parameter_puts == 1, "once for all shards, and never without a new version"
@@ -269,7 +269,7 @@ def test_calls_parameters_statistics_and_errors() -> None:
         figures = sampler.metrics()
         assert figures["sampler/env_steps"] == 200
         assert {"worker_0/idle_share", "worker_1/idle_share"} <= set(figures)
-        assert figures["eval/trajectories"] >= 2
+        assert figures["eval/trajectories"] >= 4
         with pytest.raises(ConfigError, match="records no videos"):
             sampler.evaluate_agent(4, video="videos")
         with pytest.raises(SamplerStateError, match="on a RaySampler"):
@@ -282,7 +282,9 @@ def test_calls_parameters_statistics_and_errors() -> None:
         assert "shard 1 (node" in repr(sampler)
 
         sampler.set_attr("fails", [False] * 4 + [True])
-        with pytest.raises(WorkerError, match=r"shard 1 \(node .*, env_rank 3 to 4\): worker 0 .*it fails") as caught:
+        with pytest.raises(
+            WorkerError, match=r"shard 1 \(node .*, env_rank 3 to 4, .*\): worker 0 .*it fails"
+        ) as caught:
             sampler.obtain_samples(5)
         assert "ArithmeticError" in str(caught.value.__cause__ and caught.value.__cause__.__cause__)
         with pytest.raises(WorkerError, match="it fails"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,16 +14,15 @@ pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cluster.ray_pool import Order, Shard
+from penstock.cluster.ray_pool import Shard, Stream
 from penstock.cluster.shard import Reply, ShardPlan, Started
-from penstock.cluster.stream import Stream
 from penstock.workers.control import Command
 
 pytestmark = [pytest.mark.ray]
 
 
-def order(batch: int) -> Order:
-    return Order(1, batch, Command(), None)
+def reply(*versions: int) -> Reply:
+    return Reply({}, [], versions, (), None)
 
 
 class Pool:
@@ -37,7 +36,6 @@ class Pool:
         self.shards = [Shard(plan, (), started=Started("here", 1, ())) for plan in plans]
         self.choices, self.may_lose = choices, may_lose
         self.newest, self.known = 1, 1
-        self.orders: dict[Shard, deque[int]] = {shard: deque() for shard in self.shards}
         self.ran: Counter[Shard] = Counter()
         self.lost: Counter[Shard] = Counter()
         self.most = 0
@@ -50,19 +48,20 @@ class Pool:
 
     def give(self, shard: Shard, command: Any, number: int) -> None:
         assert number == 7
-        self.orders[shard].append(command.itr)
-        self.most = max(self.most, len(self.orders[shard]))
+        shard.orders.append((7, command.itr))
+        self.most = max(self.most, len(shard.orders))
 
-    def replies(self, during: str) -> Iterator[tuple[Shard, Order, Started | Reply]]:
+    def next_reply(self, during: str) -> tuple[Shard, int, Started | Reply] | None:
         shard = self.shards[next(self.choices) % len(self.shards)]
         if self.may_lose and next(self.choices) % 4 == 0:
-            self.lost[shard] += len(self.orders[shard])
-            self.orders[shard].clear()
-            yield shard, order(0), Started("there", 2, ())
-        for _ in range(min(len(self.orders[shard]), 1 + next(self.choices) % 3)):
-            self.orders[shard].popleft()
-            self.ran[shard] += 1
-            yield shard, order(7), Reply({}, [], (self.known - (next(self.choices) % 2 and self.known > 1), 1))
+            self.lost[shard] += len(shard.orders)
+            shard.orders.clear()
+            return shard, 0, Started("there", 2, ())
+        if next(self.choices) % 3 == 0:
+            return None
+        shard.orders.popleft()
+        self.ran[shard] += 1
+        return shard, 7, reply(self.known - (next(self.choices) % 2 and self.known > 1), 1)
 
 
 @given(
@@ -81,18 +80,17 @@ def test_every_piece_is_handed_over_or_counted(
     handed: Counter[Shard] = Counter()
     itrs: dict[Shard, list[int]] = {shard: [] for shard in pool.shards}
     for i in range(30):
-        shard, reply, itr, staleness = stream.take((pool.newest, 1))
-        assert staleness == pool.newest - reply.versions[0], "that of the policy that is oldest"
+        shard, found, itr, staleness = stream.take((pool.newest, 1))
+        assert staleness == pool.newest - found.versions[0], "that of the policy that is oldest"
         assert max_staleness is None or staleness <= max_staleness
         handed[shard] += 1
         itrs[shard].append(itr)
         pool.newest += seeds[i % len(seeds)] % 3 == 0
     assert pool.most <= max_in_flight
-    stream.end()
     for shard in pool.shards:
         assert itrs[shard] == sorted(set(itrs[shard]))
         assert handed[shard] == shard.batches
-        assert pool.ran[shard] == shard.batches + shard.stale + shard.late
+        assert pool.ran[shard] == shard.batches + shard.stale
         if max_staleness is None:
             assert itrs[shard] == list(range(100, 100 + len(itrs[shard])))
 
@@ -102,20 +100,23 @@ def test_pieces_of_a_lost_shard_are_ordered_again_and_those_of_an_earlier_comman
     (shard,) = pool.shards
     stream: Any = Stream(pool, 2, None, itr=100)  # type: ignore[arg-type]
     comes: list[tuple[int, Started | Reply]] = [
-        (6, Reply({}, [], (1,))),  # of the batch before the stream
+        (6, reply(1)),  # of the batch before the stream
         (0, Started("there", 2, ())),  # the orders 100 and 101 were lost with the actor
-        (7, Reply({}, [], (2,))),
+        (7, reply(2)),
     ]
 
-    def replies(during: str) -> Iterator[tuple[Shard, Order, Started | Reply]]:
-        pool.orders[shard].clear()
-        batch, reply = comes.pop(0)
-        yield shard, order(batch), reply
+    def next_reply(during: str) -> tuple[Shard, int, Started | Reply]:
+        number, found = comes.pop(0)
+        if number == 0:
+            shard.orders.clear()
+        if number == 7:
+            shard.orders.popleft()
+        return shard, number, found
 
-    pool.replies = replies  # type: ignore[method-assign]
-    _, reply, itr, _ = stream.take((2,))
-    assert (reply.versions, itr, shard.late) == ((2,), 100, 1)
-    assert list(pool.orders[shard]) == [102], "the orders 100 and 101 were given again, then the next one"
+    pool.next_reply = next_reply  # type: ignore[method-assign]
+    _, found, itr, _ = stream.take((2,))
+    assert (found.versions, itr, shard.late) == ((2,), 100, 1)
+    assert list(shard.orders) == [(7, 101), (7, 102)], "the orders 100 and 101 were given again, then the next one"
 
 
 def test_the_columns_of_each_policy_have_their_place() -> None:
