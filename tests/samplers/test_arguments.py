@@ -8,11 +8,12 @@ import pydoc
 import signal
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import numpy as np
 import psutil
 import pytest
+from typing_extensions import Required, get_type_hints
 
 from penstock import (
     Affinity,
@@ -30,7 +31,7 @@ from penstock import (
     WorkerDiedError,
 )
 from penstock.collectors import EvalCollector
-from penstock.envs import CountingEnv
+from penstock.envs import CountingEnv, EnvFn
 from penstock.envs.video import require_folder
 from penstock.samplers.config import SamplerConfig, SamplerOptions
 
@@ -178,8 +179,14 @@ def test_other_kinds_of_arguments_are_named() -> None:
         sampler.initialize(RandomAgent(), bootstrap_value=np.False_)  # type: ignore[arg-type]
 
 
-def test_type_checkers_and_run_time_know_the_same_names() -> None:
-    assert {"env_fn", *SamplerOptions.__annotations__} == set(SamplerConfig.__dataclass_fields__)
+def test_type_checkers_and_run_time_know_the_same_names_and_types() -> None:
+    names = {"Required": Required}
+    known, table = get_type_hints(SamplerOptions, localns=names), get_type_hints(SamplerConfig)
+    assert table.pop("env_fn") == EnvFn
+    assert known == table
+    shown = get_type_hints(SamplerOptions, localns=names, include_extras=True)
+    required = {name for name, annotation in shown.items() if get_origin(annotation) is Required}
+    assert {"env_fn", *required} == {field.name for field in fields(SamplerConfig) if field.default is MISSING}
 
 
 @every
