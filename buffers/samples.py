@@ -731,7 +731,7 @@ def _joined(nodes: list[Any], axis: int) -> Any:
 
 def _require_fit(parts: Any, axis: int) -> None:
     """Raise `ConfigError` unless `Samples.cat` can join these parts."""
-    if not parts or isinstance(parts, NamedArrays):
+    if not (isinstance(parts, Sequence) and parts):
         raise ConfigError("cat needs a list of samples")
     if stale := [i for i, part in enumerate(parts) if not part.is_current]:
         raise ConfigError(f"cat: a later batch has overwritten part {stale[0]}: keep a copy() of each batch before it")

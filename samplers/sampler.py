@@ -768,11 +768,12 @@ class Sampler(ABC):
     # ---- closing ---------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End the workers, and close everything: processes, descriptors, claims. It raises no error. It may be called
-        twice, and from any thread.
+        """End the workers, and close everything: processes, descriptors, claims. It raises no error of its own. It may
+        be called twice, and from any thread.
 
-        The last samples stay readable. This waits for environments to close, see `close_timeout`; Ctrl-C ends the wait.
-        A worker that takes longer, or about two seconds for anything else, is killed and named in a `RuntimeWarning`.
+        The last samples stay readable. This waits for environments to close, see `close_timeout`; Ctrl-C ends the wait,
+        and comes out of this call when all is closed. A worker that takes longer, or about two seconds for anything
+        else, is killed and named in a `RuntimeWarning`.
         After a failure, environments have less than a second to close. A call that another thread runs raises
         `SamplerClosedError`. If this call is in the user's code (a step in the main process, for example), it closes
         the rest when that code returns.

@@ -17,7 +17,7 @@ from penstock.buffers.tree import map_tree
 from penstock.envs.calls import EnvCall
 from penstock.errors import EnvCallError, SpaceError, brief
 from penstock.vector.env import ShmVectorEnv
-from penstock.vector.vector_arguments import EnvFns
+from penstock.vector.vector_arguments import EnvFns, refuse_unknown
 from penstock.vector.vector_pool import PendingCallError, State
 from penstock.workers.plan import StartMethod
 
@@ -50,6 +50,7 @@ class Sb3VecEnv(VecEnv):
         reward_dtype: type[np.floating[Any]] = np.float32,
         **kwargs: object,
     ) -> None:
+        refuse_unknown(Sb3VecEnv, kwargs, ShmVectorEnv)
         arguments: dict[str, Any] = {"context": start_method, "autoreset_mode": "SAME_STEP", **kwargs}
         envs = ShmVectorEnv(env_fns, **arguments)
         try:
@@ -163,7 +164,7 @@ class Sb3VecEnv(VecEnv):
 
     def _wanted(self, indices: int | Iterable[int] | None) -> list[int]:
         """The environment of each of these rows."""
-        return [self._env_of[int(i) % self.num_envs] for i in self._get_indices(indices)]
+        return [self._env_of[i] for i in self._get_indices(indices)]
 
     def _call(
         self, verb: str, indices: int | Iterable[int] | None, name: str, /, *args: object, **kwargs: object

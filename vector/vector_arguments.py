@@ -46,11 +46,13 @@ _REMEDIES = {
 }
 
 
-def refuse_unknown(caller: type, unknown: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for the first argument that the class `caller` does not have."""
-    for name in unknown:
-        known = [known for known in inspect.signature(caller).parameters if known != "unknown"]
-        raise unknown_argument(caller.__name__, name, known, _REMEDIES)
+def refuse_unknown(caller: type, given: Mapping[str, Any], *others: type) -> None:
+    """Raise `ConfigError` for the first argument that neither the class `caller` has nor the `others`, which get what
+    it does not have."""
+    known = {name for cls in (caller, *others) for name in inspect.signature(cls).parameters} - {"unknown", "kwargs"}
+    for name in given:
+        if name not in known:
+            raise unknown_argument(caller.__name__, name, sorted(known), _REMEDIES)
 
 
 def check_async_arguments(shared_memory: object, daemon: object, observation_mode: object) -> None:

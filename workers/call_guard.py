@@ -131,10 +131,13 @@ class CallGuard(Generic[_State]):
             return SamplerClosedError(f"{name} was called after {self._close_call}: make a new {self._noun}")
         if is_busy:
             running, thread = self._running or ("another call", threading.get_ident())
-            where = "" if thread == threading.get_ident() else " in another thread"
+            if thread != threading.get_ident():
+                return SamplerStateError(
+                    f"{name} was called while {running} is running in another thread: one call at a time"
+                )
             return SamplerStateError(
-                f"{name} was called while {running} is running{where}: one call at a time. If an exception of a signal "
-                f"handler has ended it, call {self._close_call} and make a new {self._noun}"
+                f"{name} was called while {running} is running: one call at a time. If an exception of a signal "
+                f"handler has ended {running}, call {self._close_call} and make a new {self._noun}"
             )
         expected = self.expected.get(self.state, self.state.value)
         if name == "initialize":

@@ -36,7 +36,7 @@ _PHASE_TEXT = {
     Phase.STEPPING: "stepping env_rank {rank}",
     Phase.SENDING: "sending results",
     Phase.CLOSING: "closing env_rank {rank}",
-    Phase.CLOSED: "closed",
+    Phase.CLOSED: "exiting",
     Phase.BEGINNING: "beginning",
     Phase.CALLING: "in a call on its environments",
     Phase.REQUESTING: "waiting for actions",

@@ -199,7 +199,7 @@ class Monitor:
         for handle in new:
             notify(handle.gate.go.writer.fd)  # a worker that sleeps sees then that it must quit
         alive = self._await_exits(new, patience, close_timeout)
-        limit = "" if close_timeout is None or sigint.is_pending() else f" (close_timeout={close_timeout:g})"
+        limit = "" if close_timeout is None else f" (close_timeout={close_timeout:g})"
         for handle in alive:
             forced[handle.rank] = self.status(handle)
         for sig, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
@@ -213,6 +213,7 @@ class Monitor:
             failure = WorkerFailure(status, exitcode, self._reports.read(handle.rank))
             if handle.rank in forced:
                 why = limit if status.progress.phase is Phase.CLOSING else ""
+                why = " (Ctrl-C)" if sigint.is_pending() else why
                 complaints.append(f"{forced[handle.rank]} did not exit while {status.doing} and was killed{why}")
                 continue
             if handle in new and exitcode is not None and exitcode < 0:

@@ -101,7 +101,7 @@ class OfSampler:
         assert counts[0] in self.starts
         self.starts = {counts[0]}
 
-    calls = (obtain, start_and_wait, evaluate, ask)
+    calls: tuple[Any, ...] = (obtain, start_and_wait, evaluate, ask)
 
     def go_on(self) -> None:
         """A signal has come: the batch that was interrupted may be lost, or may not have begun, or can be had now."""
@@ -138,6 +138,8 @@ class OfAsyncSampler(OfSampler):
 
 
 class OfVectorEnv:
+    counts: set[int]
+
     def __init__(self) -> None:
         self.close: Any = lambda: None
 
@@ -246,7 +248,7 @@ def interrupt(work: Any, seconds: float) -> None:
 def says_so(error: PenstockError) -> bool:
     """Whether `error` says that a signal is its cause."""
     if isinstance(error, SamplerBrokenError) and "KeyboardInterrupt" in str(error):
-        return given["sig"] == "SIGINT"
+        return bool(given["sig"] == "SIGINT")
     said = "xception of a signal handler", "Alarm", "TimeoutError"
     return given["sig"] == "SIGALRM" and any(each in str(error) for each in said)
 

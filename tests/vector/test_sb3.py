@@ -475,3 +475,18 @@ def test_float64_rewards_are_those_of_a_subproc_vec_env() -> None:
     for wrong in (int, "float", None):
         with pytest.raises(ConfigError, match="reward_dtype must be one of float32, float64"):
             Sb3VecEnv(fns, reward_dtype=wrong)  # type: ignore[arg-type]
+
+
+def test_indices_outside_are_refused_as_by_a_dummy_vec_env_and_a_misspelt_argument_is_explained() -> None:
+    for make in (DummyVecEnv, Sb3VecEnv):
+        envs = make([partial(gym.make, "CartPole-v1")] * 2)
+        assert len(envs.get_attr("spec", [-1, 0])) == 2
+        for wrong, error in ((2, IndexError), (-3, IndexError), (1.0, TypeError)):
+            with pytest.raises(error):
+                envs.get_attr("spec", [wrong])
+            with pytest.raises(error):
+                envs.set_attr("mine", 1, [wrong])
+        assert not envs.has_attr("mine")
+        envs.close()
+    with pytest.raises(ConfigError, match=r"^Sb3VecEnv has no argument 'reward_dtyp': did you mean 'reward_dtype'\?$"):
+        Sb3VecEnv([partial(gym.make, "CartPole-v1")], reward_dtyp=np.float64)
