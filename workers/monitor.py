@@ -175,10 +175,11 @@ class Monitor:
         self, handles: Sequence[WorkerHandle], patience: float, close_timeout: float | None
     ) -> list[WorkerHandle]:
         """As `await_deaths`, and longer while workers close environments, if no single one takes `close_timeout`
-        seconds. Ctrl-C ends this wait. With None it is as short as for other workers."""
-        limits = {} if close_timeout is None else {Phase.CLOSING: close_timeout, Phase.CLOSED: patience}
+        seconds. With None, and after Ctrl-C, it is as short as for other workers."""
+        own = {} if close_timeout is None else {Phase.CLOSING: close_timeout, Phase.CLOSED: patience}
         ends, alive = time.monotonic() + patience, list(handles)
-        while alive and not (limits and sigint.is_pending()):
+        while alive:
+            limits = {} if sigint.is_pending() else own
             rows = [self._control.snapshot(handle.rank) for handle in alive]
             latest = max([ends, *(row.heartbeat + limits[row.phase] for row in rows if row.phase in limits)])
             if (left := latest - time.monotonic()) <= 0:

@@ -437,6 +437,7 @@ def test_along_the_time_what_comes_after_the_last_row_is_that_of_the_last_batch(
     [
         (lambda a, b: [], "T", "needs a list of samples"),
         (lambda a, b: a, "T", "needs a list of samples"),
+        (lambda a, b: iter([a, b]), "T", "needs a list of samples"),
         (lambda a, b: [a, b], "x", "dim must be one of T, B"),
         (lambda a, b: [b, a], "T", "part 1 does not begin where part 0 ends"),
         (lambda a, b: [a, b[:, :2]], "T", r"agent.action of part 1 is not as in part 0: .*dim=.T"),
