@@ -40,7 +40,7 @@ class Returned:
         if not self.copies:
             return observation
         self._seen[e, is_reset] = observation
-        return snapshot(observation)
+        return snapshot(observation, other=lambda value: value)  # not each object can be copied
 
     def of_step(self, e: int, step: Callable[[Any], Any], action: Any) -> Any:
         """What `step(action)` of environment e returns, with its own observation."""

@@ -21,17 +21,18 @@ StepHook = Callable[[int, Any, Any, Any, bool, bool, dict[str, Any]], None]
 Rows = npt.NDArray[Any]  # [n, B]
 
 
-def snapshot(value: object) -> Any:
-    """A deep copy of an observation or action, whose arrays the environment may reuse."""
+def snapshot(value: object, other: Callable[[Any], Any] = copy.deepcopy) -> Any:
+    """A deep copy of an observation or action, whose arrays the environment may reuse. `other` copies what is no array,
+    dict, tuple or tensor."""
     if value.__class__ is np.ndarray:
         return value.copy()
     if value.__class__ is dict:
-        return {key: snapshot(part) for key, part in value.items()}
+        return {key: snapshot(part, other) for key, part in value.items()}
     if value.__class__ is tuple:
-        return tuple(snapshot(part) for part in value)
+        return tuple(snapshot(part, other) for part in value)
     if hasattr(value, "clone"):  # a tensor, of which not each can be copied in another way
         return value.clone()
-    return copy.deepcopy(value)
+    return other(value)
 
 
 class Tracker(ABC):

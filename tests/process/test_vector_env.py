@@ -156,7 +156,8 @@ def test_first_ready_steps_survive_kills() -> None:
         n_kills, n_received = 0, 0
         while n_kills < scaled(200, 12) or n_received < 600:
             if n_received >= 50 * (n_kills + 1):
-                os.kill(_workers(envs)[n_kills % 3], signal.SIGKILL)
+                workers = _workers(envs)  # without those that are dead and not replaced yet
+                os.kill(workers[n_kills % len(workers)], signal.SIGKILL)
                 n_kills += 1
             _, reward, _, truncated, infos = envs.recv()
             ids = infos["env_id"]

@@ -28,7 +28,7 @@ class Slow(CountingEnv):
     def reset(self, **kwargs: Any) -> Any:
         time.sleep(self.reset_seconds)
         observation, _ = super().reset(**kwargs)
-        return observation, {"options": str(kwargs["options"])}
+        return observation, {"options": str(kwargs.get("options"))}
 
     def step(self, action: Any) -> Any:
         time.sleep(self.step_seconds)
