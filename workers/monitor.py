@@ -33,7 +33,7 @@ _CHECKS_PER_LIMIT = 20  # how often progress is checked within one limit
 _CHECK_SECONDS = 0.25  # the longest time between two checks, if there is a limit
 _DEATH_CHECK_SECONDS = 0.1  # spinning does not notice deaths: poll at least this often
 _GATHER_SECONDS = 0.001  # how long to wait after a death for others that have the same cause
-_INTERRUPT_SECONDS = 0.1  # how soon Ctrl-C ends the wait for workers that close environments
+_INTERRUPT_SECONDS = 0.1  # how soon Ctrl-C is noticed while workers close environments
 _TERMINATE_SECONDS = 0.3  # how long to wait after SIGTERM
 _KILL_SECONDS = 0.5  # how long to wait after SIGKILL
 _DYING_SECONDS = 0.5  # how long to wait for a process that is known to be dying
@@ -200,7 +200,7 @@ class Monitor:
         for handle in new:
             notify(handle.gate.go.writer.fd)  # a worker that sleeps sees then that it must quit
         alive = self._await_exits(new, patience, close_timeout)
-        limit = "" if close_timeout is None else f" (close_timeout={close_timeout:g})"
+        limit = " (Ctrl-C)" if sigint.is_pending() else f" (close_timeout={close_timeout:g})" if close_timeout else ""
         for handle in alive:
             forced[handle.rank] = self.status(handle)
         for sig, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
@@ -214,7 +214,6 @@ class Monitor:
             failure = WorkerFailure(status, exitcode, self._reports.read(handle.rank))
             if handle.rank in forced:
                 why = limit if status.progress.phase is Phase.CLOSING else ""
-                why = " (Ctrl-C)" if sigint.is_pending() else why
                 complaints.append(f"{forced[handle.rank]} did not exit while {status.doing} and was killed{why}")
                 continue
             if handle in new and exitcode is not None and exitcode < 0:
