@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check
-ROOMS := agents buffers cluster collectors control envs games ports replays samplers targets testing tools vector workers
+ROOMS := agents buffers collectors columns distributed envs games learning samplers testing tools vector workers
 SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 PYTEST := pytest --dist loadgroup
 
@@ -139,8 +139,8 @@ sanitize: $(VENV)/.dependencies
 	$(UNDER_ASAN) -c "from penstock.buffers import _native; assert 'sanitized' in _native.__file__"
 	$(UNDER_ASAN) -m pytest \
 		tests/buffers/test_native.py tests/workers/test_native.py tests/collectors/test_native.py \
-		tests/collectors/test_step_into.py tests/envs/test_wrappers.py tests/replays/test_sum_tree.py \
-		tests/replays/test_transitions.py tests/samplers/test_native_or_not.py
+		tests/collectors/test_step_into.py tests/envs/test_wrappers.py tests/learning/test_sum_tree.py \
+		tests/learning/test_transitions.py tests/samplers/test_native_or_not.py
 
 # `make quick` with the lowest versions that setup.py allows. torch stays at its pin: its floor has no small build.
 floors:
@@ -155,7 +155,7 @@ pythons:
 # PENSTOCK_FAULTS=full they run at full scale.
 RAY := .venv-ray
 ray: $(RAY)/.installed
-	$(RAY)/bin/pytest -m ray tests/cluster tests/benchmarks/test_cluster.py
+	$(RAY)/bin/pytest -m ray tests/distributed tests/benchmarks/test_cluster.py
 
 $(RAY)/.installed: setup.py constraints.txt $(SOURCES)
 	$(PYTHON) -m venv $(RAY)

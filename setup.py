@@ -14,18 +14,16 @@ except ImportError:  # only possible without build isolation
 HERE = Path(__file__).parent
 ROOMS = (
     "buffers",
-    "targets",
     "workers",
-    "replays",
-    "ports",
-    "games",
     "envs",
     "agents",
+    "columns",
     "collectors",
     "samplers",
     "vector",
-    "cluster",
-    "control",
+    "learning",
+    "games",
+    "distributed",
     "testing",
     "tools",
 )
@@ -54,9 +52,9 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
         Extension("penstock.workers._native", ["workers/_native.c"], optional=True),
         # Likewise: every sum of priorities must be equal to numpy's.
         Extension(
-            "penstock.replays._native",
-            ["replays/_native.c", "replays/_rows.c"],
-            depends=["replays/_native.h"],
+            "penstock.learning._native",
+            ["learning/_native.c", "learning/_rows.c"],
+            depends=["learning/_native.h"],
             include_dirs=[numpy.get_include()],
             extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
             optional=True,
@@ -85,7 +83,7 @@ VIDEO = ["moviepy>=1.0.3"]  # Gymnasium's RecordVideo writes with it
 DOCS = ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26"]
 # The control plane over sockets, and Ray for many machines.
 WIRE = ["pyzmq>=25", "msgpack>=1.0"]
-CLUSTER = ["ray>=2.59,<2.61", *WIRE]  # tests/cluster runs with 2.60; the tests of RaySampler ran with 2.59 too
+CLUSTER = ["ray>=2.59,<2.61", *WIRE]  # tests/distributed runs with 2.60; the tests of RaySampler ran with 2.59 too
 # Where the figures of an experiment may go, besides files.
 METRICS = ["tensorboard>=2.15", "prometheus-client>=0.19"]
 DEV = [
@@ -135,7 +133,7 @@ setup(
     package_data={
         "penstock": ["py.typed"],
         "penstock.buffers": ["_native.pyi"],
-        "penstock.replays": ["_native.pyi"],
+        "penstock.learning": ["_native.pyi"],
         "penstock.workers": ["_native.pyi"],
     },
     ext_modules=EXTENSIONS,

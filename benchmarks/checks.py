@@ -30,8 +30,8 @@ from penstock import RandomAgent
 from penstock.buffers.native import PYTHON, put_row
 from penstock.collectors import EnvColumns
 from penstock.collectors.acting import write_action
-from penstock.collectors.optional_checks import Checks
 from penstock.envs import CountingEnv
+from penstock.envs.checks import Checks
 from penstock.workers.control import ControlBlock
 
 _NOISE = "nothing: the noise"

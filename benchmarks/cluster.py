@@ -56,8 +56,8 @@ from turns import CAPTION, cell, machine, ratios
 from workloads import ActorCritic, Pixels
 
 from penstock import Affinity, CategoricalPgAgent, ParallelSampler, RandomAgent, SerialSampler, VectorEnvCollector
-from penstock.cluster import Piece, RaySampler
-from penstock.cluster.placement import actor_options, connect
+from penstock.distributed import Piece, RaySampler
+from penstock.distributed.placement import actor_options, connect
 from penstock.envs import BatchedCartPole
 
 PARTS = ("speed", "batched", "instant", "pixels", "slow", "puts", "memory")

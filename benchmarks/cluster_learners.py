@@ -24,7 +24,7 @@ import torch
 from workloads import ActorCritic
 
 from penstock import CategoricalPgAgent, SerialSampler
-from penstock.control import Actors, Batch, Experiment, Policies, RunState, Training
+from penstock.distributed import Actors, Batch, Experiment, Policies, RunState, Training
 
 
 class SlowTrainer:

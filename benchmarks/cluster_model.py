@@ -14,7 +14,7 @@ from rich.table import Table
 from turns import spread
 
 from penstock import RandomAgent, SerialSampler
-from penstock.cluster import RaySampler
+from penstock.distributed import RaySampler
 
 SHARES = (1.0, 0.99, 0.95, 0.9)
 #: MB that a shard sends for each batch: CartPole with [128, 32], and images of 84 x 84 x 4 with [64, 16].

@@ -33,11 +33,11 @@ from rich.console import Console
 from rich.table import Table
 from turns import machine
 
-from penstock.control import ControlPanel, wire_zmq
-from penstock.control.keys import Connection
-from penstock.control.name_table import NameClient, NameHost
-from penstock.control.parameters import ParameterClient, ParameterServer
-from penstock.control.wire import Wire
+from penstock.distributed import ControlPanel, wire_zmq
+from penstock.distributed.keys import Connection
+from penstock.distributed.name_table import NameClient, NameHost
+from penstock.distributed.parameters import ParameterClient, ParameterServer
+from penstock.distributed.wire import Wire
 
 N_PROCESSES, N_FULL = 4, 80
 FIGURES = {f"figure{i}": 1.5 * i for i in range(8)}

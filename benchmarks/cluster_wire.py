@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from turns import CAPTION, cell, machine, ratios
 
-from penstock.control.keys import Connection
+from penstock.distributed.keys import Connection
 
 MESSAGE = {"command": "ping", "kwargs": {"x": 1.5, "name": "worker/3"}}
 STEP = {
@@ -116,8 +116,8 @@ class OnRay:
     def __init__(self, message: Any) -> None:
         import ray
 
-        from penstock.cluster.placement import actor_options, connect
-        from penstock.control.launch_ray import ActorProcess, RayConnection
+        from penstock.distributed.launch_ray import ActorProcess, RayConnection
+        from penstock.distributed.placement import actor_options, connect
 
         class Echo(ActorProcess):
             def open(self, connection: Connection) -> str:

@@ -26,7 +26,7 @@ from turns import CAPTION, Figures, cell, machine, ratios
 from penstock import NamedArrays, Samples
 from penstock.buffers import AgentSamples, EnvSamples
 from penstock.buffers.samples import BatchStatus, with_status
-from penstock.replays import Frames, Prioritized, Replay
+from penstock.learning import Frames, Prioritized, Replay
 
 N_INPUTS, N_ACTIONS, B, BATCH = 17, 6, 32, 256
 Call = Callable[[], Any]

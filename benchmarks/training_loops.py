@@ -321,7 +321,7 @@ def penstock_update(
 ) -> None:
     """Advantages, then the epochs. `is_late`: an older policy acted. Then the clip limits the change from the present
     policy, and weights of at most 2 correct for the older one, as in examples/async_ppo.py (Hilton et al., 2021)."""
-    from penstock.targets import Steps, gae
+    from penstock.learning import Steps, gae
 
     info, steps, weights = samples.agent.agent_info, samples, {}
     old = {"log_prob": info.log_prob, "value": info.value}

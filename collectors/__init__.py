@@ -1,8 +1,6 @@
 """The loop over time inside a worker: it collects batches and follows trajectories."""
 
 from penstock.collectors.collector import Collector, CollectorParts
-from penstock.collectors.columns import EnvColumns
-from penstock.collectors.env_batch import EnvBatch
 from penstock.collectors.eval_collector import (
     BaseEvalCollector,
     EpisodeEvalCollector,
@@ -18,8 +16,6 @@ __all__ = [
     "BaseEvalCollector",
     "Collector",
     "CollectorParts",
-    "EnvBatch",
-    "EnvColumns",
     "EpisodeEvalCollector",
     "EvalCollector",
     "EvalCollectorParts",

@@ -24,11 +24,11 @@ from penstock.collectors.acting import (
     write_action,
     write_fields,
 )
-from penstock.collectors.columns import EnvColumns
-from penstock.collectors.env_batch import EnvBatch, no_legal_action, require_flags, require_legal_actions
 from penstock.collectors.episode_ends import EpisodeEndRecorder
-from penstock.collectors.episodes import EpisodeRecorder
-from penstock.collectors.tracking import Tracker, snapshot
+from penstock.collectors.tracking import Tracker
+from penstock.columns.episodes import EpisodeRecorder
+from penstock.columns.interface import EnvBatch, no_legal_action, require_flags, require_legal_actions, snapshot
+from penstock.columns.single_columns import EnvColumns
 from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,26 +12,8 @@ from penstock.agents.agent import Agent
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.native import put_cell
 from penstock.buffers.samples import BatchColumns
-from penstock.collectors.env_batch import EnvBatch
-from penstock.envs.infos import element
+from penstock.columns.interface import EnvBatch, EpisodeEnds
 from penstock.envs.rows import arrays_like
-
-
-@dataclass(frozen=True)
-class EpisodeEnds:
-    """The episodes that ended in one step of a batched environment."""
-
-    done: npt.NDArray[np.bool_]  #: `[B]`
-    terminated: npt.NDArray[np.bool_]  #: `[B]`
-    truncated: npt.NDArray[np.bool_]  #: `[B]`
-    columns: npt.NDArray[np.intp]  #: `[k]`, ascending
-    reward: npt.NDArray[Any]  #: `[k]`, of the last step
-    observation: Any  #: `[k, ...]`, the final observations, as they are recorded
-    final: Any  #: the final observations as the environment returned them, for all columns
-
-    def each(self) -> list[Any]:
-        """The final observations one by one, in the environment's own structure."""
-        return [element(self.final, b) for b in self.columns.tolist()]
 
 
 class EpisodeEndRecorder:

@@ -14,9 +14,9 @@ from penstock.agents.agent import Agent, as_agent_step
 from penstock.buffers.named import map_leaves
 from penstock.collectors.acting import AgentInfoWriter, write_action
 from penstock.collectors.collector import MadeByWorker
-from penstock.collectors.columns import EnvColumns
-from penstock.collectors.env_batch import EnvBatch, require_legal_actions
 from penstock.collectors.tracking import Tracker
+from penstock.columns.interface import EnvBatch, require_legal_actions
+from penstock.columns.single_columns import EnvColumns
 from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose, eval_seed
 from penstock.workers.control import Phase, Progress

@@ -16,9 +16,9 @@ from penstock.agents.joint import JointSeats
 from penstock.agents.space_draws import draw
 from penstock.buffers.named import map_leaves
 from penstock.collectors.collector import Collector, CollectorParts
-from penstock.collectors.env_batch import no_legal_action
-from penstock.collectors.games import Games, Place, SeatColumns
 from penstock.collectors.tracking import Tracker
+from penstock.columns.interface import no_legal_action
+from penstock.columns.seat_columns import Games, Place, SeatColumns
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError
 from penstock.workers.control import WHO_BITS, Phase, UntimedProgress

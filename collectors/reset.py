@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from penstock.collectors.collector import Collector, CollectorParts
-from penstock.collectors.columns import EnvColumns
-from penstock.collectors.tracking import snapshot
+from penstock.columns.interface import snapshot
+from penstock.columns.single_columns import EnvColumns
 
 
 class ResetCollector(Collector):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,25 +13,9 @@ from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.native import sum_episodes
 from penstock.buffers.object_pipe import FIGURES, RECORD, MessageKind, ObjectMessage
 from penstock.collectors.traj_info import TrajInfo
+from penstock.columns.interface import StepHook, snapshot
 
-#: Called for column b after each environment step: (b, observation acted on, action, reward,
-#: terminated, truncated, info). Observation and action are copies made before the step.
-StepHook = Callable[[int, Any, Any, Any, bool, bool, dict[str, Any]], None]
 Rows = npt.NDArray[Any]  # [n, B]
-
-
-def snapshot(value: object, other: Callable[[Any], Any] = copy.deepcopy) -> Any:
-    """A deep copy of an observation or action, whose arrays the environment may reuse. `other` copies what is no array,
-    dict, tuple or tensor."""
-    if value.__class__ is np.ndarray:
-        return value.copy()
-    if value.__class__ is dict:
-        return {key: snapshot(part, other) for key, part in value.items()}
-    if value.__class__ is tuple:
-        return tuple(snapshot(part, other) for part in value)
-    if hasattr(value, "clone"):  # a tensor, of which not each can be copied in another way
-        return value.clone()
-    return other(value)
 
 
 class Tracker(ABC):

@@ -1,4 +1,4 @@
-"""The checks on what environments return that are always made.
+"""The checks on what environments return: those that are always made, and the optional ones.
 
 The loops over environments compare a value's class with its usual class. Only if they differ, they call these
 functions. These accept unusual but valid values, and raise `SpaceError` for all others.
@@ -7,13 +7,17 @@ functions. These accept unusual but valid values, and raise `SpaceError` for all
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 
+from penstock.buffers.tree import tree_leaves
+from penstock.envs.rows import ColumnError
 from penstock.errors import SpaceError, brief
 
 #: Observation, reward, terminated, truncated, info.
@@ -111,3 +115,46 @@ def require_number(reward: object, env_rank: int) -> float:
         pass  # torch raises RuntimeError for a tensor that requires a gradient
     remedy = ": return reward.item()" if math.prod(getattr(reward, "shape", (0,))) == 1 else ""
     raise SpaceError(f"the reward of env_rank {env_rank} must be a single number, got {brief(reward)}{remedy}")
+
+
+# ---- optional checks ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checks:
+    """The optional checks. They take time, so they are off by default."""
+
+    check_finite: bool = False  #: no NaN or inf in rewards and floating-point observations
+    debug: bool = False  #: every action and observation is in its space
+
+    def __bool__(self) -> bool:
+        return self.check_finite or self.debug
+
+
+NO_CHECKS = Checks()
+
+
+def check_row(
+    checks: Checks,
+    space: gym.Space[Any],
+    arrays: object,
+    t: int,
+    values: Sequence[Any],
+    name: str = "observation",
+    *,
+    skip: Collection[int] = (),
+) -> None:
+    """Make the optional checks on `values`, after they were written into row t of `arrays`. Raises `ColumnError`.
+    The columns of `skip` have no observation."""
+    if checks.debug:
+        for column, value in enumerate(values):
+            if column not in skip and not space.contains(value):
+                raise ColumnError(column, name, f"must be in {space} (debug=True), got {brief(value)}")
+    if checks.check_finite:
+        for leaf_name, array in tree_leaves(arrays, name):
+            row = array[t]
+            if row.dtype.kind != "f" or (finite := np.isfinite(row)).all():
+                continue
+            first = tuple(np.argwhere(~finite)[0].tolist())
+            where = f" at index {first[1:]}" if first[1:] else ""
+            raise ColumnError(first[0], leaf_name, f"must be finite (check_finite=True), got {row[first]}{where}")

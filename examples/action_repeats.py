@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import CategoricalPgAgent, ParallelSampler, Samples, TrajInfo
-from penstock.targets import gae
+from penstock.learning import gae
 
 
 class Repeats(gym.Wrapper[Any, Any, Any, Any]):

@@ -33,7 +33,7 @@ from torch.nn.functional import mse_loss
 
 from penstock import AsyncSampler, CategoricalPgAgent, Samples
 from penstock.agents import PgAgent
-from penstock.targets import gae
+from penstock.learning import gae
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from penstock import CategoricalPgAgent, GpuSampler, Samples
-from penstock.control import Actors, Batch, Experiment, Policies, RunState, Training
-from penstock.targets import gae
+from penstock.distributed import Actors, Batch, Experiment, Policies, RunState, Training
+from penstock.learning import gae
 
 DISCOUNT, GAE_LAMBDA, CLIP, EPOCHS, MINIBATCH = 0.98, 0.9, 0.2, 8, 512
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 
 from penstock import AsyncSampler, EpsilonGreedyAgent, LinearSchedule, SerialSampler
-from penstock.replays import Prioritized, Ratio, Replay, ReplayBatch
+from penstock.learning import Prioritized, Ratio, Replay, ReplayBatch
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.nn.functional import mse_loss
 
 from penstock import CategoricalPgAgent, GaussianPgAgent, ParallelSampler, RandomAgent, Samples, TrajInfo
 from penstock.agents import PgAgent
-from penstock.targets import gae
+from penstock.learning import gae
 
 
 @dataclass(frozen=True)

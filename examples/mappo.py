@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from penstock import CategoricalPgAgent, ParallelSampler, RandomAgent, Samples, TrajInfo
-from penstock.targets import gae
+from penstock.learning import gae
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from penstock import FunctionAgent, ParallelSampler, Samples
-from penstock.targets import Steps, gae
+from penstock.learning import Steps, gae
 
 Array = np.ndarray[Any, Any]
 Parameters = dict[str, Array]

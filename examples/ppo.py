@@ -27,7 +27,7 @@ from torch.nn.functional import mse_loss
 
 from penstock import CategoricalPgAgent, GaussianPgAgent, ParallelSampler, Samples
 from penstock.agents import PgAgent
-from penstock.targets import gae
+from penstock.learning import gae
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from penstock import (
 )
 from penstock.agents import PgAgent
 from penstock.envs import BatchedEpisodicLife, EpisodicLife
-from penstock.targets import gae
+from penstock.learning import gae
 
 try:
     import ale_py

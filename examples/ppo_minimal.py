@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from penstock import CategoricalPgAgent, ParallelSampler
-from penstock.targets import gae
+from penstock.learning import gae
 
 
 class ActorCritic(nn.Module):

@@ -17,7 +17,7 @@ import torch
 from ppo_minimal import ActorCritic, ppo_loss
 
 from penstock import CategoricalPgAgent, ParallelSampler
-from penstock.targets import gae
+from penstock.learning import gae
 
 try:
     from torch.utils.tensorboard import SummaryWriter

@@ -32,7 +32,7 @@ from gymnasium.spaces import Box, Discrete
 from torch import Tensor, nn
 
 from penstock import AsyncSampler, LinearSchedule, ParallelSampler, RecurrentEpsilonGreedyAgent
-from penstock.replays import Prioritized, Ratio, Replay, SequenceBatch, Sequences
+from penstock.learning import Prioritized, Ratio, Replay, SequenceBatch, Sequences
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch.nn.functional import mse_loss
 
 from penstock import CategoricalPgAgent, Samples
 from penstock.agents import PgAgent
-from penstock.cluster import RaySampler
-from penstock.targets import gae
+from penstock.distributed import RaySampler
+from penstock.learning import gae
 
 
 @dataclass(frozen=True)

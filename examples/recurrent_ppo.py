@@ -33,7 +33,7 @@ from torch.nn.functional import mse_loss
 
 from penstock import CategoricalPgAgent, ParallelSampler, Samples
 from penstock.agents import PgAgent, RecurrentCategoricalPgAgent
-from penstock.targets import gae
+from penstock.learning import gae
 
 try:
     import matplotlib

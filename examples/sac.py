@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss, softplus
 
 from penstock import AsyncSampler, SerialSampler, SquashedGaussianAgent
-from penstock.replays import Ratio, Replay, ReplayBatch
+from penstock.learning import Ratio, Replay, ReplayBatch
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from pettingzoo.classic import connect_four_v3
 from torch import Tensor, nn
 
 from penstock import CategoricalPgAgent, ParallelSampler, RandomAgent, Samples, SerialSampler, TrajInfo
-from penstock.targets import gae
+from penstock.learning import gae
 
 MASK = "observation.action_mask"
 Array = np.ndarray[Any, Any]

@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from penstock.targets import Steps, gae
+from penstock.learning import Steps, gae
 from penstock.vector import ShmVectorEnv
 
 

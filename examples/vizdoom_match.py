@@ -27,7 +27,7 @@ from gymnasium.spaces import Box, Discrete
 from pettingzoo import ParallelEnv
 
 from penstock import GameError, ParallelSampler, RandomAgent
-from penstock.ports import lease_port
+from penstock.games import lease_port
 
 START_TIMEOUT = 60.0  # seconds until both players are in the match
 STEP_TIMEOUT = 10.0  # seconds for one step of both engines

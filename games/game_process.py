@@ -24,10 +24,11 @@ from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
 import psutil
 
 from penstock.arguments import integer, seconds, true_or_false
+from penstock.envs import ending
 from penstock.errors import ConfigError, GameError, brief
 from penstock.games.game_socket import GameSocket
-from penstock.ports import PortLeases, leases
-from penstock.ports.search import PortProtocol, describe_process
+from penstock.games.lease import PortLeases, leases
+from penstock.games.search import PortProtocol, describe_process
 from penstock.workers import sigint
 from penstock.workers.marking import marked
 
@@ -90,10 +91,6 @@ _spares: dict[Any, _Spares] = {}
 os.register_at_fork(after_in_child=_spares.clear)
 
 
-#: A worker that closes its environments is told here how many seconds the end of a game may take.
-on_stop: Callable[[float], None] | None = None
-
-
 @contextmanager
 def spares_kept() -> Iterator[None]:
     """Inside, an environment may be closed before another takes its place: the games in reserve stay."""
@@ -105,6 +102,9 @@ def spares_kept() -> Iterator[None]:
     finally:
         for each in kept:
             each.leave(user)
+
+
+ending.while_rebuilding.append(spares_kept)
 
 
 # ---- the game ----------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class GameProcess:
         command: the program and its arguments. `{port}`, `{port0}`, `{port1}` and `{ports}` are replaced by the leased
             ports, in `environ` too; the variable PENSTOCK_PORTS has them as well.
         ports: how many ports to lease; 0 for a client that has no port of its own.
-        protocol, consecutive, start, stop, host: as in `penstock.ports.leases`.
+        protocol, consecutive, start, stop, host: as in `penstock.games.leases`.
         ready: when the game is ready. "listens": it listens at all its ports; penstock reads this from /proc, since the
             game may take the first connection for its player. "connects": penstock listens at the ports before the
             start, and the game has connected to all of them; `connect` accepts. `re.compile(pattern)`: its output has
@@ -519,8 +519,8 @@ class GameProcess:
         """End the game that runs."""
         if self._run.process is None:
             return
-        if on_stop is not None:
-            on_stop(3 * self._stop_timeout)  # see `close`
+        if ending.announce is not None:
+            ending.announce(3 * self._stop_timeout)  # see `close`
         try:
             if self._quit is not None and not self.exit_text():
                 self._ask_to_quit(self._quit)

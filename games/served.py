@@ -19,9 +19,9 @@ import gymnasium as gym
 
 from penstock.arguments import integer, seconds
 from penstock.errors import ConfigError, GameError, SamplerStateError, brief
+from penstock.games import PortLease, lease_port
 from penstock.games.game_process import GameProcess
 from penstock.games.served_messages import Connection, decoded, described, encoded
-from penstock.ports import PortLease, lease_port
 
 PROTOCOL = 1
 _MOST_STRANGERS = 8

@@ -8,7 +8,7 @@ from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.central import AlternatingSampler, GpuSampler
 from penstock.samplers.config import SamplerState
 from penstock.samplers.parallel import ParallelSampler
-from penstock.samplers.restoring import ResumeReport
+from penstock.samplers.resuming import ResumeReport
 from penstock.samplers.sampler import Sampler
 from penstock.samplers.serial import SerialSampler
 from penstock.samplers.stats import LagStats, SamplerStats, ServerStats, WorkerStats

@@ -20,7 +20,6 @@ from penstock.agents.agent import Agent, as_agent_step
 from penstock.agents.function import FunctionAgent
 from penstock.agents.joint import JointSeats
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec, TrajectoryRecords
-from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.reports import in_one_line
@@ -33,7 +32,8 @@ from penstock.collectors import (
     TrajInfo,
 )
 from penstock.collectors.acting import agent_info_example, write_action
-from penstock.collectors.tracking import snapshot
+from penstock.columns.episode_log import EpisodeLog
+from penstock.columns.interface import snapshot
 from penstock.envs import (
     ColumnStreams,
     EnvFactory,

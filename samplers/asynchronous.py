@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, cast
@@ -15,11 +15,10 @@ from penstock.buffers.samples import parts_of
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, SamplerStateError
-from penstock.replays import Ratio, Replay
-from penstock.replays.appending import Appender
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.central import pool_with_server
 from penstock.samplers.config import SamplerOptions, SamplerState
+from penstock.samplers.feeding import Feed, MakesFeed
 from penstock.samplers.inference_server import ServerOptions
 from penstock.samplers.parallel import PRELOAD_TO_ACT, ParallelSampler, pool_options
 from penstock.samplers.readiness import readiness_maker
@@ -67,7 +66,7 @@ class AsyncSampler(ParallelSampler):
             environments in different batches together, so that no batch ends with a wait for the slowest. The later
             steps of a batch may have newer parameters than `samples.agent.policy_version`, with which it began. The
             agent's `sample_mode` is called when the slowest environment begins a batch.
-        replay: a `penstock.replays.Replay` that the workers write into. `replay.sample` draws from it, and
+        replay: a `penstock.learning.Replay` that the workers write into. `replay.sample` draws from it, and
             `take_traj_infos` returns the trajectories. There are no batches to obtain then.
         ratio: how many positions are drawn for each step: `replay.sample` waits for the workers, and they wait for it.
             None: the workers continue with each `replay.sample`, at most `n_slots` batches.
@@ -85,8 +84,8 @@ class AsyncSampler(ParallelSampler):
         server: Literal["process"] | None = None,
         min_ready: int | float | None = None,
         max_wait: float | None = None,
-        replay: Replay | None = None,
-        ratio: Ratio | None = None,
+        replay: MakesFeed | None = None,
+        ratio: object = None,
         **options: Unpack[SamplerOptions],
     ) -> None:
         options.setdefault("n_slots", self._defaults["n_slots"])
@@ -102,7 +101,10 @@ class AsyncSampler(ParallelSampler):
             raise ConfigError('min_ready and max_wait are for a process that acts for all: give server="process" too')
         if replay is None and ratio is not None:
             raise ConfigError("ratio needs a replay: give replay too, or leave ratio out")
-        self._feed = None if replay is None else ReplayFeed(self, replay, ratio, is_pinned=lag is not None)
+        if replay is not None and not hasattr(replay, "make_feed"):
+            raise ConfigError(f"replay must be a penstock.learning.Replay, got {replay!r}")
+        is_pinned = lag is not None
+        self._feed: Feed | None = None if replay is None else replay.make_feed(self, ratio, is_pinned=is_pinned)
         self._lag, self._central = lag, server == "process"
         self._guard.expected = {
             SamplerState.READY: "start, which begins to sample, evaluate_agent, or a call on the environments"
@@ -287,7 +289,24 @@ class AsyncSampler(ParallelSampler):
             self._feed.traj_infos.clear()
             return infos
 
-    def _await_replay(self, n: int) -> None:
+    @property
+    def is_feeding(self) -> bool:
+        """Whether the workers write into the replay, or may do so soon."""
+        return self.state in (SamplerState.READY, _RUNNING, _PAUSED)
+
+    @contextmanager
+    def stand_still(self) -> Iterator[None]:
+        """Inside, no worker writes into the replay."""
+        if self.state is not _RUNNING:
+            yield
+            return
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def await_replay(self, n: int) -> None:
         """`n` positions of the replay will be drawn: wait until the ratio allows it."""
         assert self._feed is not None
         with self._guard.call("replay.sample", _RUNNING, _PAUSED):
@@ -432,106 +451,3 @@ def _await_readers(sampler: AsyncSampler | None, version: int) -> None:
     """`sync_shared_memory` is about to overwrite this version: wait until no worker needs it."""
     if sampler is not None:
         sampler._await_readers(version)
-
-
-_MOST_INFOS = 65_536
-
-
-class ReplayFeed:
-    """Links one sampler with its replay. The sampler owns it; references in the other direction are weak."""
-
-    def __init__(self, sampler: AsyncSampler, replay: Replay, ratio: Ratio | None, *, is_pinned: bool) -> None:
-        if not isinstance(replay, Replay):
-            raise ConfigError(f"replay must be a penstock.replays.Replay, got {replay!r}")
-        if not isinstance(ratio, Ratio | None):
-            raise ConfigError(f"ratio must be a penstock.replays.Ratio or None, got {ratio!r}")
-        self.ratio, self._is_pinned = ratio, is_pinned
-        self._set_batch_steps(sampler.batch_T * sampler.batch_B)
-        if ratio is None and is_pinned:
-            raise ConfigError("lag=1 with a replay needs a ratio, which says how many steps each draw sees: give ratio")
-        self.replay = replay
-        self._sampler = weakref.ref(sampler)
-        self._first_step = 0  # how many steps the replay had before this sampler
-        #: Finished trajectories that `take_traj_infos` has not returned yet, and how many were dropped.
-        self.traj_infos: deque[TrajInfo] = deque(maxlen=_MOST_INFOS)
-        self.n_dropped = 0
-
-    def _set_batch_steps(self, n: int) -> None:
-        self.batch_steps, ratio = n, self.ratio
-        if ratio is not None:
-            if ratio.batch_steps not in (None, n):
-                raise ConfigError(
-                    f"ratio has batch_steps={ratio.batch_steps}, but a batch of this sampler has {n}: leave "
-                    "batch_steps out"
-                )
-            self.ratio = replace(ratio, batch_steps=n)
-
-    def connect(self, samples: Samples, columns: Sequence[range], n_slots: int) -> Appender:
-        """Allocate the ring for batches such as `samples`, of which worker i writes `columns[i]`. Returns the appender
-        of the workers."""
-        self._batch_T, B = samples.env.reward.shape
-        if self.ratio is not None:  # with several agents, a batch has more steps than environment steps
-            self.ratio = replace(self.ratio, batch_steps=None)
-        self._set_batch_steps(self._batch_T * B)
-        widest = max(map(len, columns))
-        spare_finals = self._batch_T * widest if self._is_pinned else 0  # as many as a batch can have
-        appender = self.replay._feed_from(self, samples, columns, n_slots * self._batch_T, spare_finals)
-        self._first_step, self._ring, self._first_row = self.replay.n_steps, appender.ring, appender.ring.end
-        self._show(0, 0)
-        return appender
-
-    def _show(self, n_taken: int, n_begun: int) -> None:
-        """With `lag=1`: draws see `n_taken` batches from now on, whatever the workers do, and `n_begun` are begun."""
-        if self._is_pinned:
-            first, T = self._first_row, self._batch_T
-            self._ring.pin(first + n_taken * T, first + n_begun * T)
-
-    def take(self, batch: int, infos: list[TrajInfo]) -> None:
-        """Batch number `batch` is in the replay. Keep the newest trajectories."""
-        self._show(batch + 1, batch + 1)
-        self.n_dropped += max(0, len(self.traj_infos) + len(infos) - _MOST_INFOS)
-        self.traj_infos.extend(infos)
-
-    # ---- the two sides of the ratio ----------------------------------------------------------
-
-    def begin(self, batch: int) -> bool:
-        """Whether the workers may begin batch number `batch`: then they must."""
-        if self.ratio is not None:
-            ratio = self.ratio if self.ratio.batch_size else replace(self.ratio, batch_size=1)  # nothing was drawn yet
-            if not ratio.may_append(self.replay, self._first_step + batch * self.batch_steps):
-                return False
-        self._show(batch, batch + 1)  # with `lag=1`, all batches before have been taken
-        return True
-
-    def expect(self, n: int) -> None:
-        """The learner will draw `n` positions. Raises `ConfigError` if the slack is too small for this."""
-        if self.ratio is not None and self.ratio.batch_size != n:
-            self.ratio = replace(self.ratio, batch_size=n)
-
-    def may_draw(self) -> bool:
-        """Whether the learner may draw as many positions as it said."""
-        return self.replay.is_ready if self.ratio is None else self.ratio.may_sample(self.replay)
-
-    # ---- for the replay ----------------------------------------------------------------------
-
-    @property
-    def is_feeding(self) -> bool:
-        sampler = self._sampler()
-        return sampler is not None and sampler.state in (SamplerState.READY, SamplerState.RUNNING, SamplerState.PAUSED)
-
-    def before_sample(self, n: int) -> None:
-        sampler = self._sampler()
-        if sampler is not None and self.is_feeding:  # otherwise the replay draws from the steps that it has
-            sampler._await_replay(n)
-
-    @contextmanager
-    def stand_still(self) -> Iterator[None]:
-        sampler = self._sampler()
-        if sampler is None or sampler.state is not SamplerState.RUNNING:
-            yield
-            return
-        sampler.pause()
-        try:
-            yield
-        finally:
-            sampler.resume()

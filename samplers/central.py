@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.agents import Agent
+from penstock.agents.remote_agent import RemoteAgent
 from penstock.arguments import true_or_false
 from penstock.buffers import Samples
 from penstock.collectors import TrajInfo
-from penstock.collectors.request_client import RemoteAgent
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation

@@ -57,7 +57,7 @@ _ARGUMENTS_OF = {
     "server": "GpuSampler, AlternatingSampler and AsyncSampler have it",
     "overlap": "AlternatingSampler has it",
     **dict.fromkeys(("lag", "replay", "ratio"), "AsyncSampler has it"),
-    **dict.fromkeys(("n_shards", "on_node_failure"), "penstock.cluster.RaySampler has it"),
+    **dict.fromkeys(("n_shards", "on_node_failure"), "penstock.distributed.RaySampler has it"),
     **dict.fromkeys(
         ("options", "reset_options"),
         "Gymnasium's reset options are not an option of a sampler: give them in the reset of a wrapper in env_fn, or "

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.buffers.episode_log import (
+from penstock.buffers.named import map_leaves
+from penstock.buffers.tree import map_tree
+from penstock.columns.episode_log import (
     AT,
     EPISODE,
     FIRST_EPISODE,
@@ -21,8 +23,6 @@ from penstock.buffers.episode_log import (
     START,
     EpisodeLog,
 )
-from penstock.buffers.named import map_leaves
-from penstock.buffers.tree import map_tree
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed

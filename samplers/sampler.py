@@ -34,17 +34,8 @@ from penstock.envs.video import warn_if_unwritten
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, InitArguments, allocate
 from penstock.samplers.batches import Batches
-from penstock.samplers.column_states import (
-    RESEEDED,
-    ChooseMessage,
-    LoadMessage,
-    SaveMessage,
-    StateMessage,
-    class_without_column_state,
-)
 from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, require_env_fn, show_arguments
 from penstock.samplers.metrics import SamplerMetrics
-from penstock.samplers.restoring import FORMAT, ResumeReport, check_state, checksum, load_server_agent, reasons
 from penstock.samplers.results import (
     EVAL_POLL_SECONDS,
     Trajectories,
@@ -54,6 +45,20 @@ from penstock.samplers.results import (
     stop_if_enough,
     video_message,
     warn_if_unfinished,
+)
+from penstock.samplers.resuming import (
+    FORMAT,
+    RESEEDED,
+    ChooseMessage,
+    LoadMessage,
+    ResumeReport,
+    SaveMessage,
+    StateMessage,
+    check_state,
+    checksum,
+    class_without_column_state,
+    load_server_agent,
+    reasons,
 )
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 from penstock.samplers.seating import SHARED, Chooser, PolicyOf, Seating

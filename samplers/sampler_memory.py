@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from penstock.agents.shared_parameters import SharedParameters
-from penstock.buffers.episode_log import EpisodeLog
 from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
 from penstock.buffers.object_pipe import TrajectoryRecords
 from penstock.buffers.samples import layouts_of
 from penstock.buffers.shared import ArraySpec, NamedMemory
-from penstock.replays.appending import Appender
+from penstock.columns.episode_log import EpisodeLog
+from penstock.samplers.feeding import Appender
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.samplers.stats import ServerTotals
 from penstock.workers.control import Command, ControlBlock

@@ -12,31 +12,32 @@ from typing import Any, cast
 import numpy as np
 
 from penstock.agents.agent import Agent
+from penstock.agents.remote_agent import RemoteAgent
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.samples import BatchColumns, SampleSpec, layouts_of, public_view, unrecorded_arrays
 from penstock.collectors.collector import Collector, CollectorParts
-from penstock.collectors.columns import EnvColumns
-from penstock.collectors.env_batch import EnvBatch
-from penstock.collectors.env_builder import EnvBuilder
-from penstock.collectors.episodes import EpisodeRecorder
 from penstock.collectors.eval_collector import BaseEvalCollector, EvalCollectorParts
-from penstock.collectors.games import Games, SeatColumns
 from penstock.collectors.lock_step import Desk, LockStepCollector
-from penstock.collectors.optional_checks import Checks
-from penstock.collectors.renewal import Renewals
-from penstock.collectors.request_client import RemoteAgent
 from penstock.collectors.seat_evaluation import SeatEvalCollector, eval_columns
 from penstock.collectors.tracking import BatchTracker, Tracker, make_tracker, put_as_objects
 from penstock.collectors.traj_info import TrajInfo
-from penstock.collectors.turns import TurnCollector, TurnColumns, TurnDesk, TurnGames
-from penstock.collectors.vector import VectorColumns
+from penstock.collectors.turns import TurnCollector, TurnDesk
+from penstock.columns.batched_columns import VectorColumns
+from penstock.columns.builder import EnvBuilder
+from penstock.columns.episodes import EpisodeRecorder
+from penstock.columns.interface import EnvBatch
+from penstock.columns.renewal import Renewals
+from penstock.columns.seat_columns import Games, SeatColumns
+from penstock.columns.single_columns import EnvColumns
+from penstock.columns.turn_columns import TurnColumns, TurnGames
 from penstock.envs.calls import EnvCall, perform
+from penstock.envs.checks import Checks
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seats import ParallelView
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import GameError
-from penstock.samplers.column_states import StateMessage, WorkerParts
 from penstock.samplers.config import SamplerConfig
+from penstock.samplers.resuming import StateMessage, WorkerParts
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
 from penstock.samplers.seating import Seating, column_streams, keys_of

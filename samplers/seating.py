@@ -14,7 +14,7 @@ import numpy as np
 from penstock.buffers import NamedArrays
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
-from penstock.collectors.turns import MOST_UNASKED
+from penstock.columns.turn_columns import MOST_UNASKED
 from penstock.envs import ColumnStreams, EnvFactory, build_example_env, close_example_env
 from penstock.envs.seats import AgentId, ParallelView, SeatTable, TurnView
 from penstock.errors import ConfigError, SpaceError, brief

@@ -12,10 +12,10 @@ import numpy as np
 
 from penstock.agents.action_masks import ActionMask, info_key
 from penstock.agents.space_draws import draw
-from penstock.collectors.games import Games, SeatColumns
-from penstock.collectors.optional_checks import NO_CHECKS, Checks
-from penstock.collectors.turns import OPEN, TurnColumns, TurnGames
+from penstock.columns.seat_columns import Games, SeatColumns
+from penstock.columns.turn_columns import OPEN, TurnColumns, TurnGames
 from penstock.envs import EnvFactory
+from penstock.envs.checks import NO_CHECKS, Checks
 from penstock.envs.seats import ParallelView, SeatRank, TurnView, is_in_turns
 from penstock.envs.state import is_same
 from penstock.errors import ConfigError, SpaceError, brief

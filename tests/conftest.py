@@ -32,10 +32,11 @@ TESTS = Path(__file__).parent
 
 # Samplers return tensors, so most tests need torch. Without it, only the tests of these folders run.
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-NEED_NO_TORCH = ("buffers", "envs", "ports", "vector", "workers")
+NEED_NO_TORCH = ("buffers", "envs", "games", "vector", "workers")
 if not HAS_TORCH:
     collect_ignore = [path.name for path in TESTS.iterdir() if path.name not in NEED_NO_TORCH]
     collect_ignore.append("workers/test_arguments.py")
+    collect_ignore += [f"games/{path.name}" for path in TESTS.glob("games/test_*.py") if path.name != "test_leases.py"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

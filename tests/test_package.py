@@ -22,18 +22,16 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 ROOMS = (
     "buffers",
-    "targets",
     "workers",
-    "replays",
-    "ports",
-    "games",
     "envs",
     "agents",
+    "columns",
     "collectors",
     "samplers",
     "vector",
-    "cluster",
-    "control",
+    "learning",
+    "games",
+    "distributed",
     "testing",
     "tools",
 )
@@ -121,7 +119,7 @@ def expected_modules(*, compiled: bool = True) -> set[str]:
     names = {f"penstock/{path.name}" for path in (ROOT / "src" / "penstock").glob("*.py")} | {"penstock/py.typed"}
     names |= {f"penstock/{room}/{path.name}" for room in ROOMS for path in (ROOT / room).glob("*.py")}
     suffixes = {".pyi", sysconfig.get_config_var("EXT_SUFFIX")} if compiled and HAS_COMPILER else {".pyi"}
-    native = {f"penstock/{room}/_native{suffix}" for room in ("buffers", "replays", "workers") for suffix in suffixes}
+    native = {f"penstock/{room}/_native{suffix}" for room in ("buffers", "learning", "workers") for suffix in suffixes}
     return names | native
 
 

@@ -11,23 +11,20 @@ from typing import Any
 import pytest
 
 import penstock
-import penstock.cluster
-import penstock.control
+import penstock.distributed
 from penstock import Sampler, errors, samplers
 from penstock.samplers.config import SamplerOptions
 
 ROOMS = (
     "agents",
     "buffers",
-    "cluster",
     "collectors",
-    "control",
+    "columns",
+    "distributed",
     "envs",
     "games",
-    "ports",
-    "replays",
+    "learning",
     "samplers",
-    "targets",
     "testing",
     "vector",
     "workers",
@@ -120,7 +117,7 @@ def test_windows_is_refused_with_a_remedy() -> None:
 
 
 def test_importing_penstock_imports_neither_torch_nor_what_many_machines_need() -> None:
-    rooms = "penstock, penstock.workers.process, penstock.cluster, penstock.control"
+    rooms = "penstock, penstock.workers.process, penstock.distributed, penstock.distributed"
     code = f"import sys, {rooms}; print({{'ray', 'zmq', 'msgpack', 'torch'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("set()\n", "")

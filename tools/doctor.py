@@ -14,7 +14,7 @@ from penstock.buffers import native
 from penstock.buffers.memory_limits import free_memory
 from penstock.buffers.reports import in_one_line
 from penstock.errors import PenstockError
-from penstock.ports import lease_port
+from penstock.games import lease_port
 from penstock.workers.affinity import cpu_quota, cpus_to_fill, usable_cpus
 from penstock.workers.claims import CpuClaims
 from penstock.workers.plan import Affinity

@@ -10,8 +10,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from penstock.buffers.tree import tree_leaves
-from penstock.collectors.tracking import snapshot
-from penstock.collectors.vector import REFUSALS, VectorColumns
+from penstock.columns.batched_columns import REFUSALS, VectorColumns
+from penstock.columns.interface import snapshot
 from penstock.envs.calls import EnvCall
 from penstock.envs.checks import require_info, reset_with
 from penstock.envs.factory import EnvContext, EnvFactory

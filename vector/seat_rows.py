@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.tree import map_tree
-from penstock.collectors.games import Games, SeatColumns
+from penstock.columns.seat_columns import Games, SeatColumns
 from penstock.envs.calls import EnvCall
 from penstock.envs.checks import require_info, require_number
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env

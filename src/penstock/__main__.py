@@ -91,15 +91,15 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("worker", metavar="MODULE:CLASS/INDEX", help="a subclass of penstock.control.Worker")
+    parser.add_argument("worker", metavar="MODULE:CLASS/INDEX", help="a subclass of penstock.distributed.Worker")
     parser.add_argument("--join", metavar="FILE", required=True, help="the connection file of the control panel")
     parser.add_argument("--host", help="the address of this machine at which the others reach it (127.0.0.1)")
     parser.add_argument("--name", help="name of the worker (by default that of the class, in snake case)")
 
 
 def _worker(args: argparse.Namespace) -> int:
-    from penstock.control.launched import load_worker, snake
-    from penstock.control.statuses import Status
+    from penstock.distributed.launched import load_worker, snake
+    from penstock.distributed.statuses import Status
 
     _search_here()
     cls, index = load_worker(args.worker)
@@ -118,7 +118,7 @@ def _add_join(parser: argparse.ArgumentParser) -> None:
 
 
 def _join(args: argparse.Namespace) -> int:
-    from penstock.control import Experiment
+    from penstock.distributed import Experiment
 
     module, _, name = args.experiment.partition(":")
     experiment = _load(f"{module.removesuffix('.py')}:{name}")
@@ -137,7 +137,7 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from penstock.control import ControlPanel
+    from penstock.distributed import ControlPanel
 
     with ControlPanel.join(_connection(args.join, args.host)) as panel:
         print(json.dumps(panel.stats()) if args.json else panel.table())
@@ -145,7 +145,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _connection(file: str, host: str | None) -> Any:
-    from penstock.control import Connection
+    from penstock.distributed import Connection
 
     connection = Connection.read(file)
     # The file has the host of the panel's machine, which is not that of this one.

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(300),
-    # Not imported here: Ray reads variables when it is imported, which cluster/conftest.py sets.
+    # Not imported here: Ray reads variables when it is imported, which distributed/conftest.py sets.
     pytest.mark.skipif(find_spec("ray") is None, reason='ray is not installed: pip install ".[cluster]"'),
     pytest.mark.skipif(find_spec("rich") is None, reason="the benchmarks need rich"),
     pytest.mark.slow,

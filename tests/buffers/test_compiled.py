@@ -8,7 +8,7 @@ import pytest
 
 import penstock
 
-PARTS = ("buffers", "replays", "workers")
+PARTS = ("buffers", "learning", "workers")
 
 
 def built(folder: Path) -> list[Path]:

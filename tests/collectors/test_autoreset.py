@@ -29,8 +29,7 @@ from penstock import (
     WorkerError,
 )
 from penstock.envs import CountingEnv, NestedEnv
-from penstock.replays import Replay, Sequences
-from penstock.targets import gae
+from penstock.learning import Replay, Sequences, gae
 
 from ..batched_support import assert_as_plain_loop, env_seeds
 from ..scale import mostly_first, scaled

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from penstock.collectors.env_builder import EnvBuilder
+from penstock.columns.builder import EnvBuilder
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.seeding import Purpose
 from penstock.errors import SpaceError

@@ -26,7 +26,7 @@ from penstock import (
     WorkerError,
 )
 from penstock.envs import BatchedCartPole, CountingEnv
-from penstock.replays import Ratio, Replay, Sequences
+from penstock.learning import Ratio, Replay, Sequences
 from penstock.testing import Fault, check_collector, faulty_env
 
 from ..scale import scaled, with_start_methods

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.collectors.games import Games, SeatColumns
-from penstock.collectors.optional_checks import Checks
+from penstock.columns.seat_columns import Games, SeatColumns
+from penstock.envs.checks import Checks
 from penstock.envs.seats import ParallelView, SeatRank
 from penstock.envs.toy import ScriptedGame
 from penstock.workers.control import ControlBlock, Progress

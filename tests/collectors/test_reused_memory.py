@@ -20,8 +20,8 @@ from penstock import (
     VectorEnvCollector,
     WaitResetCollector,
 )
-from penstock.collectors.columns import EnvColumns
-from penstock.collectors.tracking import snapshot
+from penstock.columns.interface import snapshot
+from penstock.columns.single_columns import EnvColumns
 from penstock.testing import check_traj_info
 from penstock.testing.environments import ReusingEnv
 from penstock.vector import ShmVectorEnv

@@ -59,7 +59,7 @@ def definitions(page: str, first: int = 0, last: int | None = None) -> dict[str,
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if "```python" in path.read_text())
 # Other tests execute these, and look at their results.
 ELSEWHERE = re.findall(r'"docs/(\w+\.md)"', (Path(__file__).parent / "test_documents.py").read_text(encoding="utf-8"))
-# tests/cluster executes the first three.
+# tests/distributed executes the first three.
 ELSEWHERE += ["cluster.md", "control_plane.md", "recipes/machines.md", "migration/rlpyt.md"]
 OWN = [page for page in PAGES if page not in ELSEWHERE]
 
@@ -112,7 +112,7 @@ def test_the_recipe_with_hindsight_learns_goals_that_the_episode_reaches_later()
     first = next(i for i, block in enumerate(page) if "class FlipBits" in block)
     names: dict[str, Any] = {"__name__": "__main__"}
     imports = "import copy, gymnasium as gym, numpy as np\nfrom penstock import EpsilonGreedyAgent\n"
-    program = page[0] + imports + "from penstock.replays import Replay\n" + "\n".join(page[first : first + 3])
+    program = page[0] + imports + "from penstock.learning import Replay\n" + "\n".join(page[first : first + 3])
     exec(compile(shortened(program), "recipes/algorithms.md", "exec"), names)
     batch, n_bits = names["replay"].sample(64), names["N_BITS"]
     reached, done = batch.extra.reached[:n_bits], (batch.terminated | batch.truncated)[:n_bits]

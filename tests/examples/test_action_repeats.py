@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock import RandomAgent, SerialSampler
-from penstock.targets import Steps, n_step_return
+from penstock.learning import Steps, n_step_return
 
 from .. import starter
 from ..scale import scaled

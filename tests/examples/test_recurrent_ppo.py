@@ -13,7 +13,7 @@ import torch
 
 from penstock import SerialSampler
 from penstock.agents import RecurrentCategoricalPgAgent
-from penstock.targets import gae
+from penstock.learning import gae
 
 from .. import starter
 from ..scale import scaled

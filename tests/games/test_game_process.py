@@ -23,8 +23,7 @@ import pytest
 
 from penstock import ConfigError, GameError, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
-from penstock.games import GameProcess
-from penstock.ports import lease_port, leases
+from penstock.games import GameProcess, lease_port, leases
 
 from ..scale import quick_first, scaled
 from ..support import BOUND, until

@@ -28,7 +28,7 @@ from penstock import (
 )
 from penstock.envs import ColumnStreams, CountingEnv, Purpose
 from penstock.envs.toy import ScriptedGame
-from penstock.replays import Replay
+from penstock.learning import Replay
 
 from ..models import Net
 from ..scale import FULL, USUAL_METHODS, pairs, scaled

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.errors import PortLeaseError
-from penstock.ports import PortLeases, lease_port, leases
+from penstock.games import PortLeases, lease_port, leases
 from penstock.workers import claims
 
 from ..support import BOUND, until

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from penstock import PortLeaseError
-from penstock.ports import lease_port, leases
+from penstock.games import lease_port, leases
 from penstock.workers.claims import lock_folder
 
 from ..scale import scaled

@@ -17,7 +17,7 @@ import torch
 from penstock import AsyncSampler, RandomAgent, SamplerState, WorkerDiedError
 from penstock.buffers import descriptors
 from penstock.envs import CountingEnv, SlowEnv
-from penstock.replays import Ratio, Replay
+from penstock.learning import Ratio, Replay
 
 from ..scale import methods, pairs, scaled
 from ..support import BOUND
@@ -114,7 +114,7 @@ def check_columns(replay: Replay) -> None:
 
 
 RUNNING = """
-from penstock.replays import Ratio, Replay
+from penstock.learning import Ratio, Replay
 replay = Replay(4 * 400, seed=0)
 sampler = AsyncSampler(CountingEnv, batch_T=20, batch_B=4, n_workers=2, replay=replay, ratio=Ratio(1.0))
 sampler.initialize(RandomAgent())

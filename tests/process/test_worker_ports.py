@@ -10,7 +10,7 @@ import pytest
 
 from penstock import ParallelSampler, PortLeaseError, RandomAgent
 from penstock.envs import CountingEnv
-from penstock.ports import PortLease, lease_port
+from penstock.games import PortLease, lease_port
 from penstock.testing import Fault, faulty_env
 from penstock.workers.claims import lock_folder
 

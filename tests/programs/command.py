@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.__main__ import main
-from penstock.control import launched
+from penstock.distributed import launched
 
 CLONE_NEWNET = 0x40000000  # of setns(2)
 

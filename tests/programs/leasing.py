@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock import ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
-from penstock.ports import lease_port
+from penstock.games import lease_port
 
 how: dict[str, Any] = json.loads(sys.argv[1])
 

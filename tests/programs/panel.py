@@ -5,7 +5,7 @@ import sys
 import time
 from typing import Any
 
-from penstock.control import ControlPanel, Worker
+from penstock.distributed import ControlPanel, Worker
 
 
 class Sleeper(Worker):

@@ -36,7 +36,7 @@ from penstock.buffers import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.envs import CountingEnv
 from penstock.envs.toy import ScriptedGame
-from penstock.targets import gae
+from penstock.learning import gae
 
 from ..models import Gru
 from ..scale import pairs, scaled

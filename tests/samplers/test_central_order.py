@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from penstock import AgentStep, AlternatingSampler, GpuSampler, RandomAgent
-from penstock.collectors.request_client import Request
+from penstock.agents.remote_agent import Request
 from penstock.envs import CountingEnv
 from penstock.samplers.inference_batch import InferenceBatch
 from penstock.workers.plan import split

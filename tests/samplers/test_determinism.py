@@ -26,11 +26,11 @@ from penstock import (
     TrajInfo,
 )
 from penstock.buffers import Samples
-from penstock.collectors.env_builder import EnvBuilder
+from penstock.columns.builder import EnvBuilder
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.envs.factory import EnvContext
 from penstock.envs.seeding import Purpose
-from penstock.targets import gae
+from penstock.learning import gae
 from penstock.workers.control import ControlBlock
 
 from .. import support

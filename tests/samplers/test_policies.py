@@ -25,8 +25,7 @@ from penstock import (
 )
 from penstock.buffers import PolicySamples
 from penstock.envs.toy import CountingEnv, ScriptedGame
-from penstock.replays import Replay
-from penstock.targets import Steps, gae
+from penstock.learning import Replay, Steps, gae
 
 from ..scale import quick_first, scaled, some
 from ..seats_support import Book, Numbered, Published, Roles, Valued, assert_same, batches_of, check_rules, serial

@@ -25,7 +25,7 @@ from penstock import (
     WaitResetCollector,
     WorkerError,
 )
-from penstock.buffers import episode_log
+from penstock.columns import episode_log
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
 from penstock.testing import Fault, FaultyAgent, faulty_env
 

@@ -25,7 +25,7 @@ from penstock import (
     WorkerError,
 )
 from penstock.envs import CountingEnv, SlowEnv
-from penstock.replays import Frames, Prioritized, Ratio, Replay, Sequences
+from penstock.learning import Frames, Prioritized, Ratio, Replay, Sequences
 from penstock.samplers import asynchronous
 
 from ..scale import pairs
@@ -380,8 +380,8 @@ def test_calls_that_do_not_fit() -> None:
     [
         ({"ratio": Ratio(1)}, "ratio needs a replay"),
         ({"replay": Replay(1000), "lag": 1}, "give ratio"),
-        ({"replay": 1000}, "must be a penstock.replays.Replay"),
-        ({"replay": Replay(1000), "ratio": 8}, "must be a penstock.replays.Ratio"),
+        ({"replay": 1000}, "must be a penstock.learning.Replay"),
+        ({"replay": Replay(1000), "ratio": 8}, "must be a penstock.learning.Ratio"),
         ({"replay": Replay(1000), "ratio": Ratio(1, 7)}, "batch_steps=7.*has 20"),
         ({"replay": Replay(1000), "ratio": Ratio(1, batch_size=10, slack=14.5)}, "of their sum, 15"),
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from penstock import AsyncSampler, NamedArrays, SerialSampler
 from penstock.envs import CountingEnv
-from penstock.replays import Prioritized, Ratio, Replay
+from penstock.learning import Prioritized, Ratio, Replay
 
 from ..scale import scaled
 from .async_support import B, Delayed, T, TabularAgent

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SamplerBrokenError, SerialSampler
-from penstock.samplers.restoring import checksum
+from penstock.samplers.resuming import checksum
 
 from ..scale import pairs, quick_first
 from ..support import sampler_of

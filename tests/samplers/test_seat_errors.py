@@ -30,8 +30,7 @@ from penstock import (
 )
 from penstock.collectors import EpisodeEvalCollector
 from penstock.envs.toy import CountingEnv, ScriptedGame
-from penstock.replays import Replay
-from penstock.targets import gae
+from penstock.learning import Replay, gae
 
 from ..scale import pairs, quick_first, scaled
 from ..seats_support import Book, Valued, serial

@@ -29,7 +29,7 @@ from penstock.envs import CountingEnv, OwnClocks, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.envs.toy import ScriptedGame
 from penstock.errors import ConfigError, SpaceError, WorkerError
-from penstock.targets import gae
+from penstock.learning import gae
 from tests.scale import examples, quick_first, scaled, some
 from tests.seats_support import assert_same, batches_of
 from tests.turns_support import TurnGame, Valuing

@@ -29,8 +29,7 @@ from penstock import (
 from penstock.envs import ColumnStreams, Purpose
 from penstock.envs.seeding import eval_seed
 from penstock.envs.toy import ScriptedGame
-from penstock.replays import Ratio, Replay, Sequences
-from penstock.targets import Steps, gae
+from penstock.learning import Ratio, Replay, Sequences, Steps, gae
 
 from ..scale import pairs, quick_first, scaled, with_start_methods
 from ..seats_support import (

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.agents import AgentStep
 from penstock.agents.random import RandomAgent
+from penstock.agents.remote_agent import RemoteAgent, Request
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec
-from penstock.collectors.request_client import RemoteAgent, Request
 from penstock.envs import CountingEnv, NestedEnv, example_of, observation_example
 from penstock.samplers.inference_batch import InferenceBatch
 from penstock.samplers.sampler_memory import StepBuffer

@@ -27,13 +27,12 @@ from penstock import (
     Sampler,
     SerialSampler,
 )
-from penstock.collectors.turns import TurnColumns, TurnGames
+from penstock.columns.turn_columns import TurnColumns, TurnGames
 from penstock.envs.seats import SeatRank, TurnView
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SpaceError, WorkerError
-from penstock.replays import Prioritized, Replay
-from penstock.replays.compiled import PYTHON
-from penstock.targets import Steps, gae, lambda_return, n_step_return, vtrace
+from penstock.learning import Prioritized, Replay, Steps, gae, lambda_return, n_step_return, vtrace
+from penstock.learning.compiled import PYTHON
 from penstock.workers.control import ControlBlock, UntimedProgress
 from tests.scale import examples, quick_first, scaled, some
 from tests.seats_support import Book, Valued, assert_same, batches_of
@@ -327,7 +326,7 @@ def test_windows_of_a_replay_go_on_in_the_next_batch(
     batches = []
     with pytest.MonkeyPatch.context() as patch, SerialSampler(partial(TurnGame, k), batch_T=T, batch_B=2) as sampler:
         if not is_compiled:
-            patch.setattr("penstock.replays.windows.read_windows", PYTHON["read_windows"])
+            patch.setattr("penstock.learning.windows.read_windows", PYTHON["read_windows"])
         sampler.initialize(agents, policy_of=policy_of, seed=seed)
         for itr in range(n):
             samples, _ = sampler.obtain_samples(itr)

@@ -30,8 +30,18 @@ from penstock import (
 from penstock.buffers import AgentSamples, EnvSamples
 from penstock.collectors import ResetCollector
 from penstock.envs import BatchedCartPole, SameStep, ScriptedGame
-from penstock.replays import Frames, Prioritized, Replay, ReplayBatch, SequenceBatch, Sequences
-from penstock.targets import Steps, gae, n_step_return, vtrace
+from penstock.learning import (
+    Frames,
+    Prioritized,
+    Replay,
+    ReplayBatch,
+    SequenceBatch,
+    Sequences,
+    Steps,
+    gae,
+    n_step_return,
+    vtrace,
+)
 from penstock.vector import ShmVectorEnv
 
 

@@ -1,0 +1,98 @@
+"""Many machines: `RaySampler`, and distributed experiments (workers, a control panel, and streams between them).
+
+`pip install ".[cluster]"` installs what they need. Each name is imported on first use: `import penstock.distributed`
+imports neither ray nor zmq.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.distributed.actor_worker import Actors, ActorWorker
+    from penstock.distributed.experiment import Experiment, Run
+    from penstock.distributed.keys import Connection
+    from penstock.distributed.launch_ray import RayConnection
+    from penstock.distributed.metric_sinks import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
+    from penstock.distributed.name_table import NameClient
+    from penstock.distributed.panel import ControlPanel, Response
+    from penstock.distributed.pieces import Batch
+    from penstock.distributed.policy_worker import AgentPlan, Policies, PolicyWorker
+    from penstock.distributed.ray_sampler import Piece, RaySampler, RayStats, ShardStats
+    from penstock.distributed.remote import RpcClient, RpcServer
+    from penstock.distributed.role import PollResult, Worker
+    from penstock.distributed.statuses import Status
+    from penstock.distributed.streams import InferenceClient, InferenceInbox, SampleConsumer, SampleProducer
+    from penstock.distributed.trainer_worker import Trainer, TrainerWorker, Training
+
+#: The files below need ray.
+_NEED_RAY = "launch_ray", "ray_sampler"
+_NAMES_OF = {
+    "actor_worker": ("ActorWorker", "Actors"),
+    "experiment": ("Experiment", "Run"),
+    "keys": ("Connection",),
+    "launch_ray": ("RayConnection",),
+    "metric_sinks": ("JsonLines", "MetricsSink", "Prometheus", "RunState", "TensorBoard"),
+    "name_table": ("NameClient",),
+    "panel": ("ControlPanel", "Response"),
+    "pieces": ("Batch",),
+    "policy_worker": ("AgentPlan", "Policies", "PolicyWorker"),
+    "ray_sampler": ("Piece", "RaySampler", "RayStats", "ShardStats"),
+    "remote": ("RpcClient", "RpcServer"),
+    "role": ("PollResult", "Worker"),
+    "statuses": ("Status",),
+    "streams": ("InferenceClient", "InferenceInbox", "SampleConsumer", "SampleProducer"),
+    "trainer_worker": ("Trainer", "TrainerWorker", "Training"),
+}
+_FILE_OF = {name: file for file, names in _NAMES_OF.items() for name in names}
+
+__all__ = [
+    "ActorWorker",
+    "Actors",
+    "AgentPlan",
+    "Batch",
+    "Connection",
+    "ControlPanel",
+    "Experiment",
+    "InferenceClient",
+    "InferenceInbox",
+    "JsonLines",
+    "MetricsSink",
+    "NameClient",
+    "Piece",
+    "Policies",
+    "PolicyWorker",
+    "PollResult",
+    "Prometheus",
+    "RayConnection",
+    "RaySampler",
+    "RayStats",
+    "Response",
+    "RpcClient",
+    "RpcServer",
+    "Run",
+    "RunState",
+    "SampleConsumer",
+    "SampleProducer",
+    "ShardStats",
+    "Status",
+    "TensorBoard",
+    "Trainer",
+    "TrainerWorker",
+    "Training",
+    "Worker",
+]
+
+
+def __getattr__(name: str) -> Any:
+    file = _FILE_OF.get(name)
+    if file is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if file in _NEED_RAY and find_spec("ray") is None:
+        raise ImportError(f'penstock.distributed.{name} needs ray, which is not installed: pip install ".[cluster]"')
+    value = globals()[name] = getattr(import_module(f"penstock.distributed.{file}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,517 @@
+"""An experiment of actors, policy workers and a trainer: what it consists of, and its run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.agents import Agent
+from penstock.arguments import integer, one_of, seconds
+from penstock.distributed.actor_worker import Actors, ActorWorker
+from penstock.distributed.closing import Closing
+from penstock.distributed.keys import Connection
+from penstock.distributed.launched import LaunchedProcess
+from penstock.distributed.metric_sinks import JsonLines, MetricsSink, RunState
+from penstock.distributed.name_table import NameClient
+from penstock.distributed.panel import ControlPanel, WireName
+from penstock.distributed.policy_worker import AgentPlan, Policies, PolicyWorker
+from penstock.distributed.role import Worker
+from penstock.distributed.statuses import Status
+from penstock.distributed.trainer_worker import TrainerWorker, Training
+from penstock.envs import fresh_seed
+from penstock.envs.factory import build_example_env, close_example_env, env_factories
+from penstock.envs.seats import ParallelView, view_of
+from penstock.errors import ClusterError, ConfigError, PeerLostError
+from penstock.samplers import AsyncSampler
+from penstock.samplers.allocation import prepared_factories
+from penstock.samplers.config import SamplerConfig
+from penstock.samplers.seating import find_seating
+from penstock.workers.marking import marked
+
+_log = logging.getLogger("penstock")
+
+_POLL_SECONDS = 0.25  # how often `wait` asks the workers for their figures
+_STEP_SECONDS = 0.05  # between two looks at workers that start
+_WRITE_SECONDS = 1.0  # between two writes of the figures
+_START_SECONDS = 120.0  # how long a worker may take to be reached, and to be configured
+_END_SECONDS = 2.0  # how long one that has failed may take to end by itself
+_LONGEST_PAUSE = 30.0  # before a restart
+_SOUND_SECONDS = 60.0  # a worker that has worked for so long does not fail in a row
+_FAILED = (Status.ERROR.value, Status.LOST.value)
+_KINDS = ("trainer", "policy", "actor")  # each needs those before it
+_FACTS = "experiment"  # the name of what those that join must know
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What an experiment consists of.
+
+    Args:
+        name: of the experiment.
+        make_agent: returns an agent that is not initialized, or for environments of several agents a dict of agents
+            (see `Actors.policy_of`). All workers call it, and initialize with the same seed.
+        actors, policies, training: the workers. Without `policies`, the actors act themselves.
+        seed: fixes the first parameters and all random streams; None takes a new seed.
+    """
+
+    name: str
+    make_agent: Callable[[], Agent | Mapping[str, Agent]]
+    actors: Actors
+    training: Training
+    policies: Policies | None = None
+    seed: int | None = None
+
+    def run(
+        self,
+        trial: str = "trial0",
+        *,
+        wire: WireName = "local",
+        max_restarts: int = 3,
+        hang_timeout: float = 60.0,
+        **panel: Any,
+    ) -> Run:
+        """Start all workers, and return the run. Use it in a `with` statement.
+
+        Args:
+            trial: name of this run.
+            wire: "local": workers are threads of this process; "zmq": they are processes; "ray": they are Ray actors,
+                on the machines of the cluster that this process has joined, or of one that is started here.
+            max_restarts: a worker that fails is started again. The run ends if one fails more often than this in a row,
+                each time within a minute, or if all together fail more often than this times their number.
+            hang_timeout: seconds after which an actor or a policy worker is replaced whose process lives, but does not
+                answer; inf: it never is. A trainer never is, since that would lose its training.
+            panel: more arguments of `ControlPanel`, such as `file` and `host`.
+
+        Raises `ConfigError` if the parts do not fit together, and a `ClusterError` if a worker cannot start.
+        """
+        self._check_arguments(max_restarts, hang_timeout)
+        if self.actors.joining and wire != "zmq":
+            raise ConfigError(f'actors can join from other machines only with wire="zmq", got {wire!r}')
+        if self.training.count > 1 and wire == "local":
+            raise ConfigError(
+                'several trainers must be processes: use wire="zmq" or "ray". With wire="local" they are threads'
+            )
+        if self.policies is not None and self.policies.stream != self.actors.inference:
+            raise ConfigError(
+                f"the policies serve the stream {self.policies.stream!r}, the actors ask {self.actors.inference!r}: "
+                "give Policies(stream=...) and Actors(inference=...) the same name"
+            )
+        if self.policies is None and self.actors.inference is not None:
+            raise ConfigError(
+                f"there are no policies for the inference stream {self.actors.inference!r}: give "
+                "policies=Policies(...), or leave inference out"
+            )
+        if self.actors.samples != self.training.stream:
+            raise ConfigError(
+                f"actors fill {self.actors.samples!r}, the trainer reads {self.training.stream!r}: give "
+                "Actors(samples=...) and Training(stream=...) the same name"
+            )
+        plan = self._plan()
+        makers = self._makers(plan)
+        for name in self.actors.joining_names:
+            del makers[name]
+        resources = {"actor": self.actors.resources, "trainer": self.training.resources}
+        resources["policy"] = self.policies.resources if self.policies is not None else None
+        opened = ControlPanel(self.name, trial, wire=wire, **panel)
+        facts = {"seed": plan.seed, "actors": self._facts(plan)}
+        return Run(opened, makers, max_restarts, hang_timeout, resources, self.actors.joining_names, facts)
+
+    def join(
+        self, file: str | Path, names: Sequence[str], *, host: str | None = None, timeout: float = 60.0
+    ) -> dict[str, str]:
+        """Take part in a run of this experiment, as these of its actors, until it ends. Each actor is a process.
+
+        This machine has the code of the experiment: no code comes from the run, only the seed. A name can be used again
+        when its actor has ended.
+
+        Args:
+            file: the connection file of the run, copied from its machine.
+            names: some of those that `Actors(joining=...)` allows, for example `["actor/4", "actor/5"]`.
+            host: the address of this machine at which the others reach it; by default the one from which it reaches
+                them.
+            timeout: seconds to wait for the file, and for the run.
+
+        Returns how each actor has ended. Raises `ConfigError` if the run does not take these actors, or is of another
+        experiment, and `NoReplyError` if there is no run.
+        """
+        allowed = self.actors.joining_names
+        wrong = [name for name in names if name not in allowed]
+        if wrong or not names or isinstance(names, str) or len({*names}) < len(names):
+            raise ConfigError(
+                f"the names must be different ones of {', '.join(allowed) or 'none'}, as Actors(joining="
+                f"{self.actors.joining}) says, got {names!r}"
+            )
+        plan = self._plan()
+        connection, facts = _find_run(file, host, seconds("timeout", timeout))
+        if facts["actors"] != self._facts(plan):
+            raise ConfigError(
+                f"the run and this experiment differ in [name, count, joining, environments of all actors]: "
+                f"{facts['actors']} and {self._facts(plan)}. Is the code the same on both machines?"
+            )
+        makers = self._makers(replace(plan, seed=int(facts["seed"])))
+        workers = {name: LaunchedProcess(makers[name], connection, name) for name in names}
+        try:
+            while any(worker.ending() is None for worker in workers.values()):
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for worker in workers.values():
+                worker.kill()
+        return {name: str(worker.ending()) for name, worker in workers.items()}
+
+    def _facts(self, plan: AgentPlan) -> list[Any]:
+        """What a run and those that join it must have in common."""
+        return [self.name, self.actors.count, self.actors.joining, plan.n_envs]
+
+    def _check_arguments(self, max_restarts: int, hang_timeout: float) -> None:
+        actors, training, policies = self.actors, self.training, self.policies
+        for name, function in (
+            ("make_agent", self.make_agent),
+            ("make_sampler", actors.make_sampler),
+            ("make_trainer", training.make_trainer),
+        ):
+            if not callable(function):
+                raise ConfigError(f"{name} must be a class or a function, got {function!r}")
+        integer("joining", actors.joining, 0)
+        integer("the number of actors", actors.count, 0 if actors.joining else 1)
+        integer("the number of trainers", training.count, 1)
+        one_of("backend", training.backend, ("gloo", "nccl"))
+        integer("batch of Training", training.batch, 1)
+        integer("save_every", training.save_every, 1)
+        integer("max_restarts", max_restarts, 0)
+        seconds("hang_timeout", hang_timeout)
+        if training.max_staleness is not None:
+            integer("max_staleness", training.max_staleness, 0)
+        if self.seed is not None:
+            integer("seed", self.seed, 0)
+        if policies is not None:
+            integer("the number of policies", policies.count, 1)
+            integer("max_batch", policies.max_batch, 1)
+            if seconds("max_delay", policies.max_delay, zero=True) == float("inf"):
+                raise ConfigError("max_delay must be finite, got inf: a policy worker would wait for a full batch")
+
+    def _plan(self) -> AgentPlan:
+        """How all workers make the agent. It has the spaces of an example environment."""
+        sampler = self.actors.make_sampler()
+        if isinstance(sampler, AsyncSampler):
+            raise ConfigError(
+                "make_sampler returned an AsyncSampler, which samples all the time. An actor obtains one batch after "
+                "another: use ParallelSampler or another sampler"
+            )
+        config = sampler.config
+        batched = config.collector_cls.batched
+        factory = env_factories(config.env_fn, config.env_kwargs, config.batch_B)[0]
+        view = partial(view_of, global_state=config.global_state)
+        factory = replace(factory, as_seats=view).as_example(config.spaces)
+        with marked:
+            env = build_example_env(factory, batched=config.example_size)
+        try:
+            prefix = "single_" if batched else ""
+            if not isinstance(env, ParallelView):
+                spaces = [getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action")]
+            elif self.actors.inference is None:
+                spaces = self._spaces_of_seats(config, env)
+            else:
+                raise ConfigError(
+                    "policy workers act for environments of one agent, and env_fn returns one of several: leave "
+                    "inference and policies out, so that the actors act"
+                )
+        finally:
+            close_example_env(env)
+            sampler.shutdown()
+        seed = fresh_seed() if self.seed is None else self.seed
+        n_actors = self.actors.count + self.actors.joining
+        return AgentPlan(self.make_agent, spaces[0], spaces[1], seed, sampler.batch_B * n_actors)
+
+    def _spaces_of_seats(self, config: SamplerConfig, env: ParallelView) -> list[Any]:
+        """The observation space and the action space of the agents of an environment. With a dict of agents, each is a
+        dict by policy."""
+        agents = self.make_agent()
+        if not isinstance(agents, Mapping):  # it plays all of them, and their spaces are equal
+            return list(env.spaces[env.possible_agents[0]])
+        if self.training.count > 1:
+            raise ConfigError(
+                "several trainers are for one agent, and make_agent returned a dict: use Training(count=1)"
+            )
+        factories = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
+        factories = prepared_factories(tuple(agents.values()), factories, config)
+        as_seats: Any = factories[0].as_seats
+        first = as_seats(env.env)  # a second view of this environment: its observations have the masks for the agents
+        with marked:
+            _, seats = find_seating([(factories, 0), ((), 0)], agents, self.actors.policy_of, (factories[0], first))
+        return [dict(zip(agents, own, strict=True)) for own in zip(*(spaces for *_, spaces in seats), strict=True)]
+
+    def _makers(self, plan: AgentPlan) -> dict[str, Callable[[], Worker]]:
+        """Functions that make the workers, by name, in the order in which the workers start."""
+        training, policies, actors = self.training, self.policies, self.actors
+        if training.checkpoint is not None:  # a worker may work in another folder
+            training = replace(training, checkpoint=Path(training.checkpoint).absolute())
+        makers: dict[str, Callable[[], Worker]] = {}
+        for i in range(training.count):
+            makers[f"trainer/{i}"] = partial(TrainerWorker, training, plan, rank=i)
+        if policies is not None:
+            for i in range(policies.count):
+                makers[f"policy/{i}"] = partial(PolicyWorker, policies, plan)
+        # How many pieces of an actor are under way. With max_staleness, a piece is under way until it was trained on.
+        # All together are no more than what the trainer takes in max_staleness + 1 steps (3 steps keep everybody busy),
+        # but enough for one batch.
+        n, size, stale = actors.count + actors.joining, training.batch * training.count, training.max_staleness
+        credit = 3 if stale is None else max(-(-size // n), min(stale + 1, 3) * size // n)
+        for i in range(n):
+            makers[f"actor/{i}"] = partial(ActorWorker, actors, plan, rank=i, world_size=n, credit=credit)
+        return makers
+
+
+class Run(Closing):
+    """A running experiment. `panel` commands its workers.
+
+    If a worker fails, the start of the run or `wait` starts it again: a policy worker gets the newest parameters, a
+    trainer continues from its checkpoint, and an actor begins new trajectories.
+
+    Args:
+        panel: the run closes it.
+        makers: functions that make the workers, by name.
+        max_restarts, hang_timeout: see `Experiment.run`.
+        resources: what Ray reserves for a worker, by the first part of its name.
+        joining: names of the workers that may join from other machines.
+        facts: what those need.
+    """
+
+    def __init__(
+        self,
+        panel: ControlPanel,
+        makers: Mapping[str, Callable[[], Worker]],
+        max_restarts: int,
+        hang_timeout: float,
+        resources: Mapping[str, Mapping[str, float] | None],
+        joining: Sequence[str] = (),
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.panel, self._makers, self._max_restarts, self._resources = panel, makers, max_restarts, resources
+        self._hang_timeout, self._joining = hang_timeout, joining
+        self._n_joined = dict.fromkeys(joining, 0)  # how often each was lost
+        #: How often each worker was started again.
+        self.restarts = dict.fromkeys(makers, 0)
+        self._n_in_row = dict.fromkeys(makers, 0)  # failures of each worker
+        self._up_since: dict[str, float] = {}
+        self._silent_since: dict[str, float] = {}
+        self._starting = {name: self._start(name) for name in makers}  # what is left to do for those that do not run
+        self._version = 1
+        self._began = time.monotonic()
+        try:
+            panel.names.add(_FACTS, facts, lasting=True)
+            while any(not self.restarts[name] for name in self._starting):
+                for name, error in self._step().items():
+                    if not self.restarts[name]:
+                        raise error
+                    self._restart(name, str(error))
+                self._watch_all(panel.stats(makers))  # the others may wait for one that has failed
+                time.sleep(_STEP_SECONDS)
+        except BaseException:
+            panel.close()
+            raise
+
+    def state(self) -> RunState:
+        """The run now. While the trainer gives no figures, its version is the last that was known."""
+        if self._joining:
+            self.panel.auto_connect()
+        joined = [name for name in self._joining if name in self.panel.worker_names]
+        workers = self.panel.stats([*self._makers, *joined])
+        self._version = int(workers["trainer/0"].get("version", self._version))
+        return RunState(self._version, time.monotonic() - self._began, workers)
+
+    def wait(
+        self,
+        until: Callable[[RunState], bool],
+        *,
+        timeout: float = float("inf"),
+        metrics: str | Path | MetricsSink | Sequence[MetricsSink] = (),
+    ) -> RunState:
+        """Watch the workers until `until(state)` is True, or for `timeout` seconds. Returns the last state.
+
+        Args:
+            until: called four times a second.
+            metrics: where the figures of all workers go, once a second and at the end: a file of JSON lines, or
+                `JsonLines`, `TensorBoard`, `Prometheus`, or several of these.
+
+        Raises `ClusterError` if workers have failed too often: see `max_restarts`.
+        """
+        deadline, write_at = time.monotonic() + timeout, 0.0
+        sinks = _sinks(metrics)
+        while True:
+            state = self.state()
+            is_last = until(state) or time.monotonic() >= deadline
+            if is_last or time.monotonic() >= write_at:
+                write_at = time.monotonic() + _WRITE_SECONDS
+                for sink in sinks:
+                    sink.write(state)
+            if is_last:
+                return state
+            self._watch_all(state.workers)
+            poll_at = time.monotonic() + _POLL_SECONDS
+            while (left := poll_at - time.monotonic()) > 0:
+                for name, error in self._step().items():
+                    if name in self._joining:
+                        self._dismiss(name, error)
+                    else:
+                        self._restart(name, str(error))
+                time.sleep(min(left, _STEP_SECONDS))
+
+    def close(self) -> None:
+        """End all workers. Calling it again does nothing."""
+        self.panel.close()
+
+    def _watch_all(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, figures in workers.items():
+            if name not in self._starting:
+                self._watch(name, figures)
+
+    def _watch(self, name: str, figures: Mapping[str, Any]) -> None:
+        """Start a worker again if it has failed, or was silent for too long."""
+        status, now = figures["status"], time.monotonic()
+        if name in self._joining:
+            if status == Status.READY.value:  # it has joined
+                self._starting[name] = self._begin(name)
+            elif status in _FAILED and name in self._up_since:
+                del self._up_since[name]
+                self._n_joined[name] += 1
+                _log.warning("worker %s, which had joined, is lost: the run goes on without it", name)
+            return None
+        if status in _FAILED:
+            return self._restart(name, _why(figures))
+        if status != Status.UNRESPONSIVE.value:
+            self._silent_since.pop(name, None)
+        elif name not in self._silent_since:
+            self._silent_since[name] = now
+            _log.warning("worker %s lives, but does not answer. What it does:\n%s", name, self.panel.stacks(name))
+        elif now - self._silent_since[name] > self._hang_timeout and not name.startswith("trainer/"):
+            self._restart(name, f"it did not answer for hang_timeout={self._hang_timeout:g} s")
+        return None
+
+    def _restart(self, name: str, reason: str) -> None:
+        """A worker has failed: start it again, if it may be."""
+        now = time.monotonic()
+        if now - self._up_since.pop(name, now) > _SOUND_SECONDS:
+            self._n_in_row[name] = 0
+        self._n_in_row[name] += 1
+        n, total, most = self._n_in_row[name], sum(self.restarts.values()), self._max_restarts
+        if n > most or total >= most * len(self.restarts):
+            raise ClusterError(
+                f"worker {name} has failed {n} times in a row, and {total} workers were started again before, with "
+                f"max_restarts={most}. The last time: {reason}"
+            )
+        _log.warning("worker %s has failed, and is started again: %s", name, reason)
+        self.restarts[name] += 1
+        # The trainers are one group: without one of them, the others wait for ever.
+        for other in self._makers if name.startswith("trainer/") else ():
+            if other.startswith("trainer/"):
+                self._up_since.pop(other, None)
+                self._starting[other] = self._start(other)
+        self._silent_since.pop(name, None)
+        self._starting[name] = self._start(name, 0.0 if n == 1 else min(2.0 ** (n - 2), _LONGEST_PAUSE))
+
+    def _dismiss(self, name: str, error: ClusterError) -> None:
+        """A worker that has joined cannot start. It may join again."""
+        _log.warning("worker %s has joined, but cannot start: %s", name, error)
+        self._starting.pop(name, None)
+        with contextlib.suppress(PeerLostError):  # it has ended already
+            self.panel.async_request(name, "exit")
+
+    def _step(self) -> dict[str, ClusterError]:
+        """Do what can be done now for the workers that do not run. Returns why some of them have failed."""
+        self._reached = self.panel.auto_connect() if self._starting else []
+        errors: dict[str, ClusterError] = {}
+        for name, steps in list(self._starting.items()):
+            try:
+                next(steps)
+            except StopIteration:
+                del self._starting[name]
+                self._up_since[name] = time.monotonic()
+            except ClusterError as error:
+                if not (name.startswith("trainer/") and any(other.startswith("trainer/") for other in errors)):
+                    errors[name] = error  # one of the trainers is enough: all are started again
+        return errors
+
+    def _start(self, name: str, pause: float = 0.0) -> Iterator[None]:
+        """The steps from the end of a worker to its first poll. Where one would wait, this yields."""
+        base, _, index = name.partition("/")
+        if not self.panel.has_ended(name):
+            with contextlib.suppress(ClusterError):  # it may be lost
+                self.panel.async_request(name, "exit", timeout=_END_SECONDS)
+        begin, kill_at, is_killed = time.monotonic() + pause, time.monotonic() + _END_SECONDS, False
+        while time.monotonic() < begin or not self.panel.has_ended(name):
+            if time.monotonic() > kill_at and not is_killed and not self.panel.has_ended(name):
+                self.panel.kill(name)
+                is_killed = True
+            elif time.monotonic() > max(begin, kill_at) + _START_SECONDS:
+                raise ClusterError("the one before has not ended, and cannot be killed")
+            yield
+        self.panel.launch(self._makers[name], name=base, first=int(index), resources=self._resources[base])
+        yield
+        yield from self._begin(name)
+
+    def _begin(self, name: str) -> Iterator[None]:
+        """The steps from the launch of a worker to its first poll."""
+        base, until = name.partition("/")[0], time.monotonic() + _START_SECONDS
+        while name not in self._reached:
+            self.panel.require_alive(name)
+            if time.monotonic() > until:
+                raise ClusterError(f"it could not be reached within {_START_SECONDS:g} s")
+            yield
+        while not self._has_what_it_needs(base):
+            self.panel.require_alive(name)
+            yield
+        lives = self.restarts.get(name, self._n_joined.get(name, 0))
+        if base == "trainer":  # they are one group
+            lives = sum(n for other, n in self.restarts.items() if other.startswith("trainer/"))
+        for command, kwargs in (("configure", {} if base == "policy" else {"generation": lives}), ("start", {})):
+            answer = self.panel.async_request(name, command, timeout=_START_SECONDS, **kwargs)
+            while not answer.done():
+                yield
+            answer.result()
+
+    def _has_what_it_needs(self, kind: str) -> bool:
+        """Whether a worker of each kind before this one runs. At the beginning, all of them."""
+        for other in _KINDS[: _KINDS.index(kind)]:
+            names = [name for name in self._makers if name.startswith(f"{other}/")]
+            if any(name in self._starting and not self.restarts[name] for name in names):
+                return False
+            if names and all(name in self._starting for name in names):
+                return False
+        return True
+
+
+def _why(figures: Mapping[str, Any]) -> str:
+    """Why the worker with these figures has failed."""
+    return f"{figures['status']}: {figures.get('text') or 'it has ended without a report: see its log'}"
+
+
+def _find_run(file: str | Path, host: str | None, timeout: float) -> tuple[Connection, dict[str, Any]]:
+    """How to reach the run of this file, and what it says to those that join. An old file may be replaced meanwhile."""
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            connection = Connection.read(file)
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # it sends nothing
+                address = connection.address.rpartition("/")[2].rpartition(":")
+                probe.connect((address[0], int(address[2])))
+                connection = replace(connection, host=host or probe.getsockname()[0])
+            with contextlib.closing(connection.wire()) as wire:
+                names = NameClient(wire, connection.address)
+                return connection, dict(names.wait(_FACTS, min(5.0, max(0.1, until - time.monotonic()))))
+        except (ConfigError, ClusterError, OSError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(_POLL_SECONDS)
+
+
+def _sinks(metrics: str | Path | MetricsSink | Sequence[MetricsSink]) -> list[MetricsSink]:
+    if isinstance(metrics, str | Path):
+        return [JsonLines(metrics)]
+    return [metrics] if isinstance(metrics, MetricsSink) else list(metrics)

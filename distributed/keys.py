@@ -1,0 +1,93 @@
+"""The connection file: where the name table of a trial is, and the keys that open its sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.distributed.wire import Wire
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What a process needs to join a trial. Everybody who can read this can join: keep it in a file with mode 0600.
+
+    Attributes:
+        trial: names of the experiment and the trial, joined by a slash.
+        address: where the name table is.
+        server_public, server_secret, client_public, client_secret: CURVE keys of this trial alone.
+        host: the address of this machine at which the wires of this process can be reached.
+    """
+
+    trial: str
+    address: str
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+    host: str = "127.0.0.1"
+
+    @classmethod
+    def make(cls, trial: str, *, host: str = "127.0.0.1") -> Self:
+        """New keys for `trial`. The address is empty."""
+        _need_sockets()
+        import zmq
+
+        server, client = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
+        return cls(trial, "", server[0], server[1], client[0], client[1], host)
+
+    def wire(self, port: int = 0) -> Wire:
+        """A new wire with these keys, at this port; 0 for any free one. Raises `ConfigError` for an address that cannot
+        be used."""
+        _need_sockets()
+        from penstock.distributed.wire_zmq import ZmqTransport
+
+        return Wire(ZmqTransport(self, self.host, port))
+
+    def write(self, path: str | Path) -> None:
+        """Write the file, readable for its owner alone. An older file is replaced.
+
+        Raises `ConfigError` if it cannot be written.
+        """
+        path = Path(path)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            part.unlink(missing_ok=True)
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+                json.dump(asdict(self), file)
+            part.replace(path)
+        except OSError as error:
+            raise ConfigError(f"the connection file {path} cannot be written: {error.strerror}") from error
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Raises `ConfigError` if the file is not this user's own, can be read by others, or is no connection file."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                facts = os.fstat(file.fileno())
+                if stat.S_IMODE(facts.st_mode) & 0o077 or facts.st_uid != os.getuid():
+                    raise ConfigError(
+                        f"the connection file {path} holds keys. It must be your own, and must be readable for you "
+                        f"alone: chmod 600 {path}"
+                    )
+                values = json.load(file)
+            return cls(**{name: str(values[name]) for name in cls.__dataclass_fields__})
+        except ConfigError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no connection file of penstock: {type(error).__name__}: {error}") from error
+
+
+def _need_sockets() -> None:
+    missing = [name for name in ("zmq", "msgpack") if find_spec(name) is None]
+    if missing:
+        raise ImportError(f'{" and ".join(missing)} must be installed to use sockets: pip install ".[cluster]"')

@@ -1,0 +1,384 @@
+"""RaySampler: one sampler on many machines. Ray places the shards, moves their data, and notices when one is lost."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from penstock.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false
+from penstock.buffers import Samples
+from penstock.buffers.samples import batch_view, layouts_of
+from penstock.collectors import TrajInfo
+from penstock.distributed.placement import connect, node_resources
+from penstock.distributed.ray_pool import ShardOptions, ShardPool, Stream
+from penstock.distributed.shard import ShardPlan, ShardSpec
+from penstock.envs import EnvFn
+from penstock.errors import ConfigError, brief
+from penstock.samplers.allocation import Allocation
+from penstock.samplers.asynchronous import AsyncSampler
+from penstock.samplers.config import SamplerState
+from penstock.samplers.parallel import ParallelSampler
+from penstock.samplers.sampler import EVALUATION, Sampler
+from penstock.samplers.sampler_plan import EnvRange, make_plans
+from penstock.samplers.seating import PolicyOf
+from penstock.samplers.serial import SerialSampler
+from penstock.samplers.stats import SamplerStats
+from penstock.workers.launcher import unpicklable
+from penstock.workers.plan import Affinity
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from penstock.samplers.config import SamplerOptions
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One shard's part of a batch, as `RaySampler.stream` yields it.
+
+    `samples` are torch tensors `[batch_T, n, ...]` of the shard's n environments. They are in memory of Ray, which can
+    only be read: copy what you want to change. The memory is freed with the piece. With a dict of agents, they are
+    `PolicySamples`, with the shard's columns of each policy.
+    """
+
+    samples: Samples
+    traj_infos: list[TrajInfo]
+    shard: int
+    env_ranks: range  #: of the columns
+    policy_version: Any  #: of the parameters that acted; with a dict of agents, a dict of the version of each
+    staleness: int  #: how many versions newer the newest parameters were when you got it; the largest of all policies
+    itr: int  #: the number of this piece of the shard; the first has the `itr` of `stream`
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """One shard since the sampler was initialized, with the processes that were lost and replaced.
+
+    `batches` counts the batches and pieces that you got from it, and `missing` the batches without its columns. Two
+    counts are of pieces that were dropped: `late` pieces came after their batch, or after the end of a stream, and
+    `stale` pieces were too old for a stream. `lost_trajectories` counts the trajectories that were lost with its
+    processes.
+    """
+
+    shard: int
+    node: str | None  #: None while it waits for a place
+    env_ranks: range
+    batches: int
+    missing: int
+    late: int
+    stale: int
+    restarts: int
+    lost_trajectories: int
+
+
+@dataclass(frozen=True)
+class RayStats(SamplerStats):
+    """As `SamplerStats`, with the workers of all shards. Their ranks continue from shard to shard.
+
+    The figures of a shard are those of its last reply. `parameter_puts` counts how often parameters were put into Ray's
+    object store: once per version.
+    """
+
+    shards: tuple[ShardStats, ...] = ()
+    parameter_puts: int = 0
+
+    @property
+    def restarts(self) -> int:
+        """How many workers and shards have been replaced."""
+        return super().restarts + sum(shard.restarts for shard in self.shards)
+
+    @property
+    def lost_trajectories(self) -> int:
+        """How many trajectories were lost with workers and shards that were replaced."""
+        return super().lost_trajectories + sum(shard.lost_trajectories for shard in self.shards)
+
+
+class RaySampler(Sampler):
+    """Samples on many machines, with the same calls and, for the same seed, the same batches as on one.
+
+    The environments are divided into shards: consecutive ranges of `env_rank`. A shard is one actor of Ray, which holds
+    one sampler on its node. All shards collect their columns of a batch. The columns are copied into one buffer as they
+    arrive. With `stream`, you get the part of each shard as it arrives, without a copy.
+
+    Without an address, this uses the cluster that the process has joined before (`ray.init`), or the one that
+    RAY_ADDRESS names. If there is none, penstock starts Ray on this machine and ends it at `shutdown`. Other machines
+    cannot reach this Ray.
+
+    Args, in addition to the arguments of every sampler:
+        n_shards: the number of shards; by default one for each node that has room for one.
+        n_workers: worker processes of each shard. A shard takes this number of Ray's CPUs. By default, as many as all
+            shards can have.
+        sampler_cls: the sampler of each shard: ParallelSampler, SerialSampler, GpuSampler, AlternatingSampler, or a
+            subclass. A shard cannot be a RaySampler.
+        sampler_options: arguments of this class alone, for example `{"server": "process"}`.
+        on_node_failure: what happens when a shard is lost. "raise" raises a `NodeLostError`, and the sampler cannot be
+            used any more. "restart" builds the shard again, on a node that has room, with new random streams, which
+            depend on the seed. It then collects its columns of the running batch. `max_restarts` and `restart_window`
+            limit this too, for each shard.
+        min_ready: a batch is complete when this many shards have answered: a share (1.0: all) or a number. The columns
+            of the others are zero, and `valid` is False there. Their replies are dropped when they come, and counted.
+        min_shards: with "restart", continue without lost shards as long as this many are left. A lost shard takes part
+            again as soon as a node has room for it. None: wait for all.
+        unavailable_timeout: seconds that the process of a shard may answer nothing before the shard counts as lost. A
+            shard is asked only while it works. If its connection breaks, it is lost at once.
+        resources: what each shard needs of Ray besides CPUs, for example `{"GPU": 1}`.
+        address: the address of a Ray cluster. It must be the one that the process has joined, if any.
+        dashboard: whether a Ray that is started here has its dashboard.
+    """
+
+    _no_restore = "on a RaySampler, whose environments are in other processes of Ray: use another sampler"
+    _no_video = "RaySampler records no videos: evaluate the agent with another sampler to record one"
+
+    def __init__(
+        self,
+        env_fn: EnvFn,
+        *,
+        n_shards: int | None = None,
+        sampler_cls: type[Sampler] = ParallelSampler,
+        sampler_options: Mapping[str, Any] | None = None,
+        on_node_failure: Literal["raise", "restart"] = "raise",
+        min_ready: int | float = 1.0,
+        min_shards: int | None = None,
+        unavailable_timeout: float = 15.0,
+        resources: Mapping[str, float] | None = None,
+        address: str | None = None,
+        dashboard: bool = False,
+        **options: Unpack[SamplerOptions],
+    ) -> None:
+        super().__init__(env_fn, **options)
+        if self.config.seed_episodes:
+            raise ConfigError("RaySampler cannot replay episodes: leave out seed_episodes and crash_dir")
+        self._n_shards = None if n_shards is None else integer("n_shards", n_shards, 1, self.config.n_built)
+        is_one = isinstance(sampler_cls, type) and issubclass(sampler_cls, Sampler)
+        if not is_one or issubclass(sampler_cls, AsyncSampler | RaySampler):
+            raise ConfigError(
+                f"sampler_cls must be a synchronous sampler class, for example ParallelSampler, got {sampler_cls!r}. A "
+                "shard cannot be a RaySampler: for groups of nodes, give each learner its own (rank, world_size)"
+            )
+        self._sampler_cls, self._sampler_options = sampler_cls, dict(sampler_options or {})
+        one_of("on_node_failure", on_node_failure, ("raise", "restart"))
+        if not (is_share := isinstance(min_ready, float) and 0 < min_ready <= 1):
+            integer("min_ready, if it is not a share of the shards (0 < share <= 1.0),", min_ready, 1)
+        self._shard_options = ShardOptions(
+            is_restarted=on_node_failure == "restart",
+            min_ready=float(min_ready) if is_share else int(min_ready),
+            min_shards=None if min_shards is None else integer("min_shards", min_shards, 1),
+            unavailable_timeout=seconds("unavailable_timeout", unavailable_timeout),
+        )
+        if min_shards is not None and on_node_failure == "raise":
+            raise ConfigError('min_shards needs on_node_failure="restart"')
+        for name, amount in (resources or {}).items():
+            is_number = isinstance(amount, int | float | np.integer | np.floating) and not isinstance(amount, bool)
+            if not (is_number and 0 <= amount < math.inf):
+                raise ConfigError(f"resources[{name!r}] must be a number of 0 or more, got {brief(amount)}")
+        self._extra_resources, self._address = dict(resources or {}), address
+        self._dashboard = true_or_false("dashboard", dashboard)
+        # Raises an error for a wrong argument of the shards' sampler here, and not later on a node.
+        sampler_cls(env_fn, **{**options, **self._sampler_options})
+
+    # ---- shards ----------------------------------------------------------------------------
+
+    def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[ShardPlan, ...]:
+        n_cpus = (self._n_shards or 1) * (self.config.n_workers or 1)
+        resources.callback(connect(self._address, n_cpus, dashboard=self._dashboard))
+        nodes, n_built, options = node_resources(), self.config.n_built, self._shard_options
+        wanted = 1 if issubclass(self._sampler_cls, SerialSampler) else self.config.n_workers
+        n_usable = sum(self._n_places([node], wanted or 1) > 0 for node in nodes)
+        n_shards = self._n_shards or max(1, min(n_usable, n_built))
+        for name, number in (("min_shards", options.min_shards), ("min_ready", options.min_ready)):
+            if number is not None and number > n_shards:
+                raise ConfigError(f"{name} must be at most n_shards={n_shards}, got {number}")
+        most = math.ceil(n_built / n_shards)
+        largest = int(max(node.get("CPU", 0) for node in nodes))
+        fitting = (n for n in range(min(most, largest), 0, -1) if self._n_places(nodes, n) >= n_shards)
+        self._workers_per_shard = min(most, wanted or next(fitting, 1))
+        needs, n_places = self._needs(self._workers_per_shard), self._n_places(nodes, self._workers_per_shard)
+        if n_places < (options.min_shards or n_shards):
+            has = [{name: node.get(name, 0) for name in needs} for node in nodes]
+            raise ConfigError(
+                f"the cluster has room for {n_places} of {n_shards} shards. Each needs {needs} on one node, and the "
+                f"nodes have {brief(has)}: add nodes, or use fewer shards or workers"
+            )
+        self._affinity, self._env_range = affinity, env_range
+        unit, n_evals = self.config.rows_per_env, self.config.eval_n_envs
+        plans = make_plans(self.batch_B, n_evals, [()] * n_shards, env_range, unit=unit)
+        n_workers = [min(self._workers_per_shard, len(plan.columns) // unit) for plan in plans]
+        return tuple(ShardPlan(**vars(plan), n_workers=n) for plan, n in zip(plans, n_workers, strict=True))
+
+    def _needs(self, n_workers: int) -> dict[str, float]:
+        """What a shard with `n_workers` needs of Ray."""
+        return {"CPU": float(n_workers), **self._extra_resources}
+
+    def _n_places(self, nodes: list[dict[str, float]], n_workers: int) -> int:
+        """How many such shards the nodes have room for."""
+        needs = [(name, amount) for name, amount in self._needs(n_workers).items() if amount]
+        return sum(
+            min((int(node.get(name, 0) / amount + 1e-6) for name, amount in needs), default=MOST_ENVS) for node in nodes
+        )
+
+    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> ShardPool:
+        config, program = self.config, allocation.program
+        if program.seating is not None and config.eval_max_trajectories:
+            raise ConfigError(
+                "a RaySampler of environments with several agents counts the games of an evaluation with "
+                "eval_episodes: leave eval_max_trajectories out"
+            )
+        agents = dict(zip(self._agents, program.agents, strict=True))
+        recorded = [name for p, name in enumerate(agents) if p not in program.unrecorded]
+        spec = ShardSpec(
+            sampler_cls=self._sampler_cls,
+            sampler_options=self._sampler_options,
+            config=config,
+            agents=self._by_policy(agents),
+            plans=tuple(plan for plan in self._plans if isinstance(plan, ShardPlan)),
+            n_cpus=self._workers_per_shard,
+            affinity=self._affinity,
+            setup={
+                "seed": program.seed,
+                "bootstrap_value": "bootstrap_value" in layouts_of(allocation.memory.slots[0])[0],
+                "traj_info_kwargs": program.traj_info_kwargs,
+                "n_envs": self._env_range.n_envs,
+                "n_eval_envs": self._env_range.n_eval_envs,
+                "record": None if self._is_shared else recorded,
+            },
+            seats=None if program.seating is None else (program.seating, allocation.examples),
+        )
+        try:
+            pickled = bytes(cloudpickle.dumps(spec))
+        except Exception as error:  # pickling runs the user's code, which may raise anything
+            policy_of = None if program.seating is None else program.seating.chooser
+            raise unpicklable({"agent": spec.agents, "policy_of": policy_of, **vars(config)}, error) from error
+        needs, options = self._needs(self._workers_per_shard), self._shard_options
+        return ShardPool(spec.plans, needs, pickled, config, allocation.memory, options, resources)
+
+    @property
+    def _n_seats(self) -> Any:
+        """See `SampleSpec`; with a dict of agents, that of each policy."""
+        seating = self._seating
+        return seating and self._by_policy({name: seating.n_seats(p) for p, name in enumerate(seating.policies)})
+
+    def _take_traj_infos(self, pool: Any, slot: int = 0, opening: int | None = None) -> list[TrajInfo]:
+        return self._as_infos(pool.take_messages(), evaluation=slot == EVALUATION)
+
+    def set_policy_of(self, policy_of: PolicyOf) -> None:
+        """As `Sampler.set_policy_of`. Raises `ConfigError` with `on_node_failure="restart"` too: a shard that is built
+        again would begin with the first function."""
+        if self._shard_options.is_restarted:
+            raise ConfigError('set_policy_of needs on_node_failure="raise": a new shard would have the first policy_of')
+        super().set_policy_of(policy_of)
+
+    # ---- streaming -------------------------------------------------------------------------
+
+    def stream(self, *, itr: int = 0, max_in_flight: int = 2, max_staleness: int | None = 1) -> Iterator[Piece]:
+        """Yield the shards' pieces as they arrive, until you end the loop. Nothing is copied.
+
+        Every shard has up to `max_in_flight` orders. Pieces that have arrived, and that you have not taken, count too.
+        So the shard samples while you train, and the memory is bounded. When you ask for the next piece, the newest
+        published parameters go to all shards. Each shard acts with them from its next piece on.
+
+        Pieces that are more than `max_staleness` versions old are dropped, and counted in `stats()`. With None, you get
+        all pieces. If you have n shards and publish after every piece, the pieces are about n versions old.
+
+        `itr` is the `itr` of each shard's first piece. When you end the loop, pieces that have not arrived are dropped
+        and counted as late.
+        """
+        integer("itr", itr)
+        integer("max_in_flight", max_in_flight, 1, 8)
+        if max_staleness is not None:
+            integer("max_staleness", max_staleness, 0)
+        return self._pieces(itr, max_in_flight, max_staleness)
+
+    def _pieces(self, itr: int, max_in_flight: int, max_staleness: int | None) -> Iterator[Piece]:
+        with self._guard.call("stream", SamplerState.READY):
+            pool = self._shard_pool("stream")
+            stream = Stream(pool, max_in_flight, max_staleness, itr)
+            self._guard.state = SamplerState.STREAMING
+        try:
+            while True:
+                with self._guard.call("stream", SamplerState.STREAMING):
+                    piece = self._next_piece(stream)
+                yield piece
+        finally:
+            if self.state is SamplerState.STREAMING:
+                self._guard.state = SamplerState.READY
+
+    def _next_piece(self, stream: Stream) -> Piece:
+        newest = [own.version for own in self._memory.parameters]
+        shard, reply, itr, staleness = stream.take(newest)
+        self.policy_version = self._by_policy(dict(zip(self._agents, reply.versions, strict=True)))
+        traj_infos = self._as_infos(reply.found)
+        arrays = iter([reply.arrays[path] for path, _ in self._memory.slots[0].leaves()])
+        view: Any = batch_view(self._memory.slots[0].map(lambda _: next(arrays)), self.batch_T, self._n_seats)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            samples = view.torch()
+        self._metrics.training.extend(traj_infos)
+        self._check_published(len(self._plans))
+        if self._seating is not None:
+            self._count_agents(samples)
+        return Piece(
+            samples=samples,
+            traj_infos=traj_infos,
+            shard=shard.plan.worker_rank,
+            env_ranks=shard.plan.env_ranks,
+            policy_version=self.policy_version,
+            staleness=staleness,
+            itr=itr,
+        )
+
+    # ---- inspection ------------------------------------------------------------------------
+
+    @property
+    def n_workers(self) -> int:
+        """The number of workers of all shards; 0 before `initialize`."""
+        return sum(plan.n_workers for plan in self._plans if isinstance(plan, ShardPlan))
+
+    def _shard_pool(self, call: str) -> ShardPool:
+        pool = self._require_pool(call)
+        assert isinstance(pool, ShardPool)
+        return pool
+
+    def stats(self) -> RayStats:
+        """Where the workers' time went since `initialize`, and what happened to each shard."""
+        pool = self._shard_pool("stats")
+        own = [worker for shard in pool.shards for worker in shard.totals()]
+        workers = tuple(replace(worker, worker_rank=rank) for rank, worker in enumerate(own))
+        shards = tuple(
+            ShardStats(
+                shard=(rank := shard.plan.worker_rank),
+                node=shard.started.node if shard.started else None,
+                env_ranks=shard.plan.env_ranks,
+                batches=shard.batches,
+                missing=shard.missing,
+                late=shard.late,
+                stale=shard.stale,
+                restarts=pool.restarts.per_worker[rank],
+                lost_trajectories=pool.restarts.lost_per_worker[rank],
+            )
+            for shard in pool.shards
+        )
+        nbytes, difference = self._memory.nbytes, self._inference_difference
+        return RayStats(workers, nbytes, difference, shards=shards, parameter_puts=pool.n_puts)
+
+    def timeline(self) -> npt.NDArray[np.float64]:
+        """Times of the last batch, as for one sampler, of the workers of all shards that have answered. Each node has
+        its own clock."""
+        shards = self._shard_pool("timeline").shards
+        found = [shard.timeline for shard in shards if shard.timeline is not None]
+        return np.concatenate(found) if found else np.zeros((0, 2 * self.batch_T + 1))
+
+    def __repr__(self) -> str:
+        state, shards = self._guard.state, [] if self._pool is None else self._shard_pool("repr").shards
+        heading = f"{type(self).__name__} {state.name.lower()}: batch_T={self.batch_T}, batch_B={self.batch_B}"
+        if not shards:
+            return f"<{heading}>"
+        lines = [f"<{heading}, seed={self.seed}, {len(shards)} shards"]
+        return "\n".join([*lines, *(f"  {shard}" for shard in shards[:16])]) + ">"

@@ -1,0 +1,67 @@
+"""Several trainers as one group of `torch.distributed`: all keep the same parameters."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from penstock.agents import Agent
+from penstock.distributed.name_table import NameClient
+from penstock.distributed.wire import Wire
+from penstock.errors import ConfigError
+
+_SECONDS = 60.0  # how long the ranks wait for each other at the start
+
+
+class TrainerGroup:
+    """One rank of the group. While it exists, the gradients of `agent.model` are averaged over all ranks.
+
+    Args:
+        wire, names: the worker's.
+        key: the name of the group. Rank 0 adds the address of the store there.
+        rank, world_size, backend: as `torch.distributed` has them.
+        agent: of this rank; all ranks have the same parameters.
+    """
+
+    def __init__(
+        self, wire: Wire, names: NameClient, key: str, rank: int, world_size: int, backend: str, agent: Agent
+    ) -> None:
+        model = getattr(agent, "model", None)
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"several trainers average the gradients of agent.model, and {type(agent).__name__} has none: use one "
+                "trainer, or an agent with a model"
+            )
+        self._rank, self._world_size, wait = rank, world_size, timedelta(seconds=_SECONDS)
+        make_store = distributed.TCPStore  # type: ignore[attr-defined]
+        if rank == 0:
+            host = wire.address.rpartition("/")[2].rpartition(":")[0]
+            self._store = make_store(host, 0, world_size, True, wait, wait_for_workers=False)
+            names.add(key, [host, self._store.port])
+        else:
+            host, port = names.wait(key, _SECONDS)
+            self._store = make_store(host, port, world_size, False, wait)
+        distributed.init_process_group(backend, store=self._store, rank=rank, world_size=world_size)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
+
+    def _average(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        distributed.all_reduce(parameter.grad)
+        parameter.grad /= self._world_size
+
+    def lineage_of_rank_0(self, own: int) -> int:
+        """What rank 0 has passed as `own`, when all ranks have called this."""
+        if self._rank == 0:
+            self._store.set("lineage", str(own))
+        lineage = int(self._store.get("lineage"))
+        distributed.barrier()
+        return lineage
+
+    def close(self) -> None:
+        """Leave the group. The other ranks then fail at their next step."""
+        if distributed.is_initialized():
+            distributed.destroy_process_group()

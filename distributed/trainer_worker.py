@@ -1,0 +1,216 @@
+"""A worker that trains with the pieces of a sample stream, and publishes parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock.buffers.reports import in_one_line
+from penstock.buffers.samples import parts_of
+from penstock.distributed.parameters import ParameterServer, by_policy, read_parameters
+from penstock.distributed.pieces import Batch, batch_of
+from penstock.distributed.policy_worker import AgentPlan
+from penstock.distributed.role import PollResult, Worker
+from penstock.distributed.statuses import FINAL, Status
+from penstock.distributed.streams import SampleConsumer
+from penstock.errors import ConfigError, NoReplyError, brief
+
+if TYPE_CHECKING:
+    from penstock.distributed.trainer_group import TrainerGroup
+
+_WAIT_SECONDS = 0.05  # how long a poll waits for a piece
+_FOREIGN = float("inf")  # the staleness of a piece that an earlier life of the trainer has acted
+
+
+class Trainer(Protocol):
+    """A class that you write. It is called with the initialized agent, or dict of agents."""
+
+    def step(self, batch: Batch) -> Mapping[str, float] | None:
+        """Train on one batch: change the parameters of the agent. Returns figures, which the panel shows, or None."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to save in addition to the agent, for example the optimizer's state."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` has returned."""
+        ...
+
+
+@dataclass(frozen=True)
+class Training:
+    """`count` trainers, each of which takes `batch` pieces of the sample stream `stream` per step.
+
+    With `max_staleness`, a trainer drops a piece, and counts it, in two cases: its parameters are more than
+    `max_staleness` versions old, or an earlier life of the trainer made them. A piece then takes its place in the
+    stream until it was trained on, so that actors do not sample too far ahead.
+
+    `checkpoint` is a file. The trainer saves its state there every `save_every` steps and at the end. If the file
+    exists, it starts from it. `resources` is what Ray reserves for each trainer, such as `{"GPU": 1}`.
+
+    Several trainers are the ranks of one group of `torch.distributed`, with this `backend`, which exists before
+    `make_trainer` is called with the agent. The gradients of `agent.model` are averaged over all ranks at each call of
+    `backward`, so all ranks keep the same parameters, and each must call `backward` equally often. If one of them
+    fails, all begin again from the checkpoint.
+    """
+
+    make_trainer: Callable[[Any], Trainer]
+    stream: str = "train"
+    batch: int = 1
+    max_staleness: int | None = None
+    checkpoint: str | Path | None = None
+    save_every: int = 10
+    resources: Mapping[str, float] | None = None
+    count: int = 1
+    backend: str = "gloo"
+
+
+class TrainerWorker(Worker):
+    """Calls the user's trainer with `batch` pieces at a time, and publishes the parameters after each step.
+
+    `configure` has the argument `generation`: how often the group was started again.
+
+    Args:
+        training: the trainer, its stream, and what it saves.
+        plan: how to make the agent.
+        parameters: name under which the parameters are published.
+        rank: of several trainers. Rank 0 publishes the parameters and saves.
+    """
+
+    def __init__(self, training: Training, plan: AgentPlan, *, parameters: str = "policy", rank: int = 0) -> None:
+        self._training, self._plan, self._policy, self._rank = training, plan, parameters, rank
+        self._checkpoint = None if training.checkpoint is None else Path(training.checkpoint)
+        self._lineage = 0
+        self._group: TrainerGroup | None = None
+        self._consumer: SampleConsumer | None = None
+        self._server: ParameterServer | None = None
+        self._pieces: list[Any] = []
+        self._version, self._n_stale, self._largest_staleness = 1, 0, 0.0
+        self._results: dict[str, float] = {}
+
+    def _configure(self, generation: int = 0) -> None:
+        self._agent = self._plan.agent()
+        if (size := self._training.count) > 1:
+            from penstock.distributed.trainer_group import TrainerGroup  # only here, since it imports torch
+
+            key, backend = f"trainers/{self._policy}/{generation}", self._training.backend
+            self._group = TrainerGroup(self.wire, self.names, key, self._rank, size, backend, self._agent)
+        self._trainer = self._training.make_trainer(self._agent)
+        self._check_trainer()
+        if self._checkpoint is not None and self._checkpoint.exists():
+            self._load(self._checkpoint)
+        if self._rank == 0:
+            self._server = ParameterServer(self.wire, self.names, self._policy)
+            self._lineage = self._server.lineage
+            self._server.publish(self._version, read_parameters(self._agent))
+        if self._group is not None:  # nobody saves before all have loaded
+            self._lineage = self._group.lineage_of_rank_0(self._lineage)
+        holds = self._training.max_staleness is not None
+        self._consumer = SampleConsumer(self.wire, self.names, self._training.stream, self.name, holds=holds)
+
+    def _check_trainer(self) -> None:
+        """Raise `ConfigError` now for what would otherwise fail at the first step, or at the first checkpoint."""
+        needed = ["step"] if self._checkpoint is None else ["step", "state_dict", "load_state_dict"]
+        missing = [name for name in needed if not callable(getattr(self._trainer, name, None))]
+        if missing:
+            kind = type(self._trainer).__name__
+            raise ConfigError(f"the trainer has no method {', '.join(missing)}: make_trainer has returned a {kind}")
+        if self._checkpoint is not None and not self._checkpoint.absolute().parent.is_dir():
+            raise ConfigError(f"the folder of checkpoint={str(self._checkpoint)!r} does not exist: make it first")
+
+    def _poll(self) -> PollResult:
+        assert self._consumer is not None
+        if self._server is not None:
+            self._server.serve()
+        try:
+            piece = self._consumer.get(_WAIT_SECONDS)
+        except NoReplyError:
+            # Nothing comes, and the batch is not full: the actors may wait for places in the stream (one was lost, or
+            # there are too few, or other consumers have their pieces). Otherwise each side would wait for the other.
+            self._consumer.release()
+            return PollResult()
+        self._pieces.append(piece)
+        self._drop_stale()
+        if len(self._pieces) < self._training.batch:
+            return PollResult()
+        staleness = [self._staleness(piece) for piece in self._pieces]
+        self._largest_staleness = max([self._largest_staleness, *(n for n in staleness if n != _FOREIGN)])
+        batch, self._pieces = batch_of(self._pieces), []
+        try:
+            self._results = _figures(self._trainer.step(batch))
+        except RuntimeError:
+            if self._group is not None and self.status in FINAL:  # all must end, and another rank was faster
+                return PollResult()
+            raise
+        self._version += 1
+        if self._server is not None:
+            self._server.publish(self._version, read_parameters(self._agent))
+        self._consumer.release()  # after `publish`: the next pieces are acted by the new parameters
+        if self._checkpoint is not None and self._version % self._training.save_every == 0 and self._rank == 0:
+            self._save(self._checkpoint)
+        return PollResult(sum(own.env.reward.numel() for own in parts_of(batch.samples)), 1)
+
+    def _staleness(self, piece: Mapping[str, Any]) -> float:
+        """How many versions old its parameters are."""
+        return self._version - piece["version"] if piece["lineage"] == self._lineage else _FOREIGN
+
+    def _drop_stale(self) -> None:
+        if (most := self._training.max_staleness) is not None:
+            fresh = [piece for piece in self._pieces if 0 <= self._staleness(piece) <= most]
+            self._n_stale += len(self._pieces) - len(fresh)
+            self._pieces = fresh
+
+    def _save(self, path: Path) -> None:
+        import torch
+
+        part = path.with_name(f".{path.name}.part")
+        each = {name: own.state_dict() for name, own in by_policy(self._agent).items()}
+        state = {"version": self._version, "agent": each.get("", each), "trainer": self._trainer.state_dict()}
+        torch.save(state, part)
+        os.replace(part, path)
+
+    def _load(self, path: Path) -> None:
+        import torch
+
+        each = by_policy(self._agent)
+        try:
+            state = torch.load(path, weights_only=False)  # the user's own file
+            if "" not in each and state["agent"].keys() != each.keys():
+                raise ConfigError(f"it is of the policies {list(state['agent'])}, and make_agent returns {list(each)}")
+            for name, own in each.items():
+                own.load_state_dict(state["agent"][name] if name else state["agent"])
+            self._trainer.load_state_dict(state["trainer"])
+            self._version = int(state["version"])
+        except Exception as error:  # a file of another agent may raise anything
+            raise ConfigError(f"checkpoint={str(path)!r} cannot be loaded: {in_one_line(error)}") from error
+
+    def _stats(self) -> Mapping[str, float]:
+        own = {"version": self._version, "stale": self._n_stale, "largest_staleness": self._largest_staleness}
+        return {**own, **self._results, **own}
+
+    def _close(self) -> None:
+        if self._consumer is not None:
+            self._consumer.close()
+        if self._server is not None:
+            if self._checkpoint is not None and self.status is not Status.ERROR:
+                self._save(self._checkpoint)
+            self._server.close()
+        if self._group is not None:
+            self._group.close()
+
+
+def _figures(returned: object) -> dict[str, float]:
+    """What `step` has returned, as numbers."""
+    if not isinstance(returned, Mapping | None):
+        raise ConfigError(f"step of the trainer must return a dict of figures or None, got {brief(returned)}")
+    figures = {}
+    for name, value in (returned or {}).items():
+        try:
+            figures[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:  # torch raises RuntimeError for several numbers
+            raise ConfigError(f"the trainer's figure {name!r} must be one number, got {brief(value)}") from error
+    return figures

@@ -1,0 +1,31 @@
+"""What a learner needs: advantages and returns that are right at all ends of episodes, and storage for off-policy data.
+
+A `Replay` is a ring of the newest steps, drawn uniformly, by priority, or as sequences.
+"""
+
+from penstock.learning.contents import Contents
+from penstock.learning.estimate import Estimate
+from penstock.learning.off_policy import vtrace
+from penstock.learning.options import Frames, Prioritized, Sequences
+from penstock.learning.ratio import Ratio
+from penstock.learning.replay import Replay
+from penstock.learning.replay_batches import ReplayBatch, SequenceBatch
+from penstock.learning.returns import gae, lambda_return, n_step_return
+from penstock.learning.steps import Steps
+
+__all__ = [
+    "Contents",
+    "Estimate",
+    "Frames",
+    "Prioritized",
+    "Ratio",
+    "Replay",
+    "ReplayBatch",
+    "SequenceBatch",
+    "Sequences",
+    "Steps",
+    "gae",
+    "lambda_return",
+    "n_step_return",
+    "vtrace",
+]

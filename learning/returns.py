@@ -1,0 +1,125 @@
+"""Advantages and returns of a policy's own steps: GAE, n-step returns, lambda returns."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from penstock.buffers import Samples
+from penstock.errors import ConfigError, brief
+from penstock.learning.steps import Array, Ends, Steps, zero_where
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+
+@overload
+def gae(steps: Samples, discount: float | Tensor, lambda_: float) -> tuple[Tensor, Tensor]: ...
+@overload
+def gae(steps: Steps[Array], discount: float | Array, lambda_: float) -> tuple[Array, Array]: ...
+def gae(steps: Samples | Steps[Array], discount: float | Array, lambda_: float) -> tuple[Array, Array]:
+    """Generalized advantage estimates (Schulman et al., 2016), and the returns `advantage + value`. Both `[T, B]`.
+
+    `steps` is a sampler's batch, or `Steps` of other data. No result uses steps of the next episode. The value after a
+    step is 0 if the step terminated its episode, `final_value` if it truncated it, and `bootstrap_value` in the last
+    row. Rows that are not `valid` are 0 in both results.
+
+    `discount` is a number, or `[T, B]` with one number for each row. In all functions of this package, that is for
+    decisions that take several steps of the environment: `0.99 ** steps`.
+
+    Raises `ConfigError` if the values were not recorded (`initialize(agent, bootstrap_value=True)`), or if an argument
+    is not from 0 to 1.
+    """
+    steps, discount = as_steps(steps, discount)
+    ends = Ends(steps)
+    delta = ends.steps_only(steps.reward + discount * ends.following(steps.value) - steps.value)
+    advantage = ends.summed_backwards(delta, discount * checked_lambda(lambda_))
+    return advantage, ends.steps_only(advantage + steps.value)
+
+
+@overload
+def n_step_return(steps: Samples, n: int, discount: float | Tensor) -> Tensor: ...
+@overload
+def n_step_return(steps: Steps[Array], n: int, discount: float | Array) -> Array: ...
+def n_step_return(steps: Samples | Steps[Array], n: int, discount: float | Array) -> Array:
+    """The discounted sum of the next `n` rewards and of the value after them. `[T, B]`
+
+    The sum is shorter where the episode or the batch ends. `gae` says which value then comes after it.
+    """
+    steps, discount = as_steps(steps, discount)
+    if not isinstance(n, int | np.integer) or n < 1:
+        raise ConfigError(f"n must be an integer of at least 1, got {n!r}")
+    ends = Ends(steps)
+    found: Array = steps.value
+    for _ in range(min(n, len(steps.reward))):
+        found = steps.reward + discount * ends.following(found)
+    found = ends.steps_only(found)
+    return found
+
+
+@overload
+def lambda_return(steps: Samples, discount: float | Tensor, lambda_: float) -> Tensor: ...
+@overload
+def lambda_return(steps: Steps[Array], discount: float | Array, lambda_: float) -> Array: ...
+def lambda_return(steps: Samples | Steps[Array], discount: float | Array, lambda_: float) -> Array:
+    """The average of the n-step returns with the weights `(1 - lambda) lambda ** (n - 1)`. `[T, B]`
+
+    TD(lambda) and Dreamer use it. It equals the second result of `gae`, except for rounding. It has gradients with
+    respect to the rewards and values.
+    """
+    steps, discount = as_steps(steps, discount)
+    ends, weight = Ends(steps), checked_lambda(lambda_)
+    after = ends.following(steps.value)
+    # In the last row of an episode or of the batch, the value after it has the whole weight.
+    rest = ends.in_last_rows(after, (1 - weight) * after)
+    found: Array = ends.summed_backwards(ends.steps_only(steps.reward + discount * rest), discount * weight)
+    return found
+
+
+def as_steps(steps: Samples | Steps[Array], discount: float | Array) -> tuple[Steps[Array], Any]:
+    """`steps` as `Steps`, and `discount` as a float of Python, or as an array of the values' dtype: a float64 of numpy
+    would turn float32 results into float64. Raises `ConfigError` if `steps` has no values, or `discount` does not
+    fit."""
+    own: Steps[Array] = steps if isinstance(steps, Steps) else Steps.of(steps)
+    if not getattr(discount, "shape", ()):
+        return own, number_up_to(1.0, "discount", discount)
+    require_like("discount", discount, own.reward)
+    array: Any = discount
+    if own.valid is not None:
+        array = zero_where(~own.valid, array)
+    if not bool(((array >= 0) & (array <= 1)).all()):
+        raise ConfigError("discount must be from 0 to 1 in all valid rows")
+    dtype: Any = own.value.dtype
+    if isinstance(array, np.ndarray):
+        return own, array.astype(dtype) if dtype.kind == "f" else array
+    return own, array.to(dtype) if dtype.is_floating_point else array
+
+
+def require_like(name: str, array: Any, reward: npt.NDArray[Any] | Tensor) -> None:
+    """Raise `ConfigError` unless `array` is of the same kind and shape as `reward`."""
+    is_same_kind = isinstance(array, np.ndarray) is isinstance(reward, np.ndarray)
+    shape, given = list(reward.shape), list(getattr(array, "shape", ()))
+    if not is_same_kind or given != shape:
+        raise ConfigError(
+            f"{name} must be a {type(reward).__name__} {shape}, as the rewards are: got a {type(array).__name__} "
+            f"{given}"
+        )
+
+
+def checked_lambda(lambda_: float) -> float:
+    """`lambda_` as a float of Python. Raises `ConfigError` if it is not from 0 to 1."""
+    return number_up_to(1.0, "lambda_", lambda_)
+
+
+def number_up_to(most: float, name: str, value: Any) -> float:
+    """`value` as a float of Python. Raises `ConfigError` if it is not a number from 0 to `most`."""
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers, for example
+        number = math.nan
+    if not 0 <= number <= most:
+        raise ConfigError(f"{name} must be from 0 to {most:g}, got {brief(value)}")
+    return number

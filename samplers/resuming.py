@@ -1,0 +1,380 @@
+"""Saved runs: what a worker does to save its environments, agent and collector column by column, or to continue with
+them; the checks of what `Sampler.load_state_dict` gets, and its report."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+import cloudpickle
+import numpy as np
+
+from penstock.agents.agent import Agent
+from penstock.arguments import integer
+from penstock.buffers.object_pipe import MessageKind, ObjectMessage
+from penstock.buffers.reports import dump_exception, in_one_line
+from penstock.collectors.collector import Collector
+from penstock.collectors.eval_collector import BaseEvalCollector
+from penstock.collectors.lock_step import LockStepCollector
+from penstock.collectors.seat_evaluation import SeatEvalCollector
+from penstock.columns.builder import EnvBuilder
+from penstock.columns.interface import snapshot
+from penstock.columns.single_columns import EnvColumns
+from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.recorded_episode import follow
+from penstock.envs.rows import action_splitter
+from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
+from penstock.envs.state import check_resumable, is_same, load_env, save_env
+from penstock.errors import ConfigError, RepeatError, brief
+from penstock.samplers.metrics import COUNTS
+from penstock.samplers.sampler_plan import SamplerPlan
+from penstock.samplers.seating import Chooser
+from penstock.workers.control import Phase
+
+#: How an environment continues: "get_state", "pickle" and "repeat" are exact.
+RESEEDED = "reseeded"
+KINDS = "get_state", "pickle", "repeat", RESEEDED
+
+
+class SavedColumn(TypedDict):
+    """One column of a saved run, as text and bytes."""
+
+    kind: str  #: "get_state", "pickle", "repeat" or "reseeded"
+    why: str  #: why it is reseeded; empty otherwise
+    #: Everything that the column needs to continue, pickled; None if it is reseeded. Not `b""`: torch.save writes empty
+    #: bytes as a call, which torch.load refuses.
+    data: bytes | None
+
+
+@dataclass
+class WorkerParts:
+    """The parts of a worker's program that these messages use."""
+
+    plan: SamplerPlan
+    seed: int
+    factories: Sequence[EnvFactory]
+    builder: EnvBuilder
+    collector: Collector | LockStepCollector
+    eval_collector: BaseEvalCollector | SeatEvalCollector | None
+    #: What the checks of the environments have found so far: pairs of a factory, and why its environments cannot be
+    #: saved (empty: they can).
+    proofs: list[tuple[EnvFactory, str]]
+
+    def context(self, column: int) -> EnvContext:
+        """What the environment of this column was built for."""
+        streams = self.collector.streams
+        return EnvContext(
+            streams.env_ranks[column],
+            self.plan.worker_rank,
+            streams.env_seeds(Purpose.TRAIN)[column],
+            Purpose.TRAIN,
+        )
+
+
+class StateMessage(ABC):
+    """A message to all workers. Each answers with one result."""
+
+    def perform(self, parts: WorkerParts) -> list[ObjectMessage]:
+        """Call `answer`. If it raises, the exception is the result, and the worker continues."""
+        parts.collector.progress.enter(Phase.CALLING)
+        try:
+            outcome = {"result": self.answer(parts)}
+        except Exception as error:  # the user's code may raise anything
+            outcome = {"error": dump_exception(error)}
+        return [ObjectMessage(MessageKind.CALL_RESULT, 0, parts.plan.env_ranks[0], outcome)]
+
+    @abstractmethod
+    def answer(self, parts: WorkerParts) -> Any:
+        """What the worker answers."""
+
+
+@dataclass(frozen=True)
+class ChooseMessage(StateMessage):
+    """From the next game on, `chooser` says who plays which seat."""
+
+    chooser: Chooser
+
+    def answer(self, parts: WorkerParts) -> Any:
+        """Nothing."""
+        for collector in (parts.collector, parts.eval_collector):
+            if collector is not None:
+                collector.envs.chooser = self.chooser  # type: ignore[union-attr]
+
+
+# ---- saving ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveMessage(StateMessage):
+    """Save every column: returns a `SavedColumn` by env_rank, and `{env_rank: (evaluations, generation)}` of the
+    evaluation environments."""
+
+    saves_envs: bool
+    untrusted: str  #: why all columns are reseeded: see `class_without_column_state`; empty if they need not be
+
+    def answer(self, parts: WorkerParts) -> Any:
+        """The columns by env_rank, and the counts of the evaluation environments."""
+        env_ranks = parts.plan.env_ranks
+        columns = {env_rank: self._save(parts, column) for column, env_rank in enumerate(env_ranks)}
+        evaluator = parts.eval_collector
+        counts = (0, 0) if evaluator is None else (evaluator._n_evaluations, evaluator.streams.generation)
+        return columns, dict.fromkeys(parts.plan.eval_env_ranks, counts)
+
+    def _save(self, parts: WorkerParts, column: int) -> SavedColumn:
+        if self.untrusted or not self.saves_envs:
+            return SavedColumn(kind=RESEEDED, why=self.untrusted or 'env_state="never"', data=None)
+        collector = parts.collector
+        assert isinstance(collector, Collector)
+        envs = collector.envs
+        episodes = None if collector._episodes is None else collector._episodes.column_state(column)
+        kind, env, why = "", b"", _why_not_resumable(parts, column)
+        if not why:
+            try:
+                kind, env = save_env(envs.envs[column])
+            except ConfigError as error:
+                why = str(error)
+        if why:
+            if episodes is None or episodes["n_missing"]:
+                return SavedColumn(kind=RESEEDED, why=why, data=None)
+            kind = "repeat"
+        values = {
+            "env": env,
+            "observation": snapshot(envs.observations[column]),
+            "episodes": episodes,
+            "collector": collector.column_state(column),
+            "agent": collector.agent.column_state(column),
+        }
+        try:
+            data = cloudpickle.dumps(values)
+            pickle.loads(data)
+        except Exception as error:  # for example an attribute of a TrajInfo subclass
+            return SavedColumn(kind=RESEEDED, why=f"its state cannot be pickled: {in_one_line(error)}", data=None)
+        return SavedColumn(kind=kind, why="", data=data)
+
+
+def _why_not_resumable(parts: WorkerParts, column: int) -> str:
+    """Why the environment of this column cannot be saved; empty if a check has shown that it can. Columns with the same
+    factory share one check."""
+    factory = parts.factories[column]
+    for other, why in parts.proofs:
+        if other.fn is factory.fn and other.kwargs is factory.kwargs:
+            return why
+    progress, why = parts.collector.progress, ""
+    try:
+        check_resumable(factory, parts.context(column), on_step=lambda: progress.enter(Phase.CALLING))
+    except ConfigError as error:
+        why = str(error)
+    except Exception as error:  # the user's environment may raise anything
+        why = f"the check of its state raised {in_one_line(error)}"
+    parts.proofs.append((factory, why))
+    return why
+
+
+def class_without_column_state(*classes: type) -> str:
+    """Why one of these agents and collectors may have a state that its `column_state` does not save; empty if none
+    has."""
+    for each in classes:
+        for cls in each.__mro__:
+            if cls.__module__.split(".")[0] == "penstock" or "column_state" in vars(cls):
+                break
+            if any(inspect.isroutine(value) and not name.startswith("__") for name, value in vars(cls).items()):
+                return f"{cls.__name__} does not define column_state and load_column_state"
+    return ""
+
+
+# ---- loading -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoadMessage(StateMessage):
+    """Continue saved columns; the others start again. Returns `{env_rank: why}` for those that start again."""
+
+    columns: Mapping[int, SavedColumn]  #: by env_rank
+    evaluations: tuple[int, int]  #: how many there have been, and the generation of their streams
+    generation: int  #: of the streams of columns that start again
+
+    def answer(self, parts: WorkerParts) -> Any:
+        """By env_rank, why the column starts again."""
+        collector, refused = parts.collector, dict[int, str]()
+        parts.builder.seed_generators(self.generation)  # not the numbers of the saved run again
+        streams = ColumnStreams(parts.seed, parts.plan.env_ranks, self.generation)
+        for column, env_rank in enumerate(streams.env_ranks):
+            saved = self.columns[env_rank]
+            why = saved["why"] if saved["kind"] == RESEEDED else _load(parts, column, saved)
+            if why:
+                refused[env_rank] = why
+        if isinstance(collector, LockStepCollector):
+            collector.restart(streams)
+        elif refused:
+            indices = [rank - streams.env_ranks[0] for rank in refused]
+            collector.restart_columns(indices, streams)
+            restart_agent(collector.agent, indices, streams)
+        if parts.eval_collector is not None:
+            evaluator = parts.eval_collector
+            evaluator._n_evaluations, generation = self.evaluations
+            evaluator.streams = replace(evaluator.streams, generation=generation)
+        return refused
+
+
+def restart_agent(agent: Agent, columns: Sequence[int], streams: ColumnStreams) -> None:
+    """Give these columns new random streams, and reset their state."""
+    rngs = streams.rngs(Purpose.ACTION)
+    if len(columns) == len(rngs):
+        agent.seed_columns(rngs)
+        agent.reset()
+        return
+    agent.reseed_columns(np.asarray(columns, np.intp), [rngs[column] for column in columns])
+    for column in columns:
+        agent.reset_one(column)
+
+
+def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
+    """Continue this column. Returns why that is impossible if a repeated episode differs; otherwise an empty text."""
+    assert saved["data"] is not None
+    collector, state = parts.collector, pickle.loads(saved["data"])
+    assert isinstance(collector, Collector)
+    envs, episodes = collector.envs, state["episodes"]
+    assert isinstance(envs, EnvColumns)
+    old = envs.envs[column]
+    if saved["kind"] == "repeat":
+        env_rank, numbers = envs.env_ranks[column], (episodes["episode"], episodes["generation"])
+        seed, new = episode_seed(parts.seed, env_rank, *numbers), old
+        actions = action_splitter(old.action_space)(episodes["actions"])
+        try:
+            last = follow(old, seed, actions, episodes["rewards"], f"the episode of env_rank {env_rank}")
+        except RepeatError as error:
+            return str(error)
+        if not is_same(last, state["observation"]):
+            return f"its last observation differs after its episode was repeated: {brief(last)}"
+    else:
+        new = load_env(old, saved["kind"], state["env"])
+    if new is not old:
+        parts.builder.replace(old, new)
+    envs.replace_env(column, new, state["observation"])
+    collector.load_column_state(column, state["collector"])
+    collector.agent.load_column_state(column, state["agent"])
+    if collector._episodes is not None and episodes is not None:
+        collector._episodes.load_column_state(column, episodes)
+    return ""
+
+
+# ---- the main process ---------------------------------------------------------------------------
+
+FORMAT = 4
+_LARGEST_COUNT = 2**63
+_MOST_LISTED = 5
+#: What to do if the saved run had something else.
+_REMEDIES = {
+    "env_ranks": "use as many environments as the saved run, with the same env_ranks",
+    "environments": "use the env_fn and the env_kwargs of the saved run",
+    "spaces": "use the environments of the saved run",
+    "classes": "use an agent, a collector and a TrajInfo of the same classes",
+    "seed_episodes": "give seed_episodes as in the saved run",
+}
+
+
+@dataclass(frozen=True)
+class ResumeReport:
+    """How the environments continue after `load_state_dict`, by env_rank."""
+
+    exact: tuple[int, ...]  #: the environments that continue bit by bit
+    #: The environments that began new episodes with new seeds, and the reason for each. Their running episodes are
+    #: lost.
+    reseeded: Mapping[int, str]
+
+    def __str__(self) -> str:
+        text = f"{len(self.exact)} environments continue exactly, {len(self.reseeded)} began new episodes"
+        return text + (f": {reasons(self.reseeded)}" if self.reseeded else "")
+
+
+def check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler: str) -> None:
+    """Raise `ConfigError` if `state` is damaged, or that of another run than `described`. `sampler` is the name of the
+    class."""
+    if not isinstance(state, Mapping) or _differs(state.get("format"), FORMAT):
+        raise ConfigError(f"load_state_dict needs what state_dict has returned, of format {FORMAT}")
+    parts = ("batches", "episodes", "policy_version", "generation", "counts", "columns", "evaluations", "checksum")
+    missing = [name for name in (*described, *parts) if name not in state]
+    if missing:
+        raise ConfigError(f"this state is damaged: it has no {', '.join(missing)}")
+    for name in ("batches", "policy_version", "generation"):
+        integer(f"{name} of the state", state[name], 0)
+    for name, own in described.items():
+        if name == "central" and state[name] is (not own):
+            saved = "GpuSampler or AlternatingSampler" if state[name] else "SerialSampler or ParallelSampler"
+            raise ConfigError(f"the state is that of a {saved}, this is a {sampler}: use a {saved}")
+        if _differs(state[name], own):
+            hint = _REMEDIES.get(name, "load what state_dict has returned")
+            if name == "seed" and isinstance(state[name], int):
+                hint = f"initialize(agent, seed={state[name]})"
+            raise ConfigError(f"the state has {name}={brief(state[name])}, this sampler has {brief(own)}: {hint}")
+    _check_columns(state)
+
+
+def _differs(saved: object, own: object) -> bool:
+    """Whether a part of a state is not equal to that of this sampler. No array or tensor with dimensions is."""
+    parts = saved if isinstance(saved, list | tuple) else [saved]
+    return any(getattr(part, "shape", ()) != () for part in parts) or bool(saved != own)
+
+
+def checksum(columns: Mapping[int, Any]) -> int:
+    """The checksum of the bytes of all columns."""
+    found = 0
+    for rank in sorted(columns):
+        for part in ("data", "server"):
+            found = zlib.crc32(columns[rank].get(part) or b"", found)
+    return found
+
+
+def _check_columns(state: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if one of the state's parts is damaged."""
+    counts, columns, evaluations = (state[name] for name in ("counts", "columns", "evaluations"))
+    if not all(isinstance(part, Mapping) for part in (counts, columns, evaluations, state["episodes"])):
+        raise ConfigError("this state is damaged: its counts, columns, evaluations and episodes must be dicts")
+    for name in COUNTS:
+        if not (isinstance(counts.get(name), int | float) and 0 <= counts[name] <= _LARGEST_COUNT):
+            raise ConfigError(
+                f"this state is damaged: its counts have no number {name} of at least 0, but {brief(counts.get(name))}"
+            )
+    pairs = evaluations.values()
+    if not all(
+        isinstance(pair, list | tuple) and [type(n) for n in pair] == [int, int] and min(pair) >= 0 for pair in pairs
+    ):
+        raise ConfigError("this state is damaged: its evaluations must be pairs of integers")
+    for rank in state["env_ranks"]:
+        column = columns.get(rank)
+        is_whole = isinstance(column, Mapping) and {"kind", "why", "data"} <= set(column)
+        if not is_whole or str(column["kind"]) not in KINDS:
+            raise ConfigError(f"this state is damaged: it has no column {rank}")
+        if column["kind"] != RESEEDED and not isinstance(column["data"], bytes):
+            raise ConfigError(f"this state is damaged: its column {rank} has no data")
+        if state["central"] and not isinstance(column.get("server"), bytes):
+            raise ConfigError(f"this state is damaged: its column {rank} has no state of the inference server")
+    if _differs(state["checksum"], checksum({rank: columns[rank] for rank in state["env_ranks"]})):
+        raise ConfigError("this state is damaged: the checksum of its columns differs. Load another one")
+
+
+def load_server_agent(
+    agent: Agent, columns: Mapping[int, Any], refused: Mapping[int, str], seed: int, generation: int
+) -> None:
+    """Continue the columns of the inference server's agent; those in `refused` start again."""
+    agent.select(None)
+    exact = {b: columns[rank]["server"] for b, rank in enumerate(columns) if rank not in refused}
+    if refused:
+        streams = ColumnStreams(seed, range(min(columns), max(columns) + 1), generation)
+        restart_agent(agent, [b for b in range(len(columns)) if b not in exact], streams)
+    for b, saved in exact.items():
+        agent.load_column_state(b, pickle.loads(saved))
+
+
+def reasons(reseeded: Mapping[int, str]) -> str:
+    """Why these environments do not continue exactly. Each reason is named once."""
+    ranks: dict[str, list[int]] = {}
+    for rank, why in reseeded.items():
+        ranks.setdefault(why, []).append(rank)
+    parts = [f"env_rank {', '.join(map(str, own))}: {why}" for why, own in list(ranks.items())[:_MOST_LISTED]]
+    return "; ".join(parts + ["..."] * (len(ranks) > _MOST_LISTED))

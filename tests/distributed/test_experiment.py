@@ -1,0 +1,680 @@
+"""Experiments: actors, policy workers and a trainer, as threads, over sockets, and as processes that are killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from penstock import (
+    AlternatingSampler,
+    AsyncSampler,
+    CategoricalPgAgent,
+    ClusterError,
+    ConfigError,
+    GpuSampler,
+    RandomAgent,
+    RecurrentCategoricalPgAgent,
+    RequestError,
+    SerialSampler,
+)
+from penstock.buffers import PolicySamples
+from penstock.distributed import (
+    Actors,
+    ActorWorker,
+    AgentPlan,
+    Batch,
+    ControlPanel,
+    Experiment,
+    InferenceClient,
+    Policies,
+    PolicyWorker,
+    PollResult,
+    RunState,
+    SampleConsumer,
+    TrainerWorker,
+    Training,
+    Worker,
+)
+from penstock.distributed.actor_worker import StreamAgent
+from penstock.distributed.launched import LaunchedThread
+from penstock.distributed.name_table import NameClient
+from penstock.distributed.parameters import ParameterClient, ParameterServer, read_parameters
+from penstock.distributed.pieces import batch_of
+from penstock.envs import ScriptedGame
+from penstock.learning import gae
+
+from ..models import Net, small_model
+from ..scale import FULL, scaled
+from ..seats_support import Published
+from ..turns_support import TurnGame
+from .support import MAKES, SAMPLER, need, wait_until
+
+pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]
+
+HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
+needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
+ASYNC = partial(AsyncSampler, "CartPole-v1", batch_T=8, batch_B=4)
+ROWS = 2 * 8 * 4  # of a batch of two pieces
+
+
+class CountingTrainer:
+    """Adds 1 to every parameter at each step, and checks its batches."""
+
+    def __init__(self, agent: Any) -> None:
+        self.agent, self.n_rows, self.most_stale = agent, 0, 0
+
+    def step(self, batch: Batch) -> Mapping[str, float]:
+        env, agent = batch.samples.env, batch.samples.agent
+        self.most_stale = max(self.most_stale, 1 + self.n_rows // ROWS - int(batch.versions.min()))
+        assert env.observation.shape[:2] == env.reward.shape == agent.policy_version.shape
+        assert agent.bootstrap_value.shape == env.reward.shape[1:]
+        assert batch.versions.min() <= int(agent.policy_version.min())
+        time.sleep(scaled(0, 0.03))  # slower daily: other tests need the CPUs
+        self.agent.write_parameters({name: value + 1 for name, value in self.agent.read_parameters().items()})
+        self.n_rows += env.reward.numel()
+        return {"rows": self.n_rows, "most_stale": self.most_stale}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.n_rows, "most_stale": self.most_stale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.n_rows, self.most_stale = state["rows"], state["most_stale"]
+
+
+def experiment(inference: str | None = "policy", agent: Any = None, **training: Any) -> Experiment:
+    return Experiment(
+        "test",
+        agent or partial(CategoricalPgAgent, small_model),
+        Actors(2, SAMPLER, inference=inference),
+        Training(CountingTrainer, batch=2, **training),
+        Policies(1) if inference else None,
+        seed=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wire", "inference"),
+    [
+        ("local", None),
+        ("local", "policy"),
+        pytest.param("ray", None, marks=pytest.mark.ray),
+        *scaled([("zmq", None), ("zmq", "policy"), pytest.param("ray", "policy", marks=pytest.mark.ray)], []),
+    ],
+)
+def test_an_experiment_runs(wire: str, inference: str | None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    need(wire, request)
+    with experiment(inference, max_staleness=6).run(wire=wire) as run:
+        state = run.wait(lambda s: s.version >= 8, timeout=60, metrics=tmp_path / "metrics.jsonl")
+        assert state.version >= 8
+        assert state.trainer["rows"] >= 7 * 64
+        assert state.trainer["largest_staleness"] <= 6
+        assert run.restarts == dict.fromkeys(run.restarts, 0)
+        wait_until(lambda: all(facts["version"] > 1 for facts in run.state().workers.values() if "version" in facts))
+    assert (tmp_path / "metrics.jsonl").read_text().startswith('{"version": ')
+
+
+class Pictures(gym.Env[Any, Any]):
+    """Each picture has one value: the number of its step."""
+
+    observation_space, action_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros((64, 64, 3), np.uint8), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.full((64, 64, 3), self.t, np.uint8), float(self.t), False, self.t == 20, {}
+
+
+class PictureTrainer:
+    """Checks its pictures, and counts those that did not come over sockets."""
+
+    def __init__(self, agent: Any) -> None:
+        pass
+
+    def step(self, batch: Batch) -> Mapping[str, float]:
+        from penstock.distributed.launch_ray import _transports
+
+        pictures = batch.samples.env.observation.flatten(2).float()
+        assert (pictures.min(2).values == pictures.max(2).values).all()
+        assert (pictures[1:, :, 0] == (batch.samples.env.reward[:-1] * ~batch.samples.env.done[:-1])).all()
+        return {"large": sum(transport._wire.counts.get("large", 0) for transport in _transports.values())}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_large_pieces_go_through_the_object_store_of_ray(ray_cluster: Any) -> None:
+    made = Experiment(
+        "pictures",
+        RandomAgent,
+        Actors(2, partial(SerialSampler, Pictures, batch_T=32, batch_B=12, max_decorrelation_steps=0)),
+        Training(PictureTrainer, batch=2),
+        seed=0,
+    )
+    with made.run(wire="ray") as run:
+        state = run.wait(lambda s: s.version >= 6, timeout=120)
+        assert state.version >= 6
+        wait_until(lambda: run.state().trainer["large"] >= 10)
+        assert run.restarts == dict.fromkeys(run.restarts, 0)
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise AssertionError("pickle was used")
+
+
+def unpickling_nothing() -> Any:
+    """An agent. From now on, nothing is unpickled in the process of this worker, except a checkpoint."""
+    for name in ("load", "loads"):
+        setattr(pickle, name, refuse)
+    with pytest.raises(AssertionError, match="pickle was used"):
+        pickle.loads(b"N.")
+    return CategoricalPgAgent(small_model)
+
+
+def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """The addresses and ports at which these processes, and those that they have started, can be reached."""
+    processes = [each for pid in pids for each in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+    found = [c for process in processes for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+    return {(connection.laddr.ip, connection.laddr.port) for connection in found}
+
+
+@pytest.mark.parametrize("wire", [make for make in MAKES if make != "local"])
+def test_an_experiment_goes_on_after_its_workers_were_killed(
+    wire: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    need(wire, request)
+    options: dict[str, Any] = {"checkpoint": tmp_path / "trainer.pt", "save_every": 1, "max_staleness": 6}
+    versions: list[float] = []
+    before = listening([os.getpid()]) if wire == "zmq" else set()  # Ray may be in this process
+
+    def reaches(version: int, state: RunState) -> bool:
+        versions.extend([state.trainer["version"]] if "version" in state.trainer else [])
+        return state.version >= version
+
+    with experiment(agent=unpickling_nothing if wire == "zmq" else None, **options).run(wire=wire) as run:
+        version = run.wait(partial(reaches, 3), timeout=60).version
+        for name in scaled(("policy/0", "actor/1", "trainer/0"), ("policy/0", "trainer/0")):
+            os.kill(run.panel.pid(name), signal.SIGKILL)
+            state = run.wait(
+                lambda s, n=name, v=version: reaches(v + 3, s) and run.restarts[n] == 1 and "rows" in s.trainer,
+                timeout=60,
+            )
+            assert run.restarts[name] == 1
+            assert state.version >= version + 3
+            assert state.trainer["largest_staleness"] <= 6
+            version = state.version
+        assert versions == sorted(versions), "a trainer that was started again goes on from its checkpoint"
+        assert state.trainer["rows"] == ROWS * (state.version - 1)
+        assert state.trainer["most_stale"] <= 6
+        if wire == "zmq":
+            new = listening([os.getpid(), *map(run.panel.pid, run.restarts)]) - before
+            assert {address for address, _ in new} == {"127.0.0.1"}
+    assert set(run.restarts.values()) == {0, 1}
+
+
+@needs_zmq
+def test_no_worker_unpickles_what_comes_over_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = experiment()._plan()
+    with ControlPanel("test", wire="zmq") as panel:
+        for name in ("load", "loads", "Unpickler"):
+            monkeypatch.setattr(pickle, name, refuse)
+        makers = {
+            "trainer/0": lambda: TrainerWorker(Training(CountingTrainer), plan),
+            "policy/0": lambda: PolicyWorker(Policies(1), plan),
+            "actor/0": lambda: ActorWorker(Actors(1, SAMPLER, "policy"), plan),
+        }
+        threads = [LaunchedThread(make, panel.connection, name) for name, make in makers.items()]
+        panel.connect(list(makers))
+        for name in makers:
+            panel.request(name, "configure")
+            panel.request(name, "start")
+        wait_until(lambda: panel.stats()["trainer/0"].get("version", 0) >= 4, 30)
+        panel.group_request("exit", names=list(makers))
+        assert all(thread.wait(10) for thread in threads)
+
+
+@pytest.fixture
+def panel() -> Iterator[ControlPanel]:
+    with ControlPanel("test") as made:
+        yield made
+
+
+class Publisher(Worker):
+    """Publishes the first parameters, in place of a trainer."""
+
+    def __init__(self, plan: AgentPlan) -> None:
+        self.plan = plan
+
+    def _configure(self) -> None:
+        self.server = ParameterServer(self.wire, self.names, "policy")
+        self.publish(1)
+
+    def publish(self, version: int) -> None:
+        self.server.publish(version, read_parameters(self.plan.agent()))
+
+    def _poll(self) -> PollResult:
+        self.server.serve()
+        return PollResult()
+
+
+def start(panel: ControlPanel, **makers: Callable[[], Worker]) -> None:
+    """Start a worker `name/0` for each of these, one after another."""
+    for name, make in makers.items():
+        panel.launch(make, name=name)
+        panel.connect([f"{name}/0"])
+        panel.request(f"{name}/0", "configure")
+        panel.request(f"{name}/0", "start")
+
+
+SAMPLERS = {
+    "serial": SAMPLER,
+    "gpu": partial(GpuSampler, "CartPole-v1", batch_T=8, batch_B=4, n_workers=2),
+    "first ready": partial(GpuSampler, "CartPole-v1", batch_T=8, batch_B=4, n_workers=2, min_ready=2),
+    "alternating": partial(AlternatingSampler, "CartPole-v1", batch_T=8, batch_B=4, n_workers=2),
+}
+
+
+def recurrent_model(observation_space: Any, action_space: Any) -> Any:
+    from torch import nn
+
+    class Model(nn.Module):
+        state_shape = (5,)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.out = nn.GRUCell(4, 5), nn.Linear(5, 3)
+
+        def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> tuple[Any, Any, Any]:
+            state = self.cell(observation, state)
+            out = self.out(state)
+            return out[:, :2], out[:, 2], state
+
+    return Model()
+
+
+@pytest.mark.parametrize(
+    ("kind", "agent"), [("serial", "random"), ("first ready", "random"), *((kind, "recurrent") for kind in SAMPLERS)]
+)
+def test_an_inference_stream_gives_the_samples_of_an_agent_in_the_actor(
+    panel: ControlPanel, kind: str, agent: str
+) -> None:
+    make = RandomAgent if agent == "random" else partial(RecurrentCategoricalPgAgent, recurrent_model)
+    plan = experiment(agent=make)._plan()
+    start(panel, trainer=partial(Publisher, plan), policy=partial(PolicyWorker, Policies(1), plan))
+    wire = panel.connection.wire()
+    names = NameClient(wire, panel.connection.address)
+    batches = []
+    try:
+        for acting in (StreamAgent(InferenceClient(wire, names, "policy", "actor/0")), make()):
+            with (SAMPLERS[kind] if isinstance(acting, StreamAgent) else SAMPLER)() as sampler:
+                sampler.initialize(acting, seed=plan.seed, bootstrap_value=True, world_size=2)
+                batches.append([sampler.obtain_samples(itr)[0].numpy().copy() for itr in range(6)])
+    finally:
+        wire.close()
+    for streamed, inline in zip(*batches, strict=True):
+        for field in ("observation", "reward", "done", "final_obs"):
+            assert (streamed.env[field] == inline.env[field]).all(), field
+        assert (streamed.agent.action == inline.agent.action).all()
+        np.testing.assert_allclose(streamed.agent.bootstrap_value, inline.agent.bootstrap_value, rtol=1e-5)
+        np.testing.assert_allclose(streamed.agent.final_value, inline.agent.final_value, rtol=1e-5)
+    assert any(batch.env.done.any() for batch in batches[0])
+
+
+def test_pieces_join_along_the_environments(panel: ControlPanel) -> None:
+    plan = experiment(None)._plan()
+    wire = panel.connection.wire()
+    consumer = SampleConsumer(wire, NameClient(wire, panel.connection.address), "train", "test")
+    start(panel, trainer=partial(Publisher, plan), actor=partial(ActorWorker, Actors(2, SAMPLER), plan, world_size=2))
+    pieces = [consumer.get(20) for _ in range(6)]
+    wire.close()
+    batch = batch_of(pieces)
+    assert batch.samples.env.observation.shape == (8, 24, 4)
+    assert batch.samples.agent.bootstrap_value.shape == (24,)
+    assert len(batch.infos["Return"]) == sum(len(piece["infos"].get("Return", ())) for piece in pieces) > 0
+    # The sampler's own batches, in order.
+    with SAMPLER() as sampler:
+        sampler.initialize(plan.agent(), seed=plan.seed, bootstrap_value=True, world_size=2)
+        for i in range(6):
+            samples, _ = sampler.obtain_samples(i)
+            part = slice(4 * i, 4 * i + 4)
+            assert (batch.samples.env.observation[:, part] == samples.env.observation).all()
+            assert (batch.samples.env.next_observation[:, part] == samples.env.next_observation).all()
+            assert (batch.samples.agent.bootstrap_value[part] == samples.agent.bootstrap_value).all()
+
+
+def test_a_piece_does_not_change_with_the_next_batch(panel: ControlPanel) -> None:
+    plan = experiment(None)._plan()
+    worker = ActorWorker(Actors(1, SAMPLER), plan)
+    start(panel, trainer=partial(Publisher, plan))
+    panel.launch(lambda: worker, name="actor")
+    panel.connect()
+    panel.request("actor/0", "configure")  # it does not start, so this thread may use its sampler
+    piece = worker._collect()
+    assert piece is not None
+    before = pickle.dumps(piece)
+    worker._collect()
+    assert pickle.dumps(piece) == before
+
+
+def test_a_policy_worker_acts_for_no_more_environments_than_max_batch() -> None:
+    waiting = [SimpleNamespace(ranks=np.arange(n)) for n in (2, 2, 2, 7, 1)]
+    worker: Any = PolicyWorker(Policies(1, max_batch=5), experiment()._plan())
+    worker._server = SimpleNamespace(receive=lambda _: waiting.pop(0) if waiting else None)
+    worker._read = lambda request: request
+    batches = [[len(request.ranks) for request in worker._gather()] for _ in range(5)]
+    assert batches == [[2, 2], [2], [7], [1], []], "one request may be larger"
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no policies for the inference stream 'policy'"):
+        Experiment("x", RandomAgent, Actors(1, SAMPLER, inference="policy"), Training(CountingTrainer)).run()
+    with pytest.raises(ConfigError, match="serve the stream 'a', the actors ask None"):
+        Experiment("x", RandomAgent, Actors(1, SAMPLER), Training(CountingTrainer), Policies(1, stream="a")).run()
+    with pytest.raises(ConfigError, match="actors fill 'a', the trainer reads 'train'"):
+        Experiment("x", RandomAgent, Actors(1, SAMPLER, samples="a"), Training(CountingTrainer)).run()
+
+
+class TurnTrainer(CountingTrainer):
+    """Takes games in turns: the valid rows of a column come first."""
+
+    def step(self, batch: Batch) -> Mapping[str, float]:
+        valid = batch.samples.env.valid
+        assert batch.samples.env.reward.shape == (8, 2 * 4 * 3), "2 pieces of 4 games of 3 agents"
+        assert bool((valid[:-1] >= valid[1:]).all())
+        assert not bool(valid.all())
+        assert bool(valid.reshape(8, 8, 3).all(0).any(1).all()), "one agent of each game has all rows"
+        gae(batch.samples, 0.99, 0.95)
+        return super().step(batch)
+
+
+def turn_agent() -> CategoricalPgAgent:
+    return CategoricalPgAgent(Net(4, 3, 0))
+
+
+# Daily, the next test has sockets.
+@pytest.mark.parametrize("wire", ["local", *scaled([pytest.param("zmq", marks=needs_zmq)], [])])
+def test_one_policy_plays_games_in_turns_in_the_actors(wire: Any) -> None:
+    games = Experiment(
+        "turns",
+        turn_agent,
+        Actors(2, partial(SerialSampler, TurnGame, batch_T=8, batch_B=4)),
+        Training(TurnTrainer, batch=2, max_staleness=6),
+        seed=3,
+    )
+    with games.run(wire=wire) as run:
+        state = run.wait(lambda s: s.version >= 5, timeout=60)
+        assert state.trainer["rows"] >= 4 * 2 * 8 * 12
+        assert run.restarts == dict.fromkeys(run.restarts, 0)
+    asked = replace(games, actors=replace(games.actors, inference="policy"), policies=Policies(1))
+    with pytest.raises(ConfigError, match="policy workers act for environments of one agent, and env_fn returns one"):
+        asked.run(wire=wire)
+
+
+def odd_or_even(agent_id: str) -> str:
+    return "odd" if int(agent_id[1:]) % 2 else "even"
+
+
+def two_agents() -> dict[str, Any]:
+    return {"even": Published(), "odd": Published()}
+
+
+class TwoTrainer:
+    """After each step, the number of "even" is one larger, and that of "odd" two. It checks who has acted."""
+
+    def __init__(self, agents: dict[str, Any]) -> None:
+        self.agents = agents
+
+    def step(self, batch: Batch) -> Mapping[str, float]:
+        time.sleep(scaled(0, 0.03))  # slower daily: other tests need the CPUs
+        assert isinstance(batch.samples, PolicySamples)
+        for (name, own), factor, n in zip(batch.samples.items(), (1, 2), (2, 1), strict=True):
+            assert own.env.reward.shape == (8, 2 * 4 * n), "2 pieces of 4 games"
+            acted, valid = own.agent.agent_info.number, own.env.valid
+            assert (acted[valid] == factor * (own.agent.policy_version[valid] - 1)).all(), name
+            self.agents[name].number = np.array(self.agents[name].number + factor)
+        return {name: float(agent.number) for name, agent in self.agents.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to restore but the agents."""
+
+
+TWO = Experiment(
+    "policies",
+    two_agents,
+    Actors(2, partial(SerialSampler, ScriptedGame, batch_T=8, batch_B=4), policy_of=odd_or_even),
+    Training(TwoTrainer, batch=2, max_staleness=6),
+    seed=3,
+)
+
+
+@pytest.mark.parametrize("wire", [make for make in MAKES if FULL or make != "local"])
+def test_several_policies_play_in_the_actors(wire: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The parameters of all policies are one version, and a new run continues with those of all."""
+    need(wire, request)
+    saved = replace(TWO, training=replace(TWO.training, checkpoint=tmp_path / "trainer.pt"))
+    version = 1
+    for _ in range(2):
+        with saved.run(wire=wire) as run:
+            state = run.wait(lambda s, v=version: s.version >= v + 4, timeout=60)
+            assert state.version >= version + 4
+            version = state.version
+            assert (state.trainer["even"], state.trainer["odd"]) == (version - 1, 2 * (version - 1))
+            assert run.restarts == dict.fromkeys(run.restarts, 0)
+        version = int(torch.load(tmp_path / "trainer.pt", weights_only=False)["version"])
+
+
+@pytest.mark.parametrize("record", [None, ["odd"]])
+def test_pieces_of_several_policies_are_batches_of_the_sampler(panel: ControlPanel, record: Any) -> None:
+    actors = replace(TWO.actors, record=record)
+    plan = TWO._plan()
+    wire = panel.connection.wire()
+    consumer = SampleConsumer(wire, NameClient(wire, panel.connection.address), "train", "test")
+    start(panel, trainer=partial(Publisher, plan), actor=partial(ActorWorker, actors, plan, world_size=2))
+    pieces = [consumer.get(20) for _ in range(6)]
+    wire.close()
+    batch: Any = batch_of(pieces)
+    infos: list[Any] = []
+    with actors.make_sampler() as sampler:
+        arguments = {"policy_of": odd_or_even, "record": record, "bootstrap_value": True, "world_size": 2}
+        sampler.initialize(plan.agent(), seed=plan.seed, **arguments)
+        for i in range(6):
+            samples, found = sampler.obtain_samples(i)
+            infos += found
+            assert list(samples.keys()) == list(batch.samples.keys()) == (record or ["even", "odd"])
+            for name, own in samples.items():
+                n = own.env.reward.shape[1]
+                part = batch.samples[name][:, n * i : n * (i + 1)]
+                for (path, left), (_, right) in zip(part.leaves(), own.leaves(), strict=True):
+                    assert (left == right).all(), path
+    for policy, head in ((None, ""), ("even", "even/"), ("odd", "odd/")):
+        wanted = [info.Return for info in infos if info.policy == policy]
+        assert batch.infos[f"{head}Return"].tolist() == wanted != []
+
+
+@pytest.mark.parametrize(
+    ("saved", "error"),
+    [
+        (["even", "azure"], r"it is of the policies \['even', 'azure'\], and make_agent returns \['even', 'odd'\]"),
+        (None, "Error"),  # an empty file
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_named(panel: ControlPanel, tmp_path: Path, saved: Any, error: str) -> None:
+    path = tmp_path / "trainer.pt"
+    path.touch()
+    if saved is not None:
+        torch.save({"version": 5, "agent": dict.fromkeys(saved), "trainer": {}}, path)
+    panel.launch(partial(TrainerWorker, replace(TWO.training, checkpoint=path), TWO._plan()), name="trainer")
+    panel.connect()
+    with pytest.raises(RequestError, match=rf"checkpoint='.*trainer\.pt' cannot be loaded: .*{error}"):
+        panel.request("trainer/0", "configure")
+
+
+def test_one_example_environment_of_several_agents_is_built() -> None:
+    built = list[ScriptedGame]()
+
+    def make() -> ScriptedGame:
+        built.append(ScriptedGame())
+        return built[-1]
+
+    plan = replace(
+        TWO, actors=replace(TWO.actors, make_sampler=partial(SerialSampler, make, batch_T=8, batch_B=4))
+    )._plan()
+    assert (plan.observation_space, plan.action_space) == (TWO._plan().observation_space, TWO._plan().action_space)
+    assert len(built) == 1
+
+
+class Tempered(RandomAgent):
+    """Has one parameter."""
+
+    temperature: Any = np.float64(0.5)
+
+    def read_parameters(self) -> Mapping[str, Any]:
+        return {"temperature": self.temperature}
+
+    def write_parameters(self, parameters: Mapping[str, Any]) -> None:
+        self.temperature = parameters["temperature"] + 0
+
+
+def test_a_number_of_numpy_is_a_parameter_and_another_value_is_named(panel: ControlPanel) -> None:
+    plan = replace(experiment(None), make_agent=Tempered)._plan()
+    wire = panel.connection.wire()
+    names = NameClient(wire, panel.connection.address)
+    server = ParameterServer(wire, names, "policy")
+    other = panel.connection.wire()
+    client = ParameterClient(other, NameClient(other, panel.connection.address), "policy")
+    agent = plan.agent()
+    server.publish(1, read_parameters(agent))
+    received = list[Any]()
+
+    def has_come() -> bool:
+        server.serve()
+        received.append(client.newer())
+        return received[-1] is not None
+
+    wait_until(has_come)
+    assert received[-1] == {"temperature": 0.5}
+    assert isinstance(received[-1]["temperature"], np.ndarray)
+    agent.temperature = 0.5
+    with pytest.raises(ConfigError, match=r"read_parameters of Tempered must return numpy arrays, got .*'temperature'"):
+        read_parameters(agent)
+    other.close()
+    wire.close()
+
+
+class Broken(RandomAgent):
+    def step(self, *inputs: Any) -> Any:
+        raise SystemExit("the model is broken")
+
+
+def test_a_policy_worker_that_fails_while_actors_start_ends_the_run() -> None:
+    """The actors wait for its first actions, and would wait for two minutes."""
+    made = replace(experiment("policy"), make_agent=Broken)
+    with pytest.raises(ClusterError, match=r"worker policy/0 has failed 2 times in a row.*: .*model is broken"):
+        made.run(wire="local", max_restarts=1).close()
+
+
+def test_agents_that_do_not_fit_the_environments_are_refused() -> None:
+    plan = replace(experiment(None), make_agent=lambda: {"main": RandomAgent()})._plan()
+    with pytest.raises(
+        ConfigError, match="make_agent must return an Agent, or for environments of several agents a dict"
+    ):
+        plan.agent()
+    scripted: Any = {"even": RandomAgent(), "odd": len}
+    with pytest.raises(ConfigError, match=r"Wrap a function of your own: FunctionAgent\(function\)"):
+        replace(TWO, make_agent=lambda: scripted)._plan().agent()
+    with pytest.raises(ConfigError, match="policy_of returned 'a0' for env_rank 0"):
+        replace(TWO, actors=replace(TWO.actors, policy_of=None))._plan()
+    with pytest.raises(ConfigError, match=r"make_agent returned a dict: use Training\(count=1\)"):
+        replace(TWO, training=replace(TWO.training, count=2))._plan()
+    asked = replace(TWO, actors=replace(TWO.actors, inference="policy"), policies=Policies(1))
+    with pytest.raises(ConfigError, match="policy workers act for environments of one agent, and env_fn returns one"):
+        asked.run()
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ({"make_agent": 5}, "make_agent must be a class or a function, got 5"),
+        ({"actors": Actors(1, SAMPLER())}, "make_sampler must be a class or a function, got <SerialSampler"),
+        ({"actors": Actors(1, ASYNC, inference="policy")}, "returned an AsyncSampler"),
+        ({"actors": Actors(0, SAMPLER)}, "the number of actors must be an integer of at least 1, got 0"),
+        ({"training": Training(CountingTrainer, batch=0)}, "batch of Training must be an integer of at least 1, got 0"),
+        ({"training": Training(CountingTrainer, save_every=0)}, "save_every must be an integer of at least 1, got 0"),
+        ({"policies": Policies(0)}, "the number of policies must be an integer of at least 1, got 0"),
+        ({"policies": Policies(1, max_delay=-1)}, "max_delay must be a number of seconds, 0 or more, got -1"),
+        ({"policies": Policies(1, max_delay=float("nan"))}, "max_delay must be a number of seconds, .*, got nan"),
+        ({"policies": Policies(1, max_delay=float("inf"))}, "max_delay must be finite, got inf"),
+        ({"seed": "x"}, "seed must be an integer of at least 0, got 'x'"),
+    ],
+)
+def test_wrong_numbers_are_refused_before_anything_starts(parts: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        replace(experiment(), **parts).run()
+
+
+class Halting:
+    """A trainer that cannot save itself."""
+
+    def __init__(self, agent: Any) -> None:
+        pass
+
+    def step(self, batch: Batch) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "checkpoint", "error"),
+    [
+        (Halting, "trainer.pt", "no method state_dict, load_state_dict: make_trainer has returned a Halting"),
+        (lambda agent: None, None, "the trainer has no method step: make_trainer has returned a NoneType"),
+        (CountingTrainer, "missing/trainer.pt", r"the folder of checkpoint='.*' does not exist: make it first"),
+    ],
+)
+def test_a_trainer_that_could_not_step_or_save_is_refused(
+    panel: ControlPanel, tmp_path: Path, make: Any, checkpoint: str | None, error: str
+) -> None:
+    plan = experiment(agent=RandomAgent)._plan()
+    path = checkpoint and tmp_path / checkpoint
+    panel.launch(partial(TrainerWorker, Training(make, checkpoint=path), plan), name="trainer")
+    panel.connect()
+    with pytest.raises(RequestError, match=error):
+        panel.request("trainer/0", "configure")
+
+
+def test_no_figure_of_a_worker_hides_its_status(panel: ControlPanel) -> None:
+    class Rude(Worker):
+        def _stats(self) -> dict[str, float]:
+            return {"status": 5.0, "seen": 1.0}
+
+    panel.launch(Rude)
+    panel.connect()
+    panel.request("rude/0", "configure")
+    wait_until(lambda: "seen" in panel.stats()["rude/0"])
+    assert panel.stats()["rude/0"]["status"] == "READY"
+
+
+def test_an_agent_of_a_stream_cannot_go_into_workers(panel: ControlPanel) -> None:
+    client = InferenceClient(None, None, "policy", "actor/0")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="cannot go into other processes"):
+        pickle.dumps(client)

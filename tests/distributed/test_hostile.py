@@ -1,0 +1,237 @@
+"""What strangers send to a wire over sockets is refused, counted, and never unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+zmq = pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
+msgpack = pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
+
+from penstock import ConfigError, PeerLostError  # noqa: E402
+from penstock.distributed import ControlPanel  # noqa: E402
+from penstock.distributed.keys import Connection  # noqa: E402
+from penstock.distributed.messages import BadMessageError, decode, encode  # noqa: E402
+from penstock.distributed.wire import (  # noqa: E402
+    ASK,
+    PROBE,
+    REPLY,
+    Wire,
+)
+from penstock.distributed.wire_zmq import to_frames  # noqa: E402
+
+from ..scale import scaled  # noqa: E402
+from .support import note, wait_until  # noqa: E402
+
+pytestmark = pytest.mark.timeout(scaled(1800, 120))
+N_FRAMES = scaled(100_000, 3_000)
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def bodies(rng: random.Random, bomb: bytes) -> list[bytes]:
+    """The frames of one hostile message."""
+    deep = b"\x91" * rng.randrange(1, 3000) + b"\xc0"
+    array = msgpack.ExtType(
+        1, msgpack.packb([rng.randrange(-2, 3), rng.choice(["<f8", "O", "V9", "x", "|S5"]), [2**40]])
+    )
+    header = rng.choice(
+        [
+            rng.randbytes(rng.randrange(200)),
+            bomb,
+            deep,
+            b"\xc6\x40\x00\x00\x00",  # one GiB of bytes
+            b"\xdd\x40\x00\x00\x00",  # a list of 2**30
+            b"\xdf\x40\x00\x00\x00\x80",  # a dict of as many
+            b"\xc9\x40\x00\x00\x00\x01",  # an array of that size
+            msgpack.packb({"command": array}),
+            msgpack.packb(msgpack.ExtType(2, b"x")),
+            msgpack.packb({1: 2}),
+            b"\x80" * 1000,
+        ]
+    )
+    return [header, *(rng.choice([b"", bomb, rng.randbytes(40)]) for _ in range(rng.randrange(3)))]
+
+
+@pytest.fixture
+def keys() -> Connection:
+    return Connection.make("test/hostile")
+
+
+@pytest.fixture
+def wire(keys: Connection) -> Iterator[Wire]:
+    """A wire with an inbox that echoes."""
+    made = keys.wire()
+    inbox = made.open("echo")
+
+    def run() -> None:
+        while (letter := inbox.receive()) is not None:
+            letter.reply(letter.message)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield made
+    made.close()
+    thread.join()
+
+
+def assert_answers(keys: Connection, wire: Wire) -> None:
+    friend = keys.wire()
+    try:
+        assert friend.reach(wire.address, "echo").ask("hello", 20).result() == "hello"
+    finally:
+        friend.close()
+
+
+def test_hostile_frames_of_somebody_with_the_key(keys: Connection, wire: Wire, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = (
+        text.encode() for text in (keys.server_public, keys.client_public, keys.client_secret)
+    )
+    dealer.connect(wire.address)
+    assert_answers(keys, wire)
+    before = psutil.Process().memory_info().rss
+    for number in range(N_FRAMES):
+        kind = rng.choice([ASK, ASK, ASK, PROBE, REPLY, 99, -1, "x", None])
+        target, inbox = rng.choice(["", "other", wire.id]), rng.choice(["echo", "echo", "nobody", "x" * 2000])
+        header = [kind, target, inbox, f"sender {rng.randrange(3)}", number, rng.choice([0, number, 2**62, -5])]
+        head = rng.choice([msgpack.packb(header)] * 3 + [bomb, rng.randbytes(30), b"\x91" * 5000, b""])
+        frames = to_frames(head, bodies(rng, bomb))
+        dealer.send_multipart(frames if rng.random() < 0.9 else [head, *frames])
+        while dealer.poll(0):
+            dealer.recv_multipart()
+    assert_answers(keys, wire)
+    wait_until(lambda: wire.counts["refused"] > N_FRAMES // 4)
+    context.destroy(linger=0)
+    note("growth of memory [MB]", (psutil.Process().memory_info().rss - before) / 2**20, 20)
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("client", ["no keys", "own keys", "server's key"])
+def test_nobody_gets_in_without_the_key(keys: Connection, wire: Wire, client: str) -> None:
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    if client != "no keys":
+        public, secret = zmq.curve_keypair()
+        if client == "server's key":
+            public, secret = keys.server_public.encode(), keys.server_secret.encode()
+        dealer.curve_serverkey = keys.server_public.encode()
+        dealer.curve_publickey, dealer.curve_secretkey = public, secret
+    dealer.connect(wire.address)
+    for number in range(20):
+        header = msgpack.packb([ASK, "", "echo", "stranger", number, 0])
+        dealer.send_multipart(to_frames(header, encode("let me in")))
+    assert_answers(keys, wire)
+    assert dealer.poll(300) == 0  # no answer
+    assert "stranger" not in wire.inboxes["echo"]._senders
+    if client != "no keys":  # the others do not come as far as the question for the key
+        wait_until(lambda: wire.counts["refused"] > 0)
+    context.destroy(linger=0)
+
+
+def test_hostile_frames_of_somebody_without_the_key(keys: Connection, wire: Wire, tmp_path: Path) -> None:
+    """Each connection sends some bytes that are no ZMQ, or the begin of ZMQ's protocol and then 100 frames."""
+    rng = random.Random(0)
+    bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
+    host, _, port = wire.address.removeprefix("tcp://").rpartition(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE".ljust(55, b"\0")
+    claim = b"\x06" + (2**30).to_bytes(8, "big")  # a command of one GiB
+    assert_answers(keys, wire)
+    before = psutil.Process().memory_info().rss
+    for _ in range(N_FRAMES // 100):
+        frames = [body for _ in range(60) for body in bodies(rng, bomb)][:100]
+        hostile = b"".join(b"\x02" + len(frame).to_bytes(8, "big") + frame for frame in frames)
+        first = rng.choice([greeting, greeting, greeting + claim, b"GET / HTTP/1.1\r\n\r\n", rng.randbytes(500), b""])
+        with socket.create_connection((host, int(port)), timeout=10) as stranger, contextlib.suppress(ConnectionError):
+            stranger.sendall(first + hostile)  # the other side may close the connection meanwhile
+    assert_answers(keys, wire)
+    note("growth of memory [MB]", (psutil.Process().memory_info().rss - before) / 2**20, 20)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_peer_without_the_key_is_lost(keys: Connection, wire: Wire) -> None:
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    stranger = replace(keys, client_public=public, client_secret=secret).wire()
+    with pytest.raises(PeerLostError, match="silent"):
+        stranger.reach(wire.address, "echo", lost_after=0.5).ask("hello", 20).result()
+    stranger.close()
+
+
+def test_only_this_machine_can_connect_by_default() -> None:
+    with ControlPanel("test", wire="zmq"):
+        listening = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+        assert set(listening) == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("host", ["", "*", "0.0.0.0", "::"])
+def test_every_network_at_once_is_refused(keys: Connection, host: str) -> None:
+    with pytest.raises(ConfigError, match="give the address of one network"):
+        replace(keys, host=host).wire()
+
+
+def test_an_address_that_is_not_of_this_machine_is_refused(keys: Connection) -> None:
+    with pytest.raises(ConfigError, match="cannot listen"):
+        replace(keys, host="203.0.113.7").wire()
+
+
+def test_the_connection_file_is_for_its_owner_alone(keys: Connection, tmp_path: Path) -> None:
+    file = tmp_path / "trial.json"
+    keys.write(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert Connection.read(file) == keys
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        Connection.read(file)
+    (tmp_path / "other").write_text("{}")
+    (tmp_path / "other").chmod(0o600)
+    with pytest.raises(ConfigError, match="is no connection file"):
+        Connection.read(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b"\xc1"],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1, 2], "O", [1]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1, 2], "<f8", [-1]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1, 2], "<f8", [2**61]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1, 2], "<f8", [True]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[0, 1], "<f8", [1]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[2, 3], "<f8", [1]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1, 2], "<f8"]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([bytes(7), "<f8", [1]])))],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb(["x" * 8, "<f8", [1]]))), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([bytes(8), "O", [1]])))],
+        [msgpack.packb([msgpack.ExtType(1, msgpack.packb([[1, 2], "<f8", [1]]))] * 2), bytes(8)],
+        [msgpack.packb(msgpack.ExtType(1, msgpack.packb([[1, 3], "<f8", [1]]))), bytes(8)],
+        [b"\x91" * 100 + b"\xc0"],
+        [b"\x80" * 2],
+        [b"\x00" * 300_000],
+        [b"\x00"] * 20_000,
+    ],
+    ids=lambda frames: str(frames)[:60],  # one has megabytes
+)
+def test_what_is_no_message_is_refused(frames: list[bytes]) -> None:
+    with pytest.raises(BadMessageError, match=r"no message|nested"):
+        decode(frames)

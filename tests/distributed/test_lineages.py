@@ -1,0 +1,512 @@
+"""What an experiment does after faults: lineages of parameters, restarts as steps, silent workers, schedules."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from penstock import AgentStep, CategoricalPgAgent, ClusterError, NamedArrays, RandomAgent, RequestError, SerialSampler
+from penstock.distributed import (
+    Actors,
+    ActorWorker,
+    Batch,
+    ControlPanel,
+    Experiment,
+    InferenceClient,
+    Policies,
+    PolicyWorker,
+    PollResult,
+    RunState,
+    SampleConsumer,
+    SampleProducer,
+    Status,
+    TrainerWorker,
+    Training,
+    Worker,
+)
+from penstock.distributed.actor_worker import StreamAgent
+from penstock.distributed.name_table import NameClient
+from penstock.distributed.parameters import ParameterClient
+from penstock.distributed.pieces import piece_of
+
+from ..scale import scaled
+from .support import SAMPLER, need, wait_until
+from .test_experiment import Publisher, experiment, needs_zmq, panel, start
+
+__all__ = ["panel"]
+
+pytestmark = [pytest.mark.timeout(scaled(7200, 200)), pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]
+
+
+# ---- parts, as threads ---------------------------------------------------------------------
+
+
+class Steps:
+    """A trainer that does nothing."""
+
+    def __init__(self, agent: Any) -> None:
+        pass
+
+    def step(self, batch: Batch) -> None:
+        pass
+
+
+class ReportsItr(RandomAgent):
+    """`agent_info.itr` is the `itr` of the agent's schedules."""
+
+    itr = -1
+
+    def sample_mode(self, itr: int) -> None:
+        self.itr = itr
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        step = super().step(observation, prev_action, prev_reward)
+        return AgentStep(step.action, NamedArrays(itr=np.full(len(prev_reward), self.itr)))
+
+
+def plan_of(agent: Any = RandomAgent) -> Any:
+    return experiment(agent=agent)._plan()
+
+
+def names_of(panel: ControlPanel) -> tuple[Any, NameClient]:
+    wire = panel.connection.wire()
+    return wire, NameClient(wire, panel.connection.address)
+
+
+def test_a_piece_of_another_lineage_or_of_a_newer_version_is_stale(panel: ControlPanel) -> None:
+    plan = plan_of()
+    start(panel, trainer=partial(TrainerWorker, Training(Steps, max_staleness=1), plan))
+    wire, names = names_of(panel)
+    client, producer = ParameterClient(wire, names, "policy"), SampleProducer(wire, names, "train", credit=100)
+    client.first(lambda: False)
+    lineage, number = client.version
+    assert (lineage > 0, number) == (True, 1)
+    with SAMPLER() as sampler:
+        sampler.initialize(plan.agent(), seed=0)
+        samples, infos = sampler.obtain_samples(0)
+        for version in ((lineage + 1, 1), (lineage, 2), (lineage, -1), (lineage, 1), (lineage, 1)):
+            assert producer.put(piece_of(samples.numpy().copy(), infos, version, "test"), 10)
+    wait_until(lambda: panel.stats()["trainer/0"].get("version") == 3)
+    assert panel.stats()["trainer/0"]["stale"] == 3, "a foreign one, a newer one, an old one"
+    wire.close()
+
+
+@pytest.mark.parametrize("inference", [None, "policy"])
+def test_nobody_acts_before_the_first_parameters_and_schedules_follow_the_version(
+    panel: ControlPanel, inference: str | None
+) -> None:
+    plan = plan_of(ReportsItr)
+
+    class Trained(Publisher):
+        def _configure(self) -> None:
+            super()._configure()
+            self.register_handler("publish", self.publish)
+
+        def publish(self, version: int) -> None:
+            super().publish(version + 10)
+
+    wire, names = names_of(panel)
+    consumer = SampleConsumer(wire, names, "train", "test")
+    policy: dict[str, Any] = {"policy": partial(PolicyWorker, Policies(1), plan)} if inference else {}
+    start(panel, trainer=partial(Trained, plan), **policy)
+    start(panel, actor=partial(ActorWorker, Actors(1, SAMPLER, inference), plan))
+    versions: list[int] = []
+
+    def take() -> int:
+        agent = consumer.get(20)["samples"]["agent"]
+        assert (agent["agent_info"]["itr"] == agent["policy_version"] - 1).all()
+        versions.extend(np.unique(agent["policy_version"]).tolist())
+        return versions[-1]
+
+    assert take() == 11
+    panel.request("trainer/0", "publish", version=30)
+    wait_until(lambda: take() == 40, 20)
+    assert set(versions) == {11, 40}
+    wire.close()
+
+
+def test_a_malformed_request_fails_alone(panel: ControlPanel) -> None:
+    start(panel, trainer=partial(Publisher, plan_of()), policy=partial(PolicyWorker, Policies(1), plan_of()))
+    wire, names = names_of(panel)
+    good: dict[str, Any] = {
+        "kind": "step",
+        "env_ranks": np.arange(2),
+        "starts": np.ones(2, np.bool_),
+        "observation": np.zeros((2, 4), np.float32),
+        "prev_action": np.zeros(2, np.int64),
+        "prev_reward": np.zeros(2, np.float32),
+    }
+    bad: list[Any] = [
+        *({key: value for key, value in good.items() if key != name} for name in good),
+        {**good, "kind": "jump"},
+        {**good, "env_ranks": np.array([0, 99])},
+        {**good, "env_ranks": np.array([-1, 0])},
+        {**good, "env_ranks": np.array([1, 1])},
+        {**good, "env_ranks": 5},
+        {**good, "starts": np.ones(3, np.bool_)},
+        {**good, "observation": np.zeros((2, 5), np.float32)},
+        {**good, "observation": {"x": np.zeros((2, 4), np.float32)}},
+        {**good, "prev_action": np.zeros(2)},
+        {**good, "prev_reward": None},
+    ]
+    client = InferenceClient(wire, names, "policy", "actor/0")
+    assert client.ask(good)["action"].shape == (2,)
+    peer = names.peer("policies/policy/policy/0")
+    session = {"session": "x", "generation": 0}
+    asked = [(peer.ask({**message, **session}, 10), peer.ask({**good, **session}, 10)) for message in bad]
+    asked.append((peer.ask("nonsense", 10), peer.ask({**good, **session, "generation": 7}, 10)))
+    for refused, answered in asked:
+        with pytest.raises(RequestError, match="this is no request to a policy worker"):
+            refused.result()
+        assert answered.result()["action"].shape == (2,)
+    assert panel.get_worker_status("policy/0") is Status.RUNNING
+    wire.close()
+
+
+def test_a_replaced_actor_and_another_policy_worker_have_new_random_streams(panel: ControlPanel) -> None:
+    """And they are those of an agent inside the actor: of SeedSequence, with the generation."""
+    plan = plan_of()
+    start(panel, trainer=partial(Publisher, plan), policy=partial(PolicyWorker, Policies(1), plan))
+    wire, names = names_of(panel)
+    actions = {}
+    for generation in (0, 1, 2):
+        client = InferenceClient(wire, names, "policy", f"actor/{generation}", generation=generation)
+        client._wire = panel.connection.wire()  # each is a process of its own
+        for acting in (StreamAgent(client), plan.agent()):
+            with SAMPLER() as sampler:
+                sampler._generation = client.generation << 16
+                sampler.initialize(acting, seed=plan.seed, world_size=2)
+                actions[generation, type(acting)] = sampler.obtain_samples(0)[0].numpy().copy().agent.action
+        client._wire.close()
+        assert (actions[generation, StreamAgent] == actions[generation, RandomAgent]).all()
+    for one, other in ((0, 1), (1, 2)):
+        assert (actions[one, RandomAgent] != actions[other, RandomAgent]).any()
+    wire.close()
+
+
+@pytest.mark.parametrize(
+    ("n_actors", "n_trainers", "batch", "max_staleness", "routing"),
+    [(1, 1, 3, 0, "any"), (3, 1, 2, 1, "any"), (1, 2, 2, 0, "any"), (2, 2, 3, 0, "one"), (2, 2, 2, 0, "all")],
+)
+def test_actors_are_held_back_and_nobody_waits_for_ever(
+    panel: ControlPanel, n_actors: int, n_trainers: int, batch: int, max_staleness: int, routing: Any
+) -> None:
+    class Learns(Steps):
+        def step(self, batch: Batch) -> None:
+            time.sleep(0.02)
+
+    class Rank(TrainerWorker):
+        """One of several trainers: all are of one lineage."""
+
+        def _staleness(self, piece: Any) -> float:
+            return super()._staleness(piece) if n_trainers == 1 else 0.0
+
+    plan, training = plan_of(), Training(Learns, batch=batch, max_staleness=max_staleness)
+    makers = Experiment("test", RandomAgent, Actors(n_actors, SAMPLER, routing=routing), training, seed=0)._makers(plan)
+    trainers = {f"trainer{i}": partial(Rank, training, plan) for i in range(n_trainers)}
+    start(panel, **trainers, **{f"actor{i}": makers[f"actor/{i}"] for i in range(n_actors)})
+    # With "one", a trainer may have no actor.
+    have_learned = any if routing == "one" else all
+    wait_until(
+        lambda: have_learned(panel.stats()[f"{name}/0"].get("version", 0) >= scaled(30, 12) for name in trainers), 60
+    )
+    if n_trainers == 1:
+        figures = panel.stats()["trainer0/0"]
+        n_trained = batch * (figures["version"] - 1)
+        assert figures["stale"] <= (n_trained + figures["stale"]) / 4, "few pieces were sampled in vain"
+
+
+def test_paused_means_that_no_poll_runs_and_the_figures_are_of_the_last_one(panel: ControlPanel) -> None:
+    go = threading.Event()
+
+    class Slow(Worker):
+        n = 0
+
+        def _poll(self) -> PollResult:
+            assert go.wait(20)
+            self.n += 1
+            return PollResult(sample_count=1)
+
+        def _stats(self) -> dict[str, float]:
+            return {"n": self.n}
+
+    worker = Slow()
+    start(panel, slow=lambda: worker)
+    wait_until(lambda: "in _poll" in panel.request("slow/0", "stacks"))
+    assert panel.request("slow/0", "pause") == "PAUSING"
+    wait_until(lambda: panel.stats()["slow/0"]["status"] == "PAUSING")
+    go.set()
+    wait_until(lambda: panel.stats()["slow/0"]["status"] == "PAUSED")
+    assert (panel.stats()["slow/0"]["n"], panel.stats()["slow/0"]["polls"], worker.n) == (1, 1, 1)
+
+
+# ---- runs ----------------------------------------------------------------------------------
+
+
+class FailsOnce:
+    """Raises the first time that each of these is called with a new number."""
+
+    def __init__(self) -> None:
+        self.calls = Counter[str]()
+
+    def at(self, what: str, *numbers: int) -> None:
+        self.calls[what] += 1
+        if self.calls[what] in numbers:
+            raise RuntimeError(f"{what} {self.calls[what]}")
+
+
+def test_a_failing_configure_during_a_restart_is_tried_again_and_versions_do_not_fall(tmp_path: Path) -> None:
+    faults, versions = FailsOnce(), list[int]()
+
+    class Trainer(Steps):
+        def step(self, batch: Batch) -> None:
+            faults.at("step", 6)
+
+        def state_dict(self) -> dict[str, Any]:
+            faults.at("save")
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            faults.at("load", 1)  # the first restart fails too
+
+    def make_sampler() -> SerialSampler:
+        faults.at("sampler", 4)  # 1: the example; 2, 3: the actors
+        return SAMPLER()
+
+    def is_over(state: RunState) -> bool:
+        versions.append(state.version)
+        return state.version >= 12 and run.restarts["trainer/0"] == 2
+
+    training = Training(Trainer, batch=2, max_staleness=4, checkpoint=tmp_path / "trainer.pt", save_every=1)
+    made = Experiment("test", RandomAgent, Actors(2, make_sampler), training, seed=0)
+    with made.run(max_restarts=3) as run:
+        assert run.wait(is_over, timeout=60).version >= 12
+        assert run.restarts == {"trainer/0": 2, "actor/0": 0, "actor/1": 0}
+    assert versions == sorted(versions)
+    assert min(versions) >= 1
+
+
+def test_a_worker_that_fails_too_often_ends_the_run_with_its_error() -> None:
+    class Broken(Steps):
+        def step(self, batch: Batch) -> None:
+            raise RuntimeError("no gradient")
+
+    made = Experiment("test", RandomAgent, Actors(1, SAMPLER), Training(Broken), seed=0)
+    with made.run(max_restarts=2) as run, pytest.raises(ClusterError, match=r"3 times in a row.*no gradient"):
+        run.wait(lambda _: False, timeout=60)
+    assert run.restarts["trainer/0"] == 2
+
+
+# ---- faults --------------------------------------------------------------------------------
+
+HOLD_SECONDS = 8.0
+LIFE = 2**16  # a stamp is life * LIFE + number: a float32 has 24 bits
+
+
+def stamped_model(observation_space: Any, action_space: Any) -> Any:
+    import torch
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+            self.stamp = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+
+        def forward(self, observation: Any) -> tuple[Any, Any]:
+            return self.layer(observation), self.stamp.expand(observation.shape[:-1])
+
+    return Model()
+
+
+class Faulty:
+    """What runs in the workers: the parameters carry life and number of the trainer that made them, and a worker holds
+    the interpreter lock for some seconds if there is a file with its process id."""
+
+    def __init__(self, folder: Path, max_staleness: int) -> None:
+        self.folder, self.max_staleness = folder, max_staleness
+
+    def hold(self) -> None:
+        file = self.folder / str(os.getpid())
+        if file.exists():
+            file.unlink()
+            ctypes.PyDLL(None).usleep(int(HOLD_SECONDS * 1e6))
+
+    def make_agent(self) -> CategoricalPgAgent:
+        faulty = self
+
+        class Agent(CategoricalPgAgent):
+            def step(self, *args: Any) -> Any:
+                faulty.hold()
+                return super().step(*args)
+
+        return Agent(partial(stamped_model))
+
+    def make_trainer(self, agent: Any) -> Any:
+        faulty = self
+
+        class Trainer:
+            def __init__(self) -> None:
+                with (faulty.folder / "lives").open("a") as file:
+                    file.write("x")
+                self.life, self.number, self.wrong = (faulty.folder / "lives").stat().st_size, 1, 0
+                self.stamp()
+
+            def stamp(self) -> None:
+                agent.model.stamp.fill_(float(LIFE * self.life + self.number))
+
+            def step(self, batch: Batch) -> dict[str, float]:
+                faulty.hold()
+                stamps = batch.samples.agent.agent_info.value
+                ages = LIFE * self.life + self.number - stamps
+                self.wrong += int(((ages < 0) | (ages > faulty.max_staleness)).sum())
+                self.number += 1
+                self.stamp()
+                time.sleep(scaled(0.05, 0.3))  # actors and policy workers wait for it
+                return {"wrong": self.wrong, "life": self.life, "number": self.number}
+
+        return Trainer()
+
+
+def pid_of(run: Any, name: str) -> int | None:
+    try:
+        return int(run.panel.pid(name))
+    except Exception:  # Ray is starting it, or it has ended
+        return None
+
+
+FAULTS = ("kill", "stop 3", "hold", "kill twice", "cut names", "stop 60")
+N_FAULTS = scaled(200, 5)
+
+
+@pytest.mark.parametrize("inference", ["policy", None])
+@pytest.mark.parametrize("wire", ["zmq", pytest.param("ray", marks=pytest.mark.ray)])
+def test_random_faults(wire: Any, inference: str | None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """After each, the run goes on, and no batch was trained on that was older than `max_staleness` by lineage."""
+    need(wire, request)
+    if inference is None and N_FAULTS < 10:
+        pytest.skip("PENSTOCK_FAULTS=full runs it")
+    rng = random.Random(int(os.environ.get("PENSTOCK_SEED", "0")))
+    faulty = Faulty(tmp_path, 2)
+    made = Experiment(
+        "faults",
+        faulty.make_agent,
+        Actors(2, partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4), inference=inference),
+        Training(faulty.make_trainer, batch=2, max_staleness=2),
+        Policies(2) if inference else None,
+        seed=1,
+    )
+    tally, wrong = Counter[str](), 0.0
+    with made.run(wire=wire, max_restarts=1000, hang_timeout=30) as run:
+
+        def advances(n: int = scaled(6, 3)) -> bool:
+            """Wait until the present life of the trainer has made n more steps, and all workers run."""
+            nonlocal wrong
+            begun: dict[float, float] = {}
+
+            def is_over(state: RunState) -> bool:
+                nonlocal wrong
+                figures = state.trainer
+                wrong = max(wrong, figures.get("wrong", 0))
+                if "life" in figures:
+                    begun.setdefault(figures["life"], figures["number"])
+                    are_up = all(worker["status"] == "RUNNING" for worker in state.workers.values())
+                    return are_up and figures["number"] >= begun[figures["life"]] + n
+                return False
+
+            return is_over(run.wait(is_over, timeout=180))
+
+        assert advances()
+        for k in range(N_FAULTS):
+            fault = FAULTS[k] if k < min(N_FAULTS, 5) and N_FAULTS < 10 else rng.choice(FAULTS)
+            name = rng.choice(list(run.restarts))
+            pid = pid_of(run, name)
+            if pid is None:
+                continue
+            before = dict(run.restarts)
+            tally[f"{fault} {name.partition('/')[0]}"] += 1
+            try:
+                inject(run, fault, name, pid, tmp_path)
+            except psutil.NoSuchProcess:
+                continue
+            assert advances(), f"fault {k}, {fault} of {name}: {run.panel.table()}"
+            assert wrong == 0, f"fault {k}, {fault} of {name}"
+            if fault in ("stop 3", "hold", "cut names") or (fault == "stop 60" and name.startswith("trainer")):
+                assert run.restarts == before, f"fault {k}: {fault} of {name} has restarted a worker that lived"
+            logging.getLogger("penstock").info("fault %d: %s of %s", k, fault, name)
+        print(f"\n{sum(tally.values())} faults on {wire}, inference={inference}: {dict(tally)}; {run.restarts}")
+
+
+def inject(run: Any, fault: str, name: str, pid: int, folder: Path) -> None:
+    restarts = run.restarts[name]
+    if fault == "hold":
+        (folder / str(pid)).touch()
+        run.wait(lambda s: not (folder / str(pid)).exists(), timeout=60)
+        run.wait(lambda _: False, timeout=HOLD_SECONDS)
+    elif fault.startswith("stop"):
+        process, seconds = psutil.Process(pid), float(fault.split()[1])
+        process.suspend()
+        run.wait(lambda _: run.restarts[name] > restarts, timeout=seconds)
+        if process.is_running():
+            process.resume()
+    elif fault == "cut names":
+        inboxes = run.panel._wire.inboxes
+        cut = threading.Timer(2.0, inboxes.__setitem__, ("names", inboxes.pop("names")))
+        cut.start()  # the run may wait for the table meanwhile
+        run.wait(lambda _: not cut.is_alive(), timeout=60)
+        cut.join()
+    else:
+        os.kill(pid, signal.SIGKILL)
+        if fault == "kill twice":
+            run.wait(lambda _: pid_of(run, name) not in (pid, None), timeout=60)
+            second = pid_of(run, name)
+            if second is not None:
+                os.kill(second, signal.SIGKILL)
+        run.wait(lambda _: run.restarts[name] >= restarts + (1 if fault == "kill" else 2), timeout=120)
+
+
+@needs_zmq
+def test_a_silent_worker_is_unresponsive_and_does_not_block_the_loop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty, seen, calls = Faulty(tmp_path, 2), set[str](), list[float]()
+    made = Experiment(
+        "silent",
+        faulty.make_agent,
+        Actors(1, SAMPLER),
+        Training(faulty.make_trainer, max_staleness=2),
+        seed=1,
+    )
+    with made.run(wire="zmq", hang_timeout=1.0) as run:
+
+        def look(state: RunState) -> bool:
+            calls.append(time.monotonic())
+            seen.update(f"{name} {facts['status']}" for name, facts in state.workers.items())
+            return False
+
+        (tmp_path / str(run.panel.pid("trainer/0"))).touch()
+        version = run.wait(lambda s: look(s) or "trainer/0 UNRESPONSIVE" in seen, timeout=60).version
+        assert version > 0
+        run.wait(lambda s: look(s) or s.version > version, timeout=60)
+        assert run.restarts["trainer/0"] == 0, "a trainer that holds the interpreter lock goes on"
+        assert any("in hold" in record.getMessage() for record in caplog.records), "its stacks are in the log"
+        psutil.Process(run.panel.pid("actor/0")).suspend()
+        state = run.wait(lambda s: look(s) or run.restarts["actor/0"] == 1, timeout=60)
+        assert run.restarts["actor/0"] == 1
+        assert any("was stopped by a signal" in record.getMessage() for record in caplog.records)
+        later = run.wait(lambda s: look(s) or s.version > state.version + 2, timeout=60)
+        assert later.version > state.version + 2
+    assert max(b - a for a, b in pairwise(calls)) < 2.0

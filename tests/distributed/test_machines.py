@@ -1,0 +1,290 @@
+"""Experiments on more than one machine, and with more than one trainer: real processes over sockets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
+pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
+
+from penstock import CategoricalPgAgent, ConfigError, RandomAgent
+from penstock.distributed import Actors, Batch, Experiment, Policies, RunState, Training
+
+from ..models import small_model
+from ..scale import FULL, scaled
+from ..starter import Program
+from ..support import PROGRAMS
+from .support import SAMPLER, need, wait_until
+
+# A machine that joins has the code of the experiment as a file.
+MODULE = """
+import time
+from functools import partial
+from torch import nn
+from penstock import CategoricalPgAgent, SerialSampler
+from penstock.distributed import Actors, Experiment, Policies, Training
+
+class Model(nn.Module):
+    def __init__(self, observation_space, action_space):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, observation):
+        out = self.layer(observation)
+        return out[..., :2], out[..., 2]
+
+class Counting:
+    def __init__(self, agent):
+        self.rows = 0
+
+    def step(self, batch):
+        time.sleep(0.2)  # actors and policy worker wait for it, and leave the CPUs to others
+        self.rows += batch.samples.env.reward.numel()
+        return {"rows": self.rows}
+
+EXPERIMENT = Experiment(
+    "joined",
+    partial(CategoricalPgAgent, Model),
+    Actors(1, partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4), inference="policy", joining=2),
+    Training(Counting, batch=1),
+    Policies(1),
+)
+OTHER = Experiment("other", EXPERIMENT.make_agent, EXPERIMENT.actors, EXPERIMENT.training, EXPERIMENT.policies)
+"""
+
+
+def join(
+    folder: Path, *names: str, experiment: str = "exp.py:EXPERIMENT", network: str | None = None
+) -> subprocess.Popen[str]:
+    """Start `penstock join`, as another machine does, perhaps in another network. It and the workers that it launches
+    are forks, but at full scale in another network new interpreters."""
+    words = ["join", "run.json", experiment, "--as", *names]
+    if network is not None and FULL:
+        command = [*within(network), sys.executable, "-m", "penstock", *words]
+        return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if network is not None:
+            patch.setenv("ENTERED_NETWORK", network)
+        return Program([PROGRAMS / "command.py", *words], cwd=folder)
+
+
+def ending(process: subprocess.Popen[str]) -> tuple[int, str]:
+    text = process.communicate(timeout=60)[1]
+    return process.returncode, text
+
+
+def load(folder: Path) -> dict[str, Any]:
+    (folder / "exp.py").write_text(MODULE)
+    namespace: dict[str, Any] = {"__name__": "__main__"}  # its classes are pickled by value
+    exec(MODULE, namespace)
+    return namespace
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.timeout(180)
+def test_actors_of_another_machine_join_are_lost_and_join_again_and_others_are_refused(tmp_path: Path) -> None:
+    experiment = load(tmp_path)["EXPERIMENT"]
+
+    def samples(state: RunState, name: str) -> int:
+        return int(state.workers.get(name, {}).get("samples", 0))
+
+    early = join(tmp_path, "actor/1", "actor/2")  # before the run has begun
+    with experiment.run(wire="zmq", file=tmp_path / "run.json") as run:
+        state = run.wait(lambda s: samples(s, "actor/1") > 0 and samples(s, "actor/2") > 0, timeout=60)
+        assert min(samples(state, f"actor/{i}") for i in range(3)) > 0
+        code, text = ending(join(tmp_path, "actor/1"))
+        assert code == 1
+        assert "the name 'workers/actor/1' is taken by" in text
+        assert text.endswith("actor/1: exit code 1\n")
+        os.killpg(early.pid, signal.SIGKILL)
+        early.communicate()
+        state = run.wait(lambda s: {s.workers[f"actor/{i}"]["status"] for i in (1, 2)} == {"LOST"}, timeout=60)
+        version = state.version
+        state = run.wait(lambda s: s.version >= version + 3, timeout=60)
+        assert state.version >= version + 3, "the run goes on"
+        late = join(tmp_path, "actor/2")
+        state = run.wait(
+            lambda s: s.workers["actor/2"]["status"] == "RUNNING" and samples(s, "actor/2") > 0, timeout=60
+        )
+        assert samples(state, "actor/2") > 0
+        # What cannot join is refused.
+        wrong = [join(tmp_path, "policy/0"), join(tmp_path, "actor/1", experiment="exp:OTHER")]
+        code, text = ending(wrong[0])
+        assert code == 2
+        assert "the names must be different ones of actor/1, actor/2, as Actors(joining=2) says" in text
+        code, text = ending(wrong[1])
+        assert code == 2
+        assert "the run and this experiment differ in" in text
+        code, text = ending(join(tmp_path, "actor/1", experiment="exp:MODEL"))
+        assert (code, "cannot load exp:MODEL" in text) == (1, True)
+        assert run.restarts == {"trainer/0": 0, "policy/0": 0, "actor/0": 0}
+    assert ending(late) == (0, "actor/2: exit code 0\n"), "the end of the run ends it"
+
+
+def within(network: str) -> list[str]:
+    """What comes before a command that runs in this network."""
+    return ["nsenter", f"--net={network}"]
+
+
+def ip(command: str, prefix: Sequence[str] = ()) -> None:
+    subprocess.run([*prefix, "ip", *command.split()], check=True)
+
+
+@pytest.fixture
+def other_network() -> Iterator[str]:
+    """The path of another network. This machine is 10.78.0.2 there, and 10.78.0.1 here."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
+        pytest.skip("needs root, unshare, nsenter and ip")
+    holder = subprocess.Popen(["unshare", "--net", "sleep", "600"])
+    path = f"/proc/{holder.pid}/ns/net"
+    try:
+        wait_until(lambda: os.readlink(path) != os.readlink("/proc/self/ns/net"))
+        command = ["ip", "link", "add", "ps-near", "type", "veth", "peer", "name", "ps-far"]
+        made = subprocess.run(command, capture_output=True)
+        if made.returncode:
+            pytest.skip(f"no link between two networks: {made.stderr.decode()}")
+        ip(f"link set ps-far netns {holder.pid}")
+        for end, address, where in (("ps-near", "10.78.0.1", []), ("ps-far", "10.78.0.2", within(path))):
+            ip(f"addr add {address}/24 dev {end}", where)
+            ip(f"link set {end} up", where)
+        yield path
+    finally:
+        subprocess.run(["ip", "link", "del", "ps-near"], capture_output=True)
+        holder.kill()
+        holder.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.timeout(240)
+@pytest.mark.xdist_group("other network")
+def test_an_actor_joins_from_another_network_and_goes_on_after_the_link_was_cut(
+    tmp_path: Path, other_network: str
+) -> None:
+    experiment = load(tmp_path)["EXPERIMENT"]
+
+    def samples(state: RunState) -> int:
+        return int(state.workers.get("actor/1", {}).get("samples", 0))
+
+    with experiment.run(wire="zmq", host="10.78.0.1", file=tmp_path / "run.json") as run:
+        joined = join(tmp_path, "actor/1", network=other_network)
+        assert samples(run.wait(lambda s: samples(s) > 0, timeout=90)) > 0
+        ip("link set ps-near down")
+        state = run.wait(lambda s: s.workers["actor/1"]["status"] == "LOST", timeout=60)
+        assert state.workers["actor/1"]["status"] == "LOST"
+        state = run.wait(lambda s, v=state.version: s.version >= v + 3, timeout=60)
+        ip("link set ps-near up")
+        before = samples(run.wait(lambda s: samples(s) > 0, timeout=60))
+        assert samples(run.wait(lambda s: samples(s) > before, timeout=60)) > before
+        assert run.restarts == {"trainer/0": 0, "policy/0": 0, "actor/0": 0}
+    assert ending(joined) == (0, "actor/1: exit code 0\n")
+
+
+def test_arguments_of_joins_and_of_several_trainers(tmp_path: Path) -> None:
+    good = Experiment("test", RandomAgent, Actors(1, SAMPLER), Training(int))
+    for actors, training, message in (
+        ({"joining": -1}, {}, "joining must be an integer of at least 0"),
+        ({"joining": True}, {}, "joining must be an integer"),
+        ({"joining": 1}, {}, "only with wire=\"zmq\", got 'local'"),
+        ({"count": 0}, {}, "the number of actors must be an integer of at least 1"),
+        ({}, {"count": 0}, "the number of trainers must be an integer of at least 1"),
+        ({}, {"count": 2}, "several trainers must be processes"),
+        ({}, {"count": 2, "backend": "mpi"}, "backend must be one of gloo, nccl"),
+    ):
+        wrong = replace(good, actors=replace(good.actors, **actors), training=replace(good.training, **training))
+        with pytest.raises(ConfigError, match=message):
+            wrong.run()
+    joinable = replace(good, actors=replace(good.actors, joining=1))
+    with pytest.raises(ConfigError, match="is no connection file"):
+        joinable.join(tmp_path / "none.json", ["actor/1"], timeout=0.1)
+    for names in ([], "actor/1", ["actor/1", "actor/1"], ["actor/0"], ["actor/2"], ["policy/0"], ["actor"], [1]):
+        with pytest.raises(ConfigError, match="the names must be different ones of actor/1, as"):
+            joinable.join(tmp_path / "none.json", names, timeout=0.1)  # type: ignore[arg-type]
+
+
+class ValueTrainer:
+    """Learns the rewards, writes its parameters to a file after each step, and dies where it is told to."""
+
+    def __init__(self, folder: str, agent: Any) -> None:
+        import torch
+
+        self.rank = torch.distributed.get_rank()
+        self.agent, self.folder, self.steps = agent, Path(folder), 0
+        self.optimizer = torch.optim.SGD(agent.model.parameters(), 0.01)
+
+    def step(self, batch: Batch) -> Mapping[str, float]:
+        # Before the gradients are averaged: a step that one rank has made, the others have made and written too.
+        if (self.folder / f"die {self.rank}").exists():
+            (self.folder / f"die {self.rank}").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)  # actors and policy worker wait for it, and leave the CPUs to others
+        _, value = self.agent.model(batch.samples.env.observation)
+        loss = (value - batch.samples.env.observation.sum(-1)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.steps += 1
+        values = [parameter.detach().numpy().ravel() for parameter in self.agent.model.parameters()]
+        np.save(self.folder / f"{self.steps} {self.rank}.npy", np.concatenate(values))
+        return {"steps": self.steps}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("wire", ["zmq", pytest.param("ray", marks=pytest.mark.ray)])
+def test_two_trainers_have_equal_parameters_and_are_restarted_together(
+    wire: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    need(wire, request)
+    experiment = Experiment(
+        "two",
+        partial(CategoricalPgAgent, small_model),
+        Actors(2, SAMPLER, inference="policy"),
+        Training(partial(ValueTrainer, str(tmp_path)), count=2, checkpoint=tmp_path / "trainer.pt", save_every=2),
+        Policies(1),
+        seed=0,
+    )
+
+    def check(first: int, last: int) -> None:
+        for step in range(first, last):
+            one, other = (np.load(tmp_path / f"{step} {rank}.npy") for rank in (0, 1))
+            np.testing.assert_array_equal(one, other)
+        assert not np.array_equal(one, np.load(tmp_path / f"{first} 0.npy"))
+
+    with experiment.run(wire=wire) as run:
+        version = run.wait(lambda s: s.version >= 6, timeout=120).version
+        assert version >= 6
+        check(1, 5)
+        for number, rank in enumerate(scaled((1, 0, 1), (1,)), 1):
+            (tmp_path / f"die {rank}").touch()
+            state = run.wait(
+                lambda s, n=number, v=version: (
+                    sum(run.restarts.values()) >= n and s.version >= v + 6 and "steps" in s.trainer
+                ),
+                timeout=150,
+            )
+            version = state.version
+            assert sum(run.restarts.values()) == number, "one failure counts once"
+            check(version - 4, version - 1)
+    assert sum(run.restarts.values()) == len(scaled((1, 0, 1), (1,)))

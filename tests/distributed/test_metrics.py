@@ -1,0 +1,85 @@
+"""Where the figures of a run go: JSON lines, TensorBoard, Prometheus."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+
+from penstock import ConfigError
+from penstock.distributed import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
+from penstock.distributed.trainer_worker import _figures
+
+STATES = [
+    RunState(version, 2.0 * version, {"trainer/0": {"status": "RUNNING", "version": version, "return": 10.5}, **more})
+    for version, more in ((1, {}), (2, {"actor/0": {"status": "LOST", "text": ""}}))
+]
+
+
+def test_what_a_step_returns_is_a_dict_of_numbers() -> None:
+    assert _figures(None) == {}
+    assert _figures({"a": np.float32(2), "b": np.ones(1)[0]}) == {"a": 2.0, "b": 1.0}
+    with pytest.raises(ConfigError, match="step of the trainer must return a dict of figures or None, got 5"):
+        _figures(5)
+    for value in ("x", [1.0, 2.0], np.ones(2)):
+        with pytest.raises(ConfigError, match="the trainer's figure 'loss' must be one number"):
+            _figures({"loss": value})
+
+
+def test_a_line_of_json_for_each_moment(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "figures") as metrics:
+        for state in STATES:
+            metrics.write(state)
+    lines = [json.loads(line) for line in (tmp_path / "figures").read_text().splitlines()]
+    assert lines == [{"version": s.version, "seconds": s.seconds, "workers": dict(s.workers)} for s in STATES]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard and its libraries
+def test_tensorboard_has_a_curve_for_each_figure(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason='tensorboard is not installed: pip install ".[metrics]"')
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with TensorBoard(tmp_path) as metrics:
+        for state in STATES:
+            metrics.write(state)
+        events = EventAccumulator(str(tmp_path)).Reload()  # every write is flushed
+    assert events.Tags()["scalars"] == ["trainer/0/version", "trainer/0/return"]
+    assert [(event.step, event.value) for event in events.Scalars("trainer/0/return")] == [(1, 10.5), (2, 10.5)]
+
+
+def test_prometheus_reads_the_newest_figures() -> None:
+    pytest.importorskip("prometheus_client", reason='not installed: pip install ".[metrics]"')
+    with Prometheus() as metrics:
+        assert metrics.address.startswith("http://127.0.0.1:")
+        for state in STATES:
+            metrics.write(state)
+        with urlopen(metrics.address, timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        with pytest.raises(ConfigError, match="cannot serve figures at host="):
+            Prometheus(int(metrics.address.split(":")[2].partition("/")[0]))
+    metrics.close()  # again
+    assert [line for line in lines if not line.startswith("#")] == [
+        'penstock_version{worker="trainer/0"} 2.0',
+        'penstock_return{worker="trainer/0"} 10.5',
+        'penstock_up{worker="trainer/0"} 1.0',
+        'penstock_up{worker="actor/0"} 0.0',
+    ]
+    with socket.socket() as free, pytest.raises(ConnectionError):
+        free.connect(("127.0.0.1", int(metrics.address.split(":")[2].partition("/")[0])))
+
+
+@pytest.mark.parametrize(("make", "module"), [(TensorBoard, "tensorboard"), (Prometheus, "prometheus_client")])
+def test_a_missing_library_is_named_with_its_extra(
+    make: type[MetricsSink], module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("torch.utils.tensorboard", module))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=r'is not installed: pip install "\.\[metrics\]"'):
+        make(str(tmp_path)) if make is TensorBoard else make()  # type: ignore[call-arg]

@@ -1,0 +1,609 @@
+"""The control panel and its workers, as threads and as processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
+from penstock.__main__ import main
+from penstock.distributed import ControlPanel, PollResult, Status, Worker
+
+from ..process.support import is_running
+from ..scale import FULL, scaled
+from ..support import PROGRAMS
+from .ray_support import our_processes, wait_for_none
+from .support import MAKES, need, note, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("starter")]
+
+HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
+needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
+PROCESSES = [make for make in MAKES if make != "local"]
+
+
+class Counter(Worker):
+    """Counts its polls, and fails or sleeps if its configuration says so."""
+
+    def _configure(self, step: int = 1, fail_at: int | None = None, sleep: float = 0.0) -> None:
+        if step < 0:
+            raise ValueError("step must not be negative")
+        self.step, self.fail_at, self.sleep, self.count = step, fail_at, sleep, 0
+        self.register_handler("add", self.add)
+        self.register_handler("count", lambda: self.count, urgent=True)
+        self.register_handler("unplain", object)
+
+    def _reconfigure(self, step: int) -> None:
+        self.step = step
+
+    def add(self, n: int) -> int:
+        if n < 0:
+            raise ValueError("n must not be negative")
+        self.count += n
+        return self.count
+
+    def _poll(self) -> PollResult:
+        if self.fail_at is not None and self.count >= self.fail_at:
+            raise RuntimeError("the counter is full")
+        if self.sleep:
+            time.sleep(self.sleep)
+        self.count += self.step
+        return PollResult(self.step, 0)
+
+    def _stats(self) -> dict[str, float]:
+        return {"count": getattr(self, "count", 0)}
+
+
+@pytest.fixture
+def new_interpreters() -> None:
+    """The processes of this test are new interpreters, as those of users are."""
+
+
+@pytest.fixture(params=MAKES)
+def panel(request: pytest.FixtureRequest) -> Iterator[ControlPanel]:
+    """Daily, its processes are forks, except in tests that ask for `new_interpreters`."""
+    need(request.param, request)
+    if request.param == "zmq" and not FULL and "new_interpreters" not in request.fixturenames:
+        request.getfixturevalue("forked_workers")
+    with ControlPanel("test", wire=request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def local() -> Iterator[ControlPanel]:
+    with ControlPanel("test") as made:
+        yield made
+
+
+def started(panel: ControlPanel, count: int = 1, **config: Any) -> list[str]:
+    names = panel.launch(Counter, count)
+    panel.connect(timeout=60)
+    panel.group_request("configure", names=names, kwargs=config)
+    assert all(response.is_ok for response in panel.group_request("start", names=names))
+    return names
+
+
+@pytest.mark.usefixtures("new_interpreters")
+def test_a_worker_from_start_to_exit(panel: ControlPanel) -> None:
+    assert panel.launch(Counter) == ["counter/0"]
+    assert panel.connect(timeout=60) == ["counter/0"]
+    assert panel.request("counter/0", "ping") == "pong"
+    assert panel.get_worker_status("counter/0") is Status.READY
+    assert panel.request("counter/0", "configure", step=2) == "READY"
+    assert panel.request("counter/0", "start") == "RUNNING"
+    wait_until(lambda: panel.request("counter/0", "count") > 4)
+    assert panel.request("counter/0", "pause") in ("PAUSING", "PAUSED")
+    wait_until(lambda: panel.get_worker_status("counter/0") is Status.PAUSED)
+    assert panel.request("counter/0", "add", n=1) % 2 == 1
+    assert panel.request("counter/0", "reconfigure", step=1) == "PAUSED"
+    count = panel.request("counter/0", "count")
+    wait_until(lambda: panel.stats()["counter/0"].items() >= {"status": "PAUSED", "count": count}.items())
+    assert panel.request("counter/0", "start") == "RUNNING"
+    wait_until(lambda: panel.stats()["counter/0"]["status"] == "RUNNING")
+    assert "in _loop" in panel.request("counter/0", "stacks")
+    assert panel.request("counter/0", "exit") == "COMPLETED"
+    wait_until(lambda: panel.get_worker_status("counter/0") is Status.COMPLETED)
+    assert "counter/0" in panel.table()
+
+
+def test_errors_of_a_worker_reach_the_panel(panel: ControlPanel) -> None:
+    started(panel)
+    with pytest.raises(RequestError, match="there is no command 'nonsense'; the commands are add, configure"):
+        panel.request("counter/0", "nonsense")
+    with pytest.raises(RequestError, match="add raised ValueError: n must not be negative"):
+        panel.request("counter/0", "add", n=-1)
+    with pytest.raises(RequestError, match="add raised TypeError"):
+        panel.request("counter/0", "add", m=1)
+    with pytest.raises(RequestError, match="unplain raised BadMessageError: a value of type object cannot cross"):
+        panel.request("counter/0", "unplain")
+    with pytest.raises(RequestError, match="configured already"):
+        panel.request("counter/0", "configure")
+    with pytest.raises(RequestError, match="the worker is RUNNING, not READY or PAUSED"):
+        panel.request("counter/0", "start")
+    assert panel.get_worker_status("counter/0") is Status.RUNNING
+
+
+def test_a_worker_that_could_not_be_configured_can_be_configured_again(local: ControlPanel) -> None:
+    local.launch(Counter)
+    local.connect()
+    with pytest.raises(RequestError, match="send configure first"):
+        local.request("counter/0", "start")
+    with pytest.raises(RequestError, match="step must not be negative"):
+        local.request("counter/0", "configure", step=-1)
+    assert local.request("counter/0", "configure", step=1) == "READY"
+
+
+def test_a_poll_that_raises_ends_the_worker_with_its_error(
+    panel: ControlPanel, caplog: pytest.LogCaptureFixture
+) -> None:
+    started(panel, fail_at=3)
+    wait_until(lambda: panel.get_worker_status("counter/0") is Status.ERROR)
+    wait_until(lambda: panel.stats()["counter/0"].get("text") == "RuntimeError: the counter is full")
+
+
+def test_an_interrupted_worker_is_interrupted(local: ControlPanel) -> None:
+    started(local)
+    assert local.request("counter/0", "interrupt") == "INTERRUPTED"
+    wait_until(lambda: local.get_worker_status("counter/0") is Status.INTERRUPTED)
+
+
+def test_urgent_requests_are_answered_while_a_poll_sleeps(panel: ControlPanel, request: pytest.FixtureRequest) -> None:
+    # One poll must outlast all the requests. The test waits for a thread, but kills a process.
+    is_thread = request.node.callspec.params["panel"] == "local"
+    started(panel, sleep=scaled(30.0, 3.0 if is_thread else 30.0))
+    # cloudpickle 3.1.3 drops the file of a class that it carries, and so the text of its lines.
+    wait_until(lambda: ", in _poll" in panel.request("counter/0", "stacks"))
+    answers, seconds = {}, []
+    for command in ("ping", "status", "stats", "count", "pause", "exit"):
+        began = time.monotonic()
+        answers[command] = panel.request("counter/0", command)
+        seconds.append(time.monotonic() - began)
+    note("slowest answer while a poll sleeps [s]", max(seconds), 0.5)
+    assert (answers["ping"], answers["status"], answers["pause"]) == ("pong", "RUNNING", "PAUSING")
+    wait_until(lambda: panel.get_worker_status("counter/0") is Status.COMPLETED)
+    # A process is killed when the panel closes. A thread ends with its poll.
+    wait_until(lambda: all(thread.name != "counter/0" for thread in threading.enumerate()), scaled(60, 20))
+
+
+def test_a_large_group(local: ControlPanel) -> None:
+    n = scaled(200, 50)
+    names = local.launch(Counter, n)
+    hung = local.launch(Counter, 2, name="hung")
+    local.connect(timeout=60)
+    local.group_request("configure", names=hung, kwargs={"sleep": 1.5})
+    local.group_request("start", names=hung)
+    configured = local.group_request("configure", regex="counter/.*", kwargs=[{"step": i} for i in range(n)])
+    assert [response.worker_name for response in configured] == sorted(names)
+    assert all(response.is_ok for response in configured)
+    adds = local.group_request("add", names=names, kwargs=[{"n": i} for i in range(n)], timeout=20)
+    assert [response.result for response in adds] == list(range(n))
+    tens = local.group_request("ping", regex=r"counter/\d")
+    assert [response.worker_name for response in tens] == [f"counter/{i}" for i in range(10)]
+    wait_until(lambda: all("time.sleep" in local.request(name, "stacks") for name in hung))
+    began = time.monotonic()
+    late = local.group_request("add", names=[*hung, "counter/0"], kwargs={"n": 1}, timeout=0.4)
+    note("two hung workers cost one deadline of 0.4 s [s]", time.monotonic() - began, 0.75)
+    assert [response.timed_out for response in late] == [True, True, False]
+    assert set(local.pulse(names).values()) == {Status.READY}
+
+
+def test_kwargs_must_fit_the_workers(local: ControlPanel) -> None:
+    local.launch(Counter, 2)
+    local.connect()
+    with pytest.raises(ConfigError, match="1 kwargs for 2 workers: counter/0, counter/1"):
+        local.group_request("ping", kwargs=[{}])
+
+
+def test_requests_to_nobody(local: ControlPanel) -> None:
+    with pytest.raises(PeerLostError, match="there is no worker 'nobody'"):
+        local.request("nobody", "ping")
+    (response,) = local.group_request("ping", names=["nobody"])
+    assert response.lost
+    assert local.get_worker_status("nobody") is Status.UNKNOWN
+    with pytest.raises(NoReplyError, match=r"could not be reached within 0\.2 s: nobody"):
+        local.connect(["nobody"], timeout=0.2)
+
+
+def test_a_name_is_used_once(local: ControlPanel) -> None:
+    local.launch(Counter)
+    with pytest.raises(NameTableError, match="there is a worker 'counter/0' already"):
+        local.launch(Counter)
+    local.connect()
+    local.request("counter/0", "exit")
+    wait_until(lambda: local.get_worker_status("counter/0") is Status.COMPLETED)
+    wait_until(lambda: local.has_ended("counter/0"))
+    local.launch(Counter)
+    local.connect()
+    assert local.get_worker_status("counter/0") is Status.READY
+
+
+def test_an_unknown_wire_is_refused() -> None:
+    with pytest.raises(ConfigError, match="wire must be one of local, zmq, ray"):
+        ControlPanel("test", wire="carrier pigeon")
+    with pytest.raises(ConfigError, match='host, port and file are for wire="zmq"'):
+        ControlPanel("test", file="trial.json")
+
+
+@pytest.mark.parametrize("make", PROCESSES)
+def test_a_killed_worker_is_lost_within_a_second_and_the_others_answer(
+    make: str, request: pytest.FixtureRequest
+) -> None:
+    need(make, request)
+    with ControlPanel("test", wire=make) as panel:
+        names = started(panel, 2, sleep=30.0)
+        future = panel.async_request(names[0], "add", n=1)
+        os.kill(panel.pid(names[0]), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(PeerLostError, match="killed by SIGKILL" if make == "zmq" else "actor"):
+            future.result()
+        assert panel.get_worker_status(names[0]) is Status.LOST
+        note("a launched worker is LOST after [s]", time.monotonic() - began, 1.0)
+        lost, found = panel.group_request("ping")
+        assert (lost.lost, found.result) == (True, "pong")
+
+
+@pytest.mark.parametrize("make", PROCESSES)
+def test_a_worker_that_cannot_start_is_reported_at_once(make: str, request: pytest.FixtureRequest) -> None:
+    def fail() -> Worker:
+        raise RuntimeError("no such worker")
+
+    need(make, request)
+    why = "exit code 1" if make == "zmq" else "RuntimeError: no such worker"
+    with ControlPanel("test", wire=make) as panel:
+        panel.launch(fail, name="failing")
+        with pytest.raises(ClusterError, match=rf"has ended before it could be reached \({why}\)"):
+            panel.connect(timeout=60)
+
+
+@pytest.mark.ray
+def test_a_second_panel_joins_a_trial_on_ray(ray_cluster: Any) -> None:
+    with ControlPanel("test", wire="ray") as panel:
+        started(panel, step=0)
+        with ControlPanel.join(panel.connection) as second:
+            assert second.connect(["counter/0"]) == ["counter/0"]
+            assert second.request("counter/0", "add", n=2) == 2
+            with pytest.raises(ConfigError, match="only the panel that began the trial launches workers"):
+                second.launch(Counter)
+        assert panel.request("counter/0", "count") == 2
+
+
+@pytest.mark.ray
+def test_a_worker_on_ray_has_the_resources_that_it_asks_for(ray_cluster: Any) -> None:
+    with ControlPanel("test", wire="ray") as panel:
+        panel.launch(Counter, resources={"CPU": 1000})
+        with pytest.raises(NoReplyError, match="counter/0"):
+            panel.connect(timeout=0.5)
+
+
+@pytest.mark.parametrize(("make", "limit"), [("zmq", 2.0), pytest.param("ray", 2.0, marks=pytest.mark.ray)])
+def test_launched_workers_end_with_a_panel_that_is_killed(
+    make: str, limit: float, request: pytest.FixtureRequest
+) -> None:
+    need(make, request)
+    environ = dict(os.environ)
+    if make == "ray":
+        environ["RAY_ADDRESS"] = request.getfixturevalue("ray_cluster").address
+    before = our_processes()
+    command = [sys.executable, PROGRAMS / "panel.py", make]
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in next(line for line in process.stdout if line[0].isdigit()).split()]
+        assert len(pids) == 2
+        workers = [psutil.Process(pid) for pid in pids]
+        assert make == "ray" or len(our_processes().keys() - before) >= 6, "the panel, 2 workers, 3 of the first one"
+        process.kill()
+        began = time.monotonic()
+        wait_until(lambda: not any(is_running(worker.pid) for worker in workers), timeout=20)
+        assert wait_for_none(before, 20) == {}
+        note("workers, and what they have started, have ended after their panel [s]", time.monotonic() - began, limit)
+
+
+@needs_zmq
+def test_a_worker_and_a_panel_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(PROGRAMS / "panel.py", tmp_path / "sleepers.py")
+    file = tmp_path / "trial.json"
+    run = [sys.executable, "-m", "penstock"]
+    with ControlPanel("test", wire="zmq", file=file) as panel:
+        command = [*run, "worker", "sleepers:Sleeper/3", "--join", file]
+        with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+            assert panel.connect(["sleeper/3"], timeout=60) == ["sleeper/3"]
+            status = subprocess.run([*run, "status", "--join", file], capture_output=True, text=True, timeout=60)
+            assert (status.returncode, status.stderr) == (0, "")
+            assert "sleeper/3               READY" in status.stdout
+            panel.request("sleeper/3", "exit")
+            assert process.wait(20) == 0
+            assert process.stderr is not None
+            assert process.stderr.read() == "sleepers:Sleeper/3: COMPLETED\n"
+        file.chmod(0o644)
+        assert main(["status", "--join", str(file)]) == 2
+        assert f"readable for you alone: chmod 600 {file}" in capsys.readouterr().err
+
+
+@needs_zmq
+def test_a_worker_that_was_not_launched_here_is_lost_when_its_lease_has_run_out(tmp_path: Path) -> None:
+    shutil.copy(PROGRAMS / "panel.py", tmp_path / "sleepers.py")
+    file = tmp_path / "trial.json"
+    command = [sys.executable, "-m", "penstock", "worker", "sleepers:Sleeper", "--join", file]
+    with (
+        ControlPanel("test", wire="zmq", file=file) as panel,
+        subprocess.Popen(command, cwd=tmp_path) as process,
+    ):
+        panel.connect(["sleeper/0"], timeout=60)
+        process.kill()
+        process.wait()
+        began = time.monotonic()
+        wait_until(lambda: panel.get_worker_status("sleeper/0") is Status.LOST)
+        wait_until(lambda: panel.names.find("workers") == {})
+        note("a worker that was not launched here is LOST after [s]", time.monotonic() - began, 5.0)
+
+
+@needs_zmq
+def test_the_name_table_may_end_and_come_again() -> None:
+    from dataclasses import replace
+
+    from penstock.distributed.keys import Connection
+    from penstock.distributed.name_table import NameClient, NameHost
+
+    keys = Connection.make("test/names")
+    first, mine, other = keys.wire(), keys.wire(), keys.wire()
+    host = NameHost(first)
+    connection = replace(keys, address=first.address)
+    names, others = NameClient(mine, first.address, lease=1.0), NameClient(other, first.address, lease=1.0)
+    inbox = mine.open("inbox")
+    names.announce("workers/mine", inbox)
+    names.add("status/mine", "READY", lasting=True)
+    watch = others.watch(["workers/mine"])
+    peer = others.peer("workers/mine")
+    threading.Thread(target=lambda: [letter.reply("here") for _ in range(2) if (letter := inbox.receive(30))]).start()
+    assert peer.ask("", 10).result() == "here"
+    host.close()
+    first.close()
+    assert peer.ask("", 10).result() == "here"  # without the table
+    port = int(connection.address.rpartition(":")[2])
+    second = keys.wire(port)
+    host = NameHost(second)
+    try:
+        wait_until(lambda: sorted(others.find()) == ["status/mine", "workers/mine"])
+        assert not (watch.done() and watch.exception() is None), "the watch has fired"
+    finally:
+        mine.close()
+        wait_until(lambda: sorted(others.find()) == ["status/mine"])  # its lease has run out
+        host.close()
+        other.close()
+        second.close()
+
+
+def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
+    from penstock.distributed.name_table import NameClient
+
+    wire = local.connection.wire()
+    names = NameClient(wire, local.connection.address, lease=0.4)
+    try:
+        with pytest.raises(NoReplyError, match=r"the name .late. was not added within 0\.1 s"):
+            names.wait("late", 0.1)
+        timer = threading.Timer(0.1, lambda: local.names.add("late", 5))
+        timer.start()
+        assert names.wait("late", 10) == 5
+        timer.join()
+        with pytest.raises(NameTableError, match="taken"):
+            names.add("late", 6)
+        names.add("a", 1)
+        names.add("b", 2)
+        one, both = local.names.watch(["a", "b"]), local.names.watch(["a", "b"], until="all")
+        names.delete("a")
+        assert one.result(10) == ["a"]
+        assert not both.done()
+    finally:
+        wire.close()
+    assert sorted(both.result(10)) == ["a", "b"]  # the lease of b has run out
+
+
+def test_a_worker_that_was_suspended_does_not_take_the_name_table_for_lost(local: ControlPanel) -> None:
+    (name,) = started(local)
+    worker_names = local.names
+    worker_names._tick(
+        time.monotonic() + 100
+    )  # the next tick after a minute and more in which this process stood still
+    assert worker_names.silence <= 1.5
+    assert local.stats()[name]["status"] in ("READY", "RUNNING")
+
+
+def test_strange_syncs_do_not_end_the_name_table(local: ControlPanel) -> None:
+    wire = local.connection.wire()
+    peer = wire.reach(local.connection.address, "names")
+    good = {"call": "sync", "owner": "x", "lease": 1.0, "since": ["", -1], "roots": [], "entries": {}}
+    good["is_urgent"] = False
+    try:
+        assert peer.ask(good, 10).result()["keys"] == []
+        for strange in (
+            {"owner": [5]},
+            {"lease": "long"},
+            {"since": 5},
+            {"since": [local.names._since[0], "five"]},
+            {"roots": [[]]},
+            {"entries": {"a": 5}},
+            {"more": 5},
+            {"call": "expire"},
+        ):
+            with pytest.raises(RequestError):
+                peer.ask({**good, **strange}, 10).result()
+        waiting = peer.ask({**good, "since": list(local.names._since)}, 10)
+        assert peer.ask({**good, "since": list(local.names._since)}, 10).result()["keys"] == []
+        assert waiting.result(10) is None, "the second one has taken its place"
+        local.names.add("a", 1)
+        assert local.names.find("a") == {"a": 1}
+    finally:
+        wire.close()
+
+
+def test_a_worker_ends_although_an_urgent_handler_hangs(local: ControlPanel) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        released.wait(60)
+
+    class Hanging(Worker):
+        def _configure(self) -> None:
+            self.register_handler("hang", hang, urgent=True)
+
+        def _poll(self) -> PollResult:
+            if begun.is_set():
+                raise RuntimeError("the end")
+            return PollResult()
+
+    local.launch(Hanging)
+    local.connect()
+    local.request("hanging/0", "configure")
+    local.request("hanging/0", "start")
+    local.async_request("hanging/0", "hang")
+    try:
+        assert local._launched["hanging/0"].wait(10)
+    finally:
+        released.set()
+
+
+@needs_zmq
+def test_a_process_group_is_killed_once_and_while_its_id_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.distributed import launched as launch
+
+    monkeypatch.setattr(launch, "_CHILD", "pass")
+    killed, killpg = list[tuple[int, str]](), os.killpg
+
+    def note_and_kill(pid: int, number: int) -> None:
+        killed.append((pid, psutil.Process(pid).status()))
+        killpg(pid, number)
+
+    monkeypatch.setattr(os, "killpg", note_and_kill)
+    worker = launch.LaunchedProcess(Counter, None, "counter/0")  # type: ignore[arg-type]
+    assert worker.wait(30)
+    assert worker.wait(0)
+    worker.kill()
+    assert worker.ending() == "exit code 0"
+    assert killed == [(worker.pid, psutil.STATUS_ZOMBIE)]
+
+
+def test_a_closed_panel_says_so(panel: ControlPanel) -> None:
+    started(panel)
+    panel.close()
+    for call in (panel.pulse, panel.stats, panel.table, panel.connect, lambda: panel.request("counter/0", "ping")):
+        with pytest.raises(ClusterError, match="this control panel was closed: make another one"):
+            call()
+    with pytest.raises(PeerLostError, match="this wire was closed"):
+        panel.launch(Counter, name="another")
+
+
+def test_a_worker_whose_figures_cannot_be_sent_is_not_lost(local: ControlPanel) -> None:
+    class Worse(Counter):
+        def _stats(self) -> Any:
+            return {"loss": object()}
+
+    local.launch(Worse)
+    local.connect()
+    local.request("worse/0", "configure")
+    local.request("worse/0", "start")
+    wait_until(lambda: "text" in local.stats()["worse/0"])
+    facts = local.stats()["worse/0"]
+    assert facts["status"] == "RUNNING"
+    assert "stats raised BadMessageError: a value of type object cannot cross a wire" in facts["text"]
+
+
+@needs_zmq
+@pytest.mark.usefixtures("forked_workers")
+def test_the_table_says_how_a_process_has_ended() -> None:
+    with ControlPanel("test", wire="zmq") as panel:
+        panel.launch(Counter)
+        panel.connect(timeout=60)
+        os.kill(panel.pid("counter/0"), signal.SIGKILL)
+        wait_until(lambda: panel.stats()["counter/0"] == {"status": "LOST", "text": "killed by SIGKILL"})
+
+
+@pytest.mark.parametrize("timeout", ["a", 0, -1.0, float("nan"), None])
+def test_a_timeout_is_a_positive_number(local: ControlPanel, timeout: Any) -> None:
+    (name,) = local.launch(Counter)
+    local.connect()
+    with pytest.raises(ConfigError, match="timeout must be a positive number of seconds"):
+        local.request(name, "ping", timeout=timeout)
+
+
+def test_one_name_is_no_list_of_names(local: ControlPanel) -> None:
+    for call in (local.pulse, local.stats, local.connect, lambda names: local.group_request("ping", names=names)):
+        with pytest.raises(ConfigError, match=r"names must be a list of names, got 'a/0': write \['a/0'\]"):
+            call("a/0")
+
+
+def test_a_worker_that_cannot_be_made_in_a_thread_is_reported_at_once(local: ControlPanel) -> None:
+    def fail() -> Worker:
+        raise RuntimeError("no such worker")
+
+    local.launch(fail, name="failing")
+    with pytest.raises(ClusterError, match="its thread has ended: RuntimeError: no such worker"):
+        local.connect()
+
+
+def test_mistakes_of_a_worker_are_named(local: ControlPanel, caplog: pytest.LogCaptureFixture) -> None:
+    class Mistaken(Counter):
+        def _configure(self, word: Any = "mine", handler: Any = print) -> None:  # type: ignore[override]
+            self.register_handler(word, handler)
+
+        def _poll(self) -> Any:
+            return 5
+
+    for wrong in (int, Counter(), 5):
+        with pytest.raises(ConfigError, match="launch needs a subclass of Worker"):
+            local.launch(wrong)  # type: ignore[arg-type]
+    local.launch(Mistaken)
+    local.connect()
+    with pytest.raises(RequestError, match="every worker has the command 'status'"):
+        local.request("mistaken/0", "configure", word="status")
+    with pytest.raises(RequestError, match="a handler is the name of a command and a function, got 5"):
+        local.request("mistaken/0", "configure", word=5)
+    with pytest.raises(RequestError, match="a function, got 'mine' and 5"):
+        local.request("mistaken/0", "configure", handler=5)
+    local.request("mistaken/0", "configure")
+    local.request("mistaken/0", "start")
+    text = "ConfigError: _poll must return a PollResult or None, got 5"
+    wait_until(lambda: local.stats()["mistaken/0"] == {"status": "ERROR", "text": text})
+    assert "mistaken/0 has failed" in caplog.text
+
+
+@needs_zmq
+def test_a_panel_that_has_ended_is_named() -> None:
+    from penstock.distributed.keys import Connection
+    from penstock.distributed.name_table import NameClient
+
+    keys = Connection.make("test/names")
+    ended, mine = keys.wire(), keys.wire()
+    address = ended.address
+    ended.close()
+    try:
+        with pytest.raises(NoReplyError, match=rf"no control panel has answered at {address} for 0\.2 s"):
+            NameClient(mine, address, timeout=0.2).find()
+    finally:
+        mine.close()
+
+
+@needs_zmq
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"port": 99_999}, "port must be at most 65,535, got 99999"),
+        ({"port": -1}, "port must be an integer of at least 0, got -1"),
+        ({"file": "/no such folder/trial.json"}, "the connection file /no such folder/trial.json cannot be written"),
+    ],
+)
+def test_a_wrong_port_or_file_is_refused(option: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        ControlPanel("test", wire="zmq", **option)

@@ -1,0 +1,371 @@
+"""Shards that are killed, nodes that come and go: named errors, or the same batches again, and nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import pytest
+
+ray = pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
+
+from penstock import (  # noqa: E402
+    NodeLostError,
+    PenstockError,
+    RandomAgent,
+    SamplerBrokenError,
+    SamplerClosedError,
+    SerialSampler,
+)
+from penstock.distributed import RaySampler  # noqa: E402
+from penstock.envs import EnvContext  # noqa: E402
+
+from ..scale import scaled  # noqa: E402
+from .ray_support import assert_same, our_processes, run, wait_for_none  # noqa: E402
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.timeout(180),
+    pytest.mark.slow,
+]
+
+CARTPOLE = partial(gym.make, "CartPole-v1")
+
+
+class WithChild(gym.Wrapper[Any, Any, Any, Any]):
+    """An environment that starts a process and never ends it."""
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)  # of an environment"])
+
+    def close(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        super().close()
+
+
+def actor_pids(sampler: RaySampler) -> list[int]:
+    return [shard.started.pid for shard in sampler._pool.shards]  # type: ignore[union-attr]
+
+
+def kill_by_signal(sampler: RaySampler) -> None:
+    os.kill(actor_pids(sampler)[1], signal.SIGKILL)
+
+
+def kill_by_ray(sampler: RaySampler) -> None:
+    ray.kill(sampler._pool.shards[1].actor)  # type: ignore[union-attr]
+
+
+def fails_in_a_shard(context: EnvContext) -> gym.Env[Any, Any]:
+    if context.worker_rank >= 0:
+        raise OSError("no licence on this machine")
+    return gym.make("CartPole-v1")
+
+
+def test_an_error_at_the_start_of_a_shard_names_its_node() -> None:
+    sampler = RaySampler(fails_in_a_shard, batch_T=4, batch_B=2, n_shards=2, n_workers=1, sampler_cls=SerialSampler)
+    with pytest.raises(
+        PenstockError, match=r"shard \d \(node [0-9.]+ \w+, env_rank \d\): .*no licence on this machine"
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+    sampler.shutdown()
+
+
+@pytest.mark.parametrize("kill", [kill_by_signal, kill_by_ray])
+def test_a_lost_shard_is_named_and_leaves_nothing(kill: Any) -> None:
+    before = our_processes()
+    with RaySampler(WithChild, batch_T=200, batch_B=3, n_shards=2, n_workers=1) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert sum("of an environment" in text for text in our_processes().values()) >= 3
+        sampler.start_samples(0)
+        began = time.monotonic()
+        kill(sampler)
+        with pytest.raises(NodeLostError, match=r"shard 1 \(node [0-9.]+ .*, env_rank 2\) was lost: .*itr="):
+            sampler.wait_samples()
+            for itr in range(1, 1000):  # Ray may take longer than a batch
+                sampler.obtain_samples(itr)
+        assert time.monotonic() - began < 5.0
+        with pytest.raises(NodeLostError, match="shard 1"):
+            sampler.obtain_samples(1000)
+        assert wait_for_none(before, 2.0) == {}
+
+
+def with_kill(kill_at: int, n_batches: int = 5) -> tuple[list[Any], Any]:
+    """Batches and trajectories of a run in which shard 1 is killed before batch `kill_at`."""
+    batches, infos = [], []
+    with RaySampler(
+        CARTPOLE, batch_T=20, batch_B=5, n_shards=2, n_workers=1, on_node_failure="restart", sampler_cls=SerialSampler
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=5, bootstrap_value=True, traj_info_kwargs={"discount": 0.9})
+        for itr in range(n_batches):
+            if itr == kill_at:
+                kill_by_signal(sampler)
+            _, found = sampler.obtain_samples(itr)
+            batches.append(sampler.samples_np.copy())
+            infos.append([vars(info) for info in found])
+        stats = sampler.stats()
+        assert [shard.restarts for shard in stats.shards] == [0, 1]
+        assert stats.shards[1].lost_trajectories == 2
+        assert (stats.restarts, stats.lost_trajectories) == (1, 2)
+    return batches, infos
+
+
+def test_runs_that_lose_the_same_shard_at_the_same_batch_are_equal() -> None:
+    first, second = with_kill(3), with_kill(3)
+    plain = run(SerialSampler, CARTPOLE, RandomAgent, iterations=5, seed=5, batch_T=20, batch_B=5)
+    assert_same(first, second)
+    assert_same(first, plain, columns=slice(0, 3))
+    assert_same((first[0][:3], None), (plain[0][:3], None))
+    assert not (first[0][3].env.observation[:, 3:] == plain[0][3].env.observation[:, 3:]).all(), "a new generation"
+    assert first[0][3].env.valid.all()
+
+
+class Crashing(gym.Wrapper[Any, Any, Any, Any]):
+    """Ends its process at step `at`, unless `spared` exists. Then it makes it."""
+
+    def __init__(self, number: int, folder: str) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.number, self.folder, self.n_steps = number, folder, 0
+
+    def step(self, action: Any) -> Any:
+        self.n_steps += 1
+        if self.number == 2 and self.n_steps == 25:
+            try:
+                os.mkdir(os.path.join(self.folder, "crashed"))
+            except FileExistsError:
+                pass
+            else:
+                os.kill(os.getpid(), signal.SIGSEGV)
+        return super().step(action)
+
+
+def test_a_crash_in_mid_batch_is_repaired(tmp_path: Any) -> None:
+    with RaySampler(
+        Crashing,
+        env_kwargs=[{"number": i, "folder": str(tmp_path)} for i in range(3)],
+        batch_T=20,
+        batch_B=3,
+        n_shards=2,
+        n_workers=1,
+        max_decorrelation_steps=0,
+        on_node_failure="restart",
+        max_restarts=1,
+        restart_window=600,
+        sampler_cls=SerialSampler,
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(3):
+            samples, _ = sampler.obtain_samples(itr)
+            assert samples.env.valid.all()
+        assert (tmp_path / "crashed").exists()
+        assert sampler.stats().shards[1].restarts == 1
+        for piece in sampler.stream(max_in_flight=2):  # in a stream too, but the quota is used up
+            if piece.itr == 1:
+                kill_by_signal(sampler)
+                break
+        with pytest.raises(NodeLostError, match="max_restarts=1 in 600 s are used up") as caught:
+            sampler.obtain_samples(9)
+        assert isinstance(caught.value, SamplerBrokenError)
+
+
+def test_a_rack_may_be_lost() -> None:
+    with RaySampler(
+        CARTPOLE,
+        batch_T=8,
+        batch_B=4,
+        n_shards=4,
+        n_workers=1,
+        sampler_cls=SerialSampler,
+        on_node_failure="restart",
+        min_shards=1,
+        max_restarts=1,
+        restart_window=600,
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+
+        def sample_until_all_are_there() -> None:
+            deadline = time.monotonic() + 120
+            while not sampler.obtain_samples(0)[0].env.valid.all():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+
+        sample_until_all_are_there()
+        pids = actor_pids(sampler)
+        for pid in pids[:3]:
+            os.kill(pid, signal.SIGKILL)
+        sample_until_all_are_there()
+        assert [shard.restarts for shard in sampler.stats().shards] == [1, 1, 1, 0]
+        os.kill(actor_pids(sampler)[0], signal.SIGKILL)
+        with pytest.raises(NodeLostError, match="max_restarts=1 in 600 s are used up"):
+            sample_until_all_are_there()
+
+
+def test_a_stream_goes_on_after_a_loss() -> None:
+    with RaySampler(
+        CARTPOLE, batch_T=20, batch_B=4, n_shards=2, n_workers=1, on_node_failure="restart", sampler_cls=SerialSampler
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        itrs: dict[int, list[int]] = {0: [], 1: []}
+        is_killed = False
+        for piece in sampler.stream():
+            itrs[piece.shard].append(piece.itr)
+            if not is_killed and len(itrs[1]) == 3:
+                kill_by_signal(sampler)
+                is_killed, at = True, len(itrs[1])
+            if is_killed and len(itrs[1]) >= at + 5:
+                break
+        assert itrs[1] == list(range(len(itrs[1]))), "no piece is left out"
+        assert sampler.stats().shards[1].restarts == 1
+
+
+def test_nodes_may_come_and_go(ray_cluster: Any) -> None:
+    first = ray_cluster.add_node(num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20)
+    others = []
+    try:
+        with RaySampler(
+            CARTPOLE,
+            batch_T=10,
+            batch_B=6,
+            n_shards=3,
+            n_workers=1,
+            resources={"spot": 1},
+            on_node_failure="restart",
+            min_shards=1,
+            sampler_cls=SerialSampler,
+        ) as sampler:
+            sampler.initialize(RandomAgent(), seed=7)
+            itr, shares = 0, []
+
+            def sample_until(n_valid: int, seconds: float = 60.0) -> Any:
+                nonlocal itr
+                deadline = time.monotonic() + seconds
+                while True:
+                    samples, _ = sampler.obtain_samples(itr)
+                    itr += 1
+                    shares.append(int(samples.env.valid[0].sum()))
+                    if shares[-1] == n_valid:
+                        return samples
+                    assert time.monotonic() < deadline, shares
+                    time.sleep(0.1)
+
+            sample_until(2)
+            others = [ray_cluster.add_node(num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20)]
+            sample_until(4)
+            others.append(ray_cluster.add_node(num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20))
+            sample_until(6)
+            began = time.monotonic()
+            ray_cluster.remove_node(others.pop(), allow_graceful=False)
+            sample_until(4)
+            assert time.monotonic() - began < 15.0
+            assert sum(shard.node is None for shard in sampler.stats().shards) == 1
+            assert len({shard.node for shard in sampler.stats().shards}) == 3
+    finally:
+        for node in [first, *others]:
+            ray_cluster.remove_node(node)
+
+
+def suspend(sampler: RaySampler) -> int:
+    """Suspend the process of shard 1."""
+    os.kill(pid := actor_pids(sampler)[1], signal.SIGSTOP)
+    return pid
+
+
+SUSPENDED: dict[str, Any] = {"batch_T": 20, "batch_B": 3, "n_shards": 2, "n_workers": 1}
+
+
+def test_a_suspended_shard_is_named() -> None:
+    before = our_processes()
+    with RaySampler(WithChild, **SUSPENDED, unavailable_timeout=2.0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        suspend(sampler)
+        message = r"shard 1 \(node .*, env_rank 2\) was lost: .*not be reached for unavailable_timeout=2 s \(itr=0\)"
+        with pytest.raises(NodeLostError, match=message):
+            sampler.obtain_samples(0)
+    assert wait_for_none(before, 30.0) == {}, "Ray kills a suspended process after 5 seconds"
+
+
+def test_a_suspended_shard_is_built_again_and_a_short_pause_is_only_a_delay() -> None:
+    before = our_processes()
+    options: dict[str, Any] = {**SUSPENDED, "on_node_failure": "restart", "sampler_cls": SerialSampler}
+    plain = run(SerialSampler, CARTPOLE, RandomAgent, iterations=1, batch_T=20, batch_B=3)
+    with RaySampler(CARTPOLE, **options, unavailable_timeout=8.0) as sampler:
+        sampler.initialize(RandomAgent(), seed=11, bootstrap_value=True)
+        waker = threading.Timer(2.0, os.kill, (suspend(sampler), signal.SIGCONT))
+        waker.start()
+        sampler.obtain_samples(0)
+        waker.join()
+        assert_same(([sampler.samples_np], None), (plain[0], None), columns=slice(0, 3))
+        assert sampler.stats().restarts == 0
+        suspend(sampler)
+        samples, _ = sampler.obtain_samples(1)
+        assert samples.env.valid.all()
+        assert [shard.restarts for shard in sampler.stats().shards] == [0, 1]
+    assert wait_for_none(before, 30.0) == {}
+
+
+class Sleeping(gym.Wrapper[Any, Any, Any, Any]):
+    """A step takes 50 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.05)
+        return super().step(action)
+
+
+def test_ctrl_c_ends_a_wait_which_may_be_made_again() -> None:
+    options: dict[str, Any] = {"batch_T": 20, "batch_B": 3, "max_decorrelation_steps": 0}
+    plain = run(SerialSampler, CARTPOLE, RandomAgent, iterations=1, **options)
+    with RaySampler(Sleeping, **options, n_shards=2, n_workers=1) as sampler:
+        sampler.initialize(RandomAgent(), seed=11, bootstrap_value=True)
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            sampler.obtain_samples(0)
+        timer.join()
+        sampler.wait_samples()
+        assert_same(([sampler.samples_np], None), (plain[0], None), columns=slice(0, 3))
+
+
+@pytest.mark.parametrize("state", ["ready", "sampling", "streaming", "suspended"])
+def test_shutdown_ends_everything_in_each_state(state: str) -> None:
+    before = our_processes()
+    sampler = RaySampler(WithChild, **{**SUSPENDED, "batch_T": 20_000})
+    sampler.initialize(RandomAgent(), seed=0)
+    if state == "sampling":
+        sampler.start_samples(0)
+    if state == "streaming":
+        stream = sampler.stream()
+        threading.Timer(1.0, sampler.shutdown).start()
+        with pytest.raises(SamplerClosedError):
+            list(stream)
+    if state == "suspended":
+        suspend(sampler)
+        sampler.start_samples(0)
+    began = time.monotonic()
+    sampler.shutdown()
+    assert time.monotonic() - began < 6.0
+    assert wait_for_none(before, 30.0 if state == "suspended" else scaled(2.0, 5.0)) == {}
+
+
+def test_shutdown_from_another_thread_ends_a_wait() -> None:
+    sampler = RaySampler(Sleeping, batch_T=2000, batch_B=2, n_shards=2, n_workers=1, max_decorrelation_steps=0)
+    sampler.initialize(RandomAgent(), seed=0)
+    closer = threading.Timer(0.3, sampler.shutdown)
+    closer.start()
+    began = time.monotonic()
+    with pytest.raises(SamplerClosedError):
+        sampler.obtain_samples(0)
+    closer.join()
+    assert time.monotonic() - began < 6.0
+    sampler.shutdown()

@@ -1,0 +1,476 @@
+"""RaySampler gives what one machine gives: the same batches, calls, errors and evaluations."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import pytest
+import threadpoolctl
+import torch
+from gymnasium import spaces
+from torch import nn
+
+pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
+
+from penstock import (
+    CategoricalPgAgent,
+    ConfigError,
+    EnvCallError,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    ResetCollector,
+    SamplerStateError,
+    SerialSampler,
+    TrajInfo,
+    VectorEnvCollector,
+    WaitResetCollector,
+    WorkerError,
+)
+from penstock.distributed import RaySampler, placement
+from penstock.distributed.placement import connect
+from penstock.envs import CountingEnv, NestedEnv
+
+from ..samplers import test_agents_determinism as stock
+from ..samplers import test_central_determinism as agents
+from ..scale import scaled
+from .ray_support import assert_same, run
+
+for module in (agents, stock):  # nodes cannot import them
+    cloudpickle.register_pickle_by_value(sys.modules[module.__name__])
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.timeout(180),
+    pytest.mark.slow,
+]
+
+CARTPOLE = partial(gym.make, "CartPole-v1")
+
+
+class Own(TrajInfo):
+    def __init__(self, discount: float = 1.0) -> None:
+        super().__init__(discount)
+        self.Last = 0.0
+
+    def step(
+        self,
+        observation: Any,
+        action: Any,
+        reward: float,
+        terminated: bool,
+        truncated: bool,
+        agent_info: Any,
+        env_info: Any,
+    ) -> None:
+        super().step(observation, action, reward, terminated, truncated, agent_info, env_info)
+        self.Last = float(observation[0])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.critic = nn.Linear(4, 2), nn.Linear(4, 1)
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.policy(observation), self.critic(observation)
+
+
+def model_agent() -> CategoricalPgAgent:
+    # In float64 the last bit, in which matrix products of other batch shapes may differ, decides nothing.
+    return CategoricalPgAgent(lambda: Model().double())
+
+
+@pytest.mark.parametrize(
+    ("n_shards", "batch_B", "traj_info_cls"),
+    [(1, 7, Own), (2, 32, TrajInfo), (3, 7, TrajInfo), (3, 32, Own)],
+)
+def test_the_same_seed_gives_the_same_batches_for_any_number_of_shards(
+    n_shards: int, batch_B: int, traj_info_cls: type[TrajInfo]
+) -> None:
+    options: dict[str, Any] = {"batch_B": batch_B, "traj_info_cls": traj_info_cls, "eval_n_envs": 2, "eval_episodes": 5}
+    reference = run(SerialSampler, CARTPOLE, RandomAgent, **options)
+    assert any(batch.env.done.any() for batch in reference[0])
+    cls = SerialSampler if n_shards == 3 else ParallelSampler  # which starts fewer processes
+    assert_same(reference, run(RaySampler, CARTPOLE, RandomAgent, n_shards=n_shards, sampler_cls=cls, **options))
+
+
+class Cost(ResetCollector):
+    extra_fields: ClassVar[Any] = {"cost": np.float32(0), "position": spaces.Box(-9, 9, (2,), np.float32)}
+
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        self.record_extra(t, cost=2 * self.samples.reward[t + 1])
+        if t % 2:
+            self.record_extra(t, position=self.samples.observation[t][:, :2])
+
+
+def vector_env(num_envs: int) -> gym.vector.VectorEnv[Any, Any, Any]:
+    mode = gym.vector.AutoresetMode.SAME_STEP
+    return gym.vector.SyncVectorEnv([CARTPOLE] * num_envs, autoreset_mode=mode)
+
+
+class Pictures(gym.Env[Any, Any]):
+    """Returns pictures, and an info of every second step."""
+
+    def __init__(self) -> None:
+        self.observation_space, self.action_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.count = 0
+        return self.np_random.integers(0, 256, (8, 8, 3), np.uint8), {}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        info = {"count": self.count} if self.count % 2 else {}
+        return self.np_random.integers(0, 256, (8, 8, 3), np.uint8), 1.0, False, self.count == 9, info
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "pictures, env_info": (
+        Pictures,
+        RandomAgent,
+        {"env_info": {"count": 0}, "batch_B": 5, "sampler_cls": SerialSampler},
+    ),
+    "nested, wait-reset": (
+        NestedEnv,
+        RandomAgent,
+        {"collector_cls": WaitResetCollector, "sampler_cls": SerialSampler},
+    ),
+    "own fields": (CARTPOLE, RandomAgent, {"collector_cls": Cost, "sampler_cls": SerialSampler}),
+    "own fields, central": (CARTPOLE, RandomAgent, {"collector_cls": Cost, "sampler_cls": GpuSampler}),
+    "batched": (vector_env, RandomAgent, {"collector_cls": VectorEnvCollector}),
+    "central": (CARTPOLE, model_agent, {"sampler_cls": GpuSampler}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_equals_a_parallel_sampler(name: str) -> None:
+    env_fn, make_agent, options = CASES[name]
+    own = {key: value for key, value in options.items() if key != "sampler_cls"}
+    reference = run(ParallelSampler, env_fn, make_agent, **own)
+    found = run(RaySampler, env_fn, make_agent, n_shards=2, **options)
+    if name != "central":
+        assert_same(reference, found)
+        return
+    for x, y in zip(reference[0], found[0], strict=True):
+        np.testing.assert_array_equal(x.agent.action, y.agent.action)
+        np.testing.assert_array_equal(x.env.observation, y.env.observation)
+        np.testing.assert_allclose(x.agent.bootstrap_value, y.agent.bootstrap_value, rtol=1e-6)
+    assert reference[1] == found[1]
+
+
+@pytest.mark.parametrize("case", scaled(list(agents.CASES), ["tabular", "recurrent categorical"]))
+def test_every_agent_acts_as_in_one_process(case: str) -> None:
+    options = {"n_shards": 2, "n_workers": 1, "sampler_cls": SerialSampler}
+    agents.assert_same(case, agents.reference(case), agents.batches(RaySampler, case, **options))
+
+
+class Listed(gym.Wrapper[Any, Any, Any, Any]):
+    """An environment with an attribute, which can fail."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.number, self.fails = number, False
+
+    def double(self) -> int:
+        if self.number == 5:
+            raise ValueError("five")
+        return 2 * self.number
+
+    def step(self, action: Any) -> Any:
+        if self.fails:
+            raise ArithmeticError("it fails")
+        return super().step(action)
+
+
+class Threads(CountingEnv):
+    """Its observation is how many threads the numerical libraries of its process use: the fewest and the most."""
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        numbers = [torch.get_num_threads(), *(each["num_threads"] for each in threadpoolctl.threadpool_info())]
+        observation[:] = min(numbers), max(numbers)
+        return observation, *rest
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_environments_of_a_shard_have_one_thread(cls: Any) -> None:
+    size = {"batch_T": 2, "batch_B": 2, "n_shards": 1, "n_workers": 2, "max_decorrelation_steps": 0}
+    with RaySampler(partial(Threads, length=100), sampler_cls=cls, **size) as sampler:
+        sampler.initialize(RandomAgent())
+        assert sampler.obtain_samples(0)[0].env.observation[1].unique().tolist() == [1.0]
+
+
+def test_calls_parameters_statistics_and_errors() -> None:
+    agent = model_agent()
+    with RaySampler(
+        Listed,
+        env_kwargs=[{"number": i} for i in range(5)],
+        batch_T=10,
+        batch_B=5,
+        n_shards=2,
+        n_workers=1,
+        eval_n_envs=3,
+        eval_max_steps=6000,
+        eval_max_trajectories=4,
+    ) as sampler:
+        with pytest.raises(SamplerStateError, match="expected now is initialize"):
+            sampler.obtain_samples(0)
+        example = sampler.initialize(agent, seed=0)
+        assert example.env.observation.shape == (4,)
+        with pytest.raises(SamplerStateError, match="out of order"):
+            sampler.wait_samples()
+
+        assert sampler.get_attr("number") == [0, 1, 2, 3, 4]
+        assert sampler.call("double") == [0, 2, 4, 6, 8]
+        sampler.set_attr("number", [5, 6, 7, 8, 9])
+        assert sampler.get_attr("number") == [5, 6, 7, 8, 9]
+        assert sampler.get_attr("number", evaluation=True) == [0] * 3, "evaluation uses the first entry of the list"
+        with pytest.raises(EnvCallError, match="env_rank 0 raised ValueError: five"):
+            sampler.call("double")
+
+        sampler.start_samples(0)
+        samples, _ = sampler.wait_samples()
+        assert (samples.agent.policy_version == 1).all()
+        before = samples.agent.agent_info.value.clone()
+        with torch.no_grad():
+            agent.model.critic.bias += 100.0
+        samples, _ = sampler.obtain_samples(1)
+        assert samples.agent.agent_info.value.max() < before.max() + 50, "nothing was published"
+        assert sampler.stats().parameter_puts == 0
+        agent.sync_shared_memory()
+        agent.sync_shared_memory()
+        for itr in (2, 3):
+            samples, _ = sampler.obtain_samples(itr)
+            assert samples.agent.agent_info.value.min() > 50
+            assert (samples.agent.policy_version == 3).all()
+        assert sampler.policy_version == 3
+        assert 4 <= len(sampler.evaluate_agent(4)) <= 6, "the shards end after 3 and 2, or one more in a step of two"
+
+        stats = sampler.stats()
+        assert stats.parameter_puts == 1, "once for all shards, and never without a new version"
+        assert [worker.env_ranks for worker in stats.workers] == [range(3), range(3, 5)]
+        assert [worker.steps for worker in stats.workers] == [120, 80]
+        assert [(shard.batches, shard.missing, shard.late) for shard in stats.shards] == [(4, 0, 0)] * 2
+        figures = sampler.metrics()
+        assert figures["sampler/env_steps"] == 200
+        assert {"worker_0/idle_share", "worker_1/idle_share"} <= set(figures)
+        assert figures["eval/trajectories"] >= 4
+        with pytest.raises(ConfigError, match="records no videos"):
+            sampler.evaluate_agent(4, video="videos")
+        with pytest.raises(SamplerStateError, match="on a RaySampler"):
+            sampler.state_dict()
+        with pytest.raises(SamplerStateError, match="on a RaySampler"):
+            sampler.episode(0, 0)
+        assert sampler.timeline().shape == (2, 21)
+        assert sampler.n_workers == 2
+        assert len(sampler.worker_pids) == 2
+        assert "shard 1 (node" in repr(sampler)
+
+        sampler.set_attr("fails", [False] * 4 + [True])
+        with pytest.raises(
+            WorkerError, match=r"shard 1 \(node .*, env_rank 3 to 4, .*\): worker 0 .*it fails"
+        ) as caught:
+            sampler.obtain_samples(5)
+        assert "ArithmeticError" in str(caught.value.__cause__ and caught.value.__cause__.__cause__)
+        with pytest.raises(WorkerError, match="it fails"):
+            sampler.obtain_samples(6)
+
+
+def test_a_stream_hands_over_the_pieces_as_they_come() -> None:
+    agent = model_agent()
+    n_pieces = 12
+    with RaySampler(CARTPOLE, batch_T=8, batch_B=5, n_shards=2, n_workers=1, sampler_cls=SerialSampler) as sampler:
+        sampler.initialize(agent, seed=3)
+        pieces = []
+        for piece in sampler.stream(itr=10, max_in_flight=2, max_staleness=1):
+            assert piece.samples.env.observation.shape == (8, len(piece.env_ranks), 4)
+            assert (piece.samples.agent.policy_version == piece.policy_version).all()
+            assert 0 <= piece.staleness <= 1
+            pieces.append(piece)
+            if len(pieces) % 4 == 0:
+                with torch.no_grad():
+                    agent.model.critic.bias += 1.0
+                agent.sync_shared_memory()
+            with pytest.raises(SamplerStateError, match="the next piece of stream"):
+                sampler.obtain_samples(0)
+            if len(pieces) == n_pieces:
+                break
+        for shard, env_ranks in enumerate((range(3), range(3, 5))):
+            own = [piece for piece in pieces if piece.shard == shard]
+            assert own
+            assert all(piece.env_ranks == env_ranks for piece in own)
+            assert [piece.policy_version for piece in own] == sorted(piece.policy_version for piece in own)
+        assert max(piece.policy_version for piece in pieces) > 1
+        stats = sampler.stats()
+        assert sum(shard.batches for shard in stats.shards) == n_pieces
+        _, infos = sampler.obtain_samples(50)
+        assert isinstance(infos, list)
+
+        # Its pieces are the columns of the batches that obtain_samples would have given.
+        own = [piece for piece in pieces if piece.shard == 0 and piece.policy_version == 1]
+        assert [piece.itr for piece in own] == list(range(10, 10 + len(own)))
+        reference, _ = run(SerialSampler, CARTPOLE, model_agent, iterations=1, seed=3, batch_T=8, batch_B=5)
+        np.testing.assert_array_equal(own[0].samples.env.observation, reference[0].env.observation[:, :3])
+
+
+class Slow(gym.Wrapper[Any, Any, Any, Any]):
+    """Each step takes `seconds` longer."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(gym.make("CartPole-v1"))
+        self.seconds = seconds
+
+    def step(self, action: Any) -> Any:
+        import time
+
+        time.sleep(self.seconds)
+        return super().step(action)
+
+
+def test_a_slow_shard_is_left_out() -> None:
+    seconds = [0.002] * 3 + [0.1]
+    with RaySampler(
+        Slow,
+        env_kwargs=[{"seconds": each} for each in seconds],
+        batch_T=10,
+        batch_B=4,
+        n_shards=4,
+        n_workers=1,
+        sampler_cls=SerialSampler,
+        max_decorrelation_steps=0,
+        min_ready=3,
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        itr = 0
+        while sampler.stats().shards[3].late == 0:  # until the slow shard has answered
+            samples, infos = sampler.obtain_samples(itr)
+            itr += 1
+            assert samples.env.valid[:, :3].all()
+            assert not samples.env.valid[:, 3].any()
+            assert not samples.env.observation[:, 3].any()
+            assert all(info.Length for info in infos)
+        *others, slow = sampler.stats().shards
+        assert (slow.batches, slow.missing) == (0, itr)
+        assert itr > 1
+        assert all((shard.batches, shard.missing) == (itr, 0) for shard in others)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n_shards": 4}, "n_shards must be at most 3"),
+        ({"n_shards": 0}, "n_shards must be an integer of at least 1"),
+        ({"on_node_failure": "ignore"}, "on_node_failure must be one of raise, restart"),
+        (
+            {"min_ready": 0.0},
+            "min_ready, if it is not a share .* an integer of at least 1, got 0.0",
+        ),
+        (
+            {"min_ready": 1.5},
+            "min_ready, if it is not a share .* an integer of at least 1, got 1.5",
+        ),
+        (
+            {"min_ready": True},
+            "min_ready, if it is not a share .* an integer of at least 1, got True",
+        ),
+        ({"min_shards": 1}, 'min_shards needs on_node_failure="restart"'),
+        ({"sampler_cls": RaySampler}, "A shard cannot be a RaySampler: for groups of nodes, give each learner its own"),
+        ({"sampler_cls": int}, "sampler_cls must be a synchronous sampler class"),
+        ({"sampler_options": {"min_redy": 1}}, "no argument 'min_redy'"),
+        ({"n_shard": 2}, "no argument 'n_shard'"),
+        ({"seed_episodes": True}, "RaySampler cannot replay episodes"),
+        ({"unavailable_timeout": 0}, "unavailable_timeout must be a positive number"),
+        ({"resources": {"GPU": -1}}, r"resources\['GPU'\] must be a number of 0 or more, got -1"),
+        ({"resources": {"GPU": float("nan")}}, r"resources\['GPU'\] must be a number of 0 or more, got nan"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RaySampler(CARTPOLE, **{"batch_T": 2, "batch_B": 3, **arguments})
+
+
+def test_what_does_not_fit_the_cluster_is_refused() -> None:
+    lock = threading.Lock()
+    with (
+        RaySampler(CARTPOLE, batch_T=2, batch_B=3, n_shards=2, min_ready=3) as sampler,
+        pytest.raises(ConfigError, match="min_ready must be at most n_shards=2, got 3"),
+    ):
+        sampler.initialize(RandomAgent())
+    with (
+        RaySampler(lambda: CARTPOLE() if lock else None, batch_T=2, batch_B=3, n_shards=2) as sampler,
+        pytest.raises(ConfigError, match="env_fn cannot be pickled for the workers"),
+    ):
+        sampler.initialize(RandomAgent())
+
+
+def listener(answer: bytes) -> tuple[str, socket.socket]:
+    """The address of a server that sends `answer` to whoever connects, and the server."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                link, _ = server.accept()
+                link.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"127.0.0.1:{server.getsockname()[1]}", server
+
+
+def test_an_address_where_no_ray_answers_is_refused_soon(ray_cluster: Any) -> None:
+    silent, http = listener(b""), listener(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"127.0.0.1:{server.getsockname()[1]}"
+    for address in (closed, silent[0], http[0], "127.0.0.1", "127.0.0.1:port", "[::1]:1", "192.0.2.1:6379", ""):
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match=re.escape(f"no Ray cluster answers at {address}: ")):
+            placement._join(address)
+        assert time.monotonic() - began < 5.0
+    for _, server in (silent, http):
+        server.close()
+    placement._await_answer(ray_cluster.address)
+    with pytest.raises(ConfigError, match="address must be a text such as"):
+        connect(6379, 1, dashboard=False)  # type: ignore[arg-type]
+
+
+def test_another_address_than_that_of_the_cluster_is_refused(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _, port = ray_cluster.address.rpartition(":")
+    for same in (None, "auto", ray_cluster.address, f"localhost:{port}"):
+        connect(same, 1, dashboard=False)()
+    for other in (f"{host}:1", f"192.0.2.1:{port}", f"no.such.host.invalid:{port}", "ray://localhost:10001"):
+        sampler = RaySampler(CountingEnv, batch_T=2, batch_B=1, address=other)
+        with pytest.raises(ConfigError, match=f"joined .* at {ray_cluster.address}, .* the one at {other} too: leave"):
+            sampler.initialize(RandomAgent())
+        sampler.shutdown()
+    monkeypatch.setenv("RAY_ADDRESS", f"{host}:1")  # only a default
+    connect(None, 1, dashboard=False)()
+
+
+def test_a_cluster_without_a_token_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_has_token", lambda: False)
+    monkeypatch.setattr(placement, "_has_warned", False)
+    with pytest.warns(RuntimeWarning, match="has no token"):
+        placement.connect(None, 1, dashboard=False)
+    placement.connect(None, 1, dashboard=False)
+
+
+def test_the_page_of_the_cluster_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/cluster.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(block, "docs/cluster.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.startswith("torch.Size([32, 8, 4])")

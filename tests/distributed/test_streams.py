@@ -1,0 +1,377 @@
+"""Sample streams: every piece once, bounded memory, lost consumers. Inference streams: the right answer to each."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import ConfigError, NoReplyError, RequestError
+from penstock.distributed import InferenceClient, InferenceInbox, SampleConsumer, SampleProducer
+from penstock.distributed.messages import BadMessageError
+from penstock.distributed.name_table import NameClient, NameHost
+from penstock.distributed.parameters import ParameterClient, ParameterServer
+from penstock.distributed.wire import Wire
+
+from ..scale import scaled
+from .support import TRANSPORTS, Wires, need, wait_until
+
+pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
+PIECES, PIECES_WITH_FAULTS = scaled((100_000, 1_000), (1_200, 40))
+
+
+class Trial:
+    """A name table, and wires with a client of it."""
+
+    def __init__(self, make: str) -> None:
+        self.wires = Wires(make)
+        self._host = NameHost(self.wires())
+        self.address = self.wires.opened[0].address
+
+    def join(self) -> tuple[Wire, NameClient]:
+        wire = self.wires()
+        return wire, NameClient(wire, self.address)
+
+    def close(self) -> None:
+        for wire in self.wires.opened[1:]:
+            wire.close()
+        self._host.close()
+        self.wires.close()
+
+
+def in_four_threads(run: Callable[[int], None]) -> None:
+    """Call `run` with 0 to 3, at once, and wait for all."""
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.fixture(params=[*TRANSPORTS, "faulty"])
+def trial(request: pytest.FixtureRequest) -> Iterator[Trial]:
+    need(request.param, request)
+    made = Trial(request.param)
+    yield made
+    made.close()
+
+
+class Taker(threading.Thread):
+    """Consumes pieces until "end" has come from every producer."""
+
+    def __init__(self, consumer: SampleConsumer) -> None:
+        super().__init__(daemon=True)
+        self.consumer, self.pieces, self.stop = consumer, list[tuple[int, int]](), False
+        self.start()
+
+    def run(self) -> None:
+        while not self.stop:
+            try:
+                piece = self.consumer.get(0.05)
+            except NoReplyError:
+                continue
+            self.pieces.append((piece["producer"], piece["number"]))
+
+
+@pytest.mark.parametrize("routing", ["any", "all", "one"])
+def test_each_piece_arrives_once(trial: Trial, routing: str) -> None:
+    n = PIECES_WITH_FAULTS if trial.wires.make == "faulty" else PIECES // 4
+    takers = [Taker(SampleConsumer(*trial.join(), "train", f"trainer/{i}")) for i in range(2)]
+    producers = [
+        SampleProducer(*trial.join(), "train", routing=routing, name=f"actor/{i}", credit=16) for i in range(4)
+    ]
+
+    def produce(index: int) -> None:
+        for number in range(n):
+            assert producers[index].put({"producer": index, "number": number}, 60)
+        assert producers[index].flush(60)
+
+    in_four_threads(produce)
+    for taker in takers:
+        taker.stop = True
+        taker.join()
+    everything = [(i, number) for i in range(4) for number in range(n)]
+    if routing == "all":
+        assert [sorted(taker.pieces) for taker in takers] == [everything, everything]
+        return
+    assert sorted(takers[0].pieces + takers[1].pieces) == everything
+    if routing == "one":
+        assert not {piece[0] for piece in takers[0].pieces} & {piece[0] for piece in takers[1].pieces}
+    else:
+        assert all(taker.pieces for taker in takers)
+
+
+def test_a_consumer_that_stops_stops_the_producer(trial: Trial) -> None:
+    consumer = SampleConsumer(*trial.join(), "train", "trainer/0")
+    producer = SampleProducer(*trial.join(), "train", credit=3)
+    assert [producer.put(i, 5) for i in range(3)] == [True] * 3
+    assert not producer.put(3, 0.2)
+    wait_until(lambda: len(consumer) == 3)
+    assert sorted(consumer.get(5) for _ in range(3)) == [0, 1, 2]
+    assert producer.put(3, 5)
+    assert consumer.get(5) == 3
+
+
+def test_pieces_of_a_consumer_that_ends_go_to_another(trial: Trial) -> None:
+    first = SampleConsumer(*trial.join(), "train", "a")
+    producer = SampleProducer(*trial.join(), "train", credit=5)
+    for i in range(5):
+        assert producer.put(i, 5)
+    wait_until(lambda: len(first) == 5)
+    taken = [first.get(5), first.get(5)]
+    wait_until(lambda: producer._consumers.live()[0].n_waiting == 3)
+    first.close()
+    second = SampleConsumer(*trial.join(), "train", "b")
+    assert producer.put(5, 20)
+    flushing = threading.Thread(target=producer.flush, args=(20,))
+    flushing.start()
+    taken += [second.get(20) for _ in range(4)]
+    flushing.join()
+    assert sorted(taken) == list(range(6))
+    assert producer.n_lost == 0
+
+
+def test_flush_waits_for_the_pieces_of_a_consumer_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, flushed = Trial("local"), list[bool]()
+    try:
+        consumer = SampleConsumer(*trial.join(), "train", "a")
+        producer = SampleProducer(*trial.join(), "train")
+        assert producer.put(1, 5)
+        forget = Wire.forget
+
+        def flush_and_forget(wire: Wire, peer: Any) -> None:
+            """While a consumer is lost, and its pieces have not come back yet."""
+            flushed.append(producer.flush(0))
+            forget(wire, peer)
+
+        monkeypatch.setattr(Wire, "forget", flush_and_forget)
+        consumer.close()
+        wait_until(lambda: bool(flushed))
+        monkeypatch.undo()
+        assert flushed == [False]
+        second = SampleConsumer(*trial.join(), "train", "b")
+        assert producer.put(2, 5)
+        assert sorted(second.get(5) for _ in range(2)) == [1, 2]
+        assert producer.flush(5)
+    finally:
+        trial.close()
+
+
+def test_without_consumers_put_waits_and_returns_false(trial: Trial) -> None:
+    producer = SampleProducer(*trial.join(), "train")
+    assert not producer.put(1, 0.2)
+    consumer = SampleConsumer(*trial.join(), "train", "late")
+    assert producer.put(1, 10)
+    assert consumer.get(5) == 1
+
+
+def _refuse(packed: object) -> None:
+    raise BadMessageError("torn")
+
+
+def test_a_piece_that_the_consumer_cannot_read_is_reported(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, names = trial.join()
+    SampleConsumer(wire, names, "train", "trainer/0")
+    producer = SampleProducer(*trial.join(), "train")
+    monkeypatch.setattr(wire.transport, "unpack", _refuse)
+    assert producer.put(1, 10)
+    with pytest.raises(RequestError, match="torn"):
+        producer.flush(10)
+
+
+def test_parameters_that_cannot_be_read_are_reported(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ParameterServer(*trial.join(), "policy")
+    wire, names = trial.join()
+    client = ParameterClient(wire, names, "policy")
+    # It must know the trainer before, since it cannot read what the name table says either.
+    wait_until(lambda: client.newer() is None and client._trainer is not None)
+    monkeypatch.setattr(wire.transport, "unpack", _refuse)
+    server.publish(1, {"weight": np.zeros(3)})
+
+    def fails() -> bool:
+        server.serve()
+        try:
+            client.newer()
+        except BadMessageError:
+            return True
+        return False
+
+    wait_until(fails, 30)  # a lost request is sent again after 10 s
+
+
+def test_routings_are_checked() -> None:
+    trial = Trial("local")
+    with pytest.raises(ConfigError, match="any, all, one"):
+        SampleProducer(*trial.join(), "train", routing="some")
+    trial.close()
+
+
+# ---- inference streams -------------------------------------------------------------------------
+
+
+class Doubler(threading.Thread):
+    """Answers with twice the numbers, its name, and a checksum of the version that it stamps on the answer."""
+
+    def __init__(self, server: InferenceInbox, name: str) -> None:
+        super().__init__(daemon=True)
+        self.server, self.label, self.stop, self.sessions = server, name, False, Counter[str]()
+        self.start()
+
+    def run(self) -> None:
+        version = 0
+        while not self.stop:
+            letter = self.server.receive(0.05)
+            if letter is not None:
+                version += 1
+                self.sessions[letter.message["session"]] += 1
+                answer: dict[str, Any] = {"x": 2 * letter.message["x"], "by": self.label, "version": version}
+                letter.reply({**answer, "sum": int(answer["x"].sum()) * 1000 + version})
+
+
+def test_every_question_has_its_own_answer(trial: Trial) -> None:
+    servers = [Doubler(InferenceInbox(*trial.join(), "policy", f"p{i}"), f"p{i}") for i in range(2)]
+    failures = []
+
+    def ask(index: int) -> None:
+        client = InferenceClient(*trial.join(), "policy", f"actor/{index}")
+        by = set()
+        for i in range(50):
+            x = np.arange(3) + 100 * index + i
+            answer = client.ask({"x": x})
+            if (answer["x"] != 2 * x).any() or answer["sum"] != int(2 * x.sum()) * 1000 + answer["version"]:
+                failures.append((index, i))
+            by.add(answer["by"])
+        if len(by) != 1 or client.n_moves:
+            failures.append((index, -1))
+
+    in_four_threads(ask)
+    for server in servers:
+        server.stop = True
+        server.join()
+    assert failures == []
+    assert sum(sum(server.sessions.values()) for server in servers) == 200
+
+
+def test_a_client_moves_to_another_server_in_a_new_session(trial: Trial) -> None:
+    first = Doubler(InferenceInbox(*trial.join(), "policy", "a"), "a")
+    client = InferenceClient(*trial.join(), "policy", "actor/0")
+    assert client.ask({"x": np.ones(1)})["by"] == "a"
+    first.stop = True
+    first.join()
+    first.server.close()
+    second = Doubler(InferenceInbox(*trial.join(), "policy", "b"), "b")
+    assert client.ask({"x": np.ones(1)})["by"] == "b"
+    second.stop = True
+    second.join()
+    assert client.n_moves == 1
+    assert not first.sessions.keys() & second.sessions.keys()
+
+
+def test_a_server_that_was_lost_and_is_reached_again_gets_a_new_session() -> None:
+    trial = Trial("local")
+    try:
+        server = Doubler(InferenceInbox(*trial.join(), "policy", "a"), "a")
+        client = InferenceClient(*trial.join(), "policy", "actor/0")
+        assert client.ask({"x": np.ones(1)})["version"] == 1
+        (peer,) = client._servers.live()
+        ask = peer.ask
+
+        def ask_and_lose(*args: Any) -> Any:
+            """The server acts, but the answer does not come: the network is broken for a while."""
+            ask(*args).result(5)
+            peer.lose("it was silent")
+            return ask(*args)
+
+        peer.ask = ask_and_lose  # type: ignore[method-assign]
+        assert client.ask({"x": np.ones(1)})["version"] == 3
+        server.stop = True
+        server.join()
+        assert client.n_moves == 1
+        assert sorted(server.sessions.values()) == [1, 2], "the third step is the first one of another session"
+    finally:
+        trial.close()
+
+
+def test_a_client_without_servers_gives_up() -> None:
+    trial = Trial("local")
+    try:
+        with pytest.raises(NoReplyError, match="no server of the inference stream policy"):
+            InferenceClient(*trial.join(), "policy", "actor/0", timeout=0.2).ask({})
+        with pytest.raises(NoReplyError):
+            InferenceClient(*trial.join(), "policy", "actor/0", is_over=lambda: True).ask({})
+    finally:
+        trial.close()
+
+
+def test_published_parameters_do_not_change_with_the_trainers(trial: Trial) -> None:
+    server = ParameterServer(*trial.join(), "policy")
+    weight = np.zeros(2**18)  # ZMQ copies small ones in any case
+    server.publish(1, {"weight": weight})
+    weight += 1  # the trainer trains on, before anybody has asked
+    client = ParameterClient(*trial.join(), "policy")
+    found = list[Any]()
+
+    def comes() -> bool:
+        server.serve()
+        found.append(client.newer())
+        return found[-1] is not None
+
+    wait_until(comes, 30)  # a lost request is sent again after 10 s
+    assert (found[-1]["weight"] == 0).all()
+
+
+def test_a_consumer_that_was_silent_gets_each_piece_once() -> None:
+    """Its name goes while it is suspended, and comes back. There is no other consumer, so nothing is sent again."""
+    trial = Trial("local")
+    try:
+        wire, names = trial.join()
+        consumer = SampleConsumer(wire, names, "train", "trainer/0")
+        producer = SampleProducer(*trial.join(), "train", credit=5)
+        assert all(producer.put(i, 5) for i in range(3))
+        place = names.get("streams/train/trainer/0")
+        names.delete("streams/train/trainer/0")
+        wait_until(lambda: producer._consumers.live() == [])
+        assert not producer.put(3, 0.1)
+        names.add("streams/train/trainer/0", place)
+        assert producer.put(3, 10)
+        assert sorted(consumer.get(5) for _ in range(4)) == [0, 1, 2, 3]
+        with pytest.raises(NoReplyError):
+            consumer.get(0.1)
+        assert producer.flush(5)
+    finally:
+        trial.close()
+
+
+@pytest.mark.parametrize("trial", TRANSPORTS, indirect=True)
+def test_parameters_pass_through_several_levels_and_around_a_worker_that_has_ended(trial: Trial) -> None:
+    wire, names = trial.join()
+    wire.transport.fan = 2
+    server = ParameterServer(wire, names, "policy")
+    server.publish(1, {"weight": np.zeros(2**16)})
+    clients = {}
+    for _ in range(14):  # 2, 4, and 8
+        wire, names = trial.join()
+        client = ParameterClient(wire, names, "policy")
+        clients[client._place[1]] = (client, wire)
+
+    def all_have(version: int) -> bool:
+        server.serve()
+        for client, _ in clients.values():
+            client.newer()
+        return all(client.version[1] == version for client, _ in clients.values())
+
+    wait_until(lambda: all_have(1), 30)
+    assert server._n_sent == 2
+    wait_until(lambda: all_have(1) and len(server._waiting) == len(clients), 30)
+    first = server._waiting[0].message["place"]
+    clients.pop(first[1])[1].close()  # it gets the next version, and was to send it on
+    server.publish(2, {"weight": np.ones(2**16)})
+    assert first in server._holders
+    wait_until(lambda: all_have(2), 60)
+    assert 2 < server._n_sent <= 5, "only those that had to ask it got the parameters from the trainer"
+    server.publish(3, {"weight": np.ones(2**16)})
+    wait_until(lambda: all_have(3), 60)

@@ -1,0 +1,409 @@
+"""The contract of a wire: the same tests for each make, and for one that loses, doubles and delays packets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import wait as wait_for
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from penstock import ClusterError, NoReplyError, PeerLostError, RequestError
+from penstock.distributed import messages
+from penstock.distributed.messages import BadMessageError
+from penstock.distributed.wire import Inbox, Letter, Peer, Wire
+
+from ..scale import scaled
+from .support import TRANSPORTS, FaultyHub, Wires, need, wait_until
+
+pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
+
+
+@pytest.fixture(params=[*TRANSPORTS, "faulty"])
+def wires(request: pytest.FixtureRequest) -> Iterator[Wires]:
+    need(request.param, request)
+    made = Wires(request.param)
+    yield made
+    made.close()
+
+
+class Echo:
+    """Answers in a thread: dicts with "fail" fail, "drop" is not answered, everything else comes back."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.inbox, self.n_calls, self.kept = inbox, 0, list[Letter]()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (letter := self.inbox.receive()) is not None:
+            self.n_calls += 1
+            if isinstance(letter.message, str) and letter.message == "drop":
+                self.kept.append(letter)
+            elif isinstance(letter.message, dict) and "fail" in letter.message:
+                letter.fail(letter.message["fail"])
+            else:
+                letter.reply(letter.message)
+
+    def close(self) -> None:
+        self.inbox.close()
+        self._thread.join(10)
+
+
+@pytest.fixture
+def server(wires: Wires) -> Wire:
+    return wires()
+
+
+@pytest.fixture
+def inbox(server: Wire) -> Inbox:
+    return server.open("echo")
+
+
+@pytest.fixture
+def echo(inbox: Inbox) -> Iterator[Echo]:
+    made = Echo(inbox)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def peer(wires: Wires, inbox: Inbox) -> Peer:
+    return wires().reach(inbox.wire.address, "echo", target=inbox.wire.id)
+
+
+class TestContract:
+    # ---- messages --------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(
+        "message",
+        [None, True, 0, -(2**63), 2**64 - 1, 1.5, "text", b"\x00\xff", [], [1, [2, [None]]], {"a": {"b": []}}],
+        ids=repr,
+    )
+    def test_values_arrive_as_they_were(self, peer: Peer, echo: Echo, message: object) -> None:
+        reply = peer.ask(message, 10).result()
+        assert (reply, type(reply)) == (message, type(message))
+
+    @pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "float32", ">f8", "complex64"])
+    @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3, 4)])
+    def test_arrays_arrive_as_they_were(self, peer: Peer, echo: Echo, dtype: str, shape: tuple[int, ...]) -> None:
+        array = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+        reply = peer.ask({"deep": [array]}, 10).result()["deep"][0]
+        assert (reply.dtype, reply.shape) == (array.dtype, array.shape)
+        assert (reply == array).all()
+
+    def test_an_array_is_copied_when_it_is_sent(self, peer: Peer, inbox: Inbox) -> None:
+        array = np.zeros(3)
+        future = peer.ask(array, 10)
+        array[:] = 1
+        letter = inbox.receive(10)
+        assert letter is not None
+        assert letter.message.tolist() == [0, 0, 0]
+        letter.reply()
+        future.result()
+
+    def test_arrays_that_arrive_are_read_only(self, peer: Peer, echo: Echo) -> None:
+        reply = peer.ask(np.zeros(3), 10).result()
+        with pytest.raises(ValueError, match="read-only"):
+            reply[0] = 1
+
+    def test_views_of_every_order_arrive(self, peer: Peer, echo: Echo) -> None:
+        array = np.arange(24).reshape(2, 3, 4)
+        for view in (array.T, array[:, ::2], np.asfortranarray(array), np.broadcast_to(array[:, :1], (2, 3, 4))):
+            assert (peer.ask(view, 10).result() == view).all()
+
+    def test_tuples_arrive_as_lists_and_numpy_scalars_as_numbers(self, peer: Peer, echo: Echo) -> None:
+        assert peer.ask((1, np.float32(0.5), np.int64(7)), 10).result() == [1, 0.5, 7]
+
+    def test_a_large_array_is_refused_at_once(self, peer: Peer, echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(messages, "MOST_BYTES", 2**20)
+        array = np.zeros(2**20, np.uint8)
+        assert peer.ask(array, 20).result().nbytes == 2**20
+        with pytest.raises(
+            BadMessageError, match="an array of 2 MiB cannot cross a wire: send it as several arrays, of at most 1 MiB"
+        ):
+            peer.ask(np.zeros(2**21, np.uint8), 20)
+
+    @pytest.mark.parametrize(
+        "message",
+        [object(), {1: 2}, {"a": {2}}, np.array(["text"]), np.array([None]), 2**64, [lambda: 0], Ellipsis],
+        ids=["object", "int-key", "set", "str-array", "object-array", "large-int", "function", "ellipsis"],
+    )
+    def test_what_cannot_cross_is_refused_at_once(self, peer: Peer, echo: Echo, message: object) -> None:
+        with pytest.raises(BadMessageError):
+            peer.ask(message, 10)
+        assert peer.ask("still here", 10).result() == "still here"
+
+    def test_deep_nesting_is_refused(self, peer: Peer, echo: Echo) -> None:
+        message: list[object] = []
+        for _ in range(200):
+            message = [message]
+        with pytest.raises(ClusterError):
+            peer.ask(message, 10).result()
+
+    def test_a_large_array_arrives(self, peer: Peer, echo: Echo) -> None:
+        array = np.arange(2_000_000, dtype=np.int32)
+        assert (peer.ask(array, 20).result() == array).all()
+
+    def test_many_arrays_arrive(self, peer: Peer, echo: Echo) -> None:
+        arrays = [np.arange(i, dtype=np.float64) for i in range(300)]  # the first ones go into the header
+        reply = peer.ask(arrays, 20).result()
+        assert [array.tolist() for array in reply] == [array.tolist() for array in arrays]
+
+    # ---- requests --------------------------------------------------------------------------
+
+    def test_replies_may_come_in_any_order(self, peer: Peer, inbox: Inbox) -> None:
+        futures = [peer.ask(i, 10) for i in range(5)]
+        letters = [inbox.receive(10) for _ in range(5)]
+        for letter in reversed(letters):
+            assert letter is not None
+            letter.reply(letter.message * 10)
+        assert [future.result() for future in futures] == [0, 10, 20, 30, 40]
+
+    def test_a_failure_reaches_the_sender(self, peer: Peer, echo: Echo) -> None:
+        with pytest.raises(RequestError, match="echo: no such colour"):
+            peer.ask({"fail": "no such colour"}, 10).result()
+
+    def test_a_request_without_reply_ends_at_its_deadline(self, peer: Peer, echo: Echo) -> None:
+        began = time.monotonic()
+        with pytest.raises(NoReplyError, match="did not answer in time"):
+            peer.ask("drop", 0.4).result()
+        assert 0.3 < time.monotonic() - began < 5
+
+    def test_a_reply_after_the_deadline_is_ignored(self, peer: Peer, echo: Echo) -> None:
+        with pytest.raises(NoReplyError):
+            peer.ask("drop", 0.3).result()
+        wait_until(lambda: len(echo.kept) == 1)
+        echo.kept[0].reply("late")
+        assert peer.ask("next", 10).result() == "next"
+
+    def test_a_slow_reply_is_waited_for(self, peer: Peer, inbox: Inbox) -> None:
+        future = peer.ask("work", 20)
+        letter = inbox.receive(10)
+        assert letter is not None
+        assert wait_for([future], 1.2).done == set()  # several probes are answered meanwhile
+        letter.reply("done")
+        assert future.result() == "done"
+
+    def test_a_letter_is_answered_once(self, peer: Peer, inbox: Inbox) -> None:
+        future = peer.ask("x", 10)
+        letter = inbox.receive(10)
+        assert letter is not None
+        letter.reply(1)
+        with pytest.raises(ClusterError, match="answered already"):
+            letter.reply(2)
+        assert future.result() == 1
+
+    def test_several_senders_have_their_own_replies(self, wires: Wires, echo: Echo) -> None:
+        peers = [wires().reach(echo.inbox.wire.address, "echo") for _ in range(4)]
+        futures = [peer.ask([i, j], 20) for j in range(20) for i, peer in enumerate(peers)]
+        assert [future.result() for future in futures] == [[i, j] for j in range(20) for i in range(4)]
+
+    def test_several_threads_may_use_one_peer(self, peer: Peer, echo: Echo) -> None:
+        results: list[int] = []
+
+        def ask(k: int) -> None:
+            results.extend(peer.ask(np.array([k * 100 + i]), 20).result()[0] for i in range(10))
+
+        threads = [threading.Thread(target=ask, args=(k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(results) == [k * 100 + i for k in range(4) for i in range(10)]
+
+    def test_each_of_several_waiting_threads_gets_its_reply(self, peer: Peer, inbox: Inbox) -> None:
+        results: list[int] = []
+        futures = [peer.ask(i, 20) for i in range(4)]
+        threads = [threading.Thread(target=lambda f=future: results.append(f.result())) for future in futures]
+        for thread in threads:
+            thread.start()
+        letters = [inbox.receive(10) for _ in threads]
+        for letter in sorted(letters, key=lambda letter: letter.message if letter is not None else -1):
+            assert letter is not None
+            letter.reply(letter.message)
+            threads[letter.message].join(10)
+        assert results == [0, 1, 2, 3]
+
+    def test_ctrl_c_ends_a_wait_and_nothing_else(self, peer: Peer, echo: Echo) -> None:
+        future = peer.ask("drop", 30)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            future.result()
+        timer.join()
+        assert peer.ask("still here", 20).result() == "still here"
+        echo.kept[0].reply("late")
+        assert future.result(20) == "late"
+
+    def test_requests_may_be_made_in_the_callback_of_a_reply(self, peer: Peer, echo: Echo) -> None:
+        second: list[object] = []
+        done = threading.Event()
+
+        def again(_: object) -> None:
+            peer.ask("second", 10).add_done_callback(lambda future: (second.append(future.result()), done.set()))
+
+        peer.ask("first", 10).add_done_callback(again)
+        assert done.wait(10)
+        assert second == ["second"]
+
+    def test_a_wire_reaches_its_own_inbox(self, server: Wire, echo: Echo) -> None:
+        assert server.reach(server.address, "echo").ask(1, 10).result() == 1
+
+    def test_two_inboxes_of_one_wire_are_separate(self, wires: Wires, server: Wire, echo: Echo) -> None:
+        other = server.open("other")
+        future = wires().reach(server.address, "other").ask("x", 10)
+        letter = other.receive(10)
+        assert letter is not None
+        letter.reply("from the other")
+        assert future.result() == "from the other"
+        assert echo.n_calls == 0
+
+    def test_each_request_is_executed_once(self, peer: Peer, echo: Echo) -> None:
+        for _ in range(10):
+            wait_for([peer.ask(1, 60) for _ in range(100)])
+        assert echo.n_calls == 1000
+
+    def test_what_is_remembered_of_a_sender_is_bounded(self, peer: Peer, echo: Echo) -> None:
+        for _ in range(30):
+            wait_for([peer.ask(1, 60) for _ in range(10)])
+        peer.ask(1, 60).result()
+        (sender,) = echo.inbox._senders.values()
+        assert len(sender.replies) <= 20
+
+    def test_a_peer_knows_how_many_requests_wait_and_whether_it_is_silent(self, peer: Peer, inbox: Inbox) -> None:
+        with pytest.raises(BadMessageError):
+            peer.ask(object(), 10)
+        futures = [peer.ask(i, 20) for i in range(3)]
+        letters = [inbox.receive(10) for _ in futures]
+        assert (peer.n_waiting, peer.is_silent) == (3, False)
+        for letter in letters:
+            assert letter is not None
+            letter.reply()
+        wait_for(futures, 20)
+        assert (peer.n_waiting, peer.is_silent) == (0, False)
+
+    # ---- the other side ends ---------------------------------------------------------------
+
+    def test_an_inbox_that_was_closed_is_lost(self, peer: Peer, echo: Echo) -> None:
+        assert peer.ask(1, 10).result() == 1
+        echo.inbox.close()
+        with pytest.raises(PeerLostError, match="echo is lost"):
+            peer.ask(2, 30).result()
+        assert peer.is_dead
+        with pytest.raises(PeerLostError):
+            peer.ask(3, 10)
+
+    def test_requests_that_wait_learn_that_the_inbox_was_closed(self, peer: Peer, echo: Echo) -> None:
+        future = peer.ask("drop", 30)
+        wait_until(lambda: len(echo.kept) == 1)
+        echo.inbox.close()
+        with pytest.raises(PeerLostError):
+            future.result()
+
+    def test_an_inbox_that_does_not_exist_is_lost(self, wires: Wires, server: Wire) -> None:
+        with pytest.raises(PeerLostError):
+            wires().reach(server.address, "nobody").ask(1, 30).result()
+
+    def test_a_silent_address_is_lost(self, wires: Wires, server: Wire) -> None:
+        gone = wires()
+        address = gone.address
+        gone.close()
+        with pytest.raises(PeerLostError, match="silent"):
+            wires().reach(address, "echo", lost_after=0.5).ask(1, 30).result()
+
+    def test_a_peer_after_a_pause_is_not_lost(self, wires: Wires, echo: Echo) -> None:
+        peer = wires().reach(echo.inbox.wire.address, "echo", lost_after=2.0)
+        for _ in range(3):
+            assert peer.ask(1, 10).result() == 1
+            with pytest.raises(NoReplyError):
+                peer.ask("drop", 0.4).result()
+
+    def test_another_process_at_the_same_address_is_somebody_else(self, wires: Wires, echo: Echo) -> None:
+        peer = wires().reach(echo.inbox.wire.address, "echo", target="another wire")
+        with pytest.raises(PeerLostError):
+            peer.ask(1, 30).result()
+        assert echo.n_calls == 0
+
+    def test_closing_a_wire_ends_its_requests_and_receivers(self, wires: Wires, peer: Peer, echo: Echo) -> None:
+        future = peer.ask("drop", 30)
+        mine = peer._wire.open("mine")
+        peer._wire.close()
+        with pytest.raises(PeerLostError):
+            future.result()
+        assert mine.receive(10) is None
+        peer._wire.close()  # again
+
+    def test_an_inbox_name_is_used_once(self, server: Wire, inbox: Inbox) -> None:
+        with pytest.raises(ClusterError, match="has an inbox 'echo' already"):
+            server.open("echo")
+        inbox.close()
+        server.open("echo").close()
+
+    def test_receiving_ends_after_its_timeout(self, inbox: Inbox) -> None:
+        assert inbox.receive(0) is None
+        assert inbox.receive(0.05) is None
+
+
+def test_ten_thousand_increments_count_ten_thousand(wires: Wires) -> None:
+    n = scaled(10_000, 2_000)
+    inbox, count = wires().open("counter"), 0
+
+    def serve() -> None:
+        nonlocal count
+        while (letter := inbox.receive()) is not None:
+            count += 1
+            letter.reply(count)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    peer = wires().reach(inbox.wire.address, "counter")
+    for _ in range(n // 2000):
+        futures = [peer.ask("increment", 100) for _ in range(2000)]
+        assert not wait_for(futures, 100).not_done
+        assert all(future.exception() is None for future in futures)
+    assert count == n
+    if isinstance(wires.hub, FaultyHub):
+        assert wires.hub.n_dropped > n // 10
+    inbox.close()
+    thread.join()
+
+
+@pytest.mark.parametrize("wires", ["zmq"], indirect=True)
+def test_the_thread_of_a_socket_sleeps_while_another_thread_receives(server: Wire, echo: Echo, peer: Peer) -> None:
+    assert peer.ask(1, 10).result() == 1
+    transport, ticks, polls = server.transport, list[float](), list[float]()
+    quiet = transport._quiet
+    transport._quiet = SimpleNamespace(
+        poll=lambda seconds: polls.append(seconds) or quiet.poll(seconds), modify=quiet.modify, close=quiet.close
+    )
+    server.on_tick.append(ticks.append)
+    transport._attending.acquire()  # as a thread that is about to receive, or has just stopped
+    future = peer.ask(2, 10)
+    wait_until(lambda: len(ticks) >= 5)
+    assert len(polls) < 20
+    assert echo.n_calls == 1
+    transport._attending.release()
+    transport._rearm()
+    assert future.result() == 2
+
+
+@pytest.mark.parametrize("wires", ["zmq"], indirect=True)
+def test_a_connection_may_be_left_while_large_replies_come(wires: Wires) -> None:
+    servers = [wires() for _ in range(3)]
+    for server in servers:
+        server.open("large", lambda letter: letter.reply(np.zeros(3 * 2**20, np.uint8)))
+    mine = wires()
+    for _ in range(scaled(300, 10)):
+        peers = [mine.reach(server.address, "large") for server in servers]
+        futures = [peer.ask("more", 30) for peer in peers for _ in range(3)]
+        futures[0].result()
+        peers[1].release()  # its replies, and those of the others, are on the way
+        assert all(future.result().nbytes == 3 * 2**20 for future in (*futures[:3], *futures[6:]))
+        peers[0].release()
+        peers[2].release()

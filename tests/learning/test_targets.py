@@ -1,0 +1,404 @@
+"""Advantages and returns: equal to the formulas of the papers, written out, on random episodes with every kind of end.
+
+`make cases` runs 100,000 episodes, and `PENSTOCK_EPISODES=...` any number.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import FunctionAgent, SerialSampler, WaitResetCollector
+from penstock.agents import Agent, AgentStep
+from penstock.envs import CountingEnv
+from penstock.errors import ConfigError
+from penstock.learning import Steps, gae, lambda_return, n_step_return, vtrace
+
+from ..scale import scaled
+
+N_EPISODES = int(os.environ.get("PENSTOCK_EPISODES", scaled(100_000, 1_500)))
+ENDS = "terminated", "truncated", "both", "parked", "running"
+T, B = 24, 16
+
+
+@dataclass
+class Episode:
+    """The steps of one episode in one column, as lists, and the value of what came after them."""
+
+    column: int
+    start: int
+    reward: list[float]
+    value: list[float]
+    log_ratio: list[float]
+    after: float
+
+    def __len__(self) -> int:
+        return len(self.reward)
+
+    def next_value(self, t: int) -> float:
+        return self.value[t + 1] if t + 1 < len(self) else self.after
+
+
+def random_batch(rng: np.random.Generator, T: int, B: int) -> tuple[Steps[Any], Any, list[Episode], Counter[str]]:
+    """A batch, its logarithms of ratios, and its episodes. All that must not be used is NaN."""
+    nan = np.full((T, B), np.nan)
+    reward, value, final_value, log_ratio = nan.copy(), nan.copy(), nan.copy(), nan.copy()
+    terminated, truncated, valid = (np.zeros((T, B), bool) for _ in range(3))
+    bootstrap_value = np.full(B, np.nan)
+    episodes, ends = [], Counter[str]()
+    for b in range(B):
+        t = 0
+        while t < T:
+            # Episodes of one step are frequent, and so are columns of a single episode.
+            length = min(int(rng.geometric(rng.choice([0.9, 0.3, 0.05]))), T - t)
+            rows, last = slice(t, t + length), t + length - 1
+            reward[rows, b], value[rows, b], log_ratio[rows, b] = rng.normal(size=(3, length))
+            valid[rows, b] = True
+            end = rng.choice(ENDS[:4], p=[0.35, 0.35, 0.2, 0.1])
+            if last == T - 1 and rng.random() < 0.5:
+                end = "running"
+            after = 0.0
+            if end == "running":
+                after = bootstrap_value[b] = rng.normal()
+            elif end == "terminated" or (end == "parked" and rng.random() < 0.5):
+                terminated[last, b] = True
+            elif end == "both":
+                terminated[last, b] = truncated[last, b] = True
+            else:
+                truncated[last, b] = True
+                after = final_value[last, b] = rng.normal()
+            episodes.append(Episode(b, t, *(x[rows, b].tolist() for x in (reward, value, log_ratio)), float(after)))
+            ends[str(end)] += 1
+            t = T if end == "parked" else t + length
+    steps = Steps(reward, value, terminated, truncated, bootstrap_value, final_value, valid)
+    return steps, log_ratio, episodes, ends
+
+
+# ---- the formulas of the papers, one step at a time ------------------------------------------------
+
+
+def paper_n_step(e: Episode, t: int, n: int, discount: float) -> float:
+    """Sutton and Barto (2018), 7.1."""
+    k = min(n, len(e) - t)
+    return sum(discount**i * e.reward[t + i] for i in range(k)) + discount**k * e.next_value(t + k - 1)
+
+
+def paper_lambda_return(e: Episode, t: int, discount: float, lam: float) -> float:
+    """Sutton and Barto (2018), 12.3: the weighted average of all n-step returns."""
+    most = len(e) - t
+    found = sum((1 - lam) * lam ** (n - 1) * paper_n_step(e, t, n, discount) for n in range(1, most))
+    return found + lam ** (most - 1) * paper_n_step(e, t, most, discount)
+
+
+def paper_gae(e: Episode, t: int, discount: float, lam: float) -> float:
+    """Schulman et al. (2016), equation 16."""
+    return sum(
+        (discount * lam) ** (i - t) * (e.reward[i] + discount * e.next_value(i) - e.value[i]) for i in range(t, len(e))
+    )
+
+
+def paper_vtrace(e: Episode, t: int, discount: float, lam: float, clip_rho: float, clip_c: float) -> float:
+    """Espeholt et al. (2018), equation 1. After the last step, the target is the value."""
+    if t == len(e):
+        return e.after
+    found, product = e.value[t], 1.0
+    for i in range(t, len(e)):
+        rho = min(clip_rho, np.exp(e.log_ratio[i]))
+        found += discount ** (i - t) * product * rho * (e.reward[i] + discount * e.next_value(i) - e.value[i])
+        product *= lam * min(clip_c, np.exp(e.log_ratio[i]))
+    return found
+
+
+def paper_vtrace_advantage(e: Episode, t: int, discount: float, lam: float, clip_rho: float, clip_c: float) -> float:
+    """The same, section 4.2."""
+    rho = min(clip_rho, np.exp(e.log_ratio[t]))
+    return rho * (e.reward[t] + discount * paper_vtrace(e, t + 1, discount, lam, clip_rho, clip_c) - e.value[t])
+
+
+def table(episodes: list[Episode], shape: tuple[int, int], of: Callable[..., float], *arguments: float) -> Any:
+    """`of(episode, t, ...)` of every step, and 0 where there is none."""
+    found = np.zeros(shape)
+    for episode in episodes:
+        for t in range(len(episode)):
+            found[episode.start + t, episode.column] = of(episode, t, *arguments)
+    return found
+
+
+def batches() -> Iterator[tuple[Steps[Any], Any, list[Episode]]]:
+    rng, n = np.random.default_rng(0), 0
+    seen = Counter[str]()
+    while n < N_EPISODES:
+        steps, log_ratio, episodes, ends = random_batch(rng, int(rng.integers(1, 2 * T)), int(rng.integers(1, 2 * B)))
+        n += len(episodes)
+        seen += ends
+        yield steps, log_ratio, episodes
+    assert all(seen[end] > N_EPISODES / 100 for end in ENDS), seen
+
+
+def as_tensors(steps: Steps[Any]) -> Steps[Any]:
+    return Steps(**{field.name: torch.from_numpy(getattr(steps, field.name)) for field in fields(steps)})
+
+
+@pytest.mark.timeout(3600 if N_EPISODES > 1500 else 120)
+def test_all_targets_are_those_of_the_papers() -> None:
+    rng = np.random.default_rng(1)
+    for steps, log_ratio, episodes in batches():
+        shape = steps.reward.shape
+        discount, lam = (float(rng.choice([0.0, 0.5, 0.99, 1.0])) for _ in range(2))
+        n, (clip_rho, clip_c) = int(rng.integers(1, 9)), rng.uniform(0.5, 2.0, 2).tolist()
+        value = np.nan_to_num(steps.value) * steps.valid
+        wanted = {
+            "gae": table(episodes, shape, paper_gae, discount, lam),
+            "lambda_return": table(episodes, shape, paper_lambda_return, discount, lam),
+            "n_step_return": table(episodes, shape, paper_n_step, n, discount),
+            "vtrace": table(episodes, shape, paper_vtrace_advantage, discount, lam, clip_rho, clip_c),
+            "vtrace target": table(episodes, shape, paper_vtrace, discount, lam, clip_rho, clip_c),
+        }
+        wanted["gae return"] = wanted["gae"] + value
+        for kind, of, ratios in (
+            ("numpy", steps, log_ratio),
+            ("torch", as_tensors(steps), torch.from_numpy(log_ratio)),
+        ):
+            found: dict[str, Any] = {}
+            found["gae"], found["gae return"] = gae(of, discount, lam)
+            found["lambda_return"] = lambda_return(of, discount, lam)
+            found["n_step_return"] = n_step_return(of, n, discount)
+            found["vtrace"], found["vtrace target"] = vtrace(
+                of, ratios, discount, lam, clip_rho=clip_rho, clip_c=clip_c
+            )
+            for name, array in found.items():
+                assert isinstance(array, np.ndarray if kind == "numpy" else torch.Tensor)
+                np.testing.assert_allclose(np.asarray(array), wanted[name], atol=1e-9, err_msg=f"{name}, {kind}")
+
+
+# ---- published implementations ---------------------------------------------------------------------
+
+
+def cleanrl_gae(
+    rewards: Any, values: Any, dones: Any, next_value: Any, next_done: Any, gamma: float, lam: float
+) -> Any:
+    """ppo.py of CleanRL, where `dones[t]` says that an episode starts at t."""
+    advantages = torch.zeros_like(rewards)
+    lastgaelam: Any = 0
+    num_steps = len(rewards)
+    for t in reversed(range(num_steps)):
+        if t == num_steps - 1:
+            nextnonterminal = 1.0 - next_done
+            nextvalues = next_value
+        else:
+            nextnonterminal = 1.0 - dones[t + 1]
+            nextvalues = values[t + 1]
+        delta = rewards[t] + gamma * nextvalues * nextnonterminal - values[t]
+        advantages[t] = lastgaelam = delta + gamma * lam * nextnonterminal * lastgaelam
+    return advantages
+
+
+def deepmind_vtrace(
+    log_rhos: Any, discounts: Any, rewards: Any, values: Any, bootstrap_value: Any, clip_rho: float
+) -> tuple[Any, Any]:
+    """vtrace.from_importance_weights of scalable_agent, in torch."""
+    rhos = torch.exp(log_rhos)
+    clipped_rhos = torch.clamp(rhos, max=clip_rho)
+    cs = torch.clamp(rhos, max=1.0)
+    values_t_plus_1 = torch.cat([values[1:], bootstrap_value[None]], 0)
+    deltas = clipped_rhos * (rewards + discounts * values_t_plus_1 - values)
+    acc = torch.zeros_like(bootstrap_value)
+    result = []
+    for t in reversed(range(len(rewards))):
+        acc = deltas[t] + discounts[t] * cs[t] * acc
+        result.append(acc)
+    vs = torch.stack(result[::-1]) + values
+    vs_t_plus_1 = torch.cat([vs[1:], bootstrap_value[None]], 0)
+    return vs, clipped_rhos * (rewards + discounts * vs_t_plus_1 - values)
+
+
+def terminating_batch() -> tuple[Steps[Any], Any]:
+    """float32 tensors. Episodes terminate, since these implementations do not know truncations."""
+    generator = torch.Generator().manual_seed(3)
+    reward, value, final_value, log_ratio = torch.randn(4, T, B, generator=generator)
+    terminated = torch.rand(T, B, generator=generator) < 0.2
+    steps = Steps(reward, value, terminated, torch.zeros_like(terminated), torch.ones(B), final_value)
+    return steps, log_ratio
+
+
+def test_gae_has_the_numbers_of_cleanrl_to_the_last_bit() -> None:
+    steps, _ = terminating_batch()
+    dones = torch.cat([torch.zeros(1, B), steps.terminated.float()])
+    wanted = cleanrl_gae(steps.reward, steps.value, dones[:-1], steps.bootstrap_value, dones[-1], 0.99, 0.95)
+    advantage, _ = gae(steps, 0.99, 0.95)
+    torch.testing.assert_close(advantage, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_truncations_have_the_numbers_of_stable_baselines3() -> None:
+    """It adds the discounted value of the last observation to the reward, and then treats the end as a termination."""
+    steps, _ = terminating_batch()
+    truncated = (torch.rand(T, B, generator=torch.Generator().manual_seed(4)) < 0.2) & ~steps.terminated
+    rewards = steps.reward + truncated * 0.99 * steps.final_value
+    dones = torch.cat([torch.zeros(1, B), (steps.terminated | truncated).float()])
+    wanted = cleanrl_gae(rewards, steps.value, dones[:-1], steps.bootstrap_value, dones[-1], 0.99, 0.95)
+    cut = Steps(steps.reward, steps.value, steps.terminated, truncated, steps.bootstrap_value, steps.final_value)
+    torch.testing.assert_close(gae(cut, 0.99, 0.95)[0], wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip_rho", [1.0, 3.0])
+def test_vtrace_has_the_numbers_of_deepmind(clip_rho: float) -> None:
+    steps, log_ratio = terminating_batch()
+    discounts = 0.99 * ~steps.terminated
+    target, advantage = deepmind_vtrace(
+        log_ratio, discounts, steps.reward, steps.value, steps.bootstrap_value, clip_rho
+    )
+    found = vtrace(steps, log_ratio, 0.99, clip_rho=clip_rho)
+    torch.testing.assert_close(found, (advantage, target), rtol=1e-6, atol=1e-6)
+
+
+# ---- properties ------------------------------------------------------------------------------------
+
+
+def test_with_equal_policies_vtrace_is_the_lambda_return() -> None:
+    steps, log_ratio = terminating_batch()
+    advantage, target = vtrace(steps, 0 * log_ratio, 0.9, 0.8)
+    torch.testing.assert_close(target, lambda_return(steps, 0.9, 0.8))
+    torch.testing.assert_close(vtrace(steps, 0 * log_ratio, 0.9)[0], gae(steps, 0.9, 1.0)[0])
+    assert advantage.shape == (T, B)
+
+
+def test_results_keep_the_type_and_gradients_flow() -> None:
+    steps, _ = terminating_batch()
+    value = steps.value.clone().requires_grad_()
+    live = Steps(steps.reward, value, steps.terminated, steps.truncated, steps.bootstrap_value, steps.final_value)
+    lambda_return(live, 0.9, 0.5).sum().backward()
+    assert value.grad is not None
+    assert value.grad[1:][~steps.terminated[:-1]].ne(0).all()
+    single = Steps(**{name: array.numpy() for name, array in vars(steps).items() if array is not None})
+    assert {array.dtype for array in (*gae(single, 0.9, 0.5), n_step_return(single, 3, 0.9))} == {np.dtype(np.float32)}
+    assert gae(steps, 0.9, 0.5)[0].dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_each_row_may_have_its_own_discount() -> None:
+    """The definitions, with a product of discounts in the place of a power. A row that is not valid may have NaN."""
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        steps, log_ratio, episodes, _ = random_batch(rng, T, B)
+        discount = np.where(steps.valid, 0.9 ** rng.integers(1, 9, (T, B)), np.nan)
+        wanted = {name: np.zeros((T, B)) for name in ("gae", "n_step")}
+        for own in episodes:
+            d = discount[own.start : own.start + len(own), own.column]
+            delta = [own.reward[t] + d[t] * own.next_value(t) - own.value[t] for t in range(len(own))]
+            for t in range(len(own)):
+                at, last = (own.start + t, own.column), min(t + 3, len(own))
+                wanted["gae"][at] = sum(np.prod(0.8 * d[t:i]) * delta[i] for i in range(t, len(own)))
+                wanted["n_step"][at] = sum(np.prod(d[t:i]) * own.reward[i] for i in range(t, last))
+                wanted["n_step"][at] += np.prod(d[t:last]) * own.next_value(last - 1)
+        tensors = as_tensors(steps), torch.from_numpy(discount)
+        for of, own_discount, ratio in ((steps, discount, log_ratio), (*tensors, torch.from_numpy(log_ratio))):
+            advantage, target = gae(of, own_discount, 0.8)
+            np.testing.assert_allclose(advantage, wanted["gae"], atol=1e-9)
+            np.testing.assert_allclose(n_step_return(of, 3, own_discount), wanted["n_step"], atol=1e-9)
+            np.testing.assert_allclose(lambda_return(of, own_discount, 0.8), target, atol=1e-9)
+            np.testing.assert_allclose(vtrace(of, 0 * ratio, own_discount, 0.8)[1], target, atol=1e-9)
+
+
+def test_a_wrong_array_of_discounts_is_named() -> None:
+    steps, _ = terminating_batch()
+    discount = torch.full((T, B), 0.9)
+    assert gae(steps, discount.double(), 0.9)[0].dtype == torch.float32
+    torch.testing.assert_close(gae(steps, discount, 0.9), gae(steps, 0.9, 0.9))
+    for wrong in (discount[0], discount.T, discount.numpy()):
+        with pytest.raises(ConfigError, match=r"discount must be a Tensor \[24, 16\], as the rewards are: got a"):
+            gae(steps, wrong, 0.9)
+    for number in (1.1, -0.1, np.nan):
+        discount[2, 3] = number
+        with pytest.raises(ConfigError, match="discount must be from 0 to 1 in all valid rows"):
+            gae(steps, discount, 0.9)
+
+
+# ---- a sampler's batch -----------------------------------------------------------------------------
+
+
+class Valued(Agent):
+    """Its value is the second entry of the observation: the steps since the episode began."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        return AgentStep(np.zeros(len(observation), np.int64), {"value": observation[:, 1].astype(np.float32)})
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return observation[:, 1].astype(np.float32)
+
+
+def test_float32_stays_float32_whatever_the_type_of_the_other_arguments() -> None:
+    steps, log_ratio, *_ = random_batch(np.random.default_rng(0), T, B)
+    floats = {name: part for name, part in vars(steps).items() if part.dtype == np.float64}
+    steps = Steps(**{**vars(steps), **{name: part.astype(np.float32) for name, part in floats.items()}})
+    for number in (float, np.float64, np.float32, np.array):
+        discount, lambda_, clip = number(0.99), number(0.95), number(1.0)
+        found = [*gae(steps, discount, lambda_), n_step_return(steps, 3, discount)]
+        found.append(lambda_return(steps, discount, lambda_))
+        found += vtrace(steps, log_ratio.astype(np.float32), discount, lambda_, clip_rho=clip, clip_c=clip)
+        assert {each.dtype for each in found} == {np.dtype(np.float32)}, number
+
+
+@pytest.mark.parametrize("collector_cls", [None, WaitResetCollector])
+def test_the_targets_of_a_samplers_batch(collector_cls: Any) -> None:
+    options = {} if collector_cls is None else {"collector_cls": collector_cls}
+    with SerialSampler(CountingEnv, batch_T=12, batch_B=3, max_decorrelation_steps=0, **options) as sampler:
+        sampler.initialize(Valued(), seed=0, bootstrap_value=True)
+        samples, _ = sampler.obtain_samples(0)
+    env, value = samples.env, samples.agent.agent_info.value
+    advantage, return_ = gae(samples, 0.5, 0.0)
+    truncated_only = env.truncated & ~env.terminated
+    after = torch.where(env.terminated, 0.0, torch.where(truncated_only, samples.agent.final_value, value + 1))
+    wanted = torch.where(env.valid, env.reward + 0.5 * after - value, 0.0)
+    assert env.done.any()
+    torch.testing.assert_close(advantage, wanted)
+    torch.testing.assert_close(return_, torch.where(env.valid, wanted + value, 0.0))
+    torch.testing.assert_close(n_step_return(samples, 1, 0.5), return_)
+    other = Steps.of(samples, value=value + 1)
+    torch.testing.assert_close(gae(other, 0.0, 0.0)[0], torch.where(env.valid, env.reward - value - 1, 0.0))
+
+
+def test_what_is_missing_or_wrong_is_named() -> None:
+    with SerialSampler(CountingEnv, batch_T=4, batch_B=2) as sampler:
+        sampler.initialize(FunctionAgent(lambda observation: np.zeros(len(observation), np.int64)), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+    with pytest.raises(ConfigError, match=r"^these samples have no value: .*give Steps\.of\(samples, value=\.\.\.\)"):
+        gae(samples, 0.9, 0.9)
+    with pytest.raises(ConfigError, match=r"^these samples have no bootstrap_value: .*bootstrap_value=True"):
+        gae(Steps.of(samples, value=samples.env.reward), 0.9, 0.9)
+    steps, log_ratio = terminating_batch()
+    parts = {name: array for name, array in vars(steps).items() if array is not None}
+    with pytest.raises(ConfigError, match=r"bootstrap_value must have the shape \[16\].*got \[24, 16\]"):
+        Steps(**{**parts, "bootstrap_value": steps.value})
+    with pytest.raises(ConfigError, match=r"terminated must be an array of bool, got torch\.float32"):
+        Steps(**{**parts, "terminated": steps.value})
+    valid = torch.ones(T, B, dtype=torch.bool)
+    valid[7, 5] = steps.terminated[6, 5] = False
+    with pytest.raises(ConfigError, match=r"the step \[7, 5\] is not valid, but no episode ends at \[6, 5\]"):
+        Steps(**parts, valid=valid)
+    with pytest.raises(ConfigError, match="discount must be from 0 to 1, got 99"):
+        gae(steps, 99, 0.9)
+    with pytest.raises(ConfigError, match=r"lambda_ must be from 0 to 1, got 1\.1"):
+        vtrace(steps, log_ratio, 0.9, 1.1)
+    for wrong in ("x", "0.5", None, torch.zeros(2), np.zeros(2), np.nan):
+        with pytest.raises(ConfigError, match=r"discount must be .*got"):
+            gae(steps, wrong, 0.9)  # type: ignore[call-overload]
+        with pytest.raises(ConfigError, match="lambda_ must be from 0 to 1, got"):
+            gae(steps, 0.9, wrong)  # type: ignore[call-overload]
+        with pytest.raises(ConfigError, match="clip_rho must be from 0 to inf, got"):
+            vtrace(steps, log_ratio, 0.9, clip_rho=wrong)  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match="n must be an integer of at least 1, got 0"):
+        n_step_return(steps, 0, 0.9)
+    with pytest.raises(ConfigError, match=r"n must be an integer of at least 1, got 1\.5"):
+        n_step_return(steps, 1.5, 0.9)  # type: ignore[call-overload]
+    for other in (log_ratio[0], np.asarray(log_ratio), [1.0]):
+        with pytest.raises(ConfigError, match=r"log_ratio must be a Tensor \[24, 16\], as the rewards are: got a"):
+            vtrace(steps, other, 0.9)
+    with pytest.raises(ConfigError, match=r"targets need samples or Steps, got a dict: obtain_samples returns"):
+        gae(samples.to_dict(), 0.9, 0.9)  # type: ignore[call-overload]

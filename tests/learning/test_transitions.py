@@ -1,0 +1,203 @@
+"""n-step transitions, compared with brute force over stored episodes: which may be drawn, and what they are."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.learning import Frames, Replay
+from penstock.learning.compiled import PYTHON
+from penstock.learning.ring import BEGINS, CUT, RESUMES, TERMINATED, TRUNCATED, VALID
+from penstock.learning.windows import read_windows
+
+from ..scale import FULL, examples, scaled
+from ..support import assert_same
+from .streams import DISCOUNT, Stream, wanted_transition
+
+pytestmark = [pytest.mark.timeout(3600 if FULL else 120), pytest.mark.slow]
+
+
+def check_all(replay: Replay, stream: Stream, n: int, max_finals: int = 10**9) -> int:
+    """Compare every position that was ever appended. Returns how many may be drawn."""
+    T, B = replay.contents.shape
+    wanted = {}
+    for step, b in itertools.product(range(max(stream.end - T, 0), stream.end), range(B)):
+        found = wanted_transition(stream, step, b, T=T, n=n, max_finals=max_finals)
+        if found is not None:
+            wanted[step * B + b] = found
+    assert replay.contents.index.tolist() == list(wanted)
+    if not wanted:
+        return 0
+    fields = replay.contents.read(list(wanted)).numpy()
+    rows = list(wanted.values())
+    assert_same(fields["observation"], stream.observation(np.array([row.stack for row in rows])))
+    assert_same(fields["next_observation"], stream.observation(np.array([row.next_stack for row in rows])))
+    assert_same(fields["action"], np.array([row.number for row in rows]))
+    np.testing.assert_allclose(fields["return_"], [row.return_ for row in rows], rtol=1e-6, atol=1e-6)
+    assert_same(fields["discount"], np.array([row.discount for row in rows], np.float32))
+    return len(wanted)
+
+
+FRAMES = [None, Frames(2), Frames(3, padding="zero"), Frames(4)]
+
+
+@pytest.mark.parametrize("T", scaled(range(2, 13), (2, 3, 5, 8)))
+def test_every_size_offset_window_and_stack_is_exact(T: int) -> None:
+    for n, batch_T, frames in itertools.product(range(1, T), scaled(range(1, T + 1), {1, 2, 5, T - 1, T}), FRAMES):
+        back = frames.n - 1 if frames else 0
+        if batch_T > T or n + back >= T:
+            continue
+        stream = Stream(T * 1000 + n * 100 + batch_T, 2, frames=frames)
+        replay = Replay(2 * T, n, DISCOUNT, frames=frames, max_truncations=2 * T)
+        while stream.end < 3 * T:
+            replay.append(stream.batch(batch_T))
+            check_all(replay, stream, n)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    T=st.integers(3, 40),
+    B=st.integers(1, 4),
+    n=st.integers(1, 7),
+    frames=st.sampled_from(FRAMES),
+    wait=st.booleans(),
+    p_end=st.sampled_from([0.02, 0.2, 0.7]),
+    p_restart=st.sampled_from([0.0, 0.3]),
+    max_finals=st.sampled_from([1, 3, 1000]),
+    data=st.data(),
+)
+@examples(25, 500)
+@pytest.mark.filterwarnings("ignore:more than max_truncations:RuntimeWarning")
+def test_gaps_restarts_parked_columns_and_lost_final_observations(
+    seed: int,
+    T: int,
+    B: int,
+    n: int,
+    frames: Frames | None,
+    wait: bool,
+    p_end: float,
+    p_restart: float,
+    max_finals: int,
+    data: st.DataObject,
+) -> None:
+    n = min(n, T - 1 - (frames.n - 1 if frames else 0))
+    if n < 1:
+        return
+    stream = Stream(seed, B, frames=frames, wait=wait, p_end=p_end, p_restart=p_restart, nested=True)
+    replay = Replay(T * B, n, DISCOUNT, frames=frames, max_truncations=max_finals)
+    has_gap, lost = False, set[int]()
+    for _ in range(data.draw(st.integers(1, 8))):
+        batch_T = data.draw(st.integers(1, T))
+        if data.draw(st.integers(0, 5)) == 0:
+            stream.batch(batch_T, lost=True)
+            has_gap = True
+        else:
+            replay.append(stream.batch(batch_T), continues=not has_gap)
+            has_gap = False
+            check_all(replay, stream, n, max_finals)
+            for step, row in enumerate(zip(*stream.history, strict=True)):
+                orders = [each.final_order for each in row if each.final_order >= 0]
+                if step >= stream.end - T:
+                    lost |= {order for order in orders if order < stream.n_finals - max_finals}
+            assert replay.n_without_final == len(lost)
+
+
+@pytest.mark.parametrize("n", scaled([1, 3, 7], [3]))
+def test_long_streams_are_exact(n: int) -> None:
+    stream = Stream(n, 8, p_end=0.05, nested=True)
+    replay = Replay(5003 * 8, n, DISCOUNT, max_truncations=5003)
+    n_checked = 0
+    for itr in range(360 if FULL else 60):
+        replay.append(stream.batch(128))
+        if itr % 20 == 19 and (itr < 60 or itr % 40 == 39):
+            n_checked += check_all(replay, stream, n)
+    assert n_checked > (340_000 if FULL else 60_000)
+
+
+@pytest.mark.skipif(read_windows is PYTHON["read_windows"], reason="was built without a C compiler")
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("B", [1, 3])
+def test_windows_are_the_same_in_c_and_in_numpy(n: int, B: int) -> None:
+    rng, N = np.random.default_rng(n), 400
+    size = 37 * B
+    for p_end in (0.05, 0.4):
+        p = np.array([0.8, p_end, p_end, p_end, 0.4, 0.6])[:, None]
+        bits = np.array([[VALID], [TERMINATED], [TRUNCATED], [BEGINS], [CUT], [RESUMES]])
+        flags = ((rng.random((6, size)) < p) * bits).sum(0).astype(np.uint8)
+        reward, positions = rng.normal(size=size).astype(np.float32), rng.integers(-size, 5 * size, N)
+        dtypes = (*[np.int64] * 3, *[np.float32] * 2, np.uint8, np.bool_)
+        outs = [[np.empty(N, dtype) for dtype in dtypes] for _ in range(2)]
+        for limit in (-1, 2 * size):
+            positions += size if limit > 0 else 0
+            for fn, out in zip((read_windows, PYTHON["read_windows"]), outs, strict=True):
+                fn(flags, reward, positions, 0.9 ** np.arange(n + 1), B, limit, *out)
+            for compiled, fallback in zip(*outs, strict=True):
+                assert compiled.tobytes() == fallback.tobytes()
+
+
+def test_a_gap_is_found_without_being_told() -> None:
+    stream = Stream(0, 8, p_end=0.0)
+    replay = Replay(8 * 100, 3, DISCOUNT)
+    for lost in (False, True, False, False, True, True, False):
+        samples = stream.batch(10, lost=lost)
+        if not lost:
+            replay.append(samples)
+            check_all(replay, stream, 3)
+
+
+def test_a_terminated_step_has_no_next_observation_and_a_truncated_one_its_own() -> None:
+    stream = Stream(3, 4, p_end=0.5, nested=True)
+    replay = Replay(400, 1, DISCOUNT, max_truncations=400, seed=0)
+    for _ in range(10):
+        replay.append(stream.batch(9))
+    batch = replay.sample(256)
+    rows = [stream.history[i % 4][i // 4] for i in batch.index.tolist()]
+    terminated = torch.tensor([row.terminated for row in rows])
+    truncated = torch.tensor([row.truncated and not row.terminated for row in rows])
+    assert terminated.any()
+    assert truncated.any()
+    assert (batch.discount[terminated] == 0).all()
+    assert (batch.discount[~terminated] == DISCOUNT).all()
+    assert (batch.next_observation.y._0[terminated] == 0).all()
+    numbers = torch.tensor([row.number for row in rows])
+    assert (batch.next_observation.y._0 == 100_000 + numbers)[truncated].all()
+
+
+def test_a_row_of_many_dtypes_and_a_scalar_keeps_its_types() -> None:
+    stream = Stream(0, 2, nested=True)
+    replay = Replay(100, max_truncations=100)
+    replay.append(stream.batch(20))
+    batch = replay.sample(5)
+    assert batch.observation.x.dtype == torch.float32
+    assert batch.observation.x.shape == (5, 2)
+    assert batch.observation.y._0.dtype == batch.action.dtype == batch.index.dtype == torch.int64
+    assert batch.return_.dtype == batch.discount.dtype == torch.float32
+    assert "weight" not in batch
+
+
+def test_lost_final_observations_are_counted_and_said_once() -> None:
+    stream = Stream(0, 2, p_end=1.0)
+    replay = Replay(100, max_truncations=3)
+    replay.append(stream.batch(1))
+    assert replay.n_without_final == 0
+    with pytest.warns(RuntimeWarning, match="Raise max_truncations"):
+        replay.append(stream.batch(40))
+    for _ in range(20):
+        replay.append(stream.batch(2))  # no second warning, which would be an error
+    assert replay.n_without_final > 3
+
+
+def test_returns_ignore_rewards_after_the_end() -> None:
+    stream = Stream(1, 1, p_end=0.0)
+    replay = Replay(50, 3, DISCOUNT)
+    samples = stream.batch(20)
+    samples.env.terminated[4] = samples.env.done[4] = True
+    samples.env.prev_done[5] = True
+    samples.env.reward[5:] = np.nan
+    replay.append(samples)
+    assert torch.isfinite(replay.contents.read([2, 3, 4]).return_).all()
