@@ -7,9 +7,9 @@
 #include <stdint.h>
 #include <string.h>
 
-/* The arguments of step_ordinary. `outs` and `on_end` may be None. */
+/* The arguments of step_ordinary. `outs` and `ends` may be None. */
 typedef struct {
-    PyObject *bound, *actions, *outs, *observations, *rewards, *on_end;
+    PyObject *bound, *actions, *outs, *observations, *rewards, *ends;
     int64_t *words;
     Py_ssize_t n_words, watch;
 } Row;
@@ -68,26 +68,18 @@ static int store(const Row *row, const Step *step) {
     if (row->watch == WATCH_UNUSUAL && (PyDict_GET_SIZE(info) != 0 || !PyFloat_CheckExact(reward))) {
         return 0;
     }
-    if (terminated == Py_False && truncated == Py_False) {
-        Py_INCREF(observation);
-    } else {
-        if (row->on_end == Py_None || !PyFloat_CheckExact(reward)) {
+    if (terminated != Py_False || truncated != Py_False) {
+        if (row->ends == Py_None || !PyFloat_CheckExact(reward)) {
             return 0;
         }
-        PyObject *column = PyLong_FromSsize_t(step->column);
-        if (column == NULL) {
+        PyObject *end = Py_BuildValue("nOOOO", step->column, observation, reward, terminated, truncated);
+        int is_noted = end != NULL && PyList_Append(row->ends, end) == 0;
+        Py_XDECREF(end);
+        if (!is_noted) {
             return -1;
         }
-        int64_t phase = row->words[0];
-        PyObject *arguments[] = {NULL, column, observation, reward, terminated, truncated};
-        observation = PyObject_Vectorcall(row->on_end, arguments + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-        Py_DECREF(column);
-        if (observation == NULL) {
-            return -1;
-        }
-        row->words[0] = phase;
     }
-    int is_stored = PyList_SetItem(row->observations, step->column, observation) == 0 &&
+    int is_stored = PyList_SetItem(row->observations, step->column, Py_NewRef(observation)) == 0 &&
                     PyList_SetItem(row->rewards, step->column, Py_NewRef(reward)) == 0;
     return is_stored ? 1 : -1;
 }
@@ -121,8 +113,9 @@ static PyObject *step_all(const Row *row, Py_ssize_t first) {
 /* Check the arguments, then step the environments. */
 static PyObject *step_row(Row *row, Py_ssize_t first) {
     if (!PyList_Check(row->bound) || !PyList_Check(row->actions) || !PyList_Check(row->observations) ||
-        !PyList_Check(row->rewards) || !(row->outs == Py_None || PyList_Check(row->outs))) {
-        return PyErr_Format(PyExc_TypeError, "bound, actions, outs, observations and rewards must be lists");
+        !PyList_Check(row->rewards) || !(row->outs == Py_None || PyList_Check(row->outs)) ||
+        !(row->ends == Py_None || PyList_Check(row->ends))) {
+        return PyErr_Format(PyExc_TypeError, "bound, actions, outs, observations, rewards and ends must be lists");
     }
     Py_ssize_t n_actions = PyList_GET_SIZE(row->actions), n_bound = PyList_GET_SIZE(row->bound);
     if (n_actions != n_bound) {
@@ -140,7 +133,7 @@ PyObject *penstock_step_ordinary(PyObject *Py_UNUSED(module), Arguments argument
         return PyErr_Format(PyExc_TypeError, "expected 9 arguments, got %zd", n);
     }
     Row row = {.bound = arguments[1], .actions = arguments[2], .outs = arguments[3], .observations = arguments[6],
-               .rewards = arguments[7], .on_end = arguments[8]};
+               .rewards = arguments[7], .ends = arguments[8]};
     if (!read_index(arguments[4], &first) || !read_index(arguments[5], &row.watch)) {
         return NULL;
     }

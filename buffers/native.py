@@ -30,7 +30,7 @@ def _step_ordinary(
     watch: int,
     observations: list[Any],
     rewards: list[Any],
-    on_end: Callable[..., Any] | None,
+    ends: list[Any] | None,
 ) -> tuple[int, Any] | None:
     if len(actions) != len(bound):
         raise ValueError(f"expected {len(bound)} actions, got {len(actions)}")
@@ -50,11 +50,9 @@ def _step_ordinary(
         if not is_into:
             observation = result[0]
         if terminated or truncated:
-            if on_end is None or reward.__class__ is not float:
+            if ends is None or reward.__class__ is not float:
                 return i, result
-            phase = words[0]
-            observation = on_end(column, observation, reward, terminated, truncated)
-            words[0] = phase
+            ends.append((column, observation, reward, terminated, truncated))
         observations[column] = observation
         rewards[column] = reward
     return None
@@ -94,17 +92,17 @@ _NUMPY_FALSE = np.False_
 put_row: Callable[[Any, int, Any], bool]
 #: `put_cell(arrays, t, b, value)`: write one such element into `[t, b]`.
 put_cell: Callable[[Any, int, int, Any], bool]
-#: `step_ordinary(words, bound, actions, outs, first, watch, observations, rewards, on_end)`: step the environments
+#: `step_ordinary(words, bound, actions, outs, first, watch, observations, rewards, ends)`: step the environments
 #: of `bound`, a list of `(column, env_rank, env.step, env.step_into or None)`, from index `first` on. Each gets its
 #: entry of `actions`. If there is a `step_into`, and `outs` is not None, call `step_into(outs[column], action)`: then
 #: the result has no observation, and `outs[column]` is the observation.
 #: The results are stored in the lists `observations` and `rewards`, by column. Where an episode ends,
-#: `on_end(column, observation, reward, terminated, truncated)` returns the observation to store.
+#: `(column, observation, reward, terminated, truncated)` is appended to the list `ends`.
 #: A step is ordinary if the result, the flags and info have the usual types. At the end of an episode, the reward must
-#: be a float too, and `on_end` must not be None. `watch` (0, WATCH_ALL or WATCH_UNUSUAL) may ask for more. At the first
+#: be a float too, and `ends` must not be None. `watch` (0, WATCH_ALL or WATCH_UNUSUAL) may ask for more. At the first
 #: step that is not ordinary, store nothing of it and return `(index in bound, result of the step)`. Return None after
 #: the last environment. `words` int64 `[n]` are words of the progress row: the last gets the env_rank of the
-#: environment that steps, and the first (the phase) gets back the value that it had before `on_end`.
+#: environment that steps.
 step_ordinary: Callable[[Any, Any, Any, Any, int, int, Any, Any, Any], tuple[int, Any] | None]
 #: `store_game_step(result, living, listed, observations, rewards, first)`: whether `result`, of the step of a game, is
 #: ordinary: a tuple of five dicts; the agents of the first two, and of the list `listed`, are those of the list

@@ -18,7 +18,7 @@ from penstock.errors import SpaceError, brief
 NO_AGENT_INFO = AgentStep(None).agent_info
 
 
-class Words(NamedTuple):
+class ErrorText(NamedTuple):
     """What an error of `write_fields` says: who must write, what decides the shapes and dtypes, what to do."""
 
     subject: str
@@ -26,8 +26,8 @@ class Words(NamedTuple):
     remedy: str
 
 
-_AGENT_INFO = Words("agent.step must return", "as in the agent's first step", "report the same dtype in every step")
-_ACTION = Words("agent.step must return", "as in the action space", "convert it in the agent")
+_AGENT_INFO = ErrorText("agent.step must return", "as in the agent's first step", "report the same dtype in every step")
+_ACTION = ErrorText("agent.step must return", "as in the action space", "convert it in the agent")
 
 
 def agent_info_example(agent_info: object, n_columns: int) -> NamedArrays:
@@ -80,7 +80,7 @@ def write_action(row: ArrayTree, action: Any) -> None:
         write_fields(row, action, "action", _ACTION)
 
 
-def write_fields(row: Any, value: object, path: str, words: Words) -> None:
+def write_fields(row: Any, value: object, path: str, text: ErrorText) -> None:
     """Write `value` `[B, ...]` into `row` `[B, ...]`: an array, or fields that are nested as those of the value.
 
     numpy would repeat a smaller array, drop the fraction of a float, or cut off the high bits of an integer. This
@@ -91,18 +91,18 @@ def write_fields(row: Any, value: object, path: str, words: Words) -> None:
         fields = fields_of(value)
         if fields is None or {str(key) for key in fields} != parts.keys():
             got = brief(value) if fields is None else f"the fields {[str(key) for key in fields]}"
-            raise SpaceError(f"{words.subject} {path} with the fields {list(parts)}, {words.source}, got {got}")
+            raise SpaceError(f"{text.subject} {path} with the fields {list(parts)}, {text.source}, got {got}")
         for key, part in fields.items():
-            write_fields(parts[str(key)], part, f"{path}.{key}", words)
+            write_fields(parts[str(key)], part, f"{path}.{key}", text)
         return
     found = _as_array(value, path)
     if found.shape != row.shape or found.dtype.kind not in "biufc":
         hint = "" if found.shape == row.shape else ": one row per column"
         raise SpaceError(
-            f"{words.subject} {path} with shape {row.shape} and dtype {row.dtype}, {words.source}, got {found.shape} "
+            f"{text.subject} {path} with shape {row.shape} and dtype {row.dtype}, {text.source}, got {found.shape} "
             f"{found.dtype}{hint}"
         )
     fitting = as_dtype(found, row.dtype)
     if fitting is None:
-        raise dtype_error(path, found, row.dtype, words.source, words.remedy)
+        raise dtype_error(path, found, row.dtype, text.source, text.remedy)
     row[...] = fitting

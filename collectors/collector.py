@@ -2,56 +2,45 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from penstock.agents.action_masks import ActionMask, mask_of
-from penstock.agents.agent import Agent, AgentStep, as_agent_step
-from penstock.agents.space_draws import draw
-from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.buffers.native import put_row
+from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import BatchColumns
-from penstock.buffers.tree import map_tree
-from penstock.collectors.acting import (
-    NO_AGENT_INFO,
-    AgentInfoWriter,
-    Words,
-    write_action,
-    write_fields,
-)
-from penstock.collectors.episode_ends import EpisodeEndRecorder
+from penstock.collectors.recorder import PolicyParts, Recorder
 from penstock.collectors.tracking import Tracker
-from penstock.columns.episodes import EpisodeRecorder
-from penstock.columns.interface import EnvBatch, no_legal_action, require_flags, require_legal_actions, snapshot
-from penstock.columns.single_columns import EnvColumns
-from penstock.envs.infos import InfoWriter
-from penstock.envs.rows import ColumnError, arrays_like
+from penstock.columns.interface import Columns, Events, Start
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import ConfigError, SpaceError
-from penstock.workers.control import Phase, Progress
+from penstock.errors import ConfigError
+from penstock.workers.control import Progress
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 @dataclass(frozen=True)
-class CollectorParts:
-    """What a worker passes to its collector. Everything is for the worker's own columns."""
+class EvalLimits:
+    """When an evaluation ends."""
 
-    envs: EnvBatch  #: the environments: `EnvColumns`, or `VectorColumns` if the collector is `batched`
-    agent: Agent  #: a copy of the agent, with a state for each of these columns
-    samples: BatchColumns  #: where to write: arrays `[T, B, ...]`; some have T + 1 rows. With several slots, the first
-    tracker: Tracker  #: follows the trajectories and sends the finished ones to the main process
+    max_T: int  #: most time steps of one evaluation
+    max_trajectories: int | None  #: it ends after this many, of all workers together; None: no limit
+    episodes: Sequence[int] | None  #: how many each environment of this worker plays; None: as many as fit
+    n_envs: int  #: evaluation environments of all workers
+
+
+@dataclass(frozen=True)
+class CollectorParts:
+    """What a worker passes to its collector. Everything is for the worker's own environments."""
+
+    columns: Columns  #: the environments
+    policies: Sequence[PolicyParts]  #: one for each policy that acts in them
     progress: Progress  #: the worker's row of shared words: phase, t, env_rank, heartbeat
-    streams: ColumnStreams  #: seeds and random generators of these columns
-    max_decorrelation_steps: int  #: most random steps before the first batch
-    slots: Sequence[BatchColumns] = ()  #: where to write, for each slot; empty if there is only one
-    episodes: EpisodeRecorder | None = None  #: numbers and seeds the episodes, and keeps their actions; None: no need
+    streams: ColumnStreams  #: seeds and random generators of the environments
+    max_decorrelation_steps: int = 0  #: most random steps before the first batch
+    limits: EvalLimits | None = None  #: of an `EvalCollector`
 
 
 class MadeByWorker:
@@ -66,32 +55,26 @@ class MadeByWorker:
         return super().__new__(cls)
 
 
-class Collector(MadeByWorker, ABC):
-    """Collects batches of `batch_T` time steps from the environments of one worker.
+#: What needs no loop where there is one policy.
+_BY_POLICY = ("act", "write_step", "record_env_info", "use_slot", "note_version")
 
-    A subclass defines `collect_batch`. In it, it calls `begin_batch`, `act`, `write_step`, `record_episode_end`,
-    `reset_column` and `end_batch`; `ResetCollector` is the shortest example. It may override the hooks `start_envs`,
-    `start_agent` and `reset_if_needed`.
 
-    Attributes: `envs`, `agent`, `samples`, `tracker`, `progress` and `streams` as in `CollectorParts`; `batch_T`;
-    `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets beside the observation; `on_step`, the hook
-    to pass to `envs.step`, or None. With several slots, `samples` changes before each batch: do not keep its arrays.
+class Collector(MadeByWorker):
+    """Collects batches of `batch_T` time steps from the environments of one worker, of any kind.
+
+    `ResetCollector` and `WaitResetCollector` say what happens where an episode has ended: `begin_episodes`. A collector
+    of your own overrides that, `collect_batch`, `act` or `step_envs`, or one of the hooks `start_envs`, `start_agent`
+    and `reset_if_needed`.
+
+    Attributes: `columns`, `progress` and `streams` as in `CollectorParts`; `envs`, the environments that were built;
+    `recorders`, one for each policy; `batch_T`. With one policy, `samples`, `agent`, `tracker`, `prev_action`
+    `[B, ...]` and `prev_reward` `[B]` are those of its recorder. With several slots, `samples` changes before each
+    batch: do not keep its arrays.
     """
 
-    samples: BatchColumns
-    _episode_ends: EpisodeEndRecorder
-    _observations: Any
-    _unchecked: Any
-    _info_writer: InfoWriter | None
-    _agent_info_writer: AgentInfoWriter
-    _extra_arrays: dict[str, Any]
-
-    #: Whether a worker builds one batched environment, `env_fn(num_envs=n)`, in place of n single ones.
-    batched = False
-
-    #: How many columns of a batched environment belong together, such as the players of one game. A worker gets all of
-    #: them, so `batch_B`, `eval_n_envs` and `num_envs` are multiples of this number.
-    rows_per_env: ClassVar[int] = 1
+    #: Whether `begin_episodes` leaves environments parked until the batch ends.
+    waits: ClassVar[bool] = False
+    evaluates: ClassVar[bool] = False
 
     #: Fields of a subclass, for each step of each environment: a Gymnasium space by name, or an example of the value (a
     #: number, an array). The collector writes them with `record_extra`, and the learner reads `samples.env.extra.NAME`
@@ -100,123 +83,245 @@ class Collector(MadeByWorker, ABC):
     extra_fields: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, parts: CollectorParts) -> None:
-        samples = parts.samples
-        self.envs, self.agent, self.tracker = parts.envs, parts.agent, parts.tracker
-        self.progress, self.streams, self.on_step = parts.progress, parts.streams, parts.tracker.on_step
-        self.batch_T, self._episodes = samples.batch_T, parts.episodes
-        self._max_decorrelation_steps = parts.max_decorrelation_steps
-        self._can_cut = isinstance(parts.envs, EnvColumns) and parts.envs.renewals is not None
-        self._mask = mask_of(parts.agent)
-        self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
-        # What depends on the slot is made once for each slot.
-        self._slots = [self._writers(slot) for slot in parts.slots or [samples]]
-        vars(self).update(self._slots[0])
-        self._before = samples  # where the batch before was written
-        # Copies, not views of the batch. Where an episode starts these are zero, but the batch keeps the last action
-        # and reward of the episode before.
-        self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.action)
-        self.prev_reward = np.zeros_like(samples.reward[0])
-        self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
-        parts.envs.info_writer = self._info_writer
-        self._has_agent_info = len(samples.agent_info) > 0
-        # `start_envs` does not write to the samples, because the user may still read them while a killed worker is
-        # replaced. So the first batch writes the first row.
-        self._is_first_batch = True
-        self._episode_start = np.ones(len(parts.envs), np.bool_)  # where row 0 starts an episode
-        self._first_t = 0  # the time step of row 0, where an evaluation is collected in several parts
-        # What the first batch has in row 0 of action and reward. The same arrays, unless a state is loaded.
-        self._first_action, self._first_reward = self.prev_action, self.prev_reward
+        self.columns, self.progress, self.streams = parts.columns, parts.progress, parts.streams
+        self.recorders = [Recorder(own, waits=self.waits, evaluates=self.evaluates) for own in parts.policies]
+        self.batch_T = min(recorder.batch_T for recorder in self.recorders)
+        self._max_decorrelation_steps, self._episodes = parts.max_decorrelation_steps, parts.columns.episodes
+        self._actions = tuple(recorder.prev_action for recorder in self.recorders)
+        self._keeps_infos = any(recorder.keeps_infos for recorder in self.recorders)
+        if len(self.recorders) == 1:  # the usual case, without a loop over policies
+            for name in _BY_POLICY:
+                if getattr(type(self), name) is getattr(Collector, name):
+                    setattr(self, name, getattr(self.recorders[0], name))
 
-    def _writers(self, samples: BatchColumns) -> dict[str, Any]:
-        """The attributes that belong to one slot."""
-        observations = arrays_like(self.envs.observation_space, samples.observation)
-        return {
-            "samples": samples,
-            "_episode_ends": EpisodeEndRecorder(samples, self.agent, self.envs),
-            "_observations": observations,
-            # The same arrays, or None if there are optional checks. For None `put_row` writes nothing, and
-            # `envs.write_step` writes and checks.
-            "_unchecked": None if self.envs.checks else observations,
-            "_info_writer": None if samples.env_info is None else InfoWriter(samples.env_info),
-            "_agent_info_writer": AgentInfoWriter(samples.agent_info),
-            "_extra_arrays": samples.extra.to_dict(),
-        }
+    @property
+    def envs(self) -> Sequence[Any]:
+        """The environments that were built, to read or set their attributes. A batched one is one of them."""
+        return self.columns.envs
 
-    def use_slot(self, slot: int) -> None:
-        """The worker calls this before `collect_batch`, if there are several slots: write the next batch there."""
-        self._before = self.samples
-        vars(self).update(self._slots[slot])
+    @property
+    def samples(self) -> BatchColumns:
+        """Where this batch is written: arrays `[T, B, ...]`; some have T + 1 rows."""
+        return self.recorders[0].samples
+
+    @property
+    def agent(self) -> Any:
+        """This worker's copy of the agent."""
+        return self.recorders[0].agent
+
+    @property
+    def tracker(self) -> Tracker:
+        """Follows the trajectories, and sends the finished ones to the main process."""
+        return self.recorders[0].tracker
+
+    @property
+    def prev_action(self) -> Any:
+        """The last actions `[B, ...]`, zero where an episode begins."""
+        return self.recorders[0].prev_action
+
+    @property
+    def prev_reward(self) -> Any:
+        """The last rewards `[B]`, zero where an episode begins."""
+        return self.recorders[0].prev_reward
+
+    # ---- the loop --------------------------------------------------------------------------
+
+    def collect_batch(self, itr: int) -> None:
+        """Write `batch_T` steps into the samples. Trajectories that finish go to the trackers."""
+        self.begin_batch(itr)
+        for t in range(self.batch_T):
+            self.act(t)
+            self.step_envs(t)
+        self.end_batch()
+
+    def begin_batch(self, itr: int) -> None:
+        """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
+        for recorder in self.recorders:
+            recorder.begin_batch(itr)
+        if self._episodes is not None:
+            self._episodes.begin_batch()
+
+    def act(self, t: int) -> None:
+        """First part of step t: call `agent.step` with row t, and record its actions and agent_info.
+
+        Afterwards `prev_action` holds the actions for the environments.
+        """
+        for recorder in self.recorders:
+            recorder.act(t)
+
+    def step_envs(self, t: int) -> None:
+        """Second part of step t: step the environments, record what has happened, begin episodes, write row t + 1."""
+        self.progress.begin_stepping(t)
+        events = self.columns.step(self._actions, t + 1)
+        if self._keeps_infos:
+            self.record_env_info(t)
+        if events is not None:
+            self.settle(t, events)
+        self.write_step(t)
+
+    def settle(self, t: int, events: Events) -> None:
+        """Record what step t has done, then begin episodes."""
+        recorder = self.recorders[0]
+        joined = self.begin_episodes(events, recorder.record(t, events.policies[0]))
+        if recorder.has_state:
+            recorder.begin(joined[0])
+
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Sequence[Sequence[int]]:
+        """The episodes of the environments `events.over` have ended, and are recorded. Begin the next ones with
+        `columns.reset`, or leave them with `columns.park`. Returns what `columns.reset` returns.
+
+        `going`: those of them whose trajectory goes on (`TrajInfo.traj_done`).
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say what follows an episode: subclass ResetCollector")
+
+    def record_env_info(self, t: int) -> None:
+        """Write the chosen entries of the infos of step t. Does nothing if `env_info` was not asked for."""
+        for recorder in self.recorders:
+            recorder.record_env_info(t)
+
+    def write_step(self, t: int) -> None:
+        """Last part of step t: write observations and rewards into row t + 1. Afterwards `prev_reward` holds the
+        rewards."""
+        for recorder in self.recorders:
+            recorder.write_step(t)
+
+    def end_batch(self) -> None:
+        """All rows are written: compute the missing values, and send the finished trajectories."""
+        recorder, T = self.recorders[0], self.batch_T
+        n_valid = int(np.count_nonzero(recorder.samples.valid))
+        self.progress.end_batch(T, n_valid)
+        n_sent = recorder.end_batch(T, n_valid)
+        if self._episodes is not None:  # last: until here the worker may fail, and its episodes are repeated
+            self._episodes.end_batch(recorder.samples.action[1:], recorder.samples.reward[1:])
+        self.progress.n_results = n_sent
+
+    def record_extra(self, t: int, /, **fields: Any) -> None:
+        """Write fields of `extra_fields` for step t, each as `[B, ...]`: `self.record_extra(t, cost=cost)`.
+
+        Fields that are left out keep what they have. Raises `SpaceError` with the name of a field that is not declared,
+        has another shape, or has a value that would change in the dtype of the field.
+        """
+        self.recorders[0].record_extra(t, fields, type(self).__name__)
 
     # ---- hooks -----------------------------------------------------------------------------
 
     def start_envs(self) -> None:
         """Reset every environment, and make random steps so that their episodes do not end together. Runs once."""
-        self.envs.reset_all(self.streams.env_seeds(Purpose.TRAIN))
-        self.tracker.restart()
-        self.tracker.set_agent_info(map_leaves(lambda leaf: np.zeros_like(leaf[0]), self.samples.agent_info))
-        self._decorrelate(self.streams)
+        for recorder in self.recorders:
+            recorder.tracker.set_agent_info(
+                map_leaves(lambda leaf: np.zeros_like(leaf[0]), recorder.samples.agent_info)
+            )
+        self.reset_envs(self.streams.env_seeds(Purpose.TRAIN))
+        self._decorrelate(range(len(self.columns.env_ranks)))
 
-    def _decorrelate(self, streams: ColumnStreams, columns: Sequence[int] | None = None) -> None:
-        if isinstance(self.envs, EnvColumns):  # the columns of a batched environment cannot be stepped one by one
-            rngs = streams.rngs(Purpose.DECORRELATE)
-            for b in range(len(rngs)) if columns is None else columns:
-                self._make_random_steps(self.envs, b, rngs[b])
+    def start_agent(self) -> None:
+        """Prepare the agents for the first batch. Runs once, after `start_envs`."""
+        for recorder in self.recorders:
+            recorder.agent.reset()
 
-    def _make_random_steps(self, envs: EnvColumns, b: int, rng: np.random.Generator) -> None:
-        """Step environment b by 0 to `max_decorrelation_steps` random actions: legal ones, if there is a mask. Writes
-        what the agent's first step needs of this column: its last action, its reward and whether an episode begins.
+    def reset_if_needed(self) -> None:
+        """Runs after start-up and after every batch, evaluation and call, while the learner trains: environments that
+        are parked begin their next episodes.
+
+        It must not write to the samples.
+        """
+        if waiting := self.columns.waiting:
+            self.progress.leave_batch()
+            for recorder, joined in zip(self.recorders, self.columns.reset(waiting), strict=True):
+                recorder.rejoin(joined)
+
+    # ---- episodes --------------------------------------------------------------------------
+
+    def reset_envs(self, seeds: Sequence[int | None], used: Sequence[int] | None = None) -> None:
+        """Begin episodes in all environments, or in those of `used`; the others are parked."""
+        for recorder in self.recorders:
+            recorder.start_afresh()
+        columns, everyone = self.columns, range(len(self.columns.env_ranks))
+        chosen = everyone if used is None or not columns.can_step_one else used
+        joined = columns.reset(chosen, [Start(seeds[e]) for e in chosen])
+        for own, recorder in zip(joined, self.recorders, strict=True):
+            for column in own:
+                recorder.columns.check_column(column)
+        if used is not None and len(used) < len(everyone):
+            columns.park([e for e in everyone if e not in used])
+
+    def _decorrelate(self, envs: Sequence[int]) -> None:
+        rngs = self.streams.rngs(Purpose.DECORRELATE)
+        for e in envs if self.columns.can_step_one else ():
+            self._make_random_steps(e, rngs[e])
+
+    def _make_random_steps(self, e: int, rng: np.random.Generator) -> None:
+        """Step environment e by 0 to `max_decorrelation_steps` random actions: legal ones, if there is a mask. Writes
+        what the agent's first step needs of its columns: last action, reward and whether an episode begins.
 
         A trajectory that is unfinished at the end continues in the first batch, with the steps made here. A trajectory
         that finishes here is dropped.
         """
-        tracker, on_step, mask, episodes = self.tracker, self.on_step, self._mask, envs.episodes
+        own = self.columns.columns_of(e)
+        rewards: list[dict[int, list[float]]] = [{column: [] for column in columns} for columns in own]
         n = int(rng.integers(0, self._max_decorrelation_steps + 1))
-        # With a mask, only random numbers are drawn here. The actions depend on the observations.
-        rows: Any = draw(envs.envs[b].action_space, rng, n) if mask is None else rng.random((n, mask.n_components))
-        rewards: list[float] = []
+        if self._episodes is not None:
+            self._episodes.plan_steps(e, n)
+        for _ in range(n):
+            self._make_random_step(e, own, rng, rewards)
+        for recorder, kept in zip(self.recorders, rewards, strict=True):
+            for column, found in kept.items():
+                recorder.end_random_steps(column, found)
+
+    def _make_random_step(
+        self,
+        e: int,
+        own: Sequence[Sequence[int]],
+        rng: np.random.Generator,
+        rewards: Sequence[dict[int, list[float]]],
+    ) -> None:
+        """One random step of environment e, which has the columns `own` of each policy. Adds their `rewards`."""
+        recorders, episodes = list(zip(self.recorders, own, rewards, strict=True)), self._episodes
+        self.progress.begin_random_step(self.columns.env_ranks[e])
+        for recorder, columns, _ in recorders:
+            recorder.draw(rng, columns)
         if episodes is not None:
-            episodes.plan_steps(b, rows if mask is None else None, n)
-        for action in envs.split_actions(rows) if mask is None else _legal_actions(envs, b, mask, rows):
-            self.progress.begin_random_step(envs.env_ranks[b])
-            if on_step is not None:  # copies, because the environment may reuse its observation and action
-                before, given = snapshot(envs.observations[b]), snapshot(action)
-            if episodes is not None:
-                episodes.begin_step(b)
-            try:
-                _, reward, terminated, truncated, info = envs.step_one(b, action)
-            except envs.renewable as error:
-                envs.renew(b, error)
-                self._begin_random_steps(envs, b, rewards)
-                continue
-            if episodes is not None:
-                episodes.end_step(b, reward)
-            if on_step is not None:
-                on_step(b, before, given, reward, terminated, truncated, info)
-            rewards.append(reward)
-            if terminated or truncated:
-                self._begin_random_steps(envs, b, rewards)
-        tracker.preload(b, rewards)
-        self._episode_start[b] = not rewards
-        if rewards:
-            self.prev_action[b] = rows[n - 1] if mask is None else action
-            self.prev_reward[b] = rewards[-1]
+            episodes.begin_step(e, self.prev_action)
+        acting = [[b for b in columns if b not in recorder.columns.idle] for recorder, columns, _ in recorders]
+        events = self.columns.step(self._actions, None, e)
+        for (recorder, _, kept), columns in zip(recorders, acting, strict=True):
+            for column in columns:
+                kept[column].append(recorder.columns.rewards[column])
+        if episodes is not None:
+            episodes.end_step(e, self.recorders[0].columns.rewards[e])
+        if events is not None:
+            self._settle_random_step(events, rewards)
+        for recorder, columns, _ in recorders:
+            recorder.columns.blank_idle(None)
+            for column in columns:
+                if column not in recorder.columns.idle:
+                    recorder.columns.check_column(column)
 
-    def _begin_random_steps(self, envs: EnvColumns, b: int, rewards: list[float]) -> None:
-        """The episode of environment b has ended, or was cut: drop its trajectory, and begin the next one."""
-        self.tracker.drop(b)
-        rewards.clear()
-        envs.reset_one(b)
-        envs.check_observation(b)
+    def _settle_random_step(self, events: Events, rewards: Sequence[dict[int, list[float]]]) -> None:
+        """Episodes have ended, or begin: drop their trajectories."""
+        for recorder, kept, its in zip(self.recorders, rewards, events.policies, strict=True):
+            recorder.drop(its)
+            kept.update((column, []) for column in (*its.ended, *its.cut))
+        joined = self.columns.reset(events.over)
+        for recorder, its, own in zip(self.recorders, events.policies, joined, strict=True):
+            recorder.begin([*its.joined, *own])
 
-    def start_agent(self) -> None:
-        """Prepare the agent for the first batch. Runs once, after `start_envs`."""
-        self.agent.reset()
+    # ---- what a worker calls -----------------------------------------------------------------
 
-    def reset_if_needed(self) -> None:
-        """Runs after start-up and after every batch, evaluation and call, while the learner trains.
+    def use_slot(self, slot: int) -> None:
+        """Before `collect_batch`, if there are several slots: write the next batch there."""
+        for recorder in self.recorders:
+            recorder.use_slot(slot)
 
-        It must not write to the samples.
-        """
+    def pull(self, version: int = 0) -> int:
+        """The agents get the newest published parameters, or this version of them. Returns the version of the first."""
+        self._versions = [recorder.pull(version) for recorder in self.recorders]
+        return self._versions[0]
+
+    def note_version(self, version: int) -> None:
+        """Record which version of the parameters has acted in this batch. With several policies, each has its own."""
+        for recorder, own in zip(self.recorders, self._versions, strict=True):
+            recorder.note_version(own)
 
     # ---- resuming --------------------------------------------------------------------------
 
@@ -226,205 +331,47 @@ class Collector(MadeByWorker, ABC):
         A collector of your own that keeps more adds it here, and restores it in `load_column_state`. One that has other
         methods than its base must define both: otherwise `sampler.state_dict` does not trust them.
         """
-        if self._is_first_batch:
-            action, reward = self._first_action[column], self._first_reward[column]
-            is_start = self._episode_start[column]
-        else:  # as `begin_batch` copies them
-            action, reward = self.samples.action_rows[-1][column], self.samples.reward_rows[-1][column]
-            is_start = self.samples.valid[-1, column] <= self.samples.done[-1, column]
-        state = {"first_action": action, "first_reward": reward, "episode_start": bool(is_start)}
-        state |= {"prev_action": self.prev_action[column], "prev_reward": self.prev_reward[column]}
-        state = {name: map_leaves(np.copy, value) for name, value in state.items()}
-        return {**state, "trajectory": self.tracker.column_state(column)}
+        return self.recorders[0].column_state(column)
 
     def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
         """Before the first batch: continue as the column with this `column_state`."""
-        self._separate_first_row()
-        self._first_action[column], self._first_reward[column] = state["first_action"], state["first_reward"]
-        self.prev_action[column], self.prev_reward[column] = state["prev_action"], state["prev_reward"]
-        self._episode_start[column] = state["episode_start"]
-        self.tracker.load_column_state(column, state["trajectory"])
+        self.recorders[0].load_column_state(column, state)
 
     def restart_columns(self, columns: Sequence[int], streams: ColumnStreams) -> None:
         """Before the first batch: start again in these columns, with other seeds."""
-        self._separate_first_row()
+        recorder, self.streams = self.recorders[0], streams
+        recorder.separate_first_row()
         seeds = streams.env_seeds(Purpose.TRAIN)
         for column in columns:
             if self._episodes is not None:
                 self._episodes.restart(column, streams.generation)
-            self.envs.reset_one(column, seeds[column])
-            self.tracker.drop(column)
-            self.prev_action[column], self.prev_reward[column], self._episode_start[column] = 0, 0, True
-        self._decorrelate(streams, columns)
-        for column in columns:
-            self._first_action[column], self._first_reward[column] = self.prev_action[column], self.prev_reward[column]
-
-    def _separate_first_row(self) -> None:
-        if self._first_reward is self.prev_reward:
-            self._first_action, self._first_reward = map_leaves(np.copy, self.prev_action), self.prev_reward.copy()
-
-    @abstractmethod
-    def collect_batch(self, itr: int) -> None:
-        """Write `batch_T` steps into `self.samples`. Trajectories that finish go to `self.tracker`."""
-
-    # ---- pieces for collect_batch ----------------------------------------------------------
-
-    def begin_batch(self, itr: int) -> None:
-        """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
-        samples = self.samples
-        samples.begin_batch(None if self._is_first_batch else self._before)
-        if self._is_first_batch:
-            self._is_first_batch = False
-            samples.episode_start[...] = self._episode_start
-            self.envs.write_observations(samples.observation_rows[0])
-            if self._mask is not None:
-                require_flags(self._mask, samples.observation_rows[0], self.envs)
-            samples.action[0], samples.reward[0] = self._first_action, self._first_reward
-        if self._can_cut:
-            samples.valid[...] = True
-        if self._episodes is not None:
-            self._episodes.begin_batch()
-        self._enter_mode(itr)
-
-    def _enter_mode(self, itr: int) -> None:
-        self.agent.sample_mode(itr)
-
-    def act(self, t: int) -> None:
-        """First part of step t: call `agent.step` with `observation[t]`, and record its action and agent_info.
-
-        Afterwards `prev_action` holds the actions for the environments.
-        """
-        self.progress.begin_acting(t)
-        samples = self.samples
-        if self._mask is not None:
-            require_legal_actions(self._mask, samples.observation_rows[t], self.envs)
-        step = self.agent.step(samples.observation_rows[t], self.prev_action, self.prev_reward)
-        if step.__class__ is not AgentStep:
-            step = as_agent_step(step, self.agent)
-        action, agent_info = step
-        try:
-            if not (put_row(self._prev_actions, 0, action) and put_row(samples.action, t + 1, action)):
-                write_action(samples.action_rows[t + 1], action)
-                self.prev_action[...] = samples.action_rows[t + 1]
-            if self._has_agent_info or agent_info is not NO_AGENT_INFO:
-                self._agent_info_writer.write(t, agent_info)
-        except ColumnError as error:
-            raise self.envs.with_env_rank(error.column, error) from None
-        if self.on_step is not None:
-            self.tracker.set_agent_info(samples.agent_info[t])
-
-    def write_step(self, t: int) -> None:
-        """Second part of step t: write the environments' observations and rewards into row t + 1.
-
-        Afterwards `prev_reward` holds the rewards.
-        """
-        envs, reward, row = self.envs, self.samples.reward, t + 1
-        if not (put_row(self._unchecked, row, envs.observations) and put_row(reward, row, envs.rewards)):
-            envs.write_step(self._observations, reward, row)
-        if not put_row(self._prev_rewards, 0, self.samples.reward_rows[row]):
-            self.prev_reward[...] = reward[row]
-
-    def record_env_info(self, t: int) -> None:
-        """Write the chosen entries of the infos of step t. Does nothing if `env_info` was not asked for."""
-        if self._info_writer is not None:
-            try:
-                self._write_infos(self._info_writer, self.samples.env_info[t])
-            except ColumnError as error:
-                raise self.envs.with_env_rank(error.column, error) from None
-
-    def record_extra(self, t: int, /, **fields: Any) -> None:
-        """Write fields of `extra_fields` for step t, each as `[B, ...]`: `self.record_extra(t, cost=cost)`.
-
-        Fields that are left out keep what they have. Raises `SpaceError` with the name of a field that is not declared,
-        has another shape, or has a value that would change in the dtype of the field.
-        """
-        cls, arrays = type(self).__name__, self._extra_arrays
-        for name, value in fields.items():
-            if name not in arrays:
-                raise SpaceError(
-                    f"extra_fields of {cls} has no {name!r}, only {list(arrays)}: declare it there, with a space or an "
-                    "example of the value"
-                )
-            if not put_row(arrays[name], t, value):
-                words = Words(f"{cls} must write", "as extra_fields declares", "convert it, or declare another dtype")
-                try:
-                    write_fields(map_tree(lambda array: array[t], arrays[name]), value, f"extra.{name}", words)
-                except ColumnError as error:
-                    raise self.envs.with_env_rank(error.column, error) from None
-
-    def _write_infos(self, writer: InfoWriter, row: NamedArrays) -> None:
-        writer.write(row, self.envs.infos)
-
-    def record_episode_end(
-        self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool
-    ) -> None:
-        """Column's episode ended at step t with `observation`: record flags, final observation and its value.
-
-        Call this before the environment or the agent is reset.
-        """
-        self._episode_ends.record(t, column, observation, reward, terminated, truncated)
-        if self.on_step is not None:
-            self.tracker.on_episode_end(self._first_t + t, column, observation)
-
-    def record_cut(self, t: int, column: int) -> None:
-        """Column's step t has no result, since its game has failed: its episode has ended with the step before, and
-        `valid[t]` is False. Its trajectory is dropped.
-
-        Call this before the agent is reset.
-        """
-        self.tracker.cut(column, self._episode_ends.cut(t, column), t)
-
-    def reset_column(self, column: int) -> Any:
-        """Column's episode has ended: reset its environment, its agent state and its previous action.
-
-        Returns the first observation of the next episode. Set `prev_reward[column]` to zero after `write_step`.
-        """
-        observation = self.envs.reset_one(column)
-        if self._agent_has_state:
-            self.agent.reset_one(column)
-        self.prev_action[column] = 0
-        return observation
-
-    def end_batch(self) -> None:
-        """All rows are written: compute the missing values, and send the finished trajectories."""
-        samples, progress = self.samples, self.progress
-        n_valid = int(np.count_nonzero(samples.valid))
-        progress.end_batch(self.batch_T, n_valid)
-        if samples.has_gaps:
-            samples.mark_starts()
-        self._write_values()
-        progress.enter(Phase.SENDING)
-        if self._episodes is not None:  # after the last phase in which an environment may fail
-            self._episodes.end_batch(samples.action[1:], samples.reward[1:])
-        valid = None if n_valid == samples.valid.size else samples.valid
-        progress.n_results = self.tracker.end_rows(samples.reward[1:], samples.done, valid=valid)
-
-    def _write_values(self) -> None:
-        samples = self.samples
-        if samples.bootstrap_value is not None:
-            last = samples.observation[self.batch_T]
-            samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
-        if self._episode_ends.pending:
-            self._episode_ends.write_values()
-
-    # ---- parameters ------------------------------------------------------------------------
-
-    def pull(self, version: int = 0) -> int:
-        """The agent gets the newest published parameters, or this version of them. Returns their version."""
-        return self.agent.runtime.pull_shared_memory(version)
-
-    def note_version(self, version: int) -> None:
-        """Record which version of the parameters has acted in this batch."""
-        self.samples.policy_version[...] = version
+            recorder.restart_column(column)
+        self.columns.reset(columns, [Start(seeds[column]) for column in columns])
+        self._decorrelate(columns)
+        recorder.keep_first_row(columns)
 
 
-def _legal_actions(envs: EnvColumns, column: int, mask: ActionMask, uniform: npt.NDArray[Any]) -> Iterator[Any]:
-    """One legal action after the other, for the column's current observation."""
-    for numbers in uniform:
-        observation = envs.observations[column]
-        if mask.has_none(observation).any():
-            raise no_legal_action(envs, column)
-        row = mask.draw(mask.legal(observation), numbers[None])
-        if envs.episodes is not None:
-            envs.episodes.plan_next(column, row)
-        yield envs.split_actions(row)[0]
+class ResetCollector(Collector):
+    """Resets in the middle of a batch. So every cell of the batch holds a real step, and `valid` is True.
+
+    Exceptions: a step whose game has failed; a batched environment that takes a step for its reset (Gymnasium's mode
+    `NEXT_STEP`); an agent that is not in the game.
+    """
+
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Sequence[Sequence[int]]:
+        return self.columns.reset(events.over)
+
+
+class WaitResetCollector(Collector):
+    """Resets between batches, for environments with a slow reset. At most one episode ends per environment and batch.
+
+    After its episode's end, the environment is parked until the batch ends: it is not stepped, every field is zero and
+    `samples.env.valid` is False. `reset_if_needed` resets it while the learner trains. The next batch starts with the
+    new episode's first observation.
+    """
+
+    waits = True
+
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Sequence[Sequence[int]]:
+        self.columns.park(events.over)
+        return [()] * len(self.recorders)

@@ -12,7 +12,7 @@ from penstock.agents.agent import Agent
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.native import put_cell
 from penstock.buffers.samples import BatchColumns
-from penstock.columns.interface import EnvBatch, EpisodeEnds
+from penstock.columns.interface import EpisodeEnds, PolicyColumns
 from penstock.envs.rows import arrays_like
 
 
@@ -24,17 +24,17 @@ class EpisodeEndRecorder:
     changes.
     """
 
-    def __init__(self, samples: BatchColumns, agent: Agent, envs: EnvBatch) -> None:
-        self._samples, self._agent, self._envs = samples, agent, envs
+    def __init__(self, samples: BatchColumns, agent: Agent, columns: PolicyColumns) -> None:
+        self._samples, self._agent, self._columns = samples, agent, columns
         # An item of a memoryview is written faster than one of an array.
-        self._done, self._terminated = memoryview(samples.done), memoryview(samples.terminated)
-        self._truncated = memoryview(samples.truncated)
-        self._is_recorded, self._has_checks = samples.final_obs is not None, bool(envs.checks)
+        self.done, self.terminated = memoryview(samples.done), memoryview(samples.terminated)
+        self.truncated = memoryview(samples.truncated)
+        self.is_recorded, self.has_checks = samples.final_obs is not None, bool(columns.checks)
         # Final observations that the batch does not record are written into one row `[1, B, ...]`. There they are
         # checked, and their values are computed.
         scratch = map_leaves(lambda leaf: np.zeros_like(leaf[:1]), samples.observation)
-        self._final_obs = samples.final_obs if self._is_recorded else scratch
-        self._arrays = arrays_like(envs.observation_space, self._final_obs)
+        self._final_obs = samples.final_obs if self.is_recorded else scratch
+        self.arrays = arrays_like(columns.observation_space, self._final_obs)
         #: (t, column) of the truncations whose values are computed at the end of the batch
         self.pending: list[tuple[int, int]] = []
         # Their observations, if the batch does not record them: pairs of k and `[k, ...]`.
@@ -49,24 +49,27 @@ class EpisodeEndRecorder:
 
         Raises `SpaceError` if `observation` does not fit its space, recorded or not.
         """
-        self._done[t, column] = True  # all flags are False before: `begin_batch` has cleared them
+        self.done[t, column] = True  # all flags are False before: `begin_batch` has cleared them
         if terminated:
-            self._terminated[t, column] = True
+            self.terminated[t, column] = True
         if truncated:
-            self._truncated[t, column] = True
-        row = t if self._is_recorded else 0
-        if self._has_checks or not put_cell(self._arrays, row, column, observation):
-            self._envs.write_final(self._arrays, row, column, observation)
-        samples = self._samples
-        if samples.final_value is None or terminated or not truncated:
-            return
-        last = self._final_obs[row][column : column + 1]
+            self.truncated[t, column] = True
+        row = t if self.is_recorded else 0
+        if self.has_checks or not put_cell(self.arrays, row, column, observation):
+            self._columns.write_final(self.arrays, row, column, observation)
+        if self._samples.final_value is not None and truncated and not terminated:
+            self.value_end(t, column, row, reward)
+
+    def value_end(self, t: int, column: int, row: int, reward: float) -> None:
+        """Column's episode was truncated at step t, with the final observation in `row` of `arrays`: compute its value
+        now if the agent has a state, else at the end of the batch."""
+        samples, last = self._samples, self._final_obs[row][column : column + 1]
         if self._agent.recurrent:
             samples.final_value[t, column] = self._values_now(t, [column], last, [reward])[column]
-        else:
-            self.pending.append((t, column))
-            if not self._is_recorded:
-                self._unrecorded.append((1, map_leaves(np.copy, last)))
+            return
+        self.pending.append((t, column))
+        if not self.is_recorded:
+            self._unrecorded.append((1, map_leaves(np.copy, last)))
 
     def cut(self, t: int, column: int) -> int:
         """Column's step t has no result, since its game has failed: the step before has ended its episode. Returns the
@@ -77,18 +80,18 @@ class EpisodeEndRecorder:
         samples = self._samples
         before = np.flatnonzero(samples.done[:t, column])
         first = int(before[-1]) + 1 if before.size else 0
-        self._done[t, column], samples.valid[t, column] = True, False
+        self.done[t, column], samples.valid[t, column] = True, False
         if t == first or not samples.valid[t - 1, column]:
             return first
-        self._done[t - 1, column] = self._truncated[t - 1, column] = True
+        self.done[t - 1, column] = self.truncated[t - 1, column] = True
         last = map_leaves(lambda leaf: leaf[t, column : column + 1].copy(), samples.observation)
-        if self._is_recorded:
+        if self.is_recorded:
             samples.final_obs[t - 1, column : column + 1] = last
         if samples.final_value is None:
             return first
         if not self._agent.recurrent:
             self.pending.append((t - 1, column))
-            if not self._is_recorded:
+            if not self.is_recorded:
                 self._unrecorded.append((1, last))
         elif "value" in samples.agent_info:  # the state has gone on, but the agent has recorded this value
             samples.final_value[t - 1, column] = samples.agent_info.value[t, column]
@@ -101,7 +104,7 @@ class EpisodeEndRecorder:
         """`record` for all episodes that ended in one step, without the flags."""
         samples, columns, observation = self._samples, ends.columns, ends.observation
         is_valued = ~ends.terminated[columns]
-        if self._is_recorded:
+        if self.is_recorded:
             samples.final_obs[t, columns] = observation
         if samples.final_value is None or not is_valued.any():
             return
@@ -111,7 +114,7 @@ class EpisodeEndRecorder:
             samples.final_value[t, chosen] = values[chosen]
         else:
             self.pending += [(t, column) for column in chosen.tolist()]
-            if not self._is_recorded:
+            if not self.is_recorded:
                 self._unrecorded.append((len(chosen), map_leaves(lambda leaf: leaf[is_valued], observation)))
 
     def write_values(self) -> None:
@@ -126,7 +129,7 @@ class EpisodeEndRecorder:
         self._unrecorded.clear()
 
     def _pending_observations(self, t: npt.NDArray[Any], column: npt.NDArray[Any]) -> Any:
-        if self._is_recorded:
+        if self.is_recorded:
             return self._final_obs[t, column]
         observation = map_leaves(lambda leaf: np.empty((len(t), *leaf.shape[2:]), leaf.dtype), self._final_obs)
         i = 0

@@ -7,24 +7,199 @@ environments between the desks' two parts of a time step. So what is recorded, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from penstock.agents.action_masks import mask_in
+from penstock.agents.action_masks import mask_in, mask_of
+from penstock.agents.agent import Agent, AgentStep, as_agent_step
 from penstock.agents.joint import JointSeats
 from penstock.agents.space_draws import draw
-from penstock.buffers.named import map_leaves
-from penstock.collectors.collector import Collector, CollectorParts
+from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.native import put_row
+from penstock.buffers.samples import BatchColumns
+from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, write_action
+from penstock.collectors.episode_ends import EpisodeEndRecorder
 from penstock.collectors.tracking import Tracker
-from penstock.columns.interface import no_legal_action
+from penstock.columns.interface import no_legal_action, require_flags, require_legal_actions
 from penstock.columns.seat_columns import Games, Place, SeatColumns
+from penstock.envs.infos import InfoWriter
+from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import ConfigError
-from penstock.workers.control import WHO_BITS, Phase, UntimedProgress
+from penstock.workers.control import WHO_BITS, Phase, Progress, UntimedProgress
 
 
-class Desk(Collector):
+@dataclass(frozen=True)
+class DeskParts:
+    """What a worker passes to a desk."""
+
+    envs: SeatColumns
+    agent: Agent
+    samples: BatchColumns
+    tracker: Tracker
+    progress: Progress
+    streams: ColumnStreams
+    max_decorrelation_steps: int
+    slots: Sequence[BatchColumns] = ()
+
+
+class _Recording:
+    """Acts for the seats of one policy, and records them."""
+
+    envs: Any
+    samples: BatchColumns
+    _episode_ends: EpisodeEndRecorder
+    _observations: Any
+    _unchecked: Any
+    _info_writer: InfoWriter | None
+    _agent_info_writer: AgentInfoWriter
+
+    def __init__(self, parts: DeskParts) -> None:
+        samples = parts.samples
+        self.envs, self.agent, self.tracker = parts.envs, parts.agent, parts.tracker
+        self.progress, self.streams, self.on_step = parts.progress, parts.streams, parts.tracker.on_step
+        self.batch_T = samples.batch_T
+        self._max_decorrelation_steps = parts.max_decorrelation_steps
+        self._mask = mask_of(parts.agent)
+        self._agent_has_state = type(parts.agent).reset_one is not Agent.reset_one
+        # What depends on the slot is made once for each slot.
+        self._slots = [self._writers(slot) for slot in parts.slots or [samples]]
+        vars(self).update(self._slots[0])
+        self._before = samples  # where the batch before was written
+        # Copies, not views of the batch. Where an episode starts these are zero, but the batch keeps the last action
+        # and reward of the episode before.
+        self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.action)
+        self.prev_reward = np.zeros_like(samples.reward[0])
+        self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
+        parts.envs.info_writer = self._info_writer
+        self._has_agent_info = len(samples.agent_info) > 0
+        # `start_envs` does not write to the samples, because the user may still read them while a killed worker is
+        # replaced. So the first batch writes the first row.
+        self._is_first_batch = True
+        self._episode_start = np.ones(len(parts.envs), np.bool_)  # where row 0 starts an episode
+        self._first_t = 0  # the time step of row 0, where an evaluation is collected in several parts
+        # What the first batch has in row 0 of action and reward. The same arrays, unless a state is loaded.
+        self._first_action, self._first_reward = self.prev_action, self.prev_reward
+
+    def _writers(self, samples: BatchColumns) -> dict[str, Any]:
+        """The attributes that belong to one slot."""
+        observations = arrays_like(self.envs.observation_space, samples.observation)
+        return {
+            "samples": samples,
+            "_episode_ends": EpisodeEndRecorder(samples, self.agent, self.envs),
+            "_observations": observations,
+            # The same arrays, or None if there are optional checks. For None `put_row` writes nothing, and
+            # `envs.write_step` writes and checks.
+            "_unchecked": None if self.envs.checks else observations,
+            "_info_writer": None if samples.env_info is None else InfoWriter(samples.env_info),
+            "_agent_info_writer": AgentInfoWriter(samples.agent_info),
+        }
+
+    def use_slot(self, slot: int) -> None:
+        """The worker calls this before `collect_batch`, if there are several slots: write the next batch there."""
+        self._before = self.samples
+        vars(self).update(self._slots[slot])
+
+    def begin_batch(self, itr: int) -> None:
+        """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
+        samples = self.samples
+        samples.begin_batch(None if self._is_first_batch else self._before)
+        if self._is_first_batch:
+            self._is_first_batch = False
+            samples.episode_start[...] = self._episode_start
+            self.envs.write_observations(samples.observation_rows[0])
+            if self._mask is not None:
+                require_flags(self._mask, samples.observation_rows[0], self.envs)
+            samples.action[0], samples.reward[0] = self._first_action, self._first_reward
+        self._enter_mode(itr)
+
+    def _enter_mode(self, itr: int) -> None:
+        self.agent.sample_mode(itr)
+
+    def act(self, t: int) -> None:
+        """First part of step t: call `agent.step` with `observation[t]`, and record its action and agent_info.
+
+        Afterwards `prev_action` holds the actions for the environments.
+        """
+        self.progress.begin_acting(t)
+        samples = self.samples
+        if self._mask is not None:
+            require_legal_actions(self._mask, samples.observation_rows[t], self.envs)
+        step = self.agent.step(samples.observation_rows[t], self.prev_action, self.prev_reward)
+        if step.__class__ is not AgentStep:
+            step = as_agent_step(step, self.agent)
+        action, agent_info = step
+        try:
+            if not (put_row(self._prev_actions, 0, action) and put_row(samples.action, t + 1, action)):
+                write_action(samples.action_rows[t + 1], action)
+                self.prev_action[...] = samples.action_rows[t + 1]
+            if self._has_agent_info or agent_info is not NO_AGENT_INFO:
+                self._agent_info_writer.write(t, agent_info)
+        except ColumnError as error:
+            raise self.envs.with_env_rank(error.column, error) from None
+        if self.on_step is not None:
+            self.tracker.set_agent_info(samples.agent_info[t])
+
+    def write_step(self, t: int) -> None:
+        """Second part of step t: write the environments' observations and rewards into row t + 1.
+
+        Afterwards `prev_reward` holds the rewards.
+        """
+        envs, reward, row = self.envs, self.samples.reward, t + 1
+        if not (put_row(self._unchecked, row, envs.observations) and put_row(reward, row, envs.rewards)):
+            envs.write_step(self._observations, reward, row)
+        if not put_row(self._prev_rewards, 0, self.samples.reward_rows[row]):
+            self.prev_reward[...] = reward[row]
+
+    def record_env_info(self, t: int) -> None:
+        """Write the chosen entries of the infos of step t. Does nothing if `env_info` was not asked for."""
+        if self._info_writer is not None:
+            try:
+                self._write_infos(self._info_writer, self.samples.env_info[t])
+            except ColumnError as error:
+                raise self.envs.with_env_rank(error.column, error) from None
+
+    def _write_infos(self, writer: InfoWriter, row: NamedArrays) -> None:
+        writer.write(row, self.envs.infos)
+
+    def record_episode_end(
+        self, t: int, column: int, observation: Any, reward: float, terminated: bool, truncated: bool
+    ) -> None:
+        """Column's episode ended at step t with `observation`: record flags, final observation and its value.
+
+        Call this before the environment or the agent is reset.
+        """
+        self._episode_ends.record(t, column, observation, reward, terminated, truncated)
+        if self.on_step is not None:
+            self.tracker.on_episode_end(self._first_t + t, column, observation)
+
+    def record_cut(self, t: int, column: int) -> None:
+        """Column's step t has no result, since its game has failed: its episode has ended with the step before, and
+        `valid[t]` is False. Its trajectory is dropped.
+
+        Call this before the agent is reset.
+        """
+        self.tracker.cut(column, self._episode_ends.cut(t, column), t)
+
+    def _write_values(self) -> None:
+        samples = self.samples
+        if samples.bootstrap_value is not None:
+            last = samples.observation[self.batch_T]
+            samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
+        if self._episode_ends.pending:
+            self._episode_ends.write_values()
+
+    def pull(self, version: int = 0) -> int:
+        """The agent gets the newest published parameters, or this version of them. Returns their version."""
+        return self.agent.runtime.pull_shared_memory(version)
+
+    def note_version(self, version: int) -> None:
+        """Record which version of the parameters has acted in this batch."""
+        self.samples.policy_version[...] = version
+
+
+class Desk(_Recording):
     """Acts for the seats of one policy, and records them.
 
     The agent acts for idle seats too, and their actions and `agent_info` are then set to zero. So the random numbers
@@ -33,7 +208,7 @@ class Desk(Collector):
 
     envs: SeatColumns
 
-    def __init__(self, parts: CollectorParts, who: int = 0, *, evaluates: bool = False) -> None:
+    def __init__(self, parts: DeskParts, who: int = 0, *, evaluates: bool = False) -> None:
         """`who` is the policy's index + 1 where there are several, else 0."""
         super().__init__(parts)
         self._evaluates = evaluates
@@ -44,9 +219,6 @@ class Desk(Collector):
         self._random_mask = self._mask or mask_in(self.envs.observation_space, self.envs.action_space)
         self._t = -1  # the row that is stepped; -1 outside a batch
         self._changed: list[int] = []  # columns that have joined or ended in this row
-
-    def collect_batch(self, itr: int) -> None:
-        raise ConfigError("a Desk is one part of a LockStepCollector, which collects the batch")
 
     # ---- a time step -----------------------------------------------------------------------
 
@@ -302,7 +474,7 @@ class LockStepCollector:
 
     def _check_observations(self, e: int) -> None:
         for columns, column in self.games.acting(e):
-            columns.check_observation(column)
+            columns.check_column(column)
 
     def _make_random_steps(self, e: int, rng: np.random.Generator) -> None:
         """Step environment e by 0 to `max_decorrelation_steps` random joint actions."""

@@ -3,31 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-
-from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.buffers.samples import BatchColumns
 from penstock.collectors.lock_step import LockStepCollector
 from penstock.envs.seeding import eval_seed
 from penstock.workers.control import Phase
-
-_MOST_ROWS, _MOST_BYTES = 128, 1 << 22  # of the rows that are collected before their trajectories are sent
-_NEEDED = ("observation", "action", "reward", "terminated", "truncated", "done", "valid", "prev_done", "agent_info")
-
-
-def eval_columns(layout: NamedArrays, batch_T: int, n_columns: int) -> BatchColumns:
-    """Memory for a few rows of an evaluation, in the structure of a policy's arrays with `batch_T` rows."""
-    kept = NamedArrays({name: layout[name] for name in _NEEDED})
-    row_bytes = sum(leaf[0, :1].nbytes for _, leaf in kept.leaves()) * n_columns
-    n_rows = max(1, min(_MOST_ROWS, _MOST_BYTES // max(1, row_bytes)))
-
-    def rows(leaf: Any) -> Any:  # some have batch_T + 1 rows
-        return np.zeros((n_rows + len(leaf) - batch_T, n_columns, *leaf.shape[2:]), leaf.dtype)
-
-    arrays = {name: map_leaves(rows, field) for name, field in kept.items()}
-    return BatchColumns(NamedArrays(arrays, policy_version=np.zeros(n_columns, np.int64)), slice(None))
 
 
 class SeatEvalCollector:

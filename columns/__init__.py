@@ -1,6 +1,17 @@
 """One worker's environments of any kind, stepped: single ones, batched ones, and seats in lock-step or in turns."""
 
-from penstock.columns.interface import EnvBatch
-from penstock.columns.single_columns import EnvColumns
+from penstock.columns.batched_columns import BatchedColumns
+from penstock.columns.interface import Columns, End, EpisodeEnds, Events, PolicyColumns, PolicyEvents, Start
+from penstock.columns.single_columns import SingleColumns
 
-__all__ = ["EnvBatch", "EnvColumns"]
+__all__ = [
+    "BatchedColumns",
+    "Columns",
+    "End",
+    "EpisodeEnds",
+    "Events",
+    "PolicyColumns",
+    "PolicyEvents",
+    "SingleColumns",
+    "Start",
+]

@@ -14,11 +14,20 @@ from gymnasium.vector.utils import iterate
 
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.tree import map_tree, tree_leaves
-from penstock.columns.interface import EnvBatch, EpisodeEndHook, EpisodeEnds, StepHook, snapshot
+from penstock.columns.interface import (
+    Columns,
+    EpisodeEnds,
+    Events,
+    PolicyColumns,
+    PolicyEvents,
+    Start,
+    StepHook,
+    snapshot,
+)
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, require_info, step_values
 from penstock.envs.direct_steps import step_into_of, with_observation
 from penstock.envs.examples import example_of
-from penstock.envs.infos import element, info_of
+from penstock.envs.infos import InfoWriter, element, info_of
 from penstock.envs.rows import ColumnError, arrays_like, as_dtype, write_row
 from penstock.errors import ConfigError, SpaceError
 from penstock.workers.control import Phase, Progress
@@ -35,28 +44,31 @@ SeedForm = Callable[[Sequence[int | None]], Any]
 #: How `reset` may take one seed per column. The list is Gymnasium's form, and the only one that an `AsyncVectorEnv`
 #: survives: it ends at a refusal.
 _PER_COLUMN: tuple[SeedForm, ...] = (list, _small, lambda seeds: _small(seeds).tolist())
+_NOBODY: Any = ((),)
 #: How it may take one number for all columns.
 _FOR_ALL: tuple[SeedForm, ...] = (lambda seeds: int(_small(seeds)[0]),)
 REFUSALS = (TypeError, ValueError, OverflowError, AssertionError, gym.error.Error)
 
 
-class VectorColumns(EnvBatch):
+class BatchedColumns(PolicyColumns, Columns):
     """One batched environment, with its current observations and the rewards of its last step.
 
     `reset` gets one seed per column: a list, or what the environment accepts in its place, an int64 array or a list of
-    values below 2^31. An environment that accepts only one number gets the first seed. A parked column is stepped with
-    the others, and its results are ignored.
+    values below 2^31. An environment that accepts only one number gets the first seed. An idle column is stepped with
+    the others, and its results are ignored. The mode of autoreset shows only here.
     """
+
+    can_step_one = False
 
     def __init__(
         self, env: VectorEnv[Any, Any, Any], env_ranks: Sequence[int], progress: Progress, checks: Checks = NO_CHECKS
     ) -> None:
         self.env, self.env_ranks, self.progress = env, env_ranks, progress
         self.checks = checks
-        self.envs = [env]
-        self.observation_space, self._action_space = env.single_observation_space, env.single_action_space
+        self.envs, self.policies = [env], (self,)
+        self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
         mode = _mode_of(env)
-        self._resets_at_once, self.resets_late = mode is AutoresetMode.SAME_STEP, mode is AutoresetMode.NEXT_STEP
+        self._resets_at_once, self._resets_late = mode is AutoresetMode.SAME_STEP, mode is AutoresetMode.NEXT_STEP
         self._step_into = step_into_of(env, env_ranks[0])
         self._as_taken: SeedForm | None = None  # one of _PER_COLUMN or _FOR_ALL, when it is known
         # Final observations are written into this row `[1, B, ...]`, which checks and casts them.
@@ -67,17 +79,21 @@ class VectorColumns(EnvBatch):
         self.observations: Any = None  #: as the environment batches them
         self.rewards: Any = np.zeros(len(env_ranks))
         self.infos: Mapping[str, Any] = {}  #: as Gymnasium batches them
-        self.parked: list[int] = []
-        self.resetting: list[int] = []
-        self._kept_parked: list[int] = []  # the columns that stay parked until `unpark_all`
+        self.waiting: list[int] = []
+        self.idle: list[int] = []
+        self._was_idle = self.idle  # in the last step
+        self._resetting: list[int] = []  # the columns that the next step only resets (`AutoresetMode.NEXT_STEP`)
+        self._own = PolicyEvents()
+        self._events = Events([], (self._own,))
 
-    def __getitem__(self, column: int) -> Any:
-        raise ConfigError("a batched environment has no single environments: self.envs.env is all of them")
+    def columns_of(self, e: int) -> Sequence[Sequence[int]]:
+        return ((e,),)
 
     # ---- resets ----------------------------------------------------------------------------
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:
-        began = self.enter(Phase.RESETTING, 0)
+        began = self.progress.enter(Phase.RESETTING)
+        self.progress.at_env(self.env_ranks[0])
         if all(seed is None for seed in seeds):
             result = self._reset(None)
         elif self._as_taken is None:
@@ -130,73 +146,74 @@ class VectorColumns(EnvBatch):
             return form
         return None
 
-    def reset_one(self, column: int, seed: int | None = None) -> Any:
-        self.reset_columns([column])
-        return element(self.observations, column)
+    def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
+        """See `Columns`. With `starts`, `envs` are all rows: the environment gets all seeds in one call."""
+        if starts is not None:
+            self.waiting = []
+            self.reset_all([start.seed for start in starts])
+            return (envs,)
+        self._reset_columns(envs)
+        return _NOBODY if self._resets_at_once or self._resets_late else (envs,)
 
-    def reset_columns(self, columns: Sequence[int] | npt.NDArray[Any]) -> None:
+    def _reset_columns(self, columns: Sequence[int]) -> None:
         """Start the next episodes of `columns` with one call, unless the environment resets itself."""
-        if self._resets_at_once or self.resets_late:
+        if self._resets_at_once or self._resets_late or not columns:
             return
-        began = self.enter(Phase.RESETTING, columns[0])
+        began = self.progress.enter(Phase.RESETTING)
+        self.progress.at_env(self.env_ranks[columns[0]])
         mask = np.zeros(len(self), np.bool_)
         mask[columns] = True
         self.observations, _ = self.env.reset(options={"reset_mask": mask})
         self.progress.add_resetting_since(began)
+        self.progress.words[Progress.PHASE] = Progress.IS_STEPPING
 
-    def park(self, column: int) -> None:
-        self._kept_parked.append(column)
-        self._note_resetting(self.resetting)
-        self.reset_one(column)  # it is stepped with the others, so it must not stay at an episode's end
-
-    def unpark_all(self) -> None:
-        self._kept_parked = []
-        self._note_resetting(self.resetting)
+    def park(self, envs: Sequence[int]) -> None:
+        self.waiting = sorted({*self.waiting, *envs})
+        self._note_resetting(self._resetting)
+        self._reset_columns(envs)  # they are stepped with the others, so they must not stay at an episode's end
 
     def _note_resetting(self, columns: list[int]) -> None:
-        self.resetting, self.parked = columns, sorted({*self._kept_parked, *columns})
+        self._resetting, self.idle = columns, sorted({*self.waiting, *columns})
 
     # ---- steps -----------------------------------------------------------------------------
 
-    def step(
-        self,
-        action_row: ArrayTree,
-        on_episode_end: EpisodeEndHook,
-        on_step: StepHook | None = None,
-        into: tuple[Any, int] | None = None,
-    ) -> None:
-        ends = self.step_rows(action_row, on_step, into)
-        if ends is None:
-            return
-        if self.info_writer is not None:  # copies, since a reset may change them
-            self.infos = map_tree(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, self.infos)
-        for b, observation, reward in zip(ends.columns.tolist(), ends.each(), ends.reward.tolist(), strict=True):
-            on_episode_end(b, observation, reward, bool(ends.terminated[b]), bool(ends.truncated[b]))
-        self.progress.words[Progress.PHASE] = Progress.IS_STEPPING
-
-    def step_rows(
-        self, action_row: ArrayTree, on_step: StepHook | None = None, into: tuple[Any, int] | None = None
-    ) -> EpisodeEnds | None:
-        """Step all columns with one call. Returns the episodes that ended, or None; then call `reset_columns`.
+    def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
+        """See `Columns`: all rows are stepped with one call.
 
         Raises `SpaceError` for an environment that ended without a final observation, or with one that does not fit.
         """
+        joined, self._was_idle = self._resetting, self.idle  # NEXT_STEP: this step only resets them
+        ends = self._step_rows(actions[0], None if row is None or self.into is None else (self.into, row))
+        if ends is None and not joined:
+            return None
+        own = self._own
+        own.ends, own.joined = ends, joined
+        if ends is None:
+            self._events.over = own.ended = []
+            return self._events
+        self._events.over, own.ended = ends.columns.tolist(), ends.columns
+        if self._resets_at_once:
+            own.joined = self._events.over
+        return self._events
+
+    def _step_rows(self, action_row: ArrayTree, into: tuple[Any, int] | None) -> EpisodeEnds | None:
         self.progress.at_env(self.env_ranks[0])
-        actions = snapshot(arrays_like(self._action_space, action_row))
+        on_step = self.on_step
+        actions = snapshot(arrays_like(self.action_space, action_row))
         # Copies, because the environment may reuse its observations and actions.
         before = (snapshot(self.observations), snapshot(actions)) if on_step is not None else None
         terminated, truncated = self.advance(actions, into)
-        done, ended_parked = np.logical_or(terminated, truncated), []
-        if self.parked:  # their results are ignored
-            ended_parked = [b for b in self.parked if done[b]]
+        done, ended_idle = np.logical_or(terminated, truncated), []
+        if self.idle:  # their results are ignored
+            ended_idle = [b for b in self.idle if done[b]]
             self.rewards = np.array(self.rewards)  # a copy, since the array is the environment's
-            self.rewards[self.parked], done[self.parked] = 0, False
+            self.rewards[self.idle], done[self.idle] = 0, False
         if on_step is not None and before is not None:
             self._call_on_step(on_step, *before, terminated, truncated)
         ends = self._ends(done, terminated, truncated) if done.any() else None
-        if ended_parked:
-            self.reset_columns(ended_parked)
-        if self.resets_late and (ends is not None or self.resetting):
+        if ended_idle:
+            self._reset_columns(ended_idle)
+        if self._resets_late and (ends is not None or self._resetting):
             self._note_resetting([] if ends is None else ends.columns.tolist())
         return ends
 
@@ -225,15 +242,19 @@ class VectorColumns(EnvBatch):
         each_action = list(iterate(self.env.action_space, actions))
         rewards = self.rewards
         for b, observation in enumerate(iterate(self.env.observation_space, before)):
-            if b not in self.parked:
+            if b not in self.idle:
                 info = info_of(self.infos, b)
                 on_step(b, observation, each_action[b], rewards[b], bool(terminated[b]), bool(truncated[b]), info)
 
     def _ends(self, done: npt.NDArray[Any], terminated: npt.NDArray[Any], truncated: npt.NDArray[Any]) -> EpisodeEnds:
-        columns = done.nonzero()[0]
-        final = self.infos.get("final_obs") if self._resets_at_once else self.observations
-        rows = self.final_rows(columns, final)
-        return EpisodeEnds(done, terminated, truncated, columns, np.asarray(self.rewards)[columns], rows, final)
+        ends = EpisodeEnds()
+        ends.done, ends.terminated, ends.truncated, ends.columns = done, terminated, truncated, done.nonzero()[0]
+        ends.final = self.infos.get("final_obs") if self._resets_at_once else self.observations
+        ends.reward, ends.observation = (
+            np.asarray(self.rewards)[ends.columns],
+            self.final_rows(ends.columns, ends.final),
+        )
+        return ends
 
     def final_rows(self, columns: npt.NDArray[Any], final: Any) -> Any:
         """The final observations of `columns`, checked, as they are recorded `[k, ...]`."""
@@ -296,8 +317,13 @@ class VectorColumns(EnvBatch):
                 f"the reward of env_rank {self.env_ranks[column]} must be finite (check_finite=True), got {row[column]}"
             )
 
-    def check_final(self, column: int, observation: object) -> None:
-        """`step` has checked it."""
+    def write_infos(self, writer: InfoWriter, row: Any) -> None:
+        writer.write_batched(row, self.infos, len(self))
+        if self._was_idle:
+            row[self._was_idle] = 0
+
+    def blank_idle(self, row: Any) -> None:
+        row[self.idle] = 0
 
 
 def _mode_of(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:

@@ -48,21 +48,16 @@ class EpisodeRecorder:
 
     # ---- before the first batch ------------------------------------------------------------
 
-    def plan_steps(self, column: int, actions: ArrayTree | None, n: int) -> None:
-        """The environment is about to make `n` random steps with these `actions` `[n, ...]`. None: `plan_next` tells
-        each of them, because it depends on the observation."""
+    def plan_steps(self, column: int, n: int) -> None:
+        """The environment is about to make `n` random steps."""
         first = self._position - n
-        if actions is not None:
-            self._log.write(self._columns.start + column, first, actions, None)
         self._words[column, START], self._words[column, AT] = first, first - 1
 
-    def plan_next(self, column: int, action: ArrayTree) -> None:
-        """The next of these steps has this `action` `[1, ...]`."""
-        self._log.write(self._columns.start + column, int(self._words[column, AT]) + 1, action, None)
-
-    def begin_step(self, column: int) -> None:
-        """The next of these steps begins."""
-        self._words[column, AT] += 1
+    def begin_step(self, column: int, actions: Any) -> None:
+        """The next of these steps begins, with column's part of `actions` `[B, ...]`."""
+        words = self._words[column]
+        self._log.write(self._columns.start + column, int(words[AT]) + 1, actions[column : column + 1], None)
+        words[AT] += 1
 
     def end_step(self, column: int, reward: float) -> None:
         """This step has returned `reward`."""

@@ -1,12 +1,17 @@
-"""The environments of one worker's columns, as collectors use them: single ones or one batched environment."""
+"""One worker's environments, as collectors use them: what steps and resets them, and what a step has done.
+
+An *environment* is what is reset, seeded and counted: a single environment, a row of a batched one, or a game. A
+*column* is a seat in it, and has cells in the batch. With one agent, both are the same. A column is *idle* if it does
+not act in the next step: its environment is parked, its agent is absent, or the next step only resets it.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -18,33 +23,30 @@ from penstock.envs.checks import Checks, check_row
 from penstock.envs.infos import InfoWriter, element
 from penstock.envs.rows import ColumnError, arrays_like, write_cell
 from penstock.errors import SpaceError
-from penstock.workers.control import Phase, Progress
+from penstock.workers.control import Progress
+
+if TYPE_CHECKING:
+    from penstock.columns.episodes import EpisodeRecorder
 
 #: Called for column b after each environment step: (b, observation acted on, action, reward,
 #: terminated, truncated, info). Observation and action are copies made before the step.
 StepHook = Callable[[int, Any, Any, Any, bool, bool, dict[str, Any]], None]
-#: Called when column b's episode ends: (b, final observation, reward, terminated, truncated). Returns the observation
-#: that column b has next.
-EpisodeEndHook = Callable[[int, Any, Any, bool, bool], Any]
+
+#: The end of an episode in one column: (column, final observation, reward, terminated, truncated).
+End = tuple[int, Any, float, bool, bool]
 
 
-def snapshot(value: object, other: Callable[[Any], Any] = copy.deepcopy) -> Any:
-    """A deep copy of an observation or action, whose arrays the environment may reuse. `other` copies what is no array,
-    dict, tuple or tensor."""
-    if value.__class__ is np.ndarray:
-        return value.copy()
-    if value.__class__ is dict:
-        return {key: snapshot(part, other) for key, part in value.items()}
-    if value.__class__ is tuple:
-        return tuple(snapshot(part, other) for part in value)
-    if hasattr(value, "clone"):  # a tensor, of which not each can be copied in another way
-        return value.clone()
-    return other(value)
+class Start(NamedTuple):
+    """How an environment begins again."""
+
+    seed: int | None = None  #: for `env.reset`; None: not given
+    options: dict[str, Any] | None = None  #: for `env.reset`; None: not given
 
 
-@dataclass(frozen=True)
 class EpisodeEnds:
     """The episodes that ended in one step of a batched environment."""
+
+    __slots__ = ("columns", "done", "final", "observation", "reward", "terminated", "truncated")
 
     done: npt.NDArray[np.bool_]  #: `[B]`
     terminated: npt.NDArray[np.bool_]  #: `[B]`
@@ -57,6 +59,153 @@ class EpisodeEnds:
     def each(self) -> list[Any]:
         """The final observations one by one, in the environment's own structure."""
         return [element(self.final, b) for b in self.columns.tolist()]
+
+
+class PolicyEvents:
+    """What one step has done to the columns of one policy. Columns are indices, ascending.
+
+    A column that has ended, or was cut, is idle until it joins again. It may join in the same step.
+    """
+
+    __slots__ = ("cut", "ended", "ends", "joined")
+
+    ended: Any  #: the columns whose episode has ended: a list or an array
+    ends: Any  #: how: a list of `End`, or `EpisodeEnds`; None: nothing has ended
+    joined: Sequence[int]  #: the columns in which an episode begins with this step's observation
+    cut: Sequence[int]  #: the columns whose game has failed: this step has no result
+
+    def __init__(self, ended: Any = None, ends: Any = None, joined: Sequence[int] = (), cut: Sequence[int] = ()) -> None:
+        self.ended, self.ends, self.joined, self.cut = [] if ended is None else ended, ends, joined, cut
+
+
+class Events:
+    """What one step has done. Columns use one object for all steps: who keeps it must copy it."""
+
+    __slots__ = ("cut", "late", "over", "policies")
+
+    over: Any  #: the environments whose episode or game has ended: `reset` or `park` them before the next step
+    cut: Sequence[int]  #: those of them whose game has failed
+    policies: Sequence[PolicyEvents]  #: one for each policy
+    late: Sequence[tuple[int, float]]  #: pairs (environment, reward): rewards for agents that do not act
+
+    def __init__(
+        self,
+        over: Any,
+        policies: Sequence[PolicyEvents],
+        cut: Sequence[int] = (),
+        late: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        self.over, self.policies, self.cut, self.late = over, policies, cut, late
+
+
+class PolicyColumns:
+    """The columns `[B]` of one policy in one worker: what a recorder reads and writes.
+
+    Raises `SpaceError`, with the field and the env_rank, for data that do not fit. `arrays` are arrays `[T, B, ...]`,
+    nested as `arrays_like` returns them.
+    """
+
+    env_ranks: Sequence[Any]  #: of the columns, ascending; as text, that of a seat names its agent too
+    observation_space: gym.Space[Any]  #: of one column
+    action_space: gym.Space[Any]
+    checks: Checks  #: the optional checks to make
+    observations: Any  #: the current ones: a list of elements, or a batch; zero where idle
+    rewards: Any  #: those of the last step: a list or an array; zero where idle, from the row after the end on
+    infos: Any  #: of the last step, if `watch` has asked for them
+    idle: list[int]  #: the columns that do not act in the next step, ascending
+    progress: Progress
+    on_step: StepHook | None = None
+    keep_infos = False
+    into: Any = None
+
+    def __len__(self) -> int:
+        return len(self.env_ranks)
+
+    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any) -> None:
+        """Call `on_step` after each step of a column. With `keep_infos`, keep the infos of each step. Environments with
+        `step_into` write their observations into `into`, which is nested as `arrays_like` returns it."""
+        self.on_step, self.keep_infos, self.into = on_step, keep_infos, into
+
+    def write_observations(self, row: Any) -> None:
+        """Write the current observations into `row` `[B, ...]`, as the samples record observations."""
+        self._write_row(arrays_like(self.observation_space, row[np.newaxis]), 0)
+
+    def write_rewards(self, row: Any) -> None:
+        """Write the rewards of the last step into `row` `[B]`."""
+
+    def write_step(self, arrays: Any, rewards: Any, t: int) -> None:
+        """Write the current observations into row t of `arrays`, and the rewards into row t of `rewards` `[T, B]`."""
+        self._write_row(arrays, t)
+        self.write_rewards(rewards[t])
+
+    def write_final(self, arrays: Any, t: int, column: int, observation: Any) -> None:
+        """Write the final observation of column's episode into `[t, column]`."""
+        self._write_one(arrays, t, column, observation, "the final observation")
+
+    def write_infos(self, writer: InfoWriter, row: Any) -> None:
+        """Write the entries of the infos of the last step into `row` `[B, ...]`."""
+
+    def blank_idle(self, row: Any) -> None:
+        """The row `[B, ...]` of observations is written, or there is none (None): from now on the rewards of idle
+        columns are zero."""
+
+    def check_final(self, column: int, observation: Any) -> None:
+        """Raise `SpaceError` unless the final observation of column's episode fits its space."""
+
+    def check_column(self, column: int) -> None:
+        """Raise `SpaceError` unless column's current observation and reward fit."""
+
+    def _write_row(self, arrays: object, t: int) -> None:
+        """Write the current observations into row t."""
+
+    def _write_one(self, arrays: object, t: int, column: int, observation: object, name: str) -> None:
+        try:
+            write_cell(arrays, t, column, observation, name)
+            if self.checks:
+                cells = map_tree(lambda array: array[:, column : column + 1], arrays)
+                check_row(self.checks, self.observation_space, cells, t, [observation], name)
+        except ColumnError as error:
+            raise self.with_env_rank(column, error) from None
+
+    def with_env_rank(self, column: int, error: ColumnError) -> SpaceError:
+        """`error` with the column's env_rank, which is also written into the progress row."""
+        self.progress.at_env(self.env_ranks[column])
+        return error.with_env_rank(self.env_ranks[column])
+
+
+class Columns(ABC):
+    """One worker's environments, of any kind. The loops know nothing else of them.
+
+    Three rules: what has ended in row t is idle from row t + 1 on, until it joins. Columns never reset on their own
+    account: `Events.over` asks the loop. Final observations are valid until `reset`, so the loop records ends first.
+    """
+
+    envs: Sequence[Any]  #: what was built: for calls, attributes, videos
+    env_ranks: Sequence[int]  #: of the environments `[E]`
+    policies: Sequence[PolicyColumns]  #: the columns of each policy that plays here
+    waiting: list[int]  #: environments that are parked, ascending
+    progress: Progress
+    can_step_one = True  #: whether an environment can be stepped, and reset with a seed, without the others
+    keeps_seeds = False  #: whether an environment that was built again gets the seed of its `Start`
+    episodes: EpisodeRecorder | None = None  #: numbers and seeds the episodes, and keeps their actions; None: no need
+
+    @abstractmethod
+    def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
+        """Begin episodes in `envs`, ascending. Returns the columns that join, for each policy. An environment that
+        resets itself is left alone, unless there are `starts`."""
+
+    @abstractmethod
+    def park(self, envs: Sequence[int]) -> None:
+        """These environments are over: leave them, idle, until `reset`."""
+
+    @abstractmethod
+    def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
+        """Step each environment that is not parked, or only `which`. `actions` has a row `[B, ...]` for each policy.
+        With `row`, environments may write into this row of `into`. Returns None if nothing has ended or joined."""
+
+    @abstractmethod
+    def columns_of(self, e: int) -> Sequence[Sequence[int]]:
+        """The columns of environment e, for each policy."""
 
 
 class Returned:
@@ -108,131 +257,42 @@ class Returned:
         return False
 
 
-class EnvBatch(Protocol):
-    """What `EnvColumns` (single environments) and `VectorColumns` (one batched environment) have in common.
-
-    `SeatColumns` only records: `Games` resets and steps its environments. So the methods for that have a body here.
-
-    Raises `SpaceError`, with the field and the env_rank, for data that do not fit. `arrays` are arrays `[T, B, ...]`,
-    nested as `arrays_like` returns them.
-    """
-
-    envs: Sequence[Any]  #: the environments that were built
-    env_ranks: Sequence[int]  #: the env_ranks of the columns, ascending
-    observation_space: gym.Space[Any]  #: the observation space of one environment
-    checks: Checks  #: the optional checks to make
-    parked: list[int]  #: the columns that `step` ignores, ascending
-    resetting: Sequence[int] = ()  #: the parked columns that the next `step` resets (`AutoresetMode.NEXT_STEP`)
-    info_writer: InfoWriter | None = None  #: writes the infos that `step` leaves in `infos`; None: nobody needs them
-    observations: Any  #: the current observations: a list of elements, or a batch
-    rewards: Any  #: the rewards of the last step `[B]`: a list or an array
-    infos: Any  #: the infos of the last step
-    progress: Progress
-
-    def __len__(self) -> int:
-        return len(self.env_ranks)
-
-    def __getitem__(self, column: int) -> Any:
-        """The environment of this column, to read or set its attributes. Step it with `step`."""
-        return self.envs[column]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[column] for column in range(len(self)))
-
-    def enter(self, phase: Phase, column: int) -> int:
-        """Write the phase and this column's env_rank into the progress row. Returns `time.monotonic_ns()`."""
-        self.progress.at_env(self.env_ranks[column])
-        return self.progress.enter(phase)
-
-    def reset_all(self, seeds: Sequence[int | None]) -> None:
-        """Reset every environment, each with its seed if it has one."""
-        return None
-
-    def reset_one(self, column: int, seed: int | None = None) -> Any:
-        """Reset one environment, unless it resets itself. Returns its first observation. Batched ones take no seed."""
-        return None
-
-    def park(self, column: int) -> None:
-        """Park this column: from the next `step` on it is ignored, and its reward is zero."""
-        return None
-
-    def unpark_all(self) -> None:
-        """Use every column again."""
-        return None
-
-    def step(
-        self,
-        action_row: Any,
-        on_episode_end: EpisodeEndHook,
-        on_step: StepHook | None = None,
-        into: tuple[Any, int] | None = None,
-    ) -> None:
-        """Step every column that is not parked with its action of `action_row` `[B, ...]`.
-
-        `into` is `(arrays, t)`: environments with `step_into` write their observations into row t of `arrays`. Without
-        it, their `step` is called.
-        """
-        return None
-
-    def write_observations(self, row: Any) -> None:
-        """Write the current observations into `row` `[B, ...]`, as the samples record observations."""
-        self._write_row(arrays_like(self.observation_space, row[np.newaxis]), 0)
-
-    def write_rewards(self, row: Any) -> None:
-        """Write the rewards of the last step into `row` `[B]`."""
-
-    def write_step(self, arrays: Any, rewards: Any, t: int) -> None:
-        """Write the current observations into row t of `arrays`, and the rewards into row t of `rewards` `[T, B]`."""
-        self._write_row(arrays, t)
-        self.write_rewards(rewards[t])
-
-    def write_final(self, arrays: Any, t: int, column: int, observation: Any) -> None:
-        """Write the final observation of column's episode into `[t, column]`."""
-        self._write_one(arrays, t, column, observation, "the final observation")
-
-    def check_final(self, column: int, observation: Any) -> None:
-        """Raise `SpaceError` unless the final observation of column's episode fits its space."""
-
-    def _write_row(self, arrays: object, t: int) -> None:
-        """Write the current observations into row t."""
-
-    def _write_one(self, arrays: object, t: int, column: int, observation: object, name: str) -> None:
-        try:
-            write_cell(arrays, t, column, observation, name)
-            if self.checks:
-                cells = map_tree(lambda array: array[:, column : column + 1], arrays)
-                check_row(self.checks, self.observation_space, cells, t, [observation], name)
-        except ColumnError as error:
-            raise self.with_env_rank(column, error) from None
-
-    def with_env_rank(self, column: int, error: ColumnError) -> SpaceError:
-        """`error` with the column's env_rank, which is also written into the progress row."""
-        self.progress.at_env(self.env_ranks[column])
-        return error.with_env_rank(self.env_ranks[column])
+def snapshot(value: object, other: Callable[[Any], Any] = copy.deepcopy) -> Any:
+    """A deep copy of an observation or action, whose arrays the environment may reuse. `other` copies what is no array,
+    dict, tuple or tensor."""
+    if value.__class__ is np.ndarray:
+        return value.copy()
+    if value.__class__ is dict:
+        return {key: snapshot(part, other) for key, part in value.items()}
+    if value.__class__ is tuple:
+        return tuple(snapshot(part, other) for part in value)
+    if hasattr(value, "clone"):  # a tensor, of which not each can be copied in another way
+        return value.clone()
+    return other(value)
 
 
-def require_legal_actions(mask: ActionMask, observation: object, envs: EnvBatch) -> None:
+def require_legal_actions(mask: ActionMask, observation: object, columns: PolicyColumns) -> None:
     """Raise `SpaceError` with the env_rank if `observation` `[B, ...]` allows no action in a column that is not
-    parked."""
+    idle."""
     for column in np.flatnonzero(mask.has_none(observation)).tolist():
-        if column not in envs.parked:
-            raise no_legal_action(envs, column)
+        if column not in columns.idle:
+            raise no_legal_action(columns, column)
 
 
-def require_flags(mask: ActionMask, observation: object, envs: EnvBatch) -> None:
+def require_flags(mask: ActionMask, observation: object, columns: PolicyColumns) -> None:
     """Raise `SpaceError` with the env_rank if a mask in `observation` `[B, ...]` has other numbers than 0 and 1."""
     for column in np.flatnonzero(mask.has_others(observation)).tolist():
-        if column not in envs.parked:
-            raise not_flags(envs, column)
+        if column not in columns.idle:
+            raise not_flags(columns, column)
 
 
-def not_flags(envs: EnvBatch, column: int) -> SpaceError:
+def not_flags(columns: PolicyColumns, column: int) -> SpaceError:
     """The error for a mask with other numbers than 0 and 1."""
     problem = "must be 1 where an action is legal and 0 elsewhere, but has other numbers"
-    return envs.with_env_rank(column, ColumnError(column, "the action mask", problem))
+    return columns.with_env_rank(column, ColumnError(column, "the action mask", problem))
 
 
-def no_legal_action(envs: EnvBatch, column: int) -> SpaceError:
+def no_legal_action(columns: PolicyColumns, column: int) -> SpaceError:
     """The error for a mask without a legal action."""
     problem = "allows no action, but the episode has not ended: end the episode, or allow an action"
-    return envs.with_env_rank(column, ColumnError(column, "the action mask", problem))
+    return columns.with_env_rank(column, ColumnError(column, "the action mask", problem))

@@ -7,19 +7,16 @@ yet. `SeatColumns` has the seats of one policy. `Games` steps the environments, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
 
 from penstock.buffers.native import store_game_step
-from penstock.buffers.tree import map_tree
 from penstock.columns.interface import Returned, StepHook, snapshot
 from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import ListedColumns
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
-from penstock.envs.examples import example_of
-from penstock.envs.rows import action_splitter, arrays_like
 from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent, has_vanished
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase, Progress
@@ -44,16 +41,10 @@ class SeatColumns(ListedColumns):
         progress: Progress,
         checks: Checks = NO_CHECKS,
     ) -> None:
-        observation_space, self.action_space = spaces
-        super().__init__(env_ranks, observation_space, progress, checks)
-        self.split_actions = action_splitter(self.action_space)
+        super().__init__(env_ranks, spaces, progress, checks)
+        self.info_writer: Any = None
         #: The actions of all columns for the next step, as the environments get them.
         self.actions: Sequence[Any] = ()
-        #: An observation of zeros, as an environment would return it. Numbers are numbers, not arrays without a shape.
-        self.zero: Any = map_tree(
-            lambda array: array if array.ndim else array[()],
-            arrays_like(observation_space, example_of(observation_space)),
-        )
         self.observations = [self.zero] * len(env_ranks)
         self.parked = list(range(len(env_ranks)))
         self.on_join: Callable[[int], None] = lambda column: None
@@ -81,13 +72,17 @@ class SeatColumns(ListedColumns):
         for column in self.parked:
             self.rewards[column], self.infos[column] = 0.0, {}
 
-    def _write_row(self, arrays: object, t: int, skip: Collection[int] = ()) -> None:
-        super()._write_row(arrays, t, self.parked)
+    parked = property(lambda self: self.idle, lambda self, idle: setattr(self, "idle", idle))
+
+    def keep_info(self, column: int) -> None:
+        """Column's episode has ended: copy of its info what is written, since a reset may change it."""
+        if self.info_writer is not None:
+            self.infos[column] = self.info_writer.kept(self.infos[column])
 
     def check_late(self, column: int, reward: float) -> None:
         """With `check_finite`, raise `SpaceError` for a late reward that is NaN or inf."""
         if self.checks.check_finite and not math.isfinite(reward):
-            raise self._not_finite(column, reward)
+            raise self.not_finite(column, reward)
 
     def check_action(self, column: int) -> None:
         """Raise `SpaceError` unless the action of this column is in its space."""

@@ -1,9 +1,8 @@
-"""One worker's columns: what all of them record, and single environments, which are stepped row by row."""
+"""Single environments, which are stepped one after the other; and columns whose results are in lists."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from time import monotonic_ns
@@ -14,43 +13,66 @@ import numpy as np
 
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import step_ordinary
-from penstock.columns.episodes import EpisodeRecorder
-from penstock.columns.interface import EnvBatch, EpisodeEndHook, Returned, StepHook, snapshot
+from penstock.buffers.tree import map_tree
+from penstock.columns.interface import (
+    Columns,
+    End,
+    Events,
+    PolicyColumns,
+    PolicyEvents,
+    Returned,
+    Start,
+    StepHook,
+    snapshot,
+)
 from penstock.columns.renewal import Renewals
-from penstock.envs.checks import NO_CHECKS, Checks, check_row, checked_reset, checked_step, require_number
+from penstock.envs.checks import NO_CHECKS, Checks, check_row, checked_reset, checked_step, require_number, reset_with
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
 from penstock.envs.examples import example_of
+from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
 from penstock.envs.video import recorded
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Phase, Progress
 
 _IS_RESETTING = Progress.IS_RESETTING  # a local name is read faster
+_CUT = object()  # stands in the place of a final observation
+_START = Start()
 
 
-class ListedColumns(EnvBatch):
+class ListedColumns(PolicyColumns):
     """Columns whose observations, rewards and infos are in lists, with one entry for each column.
 
     Raises `SpaceError`, with the field and the env_rank, for data that do not fit their space or have a wrong type.
     """
 
     def __init__(
-        self, env_ranks: Sequence[int], observation_space: gym.Space[Any], progress: Progress, checks: Checks
+        self,
+        env_ranks: Sequence[int],
+        spaces: tuple[gym.Space[Any], gym.Space[Any]],
+        progress: Progress,
+        checks: Checks,
     ) -> None:
-        self.env_ranks, self.observation_space = env_ranks, observation_space
+        self.env_ranks, (self.observation_space, self.action_space) = env_ranks, spaces
         self.progress, self.checks, n = progress, checks, len(env_ranks)
-        example = map_leaves(lambda leaf: np.zeros((1, n, *leaf.shape), leaf.dtype), example_of(observation_space))
-        self._scratch = arrays_like(observation_space, example)  # for observations that are only checked
-        self.parked: list[int] = []
+        self.split_actions = action_splitter(self.action_space)
+        example = example_of(self.observation_space)
+        rows = map_leaves(lambda leaf: np.zeros((1, n, *leaf.shape), leaf.dtype), example)
+        self._scratch = arrays_like(self.observation_space, rows)  # for observations that are only checked
+        #: An observation of zeros, as an environment would return it. Numbers are numbers, not arrays without a shape.
+        self.zero: Any = map_tree(
+            lambda array: array if array.ndim else array[()], arrays_like(self.observation_space, example)
+        )
+        self.idle: list[int] = []
         self.observations: list[Any] = [None] * n
         self.rewards: list[Any] = [0.0] * n
-        self.infos: list[Any] = [{}] * n  # one per column; {} for a parked one
+        self.infos: list[Any] = [{}] * n  # {} for an idle one
 
-    def _write_row(self, arrays: object, t: int, skip: Collection[int] = ()) -> None:
-        """`skip`: see `check_row`."""
+    def _write_row(self, arrays: object, t: int) -> None:
         try:
             write_row(arrays, t, self.observations)
-            check_row(self.checks, self.observation_space, arrays, t, self.observations, skip=skip)
+            if self.checks:
+                check_row(self.checks, self.observation_space, arrays, t, self.observations, skip=self.idle)
         except ColumnError as error:
             raise self.with_env_rank(error.column, error) from None
 
@@ -73,7 +95,7 @@ class ListedColumns(EnvBatch):
             ) from None
         if self.checks.check_finite and not (finite := np.isfinite(row)).all():
             column = int(finite.argmin())
-            raise self._not_finite(column, self.rewards[column])
+            raise self.not_finite(column, self.rewards[column])
 
     def _numbers(self) -> Any:
         """The rewards as floats. Raises `SpaceError` for the first that is not a number."""
@@ -83,41 +105,46 @@ class ListedColumns(EnvBatch):
             numbers[b] = require_number(reward, self.env_ranks[b])
         return numbers
 
-    def _not_finite(self, column: int, reward: object) -> SpaceError:
+    def not_finite(self, column: int, reward: object) -> SpaceError:
+        """The error for a reward that is NaN or inf."""
         env_rank = self.env_ranks[column]
         self.progress.at_env(env_rank)
         return SpaceError(f"the reward of env_rank {env_rank} must be finite (check_finite=True), got {brief(reward)}")
 
-    def check_observation(self, column: int) -> None:
-        """Raise `SpaceError` unless column's current observation fits its space."""
+    def write_infos(self, writer: InfoWriter, row: Any) -> None:
+        writer.write(row, self.infos)
+
+    def blank_idle(self, row: Any) -> None:
+        for column in self.idle:
+            self.rewards[column], self.infos[column] = 0.0, {}
+
+    def check_column(self, column: int) -> None:
+        if self.checks.check_finite and not np.isfinite(self.rewards[column]):
+            raise self.not_finite(column, self.rewards[column])
         self._write_one(self._scratch, 0, column, self.observations[column], "observation")
 
     def check_final(self, column: int, observation: Any) -> None:
         self.write_final(self._scratch, 0, column, observation)
 
-    def keep_info(self, column: int) -> None:
-        """Column's episode has ended: copy of its info what is written, since a reset may change it."""
-        if self.info_writer is not None:
-            self.infos[column] = self.info_writer.kept(self.infos[column])
+    def require_action(self, column: int, action: object) -> None:
+        """With `debug`, raise `SpaceError` unless `action` is in its space."""
+        if not self.action_space.contains(action):
+            self.progress.at_env(self.env_ranks[column])
+            raise SpaceError(
+                f"the action of env_rank {self.env_ranks[column]} must be in {self.action_space} (debug=True), "
+                f"got {brief(action)}"
+            )
 
 
-class EnvColumns(ListedColumns):
-    """The single environments of some columns, with their current observations and the rewards of their last step.
-
-    `step` advances all of them by one time step, and calls an `EpisodeEndHook` where an episode ends.
+class SingleColumns(ListedColumns, Columns):
+    """Single environments: each is one column, so these are the columns of the only policy too. See `Columns`.
 
     With `flatten_wrappers`, the wrappers that `gym.make` adds are stepped without their Python functions.
-    `episodes`, if there is one, gives every reset its seed.
     """
 
-    episodes: EpisodeRecorder | None = None
     renewals: Renewals | None = None
-    keeps_seeds = False  #: whether a new environment gets the seed that its reset was given
     #: What an environment raises whose game has failed; () if a failure is a failure of the worker.
     renewable: tuple[type[Exception], ...] = ()
-    #: Column's step has no result, since its game has failed: end its episode, call `renew`. Returns its next
-    #: observation.
-    on_cut: Callable[[int, Exception], Any]
 
     def __init__(
         self,
@@ -127,208 +154,197 @@ class EnvColumns(ListedColumns):
         checks: Checks = NO_CHECKS,
         flatten_wrappers: bool = True,
     ) -> None:
-        super().__init__(env_ranks, envs[0].observation_space, progress, checks)
-        self.envs = envs
-        self._step_of = flat_step_of if flatten_wrappers else attrgetter("step")
-        self._words = progress.words
-        self._loop_words = progress.loop_words
-        self._action_space = envs[0].action_space if checks.debug else None
-        self.split_actions = action_splitter(envs[0].action_space)
+        super().__init__(env_ranks, (envs[0].observation_space, envs[0].action_space), progress, checks)
+        self.envs: list[Any] = list(envs)
+        self.policies, self.waiting = (self,), list[int]()
+        self._step_of: Callable[[Any], Any] = flat_step_of if flatten_wrappers else attrgetter("step")
+        self._words, self._loop_words = progress.words, progress.loop_words
         # One tuple for each environment with all that the loop needs.
-        self._bound = self._active = [
-            (b, env_rank, self._step_of(env), step_into_of(env, env_rank))
-            for b, (env_rank, env) in enumerate(zip(env_ranks, envs, strict=True))
-        ]
+        self._bound = self._active = [self._entry(e) for e in range(len(envs))]
         n_stepped = sum(step_into is None for *_, step_into in self._bound)
         self._returned = Returned(n_stepped, always=checks.debug)
+        self._writes_in_place = n_stepped < len(envs)
         self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
-        self._writes_in_place = any(step_into is not None for *_, step_into in self._bound)
+        self._ends: list[End] = []
+        self._own = PolicyEvents()
+        self._events = Events([], (self._own,))
+        self._is_watched = self._is_special = False
+        self._set_waiting([])
+
+    def _entry(self, e: int) -> tuple[Any, ...]:
+        env, env_rank = self.envs[e], self.env_ranks[e]
+        return e, env_rank, self._step_of(env), step_into_of(env, env_rank)
+
+    def columns_of(self, e: int) -> Sequence[Sequence[int]]:
+        return ((e,),)
+
+    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any) -> None:
+        super().watch(on_step, keep_infos=keep_infos, into=into)
+        self._is_watched = on_step is not None or keep_infos
+        self._set_waiting(self.waiting)
 
     # ---- resets ----------------------------------------------------------------------------
 
-    def reset_one(self, column: int, seed: int | None = None) -> Any:
-        words, (_, env_rank, _, _) = self._words, self._bound[column]
+    def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
+        words = self._words
+        phase = words[PHASE]
+        for i, e in enumerate(envs):
+            self._reset_one(e, _START if starts is None else starts[i])
+        words[PHASE] = phase
+        if self.waiting:
+            self._set_waiting([e for e in self.waiting if e not in envs])
+        return (envs,)
+
+    def _reset_one(self, e: int, start: Start) -> None:
+        words, env_rank, (seed, options) = self._words, self.env_ranks[e], start
         words[PHASE], words[ENV_RANK] = _IS_RESETTING, env_rank
         words[HEARTBEAT] = began = monotonic_ns()
         if self._first_seeds:
-            seed = self._begin_again(column, seed)
+            seed = self._seed_after_renewal(e, seed)
         if self.episodes is not None:
-            seed = self.episodes.begin(column)
+            seed = self.episodes.begin(e)
         while True:
             try:
-                result: Any = self.envs[column].reset(seed=seed)
+                env: Any = self.envs[e]
+                result: Any = env.reset(seed=seed) if options is None else reset_with(env, seed, options)
                 break
             except self.renewable as error:
-                self.renew(column, error, is_cut=False)
-                new_seed = self._begin_again(column, seed)
+                self._renew(e, error, is_cut=False)
+                new_seed = self._seed_after_renewal(e, seed)
                 seed = new_seed if self.episodes is None else seed
         words[RESETTING] += monotonic_ns() - began
         if self.renewals is not None:
-            self.renewals.note_reset(column)
-        observation = self._returned.own(column, checked_reset(result, env_rank)[0], is_reset=True)
-        self.observations[column] = observation
-        return observation
+            self.renewals.note_reset(e)
+        self.observations[e] = self._returned.own(e, checked_reset(result, env_rank)[0], is_reset=True)
 
-    def reset_all(self, seeds: Sequence[int | None]) -> None:
-        for column, seed in enumerate(seeds):
-            self.reset_one(column, seed)
-            self.check_observation(column)
+    def _seed_after_renewal(self, e: int, seed: int | None) -> int | None:
+        """The seed of the next reset. The first one of a new environment waits for its game."""
+        if e in self._first_seeds:
+            self._words[PHASE] = Phase.RENEWING
+        first_seed = self._first_seeds.pop(e, seed)
+        return first_seed if seed is None or not self.keeps_seeds else seed
+
+    def park(self, envs: Sequence[int]) -> None:
+        self._set_waiting(sorted({*self.waiting, *envs}))
+        for e in envs:
+            self.observations[e] = self.zero
+
+    def _set_waiting(self, envs: list[int]) -> None:
+        self.waiting = self.idle = envs
+        self._is_special = self.on_step is not None or self.checks.debug or bool(envs)
+        self._active = [entry for entry in self._bound if entry[0] not in envs] if envs else self._bound
+
+    # ---- other environments ------------------------------------------------------------------
 
     @contextmanager
-    def recorded(self, column: int, folder: str, itr: int) -> Iterator[None]:
-        """While the context lasts, the environment of `column` is stepped and reset through a wrapper that records its
-        first episode as a video. See `penstock.envs.video`."""
-        bound, envs = self._bound, self.envs
-        _, env_rank, _, _ = bound[column]
-        renewable, self.renewable = self.renewable, ()  # a new environment would have no wrapper
-        with recorded(envs[column], folder, itr) as wrapper:
-            self.envs = [*envs[:column], wrapper, *envs[column + 1 :]]
-            self._bound = [*bound[:column], (column, env_rank, wrapper.step, None), *bound[column + 1 :]]
-            self.unpark_all()
+    def recorded(self, e: int, folder: str, itr: int) -> Iterator[None]:
+        """While the context lasts, environment e is stepped and reset through a wrapper that records its first episode
+        as a video. See `penstock.envs.video`."""
+        env, renewable, self.renewable = self.envs[e], self.renewable, ()  # a new environment would have no wrapper
+        with recorded(env, folder, itr) as wrapper:
+            self._use(e, wrapper, self.env_ranks[e], wrapper.step, None)
             try:
                 yield
             finally:
-                self._bound, self.envs, self.renewable = bound, envs, renewable
-                self.unpark_all()
+                self._use(e, env)
+                self.renewable = renewable
 
-    def replace_env(self, column: int, env: gym.Env[Any, Any], observation: Any) -> None:
-        """Use this environment from now on; `observation` is its last one. No column is parked."""
-        self._use(column, env)
-        self.observations[column] = observation
-        self.check_observation(column)
+    def replace_env(self, e: int, env: gym.Env[Any, Any], observation: Any) -> None:
+        """Use this environment from now on; `observation` is its last one. No environment is parked."""
+        self._use(e, env)
+        self.observations[e] = observation
+        self.check_column(e)
 
-    def _use(self, column: int, env: gym.Env[Any, Any]) -> None:
-        (_, env_rank, _, _), envs = self._bound[column], list(self.envs)
-        envs[column] = env
-        new = column, env_rank, self._step_of(env), step_into_of(env, env_rank)
+    def _use(self, e: int, env: Any, *entry: Any) -> None:
+        self.envs[e] = env
+        new = (e, *entry) if entry else self._entry(e)
         for entries in (self._bound, self._active):
-            for i, entry in enumerate(entries):
-                if entry[0] == column:
+            for i, old in enumerate(entries):
+                if old[0] == e:
                     entries[i] = new  # in place: `step` goes through this list
-        self.envs = envs
 
-    def renew(self, column: int, error: Exception, *, is_cut: bool = True) -> None:
-        """Column's game has failed with `error`: build its environment again. `reset_one` then gives it its seed."""
+    def _renew(self, e: int, error: Exception, *, is_cut: bool) -> None:
+        """The game of environment e has failed with `error`: build it again."""
         if self.renewals is None or self.renewals.is_exhausted:
             raise error
-        env, self._first_seeds[column] = self.renewals.renew(column, self.envs[column], error, is_cut=is_cut)
-        self._use(column, env)
-
-    def _begin_again(self, column: int, seed: int | None) -> int | None:
-        """The seed of the next reset. The first one of a new environment waits for its game."""
-        if column in self._first_seeds:
-            self._words[PHASE] = Phase.RENEWING
-        first_seed = self._first_seeds.pop(column, seed)
-        return first_seed if seed is None or not self.keeps_seeds else seed
-
-    def _cut(self, active: Sequence[Any], error: Exception) -> int:
-        """The step of the environment that the word ENV_RANK names has raised `error`. Returns the index in `active` of
-        the next one."""
-        if self.renewals is None or self.renewals.is_exhausted:
-            raise error
-        i = next(i for i, entry in enumerate(active) if entry[1] == self._words[ENV_RANK])
-        b = active[i][0]
-        self.observations[b], self.rewards[b], self.infos[b] = self.on_cut(b, error), 0.0, {}
-        self._words[PHASE] = Progress.IS_STEPPING
-        return i + 1
-
-    def park(self, column: int) -> None:
-        self.parked = sorted([*self.parked, column])
-        self._active = [bound for bound in self._active if bound[0] != column]
-
-    def unpark_all(self) -> None:
-        self.parked, self._active = [], self._bound
+        env, self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
+        self._use(e, env)
 
     # ---- steps -----------------------------------------------------------------------------
 
-    def step(  # noqa: C901 - it is called for each row
-        self,
-        action_row: Any,
-        on_episode_end: EpisodeEndHook,
-        on_step: StepHook | None = None,
-        into: tuple[Any, int] | None = None,
-    ) -> None:
-        """Step every environment with its action. `observations` and `rewards` then hold the results.
-
-        Almost all time that penstock needs per environment step is spent here. So values are only put into lists, and
-        `write_step` writes whole rows.
-        """
-        words, observations, rewards = self._loop_words, self.observations, self.rewards
-        is_watched = on_step is not None or self.info_writer is not None
-        actions = self.split_actions(action_row)
-        if on_step is not None:  # copies, because the environment may reuse its observations and actions
-            before, given = [snapshot(observation) for observation in observations], self.split_actions(action_row)
-        if self.parked or self._action_space is not None:
-            actions = self._select(actions)
-        outs = None if into is None or not self._writes_in_place else cells_of(*into, len(self.envs))
-        # A hook that parks a column replaces self._active, and not this list.
-        active, first = self._returned.steps(self._active) if self._returned.copies else self._active, 0
-        # step_ordinary returns at each step that needs a check or another hook. `first` says where to continue.
-        while True:
+    def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
+        """See `Columns`. Almost all time that penstock needs per environment step is spent here. So values are only put
+        into lists, and `write_step` writes whole rows."""
+        action_row, active, before, ends = actions[0], self._active, None, self._ends
+        if which is None:
+            each = self.split_actions(action_row)
+        else:
+            each, active = self.split_actions(action_row[which : which + 1]), [self._bound[which]]
+        if self._is_special:
+            if which is None and self.waiting:
+                each = [each[entry[0]] for entry in active]
+            before = self._look(active, each)
+        if self._returned.copies:
+            active = self._returned.steps(active)
+        outs = cells_of(self.into, row, len(self.envs)) if self._writes_in_place and row is not None else None
+        words, observations, rewards, first = self._loop_words, self.observations, self.rewards, 0
+        while True:  # step_ordinary returns at each step that needs a check or a hook
             try:
-                stop = step_ordinary(
-                    words, active, actions, outs, first, is_watched, observations, rewards, on_episode_end
-                )
+                stop = step_ordinary(words, active, each, outs, first, self._is_watched, observations, rewards, ends)
             except self.renewable as error:
                 first = self._cut(active, error)
                 continue
             if stop is None:
                 break
-            i, result = stop
-            b, env_rank, _, step_into = active[i]
-            if outs is not None and step_into is not None:
-                result = with_observation(outs[b], result, env_rank)
-            observation, reward, terminated, truncated, info = checked_step(result, env_rank)
-            if is_watched:
-                self.infos[b] = info
-                if on_step is not None:
-                    on_step(b, before[b], given[b], reward, terminated, truncated, info)
-            if terminated or truncated:
-                self.keep_info(b)
-                observation = on_episode_end(b, observation, reward, terminated, truncated)
-                self._words[PHASE] = Progress.IS_STEPPING  # the hook may have reset the environment
-            observations[b], rewards[b], first = observation, reward, i + 1
+            first = self._store(active, stop, outs, before)
         if self._returned.copies:
             self._returned.end_row()
+        return self._take_ends() if ends else None
 
-    def step_one(self, column: int, action: Any) -> tuple[Any, float, bool, bool, Any]:
-        """Step one environment with an action drawn at random, outside the loop over time.
+    def _look(self, active: Sequence[Any], each: Sequence[Any]) -> dict[int, tuple[Any, Any]] | None:
+        """Check the actions, and copy what the hook needs: the environment may reuse its observations and actions."""
+        if self.checks.debug:
+            for (e, *_), action in zip(active, each, strict=True):
+                self.require_action(e, action)
+        if self.on_step is None:
+            return None
+        pairs = zip(active, each, strict=True)
+        return {e: (snapshot(self.observations[e]), snapshot(action)) for (e, *_), action in pairs}
 
-        Returns observation, reward, terminated, truncated and info, all checked.
-        """
-        if self._action_space is not None:
-            self._check_action(column, action, "drawn at random")
-        _, env_rank, step, _ = self._bound[column]
-        result = self._returned.of_step(column, step, action)
+    def _store(self, active: Sequence[Any], stop: tuple[int, Any], outs: Any, before: Any) -> int:
+        """Check and store a step that is not ordinary. Returns the index in `active` of the next one."""
+        i, result = stop
+        e, env_rank, _, step_into = active[i]
+        if outs is not None and step_into is not None:
+            result = with_observation(outs[e], result, env_rank)
         observation, reward, terminated, truncated, info = checked_step(result, env_rank)
-        if self.checks.check_finite and not math.isfinite(reward):
-            raise self._not_finite(column, reward)
-        self.observations[column] = observation
+        if self._is_watched:
+            self.infos[e] = info
+        if before is not None and self.on_step is not None:
+            seen, action = before[e]
+            self.on_step(e, seen, action, reward, terminated, truncated, info)
         if terminated or truncated:
-            self.check_final(column, observation)
-        else:
-            self.check_observation(column)
-        return observation, reward, terminated, truncated, info
+            self._ends.append((e, observation, reward, terminated, truncated))
+        self.observations[e], self.rewards[e] = observation, reward
+        return i + 1
 
-    # ---- actions ---------------------------------------------------------------------------
+    def _cut(self, active: Sequence[Any], error: Exception) -> int:
+        """The step of the environment that the word ENV_RANK names has raised `error`: its game has failed. Returns the
+        index in `active` of the next one."""
+        i = next(i for i, entry in enumerate(active) if entry[1] == self._words[ENV_RANK])
+        e, phase = active[i][0], self._words[PHASE]
+        self._renew(e, error, is_cut=True)
+        self._ends.append((e, _CUT, 0.0, False, False))
+        self.rewards[e], self.infos[e], self._words[PHASE] = 0.0, {}, phase
+        return i + 1
 
-    def _select(self, actions: Sequence[Any]) -> Sequence[Any]:
-        """The actions of the columns that are not parked. Parked ones get a reward of zero."""
-        if self.parked:
-            actions = [actions[b] for b, *_ in self._active]
-            for b in self.parked:
-                self.rewards[b] = 0.0
-                self.infos[b] = {}
-        if self._action_space is not None:
-            for (column, *_), action in zip(self._active, actions, strict=True):
-                self._check_action(column, action, "given by the agent")
-        return actions
-
-    def _check_action(self, column: int, action: object, origin: str) -> None:
-        space = self._action_space
-        if space is not None and not space.contains(action):
-            self.progress.at_env(self.env_ranks[column])
-            raise SpaceError(
-                f"the action of env_rank {self.env_ranks[column]}, {origin}, must be in {space} (debug=True), "
-                f"got {brief(action)}"
-            )
+    def _take_ends(self) -> Events:
+        own, events, ends, self._ends = self._own, self._events, self._ends, []
+        events.over = own.ended = [ends[0][0]] if len(ends) == 1 else [end[0] for end in ends]
+        own.ends = ends
+        if self.renewals is not None:
+            events.cut = own.cut = [end[0] for end in ends if end[1] is _CUT]
+            if own.cut:
+                own.ends = [end for end in ends if end[1] is not _CUT]
+                own.ended = [end[0] for end in own.ends]
+        return events

@@ -205,7 +205,7 @@ class Experiment:
                 "another: use ParallelSampler or another sampler"
             )
         config = sampler.config
-        batched = config.collector_cls.batched
+        batched = config.batched
         factory = env_factories(config.env_fn, config.env_kwargs, config.batch_B)[0]
         view = partial(view_of, global_state=config.global_state)
         factory = replace(factory, as_seats=view).as_example(config.spaces)

@@ -58,7 +58,7 @@ class EnvFactory:
         if isinstance(env, VectorEnv):
             raise ConfigError(
                 f"the environment function returned a batched environment, {_describe(env)}. A sampler takes it with "
-                "collector_cls=VectorEnvCollector, a ShmVectorEnv with num_envs=n; both then call env_fn(num_envs=n) "
+                "batched=True, a ShmVectorEnv with num_envs=n; both then call env_fn(num_envs=n) "
                 "for a batch of n environments"
             )
         if self.as_seats is not None and (is_parallel(env) or is_in_turns(env)):
@@ -89,13 +89,13 @@ class EnvFactory:
             raise ConfigError(
                 f"env_fn raised TypeError: {error}. penstock calls env_fn(num_envs=n), which must return a "
                 "gymnasium.vector.VectorEnv of n environments. For an env_fn that returns a single environment, leave "
-                "collector_cls out, or give ShmVectorEnv a list of such functions"
+                "batched out, or give ShmVectorEnv a list of such functions"
             ) from error
         if not isinstance(env, VectorEnv) or env.num_envs != num_envs:
             raise ConfigError(
                 f"env_fn(num_envs={num_envs}) must return a gymnasium.vector.VectorEnv of {num_envs} environments, "
-                f"got {_describe(env)}. Where its columns belong together in groups of k, give a collector_cls with "
-                "rows_per_env = k, or a ShmVectorEnv rows_per_env=k"
+                f"got {_describe(env)}. Where its columns belong together in groups of k, give "
+                "rows_per_env=k"
             )
         return env
 
@@ -141,7 +141,7 @@ def _with_make_vec(factory: EnvFactory) -> EnvFactory | None:
     if spec.vector_entry_point is None:
         raise ConfigError(
             f"{spec.id} has no batched environment (the vector_entry_point of its registration): for single "
-            "environments, leave collector_cls out, or give ShmVectorEnv a list of ids"
+            "environments, leave batched out, or give ShmVectorEnv a list of ids"
         )
     make: Any = partial(gym.make_vec, spec, vectorization_mode="vector_entry_point")
     return replace(factory, fn=make, has_context=False)

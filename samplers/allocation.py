@@ -26,7 +26,6 @@ from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import layouts_of
 from penstock.collectors import (
     Collector,
-    EpisodeEvalCollector,
     EvalCollector,
     ResetCollector,
     TrajInfo,
@@ -148,11 +147,9 @@ def allocate(
         )
     difference = max((own for own in differences if own is not None), default=None)
     # Whole episodes need another collector, unless the user has chosen one.
-    counts_episodes = config.eval_episodes is not None and config.eval_collector_cls is EvalCollector
     program = SamplerProgram(
         agents=tuple(copies),
         config=replace(config, env_fn="", env_kwargs=None, eval_env_fn=None, eval_env_kwargs=None, env_info=False),
-        eval_collector_cls=EpisodeEvalCollector if counts_episodes else config.eval_collector_cls,
         traj_info_kwargs=traj_info_kwargs,
         eval_max_T=eval_max_T(config.eval_max_steps, config.eval_n_envs),
         env_range=env_range,
@@ -220,7 +217,7 @@ def prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory],
     view = partial(view_of, mask_key=key, global_state=config.global_state)
     if key is None:
         return tuple(replace(factory, as_seats=view) for factory in factories)
-    if config.collector_cls.batched:
+    if config.batched:
         raise ConfigError(
             f'mask_key="info.{key}" is for single environments: put the mask of a batched environment in its '
             'observations, and give mask_key="observation.NAME"'
@@ -377,7 +374,7 @@ def eval_kwargs(config: SamplerConfig) -> Any:
 def _prepare_agent(agent: Agent, env: Any, seed: int, config: SamplerConfig, p: int) -> NamedArrays | None:
     """Initialize the agent of policy p from an example environment, which is closed then; returns an example of the
     `env_info` to record."""
-    batched, wanted = config.collector_cls.batched, config.env_info
+    batched, wanted = config.batched, config.env_info
     prefix = "single_" if batched else ""
     observation_space, action_space = (getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action"))
     env_info = None
@@ -467,7 +464,7 @@ def _real_inputs(agent: Agent, factory: EnvFactory, config: SamplerConfig) -> tu
 
 def _real_observations(factory: EnvFactory, config: SamplerConfig, n: int) -> list[Any]:
     """Up to `n` observations of the example environment with random actions; fewer if it raises."""
-    batched = config.collector_cls.batched
+    batched = config.batched
     env, found = build_example_env(factory, batched=config.example_size), []
     try:
         env.action_space.seed(0)
@@ -518,7 +515,7 @@ def _dry_run(agent: Agent, observation: ArrayTree, config: SamplerConfig, setup:
         raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B={n}")
     agent_info = agent_info_example(step.agent_info, n).map(lambda leaf: leaf[0])
     # A batched environment that resets itself late takes a step for it; with "renew", a cut step is not valid.
-    has_gaps = config.collector_cls.batched or config.on_game_failure == "renew"
+    has_gaps = config.batched or config.on_game_failure == "renew"
     return SampleSpec(
         observation[0], action, agent_info, setup.bootstrap_value, config.record_final_obs, has_gaps=has_gaps
     )

@@ -14,8 +14,8 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from penstock.arguments import MOST_ENVS, Check, between, choice, integer, optional, true_or_false, unknown_argument
-from penstock.collectors import BaseEvalCollector, Collector, EvalCollector, ResetCollector, TrajInfo
+from penstock.arguments import MOST_ENVS, Check, between, choice, optional, true_or_false, unknown_argument
+from penstock.collectors import Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
 from penstock.envs.examples import checked_spaces
 from penstock.errors import ConfigError, SpaceError, brief
@@ -80,6 +80,8 @@ class SamplerOptions(TypedDict, total=False):
     n_workers: int | None
     spaces: tuple[gym.Space[Any], gym.Space[Any]] | None
     n_slots: int
+    batched: bool
+    rows_per_env: int
     collector_cls: type[Collector]
     max_decorrelation_steps: int
     traj_info_cls: type[TrajInfo]
@@ -89,7 +91,7 @@ class SamplerOptions(TypedDict, total=False):
     eval_episodes: int | None
     eval_env_fn: EnvFn | None
     eval_env_kwargs: EnvKwargs
-    eval_collector_cls: type[BaseEvalCollector]
+    eval_collector_cls: type[EvalCollector]
     start_method: StartMethod
     step_timeout: float | None
     start_timeout: float
@@ -128,6 +130,11 @@ class SamplerConfig:
         n_workers: worker processes; by default one for each CPU that this process may use, and no more than the CPU
             quota of its container. Never more than `batch_B`.
             `SerialSampler` always has one worker.
+        batched: whether each worker builds one batched environment, `env_fn(num_envs=n)`, in place of n single ones. It
+            may reset a row in the step that ends its episode (Gymnasium's `AutoresetMode.SAME_STEP`), or leave the
+            reset to the caller (`DISABLED`). In the mode `NEXT_STEP` the step after is only a reset, and not `valid`.
+        rows_per_env: how many rows of a batched environment belong together, such as the players of one game. A worker
+            gets all of them, so `batch_B` and `eval_n_envs` are multiples of this number.
         collector_cls: the `Collector` subclass that runs in the workers.
         spaces: `(observation_space, action_space)` of the environments. Then no example environment is built to read
             them: give this where an environment takes long to start, or needs a licence. `env_info` then needs examples
@@ -145,7 +152,7 @@ class SamplerConfig:
         eval_env_fn: the same as `env_fn`, for the evaluation environments, with the same spaces; by default `env_fn`.
         eval_env_kwargs: the same as `env_kwargs`, for the evaluation environments; by default `env_kwargs`, or nothing
             with `eval_env_fn`. From lists (env_fn, env_kwargs), all evaluation environments use the first entry.
-        eval_collector_cls: the `BaseEvalCollector` subclass that evaluates.
+        eval_collector_cls: `EvalCollector` or a subclass of it, which evaluates.
         start_method: "forkserver", "spawn" or "fork".
         step_timeout: seconds that a worker may make no progress (an environment step, a reset, an agent step) before
             `WorkerTimeoutError`; None waits for ever, as long as the worker lives.
@@ -192,6 +199,8 @@ class SamplerConfig:
     n_workers: Annotated[int | None, optional(between(1))] = None
     spaces: tuple[gym.Space[Any], gym.Space[Any]] | None = None
     n_slots: Annotated[int, between(1, 10_000)] = 1
+    batched: Annotated[bool, true_or_false] = False
+    rows_per_env: Annotated[int, between(1)] = 1
     collector_cls: Annotated[type[Collector], _subclass_of(Collector)] = ResetCollector
     max_decorrelation_steps: Annotated[int, between(0, 10**9)] = 100
     traj_info_cls: Annotated[type[TrajInfo], _subclass_of(TrajInfo)] = TrajInfo
@@ -201,7 +210,7 @@ class SamplerConfig:
     eval_episodes: Annotated[int | None, optional(between(1))] = None
     eval_env_fn: EnvFn | None = None
     eval_env_kwargs: EnvKwargs = None
-    eval_collector_cls: Annotated[type[BaseEvalCollector], _subclass_of(BaseEvalCollector)] = EvalCollector
+    eval_collector_cls: Annotated[type[EvalCollector], _subclass_of(EvalCollector)] = EvalCollector
     start_method: Annotated[StartMethod, POOL_CHECKS["start_method"]] = "forkserver"
     step_timeout: Annotated[float | None, POOL_CHECKS["step_timeout"]] = None
     start_timeout: Annotated[float, POOL_CHECKS["start_timeout"]] = 120.0
@@ -250,11 +259,6 @@ class SamplerConfig:
         return self.batch_B, self.eval_n_envs
 
     @property
-    def rows_per_env(self) -> int:
-        """How many columns belong together."""
-        return self.collector_cls.rows_per_env
-
-    @property
     def n_built(self) -> int:
         """How many parts the training environments can be divided into."""
         return self.batch_B // self.rows_per_env
@@ -262,7 +266,7 @@ class SamplerConfig:
     @property
     def example_size(self) -> int:
         """How many environments the batched example environment has; 0: it is a single one."""
-        return self.rows_per_env if self.collector_cls.batched else 0
+        return self.rows_per_env if self.batched else 0
 
     @property
     def memory_slots(self) -> int:
@@ -286,8 +290,8 @@ class SamplerConfig:
             raise ConfigError("eval_episodes and eval_max_trajectories exclude each other: leave one out")
 
     def _check_replays(self) -> None:
-        if self.seed_episodes and self.collector_cls.batched:
-            raise ConfigError("seed_episodes=True needs single environments: the collector uses a batched one")
+        if self.seed_episodes and self.batched:
+            raise ConfigError("seed_episodes=True needs single environments: leave batched out")
         if self.crash_dir is None:
             return
         if not isinstance(self.crash_dir, str | os.PathLike):
@@ -309,15 +313,8 @@ class SamplerConfig:
             if self.renew_on:
                 raise ConfigError('renew_on needs on_game_failure="renew"')
             return
-        if self.collector_cls.batched:
-            raise ConfigError('on_game_failure="renew" needs single environments: the collector uses a batched one')
-        for name, base in (("collector_cls", ResetCollector), ("eval_collector_cls", EvalCollector)):
-            cls = getattr(self, name)
-            if not issubclass(cls, base):
-                raise ConfigError(
-                    f'on_game_failure="renew" needs a {name} that is a {base.__name__}, since it cuts episodes as that '
-                    f"class does, got {cls.__name__}"
-                )
+        if self.batched:
+            raise ConfigError('on_game_failure="renew" needs single environments: leave batched out')
 
     def _check_kinds(self) -> None:
         self._check_rows_per_env()
@@ -334,13 +331,12 @@ class SamplerConfig:
             )
 
     def _check_rows_per_env(self) -> None:
-        cls = self.collector_cls
-        k = integer(f"rows_per_env of {cls.__name__}", cls.rows_per_env, 1)
-        if k > 1 and not cls.batched:
-            raise ConfigError(f"rows_per_env of {cls.__name__} is for batched environments: set batched = True, too")
+        k = self.rows_per_env
+        if k > 1 and not self.batched:
+            raise ConfigError("rows_per_env is for batched environments: give batched=True, too")
         for name, n in (("batch_B", self.batch_B), ("eval_n_envs", self.eval_n_envs)):
             if n % k:
-                raise ConfigError(f"{name} must be a multiple of {k}, the rows_per_env of {cls.__name__}, got {n}")
+                raise ConfigError(f"{name} must be a multiple of rows_per_env={k}, got {n}")
 
 
 @cache

@@ -84,7 +84,7 @@ def video_message(pool: Pool, config: SamplerConfig, folder: str | os.PathLike[s
     that is impossible."""
     if not isinstance(folder, str | os.PathLike):
         raise ConfigError(f"video must be the path of a folder or None, got {brief(folder)}")
-    if config.collector_cls.batched:
+    if config.batched:
         raise ConfigError("video records a single environment: it cannot record one of a batched environment")
     call = EnvCall("get_attr", "render_mode", evaluation=True, only=frozenset({0}))
     (render_mode,) = run_call(pool, call, "the render mode of the evaluation environments")

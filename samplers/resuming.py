@@ -19,12 +19,12 @@ from penstock.arguments import integer
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.reports import dump_exception, in_one_line
 from penstock.collectors.collector import Collector
-from penstock.collectors.eval_collector import BaseEvalCollector
+from penstock.collectors.evaluation import EvalCollector
 from penstock.collectors.lock_step import LockStepCollector
 from penstock.collectors.seat_evaluation import SeatEvalCollector
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.interface import snapshot
-from penstock.columns.single_columns import EnvColumns
+from penstock.columns.single_columns import SingleColumns
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.recorded_episode import follow
 from penstock.envs.rows import action_splitter
@@ -60,7 +60,7 @@ class WorkerParts:
     factories: Sequence[EnvFactory]
     builder: EnvBuilder
     collector: Collector | LockStepCollector
-    eval_collector: BaseEvalCollector | SeatEvalCollector | None
+    eval_collector: EvalCollector | SeatEvalCollector | None
     #: What the checks of the environments have found so far: pairs of a factory, and why its environments cannot be
     #: saved (empty: they can).
     proofs: list[tuple[EnvFactory, str]]
@@ -130,12 +130,12 @@ class SaveMessage(StateMessage):
             return SavedColumn(kind=RESEEDED, why=self.untrusted or 'env_state="never"', data=None)
         collector = parts.collector
         assert isinstance(collector, Collector)
-        envs = collector.envs
+        columns = collector.columns
         episodes = None if collector._episodes is None else collector._episodes.column_state(column)
         kind, env, why = "", b"", _why_not_resumable(parts, column)
         if not why:
             try:
-                kind, env = save_env(envs.envs[column])
+                kind, env = save_env(columns.envs[column])
             except ConfigError as error:
                 why = str(error)
         if why:
@@ -144,7 +144,7 @@ class SaveMessage(StateMessage):
             kind = "repeat"
         values = {
             "env": env,
-            "observation": snapshot(envs.observations[column]),
+            "observation": snapshot(columns.policies[0].observations[column]),
             "episodes": episodes,
             "collector": collector.column_state(column),
             "agent": collector.agent.column_state(column),
@@ -238,11 +238,11 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     assert saved["data"] is not None
     collector, state = parts.collector, pickle.loads(saved["data"])
     assert isinstance(collector, Collector)
-    envs, episodes = collector.envs, state["episodes"]
-    assert isinstance(envs, EnvColumns)
-    old = envs.envs[column]
+    columns, episodes = collector.columns, state["episodes"]
+    assert isinstance(columns, SingleColumns)
+    old = columns.envs[column]
     if saved["kind"] == "repeat":
-        env_rank, numbers = envs.env_ranks[column], (episodes["episode"], episodes["generation"])
+        env_rank, numbers = columns.env_ranks[column], (episodes["episode"], episodes["generation"])
         seed, new = episode_seed(parts.seed, env_rank, *numbers), old
         actions = action_splitter(old.action_space)(episodes["actions"])
         try:
@@ -255,7 +255,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
         new = load_env(old, saved["kind"], state["env"])
     if new is not old:
         parts.builder.replace(old, new)
-    envs.replace_env(column, new, state["observation"])
+    columns.replace_env(column, new, state["observation"])
     collector.load_column_state(column, state["collector"])
     collector.agent.load_column_state(column, state["agent"])
     if collector._episodes is not None and episodes is not None:

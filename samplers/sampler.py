@@ -24,7 +24,7 @@ from penstock.buffers import Samples
 from penstock.buffers.object_pipe import ObjectMessage
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import for_each_policy, parts_of
-from penstock.collectors import EvalCollector, TrajInfo
+from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, pickled, results, single_results
 from penstock.envs.factory import EnvFactory, descriptions, env_factories
@@ -450,7 +450,7 @@ class Sampler(ABC):
         """The trajectories of an evaluation, ordered by episode, then env_rank, with the seeds of their resets."""
         assert self.seed is not None
         config = self.config
-        is_seeded = not config.collector_cls.batched and issubclass(config.eval_collector_cls, EvalCollector)
+        is_seeded = not config.batched
         for info in infos:
             assert info.env_rank is not None
             assert info.episode is not None
@@ -664,7 +664,7 @@ class Sampler(ABC):
             raise ConfigError(
                 f"{call} does not work with {what} yet: save and load the parameters of each agent, and begin new games"
             )
-        if self.config.collector_cls.batched:
+        if self.config.batched:
             raise ConfigError(f"{call} needs single environments: a batched one cannot be divided among other workers")
 
     def _described(self) -> dict[str, Any]:

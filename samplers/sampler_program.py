@@ -5,30 +5,28 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
-
-import numpy as np
+from typing import Any, TypeVar, cast
 
 from penstock.agents.agent import Agent
 from penstock.agents.remote_agent import RemoteAgent
-from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.samples import BatchColumns, SampleSpec, layouts_of, public_view, unrecorded_arrays
-from penstock.collectors.collector import Collector, CollectorParts
-from penstock.collectors.eval_collector import BaseEvalCollector, EvalCollectorParts
-from penstock.collectors.lock_step import Desk, LockStepCollector
-from penstock.collectors.seat_evaluation import SeatEvalCollector, eval_columns
+from penstock.collectors.collector import Collector, CollectorParts, EvalLimits
+from penstock.collectors.evaluation import EvalCollector, eval_columns
+from penstock.collectors.lock_step import Desk, DeskParts, LockStepCollector
+from penstock.collectors.recorder import PolicyParts
+from penstock.collectors.seat_evaluation import SeatEvalCollector
 from penstock.collectors.tracking import BatchTracker, Tracker, make_tracker, put_as_objects
 from penstock.collectors.traj_info import TrajInfo
 from penstock.collectors.turns import TurnCollector, TurnDesk
-from penstock.columns.batched_columns import VectorColumns
+from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.episodes import EpisodeRecorder
-from penstock.columns.interface import EnvBatch
+from penstock.columns.interface import Columns
 from penstock.columns.renewal import Renewals
 from penstock.columns.seat_columns import Games, SeatColumns
-from penstock.columns.single_columns import EnvColumns
+from penstock.columns.single_columns import SingleColumns
 from penstock.columns.turn_columns import TurnColumns, TurnGames
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.checks import Checks
@@ -48,13 +46,15 @@ from penstock.workers.program import WorkerContext
 WorkerFactories = tuple[Sequence[EnvFactory], Sequence[EnvFactory]]
 
 
+_C = TypeVar("_C", bound=Collector)
+
+
 @dataclass
 class SamplerProgram:
     """The `WorkerProgram` of samplers. Its fields are sent to the workers; `build` makes the rest there."""
 
     agents: tuple[Agent, ...]  #: one for each policy
     config: SamplerConfig  #: without env_fn and its arguments, which are in the data of each worker
-    eval_collector_cls: type[BaseEvalCollector]
     traj_info_kwargs: Mapping[str, Any]
     eval_max_T: int
     env_range: EnvRange  #: the environments of this sampler among those of all machines
@@ -96,80 +96,63 @@ class SamplerProgram:
         )
         env_factories, eval_env_factories = context.data
         self._collector: Collector | LockStepCollector
-        self._eval_collector: BaseEvalCollector | SeatEvalCollector | None = None
+        self._eval_collector: EvalCollector | SeatEvalCollector | None = None
         if self.seating is not None:
             self._build_lock_step(self.seating, env_factories, eval_env_factories)
             return
-        self._collector = self._build_collector(env_factories)
+        self._collector = self._build_collector(self.config.collector_cls, env_factories, Purpose.TRAIN)
+        self._collector.start_envs()
+        self._collector.start_agent()
         if eval_env_factories:
-            self._eval_collector = self._build_eval_collector(eval_env_factories)
+            cls = self.config.eval_collector_cls
+            self._eval_collector = self._build_collector(cls, eval_env_factories, Purpose.EVAL)
 
-    def _build_collector(self, factories: Sequence[EnvFactory]) -> Collector:
-        plan = self._plan
-        streams = column_streams(None, plan, self.seed)
-        columns = _slice(plan.columns)
-        slots = [BatchColumns(arrays, columns, is_poisoned=self.config.debug) for arrays in self._memory.slots]
-        envs, episodes = self._build_envs(factories, streams, Purpose.TRAIN), None
-        if self._memory.episodes is not None and isinstance(envs, EnvColumns):
-            envs.episodes = episodes = EpisodeRecorder(self._memory.episodes, plan.columns, streams, self._progress)
-        collector = self.config.collector_cls(
-            CollectorParts(
-                envs=envs,
-                agent=self._build_agent(0, streams, Purpose.ACTION),
-                samples=slots[0],
-                slots=slots,
-                tracker=self._build_tracker(plan.env_ranks),
-                progress=self._progress,
-                streams=streams,
-                max_decorrelation_steps=self.config.max_decorrelation_steps,
-                episodes=episodes,
-            )
+    def _build_collector(self, cls: type[_C], factories: Sequence[EnvFactory], purpose: Purpose) -> _C:
+        plan, config, is_eval = self._plan, self.config, purpose is Purpose.EVAL
+        streams = column_streams(None, plan, self.seed, evaluation=is_eval)
+        columns = self._build_columns(factories, streams, purpose)
+        if is_eval:
+            slots = [eval_columns(self._memory.slots[0], config.batch_T, len(plan.eval_env_ranks))]
+        else:
+            own = _slice(plan.columns)
+            slots = [BatchColumns(arrays, own, is_poisoned=config.debug) for arrays in self._memory.slots]
+        policy = PolicyParts(
+            columns=columns.policies[0],
+            agent=self._build_agent(0, streams, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
+            tracker=self._build_tracker(streams.env_ranks),
+            slots=slots,
+            progress=columns.progress,
+            streams=streams,
         )
-        collector.start_envs()
-        collector.start_agent()
-        return collector
+        parts = CollectorParts(columns, [policy], columns.progress, streams, config.max_decorrelation_steps)
+        if not is_eval:
+            return cls(parts)
+        shares = episodes_per_env(config.eval_episodes, config.eval_n_envs, plan.eval_columns)
+        n_envs = self.env_range.n_eval_envs
+        return cls(replace(parts, limits=EvalLimits(self.eval_max_T, config.eval_max_trajectories, shares, n_envs)))
 
-    def _build_eval_collector(self, factories: Sequence[EnvFactory]) -> BaseEvalCollector:
-        env_ranks, arrays, config = self._plan.eval_env_ranks, self._memory.slots[0], self.config
-
-        def zeros(field: ArrayTree) -> Any:
-            return map_leaves(lambda leaf: np.zeros((len(env_ranks), *leaf.shape[2:]), leaf.dtype), field)
-
-        streams = column_streams(None, self._plan, self.seed, evaluation=True)
-        return self.eval_collector_cls(
-            EvalCollectorParts(
-                envs=self._build_envs(factories, streams, Purpose.EVAL),
-                agent=self._build_agent(0, streams, Purpose.EVAL_ACTION),
-                tracker=self._build_tracker(env_ranks),
-                progress=self._progress,
-                streams=streams,
-                max_T=self.eval_max_T,
-                max_trajectories=config.eval_max_trajectories,
-                episodes=episodes_per_env(config.eval_episodes, config.eval_n_envs, self._plan.eval_columns),
-                observation=zeros(arrays.observation),
-                action=zeros(arrays.action),
-                agent_info=zeros(arrays.agent_info),
-            )
-        )
-
-    def _build_envs(self, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose) -> EnvBatch:
-        env_ranks, seeds, worker_rank = streams.env_ranks, streams.env_seeds(purpose), self._plan.worker_rank
+    def _build_columns(self, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose) -> Columns:
+        env_ranks, seeds, plan, progress = streams.env_ranks, streams.env_seeds(purpose), self._plan, self._progress
         checks = Checks(self.config.check_finite, self.config.debug)
-        if self.config.collector_cls.batched:
-            context = EnvContext(env_ranks[0], worker_rank, seeds[0], purpose)
+        if purpose is Purpose.EVAL:
+            progress = UntimedProgress(self._memory.control, plan.worker_rank)
+        if self.config.batched:
+            context = EnvContext(env_ranks[0], plan.worker_rank, seeds[0], purpose)
             env = self._builder.build_batched(factories[0], len(env_ranks), context)
-            return VectorColumns(env, env_ranks, self._progress, checks)
+            return BatchedColumns(env, env_ranks, progress, checks)
         envs = [
-            self._builder.build(factory, EnvContext(env_rank, worker_rank, seed, purpose))
+            self._builder.build(factory, EnvContext(env_rank, plan.worker_rank, seed, purpose))
             for factory, env_rank, seed in zip(factories, env_ranks, seeds, strict=True)
         ]
-        columns = EnvColumns(envs, env_ranks, self._progress, checks, self.config.flatten_wrappers)
+        columns = SingleColumns(envs, env_ranks, progress, checks, self.config.flatten_wrappers)
         self._make_renewable(columns, [partial(self._builder.build, each) for each in factories], streams, purpose)
+        if purpose is Purpose.TRAIN and self._memory.episodes is not None:
+            columns.episodes = EpisodeRecorder(self._memory.episodes, plan.columns, streams, progress)
         return columns
 
     def _make_renewable(
         self,
-        envs: EnvColumns | Games,
+        envs: SingleColumns | Games,
         builds: Sequence[Callable[[EnvContext, Phase], Any]],
         streams: ColumnStreams,
         purpose: Purpose,
@@ -258,7 +241,7 @@ class SamplerProgram:
             spaces = agent.observation_space, agent.action_space
             columns_cls, desk_cls = (TurnColumns, TurnDesk) if seating.in_turns else (SeatColumns, Desk)
             own = columns_cls(cast(Any, seats.env_ranks), spaces, progress, checks)
-            parts = CollectorParts(
+            parts = DeskParts(
                 envs=own,
                 agent=self._build_agent(p, seats, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
                 samples=slots[0],
@@ -301,14 +284,15 @@ class SamplerProgram:
             self._answer(pickle.loads(self._memory.mailbox.read()))
         elif evaluator is not None:
             evaluator.pull()
-            with self._recording(evaluator.envs, command):
+            with self._recording(evaluator, command):
                 evaluator.collect_evaluation(command.itr)
 
-    def _recording(self, envs: object, command: Command) -> AbstractContextManager[None]:
+    def _recording(self, evaluator: object, command: Command) -> AbstractContextManager[None]:
         """Record the first evaluation environment, if it is this worker's, in the folder that the message names."""
-        if not command.has_message or self._plan.eval_columns.start or not isinstance(envs, EnvColumns):
+        columns = evaluator.columns if isinstance(evaluator, EvalCollector) else None
+        if not command.has_message or self._plan.eval_columns.start or not isinstance(columns, SingleColumns):
             return nullcontext()
-        return envs.recorded(0, pickle.loads(self._memory.mailbox.read()), command.itr)
+        return columns.recorded(0, pickle.loads(self._memory.mailbox.read()), command.itr)
 
     def _append(self, slot: int) -> None:
         """Copy the batch into the replay."""
@@ -340,9 +324,9 @@ class SamplerProgram:
     def _call(self, call: EnvCall) -> None:
         plan = self._plan
         if not call.evaluation:
-            envs, columns, env_ranks = self._collector.envs.envs, plan.columns, plan.env_ranks
+            envs, columns, env_ranks = _built(self._collector), plan.columns, plan.env_ranks
         elif self._eval_collector is not None:
-            envs, columns, env_ranks = self._eval_collector.envs.envs, plan.eval_columns, plan.eval_env_ranks
+            envs, columns, env_ranks = _built(self._eval_collector), plan.eval_columns, plan.eval_env_ranks
         else:
             return
         self._progress.enter(Phase.CALLING)
@@ -358,3 +342,8 @@ class SamplerProgram:
 
 def _slice(columns: range) -> slice:
     return slice(columns.start, columns.stop)
+
+
+def _built(collector: Any) -> Any:
+    """The environments that were built for this collector."""
+    return collector.envs.envs if hasattr(collector.envs, "envs") else collector.envs

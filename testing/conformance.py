@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.agents import Agent
-from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
+from penstock.collectors import Collector, EvalCollector, TrajInfo
 from penstock.envs import EnvFn, env_factories
 from penstock.errors import ConfigError
 from penstock.testing import agent_rules, collector_rules, run_rules
@@ -160,7 +160,7 @@ def _check_game(rules: Sequence[Callable[[GameSetup], None]], setup: GameSetup) 
 
 
 def check_eval_collector(
-    eval_collector_cls: type[BaseEvalCollector],
+    eval_collector_cls: type[EvalCollector],
     env_fn: EnvFn,
     *,
     env_kwargs: Mapping[str, Any] | None = None,

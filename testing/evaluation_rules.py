@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.agents import RandomAgent
 from penstock.buffers import Samples
-from penstock.collectors import BaseEvalCollector
+from penstock.collectors import EvalCollector
 from penstock.samplers import ParallelSampler, Sampler, SerialSampler
 from penstock.testing.environments import COLUMN, Event, Setup
 from penstock.testing.rules import Violation, first_difference
@@ -34,7 +34,7 @@ class Evaluation:
 class EvaluationSetup(Setup):
     """The evaluation collector to check, and what it runs with; there are `batch_B` evaluation environments."""
 
-    eval_collector_cls: type[BaseEvalCollector]
+    eval_collector_cls: type[EvalCollector]
     max_T: int
     n_workers: Sequence[int]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.agents import Agent, AgentStep
 from penstock.agents.delegation import DelegatingAgent
-from penstock.collectors import BaseEvalCollector, Collector, TrajInfo
+from penstock.collectors import Collector, EvalCollector, TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.testing.environments import wrapped_env_fn
@@ -131,23 +131,16 @@ def faulty_collector(base: type[Collector], fault: Fault, where: str = "collect_
     return _subclass(base, fault, {where: method})
 
 
-def faulty_eval_collector(base: type[BaseEvalCollector], fault: Fault) -> type[BaseEvalCollector]:
+def faulty_eval_collector(base: type[EvalCollector], fault: Fault) -> type[EvalCollector]:
     """A subclass of `base` with a fault before its `fault.at`-th row of environment steps, counted over
     all evaluations."""
-    original = base.collect_evaluation
+    original = base.step_envs
 
-    def collect_evaluation(self: Any, itr: int) -> None:
-        if "_trigger" not in vars(self):
-            self._trigger, step = Trigger(fault), self.envs.step
+    def step_envs(self: Any, t: int) -> None:
+        vars(self).setdefault("_trigger", Trigger(fault)).call()
+        original(self, t)
 
-            def faulty_step(*args: object, **kwargs: object) -> None:
-                self._trigger.call()
-                step(*args, **kwargs)
-
-            self.envs.step = faulty_step
-        original(self, itr)
-
-    return _subclass(base, fault, {"collect_evaluation": collect_evaluation})
+    return _subclass(base, fault, {"step_envs": step_envs})
 
 
 # ---- trajectory infos ----------------------------------------------------------------------

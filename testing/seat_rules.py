@@ -134,7 +134,7 @@ class GameSetup:
         row, observation = draw(own.action_space, rng, 1), own.observations[0]
         own.on_end = lambda column, last, *_: own.check_final(column, last)
         if not own.parked:
-            own.check_observation(0)
+            own.check_column(0)
             if self.mask_key is not None:
                 mask = ActionMask(self.mask_key, own.observation_space, own.action_space)
                 row = mask.draw(mask.legal(observation), rng.random((1, mask.n_components)))

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from penstock.buffers.tree import tree_leaves
-from penstock.columns.batched_columns import REFUSALS, VectorColumns
+from penstock.columns.batched_columns import REFUSALS, BatchedColumns
 from penstock.columns.interface import snapshot
 from penstock.envs.calls import EnvCall
 from penstock.envs.checks import require_info, reset_with
@@ -27,8 +27,8 @@ from penstock.workers.control import Command, Phase, Progress
 _FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
 
 
-class _Rows(VectorColumns):
-    """`VectorColumns` whose resets have options."""
+class _Rows(BatchedColumns):
+    """`BatchedColumns` whose resets have options."""
 
     options: dict[str, Any] | None = None
 

@@ -195,7 +195,7 @@ def rows_of(mode: AutoresetMode) -> Any:
 
 
 def batched() -> dict[str, Any]:
-    return {"collector_cls": penstock.VectorEnvCollector}
+    return {"batched": True}
 
 
 Case = tuple[str, Any, dict[str, Any], Callable[[], Any], dict[str, Any]]

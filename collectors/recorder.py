@@ -1,0 +1,399 @@
+"""The recorder: acts for the columns of one policy in one worker, and records them. The same for all environments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.agents.action_masks import mask_in, mask_of
+from penstock.agents.agent import Agent, AgentStep, as_agent_step
+from penstock.agents.joint import JointSeats
+from penstock.agents.space_draws import draw
+from penstock.buffers.named import map_leaves
+from penstock.buffers.native import put_cell, put_row
+from penstock.buffers.samples import BatchColumns
+from penstock.buffers.tree import map_tree
+from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, ErrorText, write_action, write_fields
+from penstock.collectors.episode_ends import EpisodeEndRecorder
+from penstock.collectors.tracking import Tracker
+from penstock.columns.interface import (
+    EpisodeEnds,
+    PolicyColumns,
+    PolicyEvents,
+    no_legal_action,
+    require_flags,
+    require_legal_actions,
+)
+from penstock.envs.infos import InfoWriter
+from penstock.envs.rows import ColumnError, arrays_like
+from penstock.envs.seeding import ColumnStreams
+from penstock.errors import SpaceError
+from penstock.workers.control import WHO_BITS, Phase, Progress
+
+
+@dataclass(frozen=True)
+class PolicyParts:
+    """What a worker passes to the recorder of one policy. Everything is for this policy's columns of the worker."""
+
+    columns: PolicyColumns
+    agent: Agent  #: a copy of the agent, with a state for each of these columns
+    tracker: Tracker  #: follows the trajectories and sends the finished ones to the main process
+    slots: Sequence[BatchColumns]  #: where to write, for each slot: arrays `[T, B, ...]`; some have T + 1 rows
+    progress: Progress  #: the worker's row of shared words: phase, t, env_rank, heartbeat
+    streams: ColumnStreams  #: random generators of these columns
+    who: int = 0  #: the policy's index + 1 where there are several, else 0
+
+
+class _Slot:
+    """What a recorder needs to write one slot."""
+
+    def __init__(self, samples: BatchColumns, columns: PolicyColumns, agent: Agent) -> None:
+        self.samples = samples
+        self.observations = arrays_like(columns.observation_space, samples.observation)
+        # The same arrays, or None if there are optional checks. For None `put_row` writes nothing, and
+        # `columns.write_step` writes and checks.
+        self.unchecked = None if columns.checks else self.observations
+        self.ends = EpisodeEndRecorder(samples, agent, columns)
+        self.write_info = AgentInfoWriter(samples.agent_info).write
+        self.env_info = None if samples.env_info is None else InfoWriter(samples.env_info)
+        self.extra = samples.extra.to_dict()
+
+
+class Recorder:
+    """Acts for the columns of one policy in one worker, and records them.
+
+    The agent acts for idle columns too, so that each column draws the same random numbers whatever the others do.
+
+    Attributes: `columns`, `agent`, `tracker`, `progress` and `streams` as in `PolicyParts`; `samples`, the slot that is
+    written; `batch_T`; `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets beside the observation.
+    They are zero where an episode starts, while the batch keeps the last action and reward of the episode before.
+    """
+
+    def __init__(self, parts: PolicyParts, *, waits: bool = False, evaluates: bool = False) -> None:
+        """`waits`: columns may be idle because their environments are parked."""
+        samples, columns = parts.slots[0], parts.columns
+        self.columns, self.agent, self.tracker = columns, parts.agent, parts.tracker
+        self.progress, self.streams, self.batch_T = parts.progress, parts.streams, samples.batch_T
+        self._who, self._evaluates = parts.who << WHO_BITS, evaluates
+        self._mask = mask_of(parts.agent)
+        # Random steps are legal too where the agent has no mask_key, as a scripted function.
+        self._random_mask = self._mask or mask_in(columns.observation_space, columns.action_space)
+        self._has_agent_info, self._on_step = len(samples.agent_info) > 0, parts.tracker.on_step
+        self.has_state = type(parts.agent).reset_one is not Agent.reset_one
+        self._has_gaps = samples.has_gaps or waits
+        self.keeps_infos = samples.env_info is not None
+        # What depends on the slot is made once for each slot.
+        self._slots = [_Slot(slot, columns, parts.agent) for slot in parts.slots]
+        self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.action)
+        self.prev_reward = np.zeros_like(samples.reward[0])
+        self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
+        self.first_t = 0  # the time step of row 0, where an evaluation is collected in several parts
+        self._rejoined = False  # whether episodes have begun between two batches
+        self._changed: Any = None  # the columns whose episodes have ended in this row
+        self._episode_start = np.ones(len(columns), np.bool_)  # where row 0 of the first batch starts an episode
+        # What the first batch has in row 0 of action and reward. The same arrays, unless a state is loaded.
+        self._first_action, self._first_reward = self.prev_action, self.prev_reward
+        self._is_first, self.samples = True, samples
+        self.use_slot(0)
+        self.start_afresh()
+
+    def use_slot(self, slot: int) -> None:
+        """Write the next batch there."""
+        own = self._slots[slot]
+        self._before, self.samples = self.samples, own.samples
+        self._observations, self._unchecked, self._ends = own.observations, own.unchecked, own.ends
+        self._write_info, self._env_info, self._extra = own.write_info, own.env_info, own.extra
+        self.columns.watch(self._on_step, keep_infos=self.keeps_infos, into=own.observations)
+
+    # ---- a batch ---------------------------------------------------------------------------
+
+    def begin_batch(self, itr: int) -> None:
+        """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
+        samples, columns = self.samples, self.columns
+        samples.begin_batch(None if self._is_first else self._before)
+        if self._is_first or self._rejoined:
+            columns.write_observations(samples.observation_rows[0])
+        if self._is_first:
+            # Row 0 is not written earlier, because the user may still read it while a killed worker is replaced.
+            samples.episode_start[...] = self._episode_start
+            if self._mask is not None:
+                require_flags(self._mask, samples.observation_rows[0], columns)
+            samples.action[0], samples.reward[0] = self._first_action, self._first_reward
+        self._is_first = self._rejoined = False
+        if self._has_gaps:
+            samples.valid[...] = True
+        (self.agent.eval_mode if self._evaluates else self.agent.sample_mode)(itr)
+
+    def act(self, t: int) -> None:
+        """First part of step t: call `agent.step` with `observation[t]`, and record its action and agent_info.
+
+        Afterwards `prev_action` holds the actions for the environments.
+        """
+        if self._who:
+            self.progress.at_env(self._who)
+        self.progress.begin_acting(self.first_t + t)
+        samples = self.samples
+        if self._mask is not None:
+            require_legal_actions(self._mask, samples.observation_rows[t], self.columns)
+        step = self.agent.step(samples.observation_rows[t], self.prev_action, self.prev_reward)
+        if step.__class__ is not AgentStep:
+            step = as_agent_step(step, self.agent)
+        action, agent_info = step
+        try:
+            if not (put_row(self._prev_actions, 0, action) and put_row(samples.action, t + 1, action)):
+                write_action(samples.action_rows[t + 1], action)
+                self.prev_action[...] = samples.action_rows[t + 1]
+            if self._has_agent_info or agent_info is not NO_AGENT_INFO:
+                self._write_info(t, agent_info)
+        except ColumnError as error:
+            raise self.columns.with_env_rank(error.column, error) from None
+        if self._has_gaps and self.columns.idle:
+            self._skip_idle(t, self.columns.idle)
+        if self._on_step is not None:
+            self.tracker.set_agent_info(samples.agent_info[t])
+
+    def _skip_idle(self, t: int, idle: Sequence[int]) -> None:
+        row, prev_action, valid = self.samples.action_rows[t + 1], self.prev_action, self.samples.valid[t]
+        for column in idle:  # cell by cell: an index of several takes numpy longer
+            row[column] = prev_action[column] = 0
+            valid[column] = False
+        if self._has_agent_info:
+            self.samples.agent_info[t, idle] = 0
+
+    def record_env_info(self, t: int) -> None:
+        """Write the chosen entries of the infos of step t. Does nothing if `env_info` was not asked for."""
+        if self._env_info is not None:
+            try:
+                self.columns.write_infos(self._env_info, self.samples.env_info[t])
+            except ColumnError as error:
+                raise self.columns.with_env_rank(error.column, error) from None
+
+    def record_extra(self, t: int, fields: Mapping[str, Any], owner: str) -> None:
+        """Write fields of `extra_fields` of the class `owner` for step t, each as `[B, ...]`. Raises `SpaceError`."""
+        for name, value in fields.items():
+            if name not in self._extra:
+                raise SpaceError(
+                    f"extra_fields of {owner} has no {name!r}, only {list(self._extra)}: declare it there, with a "
+                    "space or an example of the value"
+                )
+            if not put_row(self._extra[name], t, value):
+                text = ErrorText(
+                    f"{owner} must write", "as extra_fields declares", "convert it, or declare another dtype"
+                )
+                try:
+                    write_fields(map_tree(lambda array: array[t], self._extra[name]), value, f"extra.{name}", text)
+                except ColumnError as error:
+                    raise self.columns.with_env_rank(error.column, error) from None
+
+    def record(self, t: int, events: PolicyEvents) -> Sequence[int]:
+        """Record what has ended in step t, and what the step itself has begun. Call this before the environments and
+        the agent are reset. Returns the columns whose trajectory goes on after the end of its episode."""
+        ends, going = events.ends, list[int]()
+        self._changed = events.ended
+        if ends.__class__ is list:
+            self._record_each(t, ends, going)
+        elif ends is not None:
+            self._record_rows(t, ends, going)
+        if events.cut:
+            for column in events.cut:
+                if self._who:
+                    self.progress.at_env(self._who | int(self.columns.env_ranks[column]))
+                self.tracker.cut(column, self._ends.cut(t, column), t)
+                self.prev_action[column] = 0
+            self._changed = [*self._changed, *events.cut]
+        if self.has_state and len(events.joined):
+            self.begin(events.joined)
+        return going
+
+    def _record_each(self, t: int, ends: Sequence[Any], going: list[int]) -> None:
+        own, samples, row = self._ends, self.samples, t if self._ends.is_recorded else 0
+        for column, observation, reward, terminated, truncated in ends:  # no call for each, since these are many
+            own.done[t, column] = True  # all flags are False before: `begin_batch` has cleared them
+            if terminated:
+                own.terminated[t, column] = True
+            if truncated:
+                own.truncated[t, column] = True
+            if own.has_checks or not put_cell(own.arrays, row, column, observation):
+                self.columns.write_final(own.arrays, row, column, observation)
+            if truncated and not terminated and samples.final_value is not None:
+                if self._who:  # the policy's value may be computed here
+                    self.progress.at_env(self._who | int(self.columns.env_ranks[column]))
+                own.value_end(t, column, row, reward)
+            self.prev_action[column] = 0
+            if self._on_step is not None and not self.tracker.on_episode_end(self.first_t + t, column, observation):
+                going.append(column)
+
+    def _record_rows(self, t: int, ends: EpisodeEnds, going: list[int]) -> None:
+        samples, columns = self.samples, ends.columns
+        samples.terminated[t], samples.truncated[t], samples.done[t] = ends.terminated, ends.truncated, ends.done
+        self._ends.record_rows(t, ends)
+        self.prev_action[columns] = 0
+        if self._on_step is not None:
+            for column, observation in zip(columns.tolist(), ends.each(), strict=True):
+                if not self.tracker.on_episode_end(self.first_t + t, column, observation):
+                    going.append(column)
+
+    def write_step(self, t: int) -> None:
+        """Last part of step t: write the environments' observations and rewards into row t + 1.
+
+        Afterwards `prev_reward` holds the rewards.
+        """
+        columns, reward, row = self.columns, self.samples.reward, t + 1
+        if not (put_row(self._unchecked, row, columns.observations) and put_row(reward, row, columns.rewards)):
+            columns.write_step(self._observations, reward, row)
+        if not put_row(self._prev_rewards, 0, self.samples.reward_rows[row]):
+            self.prev_reward[...] = reward[row]
+        if self._changed is not None:
+            changed, self._changed = self._changed, None
+            if changed.__class__ is list:
+                for column in changed:  # an index of several takes numpy longer
+                    self.prev_reward[column] = 0
+            else:
+                self.prev_reward[changed] = 0
+            if columns.idle:
+                columns.blank_idle(self.samples.observation_rows[row])
+
+    def end_batch(self, n_rows: int, n_valid: int | None = None) -> int:
+        """All rows are written: compute the missing values, and send the finished trajectories. Returns how many.
+        `n_valid`: how many cells are valid; None: it was not counted."""
+        samples = self.samples
+        if samples.has_gaps:
+            samples.mark_starts()
+        if self._who:
+            self.progress.at_env(self._who)
+            self.progress.enter(Phase.ACTING)
+        self._write_values()
+        self.progress.enter(Phase.SENDING)
+        if n_rows == self.batch_T:
+            valid = None if n_valid == samples.valid.size else samples.valid
+            return self.tracker.end_rows(samples.reward[1:], samples.done, self.first_t, valid)
+        rows = slice(None, n_rows)
+        return self.tracker.end_rows(samples.reward[1:][rows], samples.done[rows], self.first_t, samples.valid[rows])
+
+    def _write_values(self) -> None:
+        samples = self.samples
+        if isinstance(self.agent, JointSeats):  # all seats of an environment have a value together
+            self._write_joint_values(self.agent.k, self._ends.pending)
+        if samples.bootstrap_value is not None:
+            last = samples.observation[self.batch_T]
+            samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
+            if self._has_gaps and self.columns.idle:
+                samples.bootstrap_value[self.columns.idle] = 0
+        if self._ends.pending:
+            self._ends.write_values()
+
+    def _write_joint_values(self, k: int, pending: list[tuple[int, int]]) -> None:
+        """The values of episodes that were cut: each seat of their environment counts with its next observation."""
+        samples = self.samples
+        for t, env in sorted({(t, column // k) for t, column in pending}):
+            own = slice(env * k, (env + 1) * k)
+            row = map_leaves(np.copy, samples.observation_rows[t + 1][own])
+            done = samples.done[t, own]
+            row[done] = samples.final_obs[t, own][done]
+            values = self.agent.value(row, samples.action_rows[t + 1][own], samples.reward_rows[t + 1][own])
+            cut = done & ~samples.terminated[t, own]
+            samples.final_value[t, own][cut] = np.asarray(values)[cut]
+        pending.clear()
+
+    # ---- episodes --------------------------------------------------------------------------
+
+    def begin(self, joined: Sequence[int]) -> None:
+        """Episodes begin in these columns: reset the state of the agent."""
+        if self.has_state:
+            for column in joined:
+                self.agent.reset_one(column)
+
+    def rejoin(self, joined: Sequence[int]) -> None:
+        """Between two batches, episodes begin in these columns."""
+        self.begin(joined)
+        for column in joined:
+            self.prev_action[column], self.prev_reward[column] = 0, 0
+            self.tracker.drop(column)  # parked rows are not a trajectory
+        self._rejoined = True
+
+    def start_afresh(self) -> None:
+        """No episode has begun: the environments are reset next."""
+        self._is_first = True
+        self.prev_action[...], self.prev_reward[...], self._episode_start[...] = 0, 0, True
+        self._first_action, self._first_reward = self.prev_action, self.prev_reward
+        self.tracker.restart()
+
+    # ---- before the first batch --------------------------------------------------------------
+
+    def draw(self, rng: np.random.Generator, columns: Sequence[int]) -> None:
+        """A random action in `prev_action` for each of these columns. Legal ones, if there is a mask."""
+        own, mask = self.columns, self._random_mask
+        for column in columns:
+            if mask is None:
+                row = draw(own.action_space, rng, 1)
+            else:
+                observation, uniform = own.observations[column], rng.random((1, mask.n_components))
+                if self._mask is not None and column not in own.idle and mask.has_none(observation).any():
+                    raise no_legal_action(own, column)
+                row = mask.draw(mask.legal(observation), uniform)
+            self.prev_action[column] = 0 if column in own.idle else row[0]
+
+    def drop(self, events: PolicyEvents) -> None:
+        """Episodes have ended that are not recorded."""
+        for column, observation, *_ in events.ends or ():
+            self.columns.check_final(column, observation)
+        for column in (*events.ended, *events.cut):
+            self.tracker.drop(column)
+            self.prev_action[column] = 0
+
+    def end_random_steps(self, column: int, rewards: Sequence[float]) -> None:
+        """The first batch continues column's episode, which had these rewards so far."""
+        self.tracker.preload(column, rewards)
+        self._episode_start[column] = not rewards
+        self.prev_reward[column] = rewards[-1] if rewards else 0
+
+    # ---- resuming --------------------------------------------------------------------------
+
+    def column_state(self, column: int) -> dict[str, Any]:
+        """What the recorder keeps of one column between two batches, to be pickled."""
+        if self._is_first:
+            action, reward = self._first_action[column], self._first_reward[column]
+            is_start = self._episode_start[column]
+        else:  # as `begin_batch` copies them
+            action, reward = self.samples.action_rows[-1][column], self.samples.reward_rows[-1][column]
+            is_start = self.samples.valid[-1, column] <= self.samples.done[-1, column]
+        state = {"first_action": action, "first_reward": reward, "episode_start": bool(is_start)}
+        state |= {"prev_action": self.prev_action[column], "prev_reward": self.prev_reward[column]}
+        state = {name: map_leaves(np.copy, value) for name, value in state.items()}
+        return {**state, "trajectory": self.tracker.column_state(column)}
+
+    def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
+        """Before the first batch: continue as the column with this `column_state`."""
+        self.separate_first_row()
+        self._first_action[column], self._first_reward[column] = state["first_action"], state["first_reward"]
+        self.prev_action[column], self.prev_reward[column] = state["prev_action"], state["prev_reward"]
+        self._episode_start[column] = state["episode_start"]
+        self.tracker.load_column_state(column, state["trajectory"])
+
+    def restart_column(self, column: int) -> None:
+        """Before the first batch: an episode begins in this column."""
+        self.tracker.drop(column)
+        self.prev_action[column], self.prev_reward[column], self._episode_start[column] = 0, 0, True
+
+    def keep_first_row(self, columns: Sequence[int]) -> None:
+        """The first batch begins with what these columns have now."""
+        for column in columns:
+            self._first_action[column], self._first_reward[column] = self.prev_action[column], self.prev_reward[column]
+
+    def separate_first_row(self) -> None:
+        """From now on, the first row of action and reward may differ from the previous ones."""
+        if self._first_reward is self.prev_reward:
+            self._first_action, self._first_reward = map_leaves(np.copy, self.prev_action), self.prev_reward.copy()
+
+    # ---- parameters ------------------------------------------------------------------------
+
+    def pull(self, version: int = 0) -> int:
+        """The agent gets the newest published parameters, or this version of them. Returns their version."""
+        return self.agent.runtime.pull_shared_memory(version)
+
+    def note_version(self, version: int) -> None:
+        """Record which version of the parameters has acted in this batch."""
+        self.samples.policy_version[...] = version
