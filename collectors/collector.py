@@ -15,7 +15,7 @@ from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import Columns, Events, Start
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError
-from penstock.workers.control import Progress
+from penstock.workers.control import Phase, Progress
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -239,6 +239,7 @@ class Collector(MadeByWorker):
         columns, everyone = self.columns, range(len(self.columns.env_ranks))
         chosen = everyone if used is None or not columns.can_step_one else used
         joined = columns.reset(chosen, [Start(seeds[e]) for e in chosen])
+        self.progress.enter(Phase.RESETTING)  # what is wrong with a first observation is a fault of the reset
         for own, recorder in zip(joined, self.recorders, strict=True):
             for column in own:
                 recorder.columns.check_column(column)
