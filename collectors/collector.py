@@ -15,7 +15,7 @@ from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import Columns, Events, Start
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError
-from penstock.workers.control import Phase, Progress
+from penstock.workers.control import Phase, Progress, UntimedProgress
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,6 +41,8 @@ class CollectorParts:
     streams: ColumnStreams  #: seeds and random generators of the environments
     max_decorrelation_steps: int = 0  #: most random steps before the first batch
     limits: EvalLimits | None = None  #: of an `EvalCollector`
+    #: Where several agents share an environment: follows whole games, the environments' own sums of all rewards.
+    games: Tracker | None = None
 
 
 class MadeByWorker:
@@ -75,6 +77,7 @@ class Collector(MadeByWorker):
     #: Whether `begin_episodes` leaves environments parked until the batch ends.
     waits: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
+    recorder_cls: ClassVar[type[Recorder]] = Recorder
 
     #: Fields of a subclass, for each step of each environment: a Gymnasium space by name, or an example of the value (a
     #: number, an array). The collector writes them with `record_extra`, and the learner reads `samples.env.extra.NAME`
@@ -84,11 +87,15 @@ class Collector(MadeByWorker):
 
     def __init__(self, parts: CollectorParts) -> None:
         self.columns, self.progress, self.streams = parts.columns, parts.progress, parts.streams
-        self.recorders = [Recorder(own, waits=self.waits, evaluates=self.evaluates) for own in parts.policies]
+        self.recorders = [self.recorder_cls(own, waits=self.waits, evaluates=self.evaluates) for own in parts.policies]
         self.batch_T = min(recorder.batch_T for recorder in self.recorders)
         self._max_decorrelation_steps, self._episodes = parts.max_decorrelation_steps, parts.columns.episodes
         self._actions = tuple(recorder.prev_action for recorder in self.recorders)
         self._keeps_infos = any(recorder.keeps_infos for recorder in self.recorders)
+        self.games, n = parts.games, len(parts.columns.env_ranks)
+        self._is_timed = not isinstance(self.progress, UntimedProgress)
+        # Rewards for agents that did not act, and where games have ended.
+        self._late, self._over = np.zeros((self.batch_T, n), np.float32), np.zeros((self.batch_T, n), np.bool_)
         if len(self.recorders) == 1:  # the usual case, without a loop over policies
             for name in _BY_POLICY:
                 if getattr(type(self), name) is getattr(Collector, name):
@@ -138,6 +145,8 @@ class Collector(MadeByWorker):
         """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
         for recorder in self.recorders:
             recorder.begin_batch(itr)
+        if self.games is not None:
+            self._late[...], self._over[...] = 0, False
         if self._episodes is not None:
             self._episodes.begin_batch()
 
@@ -161,10 +170,28 @@ class Collector(MadeByWorker):
 
     def settle(self, t: int, events: Events) -> None:
         """Record what step t has done, then begin episodes."""
-        recorder = self.recorders[0]
-        joined = self.begin_episodes(events, recorder.record(t, events.policies[0]))
-        if recorder.has_state:
-            recorder.begin(joined[0])
+        if self.games is None:
+            recorder = self.recorders[0]
+            joined = self.begin_episodes(events, recorder.record(t, events.policies[0]))
+            if recorder.has_state:
+                recorder.begin(joined[0])
+            return
+        for recorder, own in zip(self.recorders, events.policies, strict=True):
+            recorder.record(t, own)
+        self._record_games(t, events, self.games)
+        for recorder, columns in zip(self.recorders, self.begin_episodes(events, ()), strict=True):
+            recorder.begin(columns)
+
+    def _record_games(self, t: int, events: Events, games: Tracker) -> None:
+        self._over[t, events.over] = True
+        for e in events.cut:
+            self._over[t, e] = False
+            before = np.flatnonzero(self._over[:t, e])
+            games.cut(e, int(before[-1]) + 1 if before.size else 0, t)
+        for e, reward in events.late:
+            self._late[t, e] += reward
+        if events.late and self._is_timed:
+            self.progress.add_late_rewards(len(events.late))
 
     def begin_episodes(self, events: Events, going: Sequence[int]) -> Sequence[Sequence[int]]:
         """The episodes of the environments `events.over` have ended, and are recorded. Begin the next ones with
@@ -187,13 +214,26 @@ class Collector(MadeByWorker):
 
     def end_batch(self) -> None:
         """All rows are written: compute the missing values, and send the finished trajectories."""
-        recorder, T = self.recorders[0], self.batch_T
-        n_valid = int(np.count_nonzero(recorder.samples.valid))
-        self.progress.end_batch(T, n_valid)
-        n_sent = recorder.end_batch(T, n_valid)
+        recorder, T, n_valid = self.recorders[0], self.batch_T, None
+        if self.games is None:
+            n_valid = int(np.count_nonzero(recorder.samples.valid))
+        self.progress.end_batch(T, T * len(self.columns.env_ranks) if n_valid is None else n_valid)
+        n_sent = self.end_rows(T, n_valid)
         if self._episodes is not None:  # last: until here the worker may fail, and its episodes are repeated
             self._episodes.end_batch(recorder.samples.action[1:], recorder.samples.reward[1:])
         self.progress.n_results = n_sent
+
+    def end_rows(self, n_rows: int, n_valid: int | None = None) -> int:
+        """So many rows are complete. Returns how many trajectories were sent. `n_valid`: see `Recorder.end_batch`."""
+        n_sent = sum([recorder.end_batch(n_rows, n_valid) for recorder in self.recorders])
+        if self.games is None or not n_rows:
+            return n_sent
+        rewards, columns_of = self._late[:n_rows], self.columns.columns_of
+        for p, recorder in enumerate(self.recorders):  # a policy's columns of one environment are neighbours
+            firsts = {e: own[p][0] for e in range(rewards.shape[1]) if (own := columns_of(e))[p]}
+            own_rewards = recorder.samples.reward[1 : n_rows + 1]
+            rewards[:, list(firsts)] += np.add.reduceat(own_rewards, list(firsts.values()), axis=1)
+        return n_sent + self.games.end_rows(rewards, self._over[:n_rows], self.recorders[0].first_t)
 
     def record_extra(self, t: int, /, **fields: Any) -> None:
         """Write fields of `extra_fields` for step t, each as `[B, ...]`: `self.record_extra(t, cost=cost)`.
@@ -236,6 +276,8 @@ class Collector(MadeByWorker):
         """Begin episodes in all environments, or in those of `used`; the others are parked."""
         for recorder in self.recorders:
             recorder.start_afresh()
+        if self.games is not None:
+            self.games.restart()
         columns, everyone = self.columns, range(len(self.columns.env_ranks))
         chosen = everyone if used is None or not columns.can_step_one else used
         joined = columns.reset(chosen, [Start(seeds[e]) for e in chosen])
@@ -260,11 +302,13 @@ class Collector(MadeByWorker):
         """
         own = self.columns.columns_of(e)
         rewards: list[dict[int, list[float]]] = [{column: [] for column in columns} for columns in own]
-        n = int(rng.integers(0, self._max_decorrelation_steps + 1))
+        n, totals = int(rng.integers(0, self._max_decorrelation_steps + 1)), list[float]()
         if self._episodes is not None:
             self._episodes.plan_steps(e, n)
         for _ in range(n):
-            self._make_random_step(e, own, rng, rewards)
+            self._make_random_step(e, own, rng, rewards, totals)
+        if self.games is not None:
+            self.games.preload(e, totals)
         for recorder, kept in zip(self.recorders, rewards, strict=True):
             for column, found in kept.items():
                 recorder.end_random_steps(column, found)
@@ -275,8 +319,10 @@ class Collector(MadeByWorker):
         own: Sequence[Sequence[int]],
         rng: np.random.Generator,
         rewards: Sequence[dict[int, list[float]]],
+        totals: list[float],
     ) -> None:
-        """One random step of environment e, which has the columns `own` of each policy. Adds their `rewards`."""
+        """One random step of environment e, which has the columns `own` of each policy. Adds their `rewards`, and the
+        sum of all to `totals`."""
         recorders, episodes = list(zip(self.recorders, own, rewards, strict=True)), self._episodes
         self.progress.begin_random_step(self.columns.env_ranks[e])
         for recorder, columns, _ in recorders:
@@ -285,21 +331,27 @@ class Collector(MadeByWorker):
             episodes.begin_step(e, self.prev_action)
         acting = [[b for b in columns if b not in recorder.columns.idle] for recorder, columns, _ in recorders]
         events = self.columns.step(self._actions, None, e)
+        totals.append(0.0 if events is None else sum(reward for _, reward in events.late))
         for (recorder, _, kept), columns in zip(recorders, acting, strict=True):
             for column in columns:
                 kept[column].append(recorder.columns.rewards[column])
+                totals[-1] += recorder.columns.rewards[column]
         if episodes is not None:
             episodes.end_step(e, self.recorders[0].columns.rewards[e])
         if events is not None:
-            self._settle_random_step(events, rewards)
+            self._settle_random_step(events, rewards, totals)
         for recorder, columns, _ in recorders:
             recorder.columns.blank_idle(None)
             for column in columns:
                 if column not in recorder.columns.idle:
                     recorder.columns.check_column(column)
 
-    def _settle_random_step(self, events: Events, rewards: Sequence[dict[int, list[float]]]) -> None:
+    def _settle_random_step(
+        self, events: Events, rewards: Sequence[dict[int, list[float]]], totals: list[float]
+    ) -> None:
         """Episodes have ended, or begin: drop their trajectories."""
+        if events.over:
+            totals.clear()
         for recorder, kept, its in zip(self.recorders, rewards, events.policies, strict=True):
             recorder.drop(its)
             kept.update((column, []) for column in (*its.ended, *its.cut))
@@ -337,6 +389,16 @@ class Collector(MadeByWorker):
     def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
         """Before the first batch: continue as the column with this `column_state`."""
         self.recorders[0].load_column_state(column, state)
+
+    def restart(self, streams: ColumnStreams) -> None:
+        """Before the first batch: start again with other streams, because a saved run is continued."""
+        self.streams = streams
+        for recorder in self.recorders:
+            own = recorder.streams
+            recorder.streams = ColumnStreams(streams.seed, own.env_ranks, streams.generation, own.seats)
+            recorder.agent.seed_columns(recorder.streams.rngs(Purpose.ACTION))
+        self.start_envs()
+        self.start_agent()
 
     def restart_columns(self, columns: Sequence[int], streams: ColumnStreams) -> None:
         """Before the first batch: start again in these columns, with other seeds."""

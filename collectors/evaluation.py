@@ -113,7 +113,3 @@ class EvalCollector(Collector):
             over = [e for e in over if self._left[e] > 0]
         starts = [Start(None if e in goes_on else self.seed_of(e)) for e in over] if columns.can_step_one else None
         return columns.reset(over, starts)
-
-    def end_rows(self, n_rows: int) -> int:
-        """So many rows are complete. Returns how many trajectories were sent."""
-        return sum(recorder.end_batch(n_rows) for recorder in self.recorders)

@@ -47,7 +47,7 @@ class PolicyParts:
     who: int = 0  #: the policy's index + 1 where there are several, else 0
 
 
-class _Slot:
+class Slot:
     """What a recorder needs to write one slot."""
 
     def __init__(self, samples: BatchColumns, columns: PolicyColumns, agent: Agent) -> None:
@@ -86,7 +86,7 @@ class Recorder:
         self._has_gaps = samples.has_gaps or waits
         self.keeps_infos = samples.env_info is not None
         # What depends on the slot is made once for each slot.
-        self._slots = [_Slot(slot, columns, parts.agent) for slot in parts.slots]
+        self._slots = [self._make_slot(slot) for slot in parts.slots]
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.action)
         self.prev_reward = np.zeros_like(samples.reward[0])
         self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
@@ -98,7 +98,9 @@ class Recorder:
         self._first_action, self._first_reward = self.prev_action, self.prev_reward
         self._is_first, self.samples = True, samples
         self.use_slot(0)
-        self.start_afresh()
+
+    def _make_slot(self, samples: BatchColumns) -> Slot:
+        return Slot(samples, self.columns, self.agent)
 
     def use_slot(self, slot: int) -> None:
         """Write the next batch there."""

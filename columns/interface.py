@@ -74,7 +74,9 @@ class PolicyEvents:
     joined: Sequence[int]  #: the columns in which an episode begins with this step's observation
     cut: Sequence[int]  #: the columns whose game has failed: this step has no result
 
-    def __init__(self, ended: Any = None, ends: Any = None, joined: Sequence[int] = (), cut: Sequence[int] = ()) -> None:
+    def __init__(
+        self, ended: Any = None, ends: Any = None, joined: Sequence[int] = (), cut: Sequence[int] = ()
+    ) -> None:
         self.ended, self.ends, self.joined, self.cut = [] if ended is None else ended, ends, joined, cut
 
 

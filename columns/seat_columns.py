@@ -1,7 +1,7 @@
-"""Games: the environments of several agents of one worker. They step, and find who joins, who ends and who waits.
+"""Environments of several agents that all act in each step (PettingZoo's `ParallelEnv`).
 
-A seat is one agent of one environment, and has a column. A seat is *idle* while its agent is absent, dead or not there
-yet. `SeatColumns` has the seats of one policy. `Games` steps the environments, and tells the columns what happens.
+A *seat* is one agent of one environment, and has a column. It is idle while its agent is absent, dead or not there yet.
+`SeatColumns` has the seats of one policy. `LockStepColumns` steps the environments, and finds who joins and who ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium as gym
 
 from penstock.buffers.native import store_game_step
-from penstock.columns.interface import Returned, StepHook, snapshot
+from penstock.columns.interface import Columns, End, Events, PolicyEvents, Returned, Start, StepHook, snapshot
 from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import ListedColumns
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
@@ -21,17 +21,13 @@ from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent, h
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase, Progress
 
-#: What a seat's end is reported to: (column, last observation, reward, terminated, truncated).
-SeatEndHook = Callable[[int, Any, float, bool, bool], None]
-
 
 class SeatColumns(ListedColumns):
     """The seats of one policy in one worker: their observations, rewards and infos, by column.
 
-    `parked` are the idle ones. Their observations are zero, and so are their rewards after the row in which they ended.
+    The observations of idle seats are zero, and so are their rewards after the row in which they ended.
     """
 
-    envs: Sequence[Any] = ()  # `Games` has the environments
     env_ranks: Sequence[SeatRank]
 
     def __init__(
@@ -42,109 +38,122 @@ class SeatColumns(ListedColumns):
         checks: Checks = NO_CHECKS,
     ) -> None:
         super().__init__(env_ranks, spaces, progress, checks)
-        self.info_writer: Any = None
         #: The actions of all columns for the next step, as the environments get them.
         self.actions: Sequence[Any] = ()
         self.observations = [self.zero] * len(env_ranks)
-        self.parked = list(range(len(env_ranks)))
-        self.on_join: Callable[[int], None] = lambda column: None
-        self.on_cut: Callable[[int], None] = lambda column: None
-        self.on_end: SeatEndHook = lambda *end: None
-        self.on_late: Callable[[int, float], None] = lambda column, reward: None
-        self.on_step: StepHook | None = None
+        self.idle = list(range(len(env_ranks)))
+        #: What has happened since the last `take`: ends, columns that joined or were cut, and late rewards by column.
+        self.ends, self.joined, self.cut = list[End](), list[int](), list[int]()
+        self.late: list[tuple[int, float]] = []
+
+        self.when_watched: Callable[[], None] = lambda: None
+
+    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any) -> None:
+        super().watch(on_step, keep_infos=keep_infos, into=into)
+        self.when_watched()
+
+    def take(self) -> PolicyEvents:
+        """What has happened since the last call."""
+        ends, joined, cut = self.ends, self.joined, self.cut
+        self.ends, self.joined, self.cut, self.late = [], [], [], []
+        return PolicyEvents([end[0] for end in ends], ends, joined, cut)
 
     def join(self, column: int, observation: Any) -> None:
         """The agent of this column acts from now on; `observation` is its first."""
         self.observations[column] = observation
-        if column in self.parked:
-            self.parked = [other for other in self.parked if other != column]
-        self.on_join(column)
+        if column in self.idle:
+            self.idle = [other for other in self.idle if other != column]
+        self.joined.append(column)
 
     def end(self, column: int, observation: Any, terminated: bool, truncated: bool) -> None:
         """The agent of this column has ended with `observation`, and with its reward in `rewards`."""
-        self.keep_info(column)
-        self.on_end(column, observation, self.rewards[column], terminated, truncated)
+        self.ends.append((column, observation, self.rewards[column], terminated, truncated))
+        self.leave(column)
+
+    def leave(self, column: int) -> None:
+        """The agent of this column does not act any more. Its reward of this step stays."""
         self.observations[column] = self.zero
-        self.parked = sorted([*self.parked, column])
+        self.idle = sorted({*self.idle, column})
 
-    def zero_idle_rewards(self) -> None:
-        """The row is recorded: who ended in it has no reward in the next one."""
-        for column in self.parked:
-            self.rewards[column], self.infos[column] = 0.0, {}
+    def add_late(self, column: int, reward: float) -> None:
+        """A reward has come for the agent of this column, which did not act. With `check_finite`, raise `SpaceError` if
+        it is NaN or inf."""
+        self.check_finite(column, reward)
+        self.late.append((column, reward))
 
-    parked = property(lambda self: self.idle, lambda self, idle: setattr(self, "idle", idle))
-
-    def keep_info(self, column: int) -> None:
-        """Column's episode has ended: copy of its info what is written, since a reset may change it."""
-        if self.info_writer is not None:
-            self.infos[column] = self.info_writer.kept(self.infos[column])
-
-    def check_late(self, column: int, reward: float) -> None:
-        """With `check_finite`, raise `SpaceError` for a late reward that is NaN or inf."""
+    def check_finite(self, column: int, reward: float) -> None:
+        """With `check_finite`, raise `SpaceError` if a reward is NaN or inf."""
         if self.checks.check_finite and not math.isfinite(reward):
             raise self.not_finite(column, reward)
 
-    def check_action(self, column: int) -> None:
-        """Raise `SpaceError` unless the action of this column is in its space."""
-        if not self.action_space.contains(action := self.actions[column]):
-            raise SpaceError(
-                f"the action of env_rank {self.env_ranks[column]}, given by the agent, must be in "
-                f"{self.action_space} (debug=True), got {brief(action)}"
-            )
 
+_START = Start()
 
 Place = tuple[SeatColumns, int]
 
 
-class Games:
-    """One worker's environments of several agents, whose seats are in `columns`. These have their `on_step` already.
+class LockStepColumns(Columns):
+    """One worker's environments of several agents. See `Columns`.
 
     `places[e]` says where the seats of environment e are: the columns, and the index in them, by agent id, in the order
-    of `possible_agents`.
-
-    After `reset` and `step`: `infos` has the infos that each environment returned last, by agent and unchecked.
-    After `step`: `late` has the rewards of the step that belong to no decision, as pairs (e, reward): the agent had
-    ended, or had not joined yet. `over` has the environments in which nobody is left. `step` resets these, unless
-    `may_reset(e)` is False. `cut` has those whose game has failed in this step: for each seat that has acted, `on_cut`
-    was called, and the environment was built again and reset.
+    of `possible_agents`. After `reset` and `step`, `infos` has the infos that each environment returned last, by agent
+    and unchecked.
 
     Raises `SpaceError`, with the env_rank and the agent, for data that do not fit.
     """
 
+    policies: Sequence[SeatColumns]
     renewals: Renewals | None = None
-    renewable: tuple[type[Exception], ...] = ()  #: see `EnvColumns`
+    renewable: tuple[type[Exception], ...] = ()  #: see `SingleColumns`
 
-    def __init__(self, envs: list[ParallelView], columns: Sequence[SeatColumns], env_ranks: Sequence[int]) -> None:
-        self.envs, self.env_ranks = envs, env_ranks
-        seats = {(int(rank), rank.agent_id): (own, i) for own in columns for i, rank in enumerate(own.env_ranks)}
+    def __init__(self, envs: list[ParallelView], policies: Sequence[SeatColumns], env_ranks: Sequence[int]) -> None:
+        self.envs: list[Any] = envs
+        self.policies, self.env_ranks, self.waiting = policies, env_ranks, list[int]()
+        seats = {(int(rank), rank.agent_id): (own, i) for own in policies for i, rank in enumerate(own.env_ranks)}
         self.places: list[dict[AgentId, Place]] = [
             {agent: seats[e, agent] for agent in env.possible_agents} for e, env in zip(env_ranks, envs, strict=True)
         ]
-        self.progress = progress = columns[0].progress
+        self.progress = progress = policies[0].progress
         self._words, self._rank_word = progress.words, progress.loop_words
         self.living: list[list[AgentId]] = [[] for _ in envs]  # who acts next, in the order of `env.agents`
-        self._ghosts: list[set[AgentId]] = [set() for _ in envs]  # who has ended, but is in `env.agents` still
+        self._ended: list[set[AgentId]] = [set() for _ in envs]  # who has ended, but is in `env.agents` still
         self.infos: list[Mapping[Any, Any]] = [{}] * len(envs)
-        self.late: list[tuple[int, float]] = []
-        self.over: list[int] = []
-        self.cut: list[int] = []
-        self.may_reset: Callable[[int], bool] = lambda e: True
-        self.seed_of: Callable[[int], int | None] = lambda e: None  # of the next game; None: not given
+        self.late: list[tuple[int, float]] = []  # rewards of this step for agents that did not act, by environment
+        self.over: list[int] = []  # the environments in which nobody is left
+        self.cut: list[int] = []  # those whose game has failed in this step
+        self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
         self._bound = [
             (env, env.env, rank, own, list(own), _span(own))
             for env, rank, own in zip(envs, env_ranks, self.places, strict=True)
         ]
-        self._has_hooks = any(own.on_step or own.info_writer or own.checks.debug for own in columns)
-        self.returned = Returned(len(envs), always=any(own.checks.debug for own in columns))
+        self.returned = Returned(len(envs), always=any(own.checks.debug for own in policies))
+        self._is_quiet = True  # whether this step has no events so far
+        for own in policies:
+            own.when_watched = self._watch
+        self._watch()
+
+    def _watch(self) -> None:
+        self._has_hooks = any(own.on_step or own.keep_infos or own.checks.debug for own in self.policies)
         self._is_watched = self._has_hooks or self.returned.copies
+
+    def columns_of(self, e: int) -> Sequence[Sequence[int]]:
+        return [[column for own, column in self.places[e].values() if own is policy] for policy in self.policies]
 
     # ---- resets ----------------------------------------------------------------------------
 
-    def reset(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
-        """Reset environment e; the agents that it lists join."""
-        self._reset(e, seed, options, Phase.RESETTING)
+    def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
+        phase = self._words[Progress.PHASE]
+        for i, e in enumerate(envs):
+            self.reset_env(e, _START if starts is None else starts[i])
+        self._words[Progress.PHASE] = phase
+        self.waiting = [e for e in self.waiting if e not in envs]
+        return [policy.take().joined for policy in self.policies]
 
-    def _reset(self, e: int, seed: int | None, options: dict[str, Any] | None, phase: Phase) -> None:
+    def reset_env(self, e: int, start: Start) -> None:
+        """Reset environment e; the agents that it lists join."""
+        (seed, options), phase = start, Phase.RESETTING
+        if e in self._first_seeds:
+            seed, phase = self._seed_after_renewal(e, seed), Phase.RENEWING
         while True:
             env, _, env_rank, *_ = self._bound[e]
             self.progress.at_env(env_rank)
@@ -153,7 +162,8 @@ class Games:
                 result = env.reset(seed=seed, options=options)
                 break
             except self.renewable as error:
-                seed, phase = self._renew(e, error, is_cut=False), Phase.RENEWING
+                self._renew(e, error, is_cut=False)
+                seed, phase = self._seed_after_renewal(e, seed), Phase.RENEWING
         self.progress.add_resetting_since(began)
         if self.renewals is not None:
             self.renewals.note_reset(e)
@@ -172,12 +182,21 @@ class Games:
         self.clear(e)
         self._join(e, agents, observations)
 
+    def _seed_after_renewal(self, e: int, seed: int | None) -> int | None:
+        first_seed = self._first_seeds.pop(e)
+        return first_seed if seed is None or not self.keeps_seeds else seed
+
+    def park(self, envs: Sequence[int]) -> None:
+        self.waiting = sorted({*self.waiting, *envs})
+        for e in envs:
+            self.clear(e)
+
     def clear(self, e: int) -> None:
-        """Nobody is in environment e: it is reset next, or is not used."""
+        """Nobody is in environment e: it is reset next, or is parked."""
         for columns, column in self.acting(e):
-            columns.observations[column], columns.rewards[column] = columns.zero, 0.0
-            columns.parked = sorted({*columns.parked, column})
-        self.living[e], self._ghosts[e] = [], set()
+            columns.rewards[column] = 0.0
+            columns.leave(column)
+        self.living[e], self._ended[e] = [], set()
 
     def acting(self, e: int) -> list[Place]:
         """Where the agents are that act next in environment e."""
@@ -193,16 +212,25 @@ class Games:
 
     # ---- steps -----------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Step every environment with the `actions` of the columns, and reset those that are over."""
-        self.late, self.over, self.cut = [], [], []
-        for e in range(len(self.envs)):
+    def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
+        for policy, own in zip(self.policies, actions, strict=True):
+            policy.actions = policy.split_actions(own)
+        self.begin_step()
+        for e in range(len(self.envs)) if which is None else (which,):
             if self.living[e]:
                 try:
                     self.step_env(e)
                 except self.renewable as error:
-                    self.cut_env(e, error)
+                    self._cut_env(e, error)
         self.end_row()
+        if self._is_quiet:
+            return None
+        return Events(self.over, [policy.take() for policy in self.policies], self.cut, self.late)
+
+    def begin_step(self) -> None:
+        """A row begins: nothing has happened in it."""
+        if not self._is_quiet:
+            self.late, self.over, self.cut, self._is_quiet = [], [], [], True
 
     def end_row(self) -> None:
         """Every environment has stepped, and the row is written next."""
@@ -210,25 +238,25 @@ class Games:
             self.returned.end_row()
             self._is_watched = self._has_hooks or self.returned.copies
 
-    def cut_env(self, e: int, error: Exception) -> None:
+    def _cut_env(self, e: int, error: Exception) -> None:
         """The game of environment e has failed in this step, which has no result."""
-        seed = self._renew(e, error, is_cut=True)
+        phase = self._words[Progress.PHASE]
+        self._renew(e, error, is_cut=True)
         for columns, column in self.acting(e):
-            columns.rewards[column], columns.infos[column] = 0.0, {}
-            columns.on_cut(column)
-        self.cut.append(e)
+            columns.infos[column] = {}
+            columns.cut.append(column)
         self.clear(e)
-        self._reset(e, seed, None, Phase.RENEWING)
-        self._words[Progress.PHASE] = Progress.IS_STEPPING
+        self.over.append(e)
+        self.cut.append(e)
+        self._is_quiet = False
+        self._words[Progress.PHASE] = phase
 
-    def _renew(self, e: int, error: Exception, *, is_cut: bool) -> int:
-        """Build environment e again. Returns the seed of its first reset."""
+    def _renew(self, e: int, error: Exception, *, is_cut: bool) -> None:
+        """Build environment e again."""
         if self.renewals is None or self.renewals.is_exhausted:
             raise error
-        self.envs[e], seed = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
+        self.envs[e], self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
         self._bound[e] = (self.envs[e], self.envs[e].env, *self._bound[e][2:])
-        own = self.seed_of(e)
-        return seed if own is None else own
 
     def step_env(self, e: int) -> None:
         """Step one environment; see `step`."""
@@ -246,7 +274,7 @@ class Games:
                 given[agent] = columns.actions[column]
         before = self._before(e, given) if self._is_watched else None
         result = self.returned.of_step(e, env.step, given) if self._is_watched else env.step(given)
-        watched = self._is_watched or self._ghosts[e]
+        watched = self._is_watched or self._ended[e]
         if not watched and store_game_step(result, living, raw.agents, columns.observations, columns.rewards, first):
             if whole is None:
                 observations, rewards, *_ = result
@@ -271,7 +299,7 @@ class Games:
         for agent in given:
             columns, column = self.places[e][agent]
             if columns.checks.debug:
-                columns.check_action(column)
+                columns.require_action(column, given[agent])
             if columns.on_step is not None:
                 before[agent] = snapshot(columns.observations[column]), snapshot(given[agent])
         return before
@@ -292,7 +320,7 @@ class Games:
         flags_of = [agent for agent in (*terminated, *truncated) if agent != "__all__"]  # which RLlib's games have
         self._require_known(e, [*agents, *observations, *rewards, *flags_of])
         listed, acted, stay = set(agents), self.living[e], list[AgentId]()
-        ghosts = self._ghosts[e] = self._ghosts[e] & listed
+        ended = self._ended[e] = self._ended[e] & listed
         for agent in acted:
             columns, column = places[agent]
             rank, info = columns.env_ranks[column], infos.get(agent, {})
@@ -307,25 +335,23 @@ class Games:
                 columns.on_step(column, *before[agent], reward, *flags, info)
             if any(flags):
                 columns.end(column, observation, *flags)
-                ghosts |= {agent} & listed
+                ended |= {agent} & listed
             else:
                 columns.observations[column] = observation
                 stay.append(agent)
         for agent in [agent for agent in rewards if agent not in acted]:
             columns, column = places[agent]
             if number := require_number(rewards[agent], columns.env_ranks[column]):
-                columns.check_late(column, number)
+                columns.add_late(column, number)
                 self.late.append((e, number))
-                columns.on_late(column, number)
-        self.living[e] = stay
+        self.living[e], self._is_quiet = stay, self._is_quiet and not self.late and len(stay) == len(acted)
         # Who would join, but has ended already, has made no decision.
-        ghosts |= {a for a in listed.difference(acted) if _flag_of(terminated, a) or _flag_of(truncated, a)}
-        self._join(e, [agent for agent in agents if agent not in ghosts and agent not in acted], observations)
+        ended |= {a for a in listed.difference(acted) if _flag_of(terminated, a) or _flag_of(truncated, a)}
+        if joining := [agent for agent in agents if agent not in ended and agent not in acted]:
+            self._join(e, joining, observations)
+            self._is_quiet = False
         if not self.living[e]:
             self.over.append(e)
-            if self.may_reset(e):
-                self.reset(e, self.seed_of(e))
-                self._words[Progress.PHASE] = Progress.IS_STEPPING
         elif set(self.living[e]) == listed:
             self.living[e] = agents  # the order in which the environment will return them
 

@@ -1,15 +1,15 @@
-"""Games in which agents take turns: who decides next, and when the reward of a decision is complete."""
+"""LockStepColumns in which agents take turns: who decides next, and when the reward of a decision is complete."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from penstock.columns.seat_columns import Games, Place, SeatColumns
+from penstock.columns.interface import Start
+from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.envs.checks import episode_flags, require_info, require_number
-from penstock.envs.seats import TurnView
 from penstock.envs.seeding import ColumnStreams, Purpose, stream
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase, Progress
@@ -23,13 +23,15 @@ _MOST_ENDS = 100_000  # how many agents may end between two decisions
 MOST_UNASKED = 1_000
 
 
-class TurnColumns(SeatColumns):
+class TurnSeats(SeatColumns):
     """The seats of one policy, in games that are played in turns. Lists have an entry for each column."""
+
+    actions: list[Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         n = len(self.env_ranks)
-        self.parked, self.actions = [], [None] * n
+        self.idle, self.actions = [], [None] * n
         self.n, self.stage = [0] * n, [CLOSED] * n  #: closed rows in this batch, and what the last decision is
         self.asked: list[int] = []  #: the columns that decide next
         self.held: list[int] = []  #: those that are asked, but have all rows of this batch
@@ -41,27 +43,30 @@ class TurnColumns(SeatColumns):
         self.closes_with_hook = False  #: whether `on_close` is called for each decision
 
 
-class TurnGames(Games):
-    """One worker's environments that are played in turns. See `Games`.
+class TurnColumns(LockStepColumns):
+    """One worker's environments that are played in turns. See `Columns` and `LockStepColumns`.
 
-    `waits[e]`: whose decision environment e waits for. None: it is over, and must not be reset.
+    Each column counts its own rows, so collectors call `play` in place of `step`. `waits[e]`: whose decision
+    environment e waits for. None: it is over, or parked.
     """
 
-    envs: list[TurnView]  # type: ignore[assignment]
+    envs: list[Any]
+    policies: Sequence[TurnSeats]
+    places: list[dict[Any, tuple[TurnSeats, int]]]  # type: ignore[assignment]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         n, (_, columns, _) = len(self.envs), args
-        self._all_places: dict[tuple[int, Any], list[Place]] = defaultdict(list)
+        self._all_places: dict[tuple[int, Any], list[tuple[TurnSeats, int]]] = defaultdict(list)
         for own in columns:
             for i, rank in enumerate(own.env_ranks):
                 self._all_places[int(rank), rank.agent_id].append((own, i))
-        self.waits: list[Place | None] = [None] * n
+        self.waits: list[tuple[TurnSeats, int] | None] = [None] * n
         #: Which of `columns` has the seat in this game: (agent, env_rank, episode, rng). None: the only one.
         self.chooser: Callable[..., int] | None = None
-        self.episodes = [0] * n  #: the number of the game of each environment
+        self.game_numbers = [0] * n  #: the number of the game of each environment
         self.streams, self.key = ColumnStreams(0, self.env_ranks), (0, 0)
-        self.counts_games = True
+        self.counts_games = True  # not in random steps: a game that ends there is in no record
         self.plies = [0] * n  #: how many decisions each environment was given
         self.sums: list[dict[int, float]] = [{}] * n  #: its rewards after each of them
         #: The games that ended before anybody was asked: (environment, its decisions before, late rewards).
@@ -81,19 +86,39 @@ class TurnGames(Games):
         self.plies = [0] * len(self.envs)
         self.ends: list[list[int]] = [[] for _ in self.envs]  #: the decisions after which its games have ended
 
+    def start_afresh(self) -> None:
+        """No game has begun: all environments are reset next."""
+        for e, sums in enumerate(self.sums):
+            self.plies[e], self.ends[e], self.game_numbers[e] = 0, [], 0
+            sums.clear()
+
     # ---- games -----------------------------------------------------------------------------
 
-    def reset(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
-        """Begin a game in environment e, and find who decides first."""
-        self.plies[e], self.ends[e], self.episodes[e] = 0, [], 0
-        self.sums[e].clear()
-        self._begin(e, seed, options)
-        self.advance(e)
+    def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
+        """Begin games, and find who decides first in each. Then a game may be over already. Nobody joins here: an agent
+        joins when it is asked."""
+        for i, e in enumerate(envs):
+            self._begin(e, *(() if starts is None else starts[i]))
+            self.advance(e)
+        self.waiting = [e for e in self.waiting if e not in envs]
+        return [()] * len(self.policies)
 
     def clear(self, e: int) -> None:
         self.waits[e] = None
         self.late = [own for own in self.late if own[0] != e]
         self.unasked = [own for own in self.unasked if own[0] != e]
+
+    def take_over(self) -> list[int]:
+        """The environments in which nobody is left since the last call."""
+        over, self.over = self.over, []
+        return over
+
+    def has_rows(self, e: int) -> bool:
+        """Whether environment e waits for a seat that has a row left in the batch."""
+        if (place := self.waits[e]) is None:
+            return False
+        columns, column = place
+        return columns.n[column] < columns.most_rows
 
     def _begin(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         env, env_rank = self.envs[e], self.env_ranks[e]
@@ -109,16 +134,16 @@ class TurnGames(Games):
 
     def _choose(self, chooser: Callable[..., int], e: int) -> None:
         """Who plays this game of environment e."""
-        episode, env_rank, places = self.episodes[e], int(self.env_ranks[e]), self.places[e]
+        episode, env_rank, places = self.game_numbers[e], int(self.env_ranks[e]), self.places[e]
         for seat, agent in enumerate(places):
             key = env_rank, seat, episode, *self.key, self.streams.generation
             rng = partial(stream, self.streams.seed, Purpose.SEATING, *key)
             places[agent] = self._all_places[env_rank, agent][chooser(agent, env_rank, episode, rng)]
 
-    def _end_game(self, e: int) -> bool:
-        """Nobody is left in environment e. Returns whether the next game has begun."""
+    def _end_game(self, e: int) -> None:
+        """Nobody is left in environment e."""
         for columns, column in self.places[e].values():
-            if columns.stage[column]:  # type: ignore[attr-defined]
+            if columns.stage[column]:
                 raise SpaceError(
                     f"env_rank {columns.env_ranks[column]} is not in env.agents any more, but neither terminated nor "
                     "truncated since its last decision"
@@ -128,11 +153,9 @@ class TurnGames(Games):
             self._end_unasked(e)
         else:
             self.ends[e].append(self.plies[e])
-        self.episodes[e] += self.counts_games
+        self.game_numbers[e] += self.counts_games
         self.waits[e] = None
-        if may_reset := self.may_reset(e):
-            self._begin(e, self.seed_of(e))
-        return may_reset
+        self.over.append(e)
 
     def _end_unasked(self, e: int) -> None:
         """The game of environment e has ended before anybody was asked."""
@@ -167,7 +190,7 @@ class TurnGames(Games):
         columns, column = place
         self._rank_word[-1] = self.env_ranks[e]
         if columns.checks.debug:
-            columns.check_action(column)
+            columns.require_action(column, columns.actions[column])
         self.plies[e] += 1
         env: Any = self._bound[e][0]
         env.step(columns.actions[column])
@@ -183,9 +206,8 @@ class TurnGames(Games):
         n_ends = 0
         while True:
             if not raw.agents:
-                if not self._end_game(e):
-                    return False
-                continue
+                self._end_game(e)
+                return False
             agent = raw.agent_selection
             if agent not in places:
                 self._require_known(e, [agent])
@@ -223,13 +245,14 @@ class TurnGames(Games):
             return has_rows  # type: ignore[no-any-return]
 
     def _note_reward(self, e: int, columns: Any, column: int, reward: float) -> None:
-        columns.check_late(column, reward)
         self.sums[e][self.plies[e] + self._has_just_begun(e)] += reward
         if columns.stage[column]:
+            columns.check_finite(column, reward)
             columns.on_reward(column, reward)
         else:  # the agent has not decided in this game yet
+            columns.add_late(column, reward)
+            columns.late.clear()
             self.late.append((e, reward))
-            columns.on_late(column, reward)
 
 
 def _not_five(rank: int, result: object) -> SpaceError:

@@ -20,8 +20,6 @@ from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.reports import dump_exception, in_one_line
 from penstock.collectors.collector import Collector
 from penstock.collectors.evaluation import EvalCollector
-from penstock.collectors.lock_step import LockStepCollector
-from penstock.collectors.seat_evaluation import SeatEvalCollector
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.interface import snapshot
 from penstock.columns.single_columns import SingleColumns
@@ -59,8 +57,8 @@ class WorkerParts:
     seed: int
     factories: Sequence[EnvFactory]
     builder: EnvBuilder
-    collector: Collector | LockStepCollector
-    eval_collector: EvalCollector | SeatEvalCollector | None
+    collector: Collector
+    eval_collector: EvalCollector | None
     #: What the checks of the environments have found so far: pairs of a factory, and why its environments cannot be
     #: saved (empty: they can).
     proofs: list[tuple[EnvFactory, str]]
@@ -103,7 +101,7 @@ class ChooseMessage(StateMessage):
         """Nothing."""
         for collector in (parts.collector, parts.eval_collector):
             if collector is not None:
-                collector.envs.chooser = self.chooser  # type: ignore[union-attr]
+                collector.columns.chooser = self.chooser  # type: ignore[attr-defined]
 
 
 # ---- saving ------------------------------------------------------------------------------------
@@ -208,7 +206,7 @@ class LoadMessage(StateMessage):
             why = saved["why"] if saved["kind"] == RESEEDED else _load(parts, column, saved)
             if why:
                 refused[env_rank] = why
-        if isinstance(collector, LockStepCollector):
+        if collector.games is not None:
             collector.restart(streams)
         elif refused:
             indices = [rank - streams.env_ranks[0] for rank in refused]

@@ -14,20 +14,18 @@ from penstock.agents.remote_agent import RemoteAgent
 from penstock.buffers.samples import BatchColumns, SampleSpec, layouts_of, public_view, unrecorded_arrays
 from penstock.collectors.collector import Collector, CollectorParts, EvalLimits
 from penstock.collectors.evaluation import EvalCollector, eval_columns
-from penstock.collectors.lock_step import Desk, DeskParts, LockStepCollector
 from penstock.collectors.recorder import PolicyParts
-from penstock.collectors.seat_evaluation import SeatEvalCollector
 from penstock.collectors.tracking import BatchTracker, Tracker, make_tracker, put_as_objects
 from penstock.collectors.traj_info import TrajInfo
-from penstock.collectors.turns import TurnCollector, TurnDesk
+from penstock.collectors.turns import TurnCollector, TurnEvalCollector
 from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.episodes import EpisodeRecorder
 from penstock.columns.interface import Columns
 from penstock.columns.renewal import Renewals
-from penstock.columns.seat_columns import Games, SeatColumns
+from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.columns.single_columns import SingleColumns
-from penstock.columns.turn_columns import TurnColumns, TurnGames
+from penstock.columns.turn_columns import TurnColumns, TurnSeats
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.checks import Checks
 from penstock.envs.factory import EnvContext, EnvFactory
@@ -95,19 +93,22 @@ class SamplerProgram:
             seeds=() if context.gate is None else key,
         )
         env_factories, eval_env_factories = context.data
-        self._collector: Collector | LockStepCollector
-        self._eval_collector: EvalCollector | SeatEvalCollector | None = None
-        if self.seating is not None:
-            self._build_lock_step(self.seating, env_factories, eval_env_factories)
-            return
-        self._collector = self._build_collector(self.config.collector_cls, env_factories, Purpose.TRAIN)
+        self._eval_collector: EvalCollector | None = None
+        train_cls, eval_cls = self._collector_classes()
+        self._collector = self._build_collector(train_cls, env_factories, Purpose.TRAIN)
         self._collector.start_envs()
         self._collector.start_agent()
         if eval_env_factories:
-            cls = self.config.eval_collector_cls
-            self._eval_collector = self._build_collector(cls, eval_env_factories, Purpose.EVAL)
+            self._eval_collector = self._build_collector(eval_cls, eval_env_factories, Purpose.EVAL)
+
+    def _collector_classes(self) -> tuple[type[Collector], type[EvalCollector]]:
+        if self.seating is not None and self.seating.in_turns:
+            return TurnCollector, TurnEvalCollector
+        return self.config.collector_cls, self.config.eval_collector_cls
 
     def _build_collector(self, cls: type[_C], factories: Sequence[EnvFactory], purpose: Purpose) -> _C:
+        if self.seating is not None:
+            return self._build_seats(self.seating, cls, factories, purpose)
         plan, config, is_eval = self._plan, self.config, purpose is Purpose.EVAL
         streams = column_streams(None, plan, self.seed, evaluation=is_eval)
         columns = self._build_columns(factories, streams, purpose)
@@ -127,9 +128,7 @@ class SamplerProgram:
         parts = CollectorParts(columns, [policy], columns.progress, streams, config.max_decorrelation_steps)
         if not is_eval:
             return cls(parts)
-        shares = episodes_per_env(config.eval_episodes, config.eval_n_envs, plan.eval_columns)
-        n_envs = self.env_range.n_eval_envs
-        return cls(replace(parts, limits=EvalLimits(self.eval_max_T, config.eval_max_trajectories, shares, n_envs)))
+        return cls(replace(parts, limits=self._eval_limits()))
 
     def _build_columns(self, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose) -> Columns:
         env_ranks, seeds, plan, progress = streams.env_ranks, streams.env_seeds(purpose), self._plan, self._progress
@@ -152,7 +151,7 @@ class SamplerProgram:
 
     def _make_renewable(
         self,
-        envs: SingleColumns | Games,
+        envs: SingleColumns | LockStepColumns,
         builds: Sequence[Callable[[EnvContext, Phase], Any]],
         streams: ColumnStreams,
         purpose: Purpose,
@@ -195,19 +194,8 @@ class SamplerProgram:
 
     # ---- building, where several agents share an environment ---------------------------------
 
-    def _build_lock_step(
-        self, seating: Seating, factories: Sequence[EnvFactory], eval_factories: Sequence[EnvFactory]
-    ) -> None:
-        config = self.config
-        self._collector = self._lock_step(seating, factories, Purpose.TRAIN)
-        self._collector.start()
-        if eval_factories:
-            shares = episodes_per_env(config.eval_episodes, config.eval_n_envs, self._plan.eval_columns)
-            collector = self._lock_step(seating, eval_factories, Purpose.EVAL)
-            self._eval_collector = SeatEvalCollector(collector, self.eval_max_T, config.eval_max_trajectories, shares)
-
-    def _lock_step(self, seating: Seating, factories: Sequence[EnvFactory], purpose: Purpose) -> LockStepCollector:
-        """The collector of these environments, with a desk for each policy that has seats in them."""
+    def _build_seats(self, seating: Seating, cls: type[_C], factories: Sequence[EnvFactory], purpose: Purpose) -> _C:
+        """The collector of these environments, with a recorder for each policy that has seats in them."""
         plan, config, is_eval = self._plan, self.config, purpose is Purpose.EVAL
         side, own_envs = (seating.evaluation, plan.eval_columns) if is_eval else (seating.train, plan.columns)
         streams = column_streams(None, plan, self.seed, evaluation=is_eval)
@@ -220,45 +208,52 @@ class SamplerProgram:
             build(EnvContext(rank, plan.worker_rank, seed, purpose))
             for build, rank, seed in zip(builds, streams.env_ranks, streams.env_seeds(purpose), strict=True)
         ]
-        desks, untimed = list[Desk](), UntimedProgress(self._memory.control, plan.worker_rank)
-        layouts = [layouts_of(slot, plan.policies) for slot in self._memory.slots]
-        checks = Checks(config.check_finite, config.debug)
+        policies, checks = list[PolicyParts](), Checks(config.check_finite, config.debug)
+        untimed = UntimedProgress(self._memory.control, plan.worker_rank)
+        seats_cls = TurnSeats if seating.in_turns else SeatColumns
         for p, cells in enumerate(plan.eval_cells if is_eval else plan.cells):
             if not cells:
                 continue
-            spec = self.unrecorded.get(p)
-            if is_eval:
-                layout = layouts[0][p] if spec is None else unrecorded_arrays(spec, config.batch_T, 1)
-                slots = [eval_columns(layout, config.batch_T, len(cells))]
-            elif spec is not None:
-                arrays = unrecorded_arrays(spec, config.batch_T, len(cells))
-                slots = [BatchColumns(arrays, slice(None))] * len(layouts)
-            else:
-                slots = [BatchColumns(slot[p], _slice(cells), is_poisoned=config.debug) for slot in layouts]
-            agent, seats = self.agents[p], column_streams(seating, plan, self.seed, p, evaluation=is_eval)
-            # The first desk writes the timeline of training.
-            progress = untimed if is_eval or desks else self._progress
-            spaces = agent.observation_space, agent.action_space
-            columns_cls, desk_cls = (TurnColumns, TurnDesk) if seating.in_turns else (SeatColumns, Desk)
-            own = columns_cls(cast(Any, seats.env_ranks), spaces, progress, checks)
-            parts = DeskParts(
-                envs=own,
-                agent=self._build_agent(p, seats, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
-                samples=slots[0],
-                slots=slots,
-                tracker=self._build_tracker(keys_of(seating, seats)),
-                progress=progress,
-                streams=seats,
-                max_decorrelation_steps=config.max_decorrelation_steps,
+            seats = column_streams(seating, plan, self.seed, p, evaluation=is_eval)
+            # The first policy writes the timeline of training.
+            progress = untimed if is_eval or policies else self._progress
+            spaces = self.agents[p].observation_space, self.agents[p].action_space
+            policies.append(
+                PolicyParts(
+                    columns=seats_cls(cast(Any, seats.env_ranks), spaces, progress, checks),
+                    agent=self._build_agent(p, seats, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
+                    tracker=self._build_tracker(keys_of(seating, seats)),
+                    slots=self._slots_of(p, cells, is_eval=is_eval),
+                    progress=progress,
+                    streams=seats,
+                    who=p + 1 if len(seating.policies) > 1 else 0,
+                )
             )
-            desks.append(desk_cls(parts, who=p + 1 if len(seating.policies) > 1 else 0, evaluates=is_eval))
-        games_cls, collector_cls = (TurnGames, TurnCollector) if seating.in_turns else (Games, LockStepCollector)
-        games = games_cls(envs, [desk.envs for desk in desks], streams.env_ranks)
-        self._make_renewable(games, builds, streams, purpose)
-        if isinstance(games, TurnGames):
-            games.chooser = seating.chooser
-        tracker = self._build_tracker(keys_of(seating, streams), of_games=True)
-        return collector_cls(games, desks, tracker, streams)
+        columns_cls = TurnColumns if seating.in_turns else LockStepColumns
+        columns = columns_cls(envs, [cast(Any, own.columns) for own in policies], streams.env_ranks)
+        self._make_renewable(columns, builds, streams, purpose)
+        if isinstance(columns, TurnColumns):
+            columns.chooser = seating.chooser
+        games = self._build_tracker(keys_of(seating, streams), of_games=True)
+        limits = self._eval_limits() if is_eval else None
+        most = config.max_decorrelation_steps
+        return cls(CollectorParts(columns, policies, columns.progress, streams, most, limits, games))
+
+    def _slots_of(self, p: int, cells: range, *, is_eval: bool) -> list[BatchColumns]:
+        """Where the recorder of policy p writes."""
+        layouts, batch_T = [layouts_of(slot, self._plan.policies) for slot in self._memory.slots], self.config.batch_T
+        spec = self.unrecorded.get(p)
+        if is_eval:
+            layout = layouts[0][p] if spec is None else unrecorded_arrays(spec, batch_T, 1)
+            return [eval_columns(layout, batch_T, len(cells))]
+        if spec is not None:
+            return [BatchColumns(unrecorded_arrays(spec, batch_T, len(cells)), slice(None))] * len(layouts)
+        return [BatchColumns(slot[p], _slice(cells), is_poisoned=self.config.debug) for slot in layouts]
+
+    def _eval_limits(self) -> EvalLimits:
+        config, plan = self.config, self._plan
+        shares = episodes_per_env(config.eval_episodes, config.eval_n_envs, plan.eval_columns)
+        return EvalLimits(self.eval_max_T, config.eval_max_trajectories, shares, self.env_range.n_eval_envs)
 
     # ---- commands --------------------------------------------------------------------------
 
@@ -287,17 +282,16 @@ class SamplerProgram:
             with self._recording(evaluator, command):
                 evaluator.collect_evaluation(command.itr)
 
-    def _recording(self, evaluator: object, command: Command) -> AbstractContextManager[None]:
+    def _recording(self, evaluator: EvalCollector, command: Command) -> AbstractContextManager[None]:
         """Record the first evaluation environment, if it is this worker's, in the folder that the message names."""
-        columns = evaluator.columns if isinstance(evaluator, EvalCollector) else None
+        columns = evaluator.columns
         if not command.has_message or self._plan.eval_columns.start or not isinstance(columns, SingleColumns):
             return nullcontext()
         return columns.recorded(0, pickle.loads(self._memory.mailbox.read()), command.itr)
 
     def _append(self, slot: int) -> None:
         """Copy the batch into the replay."""
-        own = self._collector.desks[0] if isinstance(self._collector, LockStepCollector) else self._collector
-        self._appender.append(self._batches[slot], own.samples.policy_version, continues=True)
+        self._appender.append(self._batches[slot], self._collector.samples.policy_version, continues=True)
 
     def _collect(self, command: Command, slot: int) -> None:
         collector, control, gate = self._collector, self._memory.control, self._context.gate
@@ -324,9 +318,9 @@ class SamplerProgram:
     def _call(self, call: EnvCall) -> None:
         plan = self._plan
         if not call.evaluation:
-            envs, columns, env_ranks = _built(self._collector), plan.columns, plan.env_ranks
+            envs, columns, env_ranks = self._collector.envs, plan.columns, plan.env_ranks
         elif self._eval_collector is not None:
-            envs, columns, env_ranks = _built(self._eval_collector), plan.eval_columns, plan.eval_env_ranks
+            envs, columns, env_ranks = self._eval_collector.envs, plan.eval_columns, plan.eval_env_ranks
         else:
             return
         self._progress.enter(Phase.CALLING)
@@ -342,8 +336,3 @@ class SamplerProgram:
 
 def _slice(columns: range) -> slice:
     return slice(columns.start, columns.stop)
-
-
-def _built(collector: Any) -> Any:
-    """The environments that were built for this collector."""
-    return collector.envs.envs if hasattr(collector.envs, "envs") else collector.envs

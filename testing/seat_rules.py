@@ -12,8 +12,9 @@ import numpy as np
 
 from penstock.agents.action_masks import ActionMask, info_key
 from penstock.agents.space_draws import draw
-from penstock.columns.seat_columns import Games, SeatColumns
-from penstock.columns.turn_columns import OPEN, TurnColumns, TurnGames
+from penstock.columns.interface import Start
+from penstock.columns.seat_columns import LockStepColumns, SeatColumns
+from penstock.columns.turn_columns import OPEN, TurnColumns, TurnSeats
 from penstock.envs import EnvFactory
 from penstock.envs.checks import NO_CHECKS, Checks
 from penstock.envs.seats import ParallelView, SeatRank, TurnView, is_in_turns
@@ -98,15 +99,18 @@ class GameSetup:
             seats = [
                 SeatColumns([SeatRank(0, agent)], spaces, progress, checks) for agent, spaces in view.spaces.items()
             ]
-            games = Games([view], seats, [0])
-            games.reset(0, self.seed)
+            games = LockStepColumns([view], seats, [0])
+            games.reset([0], [Start(self.seed)])
             for _ in range(self.n_steps):
-                for own in seats:
-                    self._act(own, rng)
-                games.step()
+                events = games.step([self._draw(own, rng) for own in seats])
+                for own, its in zip(seats, () if events is None else events.policies, strict=events is not None):
+                    for column, last, *_ in its.ends:
+                        own.check_final(column, last)
                 for own in seats:
                     own.write_rewards(np.zeros(1, np.float32))
-                    own.zero_idle_rewards()
+                    own.blank_idle(None)
+                if events is not None:
+                    games.reset(events.over)
         except (SpaceError, ConfigError) as error:
             remedy = "return flag, reward and last observation of each agent that acted, in the spaces of this agent"
             raise Violation(str(error), remedy) from None
@@ -117,31 +121,32 @@ class GameSetup:
     def _play_turns(self, env: Recorded, rng: np.random.Generator, checks: Checks) -> None:
         view = TurnView(env, mask_key=info_key(self.mask_key))
         progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
-        seats = [TurnColumns([SeatRank(0, agent)], spaces, progress, checks) for agent, spaces in view.spaces.items()]
+        seats = [TurnSeats([SeatRank(0, agent)], spaces, progress, checks) for agent, spaces in view.spaces.items()]
         for own in seats:
             own.on_close = partial(_close, own)
             own.closes_with_hook = True
-        games = TurnGames([view], seats, [0])
-        games.reset(0, self.seed)
+        games = TurnColumns([view], seats, [0])
+        games.reset([0], [Start(self.seed)])
         for _ in range(self.n_steps):
+            while games.take_over():
+                games.reset([0])
             assert games.waits[0] is not None
-            own = games.waits[0][0]  # type: ignore[assignment]
-            self._act(own, rng)
-            own.actions, own.stage, own.held = list(own.actions), [OPEN], []
+            own = games.waits[0][0]
+            own.actions, own.stage, own.held = list(own.split_actions(self._draw(own, rng))), [OPEN], []
             games.play(0)
 
-    def _act(self, own: SeatColumns, rng: np.random.Generator) -> None:
+    def _draw(self, own: SeatColumns, rng: np.random.Generator) -> Any:
+        """A random action, legal if there is a mask, as a row of one."""
         row, observation = draw(own.action_space, rng, 1), own.observations[0]
-        own.on_end = lambda column, last, *_: own.check_final(column, last)
-        if not own.parked:
+        if not own.idle:
             own.check_column(0)
             if self.mask_key is not None:
                 mask = ActionMask(self.mask_key, own.observation_space, own.action_space)
                 row = mask.draw(mask.legal(observation), rng.random((1, mask.n_components)))
-        own.actions = own.split_actions(row)
+        return row
 
 
-def _close(own: TurnColumns, column: int, observation: Any, reward: float, *ends_and_info: Any) -> None:
+def _close(own: TurnSeats, column: int, observation: Any, reward: float, *ends_and_info: Any) -> None:
     terminated, truncated, _ = ends_and_info
     if observation is None and truncated and not terminated:
         raise SpaceError(f"env_rank {own.env_ranks[column]} was truncated, but env.last returned no observation for it")

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.tree import map_tree
-from penstock.columns.seat_columns import Games, SeatColumns
+from penstock.columns.interface import Start
+from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.envs.calls import EnvCall
 from penstock.envs.checks import require_info, require_number
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env
@@ -118,9 +119,7 @@ class SeatProgram(VectorProgram):
         self._env_of = [int(rank) - plan.columns.start for rank in self._ranks]
         own = [seats.cells(0, range(e, e + 1)) for e in plan.columns]
         self._spans = [slice(each.start - cells.start, each.stop - cells.start) for each in own]
-        self._games = Games(self._envs, [columns], plan.env_ranks)
-        self._games.may_reset = lambda e: False  # `_step_env` does it, when it has read the infos
-        columns.on_join, columns.on_end, columns.on_late = self._join, self._end, self._come_late
+        self._games = LockStepColumns(self._envs, [columns], plan.env_ranks)
         self._lost = set(self._unseeded)  # environments whose next step is truncated
         #: Environments in which somebody joined, ended or came late. At all others, valid is alive and no flag is set.
         self._eventful = set(range(len(self._envs)))
@@ -128,6 +127,17 @@ class SeatProgram(VectorProgram):
         self._kept: dict[AgentId, Any] = {}  # last observations in this step whose types the arrays cannot keep
 
     # ---- what happens at a seat ------------------------------------------------------------
+
+    def _take_events(self) -> None:
+        """Write what has happened at the seats since the last call."""
+        late, events = self._columns.late, self._columns.take()
+        for end in events.ends:
+            self._end(*end)
+        for column, reward in late:
+            self._late[column] += reward
+            self._eventful.add(self._env_of[column])
+        for column in events.joined:
+            self._join(column)
 
     def _join(self, column: int) -> None:
         self._alive[column] = True
@@ -142,11 +152,6 @@ class SeatProgram(VectorProgram):
         if not keeps_types(self._final, observation):
             self._kept[self._ranks[column].agent_id] = observation
         self._ended.add(column)
-        self._eventful.add(self._env_of[column])
-
-    def _come_late(self, column: int, reward: float) -> None:
-        self._late[column] += reward
-        self._games.late.clear()
         self._eventful.add(self._env_of[column])
 
     # ---- stepping --------------------------------------------------------------------------
@@ -173,8 +178,8 @@ class SeatProgram(VectorProgram):
 
     def _begin_step(self, which: Sequence[int]) -> None:
         """Clear what the last step of these environments has left."""
-        if self._columns.parked:
-            self._columns.zero_idle_rewards()
+        self._games.begin_step()
+        self._columns.blank_idle(None)
         for i in [i for i in self._eventful if i in which]:
             span = self._spans[i]
             self._terminated[span] = self._truncated[span] = False
@@ -187,6 +192,7 @@ class SeatProgram(VectorProgram):
             self._cut(i)
             return
         games.step_env(i)
+        self._take_events()
         try:
             has_infos = any(games.infos[i].values())
         except (AttributeError, ValueError):  # not a dict of dicts
@@ -194,7 +200,6 @@ class SeatProgram(VectorProgram):
         if has_infos or self._ended:
             self._send_infos(i)
         if not games.living[i]:
-            games.over.clear()
             self._begin_game(i)
 
     def _cut(self, i: int) -> None:
@@ -255,7 +260,8 @@ class SeatProgram(VectorProgram):
         self._lost.discard(i)
         self._alive[self._spans[i]] = False
         self._eventful.add(i)
-        self._games.reset(i, self._seed_of(i, seed), options)
+        self._games.reset_env(i, Start(self._seed_of(i, seed), options))
+        self._take_events()
 
     def _call(self, call: EnvCall, envs: Sequence[Any] | None = None) -> None:
         is_function = call.verb == "apply"  # it gets the user's environment
