@@ -151,7 +151,7 @@ class LockStepColumns(Columns):
 
     def reset_env(self, e: int, start: Start) -> None:
         """Reset environment e; the agents that it lists join."""
-        (seed, options), phase = start, Phase.RESETTING
+        seed, options, phase = start.seed, start.options, Phase.RESETTING
         if e in self._first_seeds:
             seed, phase = self._seed_after_renewal(e, seed), Phase.RENEWING
         while True:

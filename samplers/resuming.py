@@ -9,7 +9,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import cloudpickle
 import numpy as np
@@ -21,13 +21,11 @@ from penstock.buffers.reports import dump_exception, in_one_line
 from penstock.collectors.collector import Collector
 from penstock.collectors.evaluation import EvalCollector
 from penstock.columns.builder import EnvBuilder
-from penstock.columns.interface import snapshot
-from penstock.columns.single_columns import SingleColumns
+from penstock.columns.interface import Start
 from penstock.envs.factory import EnvContext, EnvFactory
-from penstock.envs.recorded_episode import follow
 from penstock.envs.rows import action_splitter
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
-from penstock.envs.state import check_resumable, is_same, load_env, save_env
+from penstock.envs.state import StateKind, check_resumable, is_same, save_env
 from penstock.errors import ConfigError, RepeatError, brief
 from penstock.samplers.metrics import COUNTS
 from penstock.samplers.sampler_plan import SamplerPlan
@@ -142,7 +140,7 @@ class SaveMessage(StateMessage):
             kind = "repeat"
         values = {
             "env": env,
-            "observation": snapshot(columns.policies[0].observations[column]),
+            "columns": columns.save(column),
             "episodes": episodes,
             "collector": collector.column_state(column),
             "agent": collector.agent.column_state(column),
@@ -237,23 +235,20 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     collector, state = parts.collector, pickle.loads(saved["data"])
     assert isinstance(collector, Collector)
     columns, episodes = collector.columns, state["episodes"]
-    assert isinstance(columns, SingleColumns)
-    old = columns.envs[column]
     if saved["kind"] == "repeat":
-        env_rank, numbers = columns.env_ranks[column], (episodes["episode"], episodes["generation"])
-        seed, new = episode_seed(parts.seed, env_rank, *numbers), old
-        actions = action_splitter(old.action_space)(episodes["actions"])
-        try:
-            last = follow(old, seed, actions, episodes["rewards"], f"the episode of env_rank {env_rank}")
-        except RepeatError as error:
-            return str(error)
-        if not is_same(last, state["observation"]):
-            return f"its last observation differs after its episode was repeated: {brief(last)}"
+        numbers = episodes["episode"], episodes["generation"]
+        actions = action_splitter(columns.policies[0].action_space)(episodes["actions"])
+        seed = episode_seed(parts.seed, columns.env_ranks[column], *numbers)
+        start = Start(seed, actions=list(zip(actions, episodes["rewards"], strict=True)))
     else:
-        new = load_env(old, saved["kind"], state["env"])
-    if new is not old:
-        parts.builder.replace(old, new)
-    columns.replace_env(column, new, state["observation"])
+        start = Start(state=(cast(StateKind, saved["kind"]), state["env"], state["columns"]))
+    try:
+        columns.reset([column], [start])
+    except RepeatError as error:
+        return str(error)
+    last = columns.save(column)
+    if saved["kind"] == "repeat" and not is_same(last, state["columns"]):
+        return f"its last observation differs after its episode was repeated: {brief(last)}"
     collector.load_column_state(column, state["collector"])
     collector.agent.load_column_state(column, state["agent"])
     if collector._episodes is not None and episodes is not None:

@@ -144,6 +144,7 @@ class SamplerProgram:
             for factory, env_rank, seed in zip(factories, env_ranks, seeds, strict=True)
         ]
         columns = SingleColumns(envs, env_ranks, progress, checks, self.config.flatten_wrappers)
+        columns.when_replaced = self._builder.replace
         self._make_renewable(columns, [partial(self._builder.build, each) for each in factories], streams, purpose)
         if purpose is Purpose.TRAIN and self._memory.episodes is not None:
             columns.episodes = EpisodeRecorder(self._memory.episodes, plan.columns, streams, progress)
