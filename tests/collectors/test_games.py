@@ -1,8 +1,7 @@
-"""Games, without sampler and policies: who joins, who ends, who waits, and whose each reward is."""
+"""Seats in lock-step, without sampler and policies: who joins, who ends, who waits, and whose each reward is."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.columns.seat_columns import Games, SeatColumns
+from penstock.columns.interface import Start
+from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.envs.checks import Checks
 from penstock.envs.seats import ParallelView, SeatRank
 from penstock.envs.toy import ScriptedGame
@@ -37,23 +37,23 @@ class Table:
             e, agent = own[0]
             ranks = [SeatRank(10 + e, agent) for e, agent in own]
             columns = SeatColumns(ranks, views[e].spaces[agent], progress, Checks(debug=debug))
-            columns.on_join = partial(self._note, "join", columns)
-            columns.on_end = partial(self._note, "end", columns)
-            columns.on_late = partial(self._note, "late", columns)
             self.columns.append(columns)
-        self.games = Games(views, self.columns, [10 + e for e in range(len(views))])
+        self.games = LockStepColumns(views, self.columns, [10 + e for e in range(len(views))])
         self.log: list[Any] = []
-        for e in range(len(views)):
-            self.games.reset(e, 5 + e)
+        self.begin(range(len(views)), [5 + e for e in range(len(views))])
 
-    def _note(self, what: str, columns: SeatColumns, column: int, *more: Any) -> None:
-        more = tuple(each.tolist() if isinstance(each, np.ndarray) else each for each in more)
-        self.log.append((what, str(columns.env_ranks[column]), *more))
+    def begin(self, envs: Any, seeds: Any = None) -> None:
+        joined = self.games.reset(envs, None if seeds is None else [Start(seed) for seed in seeds])
+        self._note_joined(joined)
+
+    def _note_joined(self, joined: Any) -> None:
+        for columns, own in zip(self.columns, joined, strict=True):
+            self.log += [("join", str(columns.env_ranks[column])) for column in own]
 
     def seats(self) -> list[Any]:
         """(observation, reward) of each seat, and "-" for an idle one."""
         return [
-            "-" if column in own.parked else (np.asarray(own.observations[column]).tolist(), own.rewards[column])
+            "-" if column in own.idle else (np.asarray(own.observations[column]).tolist(), own.rewards[column])
             for own in self.columns
             for column in range(len(own))
         ]
@@ -61,13 +61,18 @@ class Table:
     def step(self, action: int = 0) -> list[Any]:
         """What happened, and how the seats are afterwards; the rewards of those who ended are in what happened."""
         self.log = []
-        for own in self.columns:
-            own.actions = [action] * len(own)
-        self.games.step()
+        events = self.games.step([np.full(len(own), action) for own in self.columns])
+        late, over = [], list[int]()
+        if events is not None:
+            late, over = list(events.late), list(events.over)
+            for columns, own in zip(self.columns, events.policies, strict=True):
+                for column, observation, *more in own.ends:
+                    self.log.append(("end", str(columns.env_ranks[column]), observation.tolist(), *more))
+            self._note_joined([own.joined for own in events.policies])
+            self.begin(over)
         seats = self.seats()
-        late, over = list(self.games.late), list(self.games.over)
         for own in self.columns:
-            own.zero_idle_rewards()
+            own.blank_idle(None)
         return [self.log, seats, late, over]
 
     def close(self) -> None:
@@ -108,8 +113,8 @@ def test_the_story_of_a_game(split: bool, debug: bool) -> None:
     assert step[3] == [0]
     assert [seat if seat == "-" else seat[0] for seat in there(step)] == [[1, 0, 0], [2, 0, 0], "-"]
     for own in table.columns:
-        assert all(own.rewards[column] == 0 for column in own.parked)
-        assert all(not own.observations[column].any() for column in own.parked)
+        assert all(own.rewards[column] == 0 for column in own.idle)
+        assert all(not own.observations[column].any() for column in own.idle)
     table.close()
 
 
@@ -127,8 +132,7 @@ def test_ordinary_steps_are_as_careful_ones(seed: int, ks: list[int], split: boo
     fast, careful = Table(games(), split=split), Table(games(), split=split, debug=True)
     rng = np.random.default_rng(seed)
     for table in (fast, careful):
-        for e in range(len(ks)):
-            table.games.reset(e, seed + e)
+        table.begin(range(len(ks)), [seed + e for e in range(len(ks))])
     for _ in range(scaled(300, 40)):
         action = int(rng.integers(3))
         assert fast.step(action) == careful.step(action)
@@ -140,10 +144,9 @@ def test_ordinary_steps_are_as_careful_ones(seed: int, ks: list[int], split: boo
 def test_every_reward_has_one_place(seed: int, k: int, split: bool, odd: bool) -> None:
     games = [Odd(k=k) if odd else ScriptedGame(k) for _ in range(2)]
     table = Table(games, split=split)
-    for e in range(2):
-        table.games.reset(e, seed + e)
+    table.begin(range(2), [seed, seed + 1])
     total = late = 0.0
-    acting = [column not in own.parked for own in table.columns for column in range(len(own))]
+    acting = [column not in own.idle for own in table.columns for column in range(len(own))]
     before = sum(game.ledger for game in games)
     for _ in range(scaled(300, 40)):
         log, seats, own_late, _ = table.step(1)
@@ -162,7 +165,6 @@ def test_every_reward_has_one_place(seed: int, k: int, split: bool, odd: bool) -
             elif name in joined:
                 assert rewards[i] == 0
         late += sum(value for _, value in own_late)
-        assert sum(entry[0] == "late" for entry in log) == len(own_late)
         acting = [seat != "-" for seat in seats]
     assert total + late == sum(game.ledger for game in games) - before
     table.close()

@@ -27,7 +27,8 @@ from penstock import (
     Sampler,
     SerialSampler,
 )
-from penstock.columns.turn_columns import TurnColumns, TurnGames
+from penstock.columns.interface import Start
+from penstock.columns.turn_columns import TurnColumns, TurnSeats
 from penstock.envs.seats import SeatRank, TurnView
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SpaceError, WorkerError
@@ -571,9 +572,9 @@ def test_options_of_reset_reach_the_game() -> None:
             self.options = options
 
     view, progress = TurnView(Board(2)), UntimedProgress(ControlBlock(1, 1, shared=False), 0)
-    columns = TurnColumns([SeatRank(0, agent) for agent in view.possible_agents], view.spaces["a0"], progress)
+    columns = TurnSeats([SeatRank(0, agent) for agent in view.possible_agents], view.spaces["a0"], progress)
     columns.most_rows = 1
-    TurnGames([view], [columns], [0]).reset(0, 3, {"size": 9})
+    TurnColumns([view], [columns], [0]).reset([0], [Start(3, {"size": 9})])
     assert view.env.options == {"size": 9}
     assert columns.asked == [int(view.env.agent_selection[1:])]
 
