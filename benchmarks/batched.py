@@ -1,6 +1,6 @@
 """Batched environments: all CartPoles of a worker in one call, against one CartPole at a time.
 
-Samplers with 2 workers take turns in one run, in random order: single environments (`ResetCollector`), Gymnasium's
+Samplers with 2 workers take turns in one run, in random order: single environments, Gymnasium's
 vectorised CartPole (`BatchedCartPole`), and EnvPool's if it is installed. Each runs with several numbers of
 environments. Ratios are to single environments with the first of these numbers, in the same turn.
 
@@ -29,14 +29,14 @@ from throughput import Sampling, Setting
 from turns import CAPTION, machine, ratios, spread
 from workloads import ENV
 
-from penstock import ParallelSampler, ResetCollector, VectorEnvCollector
+from penstock import ParallelSampler
 from penstock.envs import BatchedCartPole, BatchedEnvPool
 from penstock.vector import ShmVectorEnv
 
-KINDS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "single": (ENV, ResetCollector),
-    "batched": (BatchedCartPole, VectorEnvCollector),
-    "envpool": (partial(BatchedEnvPool, "CartPole-v1"), VectorEnvCollector),
+KINDS: dict[str, Callable[..., Any]] = {
+    "single": ENV,
+    "batched": BatchedCartPole,
+    "envpool": partial(BatchedEnvPool, "CartPole-v1"),
 }
 
 Contestant = tuple[str, int]  # kind, batch_B
@@ -51,7 +51,7 @@ class Stepping:
         elif kind == "single":
             self._envs = ShmVectorEnv([ENV] * batch_B, n_workers=n_workers, autoreset_mode="SAME_STEP")
         else:
-            self._envs = ShmVectorEnv(KINDS[kind][0], num_envs=batch_B, n_workers=n_workers)
+            self._envs = ShmVectorEnv(KINDS[kind], num_envs=batch_B, n_workers=n_workers)
         self._actions = np.random.default_rng(0).integers(0, 2, (batch_T, batch_B))
         self._envs.reset(seed=0)
 
@@ -85,12 +85,11 @@ def measure(
             if agent == "none":
                 running[kind, batch_B] = Stepping(kind, batch_B, batch_T, n_workers)
                 continue
-            env_fn, collector_cls = KINDS[kind]
             running[kind, batch_B] = Sampling(
                 ParallelSampler,
                 Setting(agent, batch_B, batch_T, n_workers),
-                env_fn,
-                collector_cls=collector_cls,
+                KINDS[kind],
+                batched=kind != "single",
                 max_decorrelation_steps=0,
             )
         for sampling in running.values():

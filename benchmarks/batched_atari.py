@@ -27,7 +27,7 @@ from ale_py.vector_env import AtariVectorEnv
 from environments import pong
 from turns import show, take_turns
 
-from penstock import ParallelSampler, RandomAgent, ResetCollector, TrajInfo, VectorEnvCollector
+from penstock import ParallelSampler, RandomAgent, TrajInfo
 from penstock.envs import BatchedEnvPool, BatchedEpisodicLife
 from penstock.vector import ShmVectorEnv
 
@@ -47,11 +47,17 @@ class Sampling:
     """A sampler with random actions, as a contestant."""
 
     def __init__(
-        self, env_fn: Any, collector_cls: Any, batch_B: int, batch_T: int, traj_info_cls: type[TrajInfo] = TrajInfo
+        self,
+        env_fn: Any,
+        batch_B: int,
+        batch_T: int,
+        traj_info_cls: type[TrajInfo] = TrajInfo,
+        *,
+        batched: bool = True,
     ) -> None:
         sizes = {"batch_T": batch_T, "batch_B": batch_B, "n_workers": 2, "max_decorrelation_steps": 0}
-        classes: dict[str, Any] = {"collector_cls": collector_cls, "traj_info_cls": traj_info_cls}
-        self.sampler = ParallelSampler(env_fn, record_final_obs=False, **sizes, **classes)
+        kind: dict[str, Any] = {"batched": batched, "traj_info_cls": traj_info_cls}
+        self.sampler = ParallelSampler(env_fn, record_final_obs=False, **sizes, **kind)
         self.sampler.initialize(RandomAgent(), seed=0)
 
     def batch(self) -> int:
@@ -88,7 +94,7 @@ def compare_with_envpool(task: str, batch_B: int, batch_T: int, repeats: int, se
     own, sizes = "EnvPool's own loop", (batch_B, batch_T)
     contestants: dict[str, Any] = {
         own: Stepping(envpool.make_gymnasium(task, num_envs=batch_B, num_threads=2), *sizes),
-        "penstock": Sampling(partial(BatchedEnvPool, task), VectorEnvCollector, *sizes),
+        "penstock": Sampling(partial(BatchedEnvPool, task), *sizes),
     }
     show(f"EnvPool, {task}, B = {batch_B}", take_turns(contestants, repeats, seconds), own)
 
@@ -111,10 +117,10 @@ def main() -> None:
     same, single = partial(pongs, autoreset_mode="SameStep"), partial(pong, args.frames)
     shm, games = partial(ShmVectorEnv, n_workers=2), partial(with_lives, make=same)
     makers: dict[str, Callable[[int, int], Any]] = {
-        "single": partial(Sampling, single, ResetCollector),
-        "SameStep": partial(Sampling, same, VectorEnvCollector),
-        "NextStep": partial(Sampling, partial(pongs, autoreset_mode="NextStep"), VectorEnvCollector),
-        "whole games": partial(Sampling, games, VectorEnvCollector, traj_info_cls=GameInfo),
+        "single": partial(Sampling, single, batched=False),
+        "SameStep": partial(Sampling, same),
+        "NextStep": partial(Sampling, partial(pongs, autoreset_mode="NextStep")),
+        "whole games": partial(Sampling, games, traj_info_cls=GameInfo),
         "ShmVectorEnv, single": lambda B, T: Stepping(shm([single] * B, autoreset_mode="SAME_STEP"), B, T),
         "ShmVectorEnv": lambda B, T: Stepping(shm(same, num_envs=B), B, T),
         "bare": lambda B, T: Stepping(AtariVectorEnv("pong", B, num_threads=2, autoreset_mode="SameStep"), B, T),

@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from turns import CAPTION, cell
 
-from penstock import RandomAgent, SerialSampler, VectorEnvCollector
+from penstock import RandomAgent, SerialSampler
 
 SHAPE = (4, 84, 84)
 
@@ -70,7 +70,7 @@ def main() -> None:
         for t in range(T):
             rows[t] = row
 
-    options: dict[str, Any] = {"batch_T": T, "batch_B": B, "collector_cls": VectorEnvCollector}
+    options: dict[str, Any] = {"batch_T": T, "batch_B": B, "batched": True}
     with SerialSampler(Returned, **options) as returned, SerialSampler(InPlace, **options) as in_place:
         for sampler in (returned, in_place):
             sampler.initialize(RandomAgent(), seed=0)

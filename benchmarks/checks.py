@@ -28,8 +28,8 @@ from turns import machine
 
 from penstock import RandomAgent
 from penstock.buffers.native import PYTHON, put_row
-from penstock.collectors import EnvColumns
 from penstock.collectors.acting import write_action
+from penstock.columns import SingleColumns, Start
 from penstock.envs import CountingEnv
 from penstock.envs.checks import Checks
 from penstock.workers.control import ControlBlock
@@ -45,7 +45,7 @@ _CUTS = {
 
 
 def step_without(*checks: str) -> Any:
-    """`EnvColumns.step` with a loop that lacks these checks."""
+    """`SingleColumns.step` with a loop that lacks these checks."""
     loop = PYTHON["step_ordinary"]
     source = inspect.getsource(loop)
     for check in checks:
@@ -55,13 +55,13 @@ def step_without(*checks: str) -> Any:
         source = source.replace(old, new)
     names: dict[str, Any] = dict(loop.__globals__)
     exec(compile("from __future__ import annotations\n" + source, "<without checks>", "exec"), names)
-    own = EnvColumns.step
+    own = SingleColumns.step
     return FunctionType(
         own.__code__, {**own.__globals__, "step_ordinary": names[loop.__name__]}, "step", own.__defaults__
     )
 
 
-def write_step_unchecked(self: EnvColumns, arrays: Any, rewards: Any, t: int) -> None:
+def write_step_unchecked(self: SingleColumns, arrays: Any, rewards: Any, t: int) -> None:
     if self.checks or not put_row(arrays, t, self.observations):
         self._write_row(arrays, t)
     rewards[t] = self.rewards
@@ -77,8 +77,8 @@ class Contestant:
     def __init__(self, env_fn: Callable[[], Any], n_envs: int, methods: dict[str, Any], write: Any, checks: Checks):
         envs = [env_fn() for _ in range(n_envs)]
         progress = ControlBlock(1, 1, shared=False).progress(0)
-        self.columns = type("Columns", (EnvColumns,), methods)(envs, range(n_envs), progress, checks)
-        self.columns.reset_all(range(n_envs))
+        self.columns = type("Columns", (SingleColumns,), methods)(envs, range(n_envs), progress, checks)
+        self.columns.reset(range(n_envs), [Start(e) for e in range(n_envs)])
         agent = RandomAgent()
         agent.initialize(envs[0].observation_space, envs[0].action_space)
         agent.seed_columns([np.random.default_rng(i) for i in range(n_envs)])
@@ -94,12 +94,10 @@ class Contestant:
         began = time.perf_counter()
         for t in range(n_rows):
             write(row, actions[t % 64])
-            columns.step(row, self.on_episode_end)
+            if (events := columns.step([row])) is not None:
+                columns.reset(events.over)
             columns.write_step(self.observation, self.reward, 0)
         return time.perf_counter() - began
-
-    def on_episode_end(self, column: int, *rest: Any) -> Any:
-        return self.columns.reset_one(column)
 
 
 def make_pairs(env_fn: Callable[[], Any], n_envs: int) -> dict[str, tuple[Contestant, Contestant]]:

@@ -55,7 +55,7 @@ from rich.table import Table
 from turns import CAPTION, cell, machine, ratios
 from workloads import ActorCritic, Pixels
 
-from penstock import Affinity, CategoricalPgAgent, ParallelSampler, RandomAgent, SerialSampler, VectorEnvCollector
+from penstock import Affinity, CategoricalPgAgent, ParallelSampler, RandomAgent, SerialSampler
 from penstock.distributed import Piece, RaySampler
 from penstock.distributed.placement import actor_options, connect
 from penstock.envs import BatchedCartPole
@@ -80,7 +80,7 @@ class Work:
     def options(self) -> dict[str, Any]:
         """Arguments of the sampler."""
         sizes = {"env_fn": self.env_fn, "batch_T": self.batch_T, "batch_B": self.batch_B, "n_workers": 1}
-        return {**sizes, "collector_cls": VectorEnvCollector} if self.vectorized else sizes
+        return {**sizes, "batched": True} if self.vectorized else sizes
 
     @property
     def steps(self) -> int:

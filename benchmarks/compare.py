@@ -148,10 +148,9 @@ def batched(make_agent: Callable[[], Any]) -> Any:
     """Makes a contestant on 256 batched environments."""
 
     def make() -> Sampling:
-        from penstock import VectorEnvCollector
         from penstock.envs import BatchedCartPole
 
-        options = {"n_workers": 2, "collector_cls": VectorEnvCollector}
+        options = {"n_workers": 2, "batched": True}
         return Sampling("ParallelSampler", make_agent, BatchedCartPole, 128, 256, **options)
 
     return make

@@ -266,7 +266,7 @@ def numpy_inference(work: Work) -> Sampling:
 
 
 def batched(env: Any, work: Work) -> Sampling:
-    return Sampling("ParallelSampler", work, env=env, collector_cls=penstock.VectorEnvCollector)
+    return Sampling("ParallelSampler", work, env=env, batched=True)
 
 
 def atari_vector_env(num_envs: int = 1, batch_size: int = 0, num_threads: int = 1) -> Any:

@@ -26,10 +26,8 @@ from penstock import (
     CategoricalPgAgent,
     GpuSampler,
     ParallelSampler,
-    ResetCollector,
     Samples,
     TrajInfo,
-    VectorEnvCollector,
 )
 from penstock.agents import PgAgent
 from penstock.envs import BatchedEpisodicLife, EpisodicLife
@@ -71,7 +69,7 @@ def parse_config(arguments: Sequence[str] | None = None) -> Config:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in fields(Config):
         name, default = field.name.replace("_", "-"), field.default
-        choices = sorted(FORMS) if field.name == "envs" else None
+        choices = sorted(MAKERS) if field.name == "envs" else None
         parser.add_argument(
             f"--{name}", type=type(default), default=default, choices=choices, help=f"default: {default}"
         )
@@ -104,7 +102,7 @@ def make_games(game: str, num_envs: int) -> gym.vector.VectorEnv[Any, Any, Any]:
     return BatchedEpisodicLife(env)
 
 
-FORMS = {"batched": (make_games, VectorEnvCollector), "single": (make_game, ResetCollector)}
+MAKERS = {"batched": make_games, "single": make_game}
 
 
 class GameInfo(TrajInfo):
@@ -171,13 +169,12 @@ def main(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)  # for the order of minibatches; everything else depends on the sampler's seed
     agent = CategoricalPgAgent(NatureCnn, device=cfg.device)
     sampler_cls = ParallelSampler if cfg.device == "cpu" else GpuSampler
-    make, collector_cls = FORMS[cfg.envs]
     sampler = sampler_cls(
-        partial(make, cfg.game),
+        partial(MAKERS[cfg.envs], cfg.game),
         batch_T=cfg.batch_T,
         batch_B=cfg.batch_B,
         n_workers=cfg.n_workers or None,
-        collector_cls=collector_cls,
+        batched=cfg.envs == "batched",
         traj_info_cls=GameInfo,
         eval_n_envs=cfg.eval_n_envs if cfg.eval_every else 0,
         eval_episodes=cfg.eval_n_envs if cfg.eval_every else None,  # whole games

@@ -25,7 +25,6 @@ from penstock import (
     ResetCollector,
     SerialSampler,
     TrajInfo,
-    VectorEnvCollector,
     WorkerError,
 )
 from penstock.envs import CountingEnv, NestedEnv
@@ -50,7 +49,7 @@ cartpole = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 
 
 def batches(env_fn: Any, cls: Any = SerialSampler, agent: Any = None, **kwargs: Any) -> Any:
-    sizes = {"batch_T": 30, "batch_B": 5, "eval_n_envs": 3, "eval_max_steps": 300, "collector_cls": VectorEnvCollector}
+    sizes = {"batch_T": 30, "batch_B": 5, "eval_n_envs": 3, "eval_max_steps": 300, "batched": True}
     return run(cls, env_fn, agent, 4, scaled(range(4), (1,)), **{**sizes, **kwargs})
 
 
@@ -160,9 +159,7 @@ def test_advantages_and_final_values_are_right(kind: tuple[Any, bool], mode: Aut
     agent_cls, record_final_obs = kind
     env_fn = partial(synced, partial(TwoActions, length=7), mode=mode)
     n_values = 0
-    with SerialSampler(
-        env_fn, batch_T=20, batch_B=3, collector_cls=VectorEnvCollector, record_final_obs=record_final_obs
-    ) as sampler:
+    with SerialSampler(env_fn, batch_T=20, batch_B=3, batched=True, record_final_obs=record_final_obs) as sampler:
         agent = agent_cls()
         sampler.initialize(agent, seed=0, bootstrap_value=True)
         for itr in range(6):
@@ -184,9 +181,7 @@ def test_advantages_and_final_values_are_right(kind: tuple[Any, bool], mode: Aut
 def test_transitions_and_replays_leave_the_resets_out() -> None:
     replay = Replay(500, n_step=2, discount=1.0, max_truncations=500, seed=0)
     pieces = Replay(500, sequences=Sequences(5), max_truncations=500, seed=0)
-    with SerialSampler(
-        partial(synced, partial(TwoActions, length=4)), batch_T=9, batch_B=3, collector_cls=VectorEnvCollector
-    ) as sampler:
+    with SerialSampler(partial(synced, partial(TwoActions, length=4)), batch_T=9, batch_B=3, batched=True) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         for itr in range(8):
             samples, _ = sampler.obtain_samples(itr)
@@ -210,7 +205,7 @@ def test_transitions_and_replays_leave_the_resets_out() -> None:
 def test_workers_that_write_into_a_replay_leave_the_resets_out() -> None:
     replay = Replay(500, discount=1.0, max_truncations=500, seed=0)
     env_fn = partial(synced, partial(TwoActions, length=4))
-    sizes: dict[str, Any] = {"batch_T": 9, "batch_B": 4, "n_workers": 2, "collector_cls": VectorEnvCollector}
+    sizes: dict[str, Any] = {"batch_T": 9, "batch_B": 4, "n_workers": 2, "batched": True}
     with AsyncSampler(env_fn, replay=replay, **sizes) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.start()
@@ -253,7 +248,7 @@ def test_an_observation_that_allows_no_action_may_end_an_episode() -> None:
 def test_a_central_server_gives_the_same(n_workers: int) -> None:
     env_fn = partial(synced, partial(TwoActions, length=4))
     kwargs: dict[str, Any] = {"agent": RecurrentCategoricalPgAgent(Memory), "eval_n_envs": 0}
-    sizes = {"batch_T": 30, "batch_B": 4, "collector_cls": VectorEnvCollector}
+    sizes = {"batch_T": 30, "batch_B": 4, "batched": True}
     found = run(SerialSampler, env_fn, kwargs["agent"], 3, **sizes)
     other = run(GpuSampler, env_fn, RecurrentCategoricalPgAgent(Memory), 3, n_workers=n_workers, **sizes)
     assert_same(batches_of(found), batches_of(other), rtol=1e-5, atol=1e-5)
@@ -298,7 +293,7 @@ def test_an_environment_that_does_not_tell_its_mode_is_refused() -> None:
         return env
 
     with (
-        SerialSampler(silent, batch_T=2, batch_B=2, collector_cls=VectorEnvCollector) as sampler,
+        SerialSampler(silent, batch_T=2, batch_B=2, batched=True) as sampler,
         pytest.raises(WorkerError, match=r"set metadata\['autoreset_mode'\]"),
     ):
         sampler.initialize(RandomAgent())

@@ -1,4 +1,4 @@
-"""Batched environments in workers: Gymnasium's CartPole, EnvPool, a written one; what `VectorEnvCollector` records."""
+"""Batched environments in workers: Gymnasium's CartPole, EnvPool, a written one; what collectors record."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from penstock import (
     ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
-    ResetCollector,
     SerialSampler,
-    VectorEnvCollector,
     WorkerError,
 )
 from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
@@ -49,12 +47,12 @@ class Values(nn.Module):
         return observation[:, :2], observation.sum(dim=1)
 
 
-def collect(env_fn: Any, collector_cls: Any, n_workers: int | None = None, agent: Any = None, **kwargs: Any) -> Any:
+def collect(env_fn: Any, n_workers: int | None = None, agent: Any = None, **kwargs: Any) -> Any:
     """Batches, with the infos of the first episodes in the evaluations that follow them: batched environments begin
     the others without seeds."""
     cls, workers = (SerialSampler, {}) if n_workers is None else (ParallelSampler, {"n_workers": n_workers})
     sizes = {"batch_T": 40, "batch_B": 6, "max_decorrelation_steps": 0, "eval_n_envs": 2, "eval_max_steps": 80}
-    kept = run(cls, env_fn, agent, scaled(3, 2), range(3), collector_cls=collector_cls, **sizes, **workers, **kwargs)
+    kept = run(cls, env_fn, agent, scaled(3, 2), range(3), **{"batched": True, **sizes, **workers, **kwargs})
     first = [[info for info in more if info["episode"] == 0] for _, more in kept[1::2]]
     return [(batch, infos + more) for (batch, infos), more in zip(kept[::2], first, strict=True)]
 
@@ -68,20 +66,20 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5, "rough": ""}
 
 @pytest.mark.parametrize("agent_cls", [RandomAgent, partial(CategoricalPgAgent, Values)])
 def test_batched_cartpole_goes_the_way_of_single_ones(agent_cls: Any) -> None:
-    single = collect(partial(gym.make, "CartPole-v1", max_episode_steps=25), ResetCollector, agent=agent_cls())
+    single = collect(partial(gym.make, "CartPole-v1", max_episode_steps=25), batched=False, agent=agent_cls())
     batched = partial(BatchedCartPole, max_episode_steps=25)
-    assert_same(single, collect(batched, VectorEnvCollector, agent=agent_cls()), **CLOSE)
-    assert_same(single, collect(batched, VectorEnvCollector, 2, agent=agent_cls()), **CLOSE)
+    assert_same(single, collect(batched, agent=agent_cls()), **CLOSE)
+    assert_same(single, collect(batched, 2, agent=agent_cls()), **CLOSE)
 
 
 def test_the_workers_number_does_not_matter_to_batched_cartpole() -> None:
-    one, three = (collect(BatchedCartPole, VectorEnvCollector, n) for n in (1, 3))
+    one, three = (collect(BatchedCartPole, n) for n in (1, 3))
     assert_same(one, three)
     assert any(infos for _, infos in one)
 
 
 def test_final_observations_of_batched_cartpole_are_out_of_bounds() -> None:
-    for samples, _ in collect(BatchedCartPole, VectorEnvCollector, 2):
+    for samples, _ in collect(BatchedCartPole, 2):
         final, ended = samples.env.final_obs, samples.env.terminated
         assert ended.any()
         assert (np.abs(final[ended][:, [0, 2]]) > (2.4, 12 * np.pi / 180)).any(axis=1).all()
@@ -97,9 +95,9 @@ def test_final_observations_of_batched_cartpole_are_out_of_bounds() -> None:
 def test_envpool_gives_one_batch_per_seed_whatever_the_workers() -> None:
     pytest.importorskip("envpool")
     env_fn = partial(BatchedEnvPool, "CartPole-v1", max_episode_steps=20)
-    one = collect(env_fn, VectorEnvCollector)
+    one = collect(env_fn)
     for n_workers in scaled((1, 2), (2,)):
-        assert_same(one, collect(env_fn, VectorEnvCollector, n_workers, start_method=scaled("forkserver", "fork")))
+        assert_same(one, collect(env_fn, n_workers, start_method=scaled("forkserver", "fork")))
     for samples, _ in one:
         ended = samples.env.terminated
         assert (np.abs(samples.env.final_obs[ended][:, [0, 2]]) > (2.4, 12 * np.pi / 180)).any(axis=1).all()
@@ -112,7 +110,7 @@ def test_envpool_gives_one_batch_per_seed_whatever_the_workers() -> None:
 def test_what_envpool_says_of_a_step_is_recorded() -> None:
     pytest.importorskip("envpool")
     env_fn = partial(BatchedEnvPool, "CartPole-v1")
-    for samples, infos in collect(env_fn, VectorEnvCollector, env_info={"elapsed_step": np.int32(0)}):
+    for samples, infos in collect(env_fn, env_info={"elapsed_step": np.int32(0)}):
         elapsed, done = samples.env.env_info.elapsed_step, samples.env.done
         assert (elapsed >= 1).all(), "that of the step, not of the reset that followed"
         assert (elapsed[1:] == np.where(done[:-1], 1, elapsed[:-1] + 1)).all()
@@ -148,8 +146,8 @@ MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 def test_env_info_is_recorded_as_from_single_environments(mode: AutoresetMode) -> None:
     env_fn = partial(Described, length=5)
     wanted = {"count": 0, "even": 0, "deep.position": np.zeros(2, np.float32), "missing": 0.0}
-    expected = collect(env_fn, ResetCollector, env_info=wanted)
-    assert_same(expected, collect(partial(synced, env_fn, mode), VectorEnvCollector, env_info=wanted))
+    expected = collect(env_fn, batched=False, env_info=wanted)
+    assert_same(expected, collect(partial(synced, env_fn, mode), env_info=wanted))
     assert all(samples.env.env_info.even.any() for samples, _ in expected)
 
 
@@ -162,7 +160,7 @@ class Wordy(CountingEnv):
 @pytest.mark.parametrize("mode", MODES)
 def test_env_info_that_does_not_fit_names_the_environment(mode: AutoresetMode) -> None:
     with pytest.raises(WorkerError, match=r"info\['count'\] of env_rank 0 must have"):
-        collect(partial(synced, Wordy, mode), VectorEnvCollector, env_info={"count": 0})
+        collect(partial(synced, Wordy, mode), env_info={"count": 0})
 
 
 @pytest.mark.parametrize(
@@ -176,8 +174,8 @@ def test_final_values_are_those_of_single_environments(how: tuple[bool, Autorese
     (record_final_obs, mode), (agent_cls, truncate) = how, kind
     env_fn = partial(TwoActions, length=7, truncate=truncate)
     kwargs: dict[str, Any] = {"record_final_obs": record_final_obs}
-    expected = collect(env_fn, ResetCollector, agent=agent_cls(), **kwargs)
-    assert_same(expected, collect(partial(synced, env_fn, mode), VectorEnvCollector, agent=agent_cls(), **kwargs))
+    expected = collect(env_fn, batched=False, agent=agent_cls(), **kwargs)
+    assert_same(expected, collect(partial(synced, env_fn, mode), agent=agent_cls(), **kwargs))
     assert any((samples.agent.final_value != 0).any() for samples, _ in expected) == truncate
 
 
@@ -230,7 +228,7 @@ class Batch(SameStep):
 
 
 def test_ones_own_batch_in_a_structure_keeps_its_final_observations() -> None:
-    for samples, _ in collect(Batch, VectorEnvCollector, 2, env_info={"count": 0}):
+    for samples, _ in collect(Batch, 2, env_info={"count": 0}):
         env = samples.env
         t, b = np.nonzero(env.done)
         lengths = np.tile(np.arange(3) + 2, 2)  # two workers, three columns each
@@ -257,4 +255,4 @@ def test_ones_own_batch_in_a_structure_keeps_its_final_observations() -> None:
 )
 def test_a_final_observation_that_does_not_fit_is_named(wrong: Any, kwargs: Any, message: str) -> None:
     with pytest.raises(WorkerError, match=message):
-        collect(partial(Batch, wrong=wrong), VectorEnvCollector, **kwargs)
+        collect(partial(Batch, wrong=wrong), **kwargs)

@@ -8,7 +8,6 @@ import pytest
 
 from penstock import (
     AlternatingSampler,
-    Collector,
     ConfigError,
     GpuSampler,
     ParallelSampler,
@@ -17,7 +16,6 @@ from penstock import (
     Sampler,
     SerialSampler,
     TrajInfo,
-    VectorEnvCollector,
     WaitResetCollector,
     WorkerError,
 )
@@ -205,29 +203,16 @@ class KeepingBatch(gym.vector.VectorEnv[Any, Any, Any]):
         return self._tell(), self.n.astype(np.float64), self.n == 3, np.zeros_like(self.n, np.bool_), self.info
 
 
-class OfTheDocs(Collector):
+class OfTheDocs(ResetCollector):
     """As docs/extending.md writes a collector."""
 
-    def collect_batch(self, itr: int) -> None:
-        self.begin_batch(itr)
-        for t in range(self.batch_T):
-            self.t, self.ended = t, list[int]()
-            self.act(t)
-            self.progress.begin_stepping(t)
-            self.envs.step(self.prev_action, self.on_episode_end, self.on_step)
-            self.record_env_info(t)
-            self.write_step(t)
-            self.prev_reward[self.ended] = 0
-        self.end_batch()
-
-    def on_episode_end(self, column: int, observation: Any, reward: float, *flags: Any) -> Any:
-        self.record_episode_end(self.t, column, observation, reward, *flags)
-        self.ended.append(column)
-        return self.reset_column(column)
-
-
-class OfTheDocsBatched(OfTheDocs, VectorEnvCollector):
-    pass
+    def step_envs(self, t: int) -> None:
+        self.progress.begin_stepping(t)
+        events = self.columns.step([recorder.prev_action for recorder in self.recorders], t + 1)
+        self.record_env_info(t)
+        if events is not None:
+            self.settle(t, events)
+        self.write_step(t)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +221,11 @@ class OfTheDocsBatched(OfTheDocs, VectorEnvCollector):
         [
             (SerialSampler, Keeping, {}),
             (SerialSampler, Keeping, {"collector_cls": OfTheDocs}),
-            (SerialSampler, KeepingBatch, {"collector_cls": OfTheDocsBatched}),
+            (SerialSampler, KeepingBatch, {"collector_cls": OfTheDocs, "batched": True}),
             (SerialSampler, KeepingGame, {}),
             (ParallelSampler, Keeping, {"traj_info_cls": Own}),
             (ParallelSampler, Keeping, {"collector_cls": WaitResetCollector}),
-            (ParallelSampler, KeepingBatch, {"collector_cls": VectorEnvCollector}),
+            (ParallelSampler, KeepingBatch, {"batched": True}),
             (ParallelSampler, KeepingGame, {"traj_info_cls": Own}),
             (GpuSampler, Keeping, {}),
             (AlternatingSampler, KeepingGame, {}),

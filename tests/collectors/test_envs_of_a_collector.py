@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import pytest
-
-from penstock import ConfigError, RandomAgent, ResetCollector, SerialSampler, VectorEnvCollector, WorkerError
+from penstock import RandomAgent, ResetCollector, SerialSampler
 from penstock.envs import BatchedCartPole, CountingEnv
 
 
@@ -16,9 +14,11 @@ class Lengthening(ResetCollector):
         super().start_envs()
 
 
-class Confused(VectorEnvCollector):
+class Built(ResetCollector):
     def start_envs(self) -> None:
-        list(self.envs)
+        (env,) = self.envs
+        assert env.num_envs == len(self.columns.env_ranks) == 2
+        super().start_envs()
 
 
 def test_the_environments_are_iterated_and_indexed() -> None:
@@ -29,9 +29,7 @@ def test_the_environments_are_iterated_and_indexed() -> None:
         assert {info.Length for info in infos} == {2, 3, 4}
 
 
-def test_a_batched_environment_says_that_it_has_none() -> None:
-    with SerialSampler(BatchedCartPole, batch_T=1, batch_B=2, collector_cls=Confused) as sampler:
-        with pytest.raises(WorkerError) as caught:
-            sampler.initialize(RandomAgent(), seed=0)
-        assert isinstance(caught.value.__cause__, ConfigError)
-        assert "self.envs.env is all of them" in str(caught.value.__cause__)
+def test_a_batched_environment_is_one_of_them() -> None:
+    with SerialSampler(BatchedCartPole, batch_T=1, batch_B=2, batched=True, collector_cls=Built) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)

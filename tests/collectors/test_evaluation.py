@@ -12,14 +12,13 @@ from penstock import (
     AgentStep,
     AlternatingSampler,
     AsyncSampler,
-    BaseEvalCollector,
     ConfigError,
+    EvalCollector,
     GpuSampler,
     ParallelSampler,
     RandomAgent,
     SerialSampler,
     TrajInfo,
-    VectorEnvCollector,
 )
 from penstock.envs import CountingEnv, Purpose
 from penstock.envs.seeding import ColumnStreams
@@ -235,7 +234,7 @@ def test_a_batched_environment_has_seeds_for_its_first_episodes_only() -> None:
         batch_B=2,
         eval_n_envs=2,
         eval_episodes=5,
-        collector_cls=VectorEnvCollector,
+        batched=True,
     ) as sampler:
         sampler.initialize(RandomAgent(), seed=SEED)
         infos = sampler.evaluate_agent(0)
@@ -263,11 +262,11 @@ def test_what_cannot_be_counted(arguments: dict[str, int], message: str) -> None
         SerialSampler(Paying, batch_T=2, batch_B=1, **arguments)
 
 
-class Once(BaseEvalCollector):
+class Once(EvalCollector):
     """A user's own evaluation: one greedy look at every environment, one trajectory each."""
 
     def collect_evaluation(self, itr: int) -> None:
-        self.begin_evaluation(itr)
+        self.begin_evaluation()
         reward = np.full((1, len(self.envs)), 100.0 + itr)
         self.progress.n_results = self.tracker.end_rows(reward, np.ones_like(reward, dtype=bool))
 

@@ -21,7 +21,6 @@ from penstock import (
     ResetCollector,
     SerialSampler,
     SpaceError,
-    VectorEnvCollector,
     WaitResetCollector,
     WorkerError,
 )
@@ -46,7 +45,7 @@ class Cost(ResetCollector):
             self.step_envs(t)
             self.record_extra(t, cost=2 * self.samples.reward[t + 1])
             if t % 2:
-                self.record_extra(t, goal=np.repeat(np.array(self.envs.env_ranks)[:, None], 2, 1))
+                self.record_extra(t, goal=np.repeat(np.array(self.columns.env_ranks)[:, None], 2, 1))
         self.end_batch()
 
 
@@ -160,7 +159,7 @@ def test_a_value_that_would_change_is_named_with_its_worker_and_environment(dtyp
 
         def step_envs(self, t: int) -> None:
             super().step_envs(t)
-            if (ranks := np.array(self.envs.env_ranks))[-1] == 3:
+            if (ranks := np.array(self.columns.env_ranks))[-1] == 3:
                 self.record_extra(t, cost=np.where(ranks == 3, value, 0))
 
     with ParallelSampler(CountingEnv, batch_T=2, batch_B=4, n_workers=2, collector_cls=Wrong) as sampler:
@@ -178,7 +177,7 @@ class Waiting(WaitResetCollector):
         self.samples.extra.steps[t] = self.samples.valid[t]
 
 
-class Batched(VectorEnvCollector):
+class Batched(ResetCollector):
     extra_fields: ClassVar[Any] = {"angle": spaces.Box(-10, 10, (), np.float32)}
 
     def step_envs(self, t: int) -> None:
@@ -191,7 +190,7 @@ def test_other_collectors_declare_them_too() -> None:
         sampler.initialize(RandomAgent(), seed=0)
         samples, _ = sampler.obtain_samples(0)
         assert torch.equal(samples.env.extra.steps > 0, samples.env.valid)
-    with SerialSampler(BatchedCartPole, batch_T=T, batch_B=3, collector_cls=Batched) as sampler:
+    with SerialSampler(BatchedCartPole, batch_T=T, batch_B=3, batched=True, collector_cls=Batched) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         samples, _ = sampler.obtain_samples(0)
         assert torch.equal(samples.env.extra.angle, samples.env.observation[..., 2])

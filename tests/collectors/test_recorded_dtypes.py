@@ -17,7 +17,6 @@ from penstock import (
     Sampler,
     SerialSampler,
     SpaceError,
-    VectorEnvCollector,
     WorkerError,
 )
 from penstock.envs import BatchedCartPole, CountingEnv
@@ -183,7 +182,7 @@ class Wrapping(BatchedCartPole):
 
 
 def test_observations_of_batched_environments() -> None:
-    arguments = {"batch_T": 4, "batch_B": 2, "collector_cls": VectorEnvCollector}
+    arguments = {"batch_T": 4, "batch_B": 2, "batched": True}
     with SerialSampler(Wrapping, **arguments) as sampler:
         message = r"observation of the batched environment .* must have .* dtype int8, got \(2, 4\) int64"
         with pytest.raises(WorkerError, match=message):

@@ -17,11 +17,10 @@ from penstock import (
     Sampler,
     SerialSampler,
     TrajInfo,
-    VectorEnvCollector,
     WaitResetCollector,
 )
-from penstock.columns.interface import snapshot
-from penstock.columns.single_columns import EnvColumns
+from penstock.columns.interface import Start, snapshot
+from penstock.columns.single_columns import SingleColumns
 from penstock.testing import check_traj_info
 from penstock.testing.environments import ReusingEnv
 from penstock.vector import ShmVectorEnv
@@ -143,9 +142,7 @@ class OneArray(gym.vector.VectorEnv[Any, Any, Any]):
 
 
 def test_so_it_is_in_batched_environments() -> None:
-    with SerialSampler(
-        OneArray, batch_T=7, batch_B=2, traj_info_cls=Diary, collector_cls=VectorEnvCollector
-    ) as sampler:
+    with SerialSampler(OneArray, batch_T=7, batch_B=2, traj_info_cls=Diary, batched=True) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         samples, infos = sampler.obtain_samples(0)
     assert len(infos) == 4
@@ -361,9 +358,9 @@ def test_after_the_first_row_only_a_shared_buffer_is_copied() -> None:
     for kind, is_copied in (("own", False), ("array", True), ("only reset", True)):
         progress = Progress(ControlBlock(1, 1, shared=False), 0)
         envs = [OneBoard(i, kind) for i in range(2)]
-        columns = EnvColumns(envs, range(2), progress)
-        columns.reset_all([0, 1])
+        columns = SingleColumns(envs, range(2), progress)
+        columns.reset([0, 1], [Start(0), Start(1)])
         for _ in range(2):
-            columns.step(np.zeros(2, np.int64), lambda *end: end[1])
+            columns.step([np.zeros(2, np.int64)])
         kept = [own is env.shown for own, env in zip(columns.observations, envs, strict=True)]
         assert kept == [not is_copied] * 2, kind

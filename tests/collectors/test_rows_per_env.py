@@ -15,9 +15,7 @@ from penstock import (
     GpuSampler,
     ParallelSampler,
     RandomAgent,
-    ResetCollector,
     SerialSampler,
-    VectorEnvCollector,
 )
 from penstock.envs import SameStep
 
@@ -59,8 +57,7 @@ class Games(SameStep):
         return self._observe(np.zeros(self.num_envs))[rows], {}
 
 
-class Threes(VectorEnvCollector):
-    rows_per_env = 3
+THREES: dict[str, Any] = {"batched": True, "rows_per_env": 3}
 
 
 SIZES: dict[str, Any] = {"batch_T": 25, "batch_B": 12, "eval_n_envs": 6, "eval_max_steps": 240}
@@ -82,8 +79,8 @@ SIZES: dict[str, Any] = {"batch_T": 25, "batch_B": 12, "eval_n_envs": 6, "eval_m
     ),
 )
 def test_rows_that_belong_together_are_never_cut(cls: Any, kwargs: Any) -> None:
-    found = run(SerialSampler, Games, None, 3, range(3), collector_cls=Threes, **SIZES)
-    assert_same(found, run(cls, Games, None, 3, range(3), collector_cls=Threes, **SIZES, **kwargs))
+    found = run(SerialSampler, Games, None, 3, range(3), **THREES, **SIZES)
+    assert_same(found, run(cls, Games, None, 3, range(3), **THREES, **SIZES, **kwargs))
     for samples, infos in found:
         assert infos
         if samples is not None:
@@ -92,37 +89,29 @@ def test_rows_that_belong_together_are_never_cut(cls: Any, kwargs: Any) -> None:
 
 
 def test_there_are_no_more_workers_than_games(caplog: Any) -> None:
-    with ParallelSampler(Games, batch_T=2, batch_B=6, n_workers=3, collector_cls=Threes) as sampler:
+    with ParallelSampler(Games, batch_T=2, batch_B=6, n_workers=3, **THREES) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         assert [len(worker.env_ranks) for worker in sampler.stats().workers] == [3, 3]
     assert "2 are enough" in caplog.text
 
 
-class Cut(ResetCollector):
-    rows_per_env = 3
-
-
-class Wrong(VectorEnvCollector):
-    rows_per_env = 0
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"batch_B": 8}, "batch_B must be a multiple of 3, the rows_per_env of Threes, got 8"),
-        ({"eval_n_envs": 4}, "eval_n_envs must be a multiple of 3, the rows_per_env of Threes, got 4"),
-        ({"collector_cls": Cut}, "rows_per_env of Cut is for batched environments"),
-        ({"collector_cls": Wrong}, "rows_per_env of Wrong must be"),
+        ({"batch_B": 8}, "batch_B must be a multiple of rows_per_env=3, got 8"),
+        ({"eval_n_envs": 4}, "eval_n_envs must be a multiple of rows_per_env=3, got 4"),
+        ({"batched": False}, "rows_per_env is for batched environments"),
+        ({"rows_per_env": 0}, "rows_per_env must be an integer of at least 1"),
     ],
 )
 def test_other_sizes_are_refused(kwargs: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        SerialSampler(Games, **{**SIZES, "collector_cls": Threes, **kwargs})
+        SerialSampler(Games, **{**SIZES, **THREES, **kwargs})
 
 
 def test_without_it_the_error_says_what_to_do() -> None:
     with (
         pytest.raises(ConfigError, match=r"got Games.*rows_per_env"),
-        SerialSampler(Games, batch_T=2, batch_B=6, collector_cls=VectorEnvCollector) as sampler,
+        SerialSampler(Games, batch_T=2, batch_B=6, batched=True) as sampler,
     ):
         sampler.initialize(RandomAgent())

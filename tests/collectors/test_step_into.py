@@ -23,7 +23,6 @@ from penstock import (
     SerialSampler,
     SpaceError,
     TrajInfo,
-    VectorEnvCollector,
     WaitResetCollector,
     WorkerError,
 )
@@ -263,7 +262,7 @@ BATCHED: list[Any] = [partial(BatchedCartPole, max_episode_steps=9), Rows]
 def test_batched_environments_write_whole_rows(env_fn: Any, options: dict[str, Any]) -> None:
     into, plain = both(env_fn)
     assert step_into_of(into(num_envs=1), 0) is not None
-    kwargs = {"collector_cls": VectorEnvCollector, **options}
+    kwargs = {"batched": True, **options}
     wanted = sample(SerialSampler, plain, **kwargs)
     assert sample(SerialSampler, into, **kwargs) == wanted
     if not options:
@@ -273,7 +272,7 @@ def test_batched_environments_write_whole_rows(env_fn: Any, options: dict[str, A
 @pytest.mark.parametrize(("wrong", "message"), [("shape", "must have shape"), ("dtype", "same_kind")])
 def test_a_batched_environment_with_wrong_observations_is_refused(wrong: str, message: str) -> None:
     with pytest.raises(WorkerError, match=f"env_rank 0.*{message}"):
-        sample(SerialSampler, partial(Rows, wrong=wrong), collector_cls=VectorEnvCollector)
+        sample(SerialSampler, partial(Rows, wrong=wrong), batched=True)
 
 
 # ---- which method is called --------------------------------------------------------------------

@@ -13,7 +13,6 @@ from penstock import (
     ResetCollector,
     SerialSampler,
     TrajInfo,
-    VectorEnvCollector,
     WaitResetCollector,
 )
 from penstock.envs import CountingEnv
@@ -89,9 +88,7 @@ def test_a_batched_environment() -> None:
     def make(num_envs: int) -> Any:
         return SyncVectorEnv([Lives] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
-    with ParallelSampler(
-        make, batch_T=30, batch_B=4, n_workers=2, traj_info_cls=Game, collector_cls=VectorEnvCollector
-    ) as sampler:
+    with ParallelSampler(make, batch_T=30, batch_B=4, n_workers=2, traj_info_cls=Game, batched=True) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         _, games = sampler.obtain_samples(0)
     assert [game.Length for game in games] == [GAME] * 8

@@ -13,12 +13,10 @@ from penstock import (
     ConfigError,
     ParallelSampler,
     RandomAgent,
-    ResetCollector,
     Sampler,
     SerialSampler,
     SpaceError,
     TrajInfo,
-    VectorEnvCollector,
     WorkerError,
 )
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
@@ -47,9 +45,9 @@ def batched(env_fn: Any, mode: AutoresetMode, num_envs: int) -> Any:
     return SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode)
 
 
-def batches(cls: type[Sampler], env_fn: Any, collector_cls: Any, **kwargs: Any) -> list[Batch]:
+def batches(cls: type[Sampler], env_fn: Any, **kwargs: Any) -> list[Batch]:
     sizes = {"batch_T": 30, "batch_B": 5, "max_decorrelation_steps": 0, "eval_n_envs": 3, "eval_max_steps": 300}
-    found = run(cls, env_fn, None, 4, scaled(range(4), (1,)), collector_cls=collector_cls, **{**sizes, **kwargs})
+    found = run(cls, env_fn, None, 4, scaled(range(4), (1,)), **{**sizes, **kwargs})
     # A batched environment that resets itself has no seeds for the further episodes of an evaluation.
     return [(own, [i for i in infos if own is not None or i["episode"] == 0]) for own, infos in found]
 
@@ -64,17 +62,17 @@ single = {
 @pytest.mark.parametrize(("name", "mode"), pairs(single, MODES))
 def test_the_same_batches_as_from_single_environments(name: str, mode: AutoresetMode) -> None:
     env_fn = single[name]
-    expected = batches(SerialSampler, env_fn, ResetCollector)
-    assert_same(expected, batches(SerialSampler, partial(batched, env_fn, mode), VectorEnvCollector))
-    parallel = batches(ParallelSampler, partial(batched, env_fn, mode), VectorEnvCollector, n_workers=2)
+    expected = batches(SerialSampler, env_fn)
+    assert_same(expected, batches(SerialSampler, partial(batched, env_fn, mode), batched=True))
+    parallel = batches(ParallelSampler, partial(batched, env_fn, mode), batched=True, n_workers=2)
     assert_same(expected, parallel)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stepped_trajectory_info_sees_the_same(mode: AutoresetMode) -> None:
     env_fn = single["counting"]
-    expected = batches(SerialSampler, env_fn, ResetCollector, traj_info_cls=Own)
-    seen = batches(SerialSampler, partial(batched, env_fn, mode), VectorEnvCollector, traj_info_cls=Own)
+    expected = batches(SerialSampler, env_fn, traj_info_cls=Own)
+    seen = batches(SerialSampler, partial(batched, env_fn, mode), batched=True, traj_info_cls=Own)
     assert_same(expected, seen)
 
 
@@ -82,12 +80,12 @@ def test_a_stepped_trajectory_info_sees_the_same(mode: AutoresetMode) -> None:
 def test_whole_episodes_are_evaluated_too(mode: AutoresetMode) -> None:
     env_fn = single["cartpole"]
     sizes = {"eval_episodes": 7, "eval_n_envs": 7}
-    expected = batches(SerialSampler, env_fn, ResetCollector, **sizes)
-    assert_same(expected, batches(SerialSampler, partial(batched, env_fn, mode), VectorEnvCollector, **sizes))
+    expected = batches(SerialSampler, env_fn, **sizes)
+    assert_same(expected, batches(SerialSampler, partial(batched, env_fn, mode), batched=True, **sizes))
 
 
 def of_batches(env_fn: Any, **kwargs: Any) -> Sampler:
-    return SerialSampler(env_fn, batch_T=12, batch_B=2, collector_cls=VectorEnvCollector, **kwargs)
+    return SerialSampler(env_fn, batch_T=12, batch_B=2, batched=True, **kwargs)
 
 
 def test_env_info_is_recorded_from_the_batch() -> None:
@@ -205,9 +203,9 @@ class Picky(BatchedCartPole):
 @pytest.mark.parametrize("accepts", ["list", "array", "small array", "small list"])
 def test_one_seed_per_column_gives_one_batch_whatever_the_workers(accepts: str, caplog: Any) -> None:
     env_fn = partial(Picky, accepts=accepts)
-    found = batches(SerialSampler, env_fn, VectorEnvCollector)
+    found = batches(SerialSampler, env_fn, batched=True)
     for n_workers in scaled((1, 2, 3), (3,)):
-        assert_same(found, batches(ParallelSampler, env_fn, VectorEnvCollector, n_workers=n_workers))
+        assert_same(found, batches(ParallelSampler, env_fn, batched=True, n_workers=n_workers))
     assert "depend on the number of workers" not in caplog.text
 
 
@@ -239,7 +237,7 @@ def test_an_environments_own_error_in_a_later_reset_comes_through(cls: Any) -> N
 
 def test_an_env_fn_for_single_environments_is_told_how_it_is_called() -> None:
     with (
-        SerialSampler(CountingEnv, batch_T=2, batch_B=2, collector_cls=VectorEnvCollector) as sampler,
+        SerialSampler(CountingEnv, batch_T=2, batch_B=2, batched=True) as sampler,
         pytest.raises(ConfigError, match=r"TypeError: .*'num_envs'.* calls env_fn\(num_envs=n\), which must return"),
     ):
         sampler.initialize(RandomAgent())

@@ -34,7 +34,6 @@ from penstock import (
     SamplerStateError,
     SerialSampler,
     TrajInfo,
-    VectorEnvCollector,
     WaitResetCollector,
     WorkerError,
 )
@@ -152,7 +151,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "own fields": (CARTPOLE, RandomAgent, {"collector_cls": Cost, "sampler_cls": SerialSampler}),
     "own fields, central": (CARTPOLE, RandomAgent, {"collector_cls": Cost, "sampler_cls": GpuSampler}),
-    "batched": (vector_env, RandomAgent, {"collector_cls": VectorEnvCollector}),
+    "batched": (vector_env, RandomAgent, {"batched": True}),
     "central": (CARTPOLE, model_agent, {"sampler_cls": GpuSampler}),
 }
 

@@ -17,7 +17,7 @@ import gymnasium as gym
 import pytest
 import torch
 
-from penstock import ParallelSampler, RandomAgent, SerialSampler, VectorEnvCollector
+from penstock import ParallelSampler, RandomAgent, SerialSampler
 from penstock.envs import CountingEnv, EnvContext, Purpose
 from penstock.testing import (
     ConformanceError,
@@ -278,7 +278,7 @@ def test_the_classes_of_the_extending_page_keep_the_rules() -> None:
 
 def test_the_batched_environment_is_sampled() -> None:
     cls = extending()["Walks"]
-    with ParallelSampler(cls, batch_T=40, batch_B=6, n_workers=2, collector_cls=VectorEnvCollector) as sampler:
+    with ParallelSampler(cls, batch_T=40, batch_B=6, n_workers=2, batched=True) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         samples, infos = sampler.obtain_samples(0)
         assert infos

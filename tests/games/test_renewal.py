@@ -22,7 +22,6 @@ from penstock import (
     ResetCollector,
     SerialSampler,
     TrajInfo,
-    VectorEnvCollector,
     WaitResetCollector,
     WorkerError,
 )
@@ -393,7 +392,7 @@ def test_a_restart_of_the_worker_is_the_other_policy(tmp_path: Path) -> None:
     ("options", "says"),
     [
         ({"on_game_failure": "restart"}, "on_game_failure must be one of raise, renew"),
-        ({**RENEW, "collector_cls": VectorEnvCollector}, "needs single environments"),
+        ({**RENEW, "batched": True}, "needs single environments"),
         ({**RENEW, "renew_on": (Exception,)}, "renew_on must not contain Exception, since it includes SpaceError and"),
         ({**RENEW, "renew_on": (ValueError,)}, "must not contain ValueError, since it includes SpaceError: name the"),
         ({**RENEW, "renew_on": ("x",)}, "renew_on must be a tuple of exception classes"),

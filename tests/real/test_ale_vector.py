@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import ParallelSampler, SerialSampler, VectorEnvCollector
+from penstock import ParallelSampler, SerialSampler
 
 from ..batched_support import assert_as_plain_loop, env_seeds
 from ..scale import FULL, scaled
@@ -32,7 +32,7 @@ def pong(num_envs: int, mode: str) -> Any:
 def compare(env_fn: Any, mode: str, *all_workers: int, **kwargs: Any) -> int:
     """The batches are those of a plain loop, and at full scale the same for every number of workers. Returns the number
     of episodes that ended."""
-    sizes = {"batch_T": T, "batch_B": B, "collector_cls": VectorEnvCollector, **kwargs}
+    sizes = {"batch_T": T, "batch_B": B, "batched": True, **kwargs}
     found = run(ParallelSampler, env_fn, None, 2, n_workers=2, **sizes)
     for n_workers in scaled(all_workers, ()):
         assert_same(found, run(ParallelSampler, env_fn, None, 2, n_workers=n_workers, **sizes))

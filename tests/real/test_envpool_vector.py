@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock import ParallelSampler, SerialSampler, VectorEnvCollector
+from penstock import ParallelSampler, SerialSampler
 from penstock.envs import BatchedEnvPool
 
 from ..batched_support import assert_as_plain_loop, env_seeds
@@ -33,7 +33,7 @@ def test_one_batch_per_seed_whatever_the_workers(task: str) -> None:
     env_fn = partial(BatchedEnvPool, task, **TASKS[task])
     sizes: dict[str, Any] = {"batch_T": 30, "batch_B": 4, "eval_n_envs": 3, "eval_max_steps": 120}
     # Daily a fork, which need not import EnvPool.
-    sizes |= {"collector_cls": VectorEnvCollector, "start_method": scaled("forkserver", "fork")}
+    sizes |= {"batched": True, "start_method": scaled("forkserver", "fork")}
     found = run(SerialSampler, env_fn, None, 2, range(2), **sizes)
     for n_workers in scaled((1, 2, 3), (2,)):
         assert_same(found, run(ParallelSampler, env_fn, None, 2, range(2), n_workers=n_workers, **sizes))

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from penstock import ParallelSampler, SerialSampler, VectorEnvCollector
+from penstock import ParallelSampler, SerialSampler
 
 from ..batched_support import assert_as_plain_loop, env_seeds
 from ..support import assert_same, batches_of, run
@@ -99,7 +99,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_batch_per_seed_whatever_the_workers(library: Path) -> None:
     env_fn = partial(Engine, library)
-    sizes = {"batch_T": 30, "batch_B": 6, "eval_n_envs": 3, "eval_max_steps": 90, "collector_cls": VectorEnvCollector}
+    sizes = {"batch_T": 30, "batch_B": 6, "eval_n_envs": 3, "eval_max_steps": 90, "batched": True}
     found = run(SerialSampler, env_fn, None, 3, range(2), **sizes)
     for n_workers in (1, 2, 3):
         assert_same(found, run(ParallelSampler, env_fn, None, 3, range(2), n_workers=n_workers, **sizes))

@@ -26,7 +26,6 @@ from penstock import (
     Sampler,
     SerialSampler,
     SpaceError,
-    VectorEnvCollector,
 )
 from penstock.envs import ColumnStreams, Purpose
 
@@ -170,7 +169,7 @@ def test_simple_spread_equals_a_plain_loop() -> None:
     actions = np.concatenate([batch.agent.action for (batch,) in batches])
     env_fn = partial(OneByOne, spread(), seeds)
     n_done = 0
-    with SerialSampler(env_fn, batch_B=3 * B, collector_cls=VectorEnvCollector, **options) as sampler:
+    with SerialSampler(env_fn, batch_B=3 * B, batched=True, **options) as sampler:
         sampler.initialize(Replaying(actions), seed=2)
         for itr, (batch,) in enumerate(batches):
             _, infos = sampler.obtain_samples(itr)

@@ -90,9 +90,9 @@ PLAIN = {"batched": batched_scores, "single": single_scores}
 
 @pytest.mark.parametrize("form", PLAIN)
 def test_scores_are_those_of_a_plain_loop(form: str, example: Any) -> None:
-    make, collector_cls = example.FORMS[form]
+    make = example.MAKERS[form]
     sizes: dict[str, Any] = {"batch_T": 64, "batch_B": B, "n_workers": 2, "max_decorrelation_steps": 0}
-    sizes |= {"collector_cls": collector_cls, "traj_info_cls": example.GameInfo, "record_final_obs": False}
+    sizes |= {"batched": form == "batched", "traj_info_cls": example.GameInfo, "record_final_obs": False}
     found: list[Score] = []
     actions, n_ends = [], 0
     with ParallelSampler(partial(make, "Breakout"), **sizes) as sampler:
@@ -122,10 +122,10 @@ def test_an_evaluation_plays_whole_games(form: str, example: Any) -> None:
             super().step(observation, action, *rest)
             self.actions.append(int(action))
 
-    make, collector_cls = example.FORMS[form]
+    make = example.MAKERS[form]
     n = scaled(2, 1)
     sizes: dict[str, Any] = {"batch_T": 2, "batch_B": n, "n_workers": n, "eval_n_envs": n, "eval_episodes": n}
-    sizes |= {"collector_cls": collector_cls, "traj_info_cls": Recorded, "max_decorrelation_steps": 0}
+    sizes |= {"batched": form == "batched", "traj_info_cls": Recorded, "max_decorrelation_steps": 0}
     with ParallelSampler(partial(make, "SpaceInvaders"), **sizes) as sampler:
         sampler.initialize(RandomAgent(), seed=7)
         infos = sampler.evaluate_agent(0)

@@ -22,7 +22,6 @@ from penstock import (
     Sampler,
     SerialSampler,
     TrajInfo,
-    VectorEnvCollector,
     WaitResetCollector,
 )
 from penstock.buffers.reports import ReportBoard
@@ -150,7 +149,7 @@ def test_every_collector_records_what_it_does_in_one_process(kind: Any, how: str
 @ways(0)
 def test_a_batched_environment_in_each_worker(how: str) -> None:
     cls, kwargs = HOW[how]
-    arguments: dict[str, Any] = {"collector_cls": VectorEnvCollector, "batch_T": 60}
+    arguments: dict[str, Any] = {"batched": True, "batch_T": 60}
     wanted = run(SerialSampler, RandomAgent(), BatchedCartPole, **arguments)
     assert_same(run(cls, RandomAgent(), BatchedCartPole, **arguments, **kwargs), wanted)
 

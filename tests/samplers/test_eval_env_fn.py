@@ -11,7 +11,6 @@ from penstock import (
     ParallelSampler,
     RandomAgent,
     SerialSampler,
-    VectorEnvCollector,
     WorkerError,
 )
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, NestedEnv, Purpose
@@ -54,7 +53,7 @@ def test_batched_environments() -> None:
     with SerialSampler(
         BatchedCartPole,
         eval_env_fn=partial(BatchedCartPole, max_episode_steps=5),
-        collector_cls=VectorEnvCollector,
+        batched=True,
         **OPTIONS,
     ) as sampler:
         sampler.initialize(RandomAgent(), seed=0)

@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 from torch import nn
 
-from penstock import CategoricalPgAgent, FunctionAgent, ParallelSampler, SerialSampler, SpaceError, VectorEnvCollector
+from penstock import CategoricalPgAgent, FunctionAgent, ParallelSampler, SerialSampler, SpaceError
 from penstock.envs.batched import SameStep
 
 
@@ -100,7 +100,7 @@ def test_agents_that_do_not_take_a_mask_of_zeros(make_agent: Any) -> None:
 
 @pytest.mark.slow
 def test_batched_environments_too() -> None:
-    with ParallelSampler(MaskedBatch, batch_T=12, batch_B=2, collector_cls=VectorEnvCollector) as sampler:
+    with ParallelSampler(MaskedBatch, batch_T=12, batch_B=2, batched=True) as sampler:
         sampler.initialize(FunctionAgent(legal), seed=0)
         assert len(sampler.obtain_samples(0)[1]) == 4
 

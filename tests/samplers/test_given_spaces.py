@@ -18,7 +18,6 @@ from penstock import (
     RandomAgent,
     SerialSampler,
     SpaceError,
-    VectorEnvCollector,
     WorkerError,
 )
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext
@@ -62,10 +61,10 @@ def test_a_vector_environment(start_method: str) -> None:
 def test_a_batched_environment() -> None:
     env = BatchedCartPole(num_envs=1)
     for given in (None, (env.single_observation_space, env.single_action_space)):
-        with SerialSampler(BatchedCartPole, collector_cls=VectorEnvCollector, spaces=given, **SIZE) as sampler:
+        with SerialSampler(BatchedCartPole, batched=True, spaces=given, **SIZE) as sampler:
             sampler.initialize(RandomAgent(), seed=0)
             sampler.obtain_samples(0)
-    with SerialSampler(BatchedCartPole, collector_cls=VectorEnvCollector, spaces=OTHER, **SIZE) as sampler:
+    with SerialSampler(BatchedCartPole, batched=True, spaces=OTHER, **SIZE) as sampler:
         check_spaces_are_compared(sampler)
 
 

@@ -21,7 +21,6 @@ from penstock import (
     Sampler,
     SamplerStateError,
     SerialSampler,
-    VectorEnvCollector,
     WaitResetCollector,
     WorkerError,
 )
@@ -273,7 +272,7 @@ def test_an_episode_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pyt
 
 def test_calls_and_arguments_that_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="seed_episodes=True needs single environments"):
-        make(BatchedCartPole, collector_cls=VectorEnvCollector)
+        make(BatchedCartPole, batched=True)
     with pytest.raises(ConfigError, match="crash_dir needs seed_episodes=True"):
         make(seed_episodes=False, crash_dir=tmp_path)
     with pytest.raises(ConfigError, match="crash_dir must be the path of a folder"):

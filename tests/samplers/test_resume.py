@@ -32,7 +32,6 @@ from penstock import (
     SerialSampler,
     SquashedGaussianAgent,
     TrajInfo,
-    VectorEnvCollector,
     WaitResetCollector,
 )
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
@@ -355,7 +354,7 @@ def test_classes_that_may_keep_more_are_not_trusted() -> None:
 def test_samplers_that_cannot_be_saved_say_so() -> None:
     for sampler, error, message in (
         (make(cls=AsyncSampler), SamplerStateError, "on an AsyncSampler"),
-        (make(BatchedCartPole, collector_cls=VectorEnvCollector), ConfigError, "needs single environments"),
+        (make(BatchedCartPole, batched=True), ConfigError, "needs single environments"),
         (make(cls=GpuSampler, server="process"), ConfigError, 'use server="caller"'),
     ):
         with started(sampler, RandomAgent()):

@@ -23,7 +23,6 @@ from penstock import (
     Sampler,
     SerialSampler,
     TrajInfo,
-    VectorEnvCollector,
 )
 from penstock.envs import CountingEnv, OwnClocks, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose
@@ -283,7 +282,7 @@ def test_every_reward_is_in_one_cell_or_is_counted(kind: str, k: int, T: int, B:
         made.append(OwingClocks(new) if kind == "own clocks" else new)
         return made[-1]
 
-    options: dict[str, Any] = {"collector_cls": VectorEnvCollector} if kind == "batched" else {}
+    options: dict[str, Any] = {"batched": True} if kind == "batched" else {}
     batched = lambda num_envs: SyncVectorEnv([env_fn] * num_envs)  # noqa: E731
     with SerialSampler(
         batched if kind == "batched" else env_fn, batch_T=T, batch_B=B, max_decorrelation_steps=0, **options

@@ -20,7 +20,6 @@ from penstock import (
     ParallelSampler,
     RandomAgent,
     SerialSampler,
-    VectorEnvCollector,
     WorkerError,
 )
 from penstock.envs import BatchedCartPole, CountingEnv
@@ -209,7 +208,7 @@ def test_what_cannot_be_recorded_is_named_and_the_sampler_stays_usable(
             sampler.evaluate_agent(0, video=tmp_path)
         assert sampler.evaluate_agent(0)
     with SerialSampler(
-        BatchedCartPole, batch_T=4, batch_B=2, eval_n_envs=2, eval_max_steps=20, collector_cls=VectorEnvCollector
+        BatchedCartPole, batch_T=4, batch_B=2, eval_n_envs=2, eval_max_steps=20, batched=True
     ) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         with pytest.raises(ConfigError, match="a batched environment"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import penstock.testing
-from penstock import BaseEvalCollector, EvalCollector, TrajInfo
+from penstock import EvalCollector, TrajInfo
 from penstock.envs import CountingEnv
 from penstock.testing import ConformanceError, check_eval_collector, check_traj_info, evaluation_rules, traj_info_rules
 
@@ -63,7 +63,7 @@ class DependsOnColumns(EvalCollector):
         self.max_T = 10 * len(self.envs)
 
 
-EVAL_BROKEN: list[tuple[type[BaseEvalCollector], str, str]] = [
+EVAL_BROKEN: list[tuple[type[EvalCollector], str, str]] = [
     (
         SkipsTheReset,
         "an_evaluation_starts_with_resets",
@@ -79,7 +79,7 @@ EVAL_BROKEN: list[tuple[type[BaseEvalCollector], str, str]] = [
 @pytest.mark.parametrize(
     ("cls", "rule", "words"), quick_first(EVAL_BROKEN, 2), ids=[entry[0].__name__ for entry in EVAL_BROKEN]
 )
-def test_each_broken_rule_of_evaluation_is_found(cls: type[BaseEvalCollector], rule: str, words: str) -> None:
+def test_each_broken_rule_of_evaluation_is_found(cls: type[EvalCollector], rule: str, words: str) -> None:
     with pytest.raises(ConformanceError, match=f"(?s){words}") as caught:
         check_eval_collector(cls, CountingEnv)
     assert caught.value.rule == rule, str(caught.value)

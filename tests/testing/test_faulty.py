@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from penstock import (
-    BaseEvalCollector,
     Collector,
     ConfigError,
     EvalCollector,
@@ -256,5 +255,5 @@ def test_copies_of_a_delegating_agent_share_no_state() -> None:
 
 def test_faulty_classes_have_the_types_that_a_sampler_needs() -> None:
     assert issubclass(faulty_collector(ResetCollector, Fault("raise")), Collector)
-    assert issubclass(faulty_eval_collector(EvalCollector, Fault("raise")), BaseEvalCollector)
+    assert issubclass(faulty_eval_collector(EvalCollector, Fault("raise")), EvalCollector)
     assert issubclass(faulty_traj_info(TrajInfo, Fault("raise")), TrajInfo)

@@ -6,6 +6,7 @@ Each line with `type: ignore` must be an error: an unused comment is one itself.
 
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ from penstock import (
     TrajInfo,
 )
 from penstock.buffers import AgentSamples, EnvSamples
-from penstock.collectors import ResetCollector
+from penstock.collectors import EvalCollector, ResetCollector
+from penstock.columns import Columns, Events, Start
 from penstock.envs import BatchedCartPole, SameStep, ScriptedGame
 from penstock.learning import (
     Frames,
@@ -154,14 +156,20 @@ class OwnAgent(Agent):
 
 
 class OwnCollector(ResetCollector):
-    def _on_episode_end(
-        self, column: int, observation: Floats, reward: float, terminated: bool, truncated: bool
-    ) -> Floats:
-        return observation
+    def act(self, t: int) -> None:
+        assert_type(self.columns, Columns)
+        super().act(t)
 
-    def record_episode_end(
-        self, t: int, column: int, observation: Floats, reward: float, terminated: bool, truncated: bool
-    ) -> None: ...
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Sequence[Sequence[int]]:
+        return self.columns.reset(events.over, [Start(seed=e, options={"level": 1}) for e in events.over])
+
+
+class OwnEvaluation(EvalCollector):
+    def begin_evaluation(self) -> None:
+        super().begin_evaluation()
+
+    def must_stop(self) -> bool:
+        return super().must_stop() or self.progress.stop_eval
 
 
 class OwnTrajInfo(TrajInfo):

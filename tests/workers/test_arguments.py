@@ -115,7 +115,7 @@ def test_a_batched_environment_is_told_where_it_belongs() -> None:
     def batched() -> Any:
         return gym.make_vec("CartPole-v1", 2)
 
-    with make(env_fn=batched) as sampler, pytest.raises(ConfigError, match="with collector_cls=VectorEnvCollector"):
+    with make(env_fn=batched) as sampler, pytest.raises(ConfigError, match="with batched=True"):
         sampler.initialize(RandomAgent())
 
 
