@@ -89,6 +89,7 @@ class TurnColumns(LockStepColumns):
 
     def start_afresh(self) -> None:
         """No game has begun: all environments are reset next."""
+        self.late, self.unasked, self.over = [], [], []
         for e, sums in enumerate(self.sums):
             self.plies[e], self.ends[e], self.game_numbers[e] = 0, [], 0
             sums.clear()
@@ -107,8 +108,6 @@ class TurnColumns(LockStepColumns):
 
     def clear(self, e: int) -> None:
         self.waits[e] = None
-        self.late = [own for own in self.late if own[0] != e]
-        self.unasked = [own for own in self.unasked if own[0] != e]
 
     def take_over(self) -> list[int]:
         """The environments in which nobody is left since the last call."""
