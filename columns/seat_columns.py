@@ -12,11 +12,11 @@ from typing import Any
 
 import gymnasium as gym
 
-from penstock.buffers.native import store_game_step
 from penstock.buffers.tree import map_tree
 from penstock.columns.interface import Returned, StepHook, snapshot
 from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import ListedColumns
+from penstock.columns.stepping import store_game_step
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
 from penstock.envs.examples import example_of
 from penstock.envs.rows import action_splitter, arrays_like

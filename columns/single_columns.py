@@ -13,10 +13,10 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.buffers.named import map_leaves
-from penstock.buffers.native import step_ordinary
 from penstock.columns.episodes import EpisodeRecorder
 from penstock.columns.interface import EnvBatch, EpisodeEndHook, Returned, StepHook, snapshot
 from penstock.columns.renewal import Renewals
+from penstock.columns.stepping import step_ordinary
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, checked_reset, checked_step, require_number
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
 from penstock.envs.examples import example_of
