@@ -226,7 +226,7 @@ class RaySampler(Sampler):
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> ShardPool:
         config, program = self.config, allocation.program
-        if program.seating is not None and config.eval_max_trajectories:
+        if self._seating.has_games and config.eval_max_trajectories:
             raise ConfigError(
                 "a RaySampler of environments with several agents counts the games of an evaluation with "
                 "eval_episodes: leave eval_max_trajectories out"
@@ -243,27 +243,27 @@ class RaySampler(Sampler):
             affinity=self._affinity,
             setup={
                 "seed": program.seed,
-                "bootstrap_value": "bootstrap_value" in layouts_of(allocation.memory.slots[0])[0],
+                "bootstrap_value": "bootstrap_value" in layouts_of(self._memory.slots[0])[0],
                 "traj_info_kwargs": program.traj_info_kwargs,
                 "n_envs": self._env_range.n_envs,
                 "n_eval_envs": self._env_range.n_eval_envs,
                 "record": None if self._is_shared else recorded,
             },
-            seats=None if program.seating is None else (program.seating, allocation.examples),
+            seats=allocation.seats,
         )
         try:
             pickled = bytes(cloudpickle.dumps(spec))
         except Exception as error:  # pickling runs the user's code, which may raise anything
-            policy_of = None if program.seating is None else program.seating.chooser
+            policy_of = self._seating.chooser
             raise unpicklable({"agent": spec.agents, "policy_of": policy_of, **vars(config)}, error) from error
         needs, options = self._needs(self._workers_per_shard), self._shard_options
-        return ShardPool(spec.plans, needs, pickled, config, allocation.memory, options, resources)
+        return ShardPool(spec.plans, needs, pickled, config, self._memory, options, resources)
 
     @property
     def _n_seats(self) -> Any:
         """See `SampleSpec`; with a dict of agents, that of each policy."""
         seating = self._seating
-        return seating and self._by_policy({name: seating.n_seats(p) for p, name in enumerate(seating.policies)})
+        return self._by_policy({name: seating.n_seats(p) for p, name in enumerate(seating.policies)})
 
     def _take_traj_infos(self, pool: Any, slot: int = 0, opening: int | None = None) -> list[TrajInfo]:
         return self._as_infos(pool.take_messages(), evaluation=slot == EVALUATION)
@@ -322,7 +322,7 @@ class RaySampler(Sampler):
             samples = view.torch()
         self._metrics.training.extend(traj_infos)
         self._check_published(len(self._plans))
-        if self._seating is not None:
+        if self._seating.has_games:
             self._count_agents(samples)
         return Piece(
             samples=samples,

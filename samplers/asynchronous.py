@@ -121,27 +121,26 @@ class AsyncSampler(ParallelSampler):
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         this = weakref.ref(self)  # the parameters must not keep the sampler alive
-        if self._lag is not None and len(allocation.memory.parameters) > 1:
+        if self._lag is not None and len(self._memory.parameters) > 1:
             raise ConfigError("lag=1 is for one policy, and this sampler has several: leave lag out")
-        allocation.memory.parameters[0].before_overwrite = lambda version: _await_readers(this(), version)
+        self._memory.parameters[0].before_overwrite = lambda version: _await_readers(this(), version)
         if self._feed is not None:
-            batch = allocation.batches[0]
+            batch = allocation.layout.batches[0]
             if not isinstance(batch, Samples):
                 raise ConfigError(
                     "a replay is for one policy, and here is a dict of agents: give one agent, or append batch.NAME "
                     "to a replay of each policy yourself"
                 )
             appender = self._feed.connect(batch, [plan.cells[0] for plan in self._plans], self.config.n_slots)
-            memory = replace(allocation.memory, appender=appender)
-            allocation = replace(allocation, memory=memory)
+            self._memory = replace(self._memory, appender=appender)
+            allocation = replace(allocation, layout=replace(allocation.layout, memory=self._memory))
             resources.callback(appender.ring.memory.close)
-            self._memory = memory
         options = pool_options(
             self.config, allocation, preload=() if self._central else PRELOAD_TO_ACT, has_lookout=True
         )
         if not self._central:
             programs = [allocation.program] * len(self._plans)
-            return WorkerPool(self._plans, programs, allocation.worker_data, allocation.memory, options, resources)
+            return WorkerPool(self._plans, programs, allocation.worker_data, self._memory, options, resources)
         readiness = self._make_readiness(self._plans)
         mixes_batches = self._lag is None and not readiness.needs_all_idle
         if mixes_batches and getattr(self._agent, "record_state", None) == "batch":
@@ -156,7 +155,7 @@ class AsyncSampler(ParallelSampler):
         super()._store_allocation(allocation, env_range)
         # The version in each column of each slot, by the recorded policies, as memoryviews: an item is read in a tenth
         # of numpy's time.
-        batches = allocation.batches
+        batches = allocation.layout.batches
         names = self._agents if isinstance(batches[0], Samples) else batches[0].keys()
         self._versions = [
             {
@@ -389,7 +388,7 @@ class AsyncSampler(ParallelSampler):
         self._note_versions(batch)
         self._metrics.training.extend(infos)
         self._check_published()
-        if self._seating is not None:
+        if self._seating.has_games:
             self._count_agents(samples)
         if not self._is_holding:
             self._release()

@@ -126,7 +126,7 @@ class GpuSampler(ParallelSampler):
         return self._make_readiness(self._plans)
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
-        plans, memory, agent = self._plans, allocation.memory, self._agent
+        plans, memory, agent = self._plans, self._memory, self._agent
         server_options = ServerOptions.of(
             agent,
             plans,
@@ -164,7 +164,7 @@ def pool_with_server(
     program = replace(allocation.program, agents=(RemoteAgent(agent),))
     programs: list[WorkerProgram] = [*[program] * len(plans), ServerProgram(server_options)]
     worker_data = [*allocation.worker_data, None]
-    return WorkerPool([*plans, server_plan], programs, worker_data, allocation.memory, options, resources)
+    return WorkerPool([*plans, server_plan], programs, worker_data, allocation.layout.memory, options, resources)
 
 
 def _checked_spin_seconds(spin_seconds: Any) -> float:

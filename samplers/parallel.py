@@ -54,7 +54,7 @@ class ParallelSampler(Sampler):
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         programs, options = [allocation.program] * len(self._plans), pool_options(self.config, allocation)
-        return WorkerPool(self._plans, programs, allocation.worker_data, allocation.memory, options, resources)
+        return WorkerPool(self._plans, programs, allocation.worker_data, self._memory, options, resources)
 
 
 def pool_options(

@@ -27,12 +27,12 @@ from penstock.buffers.samples import for_each_policy, parts_of
 from penstock.collectors import EvalCollector, TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, pickled, results, single_results
-from penstock.envs.factory import EnvFactory, descriptions, env_factories
+from penstock.envs.factory import descriptions, env_factories
 from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.seeding import eval_seed
 from penstock.envs.video import warn_if_unwritten
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
-from penstock.samplers.allocation import Allocation, InitArguments, allocate
+from penstock.samplers.allocation import Allocation, InitArguments, Seats, allocate, checked_traj_info_kwargs
 from penstock.samplers.batches import Batches
 from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, require_env_fn, show_arguments
 from penstock.samplers.metrics import SamplerMetrics
@@ -61,7 +61,7 @@ from penstock.samplers.resuming import (
     reasons,
 )
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
-from penstock.samplers.seating import SHARED, Chooser, PolicyOf, Seating
+from penstock.samplers.seating import SHARED, Chooser, PolicyOf
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats, describe, worker_stats
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard
@@ -114,7 +114,6 @@ class Sampler(ABC):
         #: The seed in use; useful where none was given.
         self.seed: int | None = None
         self._plans: tuple[SamplerPlan, ...] = ()
-        self._seating: Seating | None = None  # who sits where, if several agents share an environment
 
     # ---- for subclasses --------------------------------------------------------------------
 
@@ -128,7 +127,7 @@ class Sampler(ABC):
     _generation = 0
 
     #: In the sampler of a shard: see `InitArguments.seats`.
-    _seats: tuple[Seating, Sequence[EnvFactory]] | None = None
+    _seats: Seats | None = None
 
     #: Whether trajectories are returned as `TrajInfo`s. Otherwise they stay as the workers have sent them.
     _makes_infos = True
@@ -223,12 +222,14 @@ class Sampler(ABC):
                 self._cpu_claims = CpuClaims()
                 resources.callback(self._cpu_claims.close)
                 self._plans = self._make_plans(affinity, env_range, resources)
-                setup = InitArguments(
+                arguments = InitArguments(
+                    config=self.config,
+                    agents=agent,
                     plans=self._plans,
                     seed=seed,
                     env_range=env_range,
                     bootstrap_value=bootstrap_value,
-                    traj_info_kwargs=traj_info_kwargs,
+                    traj_info_kwargs=checked_traj_info_kwargs(self.config.traj_info_cls, traj_info_kwargs),
                     shared=self._shared_memory,
                     central=self._central,
                     policy_of=policy_of,
@@ -237,10 +238,10 @@ class Sampler(ABC):
                 )
                 # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest.
                 with marked, sigint.allowed():
-                    allocation = allocate(self.config, agent, setup, resources)
+                    allocation = allocate(arguments, resources)
                 self._store_allocation(allocation, env_range)
                 if self._shared_memory:  # so that a learner on a GPU copies batches at full speed
-                    samples = allocation.memory.samples.whole
+                    samples = self._memory.samples.whole
                     resources.enter_context(self._agent.runtime.page_locked(samples))
                 self._pool = self._make_pool(allocation, resources)
             self._guard.start(self, self._pool)
@@ -251,10 +252,11 @@ class Sampler(ABC):
 
     def _store_allocation(self, allocation: Allocation, env_range: EnvRange) -> None:
         """Keep what was allocated, and begin to count."""
-        self._memory, self._plans, self._seating = allocation.memory, allocation.plans, allocation.program.seating
+        layout, self._seating = allocation.layout, allocation.seats.seating
+        self._memory, self._plans = layout.memory, layout.plans
         self._memory.control.raise_generation(env_range.generation)
         self._guard.announce(self._memory.control)
-        self._inference_difference, self._episodes = allocation.inference_difference, allocation.episodes
+        self._inference_difference, self._episodes = allocation.agents.inference_difference, allocation.episodes
         each = self._agents
         #: The spaces of the agent. With a dict of agents, a dict of the spaces of each.
         self.observation_space: Any = self._by_policy({name: own.observation_space for name, own in each.items()})
@@ -266,17 +268,19 @@ class Sampler(ABC):
         agents = zip(each.items(), self._memory.parameters, strict=True)
         self._unpublished = {name: UnpublishedChanges(own, parameters) for (name, own), parameters in agents}
         #: The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory.
-        self.samples_np: Any = allocation.batches[0]
-        self._batches = Batches(allocation.batches, debug=self.config.debug)
+        self.samples_np: Any = layout.batches[0]
+        self._batches = Batches(layout.batches, debug=self.config.debug)
         self._first_records = [
-            [plan.first_record(self.batch_T, slot) for plan in self._plans] for slot in range(len(allocation.batches))
+            [plan.first_record(self.batch_T, slot) for plan in self._plans] for slot in range(len(layout.batches))
         ]
         self._batch = 0  # the number of the batch that runs, or of the next
         self._first_batch: tuple[ServerStats, Sequence[WorkerStats]] | None = None
         self._n_trajectories = [0] * len(self._plans)  # returned so far, by worker rank
         example_info = self.config.traj_info_cls(**allocation.program.traj_info_kwargs)
-        policies, width = ((), 1) if self._seating is None else (self._seating.policies, self._seating.width)
-        self._metrics = SamplerMetrics(example_info, policies, width, has_evaluation=self.config.eval_n_envs > 0)
+        policies = self._seating.policies if self._seating.has_games else ()
+        self._metrics = SamplerMetrics(
+            example_info, policies, self._seating.width, has_evaluation=self.config.eval_n_envs > 0
+        )
 
     @property
     def _agent(self) -> Agent:
@@ -286,7 +290,7 @@ class Sampler(ABC):
     @property
     def _is_shared(self) -> bool:
         """Whether one agent was given, and not a dict of agents."""
-        return self._seating is None or self._seating.is_shared
+        return self._seating.is_shared
 
     def _by_policy(self, values: dict[str, Any]) -> Any:
         """`values` by policy; the only one, where one agent was given."""
@@ -304,7 +308,7 @@ class Sampler(ABC):
         Raises `ConfigError` if the environments have one agent.
         """
         self._require_pool("seats")
-        if self._seating is None:
+        if not self._seating.has_games:
             raise ConfigError("seats is for environments of several agents: here, column b is environment b")
         return self._seating.by_policy()
 
@@ -318,7 +322,7 @@ class Sampler(ABC):
         """
         with self._guard.call("set_policy_of", *self._idle_states):
             pool, seating = self._require_pool("set_policy_of"), self._seating
-            if seating is None or seating.chooser is None or self.config.on_worker_failure == "restart":
+            if seating.chooser is None or self.config.on_worker_failure == "restart":
                 raise ConfigError(
                     "set_policy_of needs games in turns, a first policy_of with a parameter episode or rng, and "
                     'on_worker_failure="raise"'
@@ -383,7 +387,7 @@ class Sampler(ABC):
             self._note_first_batch()
         infos = self._take_traj_infos(pool, slot)
         self._metrics.training.extend(infos)
-        if self._seating is not None:
+        if self._seating.has_games:
             self._count_agents(samples)
         return samples, infos
 
@@ -438,12 +442,7 @@ class Sampler(ABC):
         infos = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
         if evaluation:
             games = Counter()
-        if self._seating is not None:
-            self._seating.name_infos(infos, keys, games, evaluation=evaluation)
-        else:
-            for info, env_rank in zip(infos, keys, strict=True):
-                info.env_rank, info.episode = env_rank, games[env_rank]
-                games[env_rank] += 1
+        self._seating.name_infos(infos, keys, games, evaluation=evaluation)
         return self._with_seeds(infos) if evaluation else infos
 
     def _with_seeds(self, infos: list[TrajInfo]) -> list[TrajInfo]:
@@ -478,7 +477,7 @@ class Sampler(ABC):
         with self._guard.call("evaluate_agent", *self._idle_states):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
-            if video is not None and (self._no_video or self._seating is not None):
+            if video is not None and (self._no_video or self._seating.has_games):
                 raise ConfigError(self._no_video or "video records environments of one agent, and these have several")
             itr, pool, during = integer("itr", itr), self._require_pool("evaluate_agent"), f"evaluation, itr={itr}"
             self._finish_batches(pool, during)
@@ -495,8 +494,7 @@ class Sampler(ABC):
         if video is not None:
             warn_if_unwritten(os.fspath(video), itr)
         if self._makes_infos:  # otherwise the driver counts those of all shards
-            games = infos if self._seating is None else [info for info in infos if info.agent_id is None]
-            warn_if_unfinished(self.config, itr, len(games))
+            warn_if_unfinished(self.config, itr, sum(info.agent_id is None for info in infos))  # games, not seats
         return infos
 
     # ---- calls on the environments ------------------------------------------------------
@@ -586,7 +584,7 @@ class Sampler(ABC):
             self._check_restorable("state_dict")
             server_agent = self._server_agent()
             untrusted = class_without_column_state(self.config.collector_cls, type(self._agent))
-            if self._seating is not None:
+            if self._seating.has_games:
                 untrusted = "environments of several agents cannot be saved yet"
             answers = self._send(SaveMessage(env_state != "never", untrusted), "state_dict")
             columns = {rank: column for own, _ in answers for rank, column in own.items()}
@@ -659,7 +657,7 @@ class Sampler(ABC):
     def _check_restorable(self, call: str) -> None:
         if self._no_restore:
             raise SamplerStateError(f"{call} was called {self._no_restore}")
-        if len(self._agents) > 1 or (self._seating is not None and self._central):
+        if len(self._agents) > 1 or (self._seating.has_games and self._central):
             what = "several policies" if len(self._agents) > 1 else "several agents in a central sampler"
             raise ConfigError(
                 f"{call} does not work with {what} yet: save and load the parameters of each agent, and begin new games"
@@ -675,7 +673,7 @@ class Sampler(ABC):
             "env_ranks": [rank for plan in self._plans for rank in plan.env_ranks],
             "environments": descriptions(env_factories(config.env_fn, config.env_kwargs, config.batch_B)),
             "spaces": [str(self.observation_space), str(self.action_space)],
-            "agents": None if self._seating is None else [list(own) for own in self._seating.train.agents],
+            "agents": [list(own) for own in self._seating.train.agents] if self._seating.has_games else None,
             "classes": [cls.__qualname__ for cls in (type(self._agent), config.collector_cls, config.traj_info_cls)],
             "central": self._central,
             "seed_episodes": config.seed_episodes,
@@ -718,7 +716,7 @@ class Sampler(ABC):
         workers = tuple(worker_stats(plan, control, self._n_trajectories, restarts) for plan in self._plans)
         stats = SamplerStats(workers, self._memory.nbytes, self._inference_difference)
         n_cells = self.batch_T * sum(worker.batches * len(worker.env_ranks) for worker in workers)
-        if self._seating is not None or not n_cells:
+        if self._seating.has_games or not n_cells:
             return stats
         return replace(stats, valid_share=sum(worker.steps for worker in workers) / n_cells)
 
@@ -756,7 +754,7 @@ class Sampler(ABC):
         """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker
         began to act at `[2 * t]` and to step at `[2 * t + 1]`. The last entry is the end of the batch."""
         self._require_pool("timeline")
-        if self._seating is not None and self._seating.in_turns:
+        if self._seating.in_turns:
             raise ConfigError("timeline is not known where agents take turns: each has a time of its own. See stats()")
         return np.stack([self._memory.control.timeline(plan.worker_rank) for plan in self._plans])
 

@@ -40,7 +40,7 @@ from penstock.samplers.config import SamplerConfig
 from penstock.samplers.resuming import StateMessage, WorkerParts
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
-from penstock.samplers.seating import Seating, column_streams, keys_of
+from penstock.samplers.seating import Seating, column_streams, env_streams, keys_of
 from penstock.workers.control import Command, Phase, UntimedProgress
 from penstock.workers.program import WorkerContext
 
@@ -59,7 +59,7 @@ class SamplerProgram:
     eval_max_T: int
     env_range: EnvRange  #: the environments of this sampler among those of all machines
     seed: int
-    seating: Seating | None = None  #: who sits where, if several agents share an environment
+    seating: Seating  #: who sits where
     unrecorded: Mapping[int, SampleSpec] = field(default_factory=dict)  #: of each policy that is not recorded
 
     data_name = "env_fn (or env_kwargs, eval_env_fn, eval_env_kwargs)"
@@ -97,7 +97,7 @@ class SamplerProgram:
         env_factories, eval_env_factories = context.data
         self._collector: Collector | LockStepCollector
         self._eval_collector: BaseEvalCollector | SeatEvalCollector | None = None
-        if self.seating is not None:
+        if self.seating.has_games:
             self._build_lock_step(self.seating, env_factories, eval_env_factories)
             return
         self._collector = self._build_collector(env_factories)
@@ -106,7 +106,7 @@ class SamplerProgram:
 
     def _build_collector(self, factories: Sequence[EnvFactory]) -> Collector:
         plan = self._plan
-        streams = column_streams(None, plan, self.seed)
+        streams = column_streams(self.seating, plan, self.seed)
         columns = _slice(plan.columns)
         slots = [BatchColumns(arrays, columns, is_poisoned=self.config.debug) for arrays in self._memory.slots]
         envs, episodes = self._build_envs(factories, streams, Purpose.TRAIN), None
@@ -135,7 +135,7 @@ class SamplerProgram:
         def zeros(field: ArrayTree) -> Any:
             return map_leaves(lambda leaf: np.zeros((len(env_ranks), *leaf.shape[2:]), leaf.dtype), field)
 
-        streams = column_streams(None, self._plan, self.seed, evaluation=True)
+        streams = column_streams(self.seating, self._plan, self.seed, evaluation=True)
         return self.eval_collector_cls(
             EvalCollectorParts(
                 envs=self._build_envs(factories, streams, Purpose.EVAL),
@@ -227,7 +227,7 @@ class SamplerProgram:
         """The collector of these environments, with a desk for each policy that has seats in them."""
         plan, config, is_eval = self._plan, self.config, purpose is Purpose.EVAL
         side, own_envs = (seating.evaluation, plan.eval_columns) if is_eval else (seating.train, plan.columns)
-        streams = column_streams(None, plan, self.seed, evaluation=is_eval)
+        streams = env_streams(plan, self.seed, evaluation=is_eval)
         example_spaces = [(agent.observation_space, agent.action_space) for agent in self.agents]
         builds: list[Callable[..., ParallelView]] = []
         for b, factory in zip(own_envs, factories, strict=True):

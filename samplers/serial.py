@@ -33,5 +33,5 @@ class SerialSampler(Sampler):
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         programs, options = [allocation.program], pool_options(self.config, allocation)
         return WorkerPool(
-            self._plans, programs, allocation.worker_data, allocation.memory, options, resources, in_place=True
+            self._plans, programs, allocation.worker_data, self._memory, options, resources, in_place=True
         )
