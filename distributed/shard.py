@@ -21,11 +21,11 @@ from penstock.envs.calls import EnvCall
 from penstock.envs.seeding import seed_generators
 from penstock.samplers.allocation import Seats, eval_fn, eval_kwargs
 from penstock.samplers.config import SamplerConfig
+from penstock.samplers.parallel import SerialSampler
 from penstock.samplers.results import Trajectories
 from penstock.samplers.resuming import StateMessage
 from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_plan import SamplerPlan, episodes_per_env, eval_max_T
-from penstock.samplers.serial import SerialSampler
 from penstock.samplers.stats import WorkerStats
 from penstock.workers.affinity import limit_threads, usable_cpus
 from penstock.workers.control import Command
@@ -184,7 +184,6 @@ class ShardHost:
         sampler = spec.sampler_cls(options.pop("env_fn"), **options)
         sampler._generation = self._generation << _GENERATION_BITS
         sampler._seats = replace(spec.seats, seating=spec.seats.seating.part(plan))
-        sampler._makes_infos = False  # the driver makes them, in the order of all shards
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the driver has given the same warnings
             sampler.initialize(
@@ -202,7 +201,7 @@ class ShardHost:
         sampler, arrays = self._sampler, {}
         found: Any = []
         try:
-            shared = sampler._memory.parameters
+            shared = sampler.run.memory.parameters
             newer = [self._parameters.pop(p) for p in list(self._parameters)]  # the other thread may add some
             for p, version, values in (*parameters, *newer):
                 if version > shared[p].version:
@@ -216,17 +215,18 @@ class ShardHost:
                         found = sampler.evaluate_agent(command.itr)
             else:
                 _, found = sampler.obtain_samples(command.itr)
-                slot = sampler._memory.slots[(sampler._batch - 1) % sampler._batches.n_slots]
+                run = sampler.run
+                slot = run.memory.slots[(run.batch - 1) % run.batches.n_slots]
                 arrays = dict(slot.leaves())  # Ray copies them before this thread runs the next order
             versions = tuple(own.version for own in shared)
-            timeline = None if sampler._seating.in_turns else sampler.timeline()
+            timeline = None if sampler.run.seating.in_turns else sampler.timeline()
             return Reply(arrays, [_portable(item) for item in found], versions, sampler.stats().workers, timeline)
         except BaseException as error:
             return Failure.of(error)
 
     def _call(self, call: EnvCall | StateMessage) -> list[ObjectMessage]:
         if isinstance(call, StateMessage):
-            self._sampler._send(call, "set_policy_of")
+            self._sampler.run.send(call, "set_policy_of")
             return []
         columns = self._plan.eval_columns if call.evaluation else self._plan.columns
         if not columns:

@@ -213,6 +213,10 @@ class Chooser:
             names = frozenset()
         return cls(policy_of, names, policies)
 
+    def like(self, policy_of: PolicyOf) -> Chooser:
+        """A chooser for the same policies, with another function."""
+        return Chooser.of(policy_of, self.policies)
+
     @property
     def is_dynamic(self) -> bool:
         """Whether it chooses for each game."""

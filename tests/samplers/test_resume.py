@@ -346,7 +346,7 @@ def test_classes_that_may_keep_more_are_not_trusted() -> None:
     state, _ = saved(2, env_state="require", collector_cls=Trusted)
     with started(make(collector_cls=Trusted), RandomAgent()) as sampler:
         assert len(sampler.load_state_dict(state).exact) == 5
-        assert len(sampler._pool._in_place._program._collector.last) == 5
+        assert len(sampler.run.pool._in_place._program._collector.last) == 5
 
 
 # ---- what cannot be resumed ----------------------------------------------------------------
