@@ -314,7 +314,7 @@ def save_run(run: Run, env_state: str) -> dict[str, Any]:
     control = run.memory.control
     return {
         "format": _FORMAT,
-        **_described(run),
+        **described(run),
         "batches": run.batch,
         "episodes": dict(run.games),
         "policy_version": run.memory.parameters[0].version,
@@ -332,7 +332,7 @@ def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeRepo
     if run.batches.held:
         raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
     server, control, parameters = run.acting.server, run.memory.control, run.memory.parameters[0]
-    _check_state(state, _described(run), sampler)
+    _check_state(state, described(run), sampler)
     counts = {tuple(each) for each in state["evaluations"].values()}
     generation = state["generation"] + 1
     # A worker that is replaced from now on gets streams that were never used.
@@ -372,7 +372,7 @@ def _check_restorable(run: Run, call: str) -> None:
         raise ConfigError(f"{call} needs single environments: a batched one cannot be divided among other workers")
 
 
-def _described(run: Run) -> dict[str, Any]:
+def described(run: Run) -> dict[str, Any]:
     """What a run must have in common with the run that continues it."""
     config, agent = run.config, run.agent
     return {

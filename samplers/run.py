@@ -56,7 +56,7 @@ class Run:
         batches: the memory of the batches, by slot, and the batches in the user's hands.
         metrics: the newest trajectories, for `sampler.metrics()`.
         pool: the workers.
-        batch: the number of the batch that runs, or of the next one.
+        batch, itr: the number of the batch that runs, or of the next one; the `itr` of the last `submit`.
         policy_version: see `Sampler.policy_version`.
         samples_np: the last batch as numpy arrays.
     """
@@ -90,7 +90,7 @@ class Run:
         self.metrics = SamplerMetrics(example_info, policies, self.seating.width, has_evaluation=config.eval_n_envs > 0)
         self.policy_version: Any = None
         self.samples_np: Any = layout.batches[0]
-        self.batch = self._itr = 0
+        self.batch = self.itr = 0
         self.games: Counter[int] = Counter()  # how many trajectories, or games, have ended, by env_rank
         self.n_trajectories = [0] * len(self.plans)  # returned so far, by worker rank
         self.first_records = [
@@ -121,12 +121,12 @@ class Run:
         """Let all workers collect the next batch, with the newest parameters. If the user holds `n_slots` batches, the
         oldest is given back. This does not wait: with workers that are processes, it takes microseconds."""
         is_plain = type(itr) is int and abs(itr) < 2**63  # the usual case: it saves a call in each batch
-        self._itr = itr if is_plain else integer("itr", itr)
+        self.itr = itr if is_plain else integer("itr", itr)
         self.check_published()
         word, batch, batches = self._version_word, self.batch, self.batches
         self.policy_version = self.newest_versions() if word is None else word[0]
         try:
-            self.pool.submit(Command(self._itr, batch=batch))
+            self.pool.submit(Command(self.itr, batch=batch))
         finally:  # after `submit`, so that workers do not wait for this
             if len(batches.held) == self.config.n_slots:
                 batches.give_back(batch, keep_last_row=True)
@@ -135,7 +135,7 @@ class Run:
     def wait(self) -> None:
         """Wait until all workers have collected the batch. Raises a `SamplerBrokenError` if one fails. After a Ctrl-C,
         it may be called again."""
-        self.pool.wait(f"itr={self._itr}")
+        self.pool.wait(f"itr={self.itr}")
         self.guard.state = _READY
 
     def hand_out(self) -> tuple[Samples, list[TrajInfo]]:

@@ -258,7 +258,7 @@ class Sampler(ABC):
         with self._guard.call("obtain_samples", SamplerState.READY):
             run = self.run
             run.schedule.begin(run, itr)
-            return run.schedule.finish(run)
+            return self._finish(run)
 
     def start_samples(self, itr: int) -> None:
         """Begin a batch and return; `wait_samples` returns it. From now on the workers overwrite the samples."""
@@ -269,9 +269,12 @@ class Sampler(ABC):
     def wait_samples(self) -> tuple[Samples, list[TrajInfo]]:
         """Wait for the batch that `start_samples` began; returns as `obtain_samples` does."""
         with self._guard.call("wait_samples", SamplerState.SAMPLING):
-            batch = self.run.schedule.finish(self.run)
-            self._guard.state = SamplerState.READY
-            return batch
+            return self._finish(self.run)
+
+    def _finish(self, run: Run) -> tuple[Samples, list[TrajInfo]]:
+        batch = run.schedule.finish(run)
+        self._guard.state = SamplerState.READY  # also if the schedule has begun another one
+        return batch
 
     def evaluate_agent(self, itr: int, *, video: str | os.PathLike[str] | None = None) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished, ordered by episode,

@@ -36,6 +36,7 @@ from penstock import (
     WaitResetCollector,
 )
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
+from penstock.samplers.resuming import described
 from penstock.testing import Fault, faulty_env
 
 from .. import support
@@ -362,7 +363,7 @@ def test_samplers_that_cannot_be_saved_say_so() -> None:
             with pytest.raises(error, match=message):
                 sampler.state_dict()
             with pytest.raises(error, match=message):
-                sampler.load_state_dict({"format": 1, **sampler._described()})
+                sampler.load_state_dict({"format": 1, **described(sampler.run)})
 
 
 def test_a_state_of_another_run_is_refused() -> None:
