@@ -28,8 +28,8 @@ from turns import machine
 
 from penstock import RandomAgent
 from penstock.buffers.native import put_row
-from penstock.collectors import EnvColumns
 from penstock.collectors.acting import write_action
+from penstock.columns import EnvColumns
 from penstock.columns.stepping import PYTHON
 from penstock.envs import CountingEnv
 from penstock.envs.checks import Checks
