@@ -406,10 +406,8 @@ class Collector(MadeByWorker):
         recorder.separate_first_row()
         seeds = streams.env_seeds(Purpose.TRAIN)
         for column in columns:
-            if self._episodes is not None:
-                self._episodes.restart(column, streams.generation)
             recorder.restart_column(column)
-        self.columns.reset(columns, [Start(seeds[column]) for column in columns])
+        self.columns.reset(columns, [Start(seeds[column], generation=streams.generation) for column in columns])
         self._decorrelate(columns)
         recorder.keep_first_row(columns)
 

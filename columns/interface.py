@@ -22,7 +22,8 @@ from penstock.buffers.tree import map_tree, tree_leaves
 from penstock.envs.checks import Checks, check_row
 from penstock.envs.infos import InfoWriter, element
 from penstock.envs.rows import ColumnError, arrays_like, write_cell
-from penstock.errors import SpaceError
+from penstock.envs.state import StateKind
+from penstock.errors import ConfigError, SpaceError
 from penstock.workers.control import Progress
 
 if TYPE_CHECKING:
@@ -37,10 +38,16 @@ End = tuple[int, Any, float, bool, bool]
 
 
 class Start(NamedTuple):
-    """How an environment begins again."""
+    """How an environment begins again: by a reset, or where a saved run has left it."""
 
     seed: int | None = None  #: for `env.reset`; None: not given
     options: dict[str, Any] | None = None  #: for `env.reset`; None: not given
+    #: After the reset, make these steps: pairs of an action and the reward that it must bring. The episode is repeated.
+    actions: Sequence[tuple[Any, Any]] | None = None
+    #: In place of a reset, load this: what `penstock.envs.state.save_env` has returned, and what `Columns.save` has.
+    state: tuple[StateKind, bytes, Any] | None = None
+    #: From this reset on, episodes are numbered from 0, with the seeds of this generation of streams. None: go on.
+    generation: int | None = None
 
 
 class EpisodeEnds:
@@ -204,6 +211,11 @@ class Columns(ABC):
     def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
         """Step each environment that is not parked, or only `which`. `actions` has a row `[B, ...]` for each policy.
         With `row`, environments may write into this row of `into`. Returns None if nothing has ended or joined."""
+
+    def save(self, e: int) -> Any:
+        """What to give back in `Start.state` so that environment e continues as it is now. Raises `ConfigError` if this
+        kind of environment cannot be saved."""
+        raise ConfigError(f"environments in {type(self).__name__} cannot be saved")
 
     @abstractmethod
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:

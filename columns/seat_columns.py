@@ -12,10 +12,10 @@ from typing import Any
 
 import gymnasium as gym
 
-from penstock.buffers.native import store_game_step
 from penstock.columns.interface import Columns, End, Events, PolicyEvents, Returned, Start, StepHook, snapshot
 from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import ListedColumns
+from penstock.columns.stepping import store_game_step
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
 from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent, has_vanished
 from penstock.errors import SpaceError, brief
@@ -151,7 +151,7 @@ class LockStepColumns(Columns):
 
     def reset_env(self, e: int, start: Start) -> None:
         """Reset environment e; the agents that it lists join."""
-        (seed, options), phase = start, Phase.RESETTING
+        seed, options, phase = start.seed, start.options, Phase.RESETTING
         if e in self._first_seeds:
             seed, phase = self._seed_after_renewal(e, seed), Phase.RENEWING
         while True:

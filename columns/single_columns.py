@@ -12,7 +12,6 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.buffers.named import map_leaves
-from penstock.buffers.native import step_ordinary
 from penstock.buffers.tree import map_tree
 from penstock.columns.interface import (
     Columns,
@@ -26,11 +25,14 @@ from penstock.columns.interface import (
     snapshot,
 )
 from penstock.columns.renewal import Renewals
+from penstock.columns.stepping import step_ordinary
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, checked_reset, checked_step, require_number, reset_with
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
 from penstock.envs.examples import example_of
 from penstock.envs.infos import InfoWriter
+from penstock.envs.recorded_episode import follow
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
+from penstock.envs.state import load_env
 from penstock.envs.video import recorded
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Phase, Progress
@@ -164,6 +166,8 @@ class SingleColumns(ListedColumns, Columns):
         n_stepped = sum(step_into is None for *_, step_into in self._bound)
         self._returned = Returned(n_stepped, always=checks.debug)
         self._writes_in_place = n_stepped < len(envs)
+        #: Called with the old environment and the one that was loaded in its place.
+        self.when_replaced: Callable[[Any, Any], None] = lambda old, new: None
         self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
         self._ends: list[End] = []
         self._own = PolicyEvents()
@@ -196,7 +200,9 @@ class SingleColumns(ListedColumns, Columns):
         return (envs,)
 
     def _reset_one(self, e: int, start: Start) -> None:
-        words, env_rank, (seed, options) = self._words, self.env_ranks[e], start
+        words, env_rank, seed, options = self._words, self.env_ranks[e], start.seed, start.options
+        if start is not _START and self._continue(e, start):
+            return
         words[PHASE], words[ENV_RANK] = _IS_RESETTING, env_rank
         words[HEARTBEAT] = began = monotonic_ns()
         if self._first_seeds:
@@ -216,6 +222,30 @@ class SingleColumns(ListedColumns, Columns):
         if self.renewals is not None:
             self.renewals.note_reset(e)
         self.observations[e] = self._returned.own(e, checked_reset(result, env_rank)[0], is_reset=True)
+
+    def save(self, e: int) -> Any:
+        return snapshot(self.observations[e])
+
+    def _continue(self, e: int, start: Start) -> bool:
+        """Let environment e continue a saved run, if `start` says so. Raises `RepeatError` if an episode that is
+        repeated differs. Returns whether it continues."""
+        if start.generation is not None and self.episodes is not None:
+            self.episodes.restart(e, start.generation)
+        env, env_rank = self.envs[e], self.env_ranks[e]
+        if start.state is not None:
+            kind, data, observation = start.state
+            new = load_env(env, kind, data)
+            if new is not env:
+                self.when_replaced(env, new)
+                self._use(e, new)
+        elif start.actions is not None:
+            assert start.seed is not None
+            observation = follow(env, start.seed, start.actions, f"the episode of env_rank {env_rank}")
+        else:
+            return False
+        self.observations[e] = observation
+        self.check_column(e)
+        return True
 
     def _seed_after_renewal(self, e: int, seed: int | None) -> int | None:
         """The seed of the next reset. The first one of a new environment waits for its game."""
@@ -248,12 +278,6 @@ class SingleColumns(ListedColumns, Columns):
             finally:
                 self._use(e, env)
                 self.renewable = renewable
-
-    def replace_env(self, e: int, env: gym.Env[Any, Any], observation: Any) -> None:
-        """Use this environment from now on; `observation` is its last one. No environment is parked."""
-        self._use(e, env)
-        self.observations[e] = observation
-        self.check_column(e)
 
     def _use(self, e: int, env: Any, *entry: Any) -> None:
         self.envs[e] = env

@@ -18,6 +18,7 @@ from penstock.workers.control import Phase, Progress
 # action was a random step before the first batch.
 CLOSED, OPEN, RANDOM = range(3)
 
+_START = Start()
 _MOST_ENDS = 100_000  # how many agents may end between two decisions
 #: How many games may end before anybody was asked, in a batch or an evaluation, beside one for each decision.
 MOST_UNASKED = 1_000
@@ -88,6 +89,7 @@ class TurnColumns(LockStepColumns):
 
     def start_afresh(self) -> None:
         """No game has begun: all environments are reset next."""
+        self.late, self.unasked, self.over = [], [], []
         for e, sums in enumerate(self.sums):
             self.plies[e], self.ends[e], self.game_numbers[e] = 0, [], 0
             sums.clear()
@@ -98,15 +100,14 @@ class TurnColumns(LockStepColumns):
         """Begin games, and find who decides first in each. Then a game may be over already. Nobody joins here: an agent
         joins when it is asked."""
         for i, e in enumerate(envs):
-            self._begin(e, *(() if starts is None else starts[i]))
+            start = _START if starts is None else starts[i]
+            self._begin(e, start.seed, start.options)
             self.advance(e)
         self.waiting = [e for e in self.waiting if e not in envs]
         return [()] * len(self.policies)
 
     def clear(self, e: int) -> None:
         self.waits[e] = None
-        self.late = [own for own in self.late if own[0] != e]
-        self.unasked = [own for own in self.unasked if own[0] != e]
 
     def take_over(self) -> list[int]:
         """The environments in which nobody is left since the last call."""

@@ -79,7 +79,7 @@ class RecordedEpisode:
     def _follow(self, env: gym.Env[Any, Any]) -> Any:
         """Repeat the steps in `env`. Returns the next action."""
         *actions, next_action = action_splitter(env.action_space)(self.actions)
-        observation = follow(env, self.seed, actions, self.rewards, self._name)
+        observation = follow(env, self.seed, list(zip(actions, self.rewards, strict=True)), self._name)
         if self.observation is not None:
             self._compare(env, observation)
         return next_action
@@ -140,10 +140,8 @@ class RecordedEpisode:
         return episode
 
 
-def follow(
-    env: gym.Env[Any, Any], seed: int, actions: Sequence[Any], rewards: npt.NDArray[np.float32], name: str
-) -> Any:
-    """Reset `env` and make the steps of a recorded episode. Returns the last observation.
+def follow(env: gym.Env[Any, Any], seed: int, steps: Sequence[tuple[Any, Any]], name: str) -> Any:
+    """Reset `env` and make the steps of a recorded episode: pairs of action and reward. Returns the last observation.
 
     Raises `RepeatError`, with the episode's `name` and the step, as soon as a reward differs, a call raises, or the
     episode ends.
@@ -151,18 +149,18 @@ def follow(
     try:
         observation, _ = env.reset(seed=seed)
     except Exception as error:
-        raise _differs(name, len(actions), f"env.reset raised {in_one_line(error)}") from error
-    for i, (action, recorded) in enumerate(zip(actions, rewards, strict=True)):
+        raise _differs(name, len(steps), f"env.reset raised {in_one_line(error)}") from error
+    for i, (action, recorded) in enumerate(steps):
         try:
             observation, reward, terminated, truncated, _ = env.step(action)
         except Exception as error:
-            raise _differs(name, len(actions), f"step {i} raised {in_one_line(error)}") from error
+            raise _differs(name, len(steps), f"step {i} raised {in_one_line(error)}") from error
         with np.errstate(over="ignore"):
             is_equal = np.array_equal(np.float32(reward), recorded, equal_nan=True)
         if not is_equal:
-            raise _differs(name, len(actions), f"the reward of step {i} is {reward}, recorded was {recorded}")
+            raise _differs(name, len(steps), f"the reward of step {i} is {reward}, recorded was {recorded}")
         if terminated or truncated:
-            raise _differs(name, len(actions), f"it ends at step {i}")
+            raise _differs(name, len(steps), f"it ends at step {i}")
     return observation
 
 

@@ -107,6 +107,11 @@ class SeatTable:
         """The same columns: env_rank and agent of each."""
         return [SeatRank(self.first_env_rank + b, agent) for b, _, agent in self.seats(p, envs)]
 
+    @classmethod
+    def of_single(cls, n_envs: int, first_env_rank: int) -> SeatTable:
+        """The table of `n_envs` environments of one agent, which has no id. One policy plays all of them."""
+        return cls([(None,)] * n_envs, [(0,)] * n_envs, first_env_rank)
+
 
 def is_parallel(env: object) -> bool:
     """Whether `env` is a PettingZoo `ParallelEnv`, or is like one."""

@@ -1,5 +1,5 @@
 """Saved runs: what a worker does to save its environments, agent and collector column by column, or to continue with
-them; the checks of what `Sampler.load_state_dict` gets, and its report."""
+them; and what the main process does for `Sampler.state_dict` and `Sampler.load_state_dict`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import inspect
 import pickle
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import cloudpickle
 import numpy as np
@@ -21,18 +22,19 @@ from penstock.buffers.reports import dump_exception, in_one_line
 from penstock.collectors.collector import Collector
 from penstock.collectors.evaluation import EvalCollector
 from penstock.columns.builder import EnvBuilder
-from penstock.columns.interface import snapshot
-from penstock.columns.single_columns import SingleColumns
-from penstock.envs.factory import EnvContext, EnvFactory
-from penstock.envs.recorded_episode import follow
+from penstock.columns.interface import Start
+from penstock.envs.factory import EnvContext, EnvFactory, descriptions, env_factories
 from penstock.envs.rows import action_splitter
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
-from penstock.envs.state import check_resumable, is_same, load_env, save_env
-from penstock.errors import ConfigError, RepeatError, brief
+from penstock.envs.state import StateKind, check_resumable, is_same, save_env
+from penstock.errors import ConfigError, RepeatError, SamplerBrokenError, SamplerStateError, brief
 from penstock.samplers.metrics import COUNTS
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.samplers.seating import Chooser
 from penstock.workers.control import Phase
+
+if TYPE_CHECKING:
+    from penstock.samplers.run import Run
 
 #: How an environment continues: "get_state", "pickle" and "repeat" are exact.
 RESEEDED = "reseeded"
@@ -113,7 +115,7 @@ class SaveMessage(StateMessage):
     evaluation environments."""
 
     saves_envs: bool
-    untrusted: str  #: why all columns are reseeded: see `class_without_column_state`; empty if they need not be
+    untrusted: str  #: why all columns are reseeded: see `_class_without_column_state`; empty if they need not be
 
     def answer(self, parts: WorkerParts) -> Any:
         """The columns by env_rank, and the counts of the evaluation environments."""
@@ -142,7 +144,7 @@ class SaveMessage(StateMessage):
             kind = "repeat"
         values = {
             "env": env,
-            "observation": snapshot(columns.policies[0].observations[column]),
+            "columns": columns.save(column),
             "episodes": episodes,
             "collector": collector.column_state(column),
             "agent": collector.agent.column_state(column),
@@ -173,7 +175,7 @@ def _why_not_resumable(parts: WorkerParts, column: int) -> str:
     return why
 
 
-def class_without_column_state(*classes: type) -> str:
+def _class_without_column_state(*classes: type) -> str:
     """Why one of these agents and collectors may have a state that its `column_state` does not save; empty if none
     has."""
     for each in classes:
@@ -237,23 +239,20 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     collector, state = parts.collector, pickle.loads(saved["data"])
     assert isinstance(collector, Collector)
     columns, episodes = collector.columns, state["episodes"]
-    assert isinstance(columns, SingleColumns)
-    old = columns.envs[column]
     if saved["kind"] == "repeat":
-        env_rank, numbers = columns.env_ranks[column], (episodes["episode"], episodes["generation"])
-        seed, new = episode_seed(parts.seed, env_rank, *numbers), old
-        actions = action_splitter(old.action_space)(episodes["actions"])
-        try:
-            last = follow(old, seed, actions, episodes["rewards"], f"the episode of env_rank {env_rank}")
-        except RepeatError as error:
-            return str(error)
-        if not is_same(last, state["observation"]):
-            return f"its last observation differs after its episode was repeated: {brief(last)}"
+        numbers = episodes["episode"], episodes["generation"]
+        actions = action_splitter(columns.policies[0].action_space)(episodes["actions"])
+        seed = episode_seed(parts.seed, columns.env_ranks[column], *numbers)
+        start = Start(seed, actions=list(zip(actions, episodes["rewards"], strict=True)))
     else:
-        new = load_env(old, saved["kind"], state["env"])
-    if new is not old:
-        parts.builder.replace(old, new)
-    columns.replace_env(column, new, state["observation"])
+        start = Start(state=(cast(StateKind, saved["kind"]), state["env"], state["columns"]))
+    try:
+        columns.reset([column], [start])
+    except RepeatError as error:
+        return str(error)
+    last = columns.save(column)
+    if saved["kind"] == "repeat" and not is_same(last, state["columns"]):
+        return f"its last observation differs after its episode was repeated: {brief(last)}"
     collector.load_column_state(column, state["collector"])
     collector.agent.load_column_state(column, state["agent"])
     if collector._episodes is not None and episodes is not None:
@@ -263,7 +262,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
 
 # ---- the main process ---------------------------------------------------------------------------
 
-FORMAT = 4
+_FORMAT = 4
 _LARGEST_COUNT = 2**63
 _MOST_LISTED = 5
 #: What to do if the saved run had something else.
@@ -287,14 +286,105 @@ class ResumeReport:
 
     def __str__(self) -> str:
         text = f"{len(self.exact)} environments continue exactly, {len(self.reseeded)} began new episodes"
-        return text + (f": {reasons(self.reseeded)}" if self.reseeded else "")
+        return text + (f": {_reasons(self.reseeded)}" if self.reseeded else "")
 
 
-def check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler: str) -> None:
+def save_run(run: Run, env_state: str) -> dict[str, Any]:
+    """See `Sampler.state_dict`."""
+    _check_restorable(run, "state_dict")
+    server = run.acting.server
+    untrusted = _class_without_column_state(run.config.collector_cls, type(run.agent))
+    if run.seating.has_games:
+        untrusted = "environments of several agents cannot be saved yet"
+    answers = run.send(SaveMessage(env_state != "never", untrusted), "state_dict")
+    columns = {rank: column for own, _ in answers for rank, column in own.items()}
+    reseeded = {rank: column["why"] for rank, column in columns.items() if column["kind"] == RESEEDED}
+    if env_state == "require" and reseeded:
+        raise ConfigError(f'state_dict(env_state="require"): {_reasons(reseeded)}')
+    if server is not None:
+        for b, column in enumerate(columns.values()):
+            column["server"] = pickle.dumps(server.agent.column_state(b))
+    control = run.memory.control
+    return {
+        "format": _FORMAT,
+        **described(run),
+        "batches": run.batch,
+        "episodes": dict(run.games),
+        "policy_version": run.memory.parameters[0].version,
+        "counts": run.metrics.counts(run.stats()),
+        "generation": max(control.generation(plan.worker_rank) for plan in run.plans),
+        "columns": columns,
+        "checksum": checksum(columns),
+        "evaluations": {rank: list(counts) for _, own in answers for rank, counts in own.items()},
+    }
+
+
+def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeReport:
+    """See `Sampler.load_state_dict`. `sampler` is the name of the class."""
+    _check_restorable(run, "load_state_dict")
+    if run.batches.held:
+        raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
+    server, control, parameters = run.acting.server, run.memory.control, run.memory.parameters[0]
+    _check_state(state, described(run), sampler)
+    counts = {tuple(each) for each in state["evaluations"].values()}
+    generation = state["generation"] + 1
+    # A worker that is replaced from now on gets streams that were never used.
+    control.raise_generation(generation)
+    try:
+        if server is not None:
+            server.resume(generation)
+        # Where workers were replaced, the evaluations differ from column to column: begin new streams.
+        evaluations = counts.pop() if len(counts) == 1 else (0, generation)
+        message = LoadMessage(state["columns"], evaluations, generation)
+        refused = {rank: why for own in run.send(message, "load_state_dict") for rank, why in own.items()}
+        if server is not None:
+            _load_server_agent(server.agent, state["columns"], refused, run.seed, generation)
+    except SamplerBrokenError:
+        raise
+    except Exception as error:  # what the state contains may raise anything
+        run.pool.close(broken=True)
+        raise SamplerBrokenError(
+            f"load_state_dict failed, so that some environments would continue the saved run and others not: "
+            f"{in_one_line(error)}. The state is damaged, or belongs to another version of the environment: "
+            "make a new sampler, and load another state"
+        ) from error
+    run.batch, run.games = state["batches"], Counter(state["episodes"])
+    run.metrics.start_at(state["counts"])
+    parameters.continue_at(state["policy_version"], run.agent.read_parameters())
+    return ResumeReport(tuple(rank for rank in state["columns"] if rank not in refused), refused)
+
+
+def _check_restorable(run: Run, call: str) -> None:
+    run.require(call)
+    if len(run.agents) > 1 or (run.seating.has_games and run.acting.is_central):
+        what = "several policies" if len(run.agents) > 1 else "several agents in a central sampler"
+        raise ConfigError(
+            f"{call} does not work with {what} yet: save and load the parameters of each agent, and begin new games"
+        )
+    if run.config.batched:
+        raise ConfigError(f"{call} needs single environments: a batched one cannot be divided among other workers")
+
+
+def described(run: Run) -> dict[str, Any]:
+    """What a run must have in common with the run that continues it."""
+    config, agent = run.config, run.agent
+    return {
+        "seed": run.seed,
+        "env_ranks": [rank for plan in run.plans for rank in plan.env_ranks],
+        "environments": descriptions(env_factories(config.env_fn, config.env_kwargs, config.batch_B)),
+        "spaces": [str(agent.observation_space), str(agent.action_space)],
+        "agents": [list(own) for own in run.seating.train.agents] if run.seating.has_games else None,
+        "classes": [cls.__qualname__ for cls in (type(agent), config.collector_cls, config.traj_info_cls)],
+        "central": run.acting.is_central,
+        "seed_episodes": config.seed_episodes,
+    }
+
+
+def _check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler: str) -> None:
     """Raise `ConfigError` if `state` is damaged, or that of another run than `described`. `sampler` is the name of the
     class."""
-    if not isinstance(state, Mapping) or _differs(state.get("format"), FORMAT):
-        raise ConfigError(f"load_state_dict needs what state_dict has returned, of format {FORMAT}")
+    if not isinstance(state, Mapping) or _differs(state.get("format"), _FORMAT):
+        raise ConfigError(f"load_state_dict needs what state_dict has returned, of format {_FORMAT}")
     parts = ("batches", "episodes", "policy_version", "generation", "counts", "columns", "evaluations", "checksum")
     missing = [name for name in (*described, *parts) if name not in state]
     if missing:
@@ -356,7 +446,7 @@ def _check_columns(state: Mapping[str, Any]) -> None:
         raise ConfigError("this state is damaged: the checksum of its columns differs. Load another one")
 
 
-def load_server_agent(
+def _load_server_agent(
     agent: Agent, columns: Mapping[int, Any], refused: Mapping[int, str], seed: int, generation: int
 ) -> None:
     """Continue the columns of the inference server's agent; those in `refused` start again."""
@@ -369,7 +459,7 @@ def load_server_agent(
         agent.load_column_state(b, pickle.loads(saved))
 
 
-def reasons(reseeded: Mapping[int, str]) -> str:
+def _reasons(reseeded: Mapping[int, str]) -> str:
     """Why these environments do not continue exactly. Each reason is named once."""
     ranks: dict[str, list[int]] = {}
     for rank, why in reseeded.items():

@@ -14,12 +14,12 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from penstock.buffers.native import WATCH_UNUSUAL, step_ordinary
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.interface import Returned
+from penstock.columns.stepping import WATCH_UNUSUAL, step_ordinary
 from penstock.envs.calls import EnvCall, perform, pickled
 from penstock.envs.checks import StepValues, checked_reset, checked_step, reset_with
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation

@@ -12,17 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.agents import drawing
 from penstock.buffers import native
-from penstock.buffers.native import (
-    COMPILED,
-    PYTHON,
-    WATCH_ALL,
-    WATCH_UNUSUAL,
-    step_ordinary,
-    store_game_step,
-    sum_episodes,
-)
+from penstock.buffers.native import COMPILED, sum_episodes
 from penstock.buffers.object_pipe import RECORD
+from penstock.columns import stepping
+from penstock.columns.stepping import PYTHON, WATCH_ALL, WATCH_UNUSUAL, step_ordinary, store_game_step
 
 from ..scale import scaled
 
@@ -343,10 +338,11 @@ def test_arguments_that_cannot_be_used_are_an_error(i: int, wrong: Any, error: s
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", PYTHON)
-def test_too_few_arguments_are_an_error(name: str) -> None:
-    with pytest.raises(TypeError, match=r"expected . arguments, got 0"):
-        getattr(native, name)()
+@pytest.mark.parametrize("part", [native, drawing, stepping])
+def test_too_few_arguments_are_an_error(part: Any) -> None:
+    for name in part.PYTHON:
+        with pytest.raises(TypeError, match=r"expected . arguments, got 0"):
+            getattr(part, name)()
 
 
 @needs_compiler

@@ -256,7 +256,7 @@ def test_a_batch_that_is_held_does_not_change() -> None:
 
 def until_idle(sampler: AsyncSampler) -> None:
     """All workers have collected what they may."""
-    control, deadline = sampler._memory.control, time.monotonic() + 30
+    control, deadline = sampler.run.memory.control, time.monotonic() + 30
     while control.pending(sampler.n_workers):
         assert time.monotonic() < deadline
         time.sleep(0.001)
