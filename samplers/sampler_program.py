@@ -228,6 +228,7 @@ class SamplerProgram:
                     progress=progress,
                     streams=seats,
                     who=p + 1 if len(seating.policies) > 1 else 0,
+                    policy=seating.policies[p],
                 )
             )
         columns_cls = TurnColumns if seating.in_turns else LockStepColumns

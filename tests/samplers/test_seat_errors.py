@@ -25,10 +25,8 @@ from penstock import (
     Sampler,
     SerialSampler,
     SpaceError,
-    WaitResetCollector,
     WorkerError,
 )
-from penstock.collectors import EpisodeEvalCollector
 from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.learning import Replay, gae
 
@@ -586,8 +584,6 @@ def test_an_environment_with_other_agents_than_its_example_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"collector_cls": WaitResetCollector}, "has its own collector: leave collector_cls out"),
-        ({"eval_collector_cls": EpisodeEvalCollector, "eval_n_envs": 1}, "leave eval_collector_cls out"),
         ({"seed_episodes": True}, "cannot repeat an episode yet: leave seed_episodes out"),
     ],
 )
