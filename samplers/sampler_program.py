@@ -326,7 +326,8 @@ class SamplerProgram:
         else:
             return
         self._progress.enter(Phase.CALLING)
-        results = perform(call, envs, columns, env_ranks)
+        n = len(envs)  # a batched environment is one: its first env_rank stands for it
+        results = perform(call, envs, columns[:n], env_ranks[:n])
         self._context.put(results)
         self._progress.n_results = len(results)
 
