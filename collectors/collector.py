@@ -14,7 +14,7 @@ from penstock.collectors.recorder import PolicyParts, Recorder
 from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import Columns, Events, Start
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SpaceError
 from penstock.workers.control import Phase, Progress, UntimedProgress
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class Collector(MadeByWorker):
     and `reset_if_needed`.
 
     Attributes: `columns`, `progress` and `streams` as in `CollectorParts`; `envs`, the environments that were built;
-    `recorders`, one for each policy; `batch_T`. With one policy, `samples`, `agent`, `tracker`, `prev_action`
-    `[B, ...]` and `prev_reward` `[B]` are those of its recorder. With several slots, `samples` changes before each
-    batch: do not keep its arrays.
+    `recorders`, one for each policy with columns in this worker; `batch_T`. With one policy, `samples`, `agent`,
+    `tracker`, `prev_action` `[B, ...]` and `prev_reward` `[B]` are those of its recorder. With several slots, `samples`
+    changes before each batch: do not keep its arrays.
     """
 
     #: Whether `begin_episodes` leaves environments parked until the batch ends.
@@ -96,6 +96,7 @@ class Collector(MadeByWorker):
         self._is_timed = not isinstance(self.progress, UntimedProgress)
         # Rewards for agents that did not act, and where games have ended.
         self._late, self._over = np.zeros((self.batch_T, n), np.float32), np.zeros((self.batch_T, n), np.bool_)
+        self._n_parked = 0  # rows of games that wait for the end of the batch
         if len(self.recorders) == 1:  # the usual case, without a loop over policies
             for name in _BY_POLICY:
                 if getattr(type(self), name) is getattr(Collector, name):
@@ -147,6 +148,7 @@ class Collector(MadeByWorker):
             recorder.begin_batch(itr)
         if self.games is not None:
             self._late[...], self._over[...] = 0, False
+            self._n_parked = self.batch_T * len(self.columns.waiting)
         if self._episodes is not None:
             self._episodes.begin_batch()
 
@@ -179,8 +181,10 @@ class Collector(MadeByWorker):
         for recorder, own in zip(self.recorders, events.policies, strict=True):
             recorder.record(t, own)
         self._record_games(t, events, self.games)
+        n_waiting = len(self.columns.waiting)
         for recorder, columns in zip(self.recorders, self.begin_episodes(events, ()), strict=True):
             recorder.begin(columns)
+        self._n_parked += (len(self.columns.waiting) - n_waiting) * (self.batch_T - 1 - t)
 
     def _record_games(self, t: int, events: Events, games: Tracker) -> None:
         self._over[t, events.over] = True
@@ -217,7 +221,7 @@ class Collector(MadeByWorker):
         recorder, T, n_valid = self.recorders[0], self.batch_T, None
         if self.games is None:
             n_valid = int(np.count_nonzero(recorder.samples.valid))
-        self.progress.end_batch(T, T * len(self.columns.env_ranks) if n_valid is None else n_valid)
+        self.progress.end_batch(T, T * len(self.columns.env_ranks) - self._n_parked if n_valid is None else n_valid)
         n_sent = self.end_rows(T, n_valid)
         if self._episodes is not None:  # last: until here the worker may fail, and its episodes are repeated
             self._episodes.end_batch(recorder.samples.action[1:], recorder.samples.reward[1:])
@@ -235,13 +239,24 @@ class Collector(MadeByWorker):
             rewards[:, list(firsts)] += np.add.reduceat(own_rewards, list(firsts.values()), axis=1)
         return n_sent + self.games.end_rows(rewards, self._over[:n_rows], self.recorders[0].first_t)
 
-    def record_extra(self, t: int, /, **fields: Any) -> None:
+    def record_extra(self, t: int, policy: str | None = None, /, **fields: Any) -> None:
         """Write fields of `extra_fields` for step t, each as `[B, ...]`: `self.record_extra(t, cost=cost)`.
 
+        With several policies, each has its own columns, so say whose they are: `self.record_extra(t, recorder.policy,
+        cost=cost)` for each of `self.recorders`. A policy without a column in this worker has no recorder.
+
         Fields that are left out keep what they have. Raises `SpaceError` with the name of a field that is not declared,
-        has another shape, or has a value that would change in the dtype of the field.
+        has another shape, or has a value that would change in the dtype of the field; or if `policy` has no columns
+        here.
         """
-        self.recorders[0].record_extra(t, fields, type(self).__name__)
+        found = [own for own in self.recorders if policy in (None, own.policy)]
+        if len(found) != 1:
+            names = [own.policy for own in self.recorders]
+            raise SpaceError(
+                f"record_extra needs the name of one of the policies {names} of this worker, got {policy!r}: call "
+                "record_extra(t, recorder.policy, ...) for each of self.recorders"
+            )
+        found[0].record_extra(t, fields, type(self).__name__)
 
     # ---- hooks -----------------------------------------------------------------------------
 
@@ -269,6 +284,9 @@ class Collector(MadeByWorker):
             self.progress.leave_batch()
             for recorder, joined in zip(self.recorders, self.columns.reset(waiting), strict=True):
                 recorder.rejoin(joined)
+            if self.games is not None:
+                for e in waiting:
+                    self.games.drop(e)
 
     # ---- episodes --------------------------------------------------------------------------
 

@@ -316,8 +316,16 @@ def _refuse_with_seats(arguments: InitArguments, seating: Seating) -> None:
     """What environments of several agents cannot have."""
     config = arguments.config
     refusals = (
-        (config.collector_cls is not ResetCollector, "has its own collector: leave collector_cls out"),
-        (config.eval_collector_cls is not EvalCollector, "has its own collectors: leave eval_collector_cls out"),
+        (
+            seating.in_turns and config.collector_cls is not ResetCollector,
+            "that are played in turns has a loop of its own, in which each seat counts its rows: leave collector_cls "
+            "out",
+        ),
+        (
+            seating.in_turns and config.eval_collector_cls is not EvalCollector,
+            "that are played in turns has a loop of its own, in which each seat counts its rows: leave "
+            "eval_collector_cls out",
+        ),
         (
             config.on_game_failure == "renew" and seating.in_turns,
             "that are played in turns cannot build one again, since its seats have decisions that are open: use "

@@ -314,8 +314,8 @@ class Sampler(ABC):
     def call(self, name: str, /, *args: object, evaluation: bool = False, **kwargs: object) -> list[Any]:
         """Call the method `name` of every training (or evaluation) environment, between two batches.
 
-        Wrappers are searched from the outermost inwards. Returns the results by env_rank. Raises `EnvCallError` naming
-        the environment if one raises; the sampler stays usable.
+        Wrappers are searched from the outermost inwards. Returns the results by env_rank; of batched environments, one
+        for that of each worker. Raises `EnvCallError` naming the environment if one raises; the sampler stays usable.
         """
         return self._call(EnvCall("call", name, evaluation, args, kwargs))
 
@@ -324,16 +324,19 @@ class Sampler(ABC):
         return self._call(EnvCall("get_attr", name, evaluation))
 
     def set_attr(self, name: str, /, value: object, *, evaluation: bool = False) -> None:
-        """Set the attribute `name` of every environment to `value`; a list or tuple has one value per environment.
+        """Set the attribute `name` of every environment to `value`; a list or tuple has one value per environment (of
+        batched ones: one for that of each worker).
 
         If an environment has no such attribute, it is created, and a `RuntimeWarning` names the nearest one. A worker
         that replaces another builds its environments again, without these values.
         """
-        n_envs = self.config.eval_n_envs if evaluation else self.batch_B
+        sizes = self._env_sizes(evaluation=evaluation)
+        n_envs = len(sizes)
         values = value if isinstance(value, list | tuple) else [value] * n_envs
         if len(values) != n_envs:
             raise ConfigError(f"set_attr({name!r}) got {len(values)} values for {n_envs} environments")
-        found = self._call(EnvCall("set_attr", name, evaluation, values=values))
+        rows = [own for own, n in zip(values, sizes, strict=True) for _ in range(n)]
+        found = self._call(EnvCall("set_attr", name, evaluation, values=rows))
         if created := [(env_rank, near) for env_rank, (is_new, near) in enumerate(found) if is_new]:
             env_rank, near = created[0]
             hint = f"; did you mean {near!r}?" if near else ""
@@ -343,6 +346,12 @@ class Sampler(ABC):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _env_sizes(self, *, evaluation: bool) -> list[int]:
+        """How many columns each environment has that a call reaches."""
+        if not self.config.batched:
+            return [1] * (self.config.eval_n_envs if evaluation else self.batch_B)
+        return [n for plan in self.run.plans if (n := len(plan.eval_columns if evaluation else plan.columns))]
 
     def _call(self, call: EnvCall) -> list[Any]:
         return results(call, self._perform(call))

@@ -127,6 +127,7 @@ class SamplerProgram:
                 progress=policy.progress,
                 streams=its_streams,
                 who=p + 1 if len(seating.policies) > 1 else 0,
+                policy=seating.policies[p],
             )
             for policy, (p, its_streams) in zip(columns.policies, own.items(), strict=True)
         ]
@@ -338,7 +339,8 @@ class SamplerProgram:
         else:
             return
         self._progress.enter(Phase.CALLING)
-        results = perform(call, envs, columns, env_ranks)
+        n = len(envs)  # a batched environment is one: its first env_rank stands for it
+        results = perform(call, envs, columns[:n], env_ranks[:n])
         self._context.put(results)
         self._progress.n_results = len(results)
 
