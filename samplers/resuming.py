@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict, cast
 
 import cloudpickle
-import numpy as np
 
 from penstock.agents.agent import Agent
 from penstock.arguments import integer
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.reports import dump_exception, in_one_line
-from penstock.collectors.collector import Collector
+from penstock.collectors.collector import Collector, restart_agent
 from penstock.collectors.evaluation import EvalCollector
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.interface import Start
+from penstock.columns.turn_columns import TurnColumns
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.rows import action_splitter
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
@@ -143,7 +143,7 @@ class SaveMessage(StateMessage):
             "columns": columns.save(column),
             "episodes": episodes,
             "collector": collector.column_state(column),
-            "agent": collector.agent.column_state(column),
+            "agents": collector.agent_states(column),
         }
         try:
             data = cloudpickle.dumps(values)
@@ -204,29 +204,15 @@ class LoadMessage(StateMessage):
             why = saved["why"] if saved["kind"] == RESEEDED else _load(parts, column, saved)
             if why:
                 refused[env_rank] = why
-        if collector.games is not None:
+        if isinstance(collector.columns, TurnColumns):
             collector.restart(streams)
         elif refused:
-            indices = [rank - streams.env_ranks[0] for rank in refused]
-            collector.restart_columns(indices, streams)
-            restart_agent(collector.agent, indices, streams)
+            collector.restart_envs([rank - streams.env_ranks[0] for rank in refused], streams)
         if parts.eval_collector is not None:
             evaluator = parts.eval_collector
             evaluator._n_evaluations, generation = self.evaluations
             evaluator.streams = replace(evaluator.streams, generation=generation)
         return refused
-
-
-def restart_agent(agent: Agent, columns: Sequence[int], streams: ColumnStreams) -> None:
-    """Give these columns new random streams, and reset their state."""
-    rngs = streams.rngs(Purpose.ACTION)
-    if len(columns) == len(rngs):
-        agent.seed_columns(rngs)
-        agent.reset()
-        return
-    agent.reseed_columns(np.asarray(columns, np.intp), [rngs[column] for column in columns])
-    for column in columns:
-        agent.reset_one(column)
 
 
 def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
@@ -250,7 +236,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     if saved["kind"] == "repeat" and not is_same(last, state["columns"]):
         return f"its last observation differs after its episode was repeated: {brief(last)}"
     collector.load_column_state(column, state["collector"])
-    collector.agent.load_column_state(column, state["agent"])
+    collector.load_agent_states(column, state["agents"])
     if collector._episodes is not None and episodes is not None:
         collector._episodes.load_column_state(column, episodes)
     return ""
@@ -258,7 +244,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
 
 # ---- the main process ---------------------------------------------------------------------------
 
-FORMAT = 4
+FORMAT = 5
 _LARGEST_COUNT = 2**63
 _MOST_LISTED = 5
 #: What to do if the saved run had something else.
@@ -266,6 +252,7 @@ _REMEDIES = {
     "env_ranks": "use as many environments as the saved run, with the same env_ranks",
     "environments": "use the env_fn and the env_kwargs of the saved run",
     "spaces": "use the environments of the saved run",
+    "policies": "let policy_of return the same policies for the same agents",
     "classes": "use an agent, a collector and a TrajInfo of the same classes",
     "seed_episodes": "give seed_episodes as in the saved run",
 }
@@ -290,12 +277,16 @@ def check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler:
     class."""
     if not isinstance(state, Mapping) or _differs(state.get("format"), FORMAT):
         raise ConfigError(f"load_state_dict needs what state_dict has returned, of format {FORMAT}")
-    parts = ("batches", "episodes", "policy_version", "generation", "counts", "columns", "evaluations", "checksum")
+    parts = ("batches", "episodes", "policy_versions", "generation", "counts", "columns", "evaluations", "checksum")
     missing = [name for name in (*described, *parts) if name not in state]
     if missing:
         raise ConfigError(f"this state is damaged: it has no {', '.join(missing)}")
-    for name in ("batches", "policy_version", "generation"):
+    for name in ("batches", "generation"):
         integer(f"{name} of the state", state[name], 0)
+    if not isinstance(state["policy_versions"], list | tuple):
+        raise ConfigError("this state is damaged: its policy_versions must be a list")
+    for version in state["policy_versions"]:
+        integer("policy_versions of the state", version, 0)
     for name, own in described.items():
         if name == "central" and state[name] is (not own):
             saved = "GpuSampler or AlternatingSampler" if state[name] else "SerialSampler or ParallelSampler"
@@ -352,16 +343,18 @@ def _check_columns(state: Mapping[str, Any]) -> None:
 
 
 def load_server_agent(
-    agent: Agent, columns: Mapping[int, Any], refused: Mapping[int, str], seed: int, generation: int
+    agent: Agent, cells: Sequence[range], columns: Mapping[int, Any], refused: Mapping[int, str], streams: ColumnStreams
 ) -> None:
-    """Continue the columns of the inference server's agent; those in `refused` start again."""
+    """Continue the columns of the inference server's agent; those in `refused` start again, with `streams`. `cells` are
+    the columns of each environment."""
     agent.select(None)
-    exact = {b: columns[rank]["server"] for b, rank in enumerate(columns) if rank not in refused}
-    if refused:
-        streams = ColumnStreams(seed, range(min(columns), max(columns) + 1), generation)
-        restart_agent(agent, [b for b in range(len(columns)) if b not in exact], streams)
-    for b, saved in exact.items():
-        agent.load_column_state(b, pickle.loads(saved))
+    lost = [b for own, rank in zip(cells, columns, strict=True) if rank in refused for b in own]
+    if lost:
+        restart_agent(agent, lost, streams)
+    for own, (rank, saved) in zip(cells, columns.items(), strict=True):
+        if rank not in refused:
+            for b, state in zip(own, pickle.loads(saved["server"]), strict=True):
+                agent.load_column_state(b, state)
 
 
 def reasons(reseeded: Mapping[int, str]) -> str:

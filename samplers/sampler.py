@@ -29,7 +29,7 @@ from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, pickled, results, single_results
 from penstock.envs.factory import EnvFactory, descriptions, env_factories
 from penstock.envs.recorded_episode import RecordedEpisode
-from penstock.envs.seeding import eval_seed
+from penstock.envs.seeding import ColumnStreams, eval_seed
 from penstock.envs.video import warn_if_unwritten
 from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
 from penstock.samplers.allocation import Allocation, InitArguments, allocate
@@ -61,7 +61,7 @@ from penstock.samplers.resuming import (
     reasons,
 )
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
-from penstock.samplers.seating import SHARED, Chooser, PolicyOf, Seating
+from penstock.samplers.seating import SHARED, Chooser, PolicyOf, Seating, column_streams
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats, describe, worker_stats
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard
@@ -594,24 +594,22 @@ class Sampler(ABC):
         with self._guard.call("state_dict", *self._idle_states):
             self._check_restorable("state_dict")
             server_agent = self._server_agent()
-            untrusted = class_without_column_state(self.config.collector_cls, type(self._agent))
-            if self._seating is not None:
-                untrusted = "environments of several agents cannot be saved yet"
+            untrusted = class_without_column_state(self.config.collector_cls, *map(type, self._agents.values()))
             answers = self._send(SaveMessage(env_state != "never", untrusted), "state_dict")
             columns = {rank: column for own, _ in answers for rank, column in own.items()}
             reseeded = {rank: column["why"] for rank, column in columns.items() if column["kind"] == RESEEDED}
             if env_state == "require" and reseeded:
                 raise ConfigError(f'state_dict(env_state="require"): {reasons(reseeded)}')
             if server_agent is not None:
-                for b, column in enumerate(columns.values()):
-                    column["server"] = pickle.dumps(server_agent.column_state(b))
+                for cells, column in zip(self._server_cells(), columns.values(), strict=True):
+                    column["server"] = pickle.dumps([server_agent.column_state(b) for b in cells])
             control = self._memory.control
             return {
                 "format": FORMAT,
                 **self._described(),
                 "batches": self._batch,
                 "episodes": dict(self._games),
-                "policy_version": self._memory.parameters[0].version,
+                "policy_versions": [parameters.version for parameters in self._memory.parameters],
                 "counts": self._metrics.counts(self.stats()),
                 "generation": max(control.generation(plan.worker_rank) for plan in self._plans),
                 "columns": columns,
@@ -636,7 +634,7 @@ class Sampler(ABC):
             self._check_restorable("load_state_dict")
             if self._batches.held:
                 raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
-            server_agent, control, parameters = self._server_agent(), self._memory.control, self._memory.parameters[0]
+            server_agent, control = self._server_agent(), self._memory.control
             check_state(state, self._described(), type(self).__name__)
             counts = {tuple(each) for each in state["evaluations"].values()}
             generation = state["generation"] + 1
@@ -649,8 +647,8 @@ class Sampler(ABC):
                 message = LoadMessage(state["columns"], evaluations, generation)
                 refused = {rank: why for own in self._send(message, "load_state_dict") for rank, why in own.items()}
                 if server_agent is not None:
-                    assert self.seed is not None
-                    load_server_agent(server_agent, state["columns"], refused, self.seed, generation)
+                    streams = self._server_streams(generation)
+                    load_server_agent(server_agent, self._server_cells(), state["columns"], refused, streams)
             except SamplerBrokenError:
                 raise
             except Exception as error:  # what the state contains may raise anything
@@ -662,19 +660,31 @@ class Sampler(ABC):
                 ) from error
             self._batch, self._games = state["batches"], Counter(state["episodes"])
             self._metrics.start_at(state["counts"])
-            parameters.continue_at(state["policy_version"], self._agent.read_parameters())
+            each = zip(self._memory.parameters, state["policy_versions"], self._agents.values(), strict=True)
+            for parameters, version, agent in each:
+                parameters.continue_at(version, agent.read_parameters())
             return ResumeReport(tuple(rank for rank in state["columns"] if rank not in refused), refused)
 
     def _check_restorable(self, call: str) -> None:
         if self._no_restore:
             raise SamplerStateError(f"{call} was called {self._no_restore}")
-        if len(self._agents) > 1 or (self._seating is not None and self._central):
-            what = "several policies" if len(self._agents) > 1 else "several agents in a central sampler"
-            raise ConfigError(
-                f"{call} does not work with {what} yet: save and load the parameters of each agent, and begin new games"
-            )
         if self.config.batched:
             raise ConfigError(f"{call} needs single environments: a batched one cannot be divided among other workers")
+
+    def _server_cells(self) -> list[range]:
+        """The columns of the inference server's agent in each environment."""
+        envs = range(self.batch_B)
+        return [
+            range(b, b + 1) if self._seating is None else self._seating.train.cells(0, range(b, b + 1)) for b in envs
+        ]
+
+    def _server_streams(self, generation: int) -> ColumnStreams:
+        """The streams of the inference server's agent."""
+        assert self.seed is not None
+        first = self._plans[0].env_ranks[0]
+        everyone: dict[str, Any] = {"columns": range(self.batch_B), "env_ranks": range(first, first + self.batch_B)}
+        plan = replace(self._plans[0], **everyone, generation=generation)
+        return column_streams(self._seating, plan, self.seed)
 
     def _described(self) -> dict[str, Any]:
         """What a run must have in common with the run that continues it."""
@@ -685,7 +695,11 @@ class Sampler(ABC):
             "environments": descriptions(env_factories(config.env_fn, config.env_kwargs, config.batch_B)),
             "spaces": [str(self.observation_space), str(self.action_space)],
             "agents": None if self._seating is None else [list(own) for own in self._seating.train.agents],
-            "classes": [cls.__qualname__ for cls in (type(self._agent), config.collector_cls, config.traj_info_cls)],
+            "policies": [list(self._agents), *([] if self._seating is None else map(list, self._seating.train.policy))],
+            "classes": [
+                cls.__qualname__
+                for cls in (*map(type, self._agents.values()), config.collector_cls, config.traj_info_cls)
+            ],
             "central": self._central,
             "seed_episodes": config.seed_episodes,
         }

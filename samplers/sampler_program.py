@@ -233,6 +233,7 @@ class SamplerProgram:
             )
         columns_cls = TurnColumns if seating.in_turns else LockStepColumns
         columns = columns_cls(envs, [cast(Any, own.columns) for own in policies], streams.env_ranks)
+        columns.when_replaced = self._builder.replace
         self._make_renewable(columns, builds, streams, purpose)
         if isinstance(columns, TurnColumns):
             columns.chooser = seating.chooser
