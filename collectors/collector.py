@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from penstock.agents.agent import Agent
 from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.recorder import PolicyParts, Recorder
@@ -396,17 +397,39 @@ class Collector(MadeByWorker):
 
     # ---- resuming --------------------------------------------------------------------------
 
-    def column_state(self, column: int) -> dict[str, Any]:
-        """What the collector keeps of one column between two batches, to be pickled; not its environment and agent.
+    def column_state(self, e: int) -> dict[str, Any]:
+        """What the collector keeps of the columns of environment e between two batches, to be pickled; not the
+        environment and the agents. With one agent in each environment, its only column is column e.
 
         A collector of your own that keeps more adds it here, and restores it in `load_column_state`. One that has other
         methods than its base must define both: otherwise `sampler.state_dict` does not trust them.
         """
-        return self.recorders[0].column_state(column)
+        state: dict[str, Any] = {
+            own.policy: [own.column_state(column) for column in columns] for own, columns in self._columns_in(e)
+        }
+        return state if self.games is None else {**state, "the game": self.games.column_state(e)}
 
-    def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
-        """Before the first batch: continue as the column with this `column_state`."""
-        self.recorders[0].load_column_state(column, state)
+    def load_column_state(self, e: int, state: Mapping[str, Any]) -> None:
+        """Before the first batch: continue as the environment with this `column_state`."""
+        for recorder, columns in self._columns_in(e):
+            for column, own in zip(columns, state[recorder.policy], strict=True):
+                recorder.load_column_state(column, own)
+        if self.games is not None:
+            self.games.load_column_state(e, state["the game"])
+
+    def agent_states(self, e: int) -> dict[str, list[Any]]:
+        """What each agent keeps of its columns of environment e, by policy, to be pickled."""
+        return {own.policy: [own.agent.column_state(b) for b in columns] for own, columns in self._columns_in(e)}
+
+    def load_agent_states(self, e: int, states: Mapping[str, Sequence[Any]]) -> None:
+        """Continue with these `agent_states`."""
+        for own, columns in self._columns_in(e):
+            for column, state in zip(columns, states[own.policy], strict=True):
+                own.agent.load_column_state(column, state)
+
+    def _columns_in(self, e: int) -> list[tuple[Recorder, Sequence[int]]]:
+        """The recorders that have columns in environment e, with these columns."""
+        return [pair for pair in zip(self.recorders, self.columns.columns_of(e), strict=True) if pair[1]]
 
     def restart(self, streams: ColumnStreams) -> None:
         """Before the first batch: start again with other streams, because a saved run is continued."""
@@ -418,16 +441,37 @@ class Collector(MadeByWorker):
         self.start_envs()
         self.start_agent()
 
-    def restart_columns(self, columns: Sequence[int], streams: ColumnStreams) -> None:
-        """Before the first batch: start again in these columns, with other seeds."""
-        recorder, self.streams = self.recorders[0], streams
-        recorder.separate_first_row()
-        seeds = streams.env_seeds(Purpose.TRAIN)
-        for column in columns:
-            recorder.restart_column(column)
-        self.columns.reset(columns, [Start(seeds[column], generation=streams.generation) for column in columns])
-        self._decorrelate(columns)
-        recorder.keep_first_row(columns)
+    def restart_envs(self, envs: Sequence[int], streams: ColumnStreams) -> None:
+        """Before the first batch: start again in these environments, with other seeds, and other streams and new states
+        of the agents there."""
+        self.streams, seeds = streams, streams.env_seeds(Purpose.TRAIN)
+        own = [[b for e in envs for b in self.columns.columns_of(e)[p]] for p in range(len(self.recorders))]
+        for recorder, columns in zip(self.recorders, own, strict=True):
+            recorder.separate_first_row()
+            for column in columns:
+                recorder.restart_column(column)
+        if self.games is not None:
+            for e in envs:
+                self.games.drop(e)
+        self.columns.reset(envs, [Start(seeds[e], generation=streams.generation) for e in envs])
+        self._decorrelate(envs)
+        for recorder, columns in zip(self.recorders, own, strict=True):
+            recorder.keep_first_row(columns)
+            recorder.streams = replace(recorder.streams, generation=streams.generation)
+            if columns:
+                restart_agent(recorder.agent, columns, recorder.streams)
+
+
+def restart_agent(agent: Agent, columns: Sequence[int], streams: ColumnStreams) -> None:
+    """Give these columns of the agent new random streams, and reset their state. `streams` are those of all columns."""
+    rngs = streams.rngs(Purpose.ACTION)
+    if len(columns) == len(rngs):
+        agent.seed_columns(rngs)
+        agent.reset()
+        return
+    agent.reseed_columns(np.asarray(columns, np.intp), [rngs[column] for column in columns])
+    for column in columns:
+        agent.reset_one(column)
 
 
 class ResetCollector(Collector):

@@ -45,7 +45,7 @@ class PolicyParts:
     progress: Progress  #: the worker's row of shared words: phase, t, env_rank, heartbeat
     streams: ColumnStreams  #: random generators of these columns
     who: int = 0  #: the policy's index + 1 where there are several, else 0
-    policy: str = ""  #: the name of the policy; "agent" if one agent acts in all columns
+    policy: str = "agent"  #: the name of the policy; "agent" where one agent acts in all columns
 
 
 class Slot:

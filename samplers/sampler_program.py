@@ -166,9 +166,9 @@ class SamplerProgram:
             columns = self._seats(envs, policies, env_ranks, (progress, untimed), checks)
         else:
             columns = SingleColumns(envs, env_ranks, progress, checks, config.flatten_wrappers)
-            columns.when_replaced = self._builder.replace
             if purpose is Purpose.TRAIN and self._memory.episodes is not None:
                 columns.episodes = EpisodeRecorder(self._memory.episodes, plan.columns, streams, progress)
+        columns.when_replaced = self._builder.replace
         self._make_renewable(columns, builds, streams, purpose)
         return columns
 

@@ -53,6 +53,10 @@ class GameLoop:
         for agent in agents:
             self._lengths[e, agent], self._returns[e, agent] = 0, 0.0
 
+    def restart(self, e: int, seed: int) -> None:
+        """The running game of environment e is lost; the next one begins with this seed."""
+        self._reset(e, seed)
+
     def _next(self, e: int) -> None:
         self._episodes[e] += 1
         self._reset(e, self._seed_of(e, self._episodes[e]))

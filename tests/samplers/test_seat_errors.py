@@ -614,16 +614,6 @@ def test_calls_that_are_not_for_several_agents_are_refused(tmp_path: Any) -> Non
         sampler.obtain_samples(0)
         with pytest.raises(ConfigError, match="construct the sampler with seed_episodes=True"):
             sampler.episode(0, 0)
-        with pytest.raises(ConfigError, match=r'state_dict\(env_state="require"\)'):
-            sampler.state_dict(env_state="require")
-    for cls, agents, options in (
-        (SerialSampler, {"one": RandomAgent(), "two": RandomAgent()}, {}),
-        (GpuSampler, RandomAgent(), {"n_workers": 1}),
-    ):
-        with cls(ScriptedGame, batch_T=2, batch_B=2, **options) as sampler:
-            sampler.initialize(agents, policy_of=kinds if isinstance(agents, dict) else None, seed=0)
-            with pytest.raises(ConfigError, match=r"does not work with several (policies|agents in a central) "):
-                sampler.state_dict()
 
 
 @pytest.mark.slow
