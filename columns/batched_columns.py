@@ -93,7 +93,6 @@ class BatchedColumns(PolicyColumns, Columns):
 
     def reset_all(self, seeds: Sequence[int | None]) -> None:
         """Begin an episode in every row, with one seed each; without seeds if all are None."""
-        """Reset all rows, each with its seed if it has one."""
         began = self.progress.enter(Phase.RESETTING)
         self.progress.at_env(self.env_ranks[0])
         if all(seed is None for seed in seeds):
