@@ -1,8 +1,8 @@
 """The supervisor: one process that starts, reaps and ends workers, is their parent, and notices the end of the main
 process.
 
-Each worker has a control socket: a socket pair between the main process and the supervisor. Through it the supervisor sends the
-process id with a pidfd, and later the exit code. The main process sends signals. When the main process shuts its end,
+Each worker has a control socket: a socket pair between the main process and the supervisor. Through it the supervisor
+sends the process id with a pidfd, and later the exit code. The main process sends signals. When the main process shuts its end,
 the supervisor kills the worker's group. So a start that is interrupted anywhere undoes itself.
 
 - If the main process ends, the supervisor kills all groups, and then everything that it has inherited from them: it is
