@@ -128,7 +128,7 @@ $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES) pyproject.toml README.md
 	$(BIN)/python $(PIP) --no-deps --no-build-isolation --force-reinstall .
 	touch $@
 
-# Tests of the compiled part, built with AddressSanitizer and UndefinedBehaviorSanitizer.
+# Tests of the compiled parts, built with AddressSanitizer and UndefinedBehaviorSanitizer.
 SANITIZED := build/sanitized
 UNDER_ASAN = LD_PRELOAD="$$($(CC) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 	PYTHONPATH=$(SANITIZED)/lib $(BIN)/python
@@ -138,7 +138,8 @@ sanitize: $(VENV)/.dependencies
 		$(BIN)/python setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	$(UNDER_ASAN) -c "from penstock.buffers import _native; assert 'sanitized' in _native.__file__"
 	$(UNDER_ASAN) -m pytest \
-		tests/buffers/test_native.py tests/workers/test_native.py tests/collectors/test_native.py \
+		tests/agents/test_distributions.py tests/buffers/test_native.py tests/buffers/test_compiled.py \
+		tests/workers/test_native.py tests/collectors/test_native.py \
 		tests/collectors/test_step_into.py tests/envs/test_wrappers.py tests/learning/test_sum_tree.py \
 		tests/learning/test_transitions.py tests/samplers/test_native_or_not.py
 

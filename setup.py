@@ -41,24 +41,21 @@ EXTENSIONS = []
 if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the C code relies on the GIL
     EXTENSIONS = [
         Extension(
-            "penstock.buffers._native",
-            ["buffers/_native.c", "buffers/_drawing.c", "buffers/_stepping.c"],
-            depends=["buffers/_native.h"],  # setuptools takes it into the sdist too
+            f"penstock.{room}.{files[0]}",
+            [f"{room}/{file}.c" for file in files],
+            depends=headers,  # setuptools takes them into the sdist too
             include_dirs=[numpy.get_include()],
-            # Sums must be equal to Python's, to the last bit.
+            # Sums must be equal to Python's and to numpy's, to the last bit.
             extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
             optional=True,
-        ),
-        Extension("penstock.workers._native", ["workers/_native.c"], optional=True),
-        # Likewise: every sum of priorities must be equal to numpy's.
-        Extension(
-            "penstock.learning._native",
-            ["learning/_native.c", "learning/_rows.c"],
-            depends=["learning/_native.h"],
-            include_dirs=[numpy.get_include()],
-            extra_compile_args=["-ffp-contract=off"] if os.name == "posix" else [],
-            optional=True,
-        ),
+        )
+        for room, files, headers in (
+            ("buffers", ["_native"], ["buffers/_native.h"]),
+            ("workers", ["_native"], []),
+            ("agents", ["_drawing"], ["buffers/_native.h"]),
+            ("columns", ["_stepping"], ["buffers/_native.h"]),
+            ("learning", ["_native", "_rows"], ["learning/_native.h"]),
+        )
     ]
 
 BENCH = ["rich>=13", "matplotlib>=3.7"]
@@ -134,7 +131,6 @@ setup(
         "penstock": ["py.typed"],
         "penstock.buffers": ["_native.pyi"],
         "penstock.learning": ["_native.pyi"],
-        "penstock.workers": ["_native.pyi"],
     },
     ext_modules=EXTENSIONS,
     zip_safe=False,

@@ -4,12 +4,12 @@ import platform
 from importlib.metadata import version
 
 import penstock
-from penstock.buffers import native
 from penstock.envs import CountingEnv
+from penstock.tools import doctor
 from penstock.vector import ShmVectorEnv
 
 assert version("penstock") == penstock.__version__, "metadata and package have different versions"
-assert native.COMPILED, "the wheel contains no compiled code"
+assert doctor.describe_machine()["compiled parts"] == "in use", "the wheel lacks compiled code"
 for start_method in ("fork", "forkserver", "spawn"):
     with ShmVectorEnv([CountingEnv] * 4, n_workers=2, context=start_method) as envs:
         envs.reset(seed=0)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from penstock.agents.agent import Space
-from penstock.buffers.native import draw_rows, shift_rows
+from penstock.agents.drawing import draw_rows, shift_rows
 from penstock.errors import SpaceError
 
 if TYPE_CHECKING:

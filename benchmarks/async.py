@@ -96,7 +96,7 @@ class Paused:
             steps += self._loop.batch()
         if isinstance(sampler, AsyncSampler):
             sampler.pause()
-            while sampler._open:
+            while sampler.run.schedule.open:
                 steps += self._loop.batch()
         return steps
 
@@ -127,7 +127,7 @@ def complete_batches(n_workers: int, n: int, *, at_work: bool) -> list[float]:
     batches, as they are while they keep up with the learner; or they all waited, and the call had to wake them."""
     times = list[float]()
     with begin(AsyncSampler, n_workers, batch_T=16, batch_B=32, n_slots=8, mlp=False) as sampler:
-        control, itr = sampler._memory.control, 0
+        control, itr = sampler.run.memory.control, 0
         while len(times) < n:
             while control.pending(n_workers) if not at_work else not control.have_completed(itr + 2, n_workers):
                 time.sleep(0.0002)

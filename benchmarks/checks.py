@@ -27,9 +27,10 @@ from rich.table import Table
 from turns import machine
 
 from penstock import RandomAgent
-from penstock.buffers.native import PYTHON, put_row
+from penstock.buffers.native import put_row
 from penstock.collectors.acting import write_action
 from penstock.columns import SingleColumns, Start
+from penstock.columns.stepping import PYTHON
 from penstock.envs import CountingEnv
 from penstock.envs.checks import Checks
 from penstock.workers.control import ControlBlock

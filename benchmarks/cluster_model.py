@@ -79,7 +79,7 @@ def measured_constants() -> Constants:
             for itr in range(20):
                 sampler.obtain_samples(itr)
             costs.append((time.thread_time() - began) / (20 * 4 * 2))
-        pool: Any = sampler._pool
+        pool: Any = sampler.run.pool
         os.kill(pool.shards[0].started.pid, signal.SIGKILL)
         began = time.monotonic()
         sampler.obtain_samples(0)

@@ -29,10 +29,14 @@ from spaces import SPACES, Returning
 from throughput import ENV, Setting, machine, spread
 
 from penstock import RandomAgent, SerialSampler
+from penstock.agents import drawing
 from penstock.buffers import native
+from penstock.columns import stepping
 from penstock.workers.affinity import limit_threads
 
-COMPILED = {name: getattr(native, name) for name in native.PYTHON}
+PARTS = (native, drawing, stepping)
+PYTHON = {name: function for part in PARTS for name, function in part.PYTHON.items()}
+COMPILED = {name: getattr(part, name) for part in PARTS for name in part.PYTHON}
 #: Pairs (module, name): every module that uses a compiled function, with the function's name.
 USES = [
     (user, name)
@@ -80,7 +84,7 @@ Figures = dict[str, list[tuple[tuple[float, float], tuple[float, float]]]]
 def use(replaced: tuple[str, ...]) -> None:
     """Make every module use the compiled functions, except those in `replaced`."""
     for module, name in USES:
-        setattr(module, name, native.PYTHON[name] if name in replaced else COMPILED[name])
+        setattr(module, name, PYTHON[name] if name in replaced else COMPILED[name])
 
 
 def measure(case: Case, repeats: int, turn_steps: int) -> Figures:
@@ -158,7 +162,7 @@ def main() -> None:
     parser.add_argument("--json", help="write machine, table and all figures to this file")
     args = parser.parse_args()
     limit_threads(1)
-    if not native.COMPILED:
+    if any(part.WHY_NOT_COMPILED for part in PARTS):
         raise SystemExit("nothing is compiled here: install penstock where there is a C compiler")
 
     results, table = {}, {}

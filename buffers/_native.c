@@ -1,10 +1,9 @@
-/* The innermost loops in C: see native.py, which says what each function does.
+/* How a batch is written and summed up, in C: see native.py, which says what each function does.
 
    numpy looks up types and shapes at every call. For a row of a few dozen numbers the look-up takes longer than the
    copy. Here one comparison shows that a value has the expected type and shape, and its bytes are copied. Only Python's
    numbers, and float64 for float32, are converted. Other values raise nothing: the caller handles them in Python. */
 
-#define IMPORTS_NUMPY
 #include "_native.h"
 
 #include <math.h>
@@ -233,14 +232,14 @@ typedef struct {
     double length, return_, nonzero_rewards, discounted_return, weight;
 } Sums;
 
-/* A finished trajectory: RECORD of results.py, which is compared with RECORD_LAYOUT at import. */
+/* A finished trajectory: RECORD of results.py, which is compared with LAYOUT at import. */
 typedef struct {
     npy_int64 t, env_rank, length;
     double return_;
     npy_int64 nonzero_rewards;
     double discounted_return;
 } Record;
-#define RECORD_LAYOUT "t:i8 env_rank:i8 Length:i8 Return:f8 NonzeroRewards:i8 DiscountedReturn:f8"
+#define LAYOUT "t:i8 env_rank:i8 Length:i8 Return:f8 NonzeroRewards:i8 DiscountedReturn:f8"
 _Static_assert(sizeof(Record) == 6 * 8, "a record has padding");
 
 /* `object` if it is a two-dimensional array of `type`, else NULL. */
@@ -342,17 +341,10 @@ static PyObject *end_group_with_parent(PyObject *Py_UNUSED(module), Arguments Py
 
 /* ---- the module -------------------------------------------------------------------------------- */
 
-#define NAMED(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
-#define FUNCTION(name) NAMED(#name, name)
-
 static PyMethodDef functions[] = {
     FUNCTION(put_row),
     FUNCTION(put_cell),
-    NAMED("step_ordinary", penstock_step_ordinary),
-    NAMED("store_game_step", penstock_store_game_step),
     FUNCTION(sum_episodes),
-    NAMED("shift_rows", penstock_shift_rows),
-    NAMED("draw_rows", penstock_draw_rows),
     FUNCTION(fence),
     FUNCTION(end_group_with_parent),
     {NULL, NULL, 0, NULL},
@@ -366,7 +358,7 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native(void) {
     import_array();
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && PyModule_AddStringMacro(module, RECORD_LAYOUT) < 0) {
+    if (module != NULL && PyModule_AddStringMacro(module, LAYOUT) < 0) {
         Py_CLEAR(module);
     }
     return module;

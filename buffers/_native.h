@@ -1,14 +1,11 @@
-/* What _native.c, _drawing.c and _stepping.c have in common: Python, numpy, and how arguments are read. */
+/* What _native.c, agents/_drawing.c and columns/_stepping.c have in common: Python, numpy, how arguments are read, and
+   how functions are listed. Each file is a module of its own. */
 
 #ifndef PENSTOCK_BUFFERS_NATIVE_H
 #define PENSTOCK_BUFFERS_NATIVE_H
 
 #define PY_SSIZE_T_CLEAN
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
-#define PY_ARRAY_UNIQUE_SYMBOL penstock_numpy /* _native.c imports numpy for all */
-#ifndef IMPORTS_NUMPY
-#define NO_IMPORT_ARRAY
-#endif
 #include <Python.h>
 #include <numpy/arrayobject.h>
 
@@ -25,11 +22,7 @@ static inline int read_index(PyObject *argument, Py_ssize_t *index) {
     return *index != -1 || !PyErr_Occurred();
 }
 
-/* In _stepping.c. */
-PyObject *penstock_step_ordinary(PyObject *, Arguments, Py_ssize_t);
-PyObject *penstock_store_game_step(PyObject *, Arguments, Py_ssize_t);
-PyObject *penstock_shift_rows(PyObject *, Arguments, Py_ssize_t);
-/* In _drawing.c. */
-PyObject *penstock_draw_rows(PyObject *, Arguments, Py_ssize_t);
+/* An entry of a module's table of functions. */
+#define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 #endif

@@ -47,8 +47,8 @@ class EvalCollector(Collector):
     def __init__(self, parts: CollectorParts) -> None:
         super().__init__(parts)
         assert parts.limits is not None
-        self._limits, self._n_evaluations, n = parts.limits, 0, len(parts.columns.env_ranks)
-        most = self._limits.max_trajectories
+        self.limits, self._n_evaluations, n = parts.limits, 0, len(parts.columns.env_ranks)
+        most = self.limits.max_trajectories
         self._most = float("inf") if most is None else most
         self._left, self._n_ended, self._n_found = [0.0] * n, [0] * n, 0
         self.columns.keeps_seeds = True
@@ -56,7 +56,7 @@ class EvalCollector(Collector):
     def collect_evaluation(self, itr: int) -> None:
         """Run the agents. Finished trajectories go to the trackers, and `progress.n_results` counts them."""
         self.begin_evaluation()
-        n_sent, max_T = 0, self._limits.max_T
+        n_sent, max_T = 0, self.limits.max_T
         for first_t in range(0, max_T, self.batch_T):
             wanted = min(self.batch_T, max_T - first_t)
             for recorder in self.recorders:
@@ -83,7 +83,7 @@ class EvalCollector(Collector):
         evaluation does not depend on the one before."""
         key, n = self._n_evaluations, len(self.columns.env_ranks)
         self._n_evaluations += 1
-        shares = self._limits.episodes
+        shares = self.limits.episodes
         self._left = [float("inf")] * n if shares is None else list(shares)
         self._n_ended, self._n_found = [0] * n, 0
         self.reset_envs([self.seed_of(e) for e in range(n)], [e for e in range(n) if self._left[e] > 0])
@@ -93,7 +93,7 @@ class EvalCollector(Collector):
 
     def seed_of(self, e: int) -> int:
         """The seed of the next trajectory of environment e, which is one of those of all evaluation environments."""
-        return eval_seed(self.streams.seed, self._n_ended[e] * self._limits.n_envs + self.streams.env_ranks[e])
+        return eval_seed(self.streams.seed, self._n_ended[e] * self.limits.n_envs + self.streams.env_ranks[e])
 
     def must_stop(self) -> bool:
         """Whether to end now: the main process says so, or this worker alone has finished enough trajectories."""

@@ -45,6 +45,7 @@ class PolicyParts:
     progress: Progress  #: the worker's row of shared words: phase, t, env_rank, heartbeat
     streams: ColumnStreams  #: random generators of these columns
     who: int = 0  #: the policy's index + 1 where there are several, else 0
+    policy: str = "agent"  #: the name of the policy; "agent" where one agent acts in all columns
 
 
 class Slot:
@@ -67,15 +68,16 @@ class Recorder:
 
     The agent acts for idle columns too, so that each column draws the same random numbers whatever the others do.
 
-    Attributes: `columns`, `agent`, `tracker`, `progress` and `streams` as in `PolicyParts`; `samples`, the slot that is
-    written; `batch_T`; `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets beside the observation.
-    They are zero where an episode starts, while the batch keeps the last action and reward of the episode before.
+    Attributes: `policy`, `columns`, `agent`, `tracker`, `progress` and `streams` as in `PolicyParts`; `samples`, the
+    slot that is written; `batch_T`; `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets beside the
+    observation. They are zero where an episode starts, while the batch keeps the last action and reward of the episode
+    before.
     """
 
     def __init__(self, parts: PolicyParts, *, waits: bool = False, evaluates: bool = False) -> None:
         """`waits`: columns may be idle because their environments are parked."""
         samples, columns = parts.slots[0], parts.columns
-        self.columns, self.agent, self.tracker = columns, parts.agent, parts.tracker
+        self.policy, self.columns, self.agent, self.tracker = parts.policy, columns, parts.agent, parts.tracker
         self.progress, self.streams, self.batch_T = parts.progress, parts.streams, samples.batch_T
         self._who, self._evaluates = parts.who << WHO_BITS, evaluates
         self._mask = mask_of(parts.agent)
@@ -83,7 +85,7 @@ class Recorder:
         self._random_mask = self._mask or mask_in(columns.observation_space, columns.action_space)
         self._has_agent_info, self._on_step = len(samples.agent_info) > 0, parts.tracker.on_step
         self.has_state = type(parts.agent).reset_one is not Agent.reset_one
-        self._has_gaps = samples.has_gaps or waits
+        self._waits, self._has_gaps = waits, samples.has_gaps or waits
         self.keeps_infos = samples.env_info is not None
         # What depends on the slot is made once for each slot.
         self._slots = [self._make_slot(slot) for slot in parts.slots]
@@ -127,7 +129,10 @@ class Recorder:
         self._is_first = self._rejoined = False
         if self._has_gaps:
             samples.valid[...] = True
-        (self.agent.eval_mode if self._evaluates else self.agent.sample_mode)(itr)
+        if not self._evaluates:
+            self.agent.sample_mode(itr)
+        elif self.first_t == 0:  # once in an evaluation
+            self.agent.eval_mode(itr)
 
     def act(self, t: int) -> None:
         """First part of step t: call `agent.step` with `observation[t]`, and record its action and agent_info.
@@ -201,14 +206,26 @@ class Recorder:
             self._record_rows(t, ends, going)
         if events.cut:
             for column in events.cut:
-                if self._who:
-                    self.progress.at_env(self._who | int(self.columns.env_ranks[column]))
+                self._at(column)
                 self.tracker.cut(column, self._ends.cut(t, column), t)
                 self.prev_action[column] = 0
+                if self._waits:
+                    self._park_cut(t, column)
             self._changed = [*self._changed, *events.cut]
         if self.has_state and len(events.joined):
             self.begin(events.joined)
         return going
+
+    def _at(self, column: int) -> None:
+        """Column is worked on, in case that its agent or its trajectory info fails."""
+        self.progress.at_env(self._who | int(self.columns.env_ranks[column]))
+
+    def _park_cut(self, t: int, column: int) -> None:
+        """Column is parked from step t on, which has no result. Row 0 keeps the observation after the batch before."""
+        self._skip_idle(t, [column])
+        self._ends.done[t, column] = False
+        if t:
+            self.samples.observation_rows[t][column] = 0
 
     def _record_each(self, t: int, ends: Sequence[Any], going: list[int]) -> None:
         own, samples, row = self._ends, self.samples, t if self._ends.is_recorded else 0
@@ -221,12 +238,13 @@ class Recorder:
             if own.has_checks or not put_cell(own.arrays, row, column, observation):
                 self.columns.write_final(own.arrays, row, column, observation)
             if truncated and not terminated and samples.final_value is not None:
-                if self._who:  # the policy's value may be computed here
-                    self.progress.at_env(self._who | int(self.columns.env_ranks[column]))
+                self._at(column)  # the policy's value may be computed here
                 own.value_end(t, column, row, reward)
             self.prev_action[column] = 0
-            if self._on_step is not None and not self.tracker.on_episode_end(self.first_t + t, column, observation):
-                going.append(column)
+            if self._on_step is not None:
+                self._at(column)
+                if not self.tracker.on_episode_end(self.first_t + t, column, observation):
+                    going.append(column)
 
     def _record_rows(self, t: int, ends: EpisodeEnds, going: list[int]) -> None:
         samples, columns = self.samples, ends.columns
@@ -306,6 +324,7 @@ class Recorder:
         """Episodes begin in these columns: reset the state of the agent."""
         if self.has_state:
             for column in joined:
+                self._at(column)
                 self.agent.reset_one(column)
 
     def rejoin(self, joined: Sequence[int]) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 
 import gymnasium as gym
 
-from penstock.buffers.native import store_game_step
 from penstock.columns.interface import Columns, End, Events, InfoHook, PolicyEvents, Returned, Start, StepHook, snapshot
 from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import ListedColumns
+from penstock.columns.stepping import store_game_step
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
 from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent, has_vanished
+from penstock.envs.state import load_env
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase, Progress
 
@@ -105,6 +106,8 @@ class LockStepColumns(Columns):
     policies: Sequence[SeatColumns]
     renewals: Renewals | None = None
     renewable: tuple[type[Exception], ...] = ()  #: see `SingleColumns`
+    #: Called with the old environment and the one that was loaded in its place.
+    when_replaced: Callable[[Any, Any], None] = staticmethod(lambda old, new: None)
 
     def __init__(self, envs: list[ParallelView], policies: Sequence[SeatColumns], env_ranks: Sequence[int]) -> None:
         self.envs: list[Any] = envs
@@ -144,10 +147,12 @@ class LockStepColumns(Columns):
 
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
         phase = self._words[Progress.PHASE]
-        for i, e in enumerate(envs):
-            self.reset_env(e, _START if starts is None else starts[i])
-        self._words[Progress.PHASE] = phase
         self.waiting = [e for e in self.waiting if e not in envs]
+        for i, e in enumerate(envs):
+            start = _START if starts is None else starts[i]
+            if start is _START or not self._continue(e, start):
+                self.reset_env(e, start)
+        self._words[Progress.PHASE] = phase
         return [policy.take().joined for policy in self.policies]
 
     def reset_env(self, e: int, start: Start) -> None:
@@ -196,6 +201,35 @@ class LockStepColumns(Columns):
             require_info(info, columns.env_ranks[column], call)
             if info and columns.on_info is not None:
                 columns.on_info(column, info)
+
+    def save(self, e: int) -> Any:
+        living = self.living[e]
+        seen = {
+            agent: columns.observations[column] for agent, (columns, column) in zip(living, self.acting(e), strict=True)
+        }
+        return {"agents": list(living), "ended": list(self._ended[e]), "observations": snapshot(seen)}
+
+    def _continue(self, e: int, start: Start) -> bool:
+        """Let environment e continue a saved run, if `start` says so. Returns whether it does."""
+        if start.state is None:
+            return False
+        kind, data, saved = start.state
+        env, new = self.envs[e], load_env(self.envs[e], kind, data)
+        if new is not env:
+            self.when_replaced(env, new)
+            self._use(e, new)
+        self.clear(e)
+        self._ended[e] = set(saved["ended"])
+        self._join(e, saved["agents"], saved["observations"])
+        if not saved["agents"]:
+            self.park([e])
+        for columns, column in self.acting(e):
+            columns.check_column(column)
+        return True
+
+    def _use(self, e: int, env: ParallelView) -> None:
+        self.envs[e] = env
+        self._bound[e] = (env, env.env, *self._bound[e][2:])
 
     def _seed_after_renewal(self, e: int, seed: int | None) -> int | None:
         first_seed = self._first_seeds.pop(e)
@@ -270,8 +304,8 @@ class LockStepColumns(Columns):
         """Build environment e again."""
         if self.renewals is None or self.renewals.is_exhausted:
             raise error
-        self.envs[e], self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
-        self._bound[e] = (self.envs[e], self.envs[e].env, *self._bound[e][2:])
+        env, self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
+        self._use(e, env)
 
     def step_env(self, e: int) -> None:
         """Step one environment; see `step`."""

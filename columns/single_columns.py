@@ -12,7 +12,6 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.buffers.named import map_leaves
-from penstock.buffers.native import WATCH_ALL, WATCH_UNUSUAL, step_ordinary
 from penstock.buffers.tree import map_tree
 from penstock.columns.interface import (
     Columns,
@@ -27,6 +26,7 @@ from penstock.columns.interface import (
     snapshot,
 )
 from penstock.columns.renewal import Renewals
+from penstock.columns.stepping import WATCH_ALL, WATCH_UNUSUAL, step_ordinary
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, checked_reset, checked_step, require_number, reset_with
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
 from penstock.envs.examples import example_of

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import cloudpickle
 import numpy as np
@@ -24,15 +24,17 @@ from penstock.envs import EnvFn
 from penstock.errors import ConfigError, brief
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.asynchronous import AsyncSampler
-from penstock.samplers.config import SamplerState
-from penstock.samplers.parallel import ParallelSampler
-from penstock.samplers.sampler import EVALUATION, Sampler
+from penstock.samplers.config import SamplerConfig, SamplerState
+from penstock.samplers.parallel import ParallelSampler, SerialSampler
+from penstock.samplers.results import Trajectories
+from penstock.samplers.run import Run
+from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_plan import EnvRange, make_plans
 from penstock.samplers.seating import PolicyOf
-from penstock.samplers.serial import SerialSampler
 from penstock.samplers.stats import SamplerStats
+from penstock.samplers.who_acts import Acting
 from penstock.workers.launcher import unpicklable
-from penstock.workers.plan import Affinity
+from penstock.workers.plan import Affinity, PoolOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -101,6 +103,112 @@ class RayStats(SamplerStats):
         return super().lost_trajectories + sum(shard.lost_trajectories for shard in self.shards)
 
 
+class ShardsAct(Acting):
+    """Shards on the nodes of a Ray cluster, each with a sampler. The arguments are those of `RaySampler`."""
+
+    refusals: ClassVar = {
+        **dict.fromkeys(
+            ("episode", "state_dict", "load_state_dict"),
+            "on a RaySampler, whose environments are in other processes of Ray: use another sampler",
+        ),
+        "video": "on a RaySampler, which records no videos: evaluate the agent with another sampler to record one",
+    }
+
+    def __init__(
+        self,
+        n_shards: int | None,
+        sampler_cls: type[Sampler],
+        sampler_options: Mapping[str, Any],
+        options: ShardOptions,
+        extra_resources: Mapping[str, float],
+        address: str | None,
+        *,
+        dashboard: bool,
+    ) -> None:
+        self._n_shards, self._sampler_cls, self._sampler_options = n_shards, sampler_cls, sampler_options
+        self._options, self._extra_resources = options, extra_resources
+        self._address, self._dashboard = address, dashboard
+
+    def plans(
+        self, config: SamplerConfig, affinity: Affinity, env_range: EnvRange, resources: ExitStack
+    ) -> tuple[ShardPlan, ...]:
+        self._config, self._affinity, self._env_range = config, affinity, env_range
+        n_cpus = (self._n_shards or 1) * (config.n_workers or 1)
+        resources.callback(connect(self._address, n_cpus, dashboard=self._dashboard))
+        nodes, n_built, options = node_resources(), config.n_built, self._options
+        wanted = 1 if issubclass(self._sampler_cls, SerialSampler) else config.n_workers
+        n_usable = sum(self._n_places([node], wanted or 1) > 0 for node in nodes)
+        n_shards = self._n_shards or max(1, min(n_usable, n_built))
+        for name, number in (("min_shards", options.min_shards), ("min_ready", options.min_ready)):
+            if number is not None and number > n_shards:
+                raise ConfigError(f"{name} must be at most n_shards={n_shards}, got {number}")
+        most = math.ceil(n_built / n_shards)
+        largest = int(max(node.get("CPU", 0) for node in nodes))
+        fitting = (n for n in range(min(most, largest), 0, -1) if self._n_places(nodes, n) >= n_shards)
+        self._workers_per_shard = min(most, wanted or next(fitting, 1))
+        needs, n_places = self._needs(self._workers_per_shard), self._n_places(nodes, self._workers_per_shard)
+        if n_places < (options.min_shards or n_shards):
+            has = [{name: node.get(name, 0) for name in needs} for node in nodes]
+            raise ConfigError(
+                f"the cluster has room for {n_places} of {n_shards} shards. Each needs {needs} on one node, and the "
+                f"nodes have {brief(has)}: add nodes, or use fewer shards or workers"
+            )
+        unit = config.rows_per_env
+        plans = make_plans(*config.own_envs, [()] * n_shards, env_range, unit=unit)
+        n_workers = [min(self._workers_per_shard, len(plan.columns) // unit) for plan in plans]
+        return tuple(ShardPlan(**vars(plan), n_workers=n) for plan, n in zip(plans, n_workers, strict=True))
+
+    def _needs(self, n_workers: int) -> dict[str, float]:
+        """What a shard with `n_workers` needs of Ray."""
+        return {"CPU": float(n_workers), **self._extra_resources}
+
+    def _n_places(self, nodes: list[dict[str, float]], n_workers: int) -> int:
+        """How many such shards the nodes have room for."""
+        needs = [(name, amount) for name, amount in self._needs(n_workers).items() if amount]
+        return sum(
+            min((int(node.get(name, 0) / amount + 1e-6) for name, amount in needs), default=MOST_ENVS) for node in nodes
+        )
+
+    def start(self, allocation: Allocation, options: PoolOptions, resources: ExitStack) -> ShardPool:
+        config, program, layout = self._config, allocation.program, allocation.layout
+        seating = program.seating
+        if seating.has_games and config.eval_max_trajectories:
+            raise ConfigError(
+                "a RaySampler of environments with several agents counts the games of an evaluation with "
+                "eval_episodes: leave eval_max_trajectories out"
+            )
+        recorded = [name for p, name in enumerate(seating.policies) if p not in program.unrecorded]
+        agents = dict(zip(seating.policies, program.agents, strict=True))
+        spec = ShardSpec(
+            sampler_cls=self._sampler_cls,
+            sampler_options=self._sampler_options,
+            config=config,
+            agents=program.agents[0] if seating.is_shared else agents,
+            plans=tuple(plan for plan in layout.plans if isinstance(plan, ShardPlan)),
+            n_cpus=self._workers_per_shard,
+            affinity=self._affinity,
+            setup={
+                "seed": program.seed,
+                "bootstrap_value": "bootstrap_value" in layouts_of(layout.memory.slots[0])[0],
+                "traj_info_kwargs": program.traj_info_kwargs,
+                "n_envs": self._env_range.n_envs,
+                "n_eval_envs": self._env_range.n_eval_envs,
+                "record": None if seating.is_shared else recorded,
+            },
+            seats=allocation.seats,
+        )
+        try:
+            pickled = bytes(cloudpickle.dumps(spec))
+        except Exception as error:  # pickling runs the user's code, which may raise anything
+            parts = {"agent": spec.agents, "policy_of": seating.chooser, **vars(config)}
+            raise unpicklable(parts, error) from error
+        needs = self._needs(self._workers_per_shard)
+        return ShardPool(spec.plans, needs, pickled, config, layout.memory, self._options, resources)
+
+    def trajectories(self, run: Run, slot: int, opening: int | None) -> Trajectories:
+        return run.pool.take_messages()
+
+
 class RaySampler(Sampler):
     """Samples on many machines, with the same calls and, for the same seed, the same batches as on one.
 
@@ -133,9 +241,6 @@ class RaySampler(Sampler):
         address: the address of a Ray cluster. It must be the one that the process has joined, if any.
         dashboard: whether a Ray that is started here has its dashboard.
     """
-
-    _no_restore = "on a RaySampler, whose environments are in other processes of Ray: use another sampler"
-    _no_video = "RaySampler records no videos: evaluate the agent with another sampler to record one"
 
     def __init__(
         self,
@@ -184,89 +289,17 @@ class RaySampler(Sampler):
         # Raises an error for a wrong argument of the shards' sampler here, and not later on a node.
         sampler_cls(env_fn, **{**options, **self._sampler_options})
 
-    # ---- shards ----------------------------------------------------------------------------
-
-    def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[ShardPlan, ...]:
-        n_cpus = (self._n_shards or 1) * (self.config.n_workers or 1)
-        resources.callback(connect(self._address, n_cpus, dashboard=self._dashboard))
-        nodes, n_built, options = node_resources(), self.config.n_built, self._shard_options
-        wanted = 1 if issubclass(self._sampler_cls, SerialSampler) else self.config.n_workers
-        n_usable = sum(self._n_places([node], wanted or 1) > 0 for node in nodes)
-        n_shards = self._n_shards or max(1, min(n_usable, n_built))
-        for name, number in (("min_shards", options.min_shards), ("min_ready", options.min_ready)):
-            if number is not None and number > n_shards:
-                raise ConfigError(f"{name} must be at most n_shards={n_shards}, got {number}")
-        most = math.ceil(n_built / n_shards)
-        largest = int(max(node.get("CPU", 0) for node in nodes))
-        fitting = (n for n in range(min(most, largest), 0, -1) if self._n_places(nodes, n) >= n_shards)
-        self._workers_per_shard = min(most, wanted or next(fitting, 1))
-        needs, n_places = self._needs(self._workers_per_shard), self._n_places(nodes, self._workers_per_shard)
-        if n_places < (options.min_shards or n_shards):
-            has = [{name: node.get(name, 0) for name in needs} for node in nodes]
-            raise ConfigError(
-                f"the cluster has room for {n_places} of {n_shards} shards. Each needs {needs} on one node, and the "
-                f"nodes have {brief(has)}: add nodes, or use fewer shards or workers"
-            )
-        self._affinity, self._env_range = affinity, env_range
-        unit, n_evals = self.config.rows_per_env, self.config.eval_n_envs
-        plans = make_plans(self.batch_B, n_evals, [()] * n_shards, env_range, unit=unit)
-        n_workers = [min(self._workers_per_shard, len(plan.columns) // unit) for plan in plans]
-        return tuple(ShardPlan(**vars(plan), n_workers=n) for plan, n in zip(plans, n_workers, strict=True))
-
-    def _needs(self, n_workers: int) -> dict[str, float]:
-        """What a shard with `n_workers` needs of Ray."""
-        return {"CPU": float(n_workers), **self._extra_resources}
-
-    def _n_places(self, nodes: list[dict[str, float]], n_workers: int) -> int:
-        """How many such shards the nodes have room for."""
-        needs = [(name, amount) for name, amount in self._needs(n_workers).items() if amount]
-        return sum(
-            min((int(node.get(name, 0) / amount + 1e-6) for name, amount in needs), default=MOST_ENVS) for node in nodes
+    def acting(self) -> Acting:
+        """The workers of the shards act, or their inference servers."""
+        return ShardsAct(
+            self._n_shards,
+            self._sampler_cls,
+            self._sampler_options,
+            self._shard_options,
+            self._extra_resources,
+            self._address,
+            dashboard=self._dashboard,
         )
-
-    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> ShardPool:
-        config, program = self.config, allocation.program
-        if program.seating is not None and config.eval_max_trajectories:
-            raise ConfigError(
-                "a RaySampler of environments with several agents counts the games of an evaluation with "
-                "eval_episodes: leave eval_max_trajectories out"
-            )
-        agents = dict(zip(self._agents, program.agents, strict=True))
-        recorded = [name for p, name in enumerate(agents) if p not in program.unrecorded]
-        spec = ShardSpec(
-            sampler_cls=self._sampler_cls,
-            sampler_options=self._sampler_options,
-            config=config,
-            agents=self._by_policy(agents),
-            plans=tuple(plan for plan in self._plans if isinstance(plan, ShardPlan)),
-            n_cpus=self._workers_per_shard,
-            affinity=self._affinity,
-            setup={
-                "seed": program.seed,
-                "bootstrap_value": "bootstrap_value" in layouts_of(allocation.memory.slots[0])[0],
-                "traj_info_kwargs": program.traj_info_kwargs,
-                "n_envs": self._env_range.n_envs,
-                "n_eval_envs": self._env_range.n_eval_envs,
-                "record": None if self._is_shared else recorded,
-            },
-            seats=None if program.seating is None else (program.seating, allocation.examples),
-        )
-        try:
-            pickled = bytes(cloudpickle.dumps(spec))
-        except Exception as error:  # pickling runs the user's code, which may raise anything
-            policy_of = None if program.seating is None else program.seating.chooser
-            raise unpicklable({"agent": spec.agents, "policy_of": policy_of, **vars(config)}, error) from error
-        needs, options = self._needs(self._workers_per_shard), self._shard_options
-        return ShardPool(spec.plans, needs, pickled, config, allocation.memory, options, resources)
-
-    @property
-    def _n_seats(self) -> Any:
-        """See `SampleSpec`; with a dict of agents, that of each policy."""
-        seating = self._seating
-        return seating and self._by_policy({name: seating.n_seats(p) for p, name in enumerate(seating.policies)})
-
-    def _take_traj_infos(self, pool: Any, slot: int = 0, opening: int | None = None) -> list[TrajInfo]:
-        return self._as_infos(pool.take_messages(), evaluation=slot == EVALUATION)
 
     def set_policy_of(self, policy_of: PolicyOf) -> None:
         """As `Sampler.set_policy_of`. Raises `ConfigError` with `on_node_failure="restart"` too: a shard that is built
@@ -311,25 +344,26 @@ class RaySampler(Sampler):
                 self._guard.state = SamplerState.READY
 
     def _next_piece(self, stream: Stream) -> Piece:
-        newest = [own.version for own in self._memory.parameters]
+        run = self.run
+        memory, seating = run.memory, run.seating
+        newest = [own.version for own in memory.parameters]
         shard, reply, itr, staleness = stream.take(newest)
-        self.policy_version = self._by_policy(dict(zip(self._agents, reply.versions, strict=True)))
-        traj_infos = self._as_infos(reply.found)
-        arrays = iter([reply.arrays[path] for path, _ in self._memory.slots[0].leaves()])
-        view: Any = batch_view(self._memory.slots[0].map(lambda _: next(arrays)), self.batch_T, self._n_seats)
+        run.policy_version = run.by_policy(dict(zip(run.agents, reply.versions, strict=True)))
+        traj_infos = run.as_infos(reply.found)
+        arrays = iter([reply.arrays[path] for path, _ in memory.slots[0].leaves()])
+        n_seats = run.by_policy({name: seating.n_seats(p) for p, name in enumerate(seating.policies)})
+        view: Any = batch_view(memory.slots[0].map(lambda _: next(arrays)), self.batch_T, n_seats)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             samples = view.torch()
-        self._metrics.training.extend(traj_infos)
-        self._check_published(len(self._plans))
-        if self._seating is not None:
-            self._count_agents(samples)
+        run.check_published(len(run.plans))
+        run.note_batch(samples, traj_infos)
         return Piece(
             samples=samples,
             traj_infos=traj_infos,
             shard=shard.plan.worker_rank,
             env_ranks=shard.plan.env_ranks,
-            policy_version=self.policy_version,
+            policy_version=run.policy_version,
             staleness=staleness,
             itr=itr,
         )
@@ -339,10 +373,11 @@ class RaySampler(Sampler):
     @property
     def n_workers(self) -> int:
         """The number of workers of all shards; 0 before `initialize`."""
-        return sum(plan.n_workers for plan in self._plans if isinstance(plan, ShardPlan))
+        plans = () if self._run is None else self._run.plans
+        return sum(plan.n_workers for plan in plans if isinstance(plan, ShardPlan))
 
     def _shard_pool(self, call: str) -> ShardPool:
-        pool = self._require_pool(call)
+        pool = self._require_run(call).pool
         assert isinstance(pool, ShardPool)
         return pool
 
@@ -365,7 +400,7 @@ class RaySampler(Sampler):
             )
             for shard in pool.shards
         )
-        nbytes, difference = self._memory.nbytes, self._inference_difference
+        nbytes, difference = self.run.memory.nbytes, self.run.inference_difference
         return RayStats(workers, nbytes, difference, shards=shards, parameter_puts=pool.n_puts)
 
     def timeline(self) -> npt.NDArray[np.float64]:
@@ -376,7 +411,7 @@ class RaySampler(Sampler):
         return np.concatenate(found) if found else np.zeros((0, 2 * self.batch_T + 1))
 
     def __repr__(self) -> str:
-        state, shards = self._guard.state, [] if self._pool is None else self._shard_pool("repr").shards
+        state, shards = self._guard.state, [] if self._run is None else self._shard_pool("repr").shards
         heading = f"{type(self).__name__} {state.name.lower()}: batch_T={self.batch_T}, batch_B={self.batch_B}"
         if not shards:
             return f"<{heading}>"

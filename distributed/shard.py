@@ -6,7 +6,7 @@ import math
 import os
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -17,17 +17,15 @@ from penstock import errors
 from penstock.agents import Agent
 from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import RemoteTraceback, dump_exception, in_one_line, load_exception
-from penstock.envs import EnvFactory
 from penstock.envs.calls import EnvCall
 from penstock.envs.seeding import seed_generators
-from penstock.samplers.allocation import eval_fn, eval_kwargs
+from penstock.samplers.allocation import Seats, eval_fn, eval_kwargs
 from penstock.samplers.config import SamplerConfig
+from penstock.samplers.parallel import SerialSampler
 from penstock.samplers.results import Trajectories
 from penstock.samplers.resuming import StateMessage
 from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_plan import SamplerPlan, episodes_per_env, eval_max_T
-from penstock.samplers.seating import Seating
-from penstock.samplers.serial import SerialSampler
 from penstock.samplers.stats import WorkerStats
 from penstock.workers.affinity import limit_threads, usable_cpus
 from penstock.workers.control import Command
@@ -65,7 +63,7 @@ class ShardSpec:
     n_cpus: int  #: that a shard takes
     affinity: Affinity
     setup: Mapping[str, Any]  #: further arguments of `initialize`
-    seats: tuple[Seating, Sequence[EnvFactory]] | None = None  #: see `InitArguments`; of all shards together
+    seats: Seats  #: of all shards together
 
     def options(self, plan: ShardPlan) -> dict[str, Any]:
         """The arguments of the sampler of one shard."""
@@ -185,9 +183,7 @@ class ShardHost:
         seed_generators(spec.setup["seed"], plan.env_ranks.start, self._generation)  # as those of a worker
         sampler = spec.sampler_cls(options.pop("env_fn"), **options)
         sampler._generation = self._generation << _GENERATION_BITS
-        if spec.seats is not None:
-            sampler._seats = spec.seats[0].part(plan), spec.seats[1]
-        sampler._makes_infos = False  # the driver makes them, in the order of all shards
+        sampler._seats = replace(spec.seats, seating=spec.seats.seating.part(plan))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the driver has given the same warnings
             sampler.initialize(
@@ -205,7 +201,7 @@ class ShardHost:
         sampler, arrays = self._sampler, {}
         found: Any = []
         try:
-            shared = sampler._memory.parameters
+            shared = sampler.run.memory.parameters
             newer = [self._parameters.pop(p) for p in list(self._parameters)]  # the other thread may add some
             for p, version, values in (*parameters, *newer):
                 if version > shared[p].version:
@@ -219,17 +215,18 @@ class ShardHost:
                         found = sampler.evaluate_agent(command.itr)
             else:
                 _, found = sampler.obtain_samples(command.itr)
-                slot = sampler._memory.slots[(sampler._batch - 1) % sampler._batches.n_slots]
+                run = sampler.run
+                slot = run.memory.slots[(run.batch - 1) % run.batches.n_slots]
                 arrays = dict(slot.leaves())  # Ray copies them before this thread runs the next order
-            versions, seating = tuple(own.version for own in shared), sampler._seating
-            timeline = None if seating is not None and seating.in_turns else sampler.timeline()
+            versions = tuple(own.version for own in shared)
+            timeline = None if sampler.run.seating.in_turns else sampler.timeline()
             return Reply(arrays, [_portable(item) for item in found], versions, sampler.stats().workers, timeline)
         except BaseException as error:
             return Failure.of(error)
 
     def _call(self, call: EnvCall | StateMessage) -> list[ObjectMessage]:
         if isinstance(call, StateMessage):
-            self._sampler._send(call, "set_policy_of")
+            self._sampler.run.send(call, "set_policy_of")
             return []
         columns = self._plan.eval_columns if call.evaluation else self._plan.columns
         if not columns:

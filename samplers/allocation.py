@@ -70,114 +70,140 @@ _CHECKED_ROWS = 16  # observations on which fast inference is compared with torc
 class InitArguments:
     """What the arguments of `initialize` come to."""
 
+    config: SamplerConfig
+    agents: Agent | Mapping[str, Agent]
     plans: tuple[SamplerPlan, ...]
     seed: int
     env_range: EnvRange
     bootstrap_value: bool
-    traj_info_kwargs: Mapping[str, Any] | None
+    traj_info_kwargs: Mapping[str, Any]
     shared: bool  #: whether workers are processes
     central: bool  #: whether workers hold no agent
     policy_of: PolicyOf | None = None
     record: object = None  #: the names of the policies that are recorded; None: all
-    #: In a shard: who sits where, and what builds the example environment of each policy, as the driver has found them.
-    seats: tuple[Seating, Sequence[EnvFactory]] | None = None
+    seats: Seats | None = None  #: in a shard: its part of what the driver has found
+
+
+@dataclass(frozen=True)
+class Example:
+    """What the environments of a policy are like, as the agent sees them."""
+
+    factory: EnvFactory  #: builds one of them; with several agents, one seat as an environment of its own
+    observation_space: Any
+    action_space: Any
+    env_info: NamedArrays | None  #: one step of the `env_info` to record
+
+
+@dataclass(frozen=True)
+class Environments:
+    """What builds the environments, and of which kind they are."""
+
+    train: Sequence[EnvFactory]  #: one for each environment
+    evaluation: Sequence[EnvFactory]
+    has_gaps: bool  #: whether some cells of a batch hold no step
+    #: What the first environment is like. One of several agents is here itself, and is closed.
+    first: Example | ParallelView
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Who sits where, and what the seats of each policy are like."""
+
+    seating: Seating
+    examples: Sequence[Example]
+
+
+@dataclass(frozen=True)
+class PreparedAgents:
+    """The agents, ready to act. Each list has an entry for each policy."""
+
+    agents: Sequence[Agent]  #: those of the learner, which are initialized
+    copies: tuple[Agent, ...]  #: those of the workers
+    specs: Sequence[SampleSpec]  #: what is recorded of each
+    is_recorded: Sequence[bool]
+    inference_difference: float | None  #: see `SamplerStats`
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which worker has which cells, and the memory."""
+
+    plans: tuple[SamplerPlan, ...]  #: with the columns of each policy
+    batches: Sequence[Batch]  #: the public views of the samples buffer, by slot
+    memory: SamplerMemory
 
 
 @dataclass(frozen=True)
 class Allocation:
     """The memory of one sampler, and what its workers run."""
 
-    batches: Sequence[Batch]  #: the public views of the samples buffer, by slot
-    memory: SamplerMemory
+    layout: Layout
+    seats: Seats
+    agents: PreparedAgents
     program: SamplerProgram
-    plans: tuple[SamplerPlan, ...]  #: with the columns of each policy
     worker_data: Sequence[WorkerFactories]  #: by worker rank
-    examples: Sequence[EnvFactory]  #: what builds an example environment, for each policy
-    inference_difference: float | None  #: see `SamplerStats`
     episodes: RecordedEpisodes | None  #: the recorded ones, if `seed_episodes=True`
 
 
-def allocate(
-    config: SamplerConfig, agents: Agent | Mapping[str, Agent], setup: InitArguments, resources: ExitStack
-) -> Allocation:
+def allocate(arguments: InitArguments, resources: ExitStack) -> Allocation:
     """Read the spaces, initialize the agents, try them on an example, and allocate everything.
 
     What must be closed goes onto `resources`. Raises `ConfigError` or `SpaceError`.
     """
-    each, env_range = _checked_agents(agents), setup.env_range
+    environments = read_spaces(arguments)
+    seats = seat(arguments, environments)
+    agents = prepare_agents(arguments, environments, seats)
+    layout = lay_out(arguments, seats, agents, resources)
+    program = make_program(arguments, seats, agents)
+    train, evaluation, config = environments.train, environments.evaluation, arguments.config
+    worker_data = [
+        ([train[b] for b in plan.columns], [evaluation[b] for b in plan.eval_columns]) for plan in layout.plans
+    ]
+    episodes = None
+    if config.seed_episodes:
+        episodes = RecordedEpisodes(layout.memory, train, arguments.seed, config.crash_dir)
+    return Allocation(layout, seats, agents, program, worker_data, episodes)
+
+
+# ---- 1: the environments ----------------------------------------------------------------------------
+
+
+def read_spaces(arguments: InitArguments) -> Environments:
+    """Make the factories, and read the spaces of the first environment."""
+    config, each = arguments.config, _checked_agents(arguments.agents)
     train = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
     n_evals = config.eval_n_envs
-    evals = env_factories(eval_fn(config), eval_kwargs(config), n_evals, "eval_") if n_evals else ()
-    train, evals = (prepared_factories(each, factories, config) for factories in (train, evals))
-    examples, plans, seating = [train[0].as_example(config.spaces)], setup.plans, None
-    built = build_example_env(examples[0], batched=config.example_size)
-    if isinstance(built, ParallelView):
-        close_example_env(built)
-        if setup.seats is None:
-            sides = (train, env_range.first_env_rank), (evals, env_range.first_eval_env_rank)
-            seating, seats = find_seating(sides, agents, setup.policy_of, (train[0], built))
-            examples = [_of_one_seat(factory, agent_id) for factory, agent_id, _ in seats]
-        else:
-            seating, examples = setup.seats[0], list(setup.seats[1])
-        _refuse_with_seats(config, setup, seating)
-        plans = tuple(seating.with_cells(plan) for plan in plans)
-    else:
-        _refuse_for_one_agent(config, agents, setup.policy_of, built)
-    traj_info_kwargs = _checked_traj_info_kwargs(config.traj_info_cls, setup.traj_info_kwargs)
-    is_recorded = _are_recorded(setup.record, agents)
-    extra, specs, copies, differences = _extra_example(config.collector_cls), [], [], []
-    for p, (agent, example) in enumerate(zip(each, examples, strict=True)):
-        env = built if seating is None else build_example_env(example)
-        with _naming_policy("" if seating is None or seating.is_shared else seating.policies[p]):
-            env_info = _prepare_agent(agent, env, setup.seed, config, p)
-            copied = agent.runtime.worker_copy()
-            own_setup = replace(setup, bootstrap_value=setup.bootstrap_value and is_recorded[p])
-            if agent.joint:
-                copied = JointSeats(copied, _seats_of_joint(agent, seating, p, config, own_setup))
-            spec = replace(_try_agent(copied, example, config, own_setup), env_info=env_info, extra=extra)
-        copies.append(copied)
-        _refuse_in_turns(agent, spec, seating)
-        specs.append(replace(spec, n_seats=None if seating is None else seating.n_seats(p)))
-        differences.append(copied.runtime.inference_difference(partial(_real_inputs, copied, example, config)))
-    uses_mask = any(agent.mask_key or isinstance(agent, FunctionAgent) for agent in each)
-    if seating is not None and not uses_mask and any(mask_in(a.observation_space, a.action_space) for a in each):
-        _log.warning(
-            "the observations have an action_mask, but no agent uses it, so illegal actions are possible: make the "
-            'agents with mask_key="observation.action_mask"'
-        )
-    difference = max((own for own in differences if own is not None), default=None)
-    # Whole episodes need another collector, unless the user has chosen one.
-    program = SamplerProgram(
-        agents=tuple(copies),
-        config=replace(config, env_fn="", env_kwargs=None, eval_env_fn=None, eval_env_kwargs=None, env_info=False),
-        traj_info_kwargs=traj_info_kwargs,
-        eval_max_T=eval_max_T(config.eval_max_steps, config.eval_n_envs),
-        env_range=env_range,
-        seed=setup.seed,
-        seating=seating,
-        unrecorded={p: spec for p, spec in enumerate(specs) if not is_recorded[p]},
-    )
-    worker_data = [([train[b] for b in plan.columns], [evals[b] for b in plan.eval_columns]) for plan in plans]
-    buffer = _samples_buffer(config, setup, plans, specs, is_recorded, seating)
-    with sigint.deferred():  # Ctrl-C could lose a descriptor that nobody owns yet
-        memory = _allocate_memory(config, each, setup, plans, buffer, program.eval_max_T)
-    for part in [*memory.parts, memory.mailbox.file]:
-        resources.callback(part.close)
-    for agent, parameters in zip(each, memory.parameters, strict=True):
-        resources.callback(agent.runtime.unshare_memory, parameters)
-    episodes = RecordedEpisodes(memory, train, setup.seed, config.crash_dir) if config.seed_episodes else None
-    return Allocation(buffer.batches, memory, program, plans, worker_data, examples, difference, episodes)
-
-
-@contextmanager
-def _naming_policy(name: str) -> Iterator[None]:
-    """A context in which errors about an agent say which policy it is."""
+    evaluation = env_factories(eval_fn(config), eval_kwargs(config), n_evals, "eval_") if n_evals else ()
+    train, evaluation = (prepared_factories(each, factories, config) for factories in (train, evaluation))
+    # A batched environment that resets itself late takes a step for it; with "renew", a cut step is not valid.
+    has_gaps = config.batched or config.on_game_failure == "renew"
+    factory = train[0].as_example(config.spaces)
+    env = build_example_env(factory, batched=config.example_size)
+    if isinstance(env, ParallelView):
+        close_example_env(env)
+        return Environments(train, evaluation, has_gaps, env)
     try:
-        yield
-    except (ConfigError, SpaceError) as error:
-        if not name:
-            raise
-        raise (SpaceError if isinstance(error, SpaceError) else ConfigError)(f"policy {name!r}: {error}") from error
+        _refuse_for_one_agent(arguments, env)
+        return Environments(train, evaluation, has_gaps, _read_example(factory, env, config))
+    finally:
+        close_example_env(env)
+
+
+def _read_example(factory: EnvFactory, env: Any, config: SamplerConfig) -> Example:
+    """What `env` is like, which `factory` has built. Steps it, if it must show the entries of its `info`."""
+    batched, wanted = config.batched, config.env_info
+    prefix = "single_" if batched else ""
+    observation_space, action_space = (getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action"))
+    example_of(observation_space, "observation")
+    example_of(action_space, "action")
+    env_info = None
+    if batched and wanted and not isinstance(wanted, Mapping):
+        raise ConfigError("env_info of a batched environment needs examples: env_info={'name': 0.0}")
+    if wanted is True or (wanted is not False and len(wanted)):
+        env_info, skipped = info_example(env, wanted)
+        if skipped:
+            warnings.warn(f"these entries of info are not numeric and not recorded: {skipped}", stacklevel=5)
+    return Example(factory, observation_space, action_space, env_info)
 
 
 def _checked_agents(agents: object) -> tuple[Agent, ...]:
@@ -189,19 +215,6 @@ def _checked_agents(agents: object) -> tuple[Agent, ...]:
                 "CategoricalPgAgent(model), or subclass penstock.Agent"
             )
     return each
-
-
-def _are_recorded(record: Any, agents: object) -> Sequence[bool]:
-    """Whether each policy is recorded. Raises `ConfigError` unless `record` is None or has names of policies."""
-    names = list(agents) if isinstance(agents, Mapping) else [""]
-    if record is None:
-        return [True] * len(names)
-    if not isinstance(agents, Mapping):
-        raise ConfigError("record says which policies of a dict of agents are recorded: leave it out for one agent")
-    is_list = isinstance(record, list | tuple) and len(record) > 0
-    if not is_list or not all(isinstance(name, str) and name in names for name in record):
-        raise ConfigError(f"record must be a list with some of the policies {names}, got {brief(record)}")
-    return [name in record for name in names]
 
 
 def prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory], config: SamplerConfig) -> Any:
@@ -225,134 +238,6 @@ def prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory],
     return tuple(replace(factory, as_seats=view, wrapper=partial(MaskInObservation, key=key)) for factory in factories)
 
 
-def _of_one_seat(factory: EnvFactory, agent_id: AgentId) -> EnvFactory:
-    as_view: Any = factory.as_seats
-    return replace(factory, as_seats=lambda env: one_seat(agent_id, as_view(env)))
-
-
-def _refuse_for_one_agent(config: SamplerConfig, agents: object, policy_of: object, built: Any) -> None:
-    given = {
-        "a dict of agents": isinstance(agents, Mapping),
-        "policy_of": policy_of is not None,
-        "global_state=True": config.global_state,
-    }
-    if wrong := [name for name, is_given in given.items() if is_given]:
-        close_example_env(built)
-        raise ConfigError(
-            f"{wrong[0]} is for environments of several agents (PettingZoo's ParallelEnv), and env_fn returns "
-            f"{type(built).__name__}, an environment of one: leave it out"
-        )
-
-
-def _seats_of_joint(agent: Agent, seating: Seating | None, p: int, config: SamplerConfig, setup: InitArguments) -> int:
-    """How many seats of each environment a joint agent plays."""
-    k = 1 if seating is None else seating.n_seats(p)
-    if k == 0:
-        raise ConfigError(
-            f"{type(agent).__name__} is joint, so it must play the same number of agents in each environment: give a "
-            "sampler to each kind of environment"
-        )
-    if setup.bootstrap_value and (agent.recurrent or setup.central or not config.record_final_obs):
-        raise ConfigError(
-            "bootstrap_value=True with a joint agent needs record_final_obs=True, an agent that is not recurrent, and "
-            "a sampler whose workers act: the value at the end of an episode is that of all agents together"
-        )
-    return k
-
-
-def _refuse_with_seats(config: SamplerConfig, setup: InitArguments, seating: Seating) -> None:
-    """What environments of several agents cannot have."""
-    refusals = (
-        (config.collector_cls is not ResetCollector, "has its own collector: leave collector_cls out"),
-        (config.eval_collector_cls is not EvalCollector, "has its own collectors: leave eval_collector_cls out"),
-        (
-            config.on_game_failure == "renew" and seating.in_turns,
-            "that are played in turns cannot build one again, since its seats have decisions that are open: use "
-            'on_worker_failure="restart" in place of on_game_failure="renew"',
-        ),
-        (config.seed_episodes, "cannot repeat an episode yet: leave seed_episodes out"),
-        (
-            setup.central and len(seating.policies) > 1,
-            "needs a ParallelSampler, a SerialSampler or an AsyncSampler without server for more than one policy: an "
-            "inference server acts with one agent",
-        ),
-    )
-    for is_given, text in refusals:
-        if is_given:
-            raise ConfigError(f"a sampler of environments with several agents {text}")
-
-
-def _refuse_in_turns(agent: Agent, spec: SampleSpec, seating: Seating | None) -> None:
-    """What an agent cannot do where agents take turns."""
-    if seating is None or not seating.in_turns:
-        return
-    info = spec.agent_info
-    refusals = (
-        (agent.joint, "cannot be joint: one agent acts at a time"),
-        ("has_rnn_state" in info, 'must record its state at each decision: give it record_state="step"'),
-        (
-            agent.recurrent and spec.bootstrap_value and "value" not in info,
-            "must report `value` in agent_info, since it is recurrent and bootstrap_value=True: its state has gone on "
-            "when a batch ends whose last reward is not complete",
-        ),
-    )
-    for is_given, text in refusals:
-        if is_given:
-            raise ConfigError(f"where agents take turns, {type(agent).__name__} {text}")
-
-
-def _samples_buffer(
-    config: SamplerConfig,
-    setup: InitArguments,
-    plans: Sequence[SamplerPlan],
-    specs: Sequence[SampleSpec],
-    is_recorded: Sequence[bool],
-    seating: Seating | None,
-) -> SamplesBuffer:
-    shared, n_slots, T = setup.shared, config.memory_slots, config.batch_T
-    numbers = [last.stop - first.start for first, last in zip(plans[0].cells, plans[-1].cells, strict=True)]
-    if seating is None or seating.is_shared:
-        return SamplesBuffer(specs[0], T, numbers[0], shared=shared, n_slots=n_slots)
-    by_name = dict(compress(zip(seating.policies, specs, strict=True), is_recorded))
-    batch_B = dict(zip(seating.policies, numbers, strict=True))
-    return SamplesBuffer(by_name, T, batch_B, shared=shared, n_slots=n_slots)
-
-
-def _allocate_memory(
-    config: SamplerConfig,
-    agents: Sequence[Agent],
-    setup: InitArguments,
-    plans: Sequence[SamplerPlan],
-    buffer: SamplesBuffer,
-    max_T: int,
-) -> SamplerMemory:
-    shared = setup.shared
-    # Objects of a TrajInfo subclass do not use the record arrays.
-    is_stock = config.traj_info_cls is TrajInfo
-    most = config.eval_max_trajectories or config.eval_episodes
-    sizes = config.batch_T, config.memory_slots, max_T, most
-    capacities = [plan.most_trajectories(*sizes) if is_stock else 1 for plan in plans]
-    server: dict[str, Any] = {}
-    if setup.central:
-        numbers = [cells[0].stop for cells in (plans[-1].cells, plans[-1].eval_cells)]
-        own = layouts_of(buffer.slots[0])[0]  # of the only policy
-        for name, n in zip(("steps", "eval_steps"), numbers, strict=True):
-            server[name] = StepBuffer(own, n, shared=shared) if n else None
-        server["totals"] = ServerTotals(max(numbers), shared=shared)
-    return SamplerMemory(
-        # The inference server has the last progress row.
-        control=ControlBlock(len(plans) + setup.central, config.batch_T, shared=shared),
-        samples=buffer.memory,
-        records=TrajectoryRecords(capacities, shared=shared),
-        parameters=tuple(agent.runtime.share_memory(shared=shared) for agent in agents),
-        mailbox=Mailbox(),
-        episodes=EpisodeLog(buffer.slots[0].action, config.batch_T, config.max_decorrelation_steps, shared=shared)
-        if config.seed_episodes
-        else None,
-        **server,
-    )
-
-
 def eval_fn(config: SamplerConfig) -> Any:
     """What builds the evaluation environments. A list in `env_fn` is one function per training environment; evaluation
     uses the first, unless it has its own."""
@@ -371,28 +256,138 @@ def eval_kwargs(config: SamplerConfig) -> Any:
     return config.env_kwargs[0] if config.env_kwargs else None
 
 
-def _prepare_agent(agent: Agent, env: Any, seed: int, config: SamplerConfig, p: int) -> NamedArrays | None:
-    """Initialize the agent of policy p from an example environment, which is closed then; returns an example of the
-    `env_info` to record."""
-    batched, wanted = config.batched, config.env_info
-    prefix = "single_" if batched else ""
-    observation_space, action_space = (getattr(env, f"{prefix}{kind}_space") for kind in ("observation", "action"))
-    env_info = None
+def _refuse_for_one_agent(arguments: InitArguments, env: object) -> None:
+    given = {
+        "a dict of agents": isinstance(arguments.agents, Mapping),
+        "policy_of": arguments.policy_of is not None,
+        "global_state=True": arguments.config.global_state,
+    }
+    if wrong := [name for name, is_given in given.items() if is_given]:
+        raise ConfigError(
+            f"{wrong[0]} is for environments of several agents (PettingZoo's ParallelEnv), and env_fn returns "
+            f"{type(env).__name__}, an environment of one: leave it out"
+        )
+
+
+# ---- 2: the seats -----------------------------------------------------------------------------------
+
+
+def seat(arguments: InitArguments, environments: Environments) -> Seats:
+    """Find out who sits where, and what the seats of each policy are like."""
+    config, env_range, first = arguments.config, arguments.env_range, environments.first
+    if arguments.seats is not None:
+        return arguments.seats
+    if isinstance(first, Example):
+        return Seats(Seating.of_single(*config.own_envs, env_range), [first])
+    sides = (environments.train, env_range.first_env_rank), (environments.evaluation, env_range.first_eval_env_rank)
+    seating, seats = find_seating(sides, arguments.agents, arguments.policy_of, (environments.train[0], first))
+    _refuse_with_seats(arguments, seating)
+    examples = []
+    for p, (factory, agent_id, _) in enumerate(seats):
+        of_seat = _of_one_seat(factory, agent_id)
+        with _naming_policy(seating, p):
+            env = build_example_env(of_seat)
+            try:
+                examples.append(_read_example(of_seat, env, config))
+            finally:
+                close_example_env(env)
+    return Seats(seating, examples)
+
+
+@contextmanager
+def _naming_policy(seating: Seating, p: int) -> Iterator[None]:
+    """A context in which errors about an agent say which policy it is."""
     try:
-        example_of(observation_space, "observation")
-        example_of(action_space, "action")
-        if batched and wanted and not isinstance(wanted, Mapping):
-            raise ConfigError("env_info of a batched environment needs examples: env_info={'name': 0.0}")
-        if wanted is True or (wanted is not False and len(wanted)):
-            env_info, skipped = info_example(env, wanted)
-            if skipped:
-                warnings.warn(f"these entries of info are not numeric and not recorded: {skipped}", stacklevel=4)
-    finally:
-        close_example_env(env)
-    model_seed = ColumnStreams(seed, range(1)).env_seeds(Purpose.MODEL, *([p] if p else []))[0]
-    agent.runtime.ensure_initialized(observation_space, action_space, model_seed)
-    mask_of(agent)  # raises for a wrong key
-    return env_info
+        yield
+    except (ConfigError, SpaceError) as error:
+        if seating.is_shared:
+            raise
+        raise (SpaceError if isinstance(error, SpaceError) else ConfigError)(
+            f"policy {seating.policies[p]!r}: {error}"
+        ) from error
+
+
+def _of_one_seat(factory: EnvFactory, agent_id: AgentId) -> EnvFactory:
+    as_view: Any = factory.as_seats
+    return replace(factory, as_seats=lambda env: one_seat(agent_id, as_view(env)))
+
+
+def _refuse_with_seats(arguments: InitArguments, seating: Seating) -> None:
+    """What environments of several agents cannot have."""
+    config = arguments.config
+    refusals = (
+        (
+            seating.in_turns and config.collector_cls is not ResetCollector,
+            "that are played in turns has a loop of its own, in which each seat counts its rows: leave collector_cls "
+            "out",
+        ),
+        (
+            seating.in_turns and config.eval_collector_cls is not EvalCollector,
+            "that are played in turns has a loop of its own, in which each seat counts its rows: leave "
+            "eval_collector_cls out",
+        ),
+        (
+            config.on_game_failure == "renew" and seating.in_turns,
+            "that are played in turns cannot build one again, since its seats have decisions that are open: use "
+            'on_worker_failure="restart" in place of on_game_failure="renew"',
+        ),
+        (config.seed_episodes, "cannot repeat an episode yet: leave seed_episodes out"),
+        (
+            arguments.central and len(seating.policies) > 1,
+            "needs a ParallelSampler, a SerialSampler or an AsyncSampler without server for more than one policy: an "
+            "inference server acts with one agent",
+        ),
+    )
+    for is_given, text in refusals:
+        if is_given:
+            raise ConfigError(f"a sampler of environments with several agents {text}")
+
+
+# ---- 3: the agents ----------------------------------------------------------------------------------
+
+
+def prepare_agents(arguments: InitArguments, environments: Environments, seats: Seats) -> PreparedAgents:
+    """Initialize each agent, copy it for the workers, and try the copy."""
+    config, seating, each = arguments.config, seats.seating, _checked_agents(arguments.agents)
+    is_recorded = _are_recorded(arguments.record, arguments.agents)
+    extra, specs, copies, differences = _extra_example(config.collector_cls), [], [], []
+    for p, (agent, example) in enumerate(zip(each, seats.examples, strict=True)):
+        with _naming_policy(seating, p):
+            key = [p] if p else []
+            model_seed = ColumnStreams(arguments.seed, range(1)).env_seeds(Purpose.MODEL, *key)[0]
+            agent.runtime.ensure_initialized(example.observation_space, example.action_space, model_seed)
+            mask_of(agent)  # raises for a wrong key
+            copied = agent.runtime.worker_copy()
+            own = replace(arguments, bootstrap_value=arguments.bootstrap_value and is_recorded[p])
+            if agent.joint:
+                copied = JointSeats(copied, _seats_of_joint(agent, seating, p, own))
+            spec = _try_agent(copied, example.factory, own)
+        spec = replace(spec, env_info=example.env_info, extra=extra, has_gaps=environments.has_gaps)
+        copies.append(copied)
+        _refuse_in_turns(agent, spec, seating)
+        specs.append(replace(spec, n_seats=seating.n_seats(p)))
+        differences.append(copied.runtime.inference_difference(partial(_real_inputs, copied, example.factory, config)))
+    uses_mask = any(agent.mask_key or isinstance(agent, FunctionAgent) for agent in each)
+    if seating.has_games and not uses_mask and any(mask_in(a.observation_space, a.action_space) for a in each):
+        _log.warning(
+            "the observations have an action_mask, but no agent uses it, so illegal actions are possible: make the "
+            'agents with mask_key="observation.action_mask"'
+        )
+    difference = max((own for own in differences if own is not None), default=None)
+    return PreparedAgents(each, tuple(copies), specs, is_recorded, difference)
+
+
+def _are_recorded(record: Any, agents: object) -> Sequence[bool]:
+    """Whether each policy is recorded. Raises `ConfigError` unless `record` is None or has names of policies."""
+    names = list(agents) if isinstance(agents, Mapping) else [""]
+    if record is None:
+        return [True] * len(names)
+    if not isinstance(agents, Mapping):
+        raise ConfigError("record says which policies of a dict of agents are recorded: leave it out for one agent")
+    is_list = isinstance(record, list | tuple) and len(record) > 0
+    if not is_list or not all(isinstance(name, str) and name in names for name in record):
+        raise ConfigError(f"record must be a list with some of the policies {names}, got {brief(record)}")
+    return [name in record for name in names]
 
 
 def _extra_example(cls: type[Collector]) -> NamedArrays | None:
@@ -421,34 +416,39 @@ def _extra_example(cls: type[Collector]) -> NamedArrays | None:
     return NamedArrays(found) if found else None
 
 
-def _checked_traj_info_kwargs(cls: type[TrajInfo], kwargs: object) -> dict[str, Any]:
-    if not (kwargs is None or isinstance(kwargs, Mapping)):
-        raise ConfigError(f"traj_info_kwargs must be a dict of arguments for traj_info_cls, got {kwargs!r}")
-    arguments = dict(kwargs or {})
-    try:
-        cls(**arguments)
-    except Exception as error:
-        raise ConfigError(f"{cls.__name__}(**traj_info_kwargs) raised {in_one_line(error)}") from error
-    return arguments
+def _seats_of_joint(agent: Agent, seating: Seating, p: int, arguments: InitArguments) -> int:
+    """How many seats of each environment a joint agent plays."""
+    k = seating.n_seats(p)
+    if k == 0:
+        raise ConfigError(
+            f"{type(agent).__name__} is joint, so it must play the same number of agents in each environment: give a "
+            "sampler to each kind of environment"
+        )
+    if arguments.bootstrap_value and (agent.recurrent or arguments.central or not arguments.config.record_final_obs):
+        raise ConfigError(
+            "bootstrap_value=True with a joint agent needs record_final_obs=True, an agent that is not recurrent, and "
+            "a sampler whose workers act: the value at the end of an episode is that of all agents together"
+        )
+    return k or 1
 
 
-def _try_agent(agent: Agent, factory: EnvFactory, config: SamplerConfig, setup: InitArguments) -> SampleSpec:
+def _try_agent(agent: Agent, factory: EnvFactory, arguments: InitArguments) -> SampleSpec:
     """Step the agent once: this shows what it reports, and what does not fit, before workers start.
 
     The first trial is on zeros. An agent may not take these (a mask of zeros allows no action), so the second trial is
     on an observation that an environment returns. It is not the first, since `env.reset` may take long.
     """
-    space = agent.observation_space
+    space, config = agent.observation_space, arguments.config
     n = _dry_run_columns(agent)
     rows = _columns(observation_example(space, config.observation_dtype), n)
     try:
-        return _dry_run(agent, rows, config, setup)
+        return _dry_run(agent, rows, arguments)
     except PenstockError:
         real = _real_observations(factory, config, 1)
         if not real:
             raise
     write_row(arrays_like(space, rows[np.newaxis]), 0, real * n, "the observation of env.reset")
-    return _dry_run(agent, rows, config, setup)
+    return _dry_run(agent, rows, arguments)
 
 
 def _real_inputs(agent: Agent, factory: EnvFactory, config: SamplerConfig) -> tuple[Any, Any, Any]:
@@ -491,7 +491,7 @@ def _columns(example: ArrayTree, n: int) -> Any:
     return map_leaves(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), example)
 
 
-def _dry_run(agent: Agent, observation: ArrayTree, config: SamplerConfig, setup: InitArguments) -> SampleSpec:
+def _dry_run(agent: Agent, observation: ArrayTree, arguments: InitArguments) -> SampleSpec:
     """Step a copy of the agent with `observation` `[2, ...]`. Raises `SpaceError` if something does not fit."""
     action, n = example_of(agent.action_space, "action"), _dry_run_columns(agent)
     inputs = observation, _columns(action, n), np.zeros(n, np.float32)
@@ -499,10 +499,10 @@ def _dry_run(agent: Agent, observation: ArrayTree, config: SamplerConfig, setup:
     try:
         trial = agent.runtime.column_copy(rngs)
         # Both columns stand for the first environment, since there may be only one.
-        trial.runtime.set_columns([0] * n, setup.env_range.n_envs)
+        trial.runtime.set_columns([0] * n, arguments.env_range.n_envs)
         trial.sample_mode(0)
         step = as_agent_step(trial.step(*inputs), agent)
-        value = np.asarray(trial.value(*inputs)) if setup.bootstrap_value else None
+        value = np.asarray(trial.value(*inputs)) if arguments.bootstrap_value else None
     except PenstockError:
         raise
     except Exception as error:
@@ -514,8 +514,117 @@ def _dry_run(agent: Agent, observation: ArrayTree, config: SamplerConfig, setup:
     if value is not None and value.shape != (n,):
         raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B={n}")
     agent_info = agent_info_example(step.agent_info, n).map(lambda leaf: leaf[0])
-    # A batched environment that resets itself late takes a step for it; with "renew", a cut step is not valid.
-    has_gaps = config.batched or config.on_game_failure == "renew"
-    return SampleSpec(
-        observation[0], action, agent_info, setup.bootstrap_value, config.record_final_obs, has_gaps=has_gaps
+    record_final_obs = arguments.config.record_final_obs
+    return SampleSpec(observation[0], action, agent_info, arguments.bootstrap_value, record_final_obs)
+
+
+def _refuse_in_turns(agent: Agent, spec: SampleSpec, seating: Seating) -> None:
+    """What an agent cannot do where agents take turns."""
+    if not seating.in_turns:
+        return
+    info = spec.agent_info
+    refusals = (
+        (agent.joint, "cannot be joint: one agent acts at a time"),
+        ("has_rnn_state" in info, 'must record its state at each decision: give it record_state="step"'),
+        (
+            agent.recurrent and spec.bootstrap_value and "value" not in info,
+            "must report `value` in agent_info, since it is recurrent and bootstrap_value=True: its state has gone on "
+            "when a batch ends whose last reward is not complete",
+        ),
     )
+    for is_given, text in refusals:
+        if is_given:
+            raise ConfigError(f"where agents take turns, {type(agent).__name__} {text}")
+
+
+# ---- 4: the memory ----------------------------------------------------------------------------------
+
+
+def lay_out(arguments: InitArguments, seats: Seats, agents: PreparedAgents, resources: ExitStack) -> Layout:
+    """Say which worker has which cells, and allocate the memory."""
+    plans = tuple(seats.seating.with_cells(plan) for plan in arguments.plans)
+    buffer = _samples_buffer(arguments, plans, agents, seats.seating)
+    with sigint.deferred():  # Ctrl-C could lose a descriptor that nobody owns yet
+        memory = _allocate_memory(arguments, plans, agents.agents, buffer)
+    for part in [*memory.parts, memory.mailbox.file]:
+        resources.callback(part.close)
+    for agent, parameters in zip(agents.agents, memory.parameters, strict=True):
+        resources.callback(agent.runtime.unshare_memory, parameters)
+    return Layout(plans, buffer.batches, memory)
+
+
+def _samples_buffer(
+    arguments: InitArguments, plans: Sequence[SamplerPlan], agents: PreparedAgents, seating: Seating
+) -> SamplesBuffer:
+    config, specs = arguments.config, agents.specs
+    shared, n_slots, T = arguments.shared, config.memory_slots, config.batch_T
+    numbers = [last.stop - first.start for first, last in zip(plans[0].cells, plans[-1].cells, strict=True)]
+    if seating.is_shared:
+        return SamplesBuffer(specs[0], T, numbers[0], shared=shared, n_slots=n_slots)
+    by_name = dict(compress(zip(seating.policies, specs, strict=True), agents.is_recorded))
+    batch_B = dict(zip(seating.policies, numbers, strict=True))
+    return SamplesBuffer(by_name, T, batch_B, shared=shared, n_slots=n_slots)
+
+
+def _allocate_memory(
+    arguments: InitArguments, plans: Sequence[SamplerPlan], agents: Sequence[Agent], buffer: SamplesBuffer
+) -> SamplerMemory:
+    config, shared, max_T = (
+        arguments.config,
+        arguments.shared,
+        eval_max_T(arguments.config.eval_max_steps, arguments.config.eval_n_envs),
+    )
+    # Objects of a TrajInfo subclass do not use the record arrays.
+    is_stock = config.traj_info_cls is TrajInfo
+    most = config.eval_max_trajectories or config.eval_episodes
+    sizes = config.batch_T, config.memory_slots, max_T, most
+    capacities = [plan.most_trajectories(*sizes) if is_stock else 1 for plan in plans]
+    server: dict[str, Any] = {}
+    if arguments.central:
+        numbers = [cells[0].stop for cells in (plans[-1].cells, plans[-1].eval_cells)]
+        own = layouts_of(buffer.slots[0])[0]  # of the only policy
+        for name, n in zip(("steps", "eval_steps"), numbers, strict=True):
+            server[name] = StepBuffer(own, n, shared=shared) if n else None
+        server["totals"] = ServerTotals(max(numbers), shared=shared)
+    return SamplerMemory(
+        # The inference server has the last progress row.
+        control=ControlBlock(len(plans) + arguments.central, config.batch_T, shared=shared),
+        samples=buffer.memory,
+        records=TrajectoryRecords(capacities, shared=shared),
+        parameters=tuple(agent.runtime.share_memory(shared=shared) for agent in agents),
+        mailbox=Mailbox(),
+        episodes=EpisodeLog(buffer.slots[0].action, config.batch_T, config.max_decorrelation_steps, shared=shared)
+        if config.seed_episodes
+        else None,
+        **server,
+    )
+
+
+# ---- 5: the program ---------------------------------------------------------------------------------
+
+
+def make_program(arguments: InitArguments, seats: Seats, agents: PreparedAgents) -> SamplerProgram:
+    """What each worker runs."""
+    config = arguments.config
+    return SamplerProgram(
+        agents=agents.copies,
+        config=replace(config, env_fn="", env_kwargs=None, eval_env_fn=None, eval_env_kwargs=None, env_info=False),
+        traj_info_kwargs=arguments.traj_info_kwargs,
+        eval_max_T=eval_max_T(config.eval_max_steps, config.eval_n_envs),
+        env_range=arguments.env_range,
+        seed=arguments.seed,
+        seating=seats.seating,
+        unrecorded={p: spec for p, spec in enumerate(agents.specs) if not agents.is_recorded[p]},
+    )
+
+
+def checked_traj_info_kwargs(cls: type[TrajInfo], kwargs: object) -> dict[str, Any]:
+    """The arguments of `cls`, after a try. Raises `ConfigError`."""
+    if not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise ConfigError(f"traj_info_kwargs must be a dict of arguments for traj_info_cls, got {kwargs!r}")
+    arguments = dict(kwargs or {})
+    try:
+        cls(**arguments)
+    except Exception as error:
+        raise ConfigError(f"{cls.__name__}(**traj_info_kwargs) raised {in_one_line(error)}") from error
+    return arguments

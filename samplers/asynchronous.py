@@ -16,17 +16,16 @@ from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.central import pool_with_server
 from penstock.samplers.config import SamplerOptions, SamplerState
 from penstock.samplers.feeding import Feed, MakesFeed
-from penstock.samplers.inference_server import ServerOptions
-from penstock.samplers.parallel import PRELOAD_TO_ACT, ParallelSampler, pool_options
 from penstock.samplers.readiness import readiness_maker
-from penstock.samplers.sampler_plan import EnvRange
+from penstock.samplers.run import Run
+from penstock.samplers.sampler import Sampler
+from penstock.samplers.schedule import Schedule
 from penstock.samplers.stats import Lags, SamplerStats, ServerStats
+from penstock.samplers.who_acts import Acting, WorkersAct
 from penstock.workers.control import RING, Command
 from penstock.workers.pool import WorkerPool
-from penstock.workers.spinning import SPIN_SECONDS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,7 +42,221 @@ class _OpenBatch:
     infos: list[TrajInfo] | None = None  #: the trajectories that finished in it, once they have been taken
 
 
-class AsyncSampler(ParallelSampler):
+class Ahead(Schedule):
+    """The workers collect batch after batch, as long as there is a free slot.
+
+    `begin` lets them start, `finish` waits for the oldest batch, and gives the batch before it back to the workers.
+
+    Batches are numbered from 0. Those below `released` have been given back, those below `taken` have been handed out,
+    and those below `opened` may be collected. See docs/asynchronous.md.
+
+    Args:
+        lag: 1: the workers may begin batch k + 1 when batch k is handed out, with the parameters of that moment. None:
+            as soon as a slot is free.
+        feed: the link with the replay that the workers write into; None: batches are handed out.
+    """
+
+    is_ahead = True
+    refusals: ClassVar = dict.fromkeys(
+        ("episode", "state_dict", "load_state_dict"),
+        "on an AsyncSampler, whose workers are ahead of the batch that you have: use another sampler",
+    )
+
+    def __init__(self, lag: Literal[1] | None = None, feed: Feed | None = None) -> None:
+        self._lag, self.feed = lag, feed
+        self.released = self.taken = self.opened = 0
+        self.first_itr = 0  # batch k gets the `itr` `first_itr + k`, until a call gives another one
+        self.open: deque[_OpenBatch] = deque()
+        self.is_holding = False
+        self.lags, self.n_skipped = Lags(), 0
+        self._pinned = 0, 0  # the last opening, and the version of the parameters that it names (0: none)
+
+    def connect(self, run: Run, allocation: Allocation, resources: ExitStack) -> Allocation:
+        if self._lag is not None and len(run.agents) > 1:
+            raise ConfigError("lag=1 is for one policy, and this sampler has several: leave lag out")
+        this = weakref.ref(run)  # the parameters must not keep the run alive
+        run.memory.parameters[0].before_overwrite = lambda version: _await_readers(this(), version)
+        # The version in each column of each slot, by the recorded policies, as memoryviews: an item is read in a tenth
+        # of numpy's time.
+        views = run.batches.views
+        names = run.agents if isinstance(views[0], Samples) else views[0].keys()
+        self._versions = [
+            {
+                name: memoryview(cast(Any, own.agent.policy_version)[0])
+                for name, own in zip(names, parts_of(batch), strict=True)
+            }
+            for batch in views
+        ]
+        if self.feed is None:
+            return allocation
+        if not isinstance(views[0], Samples):
+            raise ConfigError(
+                "a replay is for one policy, and here is a dict of agents: give one agent, or append batch.NAME "
+                "to a replay of each policy yourself"
+            )
+        appender = self.feed.connect(views[0], [plan.cells[0] for plan in run.plans], run.config.n_slots)
+        resources.callback(appender.ring.memory.close)
+        run.memory = replace(run.memory, appender=appender)
+        return replace(allocation, layout=replace(allocation.layout, memory=run.memory))
+
+    # ---- the four counts -------------------------------------------------------------------
+
+    def begin(self, run: Run, itr: int) -> None:
+        self.first_itr = integer("itr", itr) - self.taken
+        self.give_credit(run)
+
+    def give_credit(self, run: Run) -> None:
+        """Open the gates once for each further batch that the workers may collect now."""
+        limit = self.released + run.config.n_slots
+        if self._lag is not None:
+            limit = min(limit, self.taken + 1)
+        version = run.memory.parameters[0].version if self._lag is not None else 0
+        while self.opened < limit and (self.feed is None or self.feed.begin(self.opened)):
+            batch = self.opened
+            opening = run.pool.submit(Command(self.first_itr + batch, version=version, batch=batch))
+            self.open.append(_OpenBatch(batch, opening))
+            self.opened, self._pinned = batch + 1, (opening, version)
+
+    def require_batch(self, run: Run, call: str) -> None:
+        """Raise `SamplerStateError` if no batch is being collected that `call` could wait for."""
+        if not self.open and run.guard.state is _PAUSED:
+            raise SamplerStateError(
+                f"{call} was called while the sampler is paused, and you have had all its batches: call resume() first"
+            )
+        if not self.open:
+            raise SamplerStateError(
+                f"{call} was called while hold keeps {self.taken - self.released} batches, and no slot is left of "
+                f"n_slots={run.config.n_slots}: leave the hold context first"
+            )
+
+    def finish(self, run: Run) -> tuple[Samples, list[TrajInfo]]:
+        return self.wait_and_take(run, self.first_itr + self.taken)
+
+    def wait_and_take(self, run: Run, itr: int, *, newest: bool = False) -> tuple[Samples, list[TrajInfo]]:
+        """Wait for the oldest batch, and hand it out, or the newest complete one."""
+        self.require_batch(run, "obtain_samples")
+        _pool(run).wait_for(self.open[0].opening, f"itr={itr}")
+        return self.take(run, itr, newest=newest)
+
+    def take(self, run: Run, itr: int, *, newest: bool = False) -> tuple[Samples, list[TrajInfo]]:
+        """Hand out the oldest batch, which is complete, or the newest complete one."""
+        infos = [*self._infos(run, self.open[0])]
+        batch = self.open.popleft().number
+        while newest and self.open and _pool(run).has_completed(self.open[0].opening):
+            infos += self._infos(run, self.open[0])
+            batch = self.open.popleft().number
+            self.n_skipped += 1
+        self.taken, self.first_itr = batch + 1, itr - batch
+        samples = run.batches.hand_out(batch, None if self.is_holding else batch + 1)
+        run.samples_np = run.batches.views[batch % run.batches.n_slots]
+        if not batch:
+            run.note_first_batch()
+        self._note_versions(run, batch)
+        run.check_published()
+        run.note_batch(samples, infos)
+        if not self.is_holding:
+            self.release(run)
+        elif run.guard.state is _RUNNING:
+            self.give_credit(run)
+        return samples, infos
+
+    def _note_versions(self, run: Run, batch: int) -> None:
+        slot, last = self._versions[batch % len(self._versions)], run.newest_versions()
+        for p, (name, newest) in enumerate(list(last.items())):
+            for plan in run.plans:
+                if name in slot and (cells := plan.cells[p]):  # all columns of a worker have the same version
+                    last[name] = version = slot[name][cells.start]
+                    self.lags.add(newest - version, len(cells))
+        run.policy_version = run.by_policy(last)
+
+    def release(self, run: Run) -> None:
+        """Give all batches back except the last one that was handed out, and let the workers continue."""
+        last = self.taken - 1
+        self.released = max(self.released, last)
+        if run.guard.state is _RUNNING:
+            self.give_credit(run)
+        while len(run.batches.held) > 1:
+            run.batches.give_back(last)
+
+    def _infos(self, run: Run, batch: _OpenBatch) -> list[TrajInfo]:
+        """The trajectories that finished in this batch, which is complete."""
+        if batch.infos is None:
+            # First, so that a second call takes nothing if this one raises: the messages are gone then.
+            batch.infos = []
+            batch.infos = run.take_traj_infos(batch.number % run.batches.n_slots, batch.opening)
+        return batch.infos
+
+    def pause(self, run: Run, call: str) -> None:
+        _pool(run).wait_for(self.open[-1].opening if self.open else 0, call)
+        for batch in self.open:  # the next command may overwrite their trajectories
+            self._infos(run, batch)
+
+    # ---- with a replay -----------------------------------------------------------------------
+
+    def await_replay(self, run: Run, feed: Feed, n: int) -> None:
+        """`n` positions of the replay will be drawn: wait until the ratio allows it."""
+        done = 0
+        feed.expect(n)
+        while True:
+            _pool(run).wait_for(done, "replay.sample")
+            self.pass_on(run, feed, done)
+            # After the line before: a batch that has been completed meanwhile may be the one that was missing.
+            if feed.may_draw():
+                return
+            if not self.open:  # the ratio never stops both sides
+                raise SamplerStateError(
+                    "replay.sample would wait for ever: the sampler is paused, and ratio allows no draw before "
+                    "there are more steps. Call resume() first"
+                )
+            done = self.open[0].opening
+
+    def pass_on(self, run: Run, feed: Feed, awaited: int = 0) -> None:
+        """Take the complete batches, which are in the replay, and let the workers continue. With `lag=1`, only up to
+        the opening `awaited`: which others are complete depends on the timing."""
+        pool = _pool(run)
+        if self.open and pool.has_completed(self.open[0].opening):  # once, for all that were completed meanwhile
+            run.check_published()
+        while self.open and pool.has_completed((batch := self.open[0]).opening):
+            if self._lag is not None and batch.opening > awaited:
+                break
+            infos = self._infos(run, batch)
+            feed.take(batch.number, infos)
+            run.metrics.training.extend(infos)
+            self._note_versions(run, batch.number)
+            self.released = self.taken = self.open.popleft().number + 1
+        if run.guard.state is _RUNNING:
+            self.give_credit(run)
+
+    # ---- parameters ------------------------------------------------------------------------
+
+    def must_await(self, run: Run, version: int) -> bool:
+        """Whether the next batch needs this version, and a worker or the server has not loaded it yet."""
+        opening, pinned = self._pinned
+        control, n = run.memory.control, len(run.plans)
+        readers = [n] if run.acting.is_central else range(n)  # the server has the rank after the workers
+        return version == pinned != 0 and any(
+            control.arrived(rank) < opening and control.version(rank) != version for rank in readers
+        )
+
+
+def _pool(run: Run) -> WorkerPool:
+    """Its gates can be opened several batches ahead."""
+    assert isinstance(run.pool, WorkerPool)
+    return run.pool
+
+
+def _await_readers(run: Run | None, version: int) -> None:
+    """`sync_shared_memory` is about to overwrite this version: wait until no worker needs it."""
+    if run is None or run.guard.state is not _RUNNING:
+        return
+    schedule, how = run.schedule, "sync_shared_memory"
+    assert isinstance(schedule, Ahead)
+    if schedule.must_await(run, version):
+        with run.guard.call(how, _RUNNING):
+            _pool(run).wait(how, until=lambda: not schedule.must_await(run, version))
+
+
+class AsyncSampler(Sampler):
     """The workers sample all the time, also while you train.
 
     After `start`, the workers collect one batch after another. `obtain_samples` returns the oldest complete batch and
@@ -72,9 +285,7 @@ class AsyncSampler(ParallelSampler):
             None: the workers continue with each `replay.sample`, at most `n_slots` batches.
     """
 
-    _idle_states = (SamplerState.READY, _RUNNING, _PAUSED)
     _defaults: ClassVar = {"n_slots": 3}
-    _no_restore = "on an AsyncSampler, whose workers are ahead of the batch that you have: use another sampler"
 
     def __init__(
         self,
@@ -96,7 +307,7 @@ class AsyncSampler(ParallelSampler):
             raise ConfigError(f"lag must be 1 (reproducible) or None, got {lag!r}")
         if server not in (None, "process"):
             raise ConfigError(f'server must be "process" or None, got {server!r}')
-        self._make_readiness = readiness_maker(min_ready, max_wait, self.batch_B)
+        self._readiness = readiness_maker(min_ready, max_wait, self.batch_B)
         if server is None and not (min_ready is None and max_wait is None):
             raise ConfigError('min_ready and max_wait are for a process that acts for all: give server="process" too')
         if replay is None and ratio is not None:
@@ -105,74 +316,34 @@ class AsyncSampler(ParallelSampler):
             raise ConfigError(f"replay must be a penstock.learning.Replay, got {replay!r}")
         is_pinned = lag is not None
         self._feed: Feed | None = None if replay is None else replay.make_feed(self, ratio, is_pinned=is_pinned)
-        self._lag, self._central = lag, server == "process"
+        self._lag, self._server = lag, server
         self._guard.expected = {
             SamplerState.READY: "start, which begins to sample, evaluate_agent, or a call on the environments"
         }
-        # Batches are numbered from 0. Those below `_released` have been given back, those below `_taken` have been
-        # handed out, and those below `_opened` may be collected. See docs/asynchronous.md.
-        self._released = self._taken = self._opened = 0
-        self._first_itr = 0  # batch k gets the `itr` `_first_itr + k`, until a call gives another one
-        self._open: deque[_OpenBatch] = deque()
-        self._is_holding = False
-        self._pinned = 0, 0  # the last opening, and the version of the parameters that it names (0: none)
-        self._lags = Lags()
-        self._n_skipped = 0
 
-    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
-        this = weakref.ref(self)  # the parameters must not keep the sampler alive
-        if self._lag is not None and len(allocation.memory.parameters) > 1:
-            raise ConfigError("lag=1 is for one policy, and this sampler has several: leave lag out")
-        allocation.memory.parameters[0].before_overwrite = lambda version: _await_readers(this(), version)
-        if self._feed is not None:
-            batch = allocation.batches[0]
-            if not isinstance(batch, Samples):
-                raise ConfigError(
-                    "a replay is for one policy, and here is a dict of agents: give one agent, or append batch.NAME "
-                    "to a replay of each policy yourself"
-                )
-            appender = self._feed.connect(batch, [plan.cells[0] for plan in self._plans], self.config.n_slots)
-            memory = replace(allocation.memory, appender=appender)
-            allocation = replace(allocation, memory=memory)
-            resources.callback(appender.ring.memory.close)
-            self._memory = memory
-        options = pool_options(
-            self.config, allocation, preload=() if self._central else PRELOAD_TO_ACT, has_lookout=True
-        )
-        if not self._central:
-            programs = [allocation.program] * len(self._plans)
-            return WorkerPool(self._plans, programs, allocation.worker_data, allocation.memory, options, resources)
-        readiness = self._make_readiness(self._plans)
-        mixes_batches = self._lag is None and not readiness.needs_all_idle
-        if mixes_batches and getattr(self._agent, "record_state", None) == "batch":
-            raise ConfigError(
-                'record_state="batch" needs all environments to begin a batch together, which they do not with '
-                'min_ready or max_wait: make the agent with record_state="step", or give lag=1'
-            )
-        server = ServerOptions.of(self._agent, self._plans, allocation.program, readiness, SPIN_SECONDS)
-        return pool_with_server(self._agent, self._plans, allocation, options, resources, server)
+    def acting(self) -> Acting:
+        """Each worker acts, or an inference server."""
+        if self._server is None:
+            return WorkersAct()
+        from penstock.samplers.central import ServerActs
 
-    def _store_allocation(self, allocation: Allocation, env_range: EnvRange) -> None:
-        super()._store_allocation(allocation, env_range)
-        # The version in each column of each slot, by the recorded policies, as memoryviews: an item is read in a tenth
-        # of numpy's time.
-        batches = allocation.batches
-        names = self._agents if isinstance(batches[0], Samples) else batches[0].keys()
-        self._versions = [
-            {
-                name: memoryview(cast(Any, own.agent.policy_version)[0])
-                for name, own in zip(names, parts_of(batch), strict=True)
-            }
-            for batch in batches
-        ]
+        return ServerActs(self._server, self._readiness, mixes_batches=self._lag is None)
+
+    def schedule(self) -> Schedule:
+        """The workers are ahead of the learner."""
+        return Ahead(self._lag, self._feed)
+
+    @property
+    def _ahead(self) -> Ahead:
+        assert isinstance(self.run.schedule, Ahead)
+        return self.run.schedule
 
     # ---- running ---------------------------------------------------------------------------
 
     def start(self, itr: int = 0) -> None:
         """Make the workers sample, from now until `pause` or `shutdown`. `itr` is the `itr` of the first batch."""
         with self._guard.call("start", SamplerState.READY):
-            self._first_itr = integer("itr", itr)
-            self._give_credit()
+            self._ahead.begin(self.run, itr)
             self._guard.state = _RUNNING
 
     def obtain_samples(self, itr: int, *, newest: bool = False) -> tuple[Samples, list[TrajInfo]]:
@@ -187,21 +358,18 @@ class AsyncSampler(ParallelSampler):
         """
         self._refuse_with_replay("obtain_samples")
         with self._guard.call("obtain_samples", _RUNNING, _PAUSED):
-            itr = integer("itr", itr)
-            pool = self._require_batch("obtain_samples")
-            pool.wait_for(self._open[0].opening, f"itr={itr}")
-            return self._take(pool, itr, newest=newest)
+            return self._ahead.wait_and_take(self.run, integer("itr", itr), newest=newest)
 
     def poll_samples(self) -> tuple[Samples, list[TrajInfo]] | None:
         """The same as `obtain_samples`, but None if no batch is complete. It does not wait. The batch gets the `itr`
         after that of the batch before."""
         self._refuse_with_replay("poll_samples")
         with self._guard.call("poll_samples", _RUNNING, _PAUSED):
-            pool, itr = self._require_batch("poll_samples"), self._first_itr + self._taken
-            pool.wait_for(0, f"itr={itr}")
-            if not pool.has_completed(self._open[0].opening):
-                return None
-            return self._take(pool, itr, newest=False)
+            run, ahead = self.run, self._ahead
+            itr = ahead.first_itr + ahead.taken
+            ahead.require_batch(run, "poll_samples")
+            _pool(run).wait_for(0, f"itr={itr}")
+            return ahead.take(run, itr) if _pool(run).has_completed(ahead.open[0].opening) else None
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -211,18 +379,19 @@ class AsyncSampler(ParallelSampler):
         """
         self._refuse_with_replay("hold")
         with self._guard.call("hold", _RUNNING, _PAUSED):
-            if self._is_holding:
+            run, ahead = self.run, self._ahead
+            if ahead.is_holding:
                 raise SamplerStateError("hold was called inside hold: use one context for all batches")
-            self._is_holding = True
-        self._batches.set_valid_until(None)
+            ahead.is_holding = True
+        run.batches.set_valid_until(None)
         try:
             yield
         finally:
-            self._is_holding = False
+            ahead.is_holding = False
             if self.state in (_RUNNING, _PAUSED):
                 with self._guard.call("hold", _RUNNING, _PAUSED):
-                    self._release()
-                    self._batches.set_valid_until(self._taken)
+                    ahead.release(run)
+                    run.batches.set_valid_until(ahead.taken)
 
     def pause(self) -> None:
         """Let the workers finish the batches that they may collect, and wait for that. Then they stand still.
@@ -230,13 +399,13 @@ class AsyncSampler(ParallelSampler):
         `obtain_samples` and `poll_samples` still return the batches that are complete. `resume` continues.
         """
         with self._guard.call("pause", _RUNNING):
-            self._finish_batches(self._require_pool("pause"), "pause")
+            self._ahead.pause(self.run, "pause")
             self._guard.state = _PAUSED
 
     def resume(self) -> None:
         """Continue to sample after `pause`."""
         with self._guard.call("resume", _PAUSED):
-            self._give_credit()
+            self._ahead.give_credit(self.run)
             self._guard.state = _RUNNING
 
     def start_samples(self, itr: int) -> NoReturn:
@@ -263,13 +432,13 @@ class AsyncSampler(ParallelSampler):
     def stats(self) -> SamplerStats:
         """Where the workers' time went since `initialize`, and how old the parameters were that acted."""
         n_dropped = 0 if self._feed is None else self._feed.n_dropped
-        own = {"lag": self._lags.stats, "skipped_batches": self._n_skipped, "dropped_trajectories": n_dropped}
-        return replace(super().stats(), **own)  # type: ignore[arg-type]
+        stats, ahead = super().stats(), self._ahead
+        return replace(stats, lag=ahead.lags.stats, skipped_batches=ahead.n_skipped, dropped_trajectories=n_dropped)
 
     @property
     def server_stats(self) -> ServerStats:
         """As in `GpuSampler`. Raises `ConfigError` without `server="process"`."""
-        return self._server_stats()
+        return self._require_run("server_stats").server_stats()
 
     # ---- with a replay -----------------------------------------------------------------------
 
@@ -281,10 +450,8 @@ class AsyncSampler(ParallelSampler):
         if self._feed is None:
             raise SamplerStateError("take_traj_infos needs a replay: obtain_samples returns the trajectories")
         with self._guard.call("take_traj_infos", _RUNNING, _PAUSED):
-            pool = self._require_pool("take_traj_infos")
-            assert isinstance(pool, WorkerPool)
-            pool.wait_for(0, "take_traj_infos")
-            self._pass_on(pool)
+            _pool(self.run).wait_for(0, "take_traj_infos")
+            self._ahead.pass_on(self.run, self._feed)
             infos = list(self._feed.traj_infos)
             self._feed.traj_infos.clear()
             return infos
@@ -310,144 +477,4 @@ class AsyncSampler(ParallelSampler):
         """`n` positions of the replay will be drawn: wait until the ratio allows it."""
         assert self._feed is not None
         with self._guard.call("replay.sample", _RUNNING, _PAUSED):
-            pool, done = self._require_pool("replay.sample"), 0
-            assert isinstance(pool, WorkerPool)
-            self._feed.expect(n)
-            while True:
-                pool.wait_for(done, "replay.sample")
-                self._pass_on(pool, done)
-                # After the line before: a batch that has been completed meanwhile may be the one that was missing.
-                if self._feed.may_draw():
-                    return
-                if not self._open:  # the ratio never stops both sides
-                    raise SamplerStateError(
-                        "replay.sample would wait for ever: the sampler is paused, and ratio allows no draw before "
-                        "there are more steps. Call resume() first"
-                    )
-                done = self._open[0].opening
-
-    def _pass_on(self, pool: WorkerPool, awaited: int = 0) -> None:
-        """Take the complete batches, which are in the replay, and let the workers continue. With `lag=1`, only up to
-        the opening `awaited`: which others are complete depends on the timing."""
-        assert self._feed is not None
-        if self._open and pool.has_completed(self._open[0].opening):  # once, for all that were completed meanwhile
-            self._check_published()
-        while self._open and pool.has_completed((batch := self._open[0]).opening):
-            if self._lag is not None and batch.opening > awaited:
-                break
-            infos = self._infos(pool, batch)
-            self._feed.take(batch.number, infos)
-            self._metrics.training.extend(infos)
-            self._note_versions(batch.number)
-            self._released = self._taken = self._open.popleft().number + 1
-        if self.state is _RUNNING:
-            self._give_credit()
-
-    # ---- the four counts -------------------------------------------------------------------
-
-    def _give_credit(self) -> None:
-        """Open the gates once for each further batch that the workers may collect now."""
-        limit = self._released + self.config.n_slots
-        if self._lag is not None:
-            limit = min(limit, self._taken + 1)
-        version = self._memory.parameters[0].version if self._lag is not None else 0
-        while self._opened < limit and (self._feed is None or self._feed.begin(self._opened)):
-            batch = self._opened
-            command = Command(self._first_itr + batch, version=version, batch=batch)
-            opening = self._require_pool("start").submit(command)
-            self._open.append(_OpenBatch(batch, opening))
-            self._opened, self._pinned = batch + 1, (opening, version)
-
-    def _require_batch(self, call: str) -> WorkerPool:
-        """The pool. Raises `SamplerStateError` if no batch is being collected that could be waited for."""
-        if not self._open and self.state is _PAUSED:
-            raise SamplerStateError(
-                f"{call} was called while the sampler is paused, and you have had all its batches: call resume() first"
-            )
-        if not self._open:
-            raise SamplerStateError(
-                f"{call} was called while hold keeps {self._taken - self._released} batches, and no slot is left of "
-                f"n_slots={self.config.n_slots}: leave the hold context first"
-            )
-        pool = self._require_pool(call)
-        assert isinstance(pool, WorkerPool)
-        return pool
-
-    def _take(self, pool: WorkerPool, itr: int, *, newest: bool) -> tuple[Samples, list[TrajInfo]]:
-        """Hand out the oldest batch, which is complete, or the newest complete one."""
-        infos = [*self._infos(pool, self._open[0])]
-        batch = self._open.popleft().number
-        while newest and self._open and pool.has_completed(self._open[0].opening):
-            infos += self._infos(pool, self._open[0])
-            batch = self._open.popleft().number
-            self._n_skipped += 1
-        self._taken, self._first_itr = batch + 1, itr - batch
-        samples = self._batches.hand_out(batch, None if self._is_holding else batch + 1)
-        self.samples_np = self._batches.views[batch % self._batches.n_slots]
-        if not batch:
-            self._note_first_batch()
-        self._note_versions(batch)
-        self._metrics.training.extend(infos)
-        self._check_published()
-        if self._seating is not None:
-            self._count_agents(samples)
-        if not self._is_holding:
-            self._release()
-        elif self.state is _RUNNING:
-            self._give_credit()
-        return samples, infos
-
-    def _note_versions(self, batch: int) -> None:
-        slot, last = self._versions[batch % len(self._versions)], self._newest_versions()
-        for p, (name, newest) in enumerate(list(last.items())):
-            for plan in self._plans:
-                if name in slot and (cells := plan.cells[p]):  # all columns of a worker have the same version
-                    last[name] = version = slot[name][cells.start]
-                    self._lags.add(newest - version, len(cells))
-        self.policy_version = self._by_policy(last)
-
-    def _release(self) -> None:
-        """Give all batches back except the last one that was handed out, and let the workers continue."""
-        last = self._taken - 1
-        self._released = max(self._released, last)
-        if self.state is _RUNNING:
-            self._give_credit()
-        while len(self._batches.held) > 1:
-            self._batches.give_back(last)
-
-    def _infos(self, pool: WorkerPool, batch: _OpenBatch) -> list[TrajInfo]:
-        """The trajectories that finished in this batch, which is complete."""
-        if batch.infos is None:
-            # First, so that a second call takes nothing if this one raises: the messages are gone then.
-            batch.infos = []
-            batch.infos = self._take_traj_infos(pool, batch.number % self._batches.n_slots, batch.opening)
-        return batch.infos
-
-    def _finish_batches(self, pool: Any, during: str) -> None:
-        pool.wait_for(self._open[-1].opening if self._open else 0, during)
-        for batch in self._open:  # the next command may overwrite their trajectories
-            self._infos(pool, batch)
-
-    # ---- parameters ------------------------------------------------------------------------
-
-    def _must_await(self, version: int) -> bool:
-        """Whether the next batch needs this version, and a worker or the server has not loaded it yet."""
-        opening, pinned = self._pinned
-        control, n = self._memory.control, len(self._plans)
-        readers = [n] if self._central else range(n)  # the server has the rank after the workers
-        return version == pinned != 0 and any(
-            control.arrived(rank) < opening and control.version(rank) != version for rank in readers
-        )
-
-    def _await_readers(self, version: int) -> None:
-        if self.state is _RUNNING and self._must_await(version):
-            with self._guard.call("sync_shared_memory", _RUNNING):
-                pool, how = self._require_pool("sync_shared_memory"), "sync_shared_memory"
-                assert isinstance(pool, WorkerPool)
-                pool.wait(how, until=lambda: not self._must_await(version))
-
-
-def _await_readers(sampler: AsyncSampler | None, version: int) -> None:
-    """`sync_shared_memory` is about to overwrite this version: wait until no worker needs it."""
-    if sampler is not None:
-        sampler._await_readers(version)
+            self._ahead.await_replay(self.run, self._feed, n)

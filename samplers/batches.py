@@ -57,7 +57,8 @@ class Batches:
         self._tell_torch(self._leaves[batch % self.n_slots])
         if self._debug:
             self.poison(batch, keep_last_row=keep_last_row)
-            line = _line_of_user()
+            frame, _ = frame_of_user()
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             stale = (
                 f"batch {batch} was used after its memory was given back for batch {newer}, which began at "
                 f"{line}. Use a batch before that line, keep a copy (samples.copy()), or raise n_slots"
@@ -104,12 +105,12 @@ def _poison_of(dtype: np.dtype[Any]) -> npt.ArrayLike:
     return int(np.iinfo(dtype).min) if dtype.kind == "i" else False
 
 
-def _line_of_user() -> str:
-    """File and line of the user's code that called penstock."""
-    frame = sys._getframe(1)
+def frame_of_user() -> tuple[Any, int]:
+    """The frame of the user's code that called penstock, and its `stacklevel` for a warning of the caller."""
+    frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("penstock."):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame, level = frame.f_back, level + 1
+    return frame, level
 
 
 class _StaleFields(dict[str, Any]):

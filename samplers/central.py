@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.agents import Agent
 from penstock.agents.remote_agent import RemoteAgent
 from penstock.arguments import true_or_false
-from penstock.buffers import Samples
-from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
 from penstock.samplers.allocation import Allocation
-from penstock.samplers.config import SamplerOptions
+from penstock.samplers.config import SamplerConfig, SamplerOptions
 from penstock.samplers.inference_server import InferenceServer, ServerOptions, ServerProgram
-from penstock.samplers.parallel import ParallelSampler, pool_options
-from penstock.samplers.readiness import Alternating, Readiness, readiness_maker
-from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
+from penstock.samplers.readiness import Halves, Readiness, first_half, readiness_maker
+from penstock.samplers.sampler import Sampler
+from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.samplers.stats import ServerStats
-from penstock.workers.affinity import cpus_to_fill, threads_here, usable_cpus
+from penstock.samplers.who_acts import PRELOAD, Acting
+from penstock.workers.affinity import cpus_to_fill, threads_here
+from penstock.workers.claims import CpuClaims
 from penstock.workers.plan import Affinity, PoolOptions
 from penstock.workers.pool import WorkerPool
 from penstock.workers.program import WorkerProgram
@@ -34,7 +33,95 @@ if TYPE_CHECKING:
 _MOST_SPIN_SECONDS = 0.01
 
 
-class GpuSampler(ParallelSampler):
+class ServerActs(Acting):
+    """An inference server acts for the environments of all workers.
+
+    Args:
+        place: "caller": it runs in the caller's process, while that waits. "process": it has a process of its own.
+        readiness: makes the rule that says for whom it acts next, from the plans of the workers. With `Halves`, two
+            workers share each CPU, one of each half, and one CPU is left for the server.
+        spin_seconds: the longest time that server and workers spin for each other before they sleep.
+        compile_options: arguments of `torch.compile`; None: the model is not compiled.
+        mixes_batches: whether the environments that it acts for may be in different batches.
+    """
+
+    is_central = True
+
+    def __init__(
+        self,
+        place: Literal["caller", "process"],
+        readiness: Callable[[Sequence[SamplerPlan]], Readiness],
+        *,
+        spin_seconds: float = SPIN_SECONDS,
+        compile_options: Mapping[str, Any] | None = None,
+        mixes_batches: bool = False,
+    ) -> None:
+        self._is_process, self._readiness, self._in_halves = (
+            place == "process",
+            readiness,
+            isinstance(readiness, Halves),
+        )
+        self._spin_seconds, self._compile_options, self._mixes_batches = spin_seconds, compile_options, mixes_batches
+        self._server: InferenceServer | None = None  # if it runs in the caller's process
+
+    @property
+    def server(self) -> InferenceServer:
+        if self._server is None:
+            raise ConfigError('server="process" cannot be saved or continued: use server="caller"')
+        return self._server
+
+    def count_workers(self, config: SamplerConfig, mask: Sequence[int]) -> int:
+        if not self._in_halves:
+            return super().count_workers(config, mask)
+        return max(2, min(config.n_workers or count_alternating(cpus_to_fill(mask)), config.n_built))
+
+    def assign_cpus(
+        self, claims: CpuClaims, affinity: Affinity, n_workers: int, mask: Sequence[int]
+    ) -> Sequence[tuple[int, ...]]:
+        if self._in_halves and affinity.cpus is None and affinity.pin and mask:
+            # Worker i of one half shares its CPU with worker i of the other.
+            middle = first_half(n_workers)
+            chosen = claims.assign(affinity, middle, mask)
+            cpus = [chosen[i % middle] for i in range(n_workers)] if all(chosen) else None
+            affinity = replace(affinity, cpus=cpus, pin=bool(cpus))
+        return super().assign_cpus(claims, affinity, n_workers, mask)
+
+    def start(self, allocation: Allocation, options: PoolOptions, resources: ExitStack) -> WorkerPool:
+        agent, layout = allocation.agents.agents[0], allocation.layout
+        plans, readiness = layout.plans, self._readiness(layout.plans)
+        mixes_batches = self._mixes_batches and not readiness.needs_all_idle
+        if mixes_batches and getattr(agent, "record_state", None) == "batch":
+            raise ConfigError(
+                'record_state="batch" needs all environments to begin a batch together, which they do not with '
+                'min_ready or max_wait: make the agent with record_state="step", or give lag=1'
+            )
+        server_options = ServerOptions.of(
+            agent, plans, allocation.program, readiness, self._spin_seconds, self._compile_options
+        )
+        options = replace(options, spin_seconds=self._spin_seconds, preload=PRELOAD)
+        program = replace(allocation.program, agents=(RemoteAgent(agent),))
+        programs: list[WorkerProgram] = [program] * len(plans)
+        if not self._is_process:
+            self._server = server = InferenceServer(server_options, layout.memory)
+            resources.callback(server.close)
+            data = allocation.worker_data
+            return WorkerPool(plans, programs, data, layout.memory, options, resources, server=server)
+        server_plan = SamplerPlan(
+            worker_rank=len(plans),
+            # A fork inherits OpenMP's record of threads that do not exist there, and would wait for them.
+            torch_threads=1 if options.start_method == "fork" else threads_here(),
+            server_name="the inference server",
+        )
+        programs, worker_data = [*programs, ServerProgram(server_options)], [*allocation.worker_data, None]
+        return WorkerPool([*plans, server_plan], programs, worker_data, layout.memory, options, resources)
+
+
+def count_alternating(n_cpus: int) -> int:
+    """The default number of workers of an `AlternatingSampler`: two per CPU, except that of the process that acts."""
+    return 2 * max(1, n_cpus - 1)
+
+
+class GpuSampler(Sampler):
     """The workers only step environments; one process computes the actions of all of them.
 
     Use it when the policy needs a GPU, or when environments differ in speed. On CPUs alone, `ParallelSampler` is
@@ -69,8 +156,6 @@ class GpuSampler(ParallelSampler):
     `inference="numpy"`, also call `threadpoolctl.threadpool_limits(1)` there.
     """
 
-    _central = True
-
     def __init__(
         self,
         env_fn: EnvFn,
@@ -83,7 +168,9 @@ class GpuSampler(ParallelSampler):
         **options: Unpack[SamplerOptions],
     ) -> None:
         super().__init__(env_fn, **options)
-        self._make_readiness = readiness_maker(min_ready, max_wait, self.batch_B)
+        self._readiness: Callable[[Sequence[SamplerPlan]], Readiness] = readiness_maker(
+            min_ready, max_wait, self.batch_B
+        )
         self._spin_seconds = SPIN_SECONDS if spin_seconds is None else _checked_spin_seconds(spin_seconds)
         if server not in ("caller", "process"):
             raise ConfigError(f'server must be "caller" or "process", got {server!r}')
@@ -91,80 +178,18 @@ class GpuSampler(ParallelSampler):
             raise ConfigError(f"compile_model must be True, False or arguments of torch.compile, got {compile_model!r}")
         compile_options = {} if isinstance(compile_model, bool) else dict(compile_model)
         self._compile_options = None if compile_model is False else compile_options
-        self._is_process = server == "process"
+        self._place = server
+
+    def acting(self) -> Acting:
+        """An inference server acts."""
+        spin_seconds, compile_options = self._spin_seconds, self._compile_options
+        return ServerActs(self._place, self._readiness, spin_seconds=spin_seconds, compile_options=compile_options)
 
     @property
     def server_stats(self) -> ServerStats:
         """How many environments the agent acted for at once, and where its time and that of the workers went. `print`
         says what most of the time is, and what to change."""
-        return self._server_stats()
-
-    def _finish(self) -> tuple[Samples, list[TrajInfo]]:
-        batch = super()._finish()
-        if self._is_process:  # it began a little later than `start_samples`, with the parameters of that time
-            self.policy_version = self._memory.control.version(len(self._plans))
-        return batch
-
-    # ---- resuming --------------------------------------------------------------------------
-
-    def _server_agent(self) -> Agent | None:
-        if self._is_process:
-            raise ConfigError('server="process" cannot be saved or continued: use server="caller"')
-        return self._server.agent
-
-    def _resume_server(self, generation: int) -> None:
-        self._server.resume(generation)
-
-    @property
-    def _server(self) -> InferenceServer:
-        self._require_pool("the inference server")
-        return self._server_here
-
-    # ---- the pool --------------------------------------------------------------------------
-
-    def _readiness(self) -> Readiness:
-        return self._make_readiness(self._plans)
-
-    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
-        plans, memory, agent = self._plans, allocation.memory, self._agent
-        server_options = ServerOptions.of(
-            agent,
-            plans,
-            allocation.program,
-            readiness=self._readiness(),
-            spin_seconds=self._spin_seconds,
-            compile_options=self._compile_options,
-        )
-        options = pool_options(self.config, allocation, self._spin_seconds, preload=())
-        if self._is_process:
-            return pool_with_server(agent, plans, allocation, options, resources, server_options)
-        program = replace(allocation.program, agents=(RemoteAgent(agent),))
-        server = InferenceServer(server_options, memory)
-        resources.callback(server.close)
-        self._server_here = server
-        programs, worker_data = [program] * len(plans), allocation.worker_data
-        return WorkerPool(plans, programs, worker_data, memory, options, resources, server=server)
-
-
-def pool_with_server(
-    agent: Agent,
-    plans: Sequence[SamplerPlan],
-    allocation: Allocation,
-    options: PoolOptions,
-    resources: ExitStack,
-    server_options: ServerOptions,
-) -> WorkerPool:
-    """Start the workers, and a process that acts for all of them."""
-    server_plan = SamplerPlan(
-        worker_rank=len(plans),
-        # A fork inherits OpenMP's record of threads that do not exist there, and would wait for them.
-        torch_threads=1 if options.start_method == "fork" else threads_here(),
-        server_name="the inference server",
-    )
-    program = replace(allocation.program, agents=(RemoteAgent(agent),))
-    programs: list[WorkerProgram] = [*[program] * len(plans), ServerProgram(server_options)]
-    worker_data = [*allocation.worker_data, None]
-    return WorkerPool([*plans, server_plan], programs, worker_data, allocation.memory, options, resources)
+        return self._require_run("server_stats").server_stats()
 
 
 def _checked_spin_seconds(spin_seconds: Any) -> float:
@@ -174,11 +199,6 @@ def _checked_spin_seconds(spin_seconds: Any) -> float:
             f"spin_seconds must be a number of seconds from 0 to {_MOST_SPIN_SECONDS}, got {spin_seconds!r}"
         )
     return float(spin_seconds)
-
-
-def count_alternating(n_cpus: int) -> int:
-    """The default number of workers of an `AlternatingSampler`: two per CPU, except that of the process that acts."""
-    return 2 * max(1, n_cpus - 1)
 
 
 class AlternatingSampler(GpuSampler):
@@ -207,27 +227,8 @@ class AlternatingSampler(GpuSampler):
         if given := [name for name in ("min_ready", "max_wait") if name in options]:
             raise ConfigError(f"AlternatingSampler serves halves in turn: {given[0]} is for GpuSampler")
         super().__init__(env_fn, server=server, compile_model=compile_model, spin_seconds=spin_seconds, **options)
-        self._overlap = true_or_false("overlap", overlap)
+        self._readiness = Halves(true_or_false("overlap", overlap))
         if self.config.n_built < 2:
             raise ConfigError(f"AlternatingSampler needs at least two environments, got batch_B={self.batch_B}")
         if self.config.n_workers == 1:
             raise ConfigError("AlternatingSampler needs at least two workers, got n_workers=1: leave it out, or use 2")
-
-    def _count_workers(self, mask: Sequence[int]) -> int:
-        return max(2, min(self.config.n_workers or count_alternating(cpus_to_fill(mask)), self.config.n_built))
-
-    def _readiness(self) -> Readiness:
-        ranks = range(len(self._plans))
-        middle = len(ranks) - len(ranks) // 2
-        return Alternating((ranks[:middle], ranks[middle:]), overlap=self._overlap)
-
-    def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[SamplerPlan, ...]:
-        mask = usable_cpus()
-        if affinity.cpus is None and affinity.pin and mask:
-            # Worker i of one half shares its CPU with worker i of the other.
-            n_workers = self._count_workers(mask)
-            middle = n_workers - n_workers // 2
-            chosen = self._cpu_claims.assign(affinity, middle, mask)
-            cpus = [chosen[i % middle] for i in range(n_workers)] if all(chosen) else None
-            affinity = replace(affinity, cpus=cpus, pin=bool(cpus))
-        return super()._make_plans(affinity, env_range, resources)

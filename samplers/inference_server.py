@@ -51,7 +51,7 @@ class ServerOptions:
     spin_seconds: float  #: the longest time that it spins for requests before it sleeps
     compile_options: Mapping[str, Any] | None  #: arguments of `torch.compile`; None: the model is not compiled
     heartbeat_seconds: float  #: the longest time between two heartbeats of a server process without requests
-    seating: Seating | None = None  #: see `SamplerProgram`
+    seating: Seating  #: see `SamplerProgram`
 
     @classmethod
     def of(
@@ -372,8 +372,7 @@ def _inference_batch(agent: Agent, options: ServerOptions, steps: StepBuffer, pu
             trial.step(row.observation, row.prev_action, row.prev_reward)
         except Exception as error:
             raise ConfigError(f"the model could not be compiled: {in_one_line(error)}") from error
-    in_turns = options.seating is not None and options.seating.in_turns
-    return InferenceBatch(copy_of_agent(), steps, columns, in_turns=in_turns)
+    return InferenceBatch(copy_of_agent(), steps, columns, in_turns=options.seating.in_turns)
 
 
 @dataclass

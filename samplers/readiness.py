@@ -6,6 +6,7 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.arguments import seconds
@@ -92,6 +93,22 @@ class Alternating(Readiness):
 
     def may_reply(self, working: Sequence[int]) -> bool:
         return self._overlap or not working
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Makes an `Alternating` for the workers of some plans."""
+
+    overlap: bool
+
+    def __call__(self, plans: Sequence[SamplerPlan]) -> Alternating:
+        ranks, middle = range(len(plans)), first_half(len(plans))
+        return Alternating((ranks[:middle], ranks[middle:]), overlap=self.overlap)
+
+
+def first_half(n_workers: int) -> int:
+    """How many workers the first half has."""
+    return n_workers - n_workers // 2
 
 
 def readiness_maker(min_ready: Any, max_wait: Any, batch_B: int) -> Callable[[Sequence[SamplerPlan]], Readiness]:

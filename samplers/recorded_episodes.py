@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.arguments import integer
 from penstock.buffers.named import map_leaves
 from penstock.buffers.tree import map_tree
 from penstock.columns.episode_log import (
@@ -26,12 +27,15 @@ from penstock.columns.episode_log import (
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.workers.control import Phase
 from penstock.workers.failures import WorkerStatus
 from penstock.workers.plan import WorkerPlan
+
+if TYPE_CHECKING:
+    from penstock.samplers.run import Run
 
 _IN_ENVIRONMENT = (Phase.STEPPING, Phase.RESETTING, Phase.DECORRELATING)
 
@@ -156,3 +160,19 @@ class RecordedEpisodes:
             else None,
             n_missing=kept - start,
         )
+
+
+def episode_of(run: Run, env_rank: int, t: int) -> RecordedEpisode:
+    """See `Sampler.episode`."""
+    run.require("episode")
+    if run.episodes is None:
+        raise ConfigError(
+            "episode needs to know the seeds of the episodes: construct the sampler with seed_episodes=True"
+        )
+    if not run.batches.held:
+        raise SamplerStateError("episode was called before the first batch: call obtain_samples first")
+    first, config = run.plans[0].env_ranks[0], run.config
+    env_rank = integer("env_rank", env_rank, first, first + config.batch_B - 1)
+    t = integer("t", t, 0, config.batch_T - 1)
+    (plan,) = (status.plan for status in run.pool.statuses() if env_rank in status.plan.env_ranks)
+    return run.episodes.at(plan, env_rank, t, (run.batch - 1) % run.batches.n_slots)

@@ -1,4 +1,4 @@
-"""What the workers have sent: trajectory infos, and the results of calls on the environments."""
+"""What the workers have sent: trajectory infos, evaluations, and the results of calls on the environments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import pickle
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import in_one_line
@@ -16,7 +17,13 @@ from penstock.envs.video import require_folder, require_video
 from penstock.errors import ConfigError, brief
 from penstock.samplers.config import SamplerConfig
 from penstock.workers.control import Command, ControlBlock
+from penstock.workers.monitor import POLL_SECONDS
 from penstock.workers.pool import Pool
+
+if TYPE_CHECKING:
+    from penstock.samplers.run import Run
+
+EVALUATION = -1  # in the place of a slot
 
 #: Trajectories as the workers send them: records of `TrajInfo` itself, or one `ObjectMessage` for each other object.
 Trajectories = list[Any]
@@ -56,10 +63,27 @@ def answers_to(pool: Pool, call: EnvCall, during: str) -> list[ObjectMessage]:
     return pool.take_messages()
 
 
-EVAL_POLL_SECONDS = 0.005  # how soon an evaluation is ended once enough trajectories have finished
+def evaluate(run: Run, itr: int, video: str | os.PathLike[str] | None) -> list[TrajInfo]:
+    """See `Sampler.evaluate_agent`. No batch may run."""
+    pool, config, control, during = run.pool, run.config, run.memory.control, f"evaluation, itr={itr}"
+    run.schedule.pause(run, during)
+    message = None if video is None else _video_message(pool, config, video)
+    limit, until, interval = config.eval_max_trajectories, None, POLL_SECONDS
+    if limit is not None:
+        until, interval = partial(_stop_if_enough, control, len(run.plans), limit), _EVAL_POLL_SECONDS
+    command, discard = (
+        Command(itr, do_eval=True, has_message=message is not None),
+        partial(run.take_traj_infos, EVALUATION),
+    )
+    pool.run(command, during, discard, message=message, until=until, poll_interval=interval)
+    run.metrics.evaluation = infos = run.take_traj_infos(EVALUATION)
+    return infos
 
 
-def stop_if_enough(control: ControlBlock, n_workers: int, limit: int) -> Literal[False]:
+_EVAL_POLL_SECONDS = 0.005  # how soon an evaluation is ended once enough trajectories have finished
+
+
+def _stop_if_enough(control: ControlBlock, n_workers: int, limit: int) -> Literal[False]:
     """End an evaluation when the workers have finished `limit` trajectories. The wait for them goes on."""
     if sum(control.n_results_by_rank(n_workers)) >= limit:
         control.stop_eval = True
@@ -79,7 +103,7 @@ def warn_if_unfinished(config: SamplerConfig, itr: int, n_finished: int) -> None
         )
 
 
-def video_message(pool: Pool, config: SamplerConfig, folder: str | os.PathLike[str]) -> bytes:
+def _video_message(pool: Pool, config: SamplerConfig, folder: str | os.PathLike[str]) -> bytes:
     """The message that makes the worker of the first evaluation environment record a video. Raises `ConfigError` if
     that is impossible."""
     if not isinstance(folder, str | os.PathLike):

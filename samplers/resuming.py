@@ -1,5 +1,5 @@
 """Saved runs: what a worker does to save its environments, agent and collector column by column, or to continue with
-them; the checks of what `Sampler.load_state_dict` gets, and its report."""
+them; and what the main process does for `Sampler.state_dict` and `Sampler.load_state_dict`."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ import inspect
 import pickle
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import cloudpickle
-import numpy as np
 
 from penstock.agents.agent import Agent
 from penstock.arguments import integer
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.reports import dump_exception, in_one_line
-from penstock.collectors.collector import Collector
+from penstock.collectors.collector import Collector, restart_agent
 from penstock.collectors.evaluation import EvalCollector
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.interface import Start
-from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.factory import EnvContext, EnvFactory, descriptions, env_factories
 from penstock.envs.rows import action_splitter
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
 from penstock.envs.state import StateKind, check_resumable, is_same, save_env
-from penstock.errors import ConfigError, RepeatError, brief
+from penstock.errors import ConfigError, RepeatError, SamplerBrokenError, SamplerStateError, brief
 from penstock.samplers.metrics import COUNTS
 from penstock.samplers.sampler_plan import SamplerPlan
-from penstock.samplers.seating import Chooser
+from penstock.samplers.seating import Chooser, column_streams
 from penstock.workers.control import Phase
+
+if TYPE_CHECKING:
+    from penstock.samplers.run import Run
 
 #: How an environment continues: "get_state", "pickle" and "repeat" are exact.
 RESEEDED = "reseeded"
@@ -111,7 +114,7 @@ class SaveMessage(StateMessage):
     evaluation environments."""
 
     saves_envs: bool
-    untrusted: str  #: why all columns are reseeded: see `class_without_column_state`; empty if they need not be
+    untrusted: str  #: why all columns are reseeded: see `_class_without_column_state`; empty if they need not be
 
     def answer(self, parts: WorkerParts) -> Any:
         """The columns by env_rank, and the counts of the evaluation environments."""
@@ -143,7 +146,7 @@ class SaveMessage(StateMessage):
             "columns": columns.save(column),
             "episodes": episodes,
             "collector": collector.column_state(column),
-            "agent": collector.agent.column_state(column),
+            "agents": collector.agent_states(column),
         }
         try:
             data = cloudpickle.dumps(values)
@@ -171,7 +174,7 @@ def _why_not_resumable(parts: WorkerParts, column: int) -> str:
     return why
 
 
-def class_without_column_state(*classes: type) -> str:
+def _class_without_column_state(*classes: type) -> str:
     """Why one of these agents and collectors may have a state that its `column_state` does not save; empty if none
     has."""
     for each in classes:
@@ -204,29 +207,13 @@ class LoadMessage(StateMessage):
             why = saved["why"] if saved["kind"] == RESEEDED else _load(parts, column, saved)
             if why:
                 refused[env_rank] = why
-        if collector.games is not None:
-            collector.restart(streams)
-        elif refused:
-            indices = [rank - streams.env_ranks[0] for rank in refused]
-            collector.restart_columns(indices, streams)
-            restart_agent(collector.agent, indices, streams)
+        if refused:
+            collector.restart_envs([rank - streams.env_ranks[0] for rank in refused], streams)
         if parts.eval_collector is not None:
             evaluator = parts.eval_collector
             evaluator._n_evaluations, generation = self.evaluations
             evaluator.streams = replace(evaluator.streams, generation=generation)
         return refused
-
-
-def restart_agent(agent: Agent, columns: Sequence[int], streams: ColumnStreams) -> None:
-    """Give these columns new random streams, and reset their state."""
-    rngs = streams.rngs(Purpose.ACTION)
-    if len(columns) == len(rngs):
-        agent.seed_columns(rngs)
-        agent.reset()
-        return
-    agent.reseed_columns(np.asarray(columns, np.intp), [rngs[column] for column in columns])
-    for column in columns:
-        agent.reset_one(column)
 
 
 def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
@@ -250,7 +237,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     if saved["kind"] == "repeat" and not is_same(last, state["columns"]):
         return f"its last observation differs after its episode was repeated: {brief(last)}"
     collector.load_column_state(column, state["collector"])
-    collector.agent.load_column_state(column, state["agent"])
+    collector.load_agent_states(column, state["agents"])
     if collector._episodes is not None and episodes is not None:
         collector._episodes.load_column_state(column, episodes)
     return ""
@@ -258,7 +245,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
 
 # ---- the main process ---------------------------------------------------------------------------
 
-FORMAT = 4
+_FORMAT = 5
 _LARGEST_COUNT = 2**63
 _MOST_LISTED = 5
 #: What to do if the saved run had something else.
@@ -266,6 +253,7 @@ _REMEDIES = {
     "env_ranks": "use as many environments as the saved run, with the same env_ranks",
     "environments": "use the env_fn and the env_kwargs of the saved run",
     "spaces": "use the environments of the saved run",
+    "policies": "let policy_of return the same policies for the same agents",
     "classes": "use an agent, a collector and a TrajInfo of the same classes",
     "seed_episodes": "give seed_episodes as in the saved run",
 }
@@ -282,20 +270,126 @@ class ResumeReport:
 
     def __str__(self) -> str:
         text = f"{len(self.exact)} environments continue exactly, {len(self.reseeded)} began new episodes"
-        return text + (f": {reasons(self.reseeded)}" if self.reseeded else "")
+        return text + (f": {_reasons(self.reseeded)}" if self.reseeded else "")
 
 
-def check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler: str) -> None:
+def save_run(run: Run, env_state: str) -> dict[str, Any]:
+    """See `Sampler.state_dict`."""
+    _check_restorable(run, "state_dict")
+    server = run.acting.server
+    untrusted = _class_without_column_state(run.config.collector_cls, *map(type, run.agents.values()))
+    answers = run.send(SaveMessage(env_state != "never", untrusted), "state_dict")
+    columns = {rank: column for own, _ in answers for rank, column in own.items()}
+    reseeded = {rank: column["why"] for rank, column in columns.items() if column["kind"] == RESEEDED}
+    if env_state == "require" and reseeded:
+        raise ConfigError(f'state_dict(env_state="require"): {_reasons(reseeded)}')
+    if server is not None:
+        for cells, column in zip(_server_cells(run), columns.values(), strict=True):
+            column["server"] = pickle.dumps([server.agent.column_state(b) for b in cells])
+    control = run.memory.control
+    return {
+        "format": _FORMAT,
+        **described(run),
+        "batches": run.batch,
+        "episodes": dict(run.games),
+        "policy_versions": [parameters.version for parameters in run.memory.parameters],
+        "counts": run.metrics.counts(run.stats()),
+        "generation": max(control.generation(plan.worker_rank) for plan in run.plans),
+        "columns": columns,
+        "checksum": checksum(columns),
+        "evaluations": {rank: list(counts) for _, own in answers for rank, counts in own.items()},
+    }
+
+
+def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeReport:
+    """See `Sampler.load_state_dict`. `sampler` is the name of the class."""
+    _check_restorable(run, "load_state_dict")
+    if run.batches.held:
+        raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
+    server, control = run.acting.server, run.memory.control
+    _check_state(state, described(run), sampler)
+    counts = {tuple(each) for each in state["evaluations"].values()}
+    generation = state["generation"] + 1
+    # A worker that is replaced from now on gets streams that were never used.
+    control.raise_generation(generation)
+    try:
+        if server is not None:
+            server.resume(generation)
+        # Where workers were replaced, the evaluations differ from column to column: begin new streams.
+        evaluations = counts.pop() if len(counts) == 1 else (0, generation)
+        message = LoadMessage(state["columns"], evaluations, generation)
+        refused = {rank: why for own in run.send(message, "load_state_dict") for rank, why in own.items()}
+        if server is not None:
+            streams = _server_streams(run, generation)
+            _load_server_agent(server.agent, _server_cells(run), state["columns"], refused, streams)
+    except SamplerBrokenError:
+        raise
+    except Exception as error:  # what the state contains may raise anything
+        run.pool.close(broken=True)
+        raise SamplerBrokenError(
+            f"load_state_dict failed, so that some environments would continue the saved run and others not: "
+            f"{in_one_line(error)}. The state is damaged, or belongs to another version of the environment: "
+            "make a new sampler, and load another state"
+        ) from error
+    run.batch, run.games = state["batches"], Counter(state["episodes"])
+    run.metrics.start_at(state["counts"])
+    each = zip(run.memory.parameters, state["policy_versions"], run.agents.values(), strict=True)
+    for parameters, version, agent in each:
+        parameters.continue_at(version, agent.read_parameters())
+    return ResumeReport(tuple(rank for rank in state["columns"] if rank not in refused), refused)
+
+
+def _check_restorable(run: Run, call: str) -> None:
+    run.require(call)
+    if run.config.batched:
+        raise ConfigError(f"{call} needs single environments: a batched one cannot be divided among other workers")
+
+
+def _server_cells(run: Run) -> list[range]:
+    """The columns of the inference server's agent in each environment."""
+    return [run.seating.train.cells(0, range(b, b + 1)) for b in range(run.config.batch_B)]
+
+
+def _server_streams(run: Run, generation: int) -> ColumnStreams:
+    """The streams of the inference server's agent."""
+    first, batch_B = run.plans[0].env_ranks[0], run.config.batch_B
+    everyone: dict[str, Any] = {"columns": range(batch_B), "env_ranks": range(first, first + batch_B)}
+    return column_streams(run.seating, replace(run.plans[0], **everyone, generation=generation), run.seed)
+
+
+def described(run: Run) -> dict[str, Any]:
+    """What a run must have in common with the run that continues it."""
+    config, agent = run.config, run.agent
+    return {
+        "seed": run.seed,
+        "env_ranks": [rank for plan in run.plans for rank in plan.env_ranks],
+        "environments": descriptions(env_factories(config.env_fn, config.env_kwargs, config.batch_B)),
+        "spaces": [str(agent.observation_space), str(agent.action_space)],
+        "agents": [list(own) for own in run.seating.train.agents] if run.seating.has_games else None,
+        "policies": [list(run.agents), *(map(list, run.seating.train.policy) if run.seating.has_games else ())],
+        "classes": [
+            cls.__qualname__ for cls in (*map(type, run.agents.values()), config.collector_cls, config.traj_info_cls)
+        ],
+        "central": run.acting.is_central,
+        "seed_episodes": config.seed_episodes,
+    }
+
+
+def _check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler: str) -> None:
     """Raise `ConfigError` if `state` is damaged, or that of another run than `described`. `sampler` is the name of the
     class."""
-    if not isinstance(state, Mapping) or _differs(state.get("format"), FORMAT):
-        raise ConfigError(f"load_state_dict needs what state_dict has returned, of format {FORMAT}")
-    parts = ("batches", "episodes", "policy_version", "generation", "counts", "columns", "evaluations", "checksum")
+    if not isinstance(state, Mapping) or _differs(state.get("format"), _FORMAT):
+        raise ConfigError(f"load_state_dict needs what state_dict has returned, of format {_FORMAT}")
+    parts = ("batches", "episodes", "policy_versions", "generation", "counts", "columns", "evaluations", "checksum")
     missing = [name for name in (*described, *parts) if name not in state]
     if missing:
         raise ConfigError(f"this state is damaged: it has no {', '.join(missing)}")
-    for name in ("batches", "policy_version", "generation"):
+    for name in ("batches", "generation"):
         integer(f"{name} of the state", state[name], 0)
+    if not isinstance(state["policy_versions"], list | tuple):
+        raise ConfigError("this state is damaged: its policy_versions must be a list")
+    for version in state["policy_versions"]:
+        integer("policy_versions of the state", version, 0)
     for name, own in described.items():
         if name == "central" and state[name] is (not own):
             saved = "GpuSampler or AlternatingSampler" if state[name] else "SerialSampler or ParallelSampler"
@@ -351,20 +445,22 @@ def _check_columns(state: Mapping[str, Any]) -> None:
         raise ConfigError("this state is damaged: the checksum of its columns differs. Load another one")
 
 
-def load_server_agent(
-    agent: Agent, columns: Mapping[int, Any], refused: Mapping[int, str], seed: int, generation: int
+def _load_server_agent(
+    agent: Agent, cells: Sequence[range], columns: Mapping[int, Any], refused: Mapping[int, str], streams: ColumnStreams
 ) -> None:
-    """Continue the columns of the inference server's agent; those in `refused` start again."""
+    """Continue the columns of the inference server's agent; those in `refused` start again, with `streams`. `cells` are
+    the columns of each environment."""
     agent.select(None)
-    exact = {b: columns[rank]["server"] for b, rank in enumerate(columns) if rank not in refused}
-    if refused:
-        streams = ColumnStreams(seed, range(min(columns), max(columns) + 1), generation)
-        restart_agent(agent, [b for b in range(len(columns)) if b not in exact], streams)
-    for b, saved in exact.items():
-        agent.load_column_state(b, pickle.loads(saved))
+    lost = [b for own, rank in zip(cells, columns, strict=True) if rank in refused for b in own]
+    if lost:
+        restart_agent(agent, lost, streams)
+    for own, (rank, saved) in zip(cells, columns.items(), strict=True):
+        if rank not in refused:
+            for b, state in zip(own, pickle.loads(saved["server"]), strict=True):
+                agent.load_column_state(b, state)
 
 
-def reasons(reseeded: Mapping[int, str]) -> str:
+def _reasons(reseeded: Mapping[int, str]) -> str:
     """Why these environments do not continue exactly. Each reason is named once."""
     ranks: dict[str, list[int]] = {}
     for rank, why in reseeded.items():

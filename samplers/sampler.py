@@ -1,85 +1,50 @@
-"""The sampler: what the user holds. Its states and calls; subclasses choose the workers."""
+"""The sampler: what the user holds. Its states and calls; subclasses choose who acts, and when."""
 
 from __future__ import annotations
 
-import logging
 import os
-import pickle
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.agents import Agent, FunctionAgent
-from penstock.agents.shared_parameters import UnpublishedChanges
 from penstock.arguments import integer, one_of, true_or_false
 from penstock.buffers import Samples
 from penstock.buffers.object_pipe import ObjectMessage
-from penstock.buffers.reports import in_one_line
-from penstock.buffers.samples import for_each_policy, parts_of
+from penstock.buffers.samples import for_each_policy
 from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
-from penstock.envs.calls import EnvCall, pickled, results, single_results
-from penstock.envs.factory import EnvFactory, descriptions, env_factories
+from penstock.envs.calls import EnvCall, results
 from penstock.envs.recorded_episode import RecordedEpisode
-from penstock.envs.seeding import eval_seed
 from penstock.envs.video import warn_if_unwritten
-from penstock.errors import ConfigError, SamplerBrokenError, SamplerStateError
-from penstock.samplers.allocation import Allocation, InitArguments, allocate
-from penstock.samplers.batches import Batches
+from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, require_env_fn, show_arguments
-from penstock.samplers.metrics import SamplerMetrics
-from penstock.samplers.results import (
-    EVAL_POLL_SECONDS,
-    Trajectories,
-    answers_to,
-    infos_from_messages,
-    keys_of_trajectories,
-    stop_if_enough,
-    video_message,
-    warn_if_unfinished,
-)
-from penstock.samplers.resuming import (
-    FORMAT,
-    RESEEDED,
-    ChooseMessage,
-    LoadMessage,
-    ResumeReport,
-    SaveMessage,
-    StateMessage,
-    check_state,
-    checksum,
-    class_without_column_state,
-    load_server_agent,
-    reasons,
-)
-from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
-from penstock.samplers.seating import SHARED, Chooser, PolicyOf, Seating
-from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats, describe, worker_stats
+from penstock.samplers.results import answers_to, evaluate, warn_if_unfinished
+from penstock.samplers.run import Run
+from penstock.samplers.sampler_plan import EnvRange
+from penstock.samplers.schedule import OnDemand, Schedule
+from penstock.samplers.stats import SamplerStats, describe
+from penstock.samplers.who_acts import Acting, pool_options
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard
-from penstock.workers.claims import CpuClaims
-from penstock.workers.control import Command
 from penstock.workers.limits import naming_descriptor_limit
 from penstock.workers.marking import marked
-from penstock.workers.monitor import POLL_SECONDS
 from penstock.workers.plan import Affinity
-from penstock.workers.pool import Pool
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-_log = logging.getLogger("penstock")
+    from penstock.samplers.allocation import Seats
+    from penstock.samplers.resuming import ResumeReport
+    from penstock.samplers.seating import PolicyOf
 
-EVALUATION = -1  # in the place of a slot
-_MOST_UNPUBLISHED = 5  # batches
+#: The states in which evaluations and calls on the environments are allowed.
+_IDLE = SamplerState.READY, SamplerState.RUNNING, SamplerState.PAUSED
 
 
 class Sampler(ABC):
@@ -87,12 +52,6 @@ class Sampler(ABC):
 
     Raises `ConfigError` for arguments that cannot work.
     """
-
-    #: The version of the parameters at the beginning of the current batch, or of the last batch if none is running.
-    #: None before the first batch. `initialize` publishes version 1. Each `agent.sync_shared_memory()` adds one. If you
-    #: publish right after `start_samples`, the number may be too small: workers load the newest parameters. With a dict
-    #: of agents, a dict of the versions of each.
-    policy_version: Any = None
 
     #: Of options whose default is another one in this class.
     _defaults: ClassVar[Mapping[str, Any]] = {}
@@ -107,59 +66,27 @@ class Sampler(ABC):
 
     def __init__(self, env_fn: EnvFn, **options: Unpack[SamplerOptions]) -> None:
         # These two come first, so that repr and shutdown work even if the rest fails.
-        self._guard = CallGuard(SamplerState, "sampler", "shutdown", owned_by_process=self._shared_memory)
-        self._pool: Pool | None = None
+        self._guard = CallGuard(SamplerState, "sampler", "shutdown", owned_by_process=False)
+        self._run: Run | None = None
         self.config = SamplerConfig.of(type(self).__name__, env_fn, options)
         self.batch_T, self.batch_B = self.config.batch_T, self.config.batch_B
         #: The seed in use; useful where none was given.
         self.seed: int | None = None
-        self._plans: tuple[SamplerPlan, ...] = ()
-        self._seating: Seating | None = None  # who sits where, if several agents share an environment
+        # In a sampler that replaces a lost one: how often the environments have been built again.
+        self._generation = 0
+        # In the sampler of a shard: its part of what the driver has found. Its trajectories stay as the workers send
+        # them: the driver makes the infos.
+        self._seats: Seats | None = None
 
     # ---- for subclasses --------------------------------------------------------------------
 
-    #: Whether workers are processes, so that memory must be shared.
-    _shared_memory = True
-
-    #: Whether one agent acts for the environments of all workers. The workers hold no agent then.
-    _central = False
-
-    #: How often the environments have been built again, in a sampler that replaces a lost one.
-    _generation = 0
-
-    #: In the sampler of a shard: see `InitArguments.seats`.
-    _seats: tuple[Seating, Sequence[EnvFactory]] | None = None
-
-    #: Whether trajectories are returned as `TrajInfo`s. Otherwise they stay as the workers have sent them.
-    _makes_infos = True
-
-    #: Why evaluations cannot be recorded as videos; empty if they can.
-    _no_video = ""
-
-    #: Why this sampler cannot repeat episodes, and save and continue runs; empty if it can.
-    _no_restore = ""
-
-    #: The states in which evaluations and calls on the environments are allowed.
-    _idle_states: tuple[SamplerState, ...] = (SamplerState.READY,)
-
     @abstractmethod
-    def _make_plans(self, affinity: Affinity, env_range: EnvRange, resources: ExitStack) -> tuple[SamplerPlan, ...]:
-        """Divide the environments among workers. What must be closed goes onto `resources`."""
+    def acting(self) -> Acting:
+        """Who acts: `initialize` calls this once. Return a `WorkersAct`, a `ServerActs`, or your own `Acting`."""
 
-    @abstractmethod
-    def _make_pool(self, allocation: Allocation, resources: ExitStack) -> Pool:
-        """Start the workers. The pool becomes the owner of `resources`, and closes them."""
-
-    def _server_agent(self) -> Agent | None:
-        """The agent that acts for the environments of all workers; None if each worker has its own. Raises
-        `ConfigError` if it is in another process."""
-        return None
-
-    def _resume_server(self, generation: int) -> None:
-        """The inference server's streams are of this generation from now on."""
-
-    def _finish_batches(self, pool: Pool, during: str) -> None:
-        """An evaluation or a call on the environments comes next: finish the batches that run."""
+    def schedule(self) -> Schedule:
+        """When the workers collect: `initialize` calls this once. By default on demand."""
+        return OnDemand()
 
     # ---- initialize ------------------------------------------------------------------------
 
@@ -208,6 +135,10 @@ class Sampler(ABC):
 
         Raises `ConfigError`, `SpaceError`, or a `SamplerBrokenError` if a worker fails to start.
         """
+        # Imported here, with all kinds of environments: a process may only need the class.
+        from penstock.samplers.allocation import InitArguments, allocate, checked_traj_info_kwargs
+        from penstock.samplers.seating import SHARED
+
         with self._guard.call("initialize", SamplerState.CREATED):
             given = (first_env_rank, first_eval_env_rank), (n_envs, n_eval_envs)
             env_range = EnvRange.of(self.config.own_envs, rank, world_size, given, self._generation)
@@ -218,84 +149,67 @@ class Sampler(ABC):
             if isinstance(agent, Mapping):  # a scripted player may be a function
                 is_function = {name: not isinstance(own, Agent) and callable(own) for name, own in agent.items()}
                 agent = {name: FunctionAgent(own) if is_function[name] else own for name, own in agent.items()}
-            self._agents = dict(agent) if isinstance(agent, Mapping) else {SHARED: agent}
+            agents = dict(agent) if isinstance(agent, Mapping) else {SHARED: agent}
+            acting, schedule = self.acting(), self.schedule()
+            if acting.has_processes:
+                self._guard.own()
             with naming_descriptor_limit(), ExitStack() as resources:
-                self._cpu_claims = CpuClaims()
-                resources.callback(self._cpu_claims.close)
-                self._plans = self._make_plans(affinity, env_range, resources)
-                setup = InitArguments(
-                    plans=self._plans,
+                arguments = InitArguments(
+                    config=self.config,
+                    agents=agent,
+                    plans=acting.plans(self.config, affinity, env_range, resources),
                     seed=seed,
                     env_range=env_range,
                     bootstrap_value=bootstrap_value,
-                    traj_info_kwargs=traj_info_kwargs,
-                    shared=self._shared_memory,
-                    central=self._central,
+                    traj_info_kwargs=checked_traj_info_kwargs(self.config.traj_info_cls, traj_info_kwargs),
+                    shared=acting.has_processes,
+                    central=acting.is_central,
                     policy_of=policy_of,
                     record=record,
                     seats=self._seats,
                 )
                 # Ctrl-C may end this: it runs the user's code, and `resources` undoes the rest.
                 with marked, sigint.allowed():
-                    allocation = allocate(self.config, agent, setup, resources)
-                self._store_allocation(allocation, env_range)
-                if self._shared_memory:  # so that a learner on a GPU copies batches at full speed
-                    samples = allocation.memory.samples.whole
-                    resources.enter_context(self._agent.runtime.page_locked(samples))
-                self._pool = self._make_pool(allocation, resources)
-            self._guard.start(self, self._pool)
+                    allocation = allocate(arguments, resources)
+                run = Run(arguments, agents, allocation, acting, schedule, self._guard)
+                self._guard.announce(run.memory.control)
+                #: The spaces of the agent. With a dict of agents, a dict of the spaces of each.
+                self.observation_space = run.by_policy({name: own.observation_space for name, own in agents.items()})
+                self.action_space = run.by_policy({name: own.action_space for name, own in agents.items()})
+                if acting.has_processes:  # so that a learner on a GPU copies batches at full speed
+                    resources.enter_context(run.agent.runtime.page_locked(run.memory.samples.whole))
+                allocation = schedule.connect(run, allocation, resources)
+                options = pool_options(self.config, allocation, has_lookout=schedule.is_ahead)
+                run.pool = acting.start(allocation, options, resources)
+            self._run = run
+            self._guard.start(self, run.pool)
             self._guard.state = SamplerState.READY
             if self._seats is None:  # a shard may have no column of a policy
-                return for_each_policy(lambda own: own[0, 0].copy(), self.samples_np)
+                return for_each_policy(lambda own: own[0, 0].copy(), run.samples_np)
             return None
 
-    def _store_allocation(self, allocation: Allocation, env_range: EnvRange) -> None:
-        """Keep what was allocated, and begin to count."""
-        self._memory, self._plans, self._seating = allocation.memory, allocation.plans, allocation.program.seating
-        self._memory.control.raise_generation(env_range.generation)
-        self._guard.announce(self._memory.control)
-        self._inference_difference, self._episodes = allocation.inference_difference, allocation.episodes
-        each = self._agents
-        #: The spaces of the agent. With a dict of agents, a dict of the spaces of each.
-        self.observation_space: Any = self._by_policy({name: own.observation_space for name, own in each.items()})
-        self.action_space: Any = self._by_policy({name: own.action_space for name, own in each.items()})
-        self._version_word = self._memory.parameters[0].version_word if self._is_shared else None
-        self._games: Counter[int] = Counter()  # how many trajectories, or games, have ended, by env_rank
-        self._n_eval_envs = env_range.n_eval_envs
-        self._warned_of_late_rewards = False
-        agents = zip(each.items(), self._memory.parameters, strict=True)
-        self._unpublished = {name: UnpublishedChanges(own, parameters) for (name, own), parameters in agents}
-        #: The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory.
-        self.samples_np: Any = allocation.batches[0]
-        self._batches = Batches(allocation.batches, debug=self.config.debug)
-        self._first_records = [
-            [plan.first_record(self.batch_T, slot) for plan in self._plans] for slot in range(len(allocation.batches))
-        ]
-        self._batch = 0  # the number of the batch that runs, or of the next
-        self._first_batch: tuple[ServerStats, Sequence[WorkerStats]] | None = None
-        self._n_trajectories = [0] * len(self._plans)  # returned so far, by worker rank
-        example_info = self.config.traj_info_cls(**allocation.program.traj_info_kwargs)
-        policies, width = ((), 1) if self._seating is None else (self._seating.policies, self._seating.width)
-        self._metrics = SamplerMetrics(example_info, policies, width, has_evaluation=self.config.eval_n_envs > 0)
+    @property
+    def run(self) -> Run:
+        """The workers, their memory and what has been counted. Raises `SamplerStateError` before `initialize`."""
+        return self._require_run("run")
+
+    def _require_run(self, call: str) -> Run:
+        if self._run is None:
+            raise SamplerStateError(f"{call} was called before initialize: call sampler.initialize(agent) first")
+        return self._run
 
     @property
-    def _agent(self) -> Agent:
-        """The agent, or that of the first policy."""
-        return next(iter(self._agents.values()))
+    def policy_version(self) -> Any:
+        """The version of the parameters at the beginning of the current batch, or of the last batch if none is running.
+        None before the first batch. `initialize` publishes version 1. Each `agent.sync_shared_memory()` adds one. If
+        you publish right after `start_samples`, the number may be too small: workers load the newest parameters. With
+        a dict of agents, a dict of the versions of each."""
+        return None if self._run is None else self._run.policy_version
 
     @property
-    def _is_shared(self) -> bool:
-        """Whether one agent was given, and not a dict of agents."""
-        return self._seating is None or self._seating.is_shared
-
-    def _by_policy(self, values: dict[str, Any]) -> Any:
-        """`values` by policy; the only one, where one agent was given."""
-        return next(iter(values.values())) if self._is_shared else values
-
-    def _newest_versions(self) -> dict[str, int]:
-        """The versions of the newest parameters of a dict of agents."""
-        parameters = self._memory.parameters
-        return {name: own.version for name, own in zip(self._agents, parameters, strict=True)}
+    def samples_np(self) -> Any:
+        """The last batch as `Samples` of numpy arrays. The tensors of `obtain_samples` use the same memory."""
+        return self._require_run("samples_np").samples_np
 
     def seats(self) -> dict[str, list[tuple[int, Any]]]:
         """With several agents in an environment: for each policy, whose its columns are, as (env_rank, agent id). The
@@ -303,10 +217,10 @@ class Sampler(ABC):
 
         Raises `ConfigError` if the environments have one agent.
         """
-        self._require_pool("seats")
-        if self._seating is None:
+        seating = self._require_run("seats").seating
+        if not seating.has_games:
             raise ConfigError("seats is for environments of several agents: here, column b is environment b")
-        return self._seating.by_policy()
+        return seating.by_policy()
 
     def set_policy_of(self, policy_of: PolicyOf) -> None:
         """From the next game of each environment on, this function says which policy plays which agent. Running games
@@ -316,16 +230,18 @@ class Sampler(ABC):
         Raises `ConfigError` for a sampler with another one, or with `on_worker_failure="restart"`: a new worker would
         begin with the first function.
         """
-        with self._guard.call("set_policy_of", *self._idle_states):
-            pool, seating = self._require_pool("set_policy_of"), self._seating
-            if seating is None or seating.chooser is None or self.config.on_worker_failure == "restart":
+        with self._guard.call("set_policy_of", *_IDLE):
+            run = self._require_run("set_policy_of")
+            if run.seating.chooser is None or self.config.on_worker_failure == "restart":
                 raise ConfigError(
                     "set_policy_of needs games in turns, a first policy_of with a parameter episode or rng, and "
                     'on_worker_failure="raise"'
                 )
-            message = ChooseMessage(Chooser.of(policy_of, seating.policies))
-            self._finish_batches(pool, "set_policy_of")
-            self._send(message, "set_policy_of")
+            from penstock.samplers.resuming import ChooseMessage
+
+            message = ChooseMessage(run.seating.chooser.like(policy_of))
+            run.schedule.pause(run, "set_policy_of")
+            run.send(message, "set_policy_of")
 
     # ---- sampling --------------------------------------------------------------------------
 
@@ -340,123 +256,25 @@ class Sampler(ABC):
         Raises a `SamplerBrokenError` if a worker fails; the sampler cannot be used again.
         """
         with self._guard.call("obtain_samples", SamplerState.READY):
-            self._start(itr)
-            return self._finish()
+            run = self.run
+            run.schedule.begin(run, itr)
+            return self._finish(run)
 
     def start_samples(self, itr: int) -> None:
         """Begin a batch and return; `wait_samples` returns it. From now on the workers overwrite the samples."""
         with self._guard.call("start_samples", SamplerState.READY):
-            self._start(itr)
+            self.run.schedule.begin(self.run, itr)
+            self._guard.state = SamplerState.SAMPLING
 
     def wait_samples(self) -> tuple[Samples, list[TrajInfo]]:
         """Wait for the batch that `start_samples` began; returns as `obtain_samples` does."""
         with self._guard.call("wait_samples", SamplerState.SAMPLING):
-            return self._finish()
+            return self._finish(self.run)
 
-    def _start(self, itr: int) -> None:
-        is_plain = type(itr) is int and abs(itr) < 2**63  # the usual case: it saves a call in each batch
-        self._itr = itr if is_plain else integer("itr", itr)
-        self._check_published()
-        word = self._version_word
-        self.policy_version = self._newest_versions() if word is None else word[0]
-        pool, batch, batches = self._pool, self._batch, self._batches
-        assert pool is not None
-        try:
-            pool.submit(Command(self._itr, batch=batch))
-        finally:  # after `submit`, so that workers do not wait for this
-            if len(batches.held) == self.config.n_slots:
-                batches.give_back(batch, keep_last_row=True)
-        self._guard.state = SamplerState.SAMPLING
-
-    def _finish(self) -> tuple[Samples, list[TrajInfo]]:
-        pool = self._pool
-        assert pool is not None
-        pool.wait(f"itr={self._itr}")
-        self._guard.state = SamplerState.READY
-        batch, batches, n_slots = self._batch, self._batches, self.config.n_slots
-        slot = batch % batches.n_slots
-        if self.config.debug and batch >= n_slots:
-            batches.poison(batch - n_slots)  # no worker reads its last row now
-        self._batch, self.samples_np = batch + 1, batches.views[slot]
-        samples = batches.hand_out(batch, valid_until=batch + n_slots)
-        if not batch:
-            self._note_first_batch()
-        infos = self._take_traj_infos(pool, slot)
-        self._metrics.training.extend(infos)
-        if self._seating is not None:
-            self._count_agents(samples)
-        return samples, infos
-
-    def _check_published(self, n_parts: int = 1) -> None:
-        """Warn once if the workers have acted in 5 batches, of `n_parts` each, with parameters that the learner has
-        changed since."""
-        for name, changes in self._unpublished.items():
-            if changes.note_batch(_MOST_UNPUBLISHED * n_parts):
-                self._unpublished = {}
-                agent = "agent" if self._is_shared else f"agents[{name!r}]"
-                warnings.warn(
-                    f"the parameters of {agent} have changed, but were not published for {_MOST_UNPUBLISHED} batches, "
-                    f"so the workers act with old ones: call {agent}.sync_shared_memory() after each update",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-                return
-
-    def _count_agents(self, samples: Any) -> None:
-        """With several agents: count their steps for `metrics`, and log once if rewards came late."""
-        self._metrics.agent_steps += sum(int(np.count_nonzero(own.env.valid)) for own in parts_of(samples))
-        if self._warned_of_late_rewards:
-            return
-        n = sum(self._memory.control.snapshot(plan.worker_rank).late_rewards for plan in self._plans)
-        if n:
-            self._warned_of_late_rewards = True
-            _log.warning(
-                "%d rewards have come for agents that had ended or had not joined yet. They are in no cell of the "
-                "batch, but in the Return of the environment's TrajInfo. stats().late_rewards counts them",
-                n,
-            )
-
-    def _take_traj_infos(self, pool: Pool, slot: int = 0, opening: int | None = None) -> list[Any]:
-        """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
-        ordered by time step, then env_rank. `slot` is that of the batch; EVALUATION for an evaluation."""
-        cls, counts = self.config.traj_info_cls, self._memory.control.n_results_by_rank(len(self._plans), opening)
-        for rank, n in enumerate(counts):
-            self._n_trajectories[rank] += n
-        if not any(counts):
-            return []
-        found: Trajectories
-        if cls is TrajInfo:
-            found = self._memory.records.take(counts, self._first_records[max(slot, 0)])
-        else:
-            found = pool.take_messages(opening)
-        return self._as_infos(found, evaluation=slot == EVALUATION) if self._makes_infos else found
-
-    def _as_infos(self, found: Trajectories, *, evaluation: bool = False) -> list[TrajInfo]:
-        """`found`, ordered by time step, then env_rank; evaluations by episode, then env_rank. Each info knows whose it
-        is."""
-        cls, keys, games = self.config.traj_info_cls, keys_of_trajectories(found), self._games
-        infos = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
-        if evaluation:
-            games = Counter()
-        if self._seating is not None:
-            self._seating.name_infos(infos, keys, games, evaluation=evaluation)
-        else:
-            for info, env_rank in zip(infos, keys, strict=True):
-                info.env_rank, info.episode = env_rank, games[env_rank]
-                games[env_rank] += 1
-        return self._with_seeds(infos) if evaluation else infos
-
-    def _with_seeds(self, infos: list[TrajInfo]) -> list[TrajInfo]:
-        """The trajectories of an evaluation, ordered by episode, then env_rank, with the seeds of their resets."""
-        assert self.seed is not None
-        config = self.config
-        is_seeded = not config.batched
-        for info in infos:
-            assert info.env_rank is not None
-            assert info.episode is not None
-            if is_seeded or not info.episode:  # others begin their further episodes as they like
-                info.seed = eval_seed(self.seed, info.episode * self._n_eval_envs + info.env_rank)
-        return sorted(infos, key=lambda info: (info.episode, info.env_rank))
+    def _finish(self, run: Run) -> tuple[Samples, list[TrajInfo]]:
+        batch = run.schedule.finish(run)
+        self._guard.state = SamplerState.READY  # also if the schedule has begun another one
+        return batch
 
     def evaluate_agent(self, itr: int, *, video: str | os.PathLike[str] | None = None) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished, ordered by episode,
@@ -475,28 +293,20 @@ class Sampler(ABC):
         worker keeps the frames in memory and writes the file during the evaluation; `step_timeout` must allow for that.
         A folder that cannot be written is a `ConfigError`, a file that was not written a `RuntimeWarning`.
         """
-        with self._guard.call("evaluate_agent", *self._idle_states):
+        with self._guard.call("evaluate_agent", *_IDLE):
+            run = self._require_run("evaluate_agent")
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
-            if video is not None and (self._no_video or self._seating is not None):
-                raise ConfigError(self._no_video or "video records environments of one agent, and these have several")
-            itr, pool, during = integer("itr", itr), self._require_pool("evaluate_agent"), f"evaluation, itr={itr}"
-            self._finish_batches(pool, during)
-            message = None if video is None else video_message(pool, self.config, video)
-            command, limit = (
-                Command(itr, do_eval=True, has_message=message is not None),
-                self.config.eval_max_trajectories,
-            )
-            until = None if limit is None else partial(stop_if_enough, self._memory.control, len(self._plans), limit)
-            interval = POLL_SECONDS if limit is None else EVAL_POLL_SECONDS
-            discard = partial(self._take_traj_infos, pool, EVALUATION)
-            pool.run(command, during, discard, message=message, until=until, poll_interval=interval)
-            self._metrics.evaluation = infos = self._take_traj_infos(pool, EVALUATION)
+            if video is not None:
+                run.require("video")
+                if run.seating.has_games:
+                    raise ConfigError("video records environments of one agent, and these have several")
+            itr = integer("itr", itr)
+            infos = evaluate(run, itr, video)
         if video is not None:
             warn_if_unwritten(os.fspath(video), itr)
-        if self._makes_infos:  # otherwise the driver counts those of all shards
-            games = infos if self._seating is None else [info for info in infos if info.agent_id is None]
-            warn_if_unfinished(self.config, itr, len(games))
+        if run.makes_infos:  # otherwise the driver counts those of all shards
+            warn_if_unfinished(self.config, itr, sum(info.agent_id is None for info in infos))  # games, not seats
         return infos
 
     # ---- calls on the environments ------------------------------------------------------
@@ -504,8 +314,8 @@ class Sampler(ABC):
     def call(self, name: str, /, *args: object, evaluation: bool = False, **kwargs: object) -> list[Any]:
         """Call the method `name` of every training (or evaluation) environment, between two batches.
 
-        Wrappers are searched from the outermost inwards. Returns the results by env_rank. Raises `EnvCallError` naming
-        the environment if one raises; the sampler stays usable.
+        Wrappers are searched from the outermost inwards. Returns the results by env_rank; of batched environments, one
+        for that of each worker. Raises `EnvCallError` naming the environment if one raises; the sampler stays usable.
         """
         return self._call(EnvCall("call", name, evaluation, args, kwargs))
 
@@ -514,16 +324,19 @@ class Sampler(ABC):
         return self._call(EnvCall("get_attr", name, evaluation))
 
     def set_attr(self, name: str, /, value: object, *, evaluation: bool = False) -> None:
-        """Set the attribute `name` of every environment to `value`; a list or tuple has one value per environment.
+        """Set the attribute `name` of every environment to `value`; a list or tuple has one value per environment (of
+        batched ones: one for that of each worker).
 
         If an environment has no such attribute, it is created, and a `RuntimeWarning` names the nearest one. A worker
         that replaces another builds its environments again, without these values.
         """
-        n_envs = self.config.eval_n_envs if evaluation else self.batch_B
+        sizes = self._env_sizes(evaluation=evaluation)
+        n_envs = len(sizes)
         values = value if isinstance(value, list | tuple) else [value] * n_envs
         if len(values) != n_envs:
             raise ConfigError(f"set_attr({name!r}) got {len(values)} values for {n_envs} environments")
-        found = self._call(EnvCall("set_attr", name, evaluation, values=values))
+        rows = [own for own, n in zip(values, sizes, strict=True) for _ in range(n)]
+        found = self._call(EnvCall("set_attr", name, evaluation, values=rows))
         if created := [(env_rank, near) for env_rank, (is_new, near) in enumerate(found) if is_new]:
             env_rank, near = created[0]
             hint = f"; did you mean {near!r}?" if near else ""
@@ -534,15 +347,21 @@ class Sampler(ABC):
                 stacklevel=2,
             )
 
+    def _env_sizes(self, *, evaluation: bool) -> list[int]:
+        """How many columns each environment has that a call reaches."""
+        if not self.config.batched:
+            return [1] * (self.config.eval_n_envs if evaluation else self.batch_B)
+        return [n for plan in self.run.plans if (n := len(plan.eval_columns if evaluation else plan.columns))]
+
     def _call(self, call: EnvCall) -> list[Any]:
         return results(call, self._perform(call))
 
     def _perform(self, call: EnvCall) -> list[ObjectMessage]:
         """What the workers send for `call`."""
-        with self._guard.call(call.verb, *self._idle_states):
-            pool, during = self._require_pool(call.verb), f"{call.verb} {call.name!r} on the environments"
-            self._finish_batches(pool, during)
-            return answers_to(pool, call, during)
+        with self._guard.call(call.verb, *_IDLE):
+            run, during = self._require_run(call.verb), f"{call.verb} {call.name!r} on the environments"
+            run.schedule.pause(run, during)
+            return answers_to(run.pool, call, during)
 
     # ---- one episode --------------------------------------------------------------------
 
@@ -552,21 +371,10 @@ class Sampler(ABC):
 
         Raises `ConfigError` if the environment waited for a reset at t, or for an argument out of range.
         """
-        with self._guard.call("episode", *self._idle_states):
-            episodes, first = self._episodes, self._plans[0].env_ranks[0]
-            if self._no_restore:
-                raise SamplerStateError(f"episode was called {self._no_restore}")
-            if episodes is None:
-                raise ConfigError(
-                    "episode needs to know the seeds of the episodes: construct the sampler with seed_episodes=True"
-                )
-            if not self._batches.held:
-                raise SamplerStateError("episode was called before the first batch: call obtain_samples first")
-            env_rank = integer("env_rank", env_rank, first, first + self.batch_B - 1)
-            t = integer("t", t, 0, self.batch_T - 1)
-            statuses = self._require_pool("episode").statuses()
-            (plan,) = (status.plan for status in statuses if env_rank in status.plan.env_ranks)
-            return episodes.at(plan, env_rank, t, (self._batch - 1) % self._batches.n_slots)
+        from penstock.samplers.recorded_episodes import episode_of
+
+        with self._guard.call("episode", *_IDLE):
+            return episode_of(self._require_run("episode"), env_rank, t)
 
     # ---- save and continue a run --------------------------------------------------------
 
@@ -581,34 +389,11 @@ class Sampler(ABC):
         begin new episodes with new seeds. "require" raises a `ConfigError` if there are such environments. With
         "never", all are reseeded.
         """
+        from penstock.samplers.resuming import save_run
+
         one_of("env_state", env_state, ("auto", "require", "never"))
-        with self._guard.call("state_dict", *self._idle_states):
-            self._check_restorable("state_dict")
-            server_agent = self._server_agent()
-            untrusted = class_without_column_state(self.config.collector_cls, type(self._agent))
-            if self._seating is not None:
-                untrusted = "environments of several agents cannot be saved yet"
-            answers = self._send(SaveMessage(env_state != "never", untrusted), "state_dict")
-            columns = {rank: column for own, _ in answers for rank, column in own.items()}
-            reseeded = {rank: column["why"] for rank, column in columns.items() if column["kind"] == RESEEDED}
-            if env_state == "require" and reseeded:
-                raise ConfigError(f'state_dict(env_state="require"): {reasons(reseeded)}')
-            if server_agent is not None:
-                for b, column in enumerate(columns.values()):
-                    column["server"] = pickle.dumps(server_agent.column_state(b))
-            control = self._memory.control
-            return {
-                "format": FORMAT,
-                **self._described(),
-                "batches": self._batch,
-                "episodes": dict(self._games),
-                "policy_version": self._memory.parameters[0].version,
-                "counts": self._metrics.counts(self.stats()),
-                "generation": max(control.generation(plan.worker_rank) for plan in self._plans),
-                "columns": columns,
-                "checksum": checksum(columns),
-                "evaluations": {rank: list(counts) for _, own in answers for rank, counts in own.items()},
-            }
+        with self._guard.call("state_dict", *_IDLE):
+            return save_run(self._require_run("state_dict"), env_state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> ResumeReport:
         """Continue the run that `state_dict` has saved. Call this after `initialize`, before the first batch. Load the
@@ -623,71 +408,10 @@ class Sampler(ABC):
         if a part of it is missing or damaged; nothing has changed then. Raises `SamplerBrokenError` if an environment
         cannot be loaded: this sampler cannot be used any more, since other environments may continue the saved run.
         """
-        with self._guard.call("load_state_dict", *self._idle_states):
-            self._check_restorable("load_state_dict")
-            if self._batches.held:
-                raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
-            server_agent, control, parameters = self._server_agent(), self._memory.control, self._memory.parameters[0]
-            check_state(state, self._described(), type(self).__name__)
-            counts = {tuple(each) for each in state["evaluations"].values()}
-            generation = state["generation"] + 1
-            # A worker that is replaced from now on gets streams that were never used.
-            control.raise_generation(generation)
-            try:
-                self._resume_server(generation)
-                # Where workers were replaced, the evaluations differ from column to column: begin new streams.
-                evaluations = counts.pop() if len(counts) == 1 else (0, generation)
-                message = LoadMessage(state["columns"], evaluations, generation)
-                refused = {rank: why for own in self._send(message, "load_state_dict") for rank, why in own.items()}
-                if server_agent is not None:
-                    assert self.seed is not None
-                    load_server_agent(server_agent, state["columns"], refused, self.seed, generation)
-            except SamplerBrokenError:
-                raise
-            except Exception as error:  # what the state contains may raise anything
-                self._require_pool("load_state_dict").close(broken=True)
-                raise SamplerBrokenError(
-                    f"load_state_dict failed, so that some environments would continue the saved run and others not: "
-                    f"{in_one_line(error)}. The state is damaged, or belongs to another version of the environment: "
-                    "make a new sampler, and load another state"
-                ) from error
-            self._batch, self._games = state["batches"], Counter(state["episodes"])
-            self._metrics.start_at(state["counts"])
-            parameters.continue_at(state["policy_version"], self._agent.read_parameters())
-            return ResumeReport(tuple(rank for rank in state["columns"] if rank not in refused), refused)
+        from penstock.samplers.resuming import continue_run
 
-    def _check_restorable(self, call: str) -> None:
-        if self._no_restore:
-            raise SamplerStateError(f"{call} was called {self._no_restore}")
-        if len(self._agents) > 1 or (self._seating is not None and self._central):
-            what = "several policies" if len(self._agents) > 1 else "several agents in a central sampler"
-            raise ConfigError(
-                f"{call} does not work with {what} yet: save and load the parameters of each agent, and begin new games"
-            )
-        if self.config.batched:
-            raise ConfigError(f"{call} needs single environments: a batched one cannot be divided among other workers")
-
-    def _described(self) -> dict[str, Any]:
-        """What a run must have in common with the run that continues it."""
-        config = self.config
-        return {
-            "seed": self.seed,
-            "env_ranks": [rank for plan in self._plans for rank in plan.env_ranks],
-            "environments": descriptions(env_factories(config.env_fn, config.env_kwargs, config.batch_B)),
-            "spaces": [str(self.observation_space), str(self.action_space)],
-            "agents": None if self._seating is None else [list(own) for own in self._seating.train.agents],
-            "classes": [cls.__qualname__ for cls in (type(self._agent), config.collector_cls, config.traj_info_cls)],
-            "central": self._central,
-            "seed_episodes": config.seed_episodes,
-        }
-
-    def _send(self, message: StateMessage, call: str) -> list[Any]:
-        """Let all workers perform `message`. Returns their answers, by env_rank."""
-        pool = self._require_pool(call)
-        pool.run(
-            Command(has_message=True), call, discard=pool.take_messages, message=pickled(message, "the saved state")
-        )
-        return single_results(call, pool.take_messages())
+        with self._guard.call("load_state_dict", *_IDLE):
+            return continue_run(self._require_run("load_state_dict"), state, type(self).__name__)
 
     # ---- inspection ------------------------------------------------------------------------
 
@@ -699,40 +423,17 @@ class Sampler(ABC):
     @property
     def n_workers(self) -> int:
         """The number of workers; 0 before `initialize`."""
-        return len(self._plans)
+        return 0 if self._run is None else len(self._run.plans)
 
     @property
     def worker_pids(self) -> list[int]:
         """The process ids of the workers by rank, then that of the inference server if it is a process. Without
         those that have ended. Empty before `initialize` and for a sampler without processes."""
-        return [] if self._pool is None else list(self._pool.pids)
-
-    def _require_pool(self, call: str) -> Pool:
-        if self._pool is None:
-            raise SamplerStateError(f"{call} was called before initialize: call sampler.initialize(agent) first")
-        return self._pool
+        return [] if self._run is None else list(self._run.pool.pids)
 
     def stats(self) -> SamplerStats:
         """Where the workers' time went since `initialize`."""
-        restarts, control = self._require_pool("stats").restarts, self._memory.control
-        workers = tuple(worker_stats(plan, control, self._n_trajectories, restarts) for plan in self._plans)
-        stats = SamplerStats(workers, self._memory.nbytes, self._inference_difference)
-        n_cells = self.batch_T * sum(worker.batches * len(worker.env_ranks) for worker in workers)
-        if self._seating is not None or not n_cells:
-            return stats
-        return replace(stats, valid_share=sum(worker.steps for worker in workers) / n_cells)
-
-    def _note_first_batch(self) -> None:
-        """The first batch is complete: `server_stats` leaves the time before out."""
-        totals = self._memory.totals
-        self._first_batch = None if totals is None else (totals.stats, self.stats().workers)
-
-    def _server_stats(self) -> ServerStats:
-        self._require_pool("server_stats")
-        totals = self._memory.totals
-        if totals is None:
-            raise ConfigError('server_stats needs an inference server: make the sampler with server="process"')
-        return totals.with_workers(self.stats().workers, self._first_batch)
+        return self._require_run("stats").stats()
 
     def metrics(self) -> dict[str, float]:
         """The figures of the run as a flat dict of floats, for TensorBoard, W&B or a CSV file; always the same keys.
@@ -745,30 +446,30 @@ class Sampler(ABC):
         `Return_mean`, `Return_min`, `Return_max` and the same for each number in a `TrajInfo`; NaN while no trajectory
         has finished. Rates and shares refer to the time since the last call. `docs/recipes.md` lists all keys.
         """
-        self._require_pool("metrics")
-        server = None if self._memory.totals is None else self._memory.totals.stats
-        version = self.policy_version
+        run = self._require_run("metrics")
+        server = None if run.memory.totals is None else run.memory.totals.stats
+        version = run.policy_version
         if version is None:  # before the first batch there are the same keys
-            version = self._by_policy(dict.fromkeys(self._agents))
-        return self._metrics.figures(self.stats(), server, version)
+            version = run.by_policy(dict.fromkeys(run.agents))
+        return run.metrics.figures(self.stats(), server, version)
 
     def timeline(self) -> npt.NDArray[np.float64]:
         """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker
         began to act at `[2 * t]` and to step at `[2 * t + 1]`. The last entry is the end of the batch."""
-        self._require_pool("timeline")
-        if self._seating is not None and self._seating.in_turns:
+        run = self._require_run("timeline")
+        if run.seating.in_turns:
             raise ConfigError("timeline is not known where agents take turns: each has a time of its own. See stats()")
-        return np.stack([self._memory.control.timeline(plan.worker_rank) for plan in self._plans])
+        return np.stack([run.memory.control.timeline(plan.worker_rank) for plan in run.plans])
 
     def __repr__(self) -> str:
         state = self._guard.state
         heading = f"{type(self).__name__} {state.name.lower()}"
         if "config" in vars(self):
             heading += f": batch_T={self.batch_T}, batch_B={self.batch_B}"
-        if self._pool is None:
+        if (run := self._run) is None:
             return f"<{heading}>"
         has_ended = state in (SamplerState.BROKEN, SamplerState.CLOSED)
-        return f"<{heading}, seed={self.seed}, {describe(self._plans, self._pool, has_ended=has_ended)}>"
+        return f"<{heading}, seed={self.seed}, {describe(run.plans, run.pool, has_ended=has_ended)}>"
 
     # ---- closing ---------------------------------------------------------------------------
 

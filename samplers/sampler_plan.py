@@ -54,7 +54,7 @@ class SamplerPlan(WorkerPlan):
 
     eval_columns: range = range(0)  #: its evaluation environments
     eval_env_ranks: range = range(0)  #: their global indices
-    #: Its columns of the samples buffer, for each policy. With one agent in each environment, these are `columns`.
+    #: Its columns of the samples buffer, for each policy: see `Seating.with_cells`.
     cells: tuple[range, ...] = ()
     eval_cells: tuple[range, ...] = ()  #: the same for evaluation
     #: How many trajectories can end in one time step: one for each cell, and with several agents one for each game.
@@ -62,12 +62,6 @@ class SamplerPlan(WorkerPlan):
     n_eval_records: int = 0  #: the same for evaluation
     n_more_records: int = 0  #: how many more in one batch, or in one evaluation
     policies: tuple[str, ...] = ()  #: the names of the policies of a dict of agents
-
-    def __post_init__(self) -> None:
-        if not self.cells:  # one agent in each environment
-            for prefix, columns in (("", self.columns), ("eval_", self.eval_columns)):
-                object.__setattr__(self, f"{prefix}cells", (columns,))
-                object.__setattr__(self, f"n_{prefix}records", len(columns))
 
     @property
     def env_text(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from penstock.agents.agent import Agent
 from penstock.agents.remote_agent import RemoteAgent
@@ -17,28 +17,27 @@ from penstock.collectors.evaluation import EvalCollector, eval_columns
 from penstock.collectors.recorder import PolicyParts
 from penstock.collectors.tracking import BatchTracker, Tracker, make_tracker, put_as_objects
 from penstock.collectors.traj_info import TrajInfo
-from penstock.collectors.turns import TurnCollector, TurnEvalCollector
 from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.episodes import EpisodeRecorder
 from penstock.columns.interface import Columns
 from penstock.columns.renewal import Renewals
-from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.columns.single_columns import SingleColumns
-from penstock.columns.turn_columns import TurnColumns, TurnSeats
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.checks import Checks
 from penstock.envs.factory import EnvContext, EnvFactory
-from penstock.envs.seats import ParallelView
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import GameError
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.resuming import StateMessage, WorkerParts
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
-from penstock.samplers.seating import Seating, column_streams, keys_of
-from penstock.workers.control import Command, Phase, UntimedProgress
+from penstock.samplers.seating import Seating, column_streams, env_streams, keys_of
+from penstock.workers.control import Command, Phase, Progress, UntimedProgress
 from penstock.workers.program import WorkerContext
+
+if TYPE_CHECKING:
+    from penstock.columns.seat_columns import LockStepColumns
 
 #: The data of one worker: the factories of its training environments, and of its evaluation environments.
 WorkerFactories = tuple[Sequence[EnvFactory], Sequence[EnvFactory]]
@@ -57,7 +56,7 @@ class SamplerProgram:
     eval_max_T: int
     env_range: EnvRange  #: the environments of this sampler among those of all machines
     seed: int
-    seating: Seating | None = None  #: who sits where, if several agents share an environment
+    seating: Seating  #: who sits where
     unrecorded: Mapping[int, SampleSpec] = field(default_factory=dict)  #: of each policy that is not recorded
 
     data_name = "env_fn (or env_kwargs, eval_env_fn, eval_env_kwargs)"
@@ -93,8 +92,8 @@ class SamplerProgram:
             seeds=() if context.gate is None else key,
         )
         env_factories, eval_env_factories = context.data
-        self._eval_collector: EvalCollector | None = None
         train_cls, eval_cls = self._collector_classes()
+        self._eval_collector: EvalCollector | None = None
         self._collector = self._build_collector(train_cls, env_factories, Purpose.TRAIN)
         self._collector.start_envs()
         self._collector.start_agent()
@@ -102,52 +101,114 @@ class SamplerProgram:
             self._eval_collector = self._build_collector(eval_cls, eval_env_factories, Purpose.EVAL)
 
     def _collector_classes(self) -> tuple[type[Collector], type[EvalCollector]]:
-        if self.seating is not None and self.seating.in_turns:
+        if self.seating.in_turns:  # imported here, since few need it
+            from penstock.collectors.turns import TurnCollector, TurnEvalCollector
+
             return TurnCollector, TurnEvalCollector
         return self.config.collector_cls, self.config.eval_collector_cls
 
     def _build_collector(self, cls: type[_C], factories: Sequence[EnvFactory], purpose: Purpose) -> _C:
-        if self.seating is not None:
-            return self._build_seats(self.seating, cls, factories, purpose)
-        plan, config, is_eval = self._plan, self.config, purpose is Purpose.EVAL
-        streams = column_streams(None, plan, self.seed, evaluation=is_eval)
-        columns = self._build_columns(factories, streams, purpose)
-        if is_eval:
-            slots = [eval_columns(self._memory.slots[0], config.batch_T, len(plan.eval_env_ranks))]
-        else:
-            own = _slice(plan.columns)
-            slots = [BatchColumns(arrays, own, is_poisoned=config.debug) for arrays in self._memory.slots]
-        policy = PolicyParts(
-            columns=columns.policies[0],
-            agent=self._build_agent(0, streams, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
-            tracker=self._build_tracker(streams.env_ranks),
-            slots=slots,
-            progress=columns.progress,
-            streams=streams,
-        )
-        parts = CollectorParts(columns, [policy], columns.progress, streams, config.max_decorrelation_steps)
-        if not is_eval:
-            return cls(parts)
-        return cls(replace(parts, limits=self._eval_limits()))
-
-    def _build_columns(self, factories: Sequence[EnvFactory], streams: ColumnStreams, purpose: Purpose) -> Columns:
-        env_ranks, seeds, plan, progress = streams.env_ranks, streams.env_seeds(purpose), self._plan, self._progress
-        checks = Checks(self.config.check_finite, self.config.debug)
-        if purpose is Purpose.EVAL:
-            progress = UntimedProgress(self._memory.control, plan.worker_rank)
-        if self.config.batched:
-            context = EnvContext(env_ranks[0], plan.worker_rank, seeds[0], purpose)
-            env = self._builder.build_batched(factories[0], len(env_ranks), context)
-            return BatchedColumns(env, env_ranks, progress, checks)
-        envs = [
-            self._builder.build(factory, EnvContext(env_rank, plan.worker_rank, seed, purpose))
-            for factory, env_rank, seed in zip(factories, env_ranks, seeds, strict=True)
+        """The collector of these environments, with a recorder for each policy that has columns in them."""
+        plan, seating, is_eval = self._plan, self.seating, purpose is Purpose.EVAL
+        streams = env_streams(plan, self.seed, evaluation=is_eval)
+        cells = plan.eval_cells if is_eval else plan.cells
+        own = {
+            p: column_streams(seating, plan, self.seed, p, evaluation=is_eval)
+            for p, its_cells in enumerate(cells)
+            if its_cells
+        }
+        columns = self._build_columns(factories, streams, own, purpose)
+        policies = [
+            PolicyParts(
+                columns=policy,
+                agent=self._build_agent(p, its_streams, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
+                tracker=self._build_tracker(keys_of(seating, its_streams)),
+                slots=self._slots_of(p, cells[p], is_eval=is_eval),
+                progress=policy.progress,
+                streams=its_streams,
+                who=p + 1 if len(seating.policies) > 1 else 0,
+                policy=seating.policies[p],
+            )
+            for policy, (p, its_streams) in zip(columns.policies, own.items(), strict=True)
         ]
-        columns = SingleColumns(envs, env_ranks, progress, checks, self.config.flatten_wrappers)
+        parts = CollectorParts(columns, policies, columns.progress, streams, self.config.max_decorrelation_steps)
+        if is_eval:
+            parts = replace(parts, limits=self._eval_limits())
+        if seating.has_games:
+            parts = replace(parts, games=self._build_tracker(keys_of(seating, streams), of_games=True))
+        return cls(parts)
+
+    def _build_columns(
+        self,
+        factories: Sequence[EnvFactory],
+        streams: ColumnStreams,
+        policies: Mapping[int, ColumnStreams],
+        purpose: Purpose,
+    ) -> Columns:
+        """The environments. `policies` has the streams of the columns of each policy that plays in them."""
+        plan, config, progress = self._plan, self.config, self._progress
+        checks, env_ranks = Checks(config.check_finite, config.debug), streams.env_ranks
+        untimed = UntimedProgress(self._memory.control, plan.worker_rank)
+        if purpose is Purpose.EVAL:
+            progress = untimed
+        contexts = [
+            EnvContext(rank, plan.worker_rank, seed, purpose)
+            for rank, seed in zip(env_ranks, streams.env_seeds(purpose), strict=True)
+        ]
+        if config.batched:
+            env = self._builder.build_batched(factories[0], len(env_ranks), contexts[0])
+            return BatchedColumns(env, env_ranks, progress, checks)
+        builds = self._builds_of(factories, purpose)
+        envs = [build(context) for build, context in zip(builds, contexts, strict=True)]
+        columns: SingleColumns | LockStepColumns
+        if self.seating.has_games:
+            # The first policy writes the timeline of training.
+            columns = self._seats(envs, policies, env_ranks, (progress, untimed), checks)
+        else:
+            columns = SingleColumns(envs, env_ranks, progress, checks, config.flatten_wrappers)
+            if purpose is Purpose.TRAIN and self._memory.episodes is not None:
+                columns.episodes = EpisodeRecorder(self._memory.episodes, plan.columns, streams, progress)
         columns.when_replaced = self._builder.replace
-        self._make_renewable(columns, [partial(self._builder.build, each) for each in factories], streams, purpose)
-        if purpose is Purpose.TRAIN and self._memory.episodes is not None:
-            columns.episodes = EpisodeRecorder(self._memory.episodes, plan.columns, streams, progress)
+        self._make_renewable(columns, builds, streams, purpose)
+        return columns
+
+    def _builds_of(self, factories: Sequence[EnvFactory], purpose: Purpose) -> list[Callable[..., Any]]:
+        """What builds each environment, and compares its spaces with those of the example."""
+        if not self.seating.has_games:
+            return [partial(self._builder.build, factory) for factory in factories]
+        plan, is_eval = self._plan, purpose is Purpose.EVAL
+        side, own_envs = (self.seating.evaluation, plan.eval_columns) if is_eval else (self.seating.train, plan.columns)
+        spaces = [(agent.observation_space, agent.action_space) for agent in self.agents]
+        return [
+            partial(
+                self._builder.build_view,
+                factory,
+                {agent: spaces[p] for agent, p in zip(side.agents[b], side.policy[b], strict=True)},
+            )
+            for b, factory in zip(own_envs, factories, strict=True)
+        ]
+
+    def _seats(
+        self,
+        envs: list[Any],
+        policies: Mapping[int, ColumnStreams],
+        env_ranks: Sequence[int],
+        progress: tuple[Progress, Progress],
+        checks: Checks,
+    ) -> LockStepColumns:
+        """The seats of environments of several agents. `progress` is that of the first policy, and of the others."""
+        from penstock.columns.seat_columns import LockStepColumns, SeatColumns
+        from penstock.columns.turn_columns import TurnColumns, TurnSeats
+
+        seats: list[Any] = []
+        for p, streams in policies.items():
+            spaces = self.agents[p].observation_space, self.agents[p].action_space
+            cls = TurnSeats if self.seating.in_turns else SeatColumns
+            seats.append(cls(cast(Any, streams.env_ranks), spaces, progress[bool(seats)], checks))
+        if not self.seating.in_turns:
+            return LockStepColumns(envs, seats, env_ranks)
+        columns = TurnColumns(envs, seats, env_ranks)
+        columns.chooser = self.seating.chooser
         return columns
 
     def _make_renewable(
@@ -192,53 +253,6 @@ class SamplerProgram:
         if of_games and cls is not TrajInfo:  # its `step` is for the steps of one agent
             return BatchTracker(env_ranks, partial(put_as_objects, cls, kwargs, put_messages), cls(**kwargs)._discount)
         return make_tracker(cls, kwargs, env_ranks, put_records, put_messages)
-
-    # ---- building, where several agents share an environment ---------------------------------
-
-    def _build_seats(self, seating: Seating, cls: type[_C], factories: Sequence[EnvFactory], purpose: Purpose) -> _C:
-        """The collector of these environments, with a recorder for each policy that has seats in them."""
-        plan, config, is_eval = self._plan, self.config, purpose is Purpose.EVAL
-        side, own_envs = (seating.evaluation, plan.eval_columns) if is_eval else (seating.train, plan.columns)
-        streams = column_streams(None, plan, self.seed, evaluation=is_eval)
-        example_spaces = [(agent.observation_space, agent.action_space) for agent in self.agents]
-        builds: list[Callable[..., ParallelView]] = []
-        for b, factory in zip(own_envs, factories, strict=True):
-            expected = {a: example_spaces[p] for a, p in zip(side.agents[b], side.policy[b], strict=True)}
-            builds.append(partial(self._builder.build_view, factory, expected))
-        envs = [
-            build(EnvContext(rank, plan.worker_rank, seed, purpose))
-            for build, rank, seed in zip(builds, streams.env_ranks, streams.env_seeds(purpose), strict=True)
-        ]
-        policies, checks = list[PolicyParts](), Checks(config.check_finite, config.debug)
-        untimed = UntimedProgress(self._memory.control, plan.worker_rank)
-        seats_cls = TurnSeats if seating.in_turns else SeatColumns
-        for p, cells in enumerate(plan.eval_cells if is_eval else plan.cells):
-            if not cells:
-                continue
-            seats = column_streams(seating, plan, self.seed, p, evaluation=is_eval)
-            # The first policy writes the timeline of training.
-            progress = untimed if is_eval or policies else self._progress
-            spaces = self.agents[p].observation_space, self.agents[p].action_space
-            policies.append(
-                PolicyParts(
-                    columns=seats_cls(cast(Any, seats.env_ranks), spaces, progress, checks),
-                    agent=self._build_agent(p, seats, Purpose.EVAL_ACTION if is_eval else Purpose.ACTION),
-                    tracker=self._build_tracker(keys_of(seating, seats)),
-                    slots=self._slots_of(p, cells, is_eval=is_eval),
-                    progress=progress,
-                    streams=seats,
-                    who=p + 1 if len(seating.policies) > 1 else 0,
-                )
-            )
-        columns_cls = TurnColumns if seating.in_turns else LockStepColumns
-        columns = columns_cls(envs, [cast(Any, own.columns) for own in policies], streams.env_ranks)
-        self._make_renewable(columns, builds, streams, purpose)
-        if isinstance(columns, TurnColumns):
-            columns.chooser = seating.chooser
-        games = self._build_tracker(keys_of(seating, streams), of_games=True)
-        limits = self._eval_limits() if is_eval else None
-        most = config.max_decorrelation_steps
-        return cls(CollectorParts(columns, policies, columns.progress, streams, most, limits, games))
 
     def _slots_of(self, p: int, cells: range, *, is_eval: bool) -> list[BatchColumns]:
         """Where the recorder of policy p writes."""
@@ -325,7 +339,8 @@ class SamplerProgram:
         else:
             return
         self._progress.enter(Phase.CALLING)
-        results = perform(call, envs, columns, env_ranks)
+        n = len(envs)  # a batched environment is one: its first env_rank stands for it
+        results = perform(call, envs, columns[:n], env_ranks[:n])
         self._context.put(results)
         self._progress.n_results = len(results)
 

@@ -1,4 +1,4 @@
-"""Which policy plays which seat, where several agents share an environment; and the names of their trajectories."""
+"""Which policy plays which seat of which environment; and the names of their trajectories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.columns.turn_columns import MOST_UNASKED
 from penstock.envs import ColumnStreams, EnvFactory, build_example_env, close_example_env
 from penstock.envs.seats import AgentId, ParallelView, SeatTable, TurnView
 from penstock.errors import ConfigError, SpaceError, brief
-from penstock.samplers.sampler_plan import SamplerPlan
+from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 
 #: The name of the policy where one agent plays all seats.
 SHARED = "agent"
@@ -29,24 +29,35 @@ PolicyOf = Callable[..., str]
 
 @dataclass(frozen=True)
 class Seating:
-    """Who sits where. `train.policy` and `evaluation.policy` are indices in `policies`."""
+    """Who sits where. An environment of one agent has one seat. `train.policy` and `evaluation.policy` are indices in
+    `policies`."""
 
     policies: tuple[str, ...]
     is_shared: bool  #: whether one agent was given, and not a dict of agents
     train: SeatTable
     evaluation: SeatTable
-    in_turns: bool  #: whether the agents of an environment take turns
+    has_games: bool = False  #: whether several agents share an environment: then the whole game has a trajectory too
+    in_turns: bool = False  #: whether the agents of an environment take turns
     #: Chooses the policy of each seat in each game; None: a seat keeps its policy.
-    chooser: Chooser | None
-    width: int  #: the largest number of seats in an environment, plus one for the environment itself
+    chooser: Chooser | None = None
+    #: How many trajectories end together: one for each seat of an environment, and one for its game.
+    width: int = 1
+
+    @classmethod
+    def of_single(cls, batch_B: int, eval_n_envs: int, env_range: EnvRange) -> Seating:
+        """One seat for each environment. One agent plays all of them."""
+        train = SeatTable.of_single(batch_B, env_range.first_env_rank)
+        return cls((SHARED,), True, train, SeatTable.of_single(eval_n_envs, env_range.first_eval_env_rank))
 
     def key(self, env_rank: int, seat: int | None) -> int:
         """What stands in the place of the env_rank in a trajectory's record: so records are ordered by environment,
         then by seat, with that of the environment itself last (`seat` None)."""
         return env_rank * self.width + (self.width - 1 if seat is None else seat)
 
-    def n_seats(self, p: int) -> int:
-        """How many seats of each environment policy p plays; 0 if their number differs."""
+    def n_seats(self, p: int) -> int | None:
+        """How many seats of each environment policy p plays; 0 if their number differs; None if all have one agent."""
+        if not self.has_games:
+            return None
         numbers = {len(self.train.cells(p, range(b, b + 1))) for b in range(len(self.train.agents))}
         return numbers.pop() if len(numbers) == 1 else 0
 
@@ -55,13 +66,14 @@ class Seating:
         n = range(len(self.policies))
         train = tuple(self.train.cells(p, plan.columns) for p in n)
         evaluation = tuple(self.evaluation.cells(p, plan.eval_columns) for p in n)
+        n_games, n_eval_games = (self.has_games * len(envs) for envs in (plan.columns, plan.eval_columns))
         return replace(
             plan,
             cells=train,
             eval_cells=evaluation,
             # In turns, each row of a cell may also be the only decision of a game, after a game without decisions.
-            n_records=sum(map(len, train)) + (2 * sum(map(len, train)) if self.in_turns else len(plan.columns)),
-            n_eval_records=sum(map(len, evaluation)) + (1 + self.in_turns) * len(plan.eval_columns),
+            n_records=sum(map(len, train)) + (2 * sum(map(len, train)) if self.in_turns else n_games),
+            n_eval_records=sum(map(len, evaluation)) + (1 + self.in_turns) * n_eval_games,
             n_more_records=MOST_UNASKED + sum(map(len, train)) if self.in_turns else 0,
             policies=() if self.is_shared else self.policies,
         )
@@ -82,7 +94,8 @@ class Seating:
     def name_infos(
         self, infos: Iterable[TrajInfo], keys: Iterable[int], games: Counter[int], *, evaluation: bool
     ) -> None:
-        """Write into each info whose trajectory it is. `games` counts the finished games of each environment."""
+        """Write into each info whose trajectory it is. `games` counts the finished games of each environment, or its
+        finished trajectories, if it has one agent."""
         side = self.evaluation if evaluation else self.train
         for info, key in zip(infos, keys, strict=True):
             info.env_rank, seat = divmod(key, self.width)
@@ -140,7 +153,7 @@ def find_seating(
         raise ConfigError("with policy_of for each game, evaluation environments need as many agents as the others")
     width = 1 + max(train.most, evaluation.most) * (len(policies) if chooser.is_dynamic else 1)
     own_chooser = chooser if chooser.is_dynamic else None
-    seating = Seating(policies, is_shared, train, evaluation, in_turns, own_chooser, width)
+    seating = Seating(policies, is_shared, train, evaluation, True, in_turns, own_chooser, width)
     return seating, _examples(seating, views, [factories for factories, _ in sides])
 
 
@@ -199,6 +212,10 @@ class Chooser:
         except (TypeError, ValueError):  # a class or a function written in C
             names = frozenset()
         return cls(policy_of, names, policies)
+
+    def like(self, policy_of: PolicyOf) -> Chooser:
+        """A chooser for the same policies, with another function."""
+        return Chooser.of(policy_of, self.policies)
 
     @property
     def is_dynamic(self) -> bool:
@@ -266,12 +283,18 @@ def _played(side: SeatTable, b: int) -> list[tuple[AgentId, int]]:
     return list(zip(side.agents[b], side.policy[b], strict=True))
 
 
+def env_streams(plan: SamplerPlan, seed: int, *, evaluation: bool = False) -> ColumnStreams:
+    """The random streams of a worker's environments."""
+    return ColumnStreams(seed, plan.eval_env_ranks if evaluation else plan.env_ranks, plan.generation)
+
+
 def column_streams(
-    seating: Seating | None, plan: SamplerPlan, seed: int, p: int = 0, *, evaluation: bool = False
+    seating: Seating, plan: SamplerPlan, seed: int, p: int = 0, *, evaluation: bool = False
 ) -> ColumnStreams:
-    """The random streams of a worker's columns: of its environments, or of its seats of policy p."""
-    if seating is None:
-        return ColumnStreams(seed, plan.eval_env_ranks if evaluation else plan.env_ranks, plan.generation)
+    """The random streams of a worker's columns of policy p. With one seat in each environment, they are those of the
+    environments: they have no number of a seat."""
+    if not seating.has_games:
+        return env_streams(plan, seed, evaluation=evaluation)
     side, envs = (seating.evaluation, plan.eval_columns) if evaluation else (seating.train, plan.columns)
     numbers = tuple(seat for _, seat, _ in side.seats(p, envs))
     return ColumnStreams(seed, side.ranks(p, envs), plan.generation, numbers)

@@ -69,7 +69,7 @@ def the_agent_acts_once_per_row(trace: Trace) -> None:
         seen: set[tuple[int, int]] = set()
         for step in batch.steps:
             if step.t == -1 or (step.t, step.b) in seen:
-                remedy = "call self.envs.step once for each row, after self.act(t); repeat actions in a wrapper"
+                remedy = "call self.step_envs(t) once for each row, after self.act(t); repeat actions in a wrapper"
                 raise Violation(f"an extra environment step at {step.where}", remedy)
             seen.add((step.t, step.b))
 
@@ -80,13 +80,16 @@ def environments_are_reset_after_an_episode(trace: Trace) -> None:
         if step.after_end:
             raise Violation(
                 f"a step at {step.where}, after the end of the episode",
-                "reset in the hook that self.envs.step calls at an episode's end: return self.reset_column(column)",
+                "begin_episodes must reset or park the environments of events.over: self.columns.reset(events.over)",
             )
 
 
 def valid_marks_the_recorded_steps(trace: Trace) -> None:
     """samples.valid is True where the environment made a step, and False elsewhere."""
-    remedy = "write self.samples.valid in each batch: it keeps the last batch's values, and is True before the first"
+    remedy = (
+        "self.act(t) writes self.samples.valid: do not change it; set waits = True in a collector whose begin_episodes "
+        "parks environments"
+    )
     for batch in trace.batches:
         wanted = _grid(batch, lambda step: True)
         _compare_grids("valid", batch, batch.samples.env.valid, wanted, remedy)
@@ -125,7 +128,7 @@ def actions_are_what_the_environment_took(trace: Trace) -> None:
 def rewards_are_what_the_environment_returned(trace: Trace) -> None:
     """reward[t] is what the environment returned for action[t]."""
     for step, samples in trace.cells():
-        remedy = "call self.envs.write_rewards(self.samples.reward[t + 1]) after step t, and do not change that row"
+        remedy = "call self.write_step(t) at the end of step t, and do not change self.samples.reward[t + 1]"
         found, wanted = samples.env.reward[step.t, step.b], np.float32(step.reward)
         _compare("reward", found, wanted, step.where, "the environment returned", remedy)
 
@@ -133,7 +136,10 @@ def rewards_are_what_the_environment_returned(trace: Trace) -> None:
 def ends_are_what_the_environment_returned(trace: Trace) -> None:
     """terminated[t] and truncated[t] are what the environment returned at step t, and False where no step was made."""
     for name in ("terminated", "truncated"):
-        remedy = f"write self.samples.{name}[t, column] at an episode's end; self.begin_batch clears it"
+        remedy = (
+            f"call self.begin_batch(itr), which clears self.samples.{name}, and self.settle(t, events) after "
+            "self.columns.step"
+        )
         for batch in trace.batches:
             wanted = _grid(batch, operator.attrgetter(name))
             _compare_grids(name, batch, batch.samples.env[name], wanted, remedy)
@@ -141,7 +147,7 @@ def ends_are_what_the_environment_returned(trace: Trace) -> None:
 
 def done_is_terminated_or_truncated(trace: Trace) -> None:
     """done[t] is True where terminated[t] or truncated[t] is, and False elsewhere."""
-    remedy = "write self.samples.done[t, column] = True at an episode's end of either kind"
+    remedy = "call self.settle(t, events) after self.columns.step, and do not change self.samples.done"
     for batch in trace.batches:
         env = batch.samples.env
         _compare_grids("done", batch, env.done, env.terminated | env.truncated, remedy)
@@ -155,7 +161,7 @@ def final_obs_is_the_last_observation(trace: Trace) -> None:
             found = batch.samples.env.final_obs[t, b]
             wanted = trace.row_of(trace.observation_space, ends[t, b]) if (t, b) in ends else _zero_like(found)
             source = "the episode ended with" if (t, b) in ends else "no episode ended, so it should be"
-            remedy = "call self.begin_batch(itr) first, and self.record_episode_end(...) before each reset"
+            remedy = "call self.begin_batch(itr) first, and self.settle(t, events) before anything is reset"
             _compare("final_obs", found, wanted, place(batch.itr, t, b), source, remedy)
 
 
@@ -188,7 +194,7 @@ def the_agent_sees_what_is_recorded(trace: Trace) -> None:
 
 def previous_values_are_zero_at_an_episodes_start(trace: Trace) -> None:
     """At an episode's first step, agent.step gets a zero prev_action and a zero prev_reward."""
-    remedy = "self.reset_column(column) zeroes self.prev_action; zero self.prev_reward[column] after the row"
+    remedy = "self.settle zeroes self.prev_action at an episode's end, and self.write_step self.prev_reward: keep that"
     for step, _ in trace.cells():
         if step.last is None:
             for name, field in zip(("prev_action", "prev_reward"), step.agent_step[1:3], strict=True):
@@ -198,7 +204,7 @@ def previous_values_are_zero_at_an_episodes_start(trace: Trace) -> None:
 
 def the_agent_gets_its_previous_values(trace: Trace) -> None:
     """Within an episode, agent.step gets the action and the reward of the step before."""
-    remedy = "set self.prev_reward to the row of rewards after each step; self.act sets self.prev_action"
+    remedy = "self.write_step(t) sets self.prev_reward after each step, and self.act(t) self.prev_action: keep that"
     for step, _ in trace.cells():
         if step.last is not None:
             action, reward = (field[step.b] for field in step.agent_step[1:3])
@@ -216,7 +222,7 @@ def the_agent_is_reset_with_its_environment(trace: Trace) -> None:
             raise Violation(
                 f"{step.agent_resets} calls of agent.reset_one({step.b}) before {step.where}, "
                 f"where the environment was reset {step.env_resets} times",
-                "call self.reset_column(column), which resets both",
+                "begin_episodes returns what self.columns.reset returns; elsewhere, call the recorder's rejoin with it",
             )
         seen.add(step.b)
 
@@ -232,7 +238,7 @@ def values_are_of_the_next_observation(trace: Trace) -> None:
     def final_value(step: Step) -> Any:
         return value_of(step.after) if step.truncated and not step.terminated else 0
 
-    remedy = "call self.record_episode_end(...) before each reset, and self.end_batch() after the last row"
+    remedy = "call self.settle(t, events) before anything is reset, and self.end_batch() after the last row"
     for batch in trace.batches:
         agent = batch.samples.agent
         for b, observation in enumerate(batch.following):
@@ -278,12 +284,12 @@ def _compare_infos(trace: Trace, remedy: str) -> None:
 
 def each_episode_that_ends_gives_a_traj_info(trace: Trace) -> None:
     """Each episode that ends gives one TrajInfo, with its Length and Return; they are ordered by t, then env_rank."""
-    _compare_infos(trace, "call self.end_batch() last, and self.tracker.restart() where episodes are interrupted")
+    _compare_infos(trace, "call self.end_batch() last, and the recorder's rejoin where episodes are interrupted")
 
 
 def a_traj_info_subclass_sees_every_step(trace: Trace) -> None:
     """A TrajInfo subclass gets every environment step, and at the episode's end the last observation."""
-    _compare_infos(trace, "pass self.on_step to self.envs.step, and call self.record_episode_end(...) at each end")
+    _compare_infos(trace, "step with self.columns.step alone, and call self.settle(t, events) after it")
 
 
 #: In this order, since later rules depend on earlier ones.

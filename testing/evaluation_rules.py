@@ -82,7 +82,7 @@ def an_evaluation_starts_with_resets(setup: EvaluationSetup) -> None:
             raise Violation(
                 f"before the first step of the evaluation itr={evaluation.itr}, eval_mode was called with {modes}, "
                 f"and of {setup.batch_B} environments {sorted(reset)} were reset",
-                "call self.begin_evaluation(itr) first",
+                "call super().begin_evaluation() first, and self.begin_batch(itr) before self.act",
             )
 
 
@@ -93,7 +93,7 @@ def an_evaluation_makes_at_most_max_T_steps(setup: EvaluationSetup) -> None:
             n = sum(event.kind == "env.step" and event.column == b for event in evaluation.events)
             if n > setup.max_T:
                 seen = f"{n} steps of environment {b} in the evaluation itr={evaluation.itr}, with max_T={setup.max_T}"
-                raise Violation(seen, "loop over range(self.max_T)")
+                raise Violation(seen, "make at most self.limits.max_T steps")
 
 
 def an_evaluation_returns_episodes_that_ended(setup: EvaluationSetup) -> None:
@@ -109,8 +109,7 @@ def an_evaluation_returns_episodes_that_ended(setup: EvaluationSetup) -> None:
                 raise Violation(
                     f"trajectory {i} of the evaluation itr={evaluation.itr} has Length={length}, Return={return_}; "
                     f"the episodes that ended are (t, env_rank, Length, Return): {ended}",
-                    "call self.tracker.end_rows once for each row, with its rewards, dones and t, and pass "
-                    "self.tracker.on_step to self.envs.step",
+                    "call self.act(t) and self.step_envs(t) once for each row, and self.end_rows(n) after n rows",
                 )
 
 
@@ -137,7 +136,7 @@ def an_evaluation_does_not_change_training(setup: EvaluationSetup) -> None:
         if difference is not None:
             raise Violation(
                 f"{difference} in the batch itr={one.itr}, with and without an evaluation before it",
-                "use only self.envs and self.agent, which belong to the evaluation alone",
+                "use only self.columns and self.agent, which belong to the evaluation alone",
             )
 
 

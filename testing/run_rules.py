@@ -37,8 +37,8 @@ def one_seed_gives_one_batch(first: Trace, second: Trace) -> None:
 def any_number_of_workers_gives_the_same_batch(setup: CollectorSetup, n_workers: Sequence[int]) -> None:
     """ParallelSampler gives the batches of SerialSampler, with any number of workers."""
     remedy = (
-        "use env_rank (self.envs.env_ranks), not the column's index in the worker; check without an agent whose output "
-        "depends on the batch size"
+        "use env_rank (self.columns.env_ranks), not the column's index in the worker; check without an agent whose "
+        "output depends on the batch size"
     )
     reference = _run(setup, SerialSampler)
     for n in n_workers:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.buffers import native
+from penstock.tools import doctor
 
 from .scale import FULL, scaled
 
@@ -35,6 +35,7 @@ ROOMS = (
     "testing",
     "tools",
 )
+EXTENSIONS = ("agents/_drawing", "buffers/_native", "columns/_stepping", "learning/_native", "workers/_native")
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "src", *ROOMS)
 
 HAS_COMPILER = (
@@ -118,9 +119,9 @@ def modules(wheel: Path) -> set[str]:
 def expected_modules(*, compiled: bool = True) -> set[str]:
     names = {f"penstock/{path.name}" for path in (ROOT / "src" / "penstock").glob("*.py")} | {"penstock/py.typed"}
     names |= {f"penstock/{room}/{path.name}" for room in ROOMS for path in (ROOT / room).glob("*.py")}
-    suffixes = {".pyi", sysconfig.get_config_var("EXT_SUFFIX")} if compiled and HAS_COMPILER else {".pyi"}
-    native = {f"penstock/{room}/_native{suffix}" for room in ("buffers", "learning", "workers") for suffix in suffixes}
-    return names | native
+    names |= {"penstock/buffers/_native.pyi", "penstock/learning/_native.pyi"}
+    parts = EXTENSIONS if compiled and HAS_COMPILER else ()
+    return names | {f"penstock/{part}{sysconfig.get_config_var('EXT_SUFFIX')}" for part in parts}
 
 
 @pytest.mark.parametrize("links", scaled([True, False], [True]))
@@ -181,7 +182,7 @@ def test_an_editable_install_works(tmp_path: Path, links: bool) -> None:
     ROOT / "src" in Path(penstock.__file__).parents, reason="the tests run against the checkout, where nothing is built"
 )
 def test_the_installed_package_is_compiled_where_there_is_a_compiler() -> None:
-    assert native.COMPILED or not HAS_COMPILER
+    assert doctor.describe_machine()["compiled parts"] == "in use" or not HAS_COMPILER
 
 
 def test_the_version_is_the_same_everywhere() -> None:

@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
+from penstock.agents import drawing
 from penstock.buffers import native
 from penstock.buffers.memory_limits import free_memory
 from penstock.buffers.reports import in_one_line
+from penstock.columns import stepping
 from penstock.errors import PenstockError
 from penstock.games import lease_port
+from penstock.workers import spinning
 from penstock.workers.affinity import cpu_quota, cpus_to_fill, usable_cpus
 from penstock.workers.claims import CpuClaims
 from penstock.workers.plan import Affinity
@@ -42,7 +45,7 @@ def describe_machine() -> dict[str, str]:
         "start methods": ", ".join(multiprocessing.get_all_start_methods()),
         "shared memory": _which(lambda: os.memfd_create("penstock"), "anonymous (memfd)", "a temporary file"),
         "wake-ups": _which(lambda: os.eventfd(0), "eventfd", "pipe"),
-        "compiled part": "in use" if native.COMPILED else f"not in use ({native.WHY_NOT_COMPILED})",
+        "compiled parts": f"not in use ({_why_not_compiled()})" if _why_not_compiled() else "in use",
         "death of a process": _which(lambda: os.pidfd_open(os.getpid()), "pidfd", "sentinel"),
     }
 
@@ -88,10 +91,15 @@ def _torch() -> Iterator[str]:
         yield "torch finds no GPU. For small models that is no loss: ParallelSampler acts on the CPU."
 
 
+def _why_not_compiled() -> str:
+    """Why some inner loops run in Python, or all. Empty if none does."""
+    return next(filter(None, (part.WHY_NOT_COMPILED for part in (native, spinning, drawing, stepping))), "")
+
+
 def _compiler() -> Iterator[str]:
-    if not native.COMPILED:
+    if _why_not_compiled():
         yield (
-            f"the inner loops run in Python ({native.WHY_NOT_COMPILED}). Install a C compiler, then penstock again: "
+            f"inner loops run in Python ({_why_not_compiled()}). Install a C compiler, then penstock again: "
             "pip install --force-reinstall --no-deps ."
         )
 

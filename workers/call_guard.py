@@ -36,10 +36,16 @@ class CallGuard(Generic[_State]):
         self.expected: dict[_State, str] = {}
         self._pool: Any = None
         self._control: Any = None  # the control block of the pool that `start` will get
-        self._pid = os.getpid() if owned_by_process else None
+        self._pid: int | None = None
+        if owned_by_process:
+            self.own()
         self._lock = threading.Lock()  # a call holds it
         self._running: tuple[str, int] | None = None  # the name of this call, and its thread
         self._error: SamplerBrokenError | None = None
+
+    def own(self) -> None:
+        """From now on, the calls must come from this process."""
+        self._pid = os.getpid()
 
     def call(self, name: str, *allowed: _State) -> _Call:
         """The context in which the call `name` runs. It is allowed in the states `allowed`. Ctrl-C is deferred.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.buffers.native import load
 from penstock.buffers.ordering import full_fence
 from penstock.workers.affinity import usable_cpus
 from penstock.workers.control import ARRIVED, KIND_BITS, REPLIED, REQUESTED, ROW_WORDS, URGENT
@@ -135,17 +136,11 @@ _LAYOUT = (
     f"REPLIED:{REPLIED}"
 )
 
-try:
-    from penstock.workers import _native
-
-    _functions = {name: getattr(_native, name) for name in PYTHON}
-    if _native.LAYOUT != _LAYOUT:
-        raise ImportError("the compiled part was built for another layout of progress rows: build it again")
-except (ImportError, AttributeError):  # no C compiler, an older build, or a checkout that was never built
-    _functions = PYTHON
+#: Why the compiled functions are not in use; empty if they are.
+_functions, WHY_NOT_COMPILED = load("penstock.workers._native", PYTHON, _LAYOUT)
 spin_for_word, spin_for_arrivals, spin_for_requests, must_wake, look = _functions.values()
 #: Whether the compiled functions are in use.
-COMPILED = _functions is not PYTHON
+COMPILED = not WHY_NOT_COMPILED
 
 
 #: The longest time. A wake-up takes some microseconds or some tens, and much longer where other programs run.

@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from penstock.agents import drawing
 from penstock.buffers import native
 from penstock.buffers.native import COMPILED, put_cell, put_row
+from penstock.columns import stepping
+from penstock.workers import spinning
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 
@@ -356,16 +359,25 @@ def loaded(**changed: Any) -> Any:
 
 def test_an_extension_for_another_layout_of_records_is_not_used() -> None:
     assert loaded().COMPILED
-    layout: str = sys.modules["penstock.buffers._native"].RECORD_LAYOUT
+    layout: str = sys.modules["penstock.buffers._native"].LAYOUT
     names = layout.split()
     for other in (" ".join([names[1], names[0], *names[2:]]), layout.replace("f8", "f4"), " ".join(names[:-1])):
-        module = loaded(RECORD_LAYOUT=other)
+        module = loaded(LAYOUT=other)
         assert not module.COMPILED
         assert "layout" in module.WHY_NOT_COMPILED
         assert all(getattr(module, name) is function for name, function in module.PYTHON.items())
 
 
-def test_every_function_has_a_way_in_python() -> None:
-    compiled = {name for name, value in vars(sys.modules["penstock.buffers._native"]).items() if callable(value)}
+@pytest.mark.parametrize(
+    ("extension", "part"),
+    [
+        ("buffers._native", native),
+        ("agents._drawing", drawing),
+        ("columns._stepping", stepping),
+        ("workers._native", spinning),
+    ],
+)
+def test_every_function_has_a_way_in_python(extension: str, part: Any) -> None:
+    compiled = {name for name, value in vars(sys.modules[f"penstock.{extension}"]).items() if callable(value)}
     others = {"fence", "end_group_with_parent"}  # ordering.fence_of_locks, and prctl of SIGKILL
-    assert {name for name in compiled - others if not name.startswith("_")} == native.PYTHON.keys()
+    assert {name for name in compiled - others if not name.startswith("_")} == part.PYTHON.keys()

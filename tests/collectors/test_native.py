@@ -12,17 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.agents import drawing
 from penstock.buffers import native
-from penstock.buffers.native import (
-    COMPILED,
-    PYTHON,
-    WATCH_ALL,
-    WATCH_UNUSUAL,
-    step_ordinary,
-    store_game_step,
-    sum_episodes,
-)
+from penstock.buffers.native import COMPILED, sum_episodes
 from penstock.buffers.object_pipe import RECORD
+from penstock.columns import stepping
+from penstock.columns.stepping import PYTHON, WATCH_ALL, WATCH_UNUSUAL, step_ordinary, store_game_step
 
 from ..scale import scaled
 
@@ -66,7 +61,7 @@ class Row:
     def __init__(
         self, results: list[Any], columns: list[int], n_columns: int, into: frozenset[int] = frozenset()
     ) -> None:
-        self.words, self.seen, self.ended = new_words(), [], []
+        self.words, self.seen = new_words(), []
         self.observations: list[Any] = [None] * n_columns
         self.rewards: list[Any] = [None] * n_columns
         self.outs: Any = [f"out {column}" for column in range(n_columns)]
@@ -87,12 +82,7 @@ class Row:
 
         return step
 
-    def end(self, column: int, observation: Any, reward: Any, terminated: Any, truncated: Any) -> Any:
-        self.ended.append((column, observation, reward, terminated, truncated))
-        self.words[0] = -1
-        return f"first {column}"
-
-    def run(self, step: Any, watch: int = 0, on_end: Any = None) -> list[tuple[int, Any]]:
+    def run(self, step: Any, watch: int = 0, ends: Any = None) -> list[tuple[int, Any]]:
         """What was returned, up to the end of the row."""
         unusual, first = [], 0
         while found := step(
@@ -104,7 +94,7 @@ class Row:
             watch,
             self.observations,
             self.rewards,
-            on_end,
+            ends,
         ):
             unusual.append(found)
             first = found[0] + 1
@@ -121,13 +111,14 @@ def rows(draw: st.DrawFn) -> tuple[list[Any], list[int], int, frozenset[int]]:
 
 
 @pytest.mark.parametrize("step", STEPS)
-@given(row=rows(), watch=st.sampled_from([0, WATCH_ALL, WATCH_UNUSUAL]), has_hook=st.booleans())
+@given(row=rows(), watch=st.sampled_from([0, WATCH_ALL, WATCH_UNUSUAL]), has_ends=st.booleans())
 def test_every_environment_is_stepped_and_what_is_not_ordinary_is_returned(
-    step: Any, row: tuple[list[Any], list[int], int, frozenset[int]], watch: int, has_hook: bool
+    step: Any, row: tuple[list[Any], list[int], int, frozenset[int]], watch: int, has_ends: bool
 ) -> None:
     (results, columns, n_columns, into), ran = row, Row(*row)
     ran.words[0] = 7
-    unusual = ran.run(step, watch, ran.end if has_hook else None)
+    ends = list[Any]() if has_ends else None
+    unusual = ran.run(step, watch, ends)
     is_plain = [result is not None and result[-1] == {} and isinstance(result[1], float) for result in results]
     assert ran.seen == [
         (i, *([f"out {column}"] if i in into else []), f"action {i}", 10 + column) for i, column in enumerate(columns)
@@ -139,7 +130,7 @@ def test_every_environment_is_stepped_and_what_is_not_ordinary_is_returned(
         else "ordinary"
         if any(result is one for one in ORDINARY)
         else "end"
-        if has_hook and any(result is one for one in ENDS)
+        if has_ends and any(result is one for one in ENDS)
         else None
         for result, plain in zip(results, is_plain, strict=True)
     ]
@@ -152,8 +143,8 @@ def test_every_environment_is_stepped_and_what_is_not_ordinary_is_returned(
         if kind == "end":
             expected_ends.append((column, observation, *result[1:4]))
         if kind is not None:
-            stored[column] = (f"first {column}" if kind == "end" else observation, result[1])
-    assert ran.ended == expected_ends
+            stored[column] = (observation, result[1])
+    assert (ends or []) == expected_ends
     for column in range(n_columns):
         observation, reward = stored.get(column, (None, None))
         assert ran.observations[column] is observation or ran.observations[column] == observation
@@ -176,17 +167,6 @@ def test_an_out_that_is_missing_is_an_error(step: Any) -> None:
     with pytest.raises(IndexError):
         row.run(step)
     assert not row.seen
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_an_error_of_the_hook_comes_through(step: Any) -> None:
-    def fail(*_: Any) -> Any:
-        raise KeyError("no reset")
-
-    row = Row([ENDS[0], ORDINARY[0]], [0, 1], 2)
-    with pytest.raises(KeyError, match="no reset"):
-        row.run(step, on_end=fail)
-    assert len(row.seen) == 1
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -271,11 +251,11 @@ def test_nothing_is_held_on_to() -> None:
         row.observations[:] = row.rewards[:] = [None] * 2
         return [sys.getrefcount(thing) for thing in held]
 
-    def run(step: Any, watch: Any = 0, on_end: Any = None, step_into: Any = None) -> None:
+    def run(step: Any, watch: Any = 0, ends: Any = None, step_into: Any = None) -> None:
         row.bound[:] = [(0, 10, step, step_into), (1, 11, step, step_into)]
         row.actions[:] = [action] * 2
         with contextlib.suppress(ZeroDivisionError, IndexError, TypeError, RuntimeError):
-            row.run(step_ordinary, watch, on_end)
+            row.run(step_ordinary, watch, ends)
         row.bound.clear()
         row.actions.clear()
 
@@ -283,11 +263,11 @@ def test_nothing_is_held_on_to() -> None:
         for answer in answers:
             run(lambda action, answer=answer: answer)
             run(lambda action, answer=answer: answer, watch=WATCH_ALL)
-            run(lambda action, answer=answer: answer, on_end=lambda *_: observation)
-            run(lambda action, answer=answer: answer, on_end=lambda *_: 1 / 0)
+            run(lambda action, answer=answer: answer, ends=[])
+            run(lambda action, answer=answer: answer, ends=())
         for answer in into_answers:
-            for on_end in (None, lambda *_: observation, lambda *_: 1 / 0):
-                run(None, step_into=lambda out, action, answer=answer: answer, on_end=on_end)
+            for ends in (None, [], ()):
+                run(None, step_into=lambda out, action, answer=answer: answer, ends=ends)
         run(None, step_into=lambda out, action: 1 / 0)
         run(lambda action: 1 / 0)
         run(None)
@@ -358,10 +338,11 @@ def test_arguments_that_cannot_be_used_are_an_error(i: int, wrong: Any, error: s
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", PYTHON)
-def test_too_few_arguments_are_an_error(name: str) -> None:
-    with pytest.raises(TypeError, match=r"expected . arguments, got 0"):
-        getattr(native, name)()
+@pytest.mark.parametrize("part", [native, drawing, stepping])
+def test_too_few_arguments_are_an_error(part: Any) -> None:
+    for name in part.PYTHON:
+        with pytest.raises(TypeError, match=r"expected . arguments, got 0"):
+            getattr(part, name)()
 
 
 @needs_compiler

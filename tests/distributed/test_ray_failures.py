@@ -54,7 +54,7 @@ class WithChild(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def actor_pids(sampler: RaySampler) -> list[int]:
-    return [shard.started.pid for shard in sampler._pool.shards]  # type: ignore[union-attr]
+    return [shard.started.pid for shard in sampler.run.pool.shards]  # type: ignore[union-attr]
 
 
 def kill_by_signal(sampler: RaySampler) -> None:
@@ -62,7 +62,7 @@ def kill_by_signal(sampler: RaySampler) -> None:
 
 
 def kill_by_ray(sampler: RaySampler) -> None:
-    ray.kill(sampler._pool.shards[1].actor)  # type: ignore[union-attr]
+    ray.kill(sampler.run.pool.shards[1].actor)  # type: ignore[union-attr]
 
 
 def fails_in_a_shard(context: EnvContext) -> gym.Env[Any, Any]:

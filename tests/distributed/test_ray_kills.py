@@ -46,7 +46,7 @@ def by_signal(number: int, sampler: RaySampler, shard: int) -> None:
 
 
 def by_ray(sampler: RaySampler, shard: int) -> None:
-    ray.kill(sampler._pool.shards[shard].actor)  # type: ignore[union-attr]
+    ray.kill(sampler.run.pool.shards[shard].actor)  # type: ignore[union-attr]
 
 
 KILLS: dict[str, Callable[[RaySampler, int], None]] = {

@@ -224,7 +224,7 @@ for itr in range(10**6):
         break
     valid = samples.env.valid.numpy().all(axis=0).tolist()
     digest = hashlib.sha256(sampler.samples_np.env.observation.tobytes()).hexdigest()
-    late = [shard.late for shard in sampler._pool.shards]
+    late = [shard.late for shard in sampler.run.pool.shards]
     took = time.monotonic() - began
     print(json.dumps({"itr": itr, "valid": valid, "digest": digest, "seconds": took, "late": late}), flush=True)
     time.sleep(0.05)

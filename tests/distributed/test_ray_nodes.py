@@ -103,7 +103,7 @@ def test_shards_fit_unequal_nodes_and_what_fits_nowhere_is_refused_at_once(ray_c
             with RaySampler(CARTPOLE, **options, **wanted) as sampler:
                 sampler.initialize(RandomAgent(), seed=0)
                 sampler.obtain_samples(0)
-                assert [len(shard.started.worker_pids) for shard in sampler._pool.shards] == n_workers  # type: ignore[union-attr]
+                assert [len(shard.started.worker_pids) for shard in sampler.run.pool.shards] == n_workers  # type: ignore[union-attr]
         for wanted, n_places in (({"n_workers": 6}, 0), ({"n_workers": 3, "n_shards": 2}, 1)):
             began = time.monotonic()
             with RaySampler(CARTPOLE, **options, **wanted) as sampler, pytest.raises(ConfigError) as caught:

@@ -164,7 +164,7 @@ def test_a_lost_shard_loses_the_seats_of_all_policies() -> None:
         sampler.obtain_samples(0)
         for agent in agents.values():
             agent.publish()
-        ray.kill(sampler._pool.shards[1].actor)  # type: ignore[union-attr]
+        ray.kill(sampler.run.pool.shards[1].actor)  # type: ignore[union-attr]
         samples, _ = sampler.obtain_samples(1)
         for name, n in (("even", 6), ("odd", 3)):
             own = samples[name]

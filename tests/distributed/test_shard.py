@@ -12,8 +12,11 @@ import penstock
 from penstock import RandomAgent, SerialSampler
 from penstock.distributed import shard
 from penstock.distributed.shard import ShardHost, ShardPlan, ShardSpec
-from penstock.envs import CountingEnv
+from penstock.envs import CountingEnv, EnvFactory
+from penstock.samplers.allocation import Example, Seats
 from penstock.samplers.config import SamplerConfig
+from penstock.samplers.sampler_plan import EnvRange
+from penstock.samplers.seating import Seating
 from penstock.workers.plan import Affinity
 
 
@@ -33,10 +36,13 @@ def test_the_shards_of_a_run_draw_different_numbers_from_global_generators(monke
     plans = tuple(
         ShardPlan(worker_rank=i, columns=range(i, i + 1), env_ranks=range(i, i + 1), n_workers=1) for i in range(2)
     )
+    env, env_range = CountingEnv(), EnvRange(first_env_rank=0, n_envs=2, first_eval_env_rank=0, n_eval_envs=0)
+    example = Example(EnvFactory(CountingEnv), env.observation_space, env.action_space, None)
+    seats = Seats(Seating.of_single(2, 0, env_range), [example])
     setup = {"seed": 3, "n_envs": 2, "n_eval_envs": 0}
     for index, generation, times in ((0, 0, 2), (1, 0, 1), (1, 1, 1)):
         for _ in range(times):
-            spec = ShardSpec(SerialSampler, {}, config, RandomAgent(), plans, 1, Affinity(), setup)
+            spec = ShardSpec(SerialSampler, {}, config, RandomAgent(), plans, 1, Affinity(), setup, seats)
             host = ShardHost(index, generation)
             host._make(spec)
             host._sampler.shutdown()

@@ -167,7 +167,7 @@ def killer() -> Iterator[Killer]:
 
 def pid_of(sampler: Any, rank: int) -> int:
     """The process of this worker, also if it has just ended."""
-    return int(sampler._pool.handles[rank].pid)
+    return int(sampler.run.pool.handles[rank].pid)
 
 
 def generator(*key: object) -> random.Random:

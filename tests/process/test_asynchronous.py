@@ -68,11 +68,11 @@ def begin(sampler: AsyncSampler) -> None:
 
 
 def awaiting_credit(sampler: AsyncSampler, rank: int) -> bool:
-    return sampler._memory.control.has_arrived(rank)
+    return sampler.run.memory.control.has_arrived(rank)
 
 
 def is_dead(sampler: AsyncSampler, rank: int) -> bool:
-    pool: Any = sampler._pool
+    pool: Any = sampler.run.pool
     return bool(select.select([pool.handles[rank].death_fd], [], [], 0)[0])
 
 
@@ -229,7 +229,7 @@ def test_a_hang_while_the_learner_is_in_its_own_code_is_reported_by_the_next_cal
     fns = [*[CountingEnv] * 5, faulty_env(CountingEnv, notebook.fault("hang", at=20))]
     with sampler_of(fns, step_timeout=limit) as sampler:
         begin(sampler)
-        control = sampler._memory.control
+        control = sampler.run.memory.control
         until(lambda: all(control.has_arrived(rank) for rank in (0, 1)))
         until((tmp_path / "note").exists)
         pause(2 * limit + 0.3)  # the learner trains

@@ -276,7 +276,7 @@ def test_what_is_shut_down_is_freed_without_the_garbage_collector(cls: type[Samp
     sampler = cls(CountingEnv, batch_T=4, batch_B=2, n_workers=2)
     sampler.initialize(RandomAgent())
     sampler.obtain_samples(0)
-    memory = weakref.ref(sampler._memory.samples)
+    memory = weakref.ref(sampler.run.memory.samples)
     gc.disable()
     try:
         sampler.shutdown()

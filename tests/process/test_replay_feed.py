@@ -92,9 +92,10 @@ def test_a_replacement_goes_on_in_the_same_columns(server: Any, truncate: bool) 
             kill.when()
         sampler.pause()
         check_columns(replay)
-        assert sampler._released == sampler._opened or sampler._open[-1].number + 1 == sampler._opened
+        ahead = sampler.run.schedule
+        assert ahead.released == ahead.opened or ahead.open[-1].number + 1 == ahead.opened
         ring = replay._storage.ring  # type: ignore[union-attr]
-        assert [ring.written(rank) for rank in range(N_WORKERS)] == [sampler._opened * T] * N_WORKERS
+        assert [ring.written(rank) for rank in range(N_WORKERS)] == [ahead.opened * T] * N_WORKERS
 
 
 def check_columns(replay: Replay) -> None:

@@ -204,7 +204,7 @@ def test_a_hung_worker_is_replaced_too(tmp_path: Path, start_method: str) -> Non
         with sampler:
             run(sampler, agent)
             assert sampler.stats().restarts == 1
-            assert "made no progress for 0.5 s" in sampler._pool.restarts.history[0][1]
+            assert "made no progress for 0.5 s" in sampler.run.pool.restarts.history[0][1]
         _, pid = notebook.read()
         assert not psutil.pid_exists(pid)
 

@@ -50,7 +50,7 @@ def server_pid(sampler: GpuSampler) -> int:
 
 def is_idle(sampler: GpuSampler) -> bool:
     """Whether all members have come to their barrier_out."""
-    control = sampler._memory.control
+    control = sampler.run.memory.control
     return all(control.has_arrived(rank) for rank in range(SERVER_RANK + 1))
 
 

@@ -92,7 +92,7 @@ def test_lag_1_waits_before_it_overwrites_parameters_that_a_worker_needs(monkeyp
 
     class SlowReset(WaitResetCollector):
         def reset_if_needed(self) -> None:
-            time.sleep(0.003 * (self.envs.env_ranks[0] == 0))  # of one worker, before it may begin
+            time.sleep(0.003 * (self.columns.env_ranks[0] == 0))  # of one worker, before it may begin
             super().reset_if_needed()
 
     agent = VersionAgent()
@@ -115,7 +115,7 @@ def test_a_batch_is_complete_before_the_resets_that_follow_it(tmp_path: Path, mo
 
     class Blocked(WaitResetCollector):
         def reset_if_needed(self) -> None:
-            while self.envs.parked and not may_reset.exists():
+            while self.columns.waiting and not may_reset.exists():
                 time.sleep(0.001)
             super().reset_if_needed()
 
@@ -256,7 +256,7 @@ def test_a_batch_that_is_held_does_not_change() -> None:
 
 def until_idle(sampler: AsyncSampler) -> None:
     """All workers have collected what they may."""
-    control, deadline = sampler._memory.control, time.monotonic() + 30
+    control, deadline = sampler.run.memory.control, time.monotonic() + 30
     while control.pending(sampler.n_workers):
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -229,7 +229,7 @@ def test_nobody_is_served_twice_before_one_who_waits() -> None:
     arguments: dict[str, Any] = {"batch_T": 100, "batch_B": 6, "n_workers": 6, "min_ready": 2, "start_method": "fork"}
     with GpuSampler(Uneven, env_kwargs=env_kwargs, **arguments) as sampler:
         agent = begin(sampler, look)
-        control = sampler._memory.control
+        control = sampler.run.memory.control
         for itr in range(3):
             sampler.obtain_samples(itr)
             assert set(agent.counts().values()) == {100 * (1 + itr)}

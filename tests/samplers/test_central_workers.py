@@ -51,7 +51,7 @@ def test_workers_do_not_import_torch(tmp_path: Path, start_method: str) -> None:
 
 def test_the_default_workers_of_halves_leave_a_cpu_for_the_process_that_acts() -> None:
     sampler = AlternatingSampler("CartPole-v1", batch_T=1, batch_B=20)
-    assert [sampler._count_workers(range(n)) for n in (1, 2, 8, 64)] == [2, 2, 14, 20]
+    assert [sampler.acting().count_workers(sampler.config, range(n)) for n in (1, 2, 8, 64)] == [2, 2, 14, 20]
 
 
 @pytest.mark.parametrize(

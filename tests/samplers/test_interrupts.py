@@ -127,7 +127,7 @@ def test_between_two_gates(monkeypatch: pytest.MonkeyPatch) -> None:
             between = []
 
             def interrupted() -> None:
-                between.append(list(sampler._memory.control.opened))
+                between.append(list(sampler.run.memory.control.opened))
                 if len(between) == 2:  # before the gate of the second worker
                     ctrl_c()
 

@@ -1,4 +1,4 @@
-"""What the compiled part records is what numpy records without it."""
+"""What the compiled parts record is what numpy and Python record without them."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from penstock import CategoricalPgAgent, RandomAgent, SerialSampler
+from penstock.agents import drawing
 from penstock.buffers import native
+from penstock.columns import stepping
 from penstock.envs import NestedEnv, ScriptedGame
 
 from ..scale import quick_first
@@ -20,8 +22,8 @@ from ..support import Batch, assert_same, run
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="was built without a C compiler")
 
-DRAWING = {"shift_rows", "draw_rows"}
-FUNCTIONS = set(native.PYTHON) - DRAWING - {"store_game_step"}
+DRAWING = set(drawing.PYTHON)
+FUNCTIONS = {*native.PYTHON, "step_ordinary"}
 LOOPS = {"step_ordinary", "sum_episodes"}
 ALWAYS = {"put_row", *LOOPS}
 
@@ -56,12 +58,13 @@ def calls_of_native(*, compiled: bool) -> Iterator[list[str]]:
 
     users = [module for name, module in sys.modules.items() if name.startswith("penstock.")]
     with pytest.MonkeyPatch.context() as patch:
-        for name, in_python in native.PYTHON.items():
-            own = getattr(native, name)
-            stand_in = watched(name, own) if compiled else in_python
-            for module in users:
-                if vars(module).get(name) is own:
-                    patch.setattr(module, name, stand_in)
+        for part in (native, drawing, stepping):
+            for name, in_python in part.PYTHON.items():
+                own = getattr(part, name)
+                stand_in = watched(name, own) if compiled else in_python
+                for module in users:
+                    if vars(module).get(name) is own:
+                        patch.setattr(module, name, stand_in)
         yield done
 
 

@@ -25,8 +25,8 @@ from penstock import (
     WorkerError,
 )
 from penstock.envs import CountingEnv, SlowEnv
-from penstock.learning import Frames, Prioritized, Ratio, Replay, Sequences
-from penstock.samplers import asynchronous
+from penstock.learning import Frames, Prioritized, Ratio, Replay, Sequences, feed
+from penstock.samplers import Ahead
 
 from ..scale import pairs
 from ..support import assert_same
@@ -209,14 +209,14 @@ def test_the_draws_stay_within_the_slack(env_seconds: float, learn_seconds: floa
 
 def test_a_batch_that_becomes_complete_while_the_learner_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its two looks, all batches become complete, and the ratio allows no further one."""
-    take = AsyncSampler._pass_on
+    take = Ahead.pass_on
 
-    def take_all(sampler: AsyncSampler, pool: Any, awaited: int = 0) -> None:
-        if sampler._open:
-            pool.wait_for(sampler._open[-1].opening, "the test")
-        take(sampler, pool, awaited)
+    def take_all(ahead: Ahead, run: Any, feed: Any, awaited: int = 0) -> None:
+        if ahead.open:
+            run.pool.wait_for(ahead.open[-1].opening, "the test")
+        take(ahead, run, feed, awaited)
 
-    monkeypatch.setattr(AsyncSampler, "_pass_on", take_all)
+    monkeypatch.setattr(Ahead, "pass_on", take_all)
     replay = Replay(B * 400, seed=0)
     with started(replay, ratio=Ratio(1.0)):
         for _ in range(50):
@@ -282,7 +282,7 @@ def test_all_trajectories_arrive_once() -> None:
 
 def test_old_trajectories_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    monkeypatch.setattr(asynchronous, "_MOST_INFOS", 10)
+    monkeypatch.setattr(feed, "_MOST_INFOS", 10)
     replay = Replay(B * 80, seed=0)
     with started(replay, ratio=Ratio(1, min_steps=B * 40)) as sampler:
         replay.sample(40)
@@ -363,7 +363,7 @@ def test_calls_that_do_not_fit() -> None:
         for call in (lambda: sampler.obtain_samples(0), sampler.poll_samples, lambda: sampler.hold().__enter__()):
             with pytest.raises(SamplerStateError, match=r"workers write into a replay: call replay\.sample"):
                 call()
-        samples = sampler._batches.views[0]
+        samples = sampler.run.batches.views[0]
         with pytest.raises(ConfigError, match="workers of a sampler write into this replay"):
             replay.append(samples)
         with make(replay) as other, pytest.raises(ConfigError, match="another sampler writes into this replay"):

@@ -35,6 +35,7 @@ from penstock import (
     WaitResetCollector,
 )
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
+from penstock.samplers.resuming import described
 from penstock.testing import Fault, faulty_env
 
 from .. import support
@@ -345,7 +346,7 @@ def test_classes_that_may_keep_more_are_not_trusted() -> None:
     state, _ = saved(2, env_state="require", collector_cls=Trusted)
     with started(make(collector_cls=Trusted), RandomAgent()) as sampler:
         assert len(sampler.load_state_dict(state).exact) == 5
-        assert len(sampler._pool._in_place._program._collector.last) == 5
+        assert len(sampler.run.pool._in_place._program._collector.last) == 5
 
 
 # ---- what cannot be resumed ----------------------------------------------------------------
@@ -361,7 +362,7 @@ def test_samplers_that_cannot_be_saved_say_so() -> None:
             with pytest.raises(error, match=message):
                 sampler.state_dict()
             with pytest.raises(error, match=message):
-                sampler.load_state_dict({"format": 1, **sampler._described()})
+                sampler.load_state_dict({"format": 1, **described(sampler.run)})
 
 
 def test_a_state_of_another_run_is_refused() -> None:

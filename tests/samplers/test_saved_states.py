@@ -100,10 +100,10 @@ def test_counts_continue_after_a_resume(cls: type[Sampler]) -> None:
 def test_a_damaged_state_changes_nothing(part: str, damaged: Any, message: str) -> None:
     state = state_of(make())
     with make() as sampler:
-        version = sampler._memory.parameters[0].version
+        version = sampler.run.memory.parameters[0].version
         with pytest.raises(ConfigError, match=f"this state is damaged: {message}"):
             sampler.load_state_dict({**state, part: damaged})
-        assert sampler._memory.parameters[0].version == version
+        assert sampler.run.memory.parameters[0].version == version
         assert len(sampler.load_state_dict(state).exact) == 4
 
 

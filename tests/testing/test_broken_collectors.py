@@ -1,16 +1,19 @@
 """Collectors that break one rule each, and the rule that finds it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock import Collector, ResetCollector
+from penstock.columns import Events
 from penstock.envs import CountingEnv
 from penstock.testing import ConformanceError, check_collector, collector_rules, run_rules
 
 pytestmark = pytest.mark.slow
+
+Joined = Sequence[Sequence[int]]
 
 
 class Draws(ResetCollector):
@@ -62,17 +65,22 @@ class StepsTwice(ResetCollector):
 
 
 class NeverResets(ResetCollector):
-    def reset_column(self, column: int) -> Any:
-        observation = self.envs.observations[column]
-        self.agent.reset_one(column)
-        self.prev_action[column] = 0
-        return observation
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
+        return [list(events.over)]
 
 
 class Invalidates(ResetCollector):
     def step_envs(self, t: int) -> None:
         super().step_envs(t)
         self.samples.valid[t, 1] = t != 2
+
+
+class ParksWithoutSaying(ResetCollector):
+    """`waits` is not set."""
+
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
+        self.columns.park(events.over)
+        return [()]
 
 
 class ShowsTheEnd(ResetCollector):
@@ -136,11 +144,10 @@ class MisreportsTheAgent(ResetCollector):
 
 
 class RemembersActions(ResetCollector):
-    def reset_column(self, column: int) -> Any:
-        kept = self.prev_action[column]
-        observation = super().reset_column(column)
-        self.prev_action[column] = max(kept, 1)
-        return observation
+    def settle(self, t: int, events: Events) -> None:
+        super().settle(t, events)
+        for column in events.over:
+            self.prev_action[column] = max(self.samples.action[t + 1, column], 1)
 
 
 class RemembersRewards(ResetCollector):
@@ -156,29 +163,28 @@ class ForgetsRewards(ResetCollector):
 
 
 class ForgetsTheAgent(ResetCollector):
-    def reset_column(self, column: int) -> Any:
-        self.prev_action[column] = 0
-        return self.envs.reset_one(column)
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
+        super().begin_episodes(events, going)
+        return [()]
 
 
 class ResetsAnotherColumn(ResetCollector):
-    def reset_column(self, column: int) -> Any:
-        self.prev_action[column] = 0
-        self.agent.reset_one((column + 1) % len(self.envs))
-        return self.envs.reset_one(column)
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
+        (joined,) = super().begin_episodes(events, going)
+        return [[(column + 1) % len(self.envs) for column in joined]]
 
 
 class ResetsTheAgentTwice(ResetCollector):
-    def reset_column(self, column: int) -> Any:
-        self.agent.reset_one(column)
-        return super().reset_column(column)
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
+        (joined,) = super().begin_episodes(events, going)
+        return [[*joined, *joined]]
 
 
 class ResetsTheAgentLate(ResetCollector):
-    def reset_column(self, column: int) -> Any:
-        self.prev_action[column] = 0
-        self.late = [*vars(self).get("late", []), column]
-        return self.envs.reset_one(column)
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
+        (joined,) = super().begin_episodes(events, going)
+        self.late = [*vars(self).get("late", []), *joined]
+        return [()]
 
     def act(self, t: int) -> None:
         super().act(t)
@@ -201,10 +207,7 @@ class ValuesNoEnds(ResetCollector):
 
 class Interrupts(ResetCollector):
     def collect_batch(self, itr: int) -> None:
-        for column in range(len(self.envs)):
-            self.reset_column(column)
-        self.prev_reward[:] = 0
-        self.envs.write_observations(self.samples.observation[self.batch_T])
+        self.recorders[0].rejoin(self.columns.reset(range(len(self.envs)))[0])
         super().collect_batch(itr)
 
 
@@ -216,11 +219,10 @@ class LosesTrajectories(ResetCollector):
 
 class SkipsSteps(ResetCollector):
     def step_envs(self, t: int) -> None:
-        envs: Any = self.envs
-        step = envs.step
-        envs.step = lambda action_row, on_episode_end, on_step=None, into=None: step(action_row, on_episode_end)
+        (own,) = self.columns.policies
+        hook, own.on_step = own.on_step, None
         super().step_envs(t)
-        del envs.step
+        own.on_step = hook
 
 
 class DependsOnColumns(ResetCollector):
@@ -266,6 +268,7 @@ BROKEN: list[tuple[type[Collector], str, str]] = [
         "valid_marks_the_recorded_steps",
         r"valid is False at itr=7, t=2, env_rank=1; it should be True",
     ),
+    (ParksWithoutSaying, "valid_marks_the_recorded_steps", r"valid is True at itr=7, .*False.*set waits = True"),
     (
         ShowsTheEnd,
         "observations_are_what_the_environment_returned",

@@ -4,10 +4,12 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import psutil
 import pytest
 
@@ -19,6 +21,7 @@ from penstock import (
     WaitResetCollector,
     WorkerError,
 )
+from penstock.columns import Events
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.testing import ConformanceError, check_collector, run_rules
 
@@ -67,21 +70,73 @@ def test_an_env_fn_gets_its_context_and_its_kwargs() -> None:
     check_collector(ResetCollector, make, env_kwargs={"length": 6}, n_workers=(2,))
 
 
+class Alternates(ResetCollector):
+    """Overrides all that a collector may override: environments wait every second time, and actions stick."""
+
+    waits = True
+
+    def collect_batch(self, itr: int) -> None:
+        self.begin_batch(itr)
+        self.n_rows = 0
+        for t in range(self.batch_T):
+            self.act(t)
+            self.step_envs(t)
+        assert self.n_rows == self.batch_T
+        self.end_batch()
+
+    def act(self, t: int) -> None:
+        before = self.prev_action.copy()
+        super().act(t)
+        is_stuck = (np.array(self.columns.env_ranks) % 4 == t % 4) & self.samples.valid[t]
+        self.prev_action[is_stuck] = before[is_stuck]
+        self.samples.action[t + 1] = self.prev_action
+
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        self.n_rows += 1
+
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Sequence[Sequence[int]]:
+        counts = vars(self).setdefault("counts", [0] * len(self.envs))
+        for e in events.over:
+            counts[e] += 1
+        self.columns.park([e for e in events.over if counts[e] % 2])
+        return self.columns.reset([e for e in events.over if not counts[e] % 2])
+
+
+class OwnLoop(ResetCollector):
+    """What `step_envs` does, in its parts."""
+
+    def step_envs(self, t: int) -> None:
+        self.progress.begin_stepping(t)
+        events = self.columns.step([recorder.prev_action for recorder in self.recorders], t + 1)
+        self.record_env_info(t)
+        if events is not None:
+            self.settle(t, events)
+        self.write_step(t)
+
+
+@pytest.mark.parametrize("cls", [Alternates, OwnLoop])
+def test_subclasses_that_override_each_part_keep_all_rules(cls: type[ResetCollector]) -> None:
+    check_collector(cls, CountingEnv, n_workers=(3,), central=FULL)
+
+
 class Interrupts(ResetCollector):
     def collect_batch(self, itr: int) -> None:
-        for column in range(len(self.envs)):
-            self.reset_column(column)
-        self.prev_reward[:] = 0
-        self.envs.write_observations(self.samples.observation[self.batch_T])
+        (joined,) = self.columns.reset(range(len(self.envs)))
+        self.recorders[0].begin(joined)
+        self.prev_action[:] = self.prev_reward[:] = 0
+        self.columns.policies[0].write_observations(self.samples.observation[self.batch_T])
+        super().collect_batch(itr)
+
+
+class Restarts(ResetCollector):
+    def collect_batch(self, itr: int) -> None:
+        for recorder, joined in zip(self.recorders, self.columns.reset(range(len(self.envs))), strict=True):
+            recorder.rejoin(joined)
         super().collect_batch(itr)
 
 
 def test_a_collector_may_interrupt_episodes_if_that_is_declared() -> None:
-    class Restarts(Interrupts):
-        def collect_batch(self, itr: int) -> None:
-            self.tracker.restart()
-            super().collect_batch(itr)
-
     check_collector(Restarts, CountingEnv, continues=False, n_workers=(2,), central=FULL)
     with pytest.raises(ConformanceError, match=r"Return=.*for the episode that ended") as caught:
         check_collector(Interrupts, CountingEnv, continues=False)

@@ -1,6 +1,8 @@
 """The kits for evaluation collectors and trajectory infos: correct ones pass, and each error is found by its rule."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 import penstock.testing
 from penstock import EvalCollector, TrajInfo
+from penstock.columns import Events, Start
 from penstock.envs import CountingEnv
 from penstock.testing import ConformanceError, check_eval_collector, check_traj_info, evaluation_rules, traj_info_rules
 
@@ -24,43 +27,66 @@ def test_all_names_exist_and_are_sorted() -> None:
 # ---- evaluation ----------------------------------------------------------------------------
 
 
+class SkipsEven(EvalCollector):
+    """One episode in each environment that has an even env_rank, with an own loop."""
+
+    def begin_evaluation(self) -> None:
+        super().begin_evaluation()
+        self.acted = 0
+
+    def act(self, t: int) -> None:
+        super().act(t)
+        self.acted += 1
+
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        assert self.acted
+
+    def must_stop(self) -> bool:
+        return super().must_stop() or len(self.columns.waiting) == len(self.envs)
+
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Sequence[Sequence[int]]:
+        self.columns.park([e for e in events.over if self.columns.env_ranks[e] % 2 == 0])
+        others = [e for e in events.over if self.columns.env_ranks[e] % 2]
+        return self.columns.reset(others, [Start(self.seed_of(e)) for e in others])
+
+
 @pytest.mark.slow
 def test_the_eval_collector_keeps_all_rules() -> None:
     check_eval_collector(EvalCollector, "Pendulum-v1", n_workers=(3,))
+    check_eval_collector(SkipsEven, CountingEnv, n_workers=(2,))
     if FULL:
         check_eval_collector(EvalCollector, CountingEnv)
 
 
 class SkipsTheReset(EvalCollector):
-    def begin_evaluation(self, itr: int) -> None:
-        if self._n_evaluations:
-            self.agent.eval_mode(itr)
-        else:
-            super().begin_evaluation(itr)
+    def begin_evaluation(self) -> None:
+        if not self._n_evaluations:
+            super().begin_evaluation()
 
 
 class IgnoresMaxT(EvalCollector):
     def collect_evaluation(self, itr: int) -> None:
-        self.max_T = 45
+        self.limits = replace(self.limits, max_T=45)
         super().collect_evaluation(itr)
 
 
 class CountsTwice(EvalCollector):
-    def begin_evaluation(self, itr: int) -> None:
-        super().begin_evaluation(itr)
+    def begin_evaluation(self) -> None:
+        super().begin_evaluation()
         self.tracker.preload(0, [1.0])
 
 
 class Draws(EvalCollector):
-    def begin_evaluation(self, itr: int) -> None:
-        super().begin_evaluation(itr)
-        self.max_T = int(np.random.default_rng().integers(5, 40))
+    def begin_evaluation(self) -> None:
+        super().begin_evaluation()
+        self.limits = replace(self.limits, max_T=int(np.random.default_rng().integers(5, 40)))
 
 
 class DependsOnColumns(EvalCollector):
-    def begin_evaluation(self, itr: int) -> None:
-        super().begin_evaluation(itr)
-        self.max_T = 10 * len(self.envs)
+    def begin_evaluation(self) -> None:
+        super().begin_evaluation()
+        self.limits = replace(self.limits, max_T=10 * len(self.envs))
 
 
 EVAL_BROKEN: list[tuple[type[EvalCollector], str, str]] = [
@@ -98,9 +124,9 @@ def test_an_evaluation_that_changes_training_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ResetCollector, "start_envs", remember)
 
     class Disturbs(EvalCollector):
-        def begin_evaluation(self, itr: int) -> None:
-            super().begin_evaluation(itr)
-            training[0].reset_column(0)
+        def begin_evaluation(self) -> None:
+            super().begin_evaluation()
+            training[0].columns.reset([0])
 
     with pytest.raises(ConformanceError, match="with and without an evaluation before it") as caught:
         check_eval_collector(Disturbs, CountingEnv, n_workers=())

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -58,10 +57,13 @@ def test_a_quota_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(part in line for part, line in zip(expected, found, strict=True))
 
 
-def test_without_the_compiled_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    native = namedtuple("native", "COMPILED WHY_NOT_COMPILED")
-    monkeypatch.setattr(doctor, "native", native(False, "no compiler"))
-    assert "Install a C compiler" in next(doctor._compiler())
+@pytest.mark.parametrize("part", ["native", "spinning", "drawing", "stepping"])
+def test_without_a_compiled_part(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    for name in ("native", "spinning", "drawing", "stepping"):
+        reason = "no compiler" if name == part else ""
+        monkeypatch.setattr(f"penstock.tools.doctor.{name}.WHY_NOT_COMPILED", reason)
+    assert re.search(r"in Python \(no compiler\)\. Install a C compiler", next(doctor._compiler()))
+    assert describe_machine()["compiled parts"] == "not in use (no compiler)"
 
 
 def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,6 @@ def test_an_asynchronous_sampler_warns_while_the_learner_does_other_work(tmp_pat
         (tmp_path / "6").touch()
         for itr in range(2):
             sampler.obtain_samples(itr)
-        until(lambda: all(map(sampler._memory.control.has_arrived, range(2))))
+        until(lambda: all(map(sampler.run.memory.control.has_arrived, range(2))))
         checks.await_more()  # they wait until the learner takes a batch
         assert len(checks.warnings) == 1

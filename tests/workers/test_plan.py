@@ -51,7 +51,7 @@ def test_env_ranks_are_unique_across_workers_and_machines(
 @given(batch_B=counts, n_workers=st.none() | counts, cpus=st.integers(0, 64))
 def test_there_are_never_more_workers_than_environments(batch_B: int, n_workers: int | None, cpus: int) -> None:
     sampler = ParallelSampler(CountingEnv, batch_T=1, batch_B=batch_B, n_workers=n_workers)
-    n = sampler._count_workers(range(cpus))
+    n = sampler.acting().count_workers(sampler.config, range(cpus))
     assert 1 <= n <= batch_B
     if n_workers is not None:
         assert n == min(n_workers, batch_B)

@@ -1,6 +1,6 @@
-/* One time step of all environments of a worker, and the result of a game's. native.py says what the functions do. */
+/* One time step of all environments of a worker, and the result of a game's: see stepping.py. */
 
-#include "_native.h"
+#include "../buffers/_native.h"
 
 #include <numpy/arrayscalars.h>
 
@@ -14,7 +14,7 @@ typedef struct {
     Py_ssize_t n_words, watch;
 } Row;
 
-/* Values of `watch`; the same as in native.py. */
+/* Values of `watch`; the same as in stepping.py. */
 enum { WATCH_ALL = 1, WATCH_UNUSUAL = 2 };
 
 /* One environment's step: its column, the array that step_into writes (NULL with step), and the result. */
@@ -127,7 +127,7 @@ static PyObject *step_row(Row *row, Py_ssize_t first) {
     return step_all(row, first);
 }
 
-PyObject *penstock_step_ordinary(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+static PyObject *step_ordinary(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t first;
     if (n != 9) {
         return PyErr_Format(PyExc_TypeError, "expected 9 arguments, got %zd", n);
@@ -205,7 +205,7 @@ static void put_values(PyObject *list, Py_ssize_t first, PyObject *dict) {
     }
 }
 
-PyObject *penstock_store_game_step(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+static PyObject *store_game_step(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t first;
     if (n != 6) {
         return PyErr_Format(PyExc_TypeError, "expected 6 arguments, got %zd", n);
@@ -234,4 +234,18 @@ PyObject *penstock_store_game_step(PyObject *Py_UNUSED(module), Arguments argume
         put_values(lists[i], first, PyTuple_GET_ITEM(result, i));
     }
     Py_RETURN_TRUE;
+}
+
+/* ---- the module -------------------------------------------------------------------------------- */
+
+static PyMethodDef functions[] = {FUNCTION(step_ordinary), FUNCTION(store_game_step), {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "_stepping", .m_size = -1, .m_methods = functions,
+};
+
+/* One phase, for the reason that buffers/_native.c gives. */
+PyMODINIT_FUNC PyInit__stepping(void) {
+    import_array();
+    return PyModule_Create(&definition);
 }

@@ -1,4 +1,4 @@
-"""Draws docs/pictures/walk.svg, the way of a batch through the files: `python docs/pictures/walk.py`."""
+"""Draws docs/pictures/walk.svg, the way of a batch through the files: `python benchmarks/walk.py`."""
 
 from __future__ import annotations
 
@@ -71,4 +71,4 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
-    Path(__file__).with_name("walk.svg").write_text(picture(), encoding="utf-8")
+    (Path(__file__).parents[1] / "docs/pictures/walk.svg").write_text(picture(), encoding="utf-8")

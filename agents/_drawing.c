@@ -1,7 +1,7 @@
 /* Draws the actions of one time step from logits: bit for bit the results of the numpy calls in agents/distributions.py.
-   native.py says what each function does. */
+   drawing.py says what each function does. */
 
-#include "_native.h"
+#include "../buffers/_native.h"
 
 #include <math.h>
 
@@ -27,7 +27,7 @@ static PyArrayObject *as_floats(PyObject *object) {
 }
 
 /* shift_rows(logits) */
-PyObject *penstock_shift_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+static PyObject *shift_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     if (!check_arguments(n, 1)) {
         return NULL;
     }
@@ -56,7 +56,7 @@ PyObject *penstock_shift_rows(PyObject *Py_UNUSED(module), Arguments arguments, 
 }
 
 /* draw_rows(weights, uniform, shifted) */
-PyObject *penstock_draw_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+static PyObject *draw_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     if (!check_arguments(n, 3)) {
         return NULL;
     }
@@ -92,4 +92,18 @@ PyObject *penstock_draw_rows(PyObject *Py_UNUSED(module), Arguments arguments, P
     Py_XDECREF(index);
     Py_XDECREF(chosen);
     return result;
+}
+
+/* ---- the module -------------------------------------------------------------------------------- */
+
+static PyMethodDef functions[] = {FUNCTION(shift_rows), FUNCTION(draw_rows), {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "_drawing", .m_size = -1, .m_methods = functions,
+};
+
+/* One phase, for the reason that buffers/_native.c gives. */
+PyMODINIT_FUNC PyInit__drawing(void) {
+    import_array();
+    return PyModule_Create(&definition);
 }

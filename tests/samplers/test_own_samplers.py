@@ -1,0 +1,141 @@
+"""Samplers of one's own: with another schedule, or other workers. The classes are those of docs/extending.md."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from penstock import (
+    AsyncSampler,
+    ParallelSampler,
+    RandomAgent,
+    Sampler,
+    SamplerState,
+    SamplerStateError,
+    SerialSampler,
+    WorkerError,
+)
+from penstock.envs import CountingEnv, CrashingEnv
+from penstock.samplers import OnDemand, Run, Schedule, WorkersAct
+
+from ..support import assert_same
+
+SIZE = {"batch_T": 5, "batch_B": 4, "n_workers": 2, "eval_n_envs": 2, "eval_max_steps": 40}
+
+
+@cache
+def documented() -> dict[str, Any]:
+    page = (Path(__file__).parents[2] / "docs/extending.md").read_text(encoding="utf-8")
+    section = page.partition("## Write a sampler\n")[2].partition("\n## ")[0]
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+        exec(compile(block, "extending.md", "exec"), namespace)
+    for name in ("sampler", "samples", "traj_infos"):  # they keep memory
+        del namespace[name]
+    return namespace
+
+
+def collected(cls: type[Sampler], n: int = 5, *, evaluates: bool = False, **options: Any) -> list[Any]:
+    with cls(CountingEnv, **{**SIZE, **options}) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        found = list[Any]()
+        for itr in range(n):
+            samples, infos = sampler.obtain_samples(itr)
+            found.append([samples.numpy().copy(), [vars(info) for info in infos]])
+            if evaluates:
+                found[-1] += [[vars(info) for info in sampler.evaluate_agent(itr)], sampler.get_attr("render_mode")]
+        return found
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("name", ["EagerSampler", "WideSampler"])
+def test_a_sampler_of_the_page_collects_the_same_batches(name: str, evaluates: bool) -> None:
+    found = collected(documented()[name], evaluates=evaluates, n_slots=2)
+    for own, expected in zip(found, collected(SerialSampler, evaluates=evaluates), strict=True):
+        assert_same(own[0], expected[0])
+        assert own[1:] == expected[1:]
+
+
+def test_the_eager_one_samples_while_the_learner_trains() -> None:
+    with documented()["EagerSampler"](CountingEnv, **SIZE, n_slots=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        first, _ = sampler.obtain_samples(0)
+        assert sampler.state is SamplerState.READY
+        before = first.copy()
+        sampler.run.pool.wait("the test")
+        assert [worker.batches for worker in sampler.stats().workers] == [2, 2]
+        assert_same(first.numpy(), before.numpy())
+        sampler.start_samples(1)
+        assert sampler.state is SamplerState.SAMPLING
+        second, _ = sampler.wait_samples()
+        assert sampler.state is SamplerState.READY
+        assert (first.is_current, second.is_current) == (False, True)  # batch 2 has begun, in the memory of batch 0
+
+
+def test_the_wide_one_has_a_worker_for_each_environment() -> None:
+    with documented()["WideSampler"](CountingEnv, **SIZE) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        assert [list(worker.env_ranks) for worker in sampler.stats().workers] == [[0], [1], [2], [3]]
+
+
+def test_an_error_of_a_worker_comes_out_of_a_schedule_of_ones_own() -> None:
+    with documented()["EagerSampler"](
+        CrashingEnv,
+        env_kwargs={"at": 7, "spare_pid": os.getpid()},
+        batch_T=5,
+        batch_B=2,
+        n_slots=2,
+        max_decorrelation_steps=0,
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        with pytest.raises(WorkerError):
+            for itr in range(4):
+                sampler.obtain_samples(itr)
+        assert sampler.state is SamplerState.BROKEN
+
+
+def test_what_a_part_refuses_names_its_reason() -> None:
+    class Busy(OnDemand):
+        refusals: ClassVar = {"state_dict": "on a sampler that is always busy"}
+
+    class BusySampler(ParallelSampler):
+        def schedule(self) -> Schedule:
+            return Busy()
+
+    with BusySampler(CountingEnv, **SIZE) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        with pytest.raises(SamplerStateError, match="state_dict was called on a sampler that is always busy"):
+            sampler.state_dict()
+        sampler.obtain_samples(0)
+
+
+def test_each_hook_is_called_once() -> None:
+    calls = list[str]()
+
+    class Counted(ParallelSampler):
+        def acting(self) -> Any:
+            calls.append("acting")
+            return WorkersAct()
+
+        def schedule(self) -> Any:
+            calls.append("schedule")
+            return OnDemand()
+
+    collected(Counted, evaluates=True)
+    assert sorted(calls) == ["acting", "schedule"]
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, AsyncSampler])
+def test_there_is_no_run_before_initialize(cls: type[Sampler]) -> None:
+    sampler = cls(CountingEnv, **SIZE)
+    with pytest.raises(SamplerStateError, match=r"run was called before initialize: call sampler.initialize\(agent\)"):
+        _ = sampler.run
+    assert (sampler.policy_version, sampler.n_workers, sampler.worker_pids) == (None, 0, [])
+    sampler.initialize(RandomAgent(), seed=1)
+    assert isinstance(sampler.run, Run)
+    sampler.shutdown()

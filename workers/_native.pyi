@@ -1,1 +1,0 @@
-LAYOUT: str  # spinning.py says what the functions do, and has their types
