@@ -12,7 +12,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from penstock.columns.interface import Columns, End, Events, PolicyEvents, Returned, Start, StepHook, snapshot
+from penstock.columns.interface import Columns, End, Events, InfoHook, PolicyEvents, Returned, Start, StepHook, snapshot
 from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import ListedColumns
 from penstock.columns.stepping import store_game_step
@@ -49,15 +49,15 @@ class SeatColumns(ListedColumns):
 
         self.when_watched: Callable[[], None] = lambda: None
 
-    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any) -> None:
-        super().watch(on_step, keep_infos=keep_infos, into=into)
+    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any, on_info: InfoHook | None = None) -> None:
+        super().watch(on_step, keep_infos=keep_infos, into=into, on_info=on_info)
         self.when_watched()
 
     def take(self) -> PolicyEvents:
         """What has happened since the last call."""
-        ends, joined, cut = self.ends, self.joined, self.cut
+        ends, joined, cut, late = self.ends, self.joined, self.cut, self.late
         self.ends, self.joined, self.cut, self.late = [], [], [], []
-        return PolicyEvents([end[0] for end in ends], ends, joined, cut)
+        return PolicyEvents([end[0] for end in ends], ends, joined, cut, late)
 
     def join(self, column: int, observation: Any) -> None:
         """The agent of this column acts from now on; `observation` is its first."""
@@ -138,6 +138,7 @@ class LockStepColumns(Columns):
     def _watch(self) -> None:
         self._has_hooks = any(own.on_step or own.keep_infos or own.checks.debug for own in self.policies)
         self._is_watched = self._has_hooks or self.returned.copies
+        self._tells_infos = any(own.on_info for own in self.policies)
 
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
         return [[column for own, column in self.places[e].values() if own is policy] for policy in self.policies]
@@ -186,6 +187,20 @@ class LockStepColumns(Columns):
         self._require_known(e, [*agents, *observations])
         self.clear(e)
         self._join(e, agents, observations)
+        if self._tells_infos:
+            self._tell_infos(e, "reset")
+
+    def _tell_infos(self, e: int, call: str) -> None:
+        """Call `on_info` for each agent that has an info."""
+        places, infos = self.places[e], self.infos[e]
+        require_info(infos, self.env_ranks[e], call)
+        for agent, info in infos.items():
+            if (info.__class__ is dict and not info) or agent not in places:
+                continue
+            columns, column = places[agent]
+            require_info(info, columns.env_ranks[column], call)
+            if info and columns.on_info is not None:
+                columns.on_info(column, info)
 
     def save(self, e: int) -> Any:
         living = self.living[e]
@@ -316,6 +331,8 @@ class LockStepColumns(Columns):
                     columns, column = places[agent]
                     columns.observations[column], columns.rewards[column] = observations[agent], rewards[agent]
             self.infos[e] = result[4]
+            if self._tells_infos:
+                self._tell_infos(e, "step")
             return
         if result.__class__ is not tuple or len(result) != 5:
             result = step_values(result, env_rank)
@@ -325,6 +342,8 @@ class LockStepColumns(Columns):
                 f"terminations, truncations, infos), got {brief(result)}"
             )
         self.infos[e] = result[4]
+        if self._tells_infos:
+            self._tell_infos(e, "step")
         self._settle(e, before, *result)
 
     def _before(self, e: int, given: Mapping[AgentId, Any]) -> dict[AgentId, tuple[Any, Any]]:

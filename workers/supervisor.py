@@ -2,8 +2,8 @@
 process.
 
 Each worker has a control socket: a socket pair between the main process and the supervisor. Through it the supervisor
-sends the process id with a pidfd, and later the exit code. The main process sends signals. When the main process shuts its end,
-the supervisor kills the worker's group. So a start that is interrupted anywhere undoes itself.
+sends the process id with a pidfd, and later the exit code. The main process sends signals. When the main process shuts
+its end, the supervisor kills the worker's group. So a start that is interrupted anywhere undoes itself.
 
 - If the main process ends, the supervisor kills all groups, and then everything that it has inherited from them: it is
   a subreaper, so orphans become its children, those in sessions of their own too.
