@@ -256,9 +256,12 @@ class Sampler(ABC):
         Raises a `SamplerBrokenError` if a worker fails; the sampler cannot be used again.
         """
         with self._guard.call("obtain_samples", SamplerState.READY):
-            run = self.run
+            run = self._run
+            assert run is not None
             run.schedule.begin(run, itr)
-            return self._finish(run)
+            batch = run.schedule.finish(run)
+            self._guard.state = SamplerState.READY  # also if the schedule has begun another batch
+            return batch
 
     def start_samples(self, itr: int) -> None:
         """Begin a batch and return; `wait_samples` returns it. From now on the workers overwrite the samples."""
@@ -269,12 +272,9 @@ class Sampler(ABC):
     def wait_samples(self) -> tuple[Samples, list[TrajInfo]]:
         """Wait for the batch that `start_samples` began; returns as `obtain_samples` does."""
         with self._guard.call("wait_samples", SamplerState.SAMPLING):
-            return self._finish(self.run)
-
-    def _finish(self, run: Run) -> tuple[Samples, list[TrajInfo]]:
-        batch = run.schedule.finish(run)
-        self._guard.state = SamplerState.READY  # also if the schedule has begun another one
-        return batch
+            batch = self.run.schedule.finish(self.run)
+            self._guard.state = SamplerState.READY
+            return batch
 
     def evaluate_agent(self, itr: int, *, video: str | os.PathLike[str] | None = None) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished, ordered by episode,
@@ -298,7 +298,8 @@ class Sampler(ABC):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
             if video is not None:
-                run.require("video")
+                if "video" in run.acting.refusals:
+                    raise ConfigError(f"video was given {run.acting.refusals['video']}")
                 if run.seating.has_games:
                     raise ConfigError("video records environments of one agent, and these have several")
             itr = integer("itr", itr)

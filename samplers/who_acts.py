@@ -42,7 +42,7 @@ class Acting(ABC):
     #: Whether workers are processes, so that memory must be shared.
     has_processes: ClassVar[bool] = True
 
-    #: By the name of a call that is impossible for this sampler, why: the end of "... was called ".
+    #: By the name of a call that is impossible for this sampler, why: the end of "... was called ". Also for "video".
     refusals: ClassVar[Mapping[str, str]] = {}
 
     @property
