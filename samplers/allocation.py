@@ -276,6 +276,7 @@ def seat(arguments: InitArguments, environments: Environments) -> Seats:
     """Find out who sits where, and what the seats of each policy are like."""
     config, env_range, first = arguments.config, arguments.env_range, environments.first
     if arguments.seats is not None:
+        _refuse_with_seats(arguments, arguments.seats.seating)
         return arguments.seats
     if isinstance(first, Example):
         return Seats(Seating.of_single(*config.own_envs, env_range), [first])
@@ -313,8 +314,10 @@ def _of_one_seat(factory: EnvFactory, agent_id: AgentId) -> EnvFactory:
 
 
 def _refuse_with_seats(arguments: InitArguments, seating: Seating) -> None:
-    """What environments of several agents cannot have."""
+    """What environments of several agents cannot have. In a shard, the sampler may be another one than the driver's."""
     config = arguments.config
+    if not seating.has_games:
+        return
     refusals = (
         (
             seating.in_turns and config.collector_cls is not ResetCollector,
