@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,3 +89,13 @@ class JointSeats(DelegatingAgent):
 
     def reset_one(self, column: int) -> None:
         self._joined.add(column)
+
+    def column_state(self, column: int) -> dict[str, Any]:
+        return {"agent": self.agent.column_state(column // self.k), "joined": column in self._joined}
+
+    def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
+        self.agent.load_column_state(column // self.k, state["agent"])
+        if state["joined"]:
+            self._joined.add(column)
+        else:
+            self._joined.discard(column)

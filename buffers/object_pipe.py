@@ -71,7 +71,7 @@ class ObjectMessage(NamedTuple):
     kind: MessageKind
     id: int  #: the time step of a trajectory info, the request number of an info, 0 for the result of a call
     env_rank: int
-    payload: dict[str, Any] | Unreadable
+    payload: dict[Any, Any] | Unreadable
 
 
 _HEAD = struct.Struct("=qqqq")  # kind, id, env_rank, bytes of the payload

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from penstock.agents.agent import Agent
 from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.recorder import PolicyParts, Recorder
@@ -15,7 +16,7 @@ from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import Columns, Events, Start
 from penstock.envs.checks import require_number
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, SpaceError
 from penstock.workers.control import Phase, Progress, UntimedProgress
 
 if TYPE_CHECKING:
@@ -70,9 +71,9 @@ class Collector(MadeByWorker):
     and `reset_if_needed`.
 
     Attributes: `columns`, `progress` and `streams` as in `CollectorParts`; `envs`, the environments that were built;
-    `recorders`, one for each policy; `batch_T`. With one policy, `samples`, `agent`, `tracker`, `prev_action`
-    `[B, ...]` and `prev_reward` `[B]` are those of its recorder. With several slots, `samples` changes before each
-    batch: do not keep its arrays.
+    `recorders`, one for each policy with columns in this worker; `batch_T`. With one policy, `samples`, `agent`,
+    `tracker`, `prev_action` `[B, ...]` and `prev_reward` `[B]` are those of its recorder. With several slots, `samples`
+    changes before each batch: do not keep its arrays.
     """
 
     #: Whether `begin_episodes` leaves environments parked until the batch ends.
@@ -97,6 +98,7 @@ class Collector(MadeByWorker):
         self._is_timed = not isinstance(self.progress, UntimedProgress)
         # Rewards for agents that did not act, and where games have ended.
         self._late, self._over = np.zeros((self.batch_T, n), np.float32), np.zeros((self.batch_T, n), np.bool_)
+        self._n_parked = 0  # rows of games that wait for the end of the batch
         if len(self.recorders) == 1:  # the usual case, without a loop over policies
             for name in _BY_POLICY:
                 if getattr(type(self), name) is getattr(Collector, name):
@@ -148,6 +150,7 @@ class Collector(MadeByWorker):
             recorder.begin_batch(itr)
         if self.games is not None:
             self._late[...], self._over[...] = 0, False
+            self._n_parked = self.batch_T * len(self.columns.waiting)
         if self._episodes is not None:
             self._episodes.begin_batch()
 
@@ -180,8 +183,10 @@ class Collector(MadeByWorker):
         for recorder, own in zip(self.recorders, events.policies, strict=True):
             recorder.record(t, own)
         self._record_games(t, events, self.games)
+        n_waiting = len(self.columns.waiting)
         for recorder, columns in zip(self.recorders, self.begin_episodes(events, ()), strict=True):
             recorder.begin(columns)
+        self._n_parked += (len(self.columns.waiting) - n_waiting) * (self.batch_T - 1 - t)
 
     def _record_games(self, t: int, events: Events, games: Tracker) -> None:
         self._over[t, events.over] = True
@@ -218,7 +223,7 @@ class Collector(MadeByWorker):
         recorder, T, n_valid = self.recorders[0], self.batch_T, None
         if self.games is None:
             n_valid = int(np.count_nonzero(recorder.samples.valid))
-        self.progress.end_batch(T, T * len(self.columns.env_ranks) if n_valid is None else n_valid)
+        self.progress.end_batch(T, T * len(self.columns.env_ranks) - self._n_parked if n_valid is None else n_valid)
         n_sent = self.end_rows(T, n_valid)
         if self._episodes is not None:  # last: until here the worker may fail, and its episodes are repeated
             self._episodes.end_batch(recorder.samples.action[1:], recorder.samples.reward[1:])
@@ -236,13 +241,24 @@ class Collector(MadeByWorker):
             rewards[:, list(firsts)] += np.add.reduceat(own_rewards, list(firsts.values()), axis=1)
         return n_sent + self.games.end_rows(rewards, self._over[:n_rows], self.recorders[0].first_t)
 
-    def record_extra(self, t: int, /, **fields: Any) -> None:
+    def record_extra(self, t: int, policy: str | None = None, /, **fields: Any) -> None:
         """Write fields of `extra_fields` for step t, each as `[B, ...]`: `self.record_extra(t, cost=cost)`.
 
+        With several policies, each has its own columns, so say whose they are: `self.record_extra(t, recorder.policy,
+        cost=cost)` for each of `self.recorders`. A policy without a column in this worker has no recorder.
+
         Fields that are left out keep what they have. Raises `SpaceError` with the name of a field that is not declared,
-        has another shape, or has a value that would change in the dtype of the field.
+        has another shape, or has a value that would change in the dtype of the field; or if `policy` has no columns
+        here.
         """
-        self.recorders[0].record_extra(t, fields, type(self).__name__)
+        found = [own for own in self.recorders if policy in (None, own.policy)]
+        if len(found) != 1:
+            names = [own.policy for own in self.recorders]
+            raise SpaceError(
+                f"record_extra needs the name of one of the policies {names} of this worker, got {policy!r}: call "
+                "record_extra(t, recorder.policy, ...) for each of self.recorders"
+            )
+        found[0].record_extra(t, fields, type(self).__name__)
 
     # ---- hooks -----------------------------------------------------------------------------
 
@@ -270,6 +286,9 @@ class Collector(MadeByWorker):
             self.progress.leave_batch()
             for recorder, joined in zip(self.recorders, self.columns.reset(waiting), strict=True):
                 recorder.rejoin(joined)
+            if self.games is not None:
+                for e in waiting:
+                    self.games.drop(e)
 
     # ---- episodes --------------------------------------------------------------------------
 
@@ -380,17 +399,39 @@ class Collector(MadeByWorker):
 
     # ---- resuming --------------------------------------------------------------------------
 
-    def column_state(self, column: int) -> dict[str, Any]:
-        """What the collector keeps of one column between two batches, to be pickled; not its environment and agent.
+    def column_state(self, e: int) -> dict[str, Any]:
+        """What the collector keeps of the columns of environment e between two batches, to be pickled; not the
+        environment and the agents. With one agent in each environment, its only column is column e.
 
         A collector of your own that keeps more adds it here, and restores it in `load_column_state`. One that has other
         methods than its base must define both: otherwise `sampler.state_dict` does not trust them.
         """
-        return self.recorders[0].column_state(column)
+        state: dict[str, Any] = {
+            own.policy: [own.column_state(column) for column in columns] for own, columns in self._columns_in(e)
+        }
+        return state if self.games is None else {**state, "the game": self.games.column_state(e)}
 
-    def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
-        """Before the first batch: continue as the column with this `column_state`."""
-        self.recorders[0].load_column_state(column, state)
+    def load_column_state(self, e: int, state: Mapping[str, Any]) -> None:
+        """Before the first batch: continue as the environment with this `column_state`."""
+        for recorder, columns in self._columns_in(e):
+            for column, own in zip(columns, state[recorder.policy], strict=True):
+                recorder.load_column_state(column, own)
+        if self.games is not None:
+            self.games.load_column_state(e, state["the game"])
+
+    def agent_states(self, e: int) -> dict[str, list[Any]]:
+        """What each agent keeps of its columns of environment e, by policy, to be pickled."""
+        return {own.policy: [own.agent.column_state(b) for b in columns] for own, columns in self._columns_in(e)}
+
+    def load_agent_states(self, e: int, states: Mapping[str, Sequence[Any]]) -> None:
+        """Continue with these `agent_states`."""
+        for own, columns in self._columns_in(e):
+            for column, state in zip(columns, states[own.policy], strict=True):
+                own.agent.load_column_state(column, state)
+
+    def _columns_in(self, e: int) -> list[tuple[Recorder, Sequence[int]]]:
+        """The recorders that have columns in environment e, with these columns."""
+        return [pair for pair in zip(self.recorders, self.columns.columns_of(e), strict=True) if pair[1]]
 
     def restart(self, streams: ColumnStreams) -> None:
         """Before the first batch: start again with other streams, because a saved run is continued."""
@@ -402,16 +443,37 @@ class Collector(MadeByWorker):
         self.start_envs()
         self.start_agent()
 
-    def restart_columns(self, columns: Sequence[int], streams: ColumnStreams) -> None:
-        """Before the first batch: start again in these columns, with other seeds."""
-        recorder, self.streams = self.recorders[0], streams
-        recorder.separate_first_row()
-        seeds = streams.env_seeds(Purpose.TRAIN)
-        for column in columns:
-            recorder.restart_column(column)
-        self.columns.reset(columns, [Start(seeds[column], generation=streams.generation) for column in columns])
-        self._decorrelate(columns)
-        recorder.keep_first_row(columns)
+    def restart_envs(self, envs: Sequence[int], streams: ColumnStreams) -> None:
+        """Before the first batch: start again in these environments, with other seeds, and other streams and new states
+        of the agents there."""
+        self.streams, seeds = streams, streams.env_seeds(Purpose.TRAIN)
+        own = [[b for e in envs for b in self.columns.columns_of(e)[p]] for p in range(len(self.recorders))]
+        for recorder, columns in zip(self.recorders, own, strict=True):
+            recorder.separate_first_row()
+            for column in columns:
+                recorder.restart_column(column)
+        if self.games is not None:
+            for e in envs:
+                self.games.drop(e)
+        self.columns.reset(envs, [Start(seeds[e], generation=streams.generation) for e in envs])
+        self._decorrelate(envs)
+        for recorder, columns in zip(self.recorders, own, strict=True):
+            recorder.keep_first_row(columns)
+            recorder.streams = replace(recorder.streams, generation=streams.generation)
+            if columns:
+                restart_agent(recorder.agent, columns, recorder.streams)
+
+
+def restart_agent(agent: Agent, columns: Sequence[int], streams: ColumnStreams) -> None:
+    """Give these columns of the agent new random streams, and reset their state. `streams` are those of all columns."""
+    rngs = streams.rngs(Purpose.ACTION)
+    if len(columns) == len(rngs):
+        agent.seed_columns(rngs)
+        agent.reset()
+        return
+    agent.reseed_columns(np.asarray(columns, np.intp), [rngs[column] for column in columns])
+    for column in columns:
+        agent.reset_one(column)
 
 
 class ResetCollector(Collector):

@@ -45,6 +45,7 @@ class PolicyParts:
     progress: Progress  #: the worker's row of shared words: phase, t, env_rank, heartbeat
     streams: ColumnStreams  #: random generators of these columns
     who: int = 0  #: the policy's index + 1 where there are several, else 0
+    policy: str = "agent"  #: the name of the policy; "agent" where one agent acts in all columns
 
 
 class Slot:
@@ -67,15 +68,16 @@ class Recorder:
 
     The agent acts for idle columns too, so that each column draws the same random numbers whatever the others do.
 
-    Attributes: `columns`, `agent`, `tracker`, `progress` and `streams` as in `PolicyParts`; `samples`, the slot that is
-    written; `batch_T`; `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets beside the observation.
-    They are zero where an episode starts, while the batch keeps the last action and reward of the episode before.
+    Attributes: `policy`, `columns`, `agent`, `tracker`, `progress` and `streams` as in `PolicyParts`; `samples`, the
+    slot that is written; `batch_T`; `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets beside the
+    observation. They are zero where an episode starts, while the batch keeps the last action and reward of the episode
+    before.
     """
 
     def __init__(self, parts: PolicyParts, *, waits: bool = False, evaluates: bool = False) -> None:
         """`waits`: columns may be idle because their environments are parked."""
         samples, columns = parts.slots[0], parts.columns
-        self.columns, self.agent, self.tracker = columns, parts.agent, parts.tracker
+        self.policy, self.columns, self.agent, self.tracker = parts.policy, columns, parts.agent, parts.tracker
         self.progress, self.streams, self.batch_T = parts.progress, parts.streams, samples.batch_T
         self._who, self._evaluates = parts.who << WHO_BITS, evaluates
         self._mask = mask_of(parts.agent)

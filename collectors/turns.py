@@ -28,6 +28,7 @@ from penstock.columns.interface import Events, Start, no_legal_action, not_flags
 from penstock.columns.turn_columns import CLOSED, OPEN, RANDOM, TurnColumns, TurnSeats
 from penstock.envs.checks import check_row
 from penstock.envs.rows import ColumnError, arrays_like, write_row
+from penstock.envs.seeding import ColumnStreams
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase
 
@@ -432,6 +433,10 @@ class TurnLoop(Collector):
         for e in everyone if used is None else used:
             columns.reset([e], [Start(seeds[e])])
             self._begin_games()
+
+    def restart_envs(self, envs: Sequence[int], streams: ColumnStreams) -> None:
+        """All of them: games in turns are not saved."""
+        self.restart(streams)
 
     def _make_random_steps(self, e: int, rng: np.random.Generator) -> None:
         columns = self.columns

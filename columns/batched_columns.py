@@ -24,12 +24,12 @@ from penstock.columns.interface import (
     StepHook,
     snapshot,
 )
-from penstock.envs.checks import NO_CHECKS, Checks, check_row, require_info, step_values
+from penstock.envs.checks import NO_CHECKS, Checks, check_row, require_info, reset_with, step_values
 from penstock.envs.direct_steps import step_into_of, with_observation
 from penstock.envs.examples import example_of
 from penstock.envs.infos import InfoWriter, element, info_of
 from penstock.envs.rows import ColumnError, arrays_like, as_dtype, write_row
-from penstock.errors import ConfigError, SpaceError
+from penstock.errors import ConfigError, SpaceError, brief
 from penstock.workers.control import Phase, Progress
 
 _log = logging.getLogger("penstock")
@@ -54,7 +54,8 @@ class BatchedColumns(PolicyColumns, Columns):
     """One batched environment, with its current observations and the rewards of its last step.
 
     `reset` gets one seed per column: a list, or what the environment accepts in its place, an int64 array or a list of
-    values below 2^31. An environment that accepts only one number gets the first seed. An idle column is stepped with
+    values below 2^31. An environment that accepts only one number gets the first seed. Its options are those of the
+    first `Start`. An idle column is stepped with
     the others, and its results are ignored. The mode of autoreset shows only here.
     """
 
@@ -70,6 +71,7 @@ class BatchedColumns(PolicyColumns, Columns):
         mode = _mode_of(env)
         self._resets_at_once, self._resets_late = mode is AutoresetMode.SAME_STEP, mode is AutoresetMode.NEXT_STEP
         self._step_into = step_into_of(env, env_ranks[0])
+        self._options: dict[str, Any] | None = None  # of the reset that runs
         self._as_taken: SeedForm | None = None  # one of _PER_COLUMN or _FOR_ALL, when it is known
         # Final observations are written into this row `[1, B, ...]`, which checks and casts them.
         row = map_leaves(
@@ -78,7 +80,8 @@ class BatchedColumns(PolicyColumns, Columns):
         self._final, self._final_arrays = row, arrays_like(self.observation_space, row)
         self.observations: Any = None  #: as the environment batches them
         self.rewards: Any = np.zeros(len(env_ranks))
-        self.infos: Mapping[str, Any] = {}  #: as Gymnasium batches them
+        self._flags_shape = (len(env_ranks),)
+        self.infos: Mapping[str, Any] = {}  #: as Gymnasium batches them, of the last step, or of `reset` with `starts`
         self.waiting: list[int] = []
         self.idle: list[int] = []
         self._was_idle = self.idle  # in the last step
@@ -91,9 +94,7 @@ class BatchedColumns(PolicyColumns, Columns):
 
     # ---- resets ----------------------------------------------------------------------------
 
-    def reset_all(self, seeds: Sequence[int | None]) -> None:
-        """Begin an episode in every row, with one seed each; without seeds if all are None."""
-        """Reset all rows, each with its seed if it has one."""
+    def _reset_all(self, seeds: Sequence[int | None]) -> None:
         began = self.progress.enter(Phase.RESETTING)
         self.progress.at_env(self.env_ranks[0])
         if all(seed is None for seed in seeds):
@@ -105,12 +106,27 @@ class BatchedColumns(PolicyColumns, Columns):
             self._as_taken = form if is_sure else None
         else:
             result = self._reset(self._as_taken(seeds))
-        self.observations = result[0]
+        self.observations, self.infos = result
         self._note_resetting([])
         self.progress.add_resetting_since(began)
 
     def _reset(self, seed: Any) -> Any:
-        return self.env.reset(seed=seed)
+        try:
+            result = self._reset_with(seed)
+        except REFUSALS:
+            mask = (self._options or {}).get("reset_mask")
+            if mask is None or mask.all() or not hasattr(seed, "__len__"):
+                raise
+            # Some environments, such as ALE's, take seeds only for the rows that they reset.
+            own = [each for each, is_reset in zip(seed, mask, strict=True) if is_reset]
+            result = self._reset_with(type(seed)(own) if isinstance(seed, list) else np.array(own))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise SpaceError(f"reset of {self.env} must return a tuple (observation, infos), got {brief(result)}")
+        require_info(result[1], self.env_ranks[0], "reset")
+        return result
+
+    def _reset_with(self, seed: Any) -> Any:
+        return reset_with(self.env, seed, self._options and {**self._options})
 
     def _first_reset(self, seeds: Sequence[int | None]) -> tuple[SeedForm, Any]:
         """Reset the environment. Returns in which form it takes seeds, and the result.
@@ -151,8 +167,8 @@ class BatchedColumns(PolicyColumns, Columns):
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
         """See `Columns`. With `starts`, `envs` are all rows: the environment gets all seeds in one call."""
         if starts is not None:
-            self.waiting = []
-            self.reset_all([start.seed for start in starts])
+            self.waiting, self._options = [], starts[0].options
+            self._reset_all([start.seed for start in starts])
             return (envs,)
         self._reset_columns(envs)
         return _NOBODY if self._resets_at_once or self._resets_late else (envs,)
@@ -204,7 +220,7 @@ class BatchedColumns(PolicyColumns, Columns):
         actions = snapshot(arrays_like(self.action_space, action_row))
         # Copies, because the environment may reuse its observations and actions.
         before = (snapshot(self.observations), snapshot(actions)) if on_step is not None else None
-        terminated, truncated = self.advance(actions, into)
+        terminated, truncated = self._advance(actions, into)
         done, ended_idle = np.logical_or(terminated, truncated), []
         if self.idle:  # their results are ignored
             ended_idle = [b for b in self.idle if done[b]]
@@ -219,7 +235,7 @@ class BatchedColumns(PolicyColumns, Columns):
             self._note_resetting([] if ends is None else ends.columns.tolist())
         return ends
 
-    def advance(self, actions: Any, into: tuple[Any, int] | None = None) -> tuple[Any, Any]:
+    def _advance(self, actions: Any, into: tuple[Any, int] | None = None) -> tuple[Any, Any]:
         """Step the environment. Returns `terminated` and `truncated`; `observations`, `rewards` and `infos` have the
         rest."""
         if into is None or self._step_into is None:
@@ -231,7 +247,18 @@ class BatchedColumns(PolicyColumns, Columns):
         self.observations, self.rewards, terminated, truncated, self.infos = result
         if self.infos.__class__ is not dict:
             require_info(self.infos, self.env_ranks[0])
+        shape = self._flags_shape
+        if not (_are_flags(terminated, shape) and _are_flags(truncated, shape)):
+            self._require_flags(terminated, "terminated")
+            self._require_flags(truncated, "truncated")
         return terminated, truncated
+
+    def _require_flags(self, flags: Any, name: str) -> None:
+        if np.shape(flags) != self._flags_shape or np.asarray(flags).dtype.kind not in "biu":
+            ranks = f"env_rank {self.env_ranks[0]} to {self.env_ranks[-1]}"
+            raise SpaceError(
+                f"{name} of the batched environment ({ranks}) must be bools {self._flags_shape}, got {brief(flags)}"
+            )
 
     def _call_on_step(
         self,
@@ -325,7 +352,8 @@ class BatchedColumns(PolicyColumns, Columns):
             row[self._was_idle] = 0
 
     def blank_idle(self, row: Any) -> None:
-        row[self.idle] = 0
+        if row is not None:
+            row[self.idle] = 0
 
 
 def _mode_of(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
@@ -336,6 +364,11 @@ def _mode_of(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
             "in its class, to a gymnasium.vector.AutoresetMode"
         )
     return AutoresetMode(mode)
+
+
+def _are_flags(flags: Any, shape: tuple[int]) -> bool:
+    """Whether these are exactly bools `[B]`, the usual case."""
+    return flags.__class__ is np.ndarray and flags.shape == shape and flags.dtype == np.bool_
 
 
 def _is_row_of(arrays: Any, batch: Any) -> bool:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 #: Called for column b after each environment step: (b, observation acted on, action, reward,
 #: terminated, truncated, info). Observation and action are copies made before the step.
 StepHook = Callable[[int, Any, Any, Any, bool, bool, dict[str, Any]], None]
+#: Called for column b at once with each info of a step or a reset that is not empty: (b, info). The environment may use
+#: the same dict again.
+InfoHook = Callable[[int, Any], None]
 
 #: The end of an episode in one column: (column, final observation, reward, terminated, truncated).
 End = tuple[int, Any, float, bool, bool]
@@ -74,17 +77,24 @@ class PolicyEvents:
     A column that has ended, or was cut, is idle until it joins again. It may join in the same step.
     """
 
-    __slots__ = ("cut", "ended", "ends", "joined")
+    __slots__ = ("cut", "ended", "ends", "joined", "late")
 
     ended: Any  #: the columns whose episode has ended: a list or an array
     ends: Any  #: how: a list of `End`, or `EpisodeEnds`; None: nothing has ended
     joined: Sequence[int]  #: the columns in which an episode begins with this step's observation
     cut: Sequence[int]  #: the columns whose game has failed: this step has no result
+    late: Sequence[tuple[int, float]]  #: pairs (column, reward): rewards for agents that do not act
 
     def __init__(
-        self, ended: Any = None, ends: Any = None, joined: Sequence[int] = (), cut: Sequence[int] = ()
+        self,
+        ended: Any = None,
+        ends: Any = None,
+        joined: Sequence[int] = (),
+        cut: Sequence[int] = (),
+        late: Sequence[tuple[int, float]] = (),
     ) -> None:
         self.ended, self.ends, self.joined, self.cut = [] if ended is None else ended, ends, joined, cut
+        self.late = late
 
 
 class Events:
@@ -124,16 +134,18 @@ class PolicyColumns:
     idle: list[int]  #: the columns that do not act in the next step, ascending
     progress: Progress
     on_step: StepHook | None = None
+    on_info: InfoHook | None = None
     keep_infos = False
     into: Any = None
 
     def __len__(self) -> int:
         return len(self.env_ranks)
 
-    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any) -> None:
+    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any, on_info: InfoHook | None = None) -> None:
         """Call `on_step` after each step of a column. With `keep_infos`, keep the infos of each step. Environments with
-        `step_into` write their observations into `into`, which is nested as `arrays_like` returns it."""
-        self.on_step, self.keep_infos, self.into = on_step, keep_infos, into
+        `step_into` write their observations into `into`, which is nested as `arrays_like` returns it. Call `on_info`
+        with each info; a batched environment keeps its infos in `infos`, of resets too."""
+        self.on_step, self.keep_infos, self.into, self.on_info = on_step, keep_infos, into, on_info
 
     def write_observations(self, row: Any) -> None:
         """Write the current observations into `row` `[B, ...]`, as the samples record observations."""

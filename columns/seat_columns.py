@@ -12,12 +12,13 @@ from typing import Any
 
 import gymnasium as gym
 
-from penstock.columns.interface import Columns, End, Events, PolicyEvents, Returned, Start, StepHook, snapshot
+from penstock.columns.interface import Columns, End, Events, InfoHook, PolicyEvents, Returned, Start, StepHook, snapshot
 from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import ListedColumns
 from penstock.columns.stepping import store_game_step
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
 from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent, has_vanished
+from penstock.envs.state import load_env
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase, Progress
 
@@ -48,15 +49,15 @@ class SeatColumns(ListedColumns):
 
         self.when_watched: Callable[[], None] = lambda: None
 
-    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any) -> None:
-        super().watch(on_step, keep_infos=keep_infos, into=into)
+    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any, on_info: InfoHook | None = None) -> None:
+        super().watch(on_step, keep_infos=keep_infos, into=into, on_info=on_info)
         self.when_watched()
 
     def take(self) -> PolicyEvents:
         """What has happened since the last call."""
-        ends, joined, cut = self.ends, self.joined, self.cut
+        ends, joined, cut, late = self.ends, self.joined, self.cut, self.late
         self.ends, self.joined, self.cut, self.late = [], [], [], []
-        return PolicyEvents([end[0] for end in ends], ends, joined, cut)
+        return PolicyEvents([end[0] for end in ends], ends, joined, cut, late)
 
     def join(self, column: int, observation: Any) -> None:
         """The agent of this column acts from now on; `observation` is its first."""
@@ -105,6 +106,8 @@ class LockStepColumns(Columns):
     policies: Sequence[SeatColumns]
     renewals: Renewals | None = None
     renewable: tuple[type[Exception], ...] = ()  #: see `SingleColumns`
+    #: Called with the old environment and the one that was loaded in its place.
+    when_replaced: Callable[[Any, Any], None] = staticmethod(lambda old, new: None)
 
     def __init__(self, envs: list[ParallelView], policies: Sequence[SeatColumns], env_ranks: Sequence[int]) -> None:
         self.envs: list[Any] = envs
@@ -135,6 +138,7 @@ class LockStepColumns(Columns):
     def _watch(self) -> None:
         self._has_hooks = any(own.on_step or own.keep_infos or own.checks.debug for own in self.policies)
         self._is_watched = self._has_hooks or self.returned.copies
+        self._tells_infos = any(own.on_info for own in self.policies)
 
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
         return [[column for own, column in self.places[e].values() if own is policy] for policy in self.policies]
@@ -143,10 +147,12 @@ class LockStepColumns(Columns):
 
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
         phase = self._words[Progress.PHASE]
-        for i, e in enumerate(envs):
-            self.reset_env(e, _START if starts is None else starts[i])
-        self._words[Progress.PHASE] = phase
         self.waiting = [e for e in self.waiting if e not in envs]
+        for i, e in enumerate(envs):
+            start = _START if starts is None else starts[i]
+            if start is _START or not self._continue(e, start):
+                self.reset_env(e, start)
+        self._words[Progress.PHASE] = phase
         return [policy.take().joined for policy in self.policies]
 
     def reset_env(self, e: int, start: Start) -> None:
@@ -181,6 +187,49 @@ class LockStepColumns(Columns):
         self._require_known(e, [*agents, *observations])
         self.clear(e)
         self._join(e, agents, observations)
+        if self._tells_infos:
+            self._tell_infos(e, "reset")
+
+    def _tell_infos(self, e: int, call: str) -> None:
+        """Call `on_info` for each agent that has an info."""
+        places, infos = self.places[e], self.infos[e]
+        require_info(infos, self.env_ranks[e], call)
+        for agent, info in infos.items():
+            if (info.__class__ is dict and not info) or agent not in places:
+                continue
+            columns, column = places[agent]
+            require_info(info, columns.env_ranks[column], call)
+            if info and columns.on_info is not None:
+                columns.on_info(column, info)
+
+    def save(self, e: int) -> Any:
+        living = self.living[e]
+        seen = {
+            agent: columns.observations[column] for agent, (columns, column) in zip(living, self.acting(e), strict=True)
+        }
+        return {"agents": list(living), "ended": list(self._ended[e]), "observations": snapshot(seen)}
+
+    def _continue(self, e: int, start: Start) -> bool:
+        """Let environment e continue a saved run, if `start` says so. Returns whether it does."""
+        if start.state is None:
+            return False
+        kind, data, saved = start.state
+        env, new = self.envs[e], load_env(self.envs[e], kind, data)
+        if new is not env:
+            self.when_replaced(env, new)
+            self._use(e, new)
+        self.clear(e)
+        self._ended[e] = set(saved["ended"])
+        self._join(e, saved["agents"], saved["observations"])
+        if not saved["agents"]:
+            self.park([e])
+        for columns, column in self.acting(e):
+            columns.check_column(column)
+        return True
+
+    def _use(self, e: int, env: ParallelView) -> None:
+        self.envs[e] = env
+        self._bound[e] = (env, env.env, *self._bound[e][2:])
 
     def _seed_after_renewal(self, e: int, seed: int | None) -> int | None:
         first_seed = self._first_seeds.pop(e)
@@ -255,8 +304,8 @@ class LockStepColumns(Columns):
         """Build environment e again."""
         if self.renewals is None or self.renewals.is_exhausted:
             raise error
-        self.envs[e], self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
-        self._bound[e] = (self.envs[e], self.envs[e].env, *self._bound[e][2:])
+        env, self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
+        self._use(e, env)
 
     def step_env(self, e: int) -> None:
         """Step one environment; see `step`."""
@@ -282,6 +331,8 @@ class LockStepColumns(Columns):
                     columns, column = places[agent]
                     columns.observations[column], columns.rewards[column] = observations[agent], rewards[agent]
             self.infos[e] = result[4]
+            if self._tells_infos:
+                self._tell_infos(e, "step")
             return
         if result.__class__ is not tuple or len(result) != 5:
             result = step_values(result, env_rank)
@@ -291,6 +342,8 @@ class LockStepColumns(Columns):
                 f"terminations, truncations, infos), got {brief(result)}"
             )
         self.infos[e] = result[4]
+        if self._tells_infos:
+            self._tell_infos(e, "step")
         self._settle(e, before, *result)
 
     def _before(self, e: int, given: Mapping[AgentId, Any]) -> dict[AgentId, tuple[Any, Any]]:

@@ -18,6 +18,7 @@ from penstock.columns.interface import (
     Columns,
     End,
     Events,
+    InfoHook,
     PolicyColumns,
     PolicyEvents,
     Returned,
@@ -26,7 +27,7 @@ from penstock.columns.interface import (
     snapshot,
 )
 from penstock.columns.renewal import Renewals
-from penstock.columns.stepping import step_ordinary
+from penstock.columns.stepping import WATCH_ALL, WATCH_UNUSUAL, step_ordinary
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, checked_reset, checked_step, require_number, reset_with
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
 from penstock.envs.examples import example_of
@@ -126,6 +127,11 @@ class ListedColumns(PolicyColumns):
             raise self.not_finite(column, self.rewards[column])
         self._write_one(self._scratch, 0, column, self.observations[column], "observation")
 
+    def write_column(self, arrays: Any, rewards: Any, t: int, column: int) -> None:
+        """As `write_step`, for one column."""
+        rewards[t, column] = require_number(self.rewards[column], self.env_ranks[column])
+        self._write_one(arrays, t, column, self.observations[column], "observation")
+
     def check_final(self, column: int, observation: Any) -> None:
         self.write_final(self._scratch, 0, column, observation)
 
@@ -142,7 +148,8 @@ class ListedColumns(PolicyColumns):
 class SingleColumns(ListedColumns, Columns):
     """Single environments: each is one column, so these are the columns of the only policy too. See `Columns`.
 
-    With `flatten_wrappers`, the wrappers that `gym.make` adds are stepped without their Python functions.
+    With `flatten_wrappers`, the wrappers that `gym.make` adds are stepped without their Python functions. `spaces` are
+    what is recorded, in place of the spaces of the environments.
     """
 
     renewals: Renewals | None = None
@@ -156,8 +163,9 @@ class SingleColumns(ListedColumns, Columns):
         progress: Progress,
         checks: Checks = NO_CHECKS,
         flatten_wrappers: bool = True,
+        spaces: tuple[Any, Any] | None = None,
     ) -> None:
-        super().__init__(env_ranks, (envs[0].observation_space, envs[0].action_space), progress, checks)
+        super().__init__(env_ranks, spaces or (envs[0].observation_space, envs[0].action_space), progress, checks)
         self.envs: list[Any] = list(envs)
         self.policies, self.waiting = (self,), list[int]()
         self._step_of: Callable[[Any], Any] = flat_step_of if flatten_wrappers else attrgetter("step")
@@ -173,7 +181,8 @@ class SingleColumns(ListedColumns, Columns):
         self._ends: list[End] = []
         self._own = PolicyEvents()
         self._events = Events([], (self._own,))
-        self._is_watched = self._is_special = False
+        self._instead: dict[int, Any] = {}  # the own entries of environments with `step_instead`
+        self._watch, self._is_special = 0, False
         self._set_waiting([])
 
     def _entry(self, e: int) -> tuple[Any, ...]:
@@ -183,9 +192,9 @@ class SingleColumns(ListedColumns, Columns):
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
         return ((e,),)
 
-    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any) -> None:
-        super().watch(on_step, keep_infos=keep_infos, into=into)
-        self._is_watched = on_step is not None or keep_infos
+    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any, on_info: InfoHook | None = None) -> None:
+        super().watch(on_step, keep_infos=keep_infos, into=into, on_info=on_info)
+        self._watch = WATCH_ALL if on_step or keep_infos else WATCH_UNUSUAL if on_info else 0
         self._set_waiting(self.waiting)
 
     # ---- resets ----------------------------------------------------------------------------
@@ -222,7 +231,18 @@ class SingleColumns(ListedColumns, Columns):
         words[RESETTING] += monotonic_ns() - began
         if self.renewals is not None:
             self.renewals.note_reset(e)
-        self.observations[e] = self._returned.own(e, checked_reset(result, env_rank)[0], is_reset=True)
+        observation, info = checked_reset(result, env_rank)
+        self.observations[e] = self._returned.own(e, observation, is_reset=True)
+        if info and self.on_info is not None:
+            self.on_info(e, info)
+        if self._instead:
+            self._bound[e] = self._instead.pop(e, self._bound[e])
+
+    def step_instead(self, e: int, step: Callable[[Any], Any]) -> None:
+        """Until environment e is reset, call `step(action)` in place of its own step. It returns the same five values.
+        No environment is parked."""
+        self._instead.setdefault(e, self._bound[e])
+        self._bound[e] = e, self.env_ranks[e], step, None
 
     def save(self, e: int) -> Any:
         return snapshot(self.observations[e])
@@ -315,7 +335,7 @@ class SingleColumns(ListedColumns, Columns):
         words, observations, rewards, first = self._loop_words, self.observations, self.rewards, 0
         while True:  # step_ordinary returns at each step that needs a check or a hook
             try:
-                stop = step_ordinary(words, active, each, outs, first, self._is_watched, observations, rewards, ends)
+                stop = step_ordinary(words, active, each, outs, first, self._watch, observations, rewards, ends)
             except self.renewable as error:
                 first = self._cut(active, error)
                 continue
@@ -343,8 +363,10 @@ class SingleColumns(ListedColumns, Columns):
         if outs is not None and step_into is not None:
             result = with_observation(outs[e], result, env_rank)
         observation, reward, terminated, truncated, info = checked_step(result, env_rank)
-        if self._is_watched:
+        if self._watch:
             self.infos[e] = info
+            if info and self.on_info is not None:
+                self.on_info(e, info)
         if before is not None and self.on_step is not None:
             seen, action = before[e]
             self.on_step(e, seen, action, reward, terminated, truncated, info)

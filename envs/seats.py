@@ -7,6 +7,7 @@ have, so PettingZoo need not be installed.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from bisect import bisect_left
 from collections import defaultdict
@@ -253,6 +254,13 @@ class ParallelView:
         """Close the environment."""
         self.env.close()
 
+    def around(self, env: Any) -> ParallelView:
+        """The same view of `env`, which is a copy of this environment."""
+        view = copy.copy(self)
+        view.env = env
+        view.step = env.step if self._is_plain else view._step
+        return view
+
     # ---- calls, as gymnasium.Env has them --------------------------------------------------
 
     @property
@@ -389,7 +397,7 @@ class OneTurnSeat(OneSeat):
             observation, reward, terminated, truncated, info = last
             if agent == self._agent:
                 return observation, float(reward), bool(terminated), bool(truncated), info
-            view.env.step(None if terminated or truncated else _random_move(view.spaces[agent][1], observation, info))
+            view.env.step(None if terminated or truncated else random_move(view.spaces[agent][1], observation, info))
         return None, 0.0, True, False, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -397,7 +405,8 @@ class OneTurnSeat(OneSeat):
         return self._until_asked()
 
 
-def _random_move(space: gym.Space[Any], observation: Any, info: Any) -> Any:
+def random_move(space: gym.Space[Any], observation: Any, info: Any) -> Any:
+    """A random action, which is legal if there is an `action_mask`."""
     masks = [part["action_mask"] for part in (observation, info) if isinstance(part, Mapping) and "action_mask" in part]
     return (
         space.sample(np.asarray(masks[0], np.int8)) if masks and isinstance(space, spaces.Discrete) else space.sample()

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import cloudpickle
@@ -14,6 +15,7 @@ import numpy as np
 
 from penstock.buffers.reports import in_one_line
 from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, env_factories
+from penstock.envs.seats import ParallelView, TurnView, is_parallel, random_move, view_of
 from penstock.errors import ConfigError, brief
 
 #: How an environment is saved: by its own `get_state` and `set_state`, or as a whole, by pickle.
@@ -21,7 +23,7 @@ StateKind = Literal["get_state", "pickle"]
 
 _N_CHECKED = 3  # how often a check saves the environment
 _STEPS_AFTER_RESET = 10
-_RESULTS = ("observation", "reward", "terminated", "truncated")
+_RESULTS = ("observation", "reward", "terminated", "truncated", "the list of agents")
 
 
 def check_env_state(
@@ -31,7 +33,7 @@ def check_env_state(
 
     The environment is saved at three points of its episodes. The copy and the original then get the same random
     actions, `n_steps` of them, and are reset without a seed. Observations, rewards, `terminated` and `truncated` must
-    be equal all the time.
+    be equal all the time. A PettingZoo `ParallelEnv` is checked in the same way, with the dicts that it returns.
 
     Returns how it is saved: "get_state" if the environment, or one inside its wrappers, has the methods `get_state()`
     and `set_state(state)`; otherwise "pickle". The attributes of the wrappers around `get_state` are saved too.
@@ -39,7 +41,7 @@ def check_env_state(
     Raises `ConfigError` with the reason if the environment cannot be saved, or if the copy differs. An environment with
     an `EzPickle` base class is refused: its copy is a new environment, not one in the same state.
     """
-    factory = env_factories(env_fn, env_kwargs, 1)[0]
+    factory = replace(env_factories(env_fn, env_kwargs, 1)[0], as_seats=view_of)
     return check_resumable(factory, EnvContext(0, -1, seed, None), n_steps, seed)
 
 
@@ -53,19 +55,22 @@ def check_resumable(
     """As `check_env_state`, for one factory. Calls `on_step` after each step."""
     env = factory(context)
     try:
-        actions = copy.deepcopy(env.action_space)
-        actions.seed(seed)
-        env.reset(seed=seed)
+        if isinstance(env, TurnView):
+            raise ConfigError("a game in turns has decisions that are open between two batches: it cannot be saved")
+        play = _GamePlay(env, seed) if isinstance(env, ParallelView) else _Play(env, seed)
+        play.reset(env, seed=seed)
         for _ in range(_N_CHECKED):
             for _ in range(1 + n_steps // _N_CHECKED):
-                _, _, terminated, truncated, _ = env.step(actions.sample())
+                if play.is_over:
+                    play.reset(env)
+                play.step(env, play.drawn(env))
                 on_step()
-                if terminated or truncated:
-                    env.reset()
+            if play.is_over:
+                play.reset(env)
             kind, data = save_env(env)
-            other = _new_copy(factory, context, kind, data, seed)
+            other = _new_copy(factory, context, (env, kind, data), seed)
             try:
-                _compare(env, other, actions, n_steps, on_step)
+                _compare(env, other, play, n_steps, on_step)
             finally:
                 other.close()
     finally:
@@ -73,9 +78,57 @@ def check_resumable(
     return kind
 
 
-def _new_copy(factory: EnvFactory, context: EnvContext, kind: StateKind, data: bytes, seed: int) -> Any:
+class _Play:
+    """Steps an environment at random."""
+
+    def __init__(self, env: Any, seed: int) -> None:
+        self._actions = copy.deepcopy(env.action_space)
+        self._actions.seed(seed)
+        self.is_over = False  #: whether the last step has ended the episode
+
+    def reset(self, env: Any, seed: int | None = None) -> Any:
+        """A copy of the first observation."""
+        self.is_over = False
+        return copy.deepcopy(env.reset(seed=seed)[0])
+
+    def drawn(self, env: Any) -> Any:
+        """A random action."""
+        return self._actions.sample()
+
+    def step(self, env: Any, action: Any) -> Any:
+        """Copies of what a step returns, without the infos."""
+        result = copy.deepcopy(env.step(copy.deepcopy(action))[:4])
+        self.is_over = bool(result[2] or result[3])
+        return result
+
+
+class _GamePlay(_Play):
+    """The same for a `ParallelView`. Its agents act legally if there is an `action_mask`."""
+
+    def __init__(self, env: ParallelView, seed: int) -> None:
+        self._spaces, self.is_over = {agent: copy.deepcopy(own[1]) for agent, own in env.spaces.items()}, False
+        for i, space in enumerate(self._spaces.values()):
+            space.seed(seed + i)
+
+    def reset(self, env: Any, seed: int | None = None) -> Any:
+        observations, infos = env.reset(seed=seed)
+        self.is_over, self._seen = False, (copy.deepcopy(observations), copy.deepcopy(infos))
+        return self._seen[0]
+
+    def drawn(self, env: Any) -> Any:
+        observations, infos = self._seen
+        return {a: random_move(self._spaces[a], observations.get(a), infos.get(a)) for a in env.agents}
+
+    def step(self, env: Any, action: Any) -> Any:
+        *results, infos = copy.deepcopy(env.step(copy.deepcopy(action)))
+        self.is_over, self._seen = not env.agents, (results[0], infos)
+        return [*results, list(env.agents)]
+
+
+def _new_copy(factory: EnvFactory, context: EnvContext, saved: tuple[Any, StateKind, bytes], seed: int) -> Any:
+    original, kind, data = saved
     if kind == "pickle":
-        return load_env(None, kind, data)
+        return load_env(original, kind, data)
     env = factory(context)
     try:
         env.reset(seed=seed + 1)
@@ -86,24 +139,21 @@ def _new_copy(factory: EnvFactory, context: EnvContext, kind: StateKind, data: b
 
 
 def _compare(
-    env: gym.Env[Any, Any],
-    other: gym.Env[Any, Any],
-    actions: gym.Space[Any],
+    env: Any,
+    other: Any,
+    play: _Play,
     n_steps: int,
     on_step: Callable[[], object],
 ) -> None:
     """Raise `ConfigError` unless both do the same."""
-    is_over = False
     for i in range(n_steps + _STEPS_AFTER_RESET):
-        if is_over or i == n_steps:
-            first, other_first = (copy.deepcopy(each.reset()[0]) for each in (env, other))
-            _check_same("the first observation of an episode", i, first, other_first)
-        action = actions.sample()
-        result, other_result = (copy.deepcopy(each.step(copy.deepcopy(action))[:4]) for each in (env, other))
+        if play.is_over or i == n_steps:
+            _check_same("the first observation of an episode", i, play.reset(env), play.reset(other))
+        action = play.drawn(env)
+        result, other_result = play.step(env, action), play.step(other, action)
         on_step()
-        for name, ours, theirs in zip(_RESULTS, result, other_result, strict=True):
+        for name, ours, theirs in zip(_RESULTS, result, other_result, strict=False):
             _check_same(name, i, ours, theirs)
-        is_over = bool(result[2] or result[3])
 
 
 def _check_same(name: str, i: int, ours: object, theirs: object) -> None:
@@ -128,8 +178,11 @@ def is_same(one: Any, other: Any) -> bool:
 # ---- saving and loading ----------------------------------------------------------------------
 
 
-def save_env(env: gym.Env[Any, Any]) -> tuple[StateKind, bytes]:
-    """How `env` is saved, and its state. Raises `ConfigError` with the reason if that is impossible."""
+def save_env(env: Any) -> tuple[StateKind, bytes]:
+    """How `env` is saved, and its state: of a `ParallelView`, that of its environment. Raises `ConfigError` with the
+    reason if that is impossible."""
+    if isinstance(env, ParallelView):
+        return save_env(env.env)
     layers = _layers(env)
     has_both = [all(callable(getattr(type(each), f"{verb}_state", None)) for verb in ("get", "set")) for each in layers]
     n_outside = has_both.index(True) if any(has_both) else None  # how many wrappers are around the outermost such layer
@@ -146,8 +199,11 @@ def save_env(env: gym.Env[Any, Any]) -> tuple[StateKind, bytes]:
         raise ConfigError(f"{env} cannot be saved: {in_one_line(error)}") from error
 
 
-def load_env(env: gym.Env[Any, Any] | None, kind: str, data: bytes) -> Any:
+def load_env(env: Any, kind: str, data: bytes) -> Any:
     """The environment with the state `data`: a new one for "pickle"; for "get_state" `env`, which has been reset."""
+    if isinstance(env, ParallelView):
+        new = load_env(env.env, kind, data)
+        return env if new is env.env else env.around(new)
     if kind == "pickle":
         return pickle.loads(data)
     layers = _layers(env)
@@ -158,10 +214,10 @@ def load_env(env: gym.Env[Any, Any] | None, kind: str, data: bytes) -> Any:
     return env
 
 
-def _layers(env: gym.Env[Any, Any] | None) -> list[Any]:
+def _layers(env: Any) -> list[Any]:
     """`env` and what it wraps, the outermost first."""
     layers = [env]
-    while isinstance(layers[-1], gym.Wrapper):
+    while isinstance(layers[-1], gym.Wrapper) or (is_parallel(layers[-1]) and is_parallel(vars(layers[-1]).get("env"))):
         layers.append(layers[-1].env)
     return layers
 

@@ -276,6 +276,7 @@ def seat(arguments: InitArguments, environments: Environments) -> Seats:
     """Find out who sits where, and what the seats of each policy are like."""
     config, env_range, first = arguments.config, arguments.env_range, environments.first
     if arguments.seats is not None:
+        _refuse_with_seats(arguments, arguments.seats.seating)
         return arguments.seats
     if isinstance(first, Example):
         return Seats(Seating.of_single(*config.own_envs, env_range), [first])
@@ -313,11 +314,21 @@ def _of_one_seat(factory: EnvFactory, agent_id: AgentId) -> EnvFactory:
 
 
 def _refuse_with_seats(arguments: InitArguments, seating: Seating) -> None:
-    """What environments of several agents cannot have."""
+    """What environments of several agents cannot have. In a shard, the sampler may be another one than the driver's."""
     config = arguments.config
+    if not seating.has_games:
+        return
     refusals = (
-        (config.collector_cls is not ResetCollector, "has its own collector: leave collector_cls out"),
-        (config.eval_collector_cls is not EvalCollector, "has its own collectors: leave eval_collector_cls out"),
+        (
+            seating.in_turns and config.collector_cls is not ResetCollector,
+            "that are played in turns has a loop of its own, in which each seat counts its rows: leave collector_cls "
+            "out",
+        ),
+        (
+            seating.in_turns and config.eval_collector_cls is not EvalCollector,
+            "that are played in turns has a loop of its own, in which each seat counts its rows: leave "
+            "eval_collector_cls out",
+        ),
         (
             config.on_game_failure == "renew" and seating.in_turns,
             "that are played in turns cannot build one again, since its seats have decisions that are open: use "

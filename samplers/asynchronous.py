@@ -334,16 +334,19 @@ class AsyncSampler(Sampler):
         return Ahead(self._lag, self._feed)
 
     @property
-    def _ahead(self) -> Ahead:
-        assert isinstance(self.run.schedule, Ahead)
-        return self.run.schedule
+    def _ahead(self) -> tuple[Run, Ahead]:
+        run = self._run
+        assert run is not None
+        assert isinstance(run.schedule, Ahead)
+        return run, run.schedule
 
     # ---- running ---------------------------------------------------------------------------
 
     def start(self, itr: int = 0) -> None:
         """Make the workers sample, from now until `pause` or `shutdown`. `itr` is the `itr` of the first batch."""
         with self._guard.call("start", SamplerState.READY):
-            self._ahead.begin(self.run, itr)
+            run, ahead = self._ahead
+            ahead.begin(run, itr)
             self._guard.state = _RUNNING
 
     def obtain_samples(self, itr: int, *, newest: bool = False) -> tuple[Samples, list[TrajInfo]]:
@@ -358,14 +361,15 @@ class AsyncSampler(Sampler):
         """
         self._refuse_with_replay("obtain_samples")
         with self._guard.call("obtain_samples", _RUNNING, _PAUSED):
-            return self._ahead.wait_and_take(self.run, integer("itr", itr), newest=newest)
+            run, ahead = self._ahead
+            return ahead.wait_and_take(run, integer("itr", itr), newest=newest)
 
     def poll_samples(self) -> tuple[Samples, list[TrajInfo]] | None:
         """The same as `obtain_samples`, but None if no batch is complete. It does not wait. The batch gets the `itr`
         after that of the batch before."""
         self._refuse_with_replay("poll_samples")
         with self._guard.call("poll_samples", _RUNNING, _PAUSED):
-            run, ahead = self.run, self._ahead
+            run, ahead = self._ahead
             itr = ahead.first_itr + ahead.taken
             ahead.require_batch(run, "poll_samples")
             _pool(run).wait_for(0, f"itr={itr}")
@@ -379,7 +383,7 @@ class AsyncSampler(Sampler):
         """
         self._refuse_with_replay("hold")
         with self._guard.call("hold", _RUNNING, _PAUSED):
-            run, ahead = self.run, self._ahead
+            run, ahead = self._ahead
             if ahead.is_holding:
                 raise SamplerStateError("hold was called inside hold: use one context for all batches")
             ahead.is_holding = True
@@ -399,13 +403,15 @@ class AsyncSampler(Sampler):
         `obtain_samples` and `poll_samples` still return the batches that are complete. `resume` continues.
         """
         with self._guard.call("pause", _RUNNING):
-            self._ahead.pause(self.run, "pause")
+            run, ahead = self._ahead
+            ahead.pause(run, "pause")
             self._guard.state = _PAUSED
 
     def resume(self) -> None:
         """Continue to sample after `pause`."""
         with self._guard.call("resume", _PAUSED):
-            self._ahead.give_credit(self.run)
+            run, ahead = self._ahead
+            ahead.give_credit(run)
             self._guard.state = _RUNNING
 
     def start_samples(self, itr: int) -> NoReturn:
@@ -432,7 +438,7 @@ class AsyncSampler(Sampler):
     def stats(self) -> SamplerStats:
         """Where the workers' time went since `initialize`, and how old the parameters were that acted."""
         n_dropped = 0 if self._feed is None else self._feed.n_dropped
-        stats, ahead = super().stats(), self._ahead
+        stats, (_, ahead) = super().stats(), self._ahead
         return replace(stats, lag=ahead.lags.stats, skipped_batches=ahead.n_skipped, dropped_trajectories=n_dropped)
 
     @property
@@ -450,8 +456,9 @@ class AsyncSampler(Sampler):
         if self._feed is None:
             raise SamplerStateError("take_traj_infos needs a replay: obtain_samples returns the trajectories")
         with self._guard.call("take_traj_infos", _RUNNING, _PAUSED):
-            _pool(self.run).wait_for(0, "take_traj_infos")
-            self._ahead.pass_on(self.run, self._feed)
+            run, ahead = self._ahead
+            _pool(run).wait_for(0, "take_traj_infos")
+            ahead.pass_on(run, self._feed)
             infos = list(self._feed.traj_infos)
             self._feed.traj_infos.clear()
             return infos
@@ -477,4 +484,5 @@ class AsyncSampler(Sampler):
         """`n` positions of the replay will be drawn: wait until the ratio allows it."""
         assert self._feed is not None
         with self._guard.call("replay.sample", _RUNNING, _PAUSED):
-            self._ahead.await_replay(self.run, self._feed, n)
+            run, ahead = self._ahead
+            ahead.await_replay(run, self._feed, n)

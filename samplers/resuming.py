@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import cloudpickle
-import numpy as np
 
 from penstock.agents.agent import Agent
 from penstock.arguments import integer
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.reports import dump_exception, in_one_line
-from penstock.collectors.collector import Collector
+from penstock.collectors.collector import Collector, restart_agent
 from penstock.collectors.evaluation import EvalCollector
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.interface import Start
@@ -30,7 +29,7 @@ from penstock.envs.state import StateKind, check_resumable, is_same, save_env
 from penstock.errors import ConfigError, RepeatError, SamplerBrokenError, SamplerStateError, brief
 from penstock.samplers.metrics import COUNTS
 from penstock.samplers.sampler_plan import SamplerPlan
-from penstock.samplers.seating import Chooser
+from penstock.samplers.seating import Chooser, column_streams
 from penstock.workers.control import Phase
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ class SaveMessage(StateMessage):
             "columns": columns.save(column),
             "episodes": episodes,
             "collector": collector.column_state(column),
-            "agent": collector.agent.column_state(column),
+            "agents": collector.agent_states(column),
         }
         try:
             data = cloudpickle.dumps(values)
@@ -208,29 +207,13 @@ class LoadMessage(StateMessage):
             why = saved["why"] if saved["kind"] == RESEEDED else _load(parts, column, saved)
             if why:
                 refused[env_rank] = why
-        if collector.games is not None:
-            collector.restart(streams)
-        elif refused:
-            indices = [rank - streams.env_ranks[0] for rank in refused]
-            collector.restart_columns(indices, streams)
-            restart_agent(collector.agent, indices, streams)
+        if refused:
+            collector.restart_envs([rank - streams.env_ranks[0] for rank in refused], streams)
         if parts.eval_collector is not None:
             evaluator = parts.eval_collector
             evaluator._n_evaluations, generation = self.evaluations
             evaluator.streams = replace(evaluator.streams, generation=generation)
         return refused
-
-
-def restart_agent(agent: Agent, columns: Sequence[int], streams: ColumnStreams) -> None:
-    """Give these columns new random streams, and reset their state."""
-    rngs = streams.rngs(Purpose.ACTION)
-    if len(columns) == len(rngs):
-        agent.seed_columns(rngs)
-        agent.reset()
-        return
-    agent.reseed_columns(np.asarray(columns, np.intp), [rngs[column] for column in columns])
-    for column in columns:
-        agent.reset_one(column)
 
 
 def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
@@ -254,7 +237,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     if saved["kind"] == "repeat" and not is_same(last, state["columns"]):
         return f"its last observation differs after its episode was repeated: {brief(last)}"
     collector.load_column_state(column, state["collector"])
-    collector.agent.load_column_state(column, state["agent"])
+    collector.load_agent_states(column, state["agents"])
     if collector._episodes is not None and episodes is not None:
         collector._episodes.load_column_state(column, episodes)
     return ""
@@ -262,7 +245,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
 
 # ---- the main process ---------------------------------------------------------------------------
 
-_FORMAT = 4
+_FORMAT = 5
 _LARGEST_COUNT = 2**63
 _MOST_LISTED = 5
 #: What to do if the saved run had something else.
@@ -270,6 +253,7 @@ _REMEDIES = {
     "env_ranks": "use as many environments as the saved run, with the same env_ranks",
     "environments": "use the env_fn and the env_kwargs of the saved run",
     "spaces": "use the environments of the saved run",
+    "policies": "let policy_of return the same policies for the same agents",
     "classes": "use an agent, a collector and a TrajInfo of the same classes",
     "seed_episodes": "give seed_episodes as in the saved run",
 }
@@ -293,24 +277,22 @@ def save_run(run: Run, env_state: str) -> dict[str, Any]:
     """See `Sampler.state_dict`."""
     _check_restorable(run, "state_dict")
     server = run.acting.server
-    untrusted = _class_without_column_state(run.config.collector_cls, type(run.agent))
-    if run.seating.has_games:
-        untrusted = "environments of several agents cannot be saved yet"
+    untrusted = _class_without_column_state(run.config.collector_cls, *map(type, run.agents.values()))
     answers = run.send(SaveMessage(env_state != "never", untrusted), "state_dict")
     columns = {rank: column for own, _ in answers for rank, column in own.items()}
     reseeded = {rank: column["why"] for rank, column in columns.items() if column["kind"] == RESEEDED}
     if env_state == "require" and reseeded:
         raise ConfigError(f'state_dict(env_state="require"): {_reasons(reseeded)}')
     if server is not None:
-        for b, column in enumerate(columns.values()):
-            column["server"] = pickle.dumps(server.agent.column_state(b))
+        for cells, column in zip(_server_cells(run), columns.values(), strict=True):
+            column["server"] = pickle.dumps([server.agent.column_state(b) for b in cells])
     control = run.memory.control
     return {
         "format": _FORMAT,
         **described(run),
         "batches": run.batch,
         "episodes": dict(run.games),
-        "policy_version": run.memory.parameters[0].version,
+        "policy_versions": [parameters.version for parameters in run.memory.parameters],
         "counts": run.metrics.counts(run.stats()),
         "generation": max(control.generation(plan.worker_rank) for plan in run.plans),
         "columns": columns,
@@ -324,7 +306,7 @@ def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeRepo
     _check_restorable(run, "load_state_dict")
     if run.batches.held:
         raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
-    server, control, parameters = run.acting.server, run.memory.control, run.memory.parameters[0]
+    server, control = run.acting.server, run.memory.control
     _check_state(state, described(run), sampler)
     counts = {tuple(each) for each in state["evaluations"].values()}
     generation = state["generation"] + 1
@@ -338,7 +320,8 @@ def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeRepo
         message = LoadMessage(state["columns"], evaluations, generation)
         refused = {rank: why for own in run.send(message, "load_state_dict") for rank, why in own.items()}
         if server is not None:
-            _load_server_agent(server.agent, state["columns"], refused, run.seed, generation)
+            streams = _server_streams(run, generation)
+            _load_server_agent(server.agent, _server_cells(run), state["columns"], refused, streams)
     except SamplerBrokenError:
         raise
     except Exception as error:  # what the state contains may raise anything
@@ -350,19 +333,28 @@ def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeRepo
         ) from error
     run.batch, run.games = state["batches"], Counter(state["episodes"])
     run.metrics.start_at(state["counts"])
-    parameters.continue_at(state["policy_version"], run.agent.read_parameters())
+    each = zip(run.memory.parameters, state["policy_versions"], run.agents.values(), strict=True)
+    for parameters, version, agent in each:
+        parameters.continue_at(version, agent.read_parameters())
     return ResumeReport(tuple(rank for rank in state["columns"] if rank not in refused), refused)
 
 
 def _check_restorable(run: Run, call: str) -> None:
     run.require(call)
-    if len(run.agents) > 1 or (run.seating.has_games and run.acting.is_central):
-        what = "several policies" if len(run.agents) > 1 else "several agents in a central sampler"
-        raise ConfigError(
-            f"{call} does not work with {what} yet: save and load the parameters of each agent, and begin new games"
-        )
     if run.config.batched:
         raise ConfigError(f"{call} needs single environments: a batched one cannot be divided among other workers")
+
+
+def _server_cells(run: Run) -> list[range]:
+    """The columns of the inference server's agent in each environment."""
+    return [run.seating.train.cells(0, range(b, b + 1)) for b in range(run.config.batch_B)]
+
+
+def _server_streams(run: Run, generation: int) -> ColumnStreams:
+    """The streams of the inference server's agent."""
+    first, batch_B = run.plans[0].env_ranks[0], run.config.batch_B
+    everyone: dict[str, Any] = {"columns": range(batch_B), "env_ranks": range(first, first + batch_B)}
+    return column_streams(run.seating, replace(run.plans[0], **everyone, generation=generation), run.seed)
 
 
 def described(run: Run) -> dict[str, Any]:
@@ -374,7 +366,10 @@ def described(run: Run) -> dict[str, Any]:
         "environments": descriptions(env_factories(config.env_fn, config.env_kwargs, config.batch_B)),
         "spaces": [str(agent.observation_space), str(agent.action_space)],
         "agents": [list(own) for own in run.seating.train.agents] if run.seating.has_games else None,
-        "classes": [cls.__qualname__ for cls in (type(agent), config.collector_cls, config.traj_info_cls)],
+        "policies": [list(run.agents), *(map(list, run.seating.train.policy) if run.seating.has_games else ())],
+        "classes": [
+            cls.__qualname__ for cls in (*map(type, run.agents.values()), config.collector_cls, config.traj_info_cls)
+        ],
         "central": run.acting.is_central,
         "seed_episodes": config.seed_episodes,
     }
@@ -385,12 +380,16 @@ def _check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler
     class."""
     if not isinstance(state, Mapping) or _differs(state.get("format"), _FORMAT):
         raise ConfigError(f"load_state_dict needs what state_dict has returned, of format {_FORMAT}")
-    parts = ("batches", "episodes", "policy_version", "generation", "counts", "columns", "evaluations", "checksum")
+    parts = ("batches", "episodes", "policy_versions", "generation", "counts", "columns", "evaluations", "checksum")
     missing = [name for name in (*described, *parts) if name not in state]
     if missing:
         raise ConfigError(f"this state is damaged: it has no {', '.join(missing)}")
-    for name in ("batches", "policy_version", "generation"):
+    for name in ("batches", "generation"):
         integer(f"{name} of the state", state[name], 0)
+    if not isinstance(state["policy_versions"], list | tuple):
+        raise ConfigError("this state is damaged: its policy_versions must be a list")
+    for version in state["policy_versions"]:
+        integer("policy_versions of the state", version, 0)
     for name, own in described.items():
         if name == "central" and state[name] is (not own):
             saved = "GpuSampler or AlternatingSampler" if state[name] else "SerialSampler or ParallelSampler"
@@ -447,16 +446,18 @@ def _check_columns(state: Mapping[str, Any]) -> None:
 
 
 def _load_server_agent(
-    agent: Agent, columns: Mapping[int, Any], refused: Mapping[int, str], seed: int, generation: int
+    agent: Agent, cells: Sequence[range], columns: Mapping[int, Any], refused: Mapping[int, str], streams: ColumnStreams
 ) -> None:
-    """Continue the columns of the inference server's agent; those in `refused` start again."""
+    """Continue the columns of the inference server's agent; those in `refused` start again, with `streams`. `cells` are
+    the columns of each environment."""
     agent.select(None)
-    exact = {b: columns[rank]["server"] for b, rank in enumerate(columns) if rank not in refused}
-    if refused:
-        streams = ColumnStreams(seed, range(min(columns), max(columns) + 1), generation)
-        restart_agent(agent, [b for b in range(len(columns)) if b not in exact], streams)
-    for b, saved in exact.items():
-        agent.load_column_state(b, pickle.loads(saved))
+    lost = [b for own, rank in zip(cells, columns, strict=True) if rank in refused for b in own]
+    if lost:
+        restart_agent(agent, lost, streams)
+    for own, (rank, saved) in zip(cells, columns.items(), strict=True):
+        if rank not in refused:
+            for b, state in zip(own, pickle.loads(saved["server"]), strict=True):
+                agent.load_column_state(b, state)
 
 
 def _reasons(reseeded: Mapping[int, str]) -> str:

@@ -179,7 +179,7 @@ class Sampler(ABC):
                 if acting.has_processes:  # so that a learner on a GPU copies batches at full speed
                     resources.enter_context(run.agent.runtime.page_locked(run.memory.samples.whole))
                 allocation = schedule.connect(run, allocation, resources)
-                options = pool_options(self.config, allocation, has_lookout=schedule.is_ahead)
+                options = pool_options(self.config, allocation, has_death_logger=schedule.is_ahead)
                 run.pool = acting.start(allocation, options, resources)
             self._run = run
             self._guard.start(self, run.pool)
@@ -256,9 +256,12 @@ class Sampler(ABC):
         Raises a `SamplerBrokenError` if a worker fails; the sampler cannot be used again.
         """
         with self._guard.call("obtain_samples", SamplerState.READY):
-            run = self.run
+            run = self._run
+            assert run is not None
             run.schedule.begin(run, itr)
-            return self._finish(run)
+            batch = run.schedule.finish(run)
+            self._guard.state = SamplerState.READY  # also if the schedule has begun another batch
+            return batch
 
     def start_samples(self, itr: int) -> None:
         """Begin a batch and return; `wait_samples` returns it. From now on the workers overwrite the samples."""
@@ -269,12 +272,9 @@ class Sampler(ABC):
     def wait_samples(self) -> tuple[Samples, list[TrajInfo]]:
         """Wait for the batch that `start_samples` began; returns as `obtain_samples` does."""
         with self._guard.call("wait_samples", SamplerState.SAMPLING):
-            return self._finish(self.run)
-
-    def _finish(self, run: Run) -> tuple[Samples, list[TrajInfo]]:
-        batch = run.schedule.finish(run)
-        self._guard.state = SamplerState.READY  # also if the schedule has begun another one
-        return batch
+            batch = self.run.schedule.finish(self.run)
+            self._guard.state = SamplerState.READY
+            return batch
 
     def evaluate_agent(self, itr: int, *, video: str | os.PathLike[str] | None = None) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished, ordered by episode,
@@ -298,7 +298,8 @@ class Sampler(ABC):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
             if video is not None:
-                run.require("video")
+                if "video" in run.acting.refusals:
+                    raise ConfigError(f"video was given {run.acting.refusals['video']}")
                 if run.seating.has_games:
                     raise ConfigError("video records environments of one agent, and these have several")
             itr = integer("itr", itr)
@@ -314,8 +315,8 @@ class Sampler(ABC):
     def call(self, name: str, /, *args: object, evaluation: bool = False, **kwargs: object) -> list[Any]:
         """Call the method `name` of every training (or evaluation) environment, between two batches.
 
-        Wrappers are searched from the outermost inwards. Returns the results by env_rank. Raises `EnvCallError` naming
-        the environment if one raises; the sampler stays usable.
+        Wrappers are searched from the outermost inwards. Returns the results by env_rank; of batched environments, one
+        for that of each worker. Raises `EnvCallError` naming the environment if one raises; the sampler stays usable.
         """
         return self._call(EnvCall("call", name, evaluation, args, kwargs))
 
@@ -324,16 +325,19 @@ class Sampler(ABC):
         return self._call(EnvCall("get_attr", name, evaluation))
 
     def set_attr(self, name: str, /, value: object, *, evaluation: bool = False) -> None:
-        """Set the attribute `name` of every environment to `value`; a list or tuple has one value per environment.
+        """Set the attribute `name` of every environment to `value`; a list or tuple has one value per environment (of
+        batched ones: one for that of each worker).
 
         If an environment has no such attribute, it is created, and a `RuntimeWarning` names the nearest one. A worker
         that replaces another builds its environments again, without these values.
         """
-        n_envs = self.config.eval_n_envs if evaluation else self.batch_B
+        sizes = self._env_sizes(evaluation=evaluation)
+        n_envs = len(sizes)
         values = value if isinstance(value, list | tuple) else [value] * n_envs
         if len(values) != n_envs:
             raise ConfigError(f"set_attr({name!r}) got {len(values)} values for {n_envs} environments")
-        found = self._call(EnvCall("set_attr", name, evaluation, values=values))
+        rows = [own for own, n in zip(values, sizes, strict=True) for _ in range(n)]
+        found = self._call(EnvCall("set_attr", name, evaluation, values=rows))
         if created := [(env_rank, near) for env_rank, (is_new, near) in enumerate(found) if is_new]:
             env_rank, near = created[0]
             hint = f"; did you mean {near!r}?" if near else ""
@@ -343,6 +347,12 @@ class Sampler(ABC):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _env_sizes(self, *, evaluation: bool) -> list[int]:
+        """How many columns each environment has that a call reaches."""
+        if not self.config.batched:
+            return [1] * (self.config.eval_n_envs if evaluation else self.batch_B)
+        return [n for plan in self.run.plans if (n := len(plan.eval_columns if evaluation else plan.columns))]
 
     def _call(self, call: EnvCall) -> list[Any]:
         return results(call, self._perform(call))

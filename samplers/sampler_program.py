@@ -127,6 +127,7 @@ class SamplerProgram:
                 progress=policy.progress,
                 streams=its_streams,
                 who=p + 1 if len(seating.policies) > 1 else 0,
+                policy=seating.policies[p],
             )
             for policy, (p, its_streams) in zip(columns.policies, own.items(), strict=True)
         ]
@@ -165,9 +166,9 @@ class SamplerProgram:
             columns = self._seats(envs, policies, env_ranks, (progress, untimed), checks)
         else:
             columns = SingleColumns(envs, env_ranks, progress, checks, config.flatten_wrappers)
-            columns.when_replaced = self._builder.replace
             if purpose is Purpose.TRAIN and self._memory.episodes is not None:
                 columns.episodes = EpisodeRecorder(self._memory.episodes, plan.columns, streams, progress)
+        columns.when_replaced = self._builder.replace
         self._make_renewable(columns, builds, streams, purpose)
         return columns
 
@@ -338,7 +339,8 @@ class SamplerProgram:
         else:
             return
         self._progress.enter(Phase.CALLING)
-        results = perform(call, envs, columns, env_ranks)
+        n = len(envs)  # a batched environment is one: its first env_rank stands for it
+        results = perform(call, envs, columns[:n], env_ranks[:n])
         self._context.put(results)
         self._progress.n_results = len(results)
 

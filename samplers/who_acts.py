@@ -42,7 +42,7 @@ class Acting(ABC):
     #: Whether workers are processes, so that memory must be shared.
     has_processes: ClassVar[bool] = True
 
-    #: By the name of a call that is impossible for this sampler, why: the end of "... was called ".
+    #: By the name of a call that is impossible for this sampler, why: the end of "... was called ". Also for "video".
     refusals: ClassVar[Mapping[str, str]] = {}
 
     @property
@@ -128,7 +128,7 @@ class CallerSteps(Acting):
         )
 
 
-def pool_options(config: SamplerConfig, allocation: Allocation, *, has_lookout: bool) -> PoolOptions:
+def pool_options(config: SamplerConfig, allocation: Allocation, *, has_death_logger: bool) -> PoolOptions:
     """The options of the pool, from `config`."""
     return PoolOptions(
         start_method=config.start_method,
@@ -137,7 +137,7 @@ def pool_options(config: SamplerConfig, allocation: Allocation, *, has_lookout: 
         close_timeout=config.close_timeout,
         max_restarts=config.max_restarts if config.on_worker_failure == "restart" else 0,
         restart_window=config.restart_window,
-        has_lookout=has_lookout,
+        has_death_logger=has_death_logger,
         episode_of=None if allocation.episodes is None else allocation.episodes.of_failure,
         preload=(*PRELOAD_TO_ACT, *PRELOAD),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import gymnasium as gym
@@ -21,10 +20,8 @@ from penstock.envs.factory import EnvFactory, build_example_env, close_example_e
 from penstock.envs.seats import SeatTable
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.errors import ConfigError, SamplerStateError
-from penstock.vector.batch_rows import BatchProgram
-from penstock.vector.exchange import Ids, Infos
+from penstock.vector.exchange import Ids
 from penstock.vector.remote_calls import CallsOnEnvs
-from penstock.vector.seat_rows import SeatProgram, SharedSpaces, read_seats, refuse_seats
 from penstock.vector.step_program import ResetMessage, VectorProgram
 from penstock.vector.vector_arguments import (
     EnvFns,
@@ -44,7 +41,9 @@ from penstock.vector.vector_arguments import (
     refuse_unknown,
     split_mask,
 )
+from penstock.vector.vector_infos import Infos
 from penstock.vector.vector_pool import State, VectorGuard, VectorPool
+from penstock.vector.vector_seats import SharedSpaces, read_seats, refuse_seats
 from penstock.workers.claims import CpuClaims
 from penstock.workers.limits import naming_descriptor_limit
 from penstock.workers.marking import marked
@@ -161,15 +160,15 @@ class ShmVectorEnv(CallsOnEnvs):
             seats = self._read_spaces(factories, checked_spaces(spaces), autoreset_mode, unit)
         if seats is None:
             factories = tuple(replace(factory, as_seats=refuse_seats) for factory in factories)
-        plain = BatchProgram if self._is_batched else VectorProgram
-        make = plain if seats is None else partial(SeatProgram, seats=seats)
-        program = make(
+        program = VectorProgram(
             build_seeds=ColumnStreams(fresh_seed(), range(self._n_envs)).env_seeds(Purpose.TRAIN),
             observation_space=self.single_observation_space,
             action_space=self.single_action_space,
             autoreset_mode=self.autoreset_mode,
             flatten_wrappers=true_or_false("flatten_wrappers", flatten_wrappers),
             may_be_replaced=options.max_restarts > 0,
+            seats=seats,
+            is_batched=self._is_batched,
         )
         self._ended = np.zeros(self._n_envs, np.bool_)
         with self._guard.call("ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode
 
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage, Unreadable
 from penstock.buffers.ordering import fence
@@ -19,16 +18,33 @@ from penstock.errors import EnvCallError, SpaceError, brief
 from penstock.vector.objects import ObjectParts
 from penstock.vector.step_memory import VectorMemory, copy_rows
 from penstock.vector.step_program import VectorProgram
+from penstock.vector.vector_infos import (
+    FINAL_INFO,
+    FINAL_OBS,
+    INFO,
+    Infos,
+    batch_infos,
+    listed_infos,
+    merged_batches,
+    unpickled,
+    unreadable,
+)
 
 Ids = npt.NDArray[np.intp]
 Flags = npt.NDArray[np.bool_]
-Infos = list[tuple[int, dict[str, Any]]]
 
 
 class Exchange:
-    """Counts the requests to each environment, and the replies that were taken."""
+    """Counts the requests to each environment, and the replies that were taken.
 
-    def __init__(self, memory: VectorMemory, program: VectorProgram, *, check_finite: bool) -> None:
+    There are two tables. Environments of several agents have several rows, neighbours, one for each seat; others have
+    one. Batched environments, of which a worker has one, reply together: `groups` are those of each worker. The first
+    of them that was requested has the infos of all.
+    """
+
+    def __init__(
+        self, memory: VectorMemory, program: VectorProgram, groups: Sequence[range], *, check_finite: bool
+    ) -> None:
         self._check_finite = check_finite
         self._rows = rows = memory.rows.arrays
         self._same_step = program.autoreset_mode is AutoresetMode.SAME_STEP
@@ -39,24 +55,42 @@ class Exchange:
         self._requested, self._replied, self._info_seq = rows.requested, rows.replied, rows.info_seq
         self._one_by_one = rows.one_by_one
         self._taken = np.zeros(len(rows.requested), np.int64)  # the last request whose reply was taken
-        self._inbox: dict[int, Mapping[str, Any]] = {}  # infos that have arrived, by environment
+        self._inbox: dict[int, Mapping[int, Any]] = {}  # infos that have arrived, by environment
         self._observation = arrays_like(program.observation_space, rows.observation)
         self._final = arrays_like(program.observation_space, rows.final_observation)
         self.reward, self.terminated, self.truncated = rows.reward, rows.terminated, rows.truncated
         self.all: Ids = np.arange(len(rows.requested))
-        self.ranks: Sequence[int] = range(len(rows.reward))  #: the name of each row in errors
+        everywhere, self._has_seats = range(len(self.all)), program.seats is not None
+        #: The name of each row in errors. As a number, it is the row's environment.
+        self.ranks: Sequence[int] = everywhere if program.seats is None else program.seats.ranks(0, everywhere)
+        self._env_of, self._all_rows = np.array(self.ranks, np.intp), np.arange(len(self.ranks))
+        self._is_batched, self._groups = program.is_batched, groups
+        self._group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        self._done = np.zeros(len(self.ranks), np.bool_)  # the rows that ended in the step that was taken last
+        names = ("valid", "alive", "late_reward") if self._has_seats else ()
+        self._states = [(name, "_" + name, rows[name]) for name in names]
+        self._everywhere = np.ones(len(self.ranks), np.bool_)
+        self._everywhere.flags.writeable = False
 
     def rows_of(self, which: Ids) -> Ids:
-        """The rows of the environments `which`. Environments of several agents have several."""
-        return which
+        """The rows of the environments `which`."""
+        if not self._has_seats:
+            return which
+        if which is self.all:
+            return self._all_rows
+        first, stop = (self._env_of.searchsorted(which, side).tolist() for side in ("left", "right"))
+        return np.concatenate([which[:0], *map(np.arange, first, stop)])
 
     def together_with(self, which: Ids) -> Ids:
         """The environments that one call steps together with `which`."""
-        return which
+        return np.flatnonzero(np.isin(self._group_of, self._group_of[which])) if self._is_batched else which
 
     def states(self, rows: Ids | slice = slice(None)) -> dict[str, npt.NDArray[Any]]:
         """What the infos always say of these rows."""
-        return {}
+        states: dict[str, npt.NDArray[Any]] = {}
+        for name, mask_name, values in self._states:
+            states[name], states[mask_name] = values[rows].copy(), self._everywhere[rows]
+        return states
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -107,6 +141,8 @@ class Exchange:
         replied = self._replied
         ready = np.flatnonzero((replied == self._requested) & (replied != self._taken))
         fence()
+        if self._is_batched and len(unready := np.setdiff1d(self.outstanding, ready)):
+            return np.setdiff1d(ready, self.together_with(unready))  # a worker may be writing the replies of its rows
         return ready
 
     @property
@@ -134,16 +170,29 @@ class Exchange:
         ids = has_info.nonzero()[0].tolist()  # a third of the time of numpy's functions `any` and `flatnonzero`
         if ids:
             receive_infos()
-        infos = self._infos_of(is_new, has_info, ids)
+        infos = self._infos_of(is_new, ids)
         if self._check_finite:
             self._require_finite(self.rows_of(np.flatnonzero(is_new)))
         return infos
 
-    def _infos_of(self, is_new: Flags, has_info: Flags, ids: list[int]) -> Infos:
-        """The infos of replies that are new, by row. The environments `ids`, where `has_info`, have sent some."""
-        if self._same_step:
-            ids = (has_info | (is_new & (self.terminated | self.truncated))).nonzero()[0].tolist()
-        return [(i, self._info_of(i)) for i in ids]
+    def _infos_of(self, is_new: Flags, ids: list[int]) -> Infos:
+        """The infos of replies that are new, by row. The environments `ids` have sent some."""
+        ended = (self.terminated | self.truncated).nonzero()[0] if self._same_step else self.all[:0]
+        if len(ended):
+            ended = ended[is_new[self._env_of[ended]]]
+        if self._is_batched:
+            self._done[:] = False
+            self._done[ended] = True
+            found = [(e, sent) for e in ids for _, sent in self._unpickled_infos(e)]
+            return [(self._groups[self._group_of[e]].start, kinds[INFO]) for e, kinds in found]
+        sent = dict([own for e in ids for own in self._unpickled_infos(e)])
+        infos = {row: kinds.get(INFO, {}) for row, kinds in sent.items()}
+        for row in ended.tolist():
+            kinds = sent.get(row, {})
+            # The worker has pickled the observation if the shared memory cannot keep its types.
+            final_obs = kinds[FINAL_OBS][FINAL_OBS] if FINAL_OBS in kinds else copy_rows(self._final, row)
+            infos[row] = {"final_obs": final_obs, "final_info": kinds.get(FINAL_INFO, {}), **infos.get(row, {})}
+        return sorted(infos.items())
 
     def _require_finite(self, rows: Ids) -> None:
         require_finite(self.reward, rows, "reward", self.ranks)
@@ -151,6 +200,8 @@ class Exchange:
         if self._same_step:
             ended = rows[self.terminated[rows] | self.truncated[rows]]
             require_finite(self._final, ended, "final_obs", self.ranks)
+        if self._has_seats:
+            require_finite(self._rows.late_reward, rows, "late_reward", self.ranks)
 
     def observations(self, which: Ids | slice = slice(None), *, copy: bool = True) -> Any:
         """The last observations in the rows `which`, batched as Gymnasium does it."""
@@ -165,7 +216,7 @@ class Exchange:
         try:
             objects = self._objects.read_observation(i, int(self._requested[i]))
         except Exception as error:  # unpickling runs the user's code, which may raise anything
-            raise _unreadable("observation", i, error) from error
+            raise unreadable("observation", i, error) from error
         return self._observation_parts.defaults() if objects is None else objects
 
     def drop(self, which: Ids) -> None:
@@ -174,6 +225,15 @@ class Exchange:
 
     def batched(self, infos: Infos, rows: Ids | None = None) -> dict[str, Any]:
         """What `take` has returned, batched as Gymnasium does it, for all rows or for these."""
+        if self._is_batched:
+            which = self._all_rows if rows is None else rows
+            firsts = which.searchsorted([group.start for group in self._groups]).tolist()
+            slices = {
+                group.start: slice(at, at + len(group))
+                for at, group in zip(firsts, self._groups, strict=True)
+                if at < len(which) and which[at] == group.start
+            }
+            return merged_batches(dict(infos), slices, which, self._done[which], self._final)
         if rows is None:
             return batch_infos(infos, len(self.ranks))
         positions = {row: k for k, row in enumerate(rows.tolist())}
@@ -181,7 +241,7 @@ class Exchange:
 
     def listed(self, infos: Infos) -> Infos:
         """What `take` has returned, by row."""
-        return infos
+        return listed_infos(self.batched(infos), len(self.ranks)) if self._is_batched else infos
 
     def put_infos(self, messages: Sequence[ObjectMessage]) -> None:
         """Keep the infos among the messages of a worker. Others are results of an interrupted call."""
@@ -189,70 +249,15 @@ class Exchange:
             if kind is MessageKind.INFO and not isinstance(infos, Unreadable):
                 self._inbox[i] = infos
 
-    def _info_of(self, i: int) -> dict[str, Any]:
-        infos = self._unpickled_infos(i) if self._info_seq[i] == self._requested[i] else {}
-        final: dict[str, Any] = {}
-        if self._same_step and (self.terminated[i] or self.truncated[i]):
-            # The worker has pickled the observation if the shared memory cannot keep its types.
-            own = infos.get("final_obs")
-            final_obs = copy_rows(self._final, i) if own is None else own["final_obs"]
-            final = {"final_obs": final_obs, "final_info": infos.get("final_info", {})}
-        return {**final, **infos.get("info", {})}
-
-    def _unpickled_infos(self, i: int) -> dict[str, Any]:
-        """What environment i has sent, by kind."""
-        if i not in self._inbox:
+    def _unpickled_infos(self, e: int) -> list[tuple[int, dict[str, Any]]]:
+        """What environment e has sent: pairs of a row and its infos by kind."""
+        if e not in self._inbox:
             raise EnvCallError(
-                f"the info of env_rank {i} is lost: an exception of a signal handler interrupted an earlier call. "
+                f"the info of env_rank {e} is lost: an exception of a signal handler interrupted an earlier call. "
                 "The results of this step are lost too. The next step works"
             )
-        return {kind: _unpickled(info, i) for kind, info in self._inbox.pop(i).items()}
-
-
-def _unpickled(info: bytes, i: int) -> Any:
-    try:
-        return pickle.loads(info)
-    except Exception as error:  # unpickling runs the user's code, which may raise anything
-        raise _unreadable("info", i, error) from error
-
-
-def _unreadable(name: str, i: int, error: Exception) -> EnvCallError:
-    return EnvCallError(
-        f"the {name} of env_rank {i} has an entry that cannot be unpickled in the main process: {in_one_line(error)}. "
-        "This step's results are lost; leave the entry out, or turn it into numbers or text"
-    )
-
-
-class _Batch(VectorEnv[Any, Any, Any]):
-    """Batches infos as Gymnasium does, for any number of environments."""
-
-    def __init__(self, num_envs: int) -> None:
-        self.num_envs = num_envs
-        self.closed = True
-
-
-def batch_infos(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str, Any]:
-    """Infos by position, batched for `n` environments by Gymnasium's conventions: arrays, and masks of the same name
-    with an underscore in front."""
-    if not infos:
-        return {}
-    if all(info.keys() == _END_KEYS and info["final_info"] == {} for _, info in infos):
-        return _batch_ends(infos, n)
-    batch, batched = _Batch(n), dict[str, Any]()
-    for position, info in infos:
-        batched = batch._add_info(batched, info, position)
-    return batched
-
-
-_END_KEYS = {"final_obs", "final_info"}
-
-
-def _batch_ends(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str, Any]:
-    """The same for ends of episodes without other infos, the usual case: Gymnasium's way takes three times as long."""
-    final_obs, has_ended = np.empty(n, object), np.zeros(n, np.bool_)
-    for position, info in infos:
-        final_obs[position], has_ended[position] = info["final_obs"], True
-    return {"final_obs": final_obs, "_final_obs": has_ended, "final_info": {}, "_final_info": has_ended.copy()}
+        sent = self._inbox.pop(e).items()
+        return [(row, {kind: unpickled(info, e) for kind, info in kinds.items()}) for row, kinds in sent]
 
 
 def require_finite(arrays: object, which: Ids, name: str, ranks: Sequence[int]) -> None:

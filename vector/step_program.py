@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -17,22 +15,28 @@ from gymnasium.vector import AutoresetMode
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
+from penstock.buffers.tree import tree_leaves
+from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
-from penstock.columns.interface import Returned
-from penstock.columns.stepping import WATCH_UNUSUAL, step_ordinary
+from penstock.columns.interface import Events, Start, snapshot
+from penstock.columns.seat_columns import LockStepColumns, SeatColumns
+from penstock.columns.single_columns import SingleColumns
 from penstock.envs.calls import EnvCall, perform, pickled
-from penstock.envs.checks import StepValues, checked_reset, checked_step, reset_with
-from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
+from penstock.envs.checks import NO_CHECKS, StepValues
 from penstock.envs.factory import EnvContext, EnvFactory
-from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_cell, write_row
+from penstock.envs.infos import mask_name
+from penstock.envs.rows import action_splitter, arrays_like
+from penstock.envs.seats import SeatTable
 from penstock.envs.seeding import Purpose, seed_generators
-from penstock.errors import ConfigError, SpaceError
+from penstock.errors import ConfigError, SpaceError, brief
 from penstock.vector.objects import ObjectParts, shared_part
 from penstock.vector.step_memory import VectorMemory, copy_rows
+from penstock.vector.vector_infos import FINAL_INFO, FINAL_OBS, RESTARTED, InfoOutbox, keeps_types
 from penstock.workers.control import Command, Phase, Progress
 from penstock.workers.program import WorkerContext
 
-RESTARTED = "worker_restarted"  #: in the info of a step that a worker's replacement truncated
+_EVERYONE = slice(None)
+_FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,12 @@ class ResetMessage:
 
 @dataclass
 class VectorProgram:
-    """The `WorkerProgram` of vector environments. The data of a worker is the list of its environments' factories."""
+    """The `WorkerProgram` of vector environments. The data of a worker is the list of its environments' factories; of
+    batched environments, the list of the only one.
+
+    Environments of several agents have a row for each seat. Of a batched environment, each row is an environment, but
+    all are stepped, and reset, by one call.
+    """
 
     build_seeds: Sequence[int]  #: `[n]`, for factories that want an `EnvContext`
     observation_space: gym.Space[Any]
@@ -57,6 +66,8 @@ class VectorProgram:
     autoreset_mode: AutoresetMode
     flatten_wrappers: bool
     may_be_replaced: bool  #: whether a worker that dies is replaced
+    seats: SeatTable | None = None  #: where environments have several agents
+    is_batched: bool = False
 
     data_name = "env_fns"
 
@@ -69,27 +80,30 @@ class VectorProgram:
         memory: VectorMemory = context.memory
         plan, self._progress = context.plan, context.progress
         self._context, self._plan, self._mailbox = context, plan, memory.mailbox
-        known = int(memory.rows.arrays.seed[plan.columns.start])  # of the last reset, before a replacement
+        rows = memory.rows.arrays
+        known = int(rows.seed[plan.columns.start])  # of the last reset, before a replacement
         seeds = known if known >= 0 else self.build_seeds[0], plan.worker_rank, plan.generation
         self._builder = EnvBuilder(self._progress, self.observation_space, self.action_space, seeds)
         self._envs = self._build_envs(context.data)
-        rows = memory.rows.arrays
-        self._rows = own = rows[plan.columns.start : plan.columns.stop]
+        own = rows[plan.columns.start : plan.columns.stop]
         self._one_by_one = memoryview(rows.one_by_one)
         # Items of memoryviews are Python integers and cost a third of numpy's.
         self._requested, self._replied = memoryview(own.requested), memoryview(own.replied)
-        self._info_seq = memoryview(own.info_seq)
-        self._infos: dict[int, dict[str, Any]] = {}  # pickled infos of the current requests
-        # Of a worker before this one, which has failed: environments that were not reset since.
+        self._info_seq, self._seeds = memoryview(own.info_seq), memoryview(own.seed)
+        # Of a worker before this one, which has failed: environments that were not reset since. The first step of each
+        # truncates its episode where the worker before this one left it.
         self._unseeded = set(range(len(plan.columns))) if plan.generation > 0 else set[int]()
-        self._bind(memory)
+        cells = plan.columns if self.seats is None else self.seats.cells(0, plan.columns)
+        self._first_row, self._rows = cells.start, rows[cells.start : cells.stop]
+        self._objects = memory.objects
+        self._bind()
 
     def _build_envs(self, factories: Sequence[EnvFactory]) -> list[Any]:
         plan = self._plan
-        envs = [
-            self._builder.build(factory, EnvContext(i, plan.worker_rank, self.build_seeds[i], Purpose.TRAIN))
-            for factory, i in zip(factories, plan.columns, strict=True)
-        ]
+        contexts = [EnvContext(i, plan.worker_rank, self.build_seeds[i], Purpose.TRAIN) for i in plan.columns]
+        if self.is_batched:
+            return [self._builder.build_batched(factories[0], len(contexts), contexts[0])]
+        envs = [self._builder.build(*each) for each in zip(factories, contexts, strict=True)]
         if len({id(env.unwrapped) for env in envs}) < len(envs):
             raise ConfigError(
                 f"two of the env_fns of env_rank {plan.env_ranks.start} to {plan.env_ranks.stop - 1} return the same "
@@ -97,64 +111,92 @@ class VectorProgram:
             )
         return envs
 
-    def _bind(self, memory: VectorMemory) -> None:
-        """What the steps of single environments need."""
-        own, space = self._rows, self.observation_space
+    def _bind(self) -> None:
+        """What steps the environments, and where their results go."""
+        rows, space = self._rows, self.observation_space
+        self._action = (rows.action,)
+        self._reward, self._terminated, self._truncated = rows.reward[np.newaxis], rows.terminated, rows.truncated
+        self._observation = arrays_like(space, rows.observation[np.newaxis])
+        self._final = arrays_like(space, rows.final_observation[np.newaxis])
+        self._last = arrays_like(space, rows.observation)
+        self._observation_parts, self._action_parts = ObjectParts(space), ObjectParts(self.action_space)
         self._split = action_splitter(shared_part(self.action_space))
-        self._objects = memory.objects
-        self._observation_parts = ObjectParts(self.observation_space)
-        self._action_parts = ObjectParts(self.action_space)
-        self._action = own.action
-        self._reward, self._terminated, self._truncated = own.reward, own.terminated, own.truncated
-        self._observation = arrays_like(space, own.observation[np.newaxis])
-        self._final = arrays_like(space, own.final_observation[np.newaxis])
-        self._last = arrays_like(space, own.observation)
-        # One entry for each environment: the result of its last step.
-        self._observations: list[Any] = [None] * len(self._envs)
-        self._rewards = [0.0] * len(self._envs)
-        self._bind_methods()
-        self._returned = Returned(sum(step_into is None for *_, step_into in self._own))
-        if self._unseeded:  # each episode ends where the worker before this one left it
-            self._bound[:] = [(i, env_rank, partial(self._truncate, i), None) for i, env_rank, _, _ in self._own]
-
-    def _bind_methods(self) -> None:
-        """The functions that step each environment."""
-        step_of = flat_step_of if self.flatten_wrappers else attrgetter("step")
+        bind = self._bind_batch if self.is_batched else self._bind_singles if self.seats is None else self._bind_seats
+        bind()
+        self._own = own = self._columns.policies[0]
+        self._infos = InfoOutbox(own.env_ranks)
         # Parts without a fixed shape have no place to step into. A worker that may be replaced does not write there
         # during a step: if it dies in it, the place must still have the last observation.
-        is_in_place = not (self._observation_parts or self.may_be_replaced)
-        self._cells = cells_of(self._observation, 0, len(self._envs)) if is_in_place else None
-        self._own: list[Any] = [
-            (i, env_rank, step_of(env), step_into_of(env, env_rank) if is_in_place else None)
-            for i, (env, env_rank) in enumerate(zip(self._envs, self._plan.env_ranks, strict=True))
-        ]
-        #: What the next step of each environment calls, as `step_ordinary` takes it: usually its own functions.
-        self._bound = list(self._own)
+        self._row = None if self._observation_parts or self.may_be_replaced else 0
+        own.watch(None, keep_infos=False, into=self._observation, on_info=self._infos.put)
+
+    def _bind_singles(self) -> None:
+        spaces = shared_part(self.observation_space), shared_part(self.action_space)
+        self._columns: Any = SingleColumns(
+            self._envs, self._plan.env_ranks, self._progress, NO_CHECKS, self.flatten_wrappers, spaces
+        )
+        self._spans = [slice(e, e + 1) for e in range(len(self._envs))]
+        self._env_of: Sequence[int] = range(len(self._envs))
+        self._step_columns: Callable[..., Events | None] = self._columns.step
+        if self._action_parts:
+            self._columns.split_actions = self._split_with_objects
+        for e in self._unseeded:
+            self._columns.step_instead(e, partial(self._truncate, e))
+
+    def _bind_seats(self) -> None:
+        plan, seats, rows = self._plan, self.seats, self._rows
+        assert seats is not None
+        for i, e in enumerate(plan.columns):
+            if (found := self._envs[i].possible_agents) != (wanted := seats.agents[e]):
+                raise SpaceError(
+                    f"possible_agents of env_rank {e} are {brief(found)}, those of its example environment "
+                    f"{brief(wanted)}: each call of a function must return the same; give different functions for "
+                    "different agents"
+                )
+        spaces, ranks = (self.observation_space, self.action_space), seats.ranks(0, plan.columns)
+        self._columns = LockStepColumns(self._envs, [SeatColumns(ranks, spaces, self._progress)], plan.env_ranks)
+        self._alive, self._valid, self._late = rows.alive, rows.valid, rows.late_reward
+        cells = [seats.cells(0, range(e, e + 1)) for e in plan.columns]
+        self._spans = [slice(own.start - self._first_row, own.stop - self._first_row) for own in cells]
+        self._env_of = [int(rank) - plan.columns.start for rank in ranks]
+        self._step_columns = self._cut_games if self._unseeded else self._columns.step
+
+    def _bind_batch(self) -> None:
+        env, ranks = self._envs[0], self._plan.env_ranks
+        self._columns = BatchedColumns(env, ranks, self._progress)
+        if (mode := AutoresetMode(env.metadata["autoreset_mode"])) is not self.autoreset_mode:
+            raise ConfigError(
+                f"the batched environment of env_rank {ranks.start} has the autoreset mode {mode.name}, that of the "
+                f"example environment, or the argument autoreset_mode, is {self.autoreset_mode.name}: they must be the "
+                "same"
+            )
+        self._env_of = range(len(ranks))
+        self._step_columns = self._step_batch
+        self._begun: tuple[Any, Any] | None = None  # what the step after a replacement returns
 
     def idle(self) -> None:
         """There is nothing to do without a request."""
 
     def run(self, command: Command) -> None:
         """Step the environments that have a request, or do what the message in the mailbox says."""
+        requested = self._with_request()
         if command.has_message:
             message = pickle.loads(self._mailbox.read())
-            if isinstance(message, ResetMessage):
-                seeds = [message.seeds[self._plan.columns[i]] for i in self._with_request()]
+            if not isinstance(message, ResetMessage):
+                self._call(message)
+            elif requested:
+                seeds = [message.seeds[self._plan.columns[i]] for i in requested]
                 if given := [seed for seed in seeds if seed is not None]:
                     seed_generators(given[0], self._plan.worker_rank)
-                self._reset(message)
-            else:
-                self._call(message)
-            return
-        requested = self._with_request()
-        self._progress.enter(Phase.STEPPING)
-        if len(requested) == len(self._envs) and not self._one_by_one[0]:
-            self._step_all()
-            return
-        assert self._context.gate is not None
-        for i in requested:
-            self._step_one(i)
-            self._context.gate.wake_main()
+                (self._reset_batch if self.is_batched else self._reset)(message, requested)
+        elif requested:
+            self._progress.enter(Phase.STEPPING)
+            alone = self._one_by_one[0] or len(requested) < len(self._requested)
+            for e in requested if alone and self._columns.can_step_one else (None,):
+                self._step(e)
+                if self._one_by_one[0]:
+                    assert self._context.gate is not None
+                    self._context.gate.wake_main()
 
     def close(self) -> None:
         """Close every environment; the first exception is raised when all have been closed."""
@@ -166,103 +208,109 @@ class VectorProgram:
         requested, replied = self._requested, self._replied
         return [i for i in range(len(requested)) if requested[i] != replied[i]]
 
-    def _step_all(self) -> None:
-        everyone = range(len(self._envs))
-        self._advance(everyone, self._action)
-        if self._returned.copies:
-            self._returned.end_row()
-        self._reward[:], observations = self._rewards, self._observations
-        if self._observation_parts:
-            observations = [self._send_objects(i, observation) for i, observation in enumerate(observations)]
-        try:
-            write_row(self._observation, 0, observations)
-        except ColumnError as error:
-            raise self._blame(error.column, error) from error.__cause__
-        self._reply()
+    def _step(self, which: int | None) -> None:
+        """Step all environments, or only `which`, and reply."""
+        rows, self._which = _EVERYONE if which is None else self._spans[which], which
+        self._terminated[rows] = self._truncated[rows] = False
+        if self.seats is not None:
+            self._valid[rows], self._late[rows] = self._alive[rows], 0.0
+            self._own.blank_idle(None)
+        events = self._step_columns(self._action, self._row, which)
+        if events is not None:
+            self._settle(events)
+        self._write(which)
+        self._reply(which)
 
-    def _step_one(self, i: int) -> None:
-        self._advance(range(i, i + 1), self._action[i : i + 1])
-        self._reward[i] = self._rewards[i]
-        self._write_observation(i, self._observations[i])
-        self._reply(i)
+    def _settle(self, events: Events) -> None:
+        """Write how episodes have ended, then begin the next ones when the autoreset mode says so."""
+        own, is_same_step = events.policies[0], self.autoreset_mode is AutoresetMode.SAME_STEP
+        for row, observation, _, self._terminated[row], self._truncated[row] in own.ends or ():
+            if is_same_step:
+                self._write_final(row, observation)
+                self._infos.end(row)
+        if self.seats is not None:
+            self._alive[own.ended] = False
+            for row, reward in own.late:
+                self._late[row] += reward
+            self._join(own.joined)
+        if is_same_step:
+            self._begin(events.over)
+        elif self.autoreset_mode is AutoresetMode.NEXT_STEP:
+            for e in events.over:
+                self._columns.step_instead(e, partial(self._autoreset, e))
 
-    def _advance(self, which: range, action_rows: object) -> None:
-        """Step the environments `which`, or do what the autoreset mode says instead. Writes the flags."""
-        actions = self._split(action_rows)
-        if self._action_parts:
-            actions = self._with_objects(which, actions)
-        observations, rewards, cells, first = self._observations, self._rewards, self._cells, 0
-        bound = self._bound if len(which) == len(self._bound) else self._bound[which.start : which.stop]
-        if self._returned.copies and len(which) > 1:  # one alone is written at once
-            bound = self._returned.steps(bound)
-        self._terminated[which.start : which.stop] = self._truncated[which.start : which.stop] = False
-        # step_ordinary returns at each step that needs a check, ends an episode or has an info.
-        while stop := step_ordinary(
-            self._progress.loop_words, bound, actions, cells, first, WATCH_UNUSUAL, observations, rewards, None
-        ):
-            first, result = stop
-            i, env_rank, _, step_into = bound[first]
-            if cells is not None and step_into is not None:
-                result = with_observation(cells[i], result, env_rank)
-            observation, reward, terminated, truncated, info = checked_step(result, env_rank)
-            if terminated or truncated:
-                self._terminated[i], self._truncated[i] = terminated, truncated
-                observation, info = self._end_episode(i, observation, info)
-            self._record_info(i, "info", info)
-            observations[i], rewards[i] = observation, reward
-            first += 1
+    def _begin(self, envs: Sequence[int]) -> None:
+        """Reset environments whose episode is over."""
+        starts = [Start(self._seed_of(e, None)) for e in envs] if self._unseeded else None
+        joined = self._columns.reset(envs, starts)[0]
+        if self.seats is not None:
+            self._join(joined)
 
-    def _record_info(self, i: int, kind: str, info: Any) -> None:
-        """Pickle `info` for the main process now: environments may use the same dict again."""
-        if info:
-            self._infos.setdefault(i, {})[kind] = _pickled_info(info, self._plan.env_ranks[i])
+    def _join(self, rows: Sequence[int]) -> None:
+        """The agents of these rows act from now on. Where none did so far, and none has ended, an idle stretch ends."""
+        for row in rows:
+            self._alive[row] = True
+            if not (self._valid[row] or self._terminated[row] or self._truncated[row]):
+                self._truncated[row] = True
+                self._own.write_final(self._final, 0, row, self._own.zero)
 
-    def _end_episode(self, i: int, observation: object, info: object) -> tuple[Any, Any]:
-        """An episode has ended with `observation` and `info`; returns the observation and info of the step."""
-        self._bound[i] = self._own[i]
-        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            self._bound[i] = i, self._plan.env_ranks[i], partial(self._autoreset, i), None
-        if self.autoreset_mode is not AutoresetMode.SAME_STEP:
-            return observation, info
-        self._write_final(i, observation)
-        self._record_info(i, "final_info", info)
-        return self._reset_one(i, None, None)
-
-    def _autoreset(self, i: int, action: object) -> StepValues:
+    def _autoreset(self, e: int, action: object) -> StepValues:
         """The step after the end of an episode."""
-        observation, info = self._reset_one(i, None, None)
-        self._record_info(i, "info", info)
-        return observation, 0.0, False, False, {}
+        self._begin((e,))
+        return self._own.observations[e], 0.0, False, False, {}
 
-    def _truncate(self, i: int, action: object) -> StepValues:
+    def _truncate(self, e: int, action: object) -> StepValues:
         """The first step after a replacement."""
-        return self._last_observation(i), 0.0, False, True, {RESTARTED: True}
+        return self._last_observation(e), 0.0, False, True, {RESTARTED: True}
+
+    def _cut_games(self, *args: Any) -> None:
+        """As `columns.step`, while there are games that a worker before this one has begun. Who was idle in them is not
+        known, so all seats are cut off."""
+        events = self._columns.step(*args)
+        if events is not None:
+            self._settle(events)
+        for e in [e for e in self._unseeded if self._which in (None, e)]:
+            rows = self._spans[e]
+            self._alive[rows], self._valid[rows], self._truncated[rows] = False, False, True
+            self._rows.final_observation[rows] = self._rows.observation[rows]
+            for row in range(rows.start, rows.stop):
+                self._infos.put(row, {RESTARTED: True}, FINAL_INFO)
+            self._begin((e,))
+        if not self._unseeded:
+            self._step_columns = self._columns.step
+
+    def _write(self, which: int | None) -> None:
+        """Write observations and rewards of all environments, or of `which`."""
+        own = self._own
+        if self._observation_parts:
+            for e in range(len(self._envs)) if which is None else (which,):
+                own.observations[e] = self._send_objects(e, own.observations[e])
+        if which is None:
+            own.write_step(self._observation, self._reward, 0)
+        else:
+            for row in range(self._spans[which].start, self._spans[which].stop):
+                own.write_column(self._observation, self._reward, 0, row)
 
     def _reply(self, only: int | None = None) -> None:
         """Announce the results of all environments, or of one."""
         if self._infos:
             requested, columns = self._requested, self._plan.columns
-            self._context.put(
-                [ObjectMessage(MessageKind.INFO, requested[i], columns[i], self._infos[i]) for i in sorted(self._infos)]
-            )
-            for i in self._infos:
-                self._info_seq[i] = requested[i]
-            self._infos.clear()
+            by_env = self._infos.take(self._env_of, self._first_row)
+            self._context.put([ObjectMessage(MessageKind.INFO, requested[e], columns[e], own) for e, own in by_env])
+            for e, _ in by_env:
+                self._info_seq[e] = requested[e]
         fence()
-        cells = slice(None) if only is None else slice(only, only + 1)
+        cells = _EVERYONE if only is None else slice(only, only + 1)
         self._replied[cells] = self._requested[cells]  # last: it announces the rest
 
-    def _write_observation(self, i: int, observation: object) -> None:
-        if self._observation_parts:
-            observation = self._send_objects(i, observation)
-        self._write(self._observation, i, observation)
+    # ---- observations and actions ------------------------------------------------------------
 
-    def _write_final(self, i: int, observation: object) -> None:
+    def _write_final(self, row: int, observation: object) -> None:
         """The last observation of an episode. It is pickled only if the arrays cannot keep its types."""
         arrays_only, objects = self._observation_parts.take_out(observation)
-        self._write(self._final, i, arrays_only, "the final observation")
+        self._own.write_final(self._final, 0, row, arrays_only)
         if objects or not keeps_types(self._final, observation):
-            self._record_info(i, "final_obs", {"final_obs": observation})
+            self._infos.put(row, {FINAL_OBS: observation}, FINAL_OBS)
 
     def _last_observation(self, i: int) -> Any:
         """The observation that the worker before this one left."""
@@ -287,87 +335,121 @@ class VectorProgram:
             ) from error
         return rest
 
-    def _with_objects(self, which: range, actions: Sequence[Any]) -> list[Any]:
-        """The actions, with their parts that have no fixed shape."""
+    def _split_with_objects(self, action_rows: object) -> list[Any]:
+        """The actions of all environments, or of the one that steps, with their parts that have no fixed shape."""
         assert self._objects is not None
         parts, read, columns = self._action_parts, self._objects.read_action, self._plan.columns
-        return [parts.put_in(action, read(columns[i])) for i, action in zip(which, actions, strict=True)]
-
-    def _write(self, arrays: object, i: int, value: object, name: str = "observation") -> None:
-        try:
-            write_cell(arrays, 0, i, value, name)
-        except ColumnError as error:
-            raise self._blame(i, error) from error.__cause__
-
-    def _blame(self, i: int, error: ColumnError) -> SpaceError:
-        env_rank = self._plan.env_ranks[i]
-        self._progress.at_env(env_rank)
-        return error.with_env_rank(env_rank)
+        which = range(len(columns)) if self._which is None else (self._which,)
+        actions = zip(which, self._split(action_rows), strict=True)
+        return [parts.put_in(action, read(columns[i])) for i, action in actions]
 
     # ---- resetting and calling -------------------------------------------------------------
 
-    def _reset(self, message: ResetMessage) -> None:
-        for i in self._with_request():
-            self._progress.words[Progress.ENV_RANK] = self._plan.env_ranks[i]
-            column = self._plan.columns[i]
-            observation, info = self._reset_one(i, message.seeds[column], message.options[column])
+    def _reset(self, message: ResetMessage, requested: Sequence[int]) -> None:
+        own = self._own
+        for e in requested:
+            i, rows = self._plan.columns[e], self._spans[e]
+            joined = self._columns.reset((e,), (Start(self._seed_of(e, message.seeds[i]), message.options[i]),))[0]
             self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset
-            self._reward[i], self._terminated[i], self._truncated[i] = 0.0, False, False
-            self._record_info(i, "info", info)
-            self._write_observation(i, observation)
-            self._reply(i)
-
-    def _reset_one(self, i: int, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, Any]:
-        self._bound[i] = self._own[i]
-        env_rank = self._plan.env_ranks[i]
-        seed = self._seed_of(i, seed)
-        began = self._progress.enter(Phase.RESETTING)
-        returned = reset_with(self._envs[i], seed, options)
-        self._progress.add_resetting_since(began)
-        observation, info = checked_reset(returned, env_rank)
-        self._progress.enter(Phase.STEPPING)
-        return self._returned.own(i, observation, is_reset=True), info
+            self._terminated[rows] = self._truncated[rows] = False
+            own.rewards[rows] = [0.0] * (rows.stop - rows.start)
+            if self.seats is not None:
+                self._valid[rows], self._late[rows], self._alive[rows] = False, 0.0, False
+                self._alive[joined] = True
+            self._write(e)
+            self._reply(e)
 
     def _seed_of(self, i: int, given: int | None) -> int | None:
         """The seed of this reset. After a replacement, the first has another than before, but a reproducible one."""
         if i in self._unseeded:
             self._unseeded.remove(i)
-            if given is None and (seed := int(self._rows.seed[i])) >= 0:
+            if given is None and (seed := self._seeds[i]) >= 0:
                 return int(np.random.SeedSequence([seed, self._plan.generation]).generate_state(1)[0])
         return given
 
-    def _call(self, call: EnvCall, envs: Sequence[Any] | None = None) -> None:
-        self._perform(call, envs or self._envs, self._plan.columns, self._plan.env_ranks)
-
-    def _perform(self, call: EnvCall, envs: Sequence[Any], columns: range, env_ranks: range) -> None:
+    def _call(self, call: EnvCall) -> None:
         self._progress.enter(Phase.CALLING)
+        rank, envs, columns, env_ranks = self._plan.worker_rank, self._envs, self._plan.columns, self._plan.env_ranks
+        if self.is_batched:
+            columns, env_ranks = range(rank, rank + 1), env_ranks[:1]
+        elif self.seats is not None and call.verb == "apply":  # a function gets the user's environment
+            envs = [view.env for view in envs]
         results = perform(call, envs, columns, env_ranks)
         self._context.put(results)
         self._progress.n_results = len(results)
 
+    # ---- batched environments ----------------------------------------------------------------
 
-def keeps_types(arrays: Any, value: object) -> bool:
-    """Whether `value` has the same types after it is written into a cell of `arrays` `[1, n, ...]` and read again."""
-    if isinstance(arrays, dict):
-        return type(value) is dict and all(keeps_types(part, value[key]) for key, part in arrays.items())
-    if isinstance(arrays, tuple):
-        return type(value) is tuple and all(map(keeps_types, arrays, value))
-    if arrays.ndim == 2:
-        return type(value) is arrays.dtype.type
-    return type(value) is np.ndarray and value.dtype == arrays.dtype
+    def _step_batch(self, actions: Any, row: int | None, which: None) -> None:
+        """Step all rows, and write how episodes have ended. The environment resets them in its own mode."""
+        columns = self._columns
+        if self._unseeded:
+            self._cut_batch()
+        elif self._begun is not None:
+            (columns.observations, columns.infos), self._begun = self._begun, None
+            columns.rewards = np.zeros(len(columns))
+        elif (events := columns.step(actions, row)) is not None and (ends := events.policies[0].ends) is not None:
+            self._terminated[:], self._truncated[:] = ends.terminated, ends.truncated
+            if self.autoreset_mode is AutoresetMode.SAME_STEP:
+                self._rows.final_observation[ends.columns] = ends.observation
+        self._put_batch_infos(0)
 
+    def _cut_batch(self) -> None:
+        """The first step after a replacement: each episode ends where the worker before this one left it."""
+        columns, last, everywhere = self._columns, snapshot(self._last), np.ones(len(self._columns), np.bool_)
+        self._begin_batch()
+        told = {RESTARTED: everywhere, mask_name(RESTARTED): everywhere}
+        columns.rewards, self._truncated[:] = np.zeros(len(columns)), True
+        if self.autoreset_mode is AutoresetMode.SAME_STEP:
+            self._rows.final_observation[:] = self._rows.observation
+            columns.infos = {**columns.infos, "final_obs": last, "final_info": told}
+            return
+        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
+            self._begun = snapshot(columns.observations), columns.infos
+        columns.observations, columns.infos = last, told
 
-def _pickled_info(info: Mapping[str, Any], env_rank: int) -> bytes:
-    """Raises `SpaceError` naming the entry that cannot be pickled."""
-    try:
-        return pickle.dumps(dict(info), pickle.HIGHEST_PROTOCOL)
-    except Exception:  # a class or function of the user's script, which goes by value
-        for key, value in info.items():
-            try:
-                cloudpickle.dumps(value)
-            except Exception as error:
-                raise SpaceError(
-                    f"info[{key!r}] of env_rank {env_rank} cannot be pickled for the main process: "
-                    f"{in_one_line(error)}. Leave it out, or turn it into numbers, text or arrays"
-                ) from error
-        return bytes(cloudpickle.dumps(dict(info)))
+    def _begin_batch(self) -> None:
+        """The first reset after a replacement, with other seeds than before. All rows are reset."""
+        everyone = range(len(self._columns))
+        self._unseeded = set(everyone)
+        self._columns.reset(everyone, [Start(self._seed_of(i, None)) for i in everyone])
+        self._progress.enter(Phase.STEPPING)
+
+    def _put_batch_infos(self, row: int) -> None:
+        """Send the infos with the reply of `row`. Final observations and their masks are in the rows."""
+        if infos := self._columns.infos:
+            if "env_id" in infos:  # ALE's name for the index of a row, here among those of all workers
+                infos = {**infos, "env_id": infos["env_id"] + self._plan.columns.start}
+            if self.autoreset_mode is AutoresetMode.SAME_STEP and "final_obs" in infos:
+                infos = {key: value for key, value in infos.items() if key not in _FINAL}
+                if final_info := self._columns.infos.get("final_info"):
+                    infos["final_info"] = final_info
+            if infos:
+                self._infos.put(row, infos)
+
+    def _reset_batch(self, message: ResetMessage, requested: Sequence[int]) -> None:
+        columns, own = self._columns, self._plan.columns
+        if lost := self._unseeded.difference(requested):  # a reset of some rows needs one of all before
+            self._begin_batch()
+        options = message.options[own.start]
+        if options and "reset_mask" in options:
+            options = {**options, "reset_mask": options["reset_mask"][own.start : own.stop]}
+        seeds = [self._seed_of(i, message.seeds[column]) for i, column in enumerate(own)]
+        columns.reset(range(len(own)), [Start(seed, options) for seed in seeds])
+        self._unseeded = lost
+        self._begun = self._begun and (snapshot(columns.observations), {}) if len(requested) < len(own) else None
+        self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset
+        self._reward[0, requested] = self._terminated[requested] = self._truncated[requested] = 0
+        others = np.setdiff1d(range(len(own)), requested)
+        kept = copy_rows(self._last, others)
+        columns.write_observations(self._rows.observation)
+        for _, row, last in tree_leaves(self._last, "", kept):
+            if not lost and row[others].tobytes() != last.tobytes():
+                raise ConfigError(
+                    f"{columns.env} does not know the option reset_mask: it has reset rows that the mask leaves out. "
+                    "Reset all environments at once"
+                )
+            row[others] = last
+        self._put_batch_infos(requested[0])
+        self._reply()
+        self._progress.enter(Phase.STEPPING)

@@ -15,7 +15,7 @@ from penstock.arguments import MOST_ENVS, integer, seconds, unknown_argument
 from penstock.envs.factory import EnvFactory, env_factories
 from penstock.errors import ConfigError, brief
 from penstock.vector.exchange import Ids
-from penstock.vector.seat_rows import SharedSpaces
+from penstock.vector.vector_seats import SharedSpaces
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.claims import CpuClaims
 from penstock.workers.plan import POOL_CHECKS, Affinity, OnWorkerFailure, PoolOptions, StartMethod, WorkerPlan, split

@@ -14,11 +14,10 @@ from gymnasium import error as gymnasium_error
 
 from penstock.envs.calls import EnvCall, results
 from penstock.errors import PenstockError, SamplerClosedError, SamplerStateError, brief
-from penstock.vector.batch_rows import BatchExchange, BatchProgram
-from penstock.vector.exchange import Exchange, Ids, Infos
-from penstock.vector.seat_rows import SeatExchange, SeatProgram
+from penstock.vector.exchange import Exchange, Ids
 from penstock.vector.step_memory import VectorMemory
 from penstock.vector.step_program import VectorProgram
+from penstock.vector.vector_infos import Infos
 from penstock.workers.call_guard import CallGuard
 from penstock.workers.control import Command
 from penstock.workers.plan import PoolOptions, WorkerPlan
@@ -102,17 +101,11 @@ class VectorPool(WorkerPool):
         check_finite: bool,
     ) -> None:
         n_envs = sum(len(plan.columns) for plan in plans)
-        n_seats = len(program.seats.cells(0, range(n_envs))) if isinstance(program, SeatProgram) else None
+        n_seats = None if program.seats is None else len(program.seats.cells(0, range(n_envs)))
         spaces = program.observation_space, program.action_space
         memory = VectorMemory.allocate(*spaces, n_envs, len(plans), n_seats)
         resources.callback(memory.close)
-        if isinstance(program, SeatProgram):
-            self.exchange: Exchange = SeatExchange(memory, program, check_finite=check_finite)
-        elif isinstance(program, BatchProgram):
-            rows = [plan.columns for plan in plans]
-            self.exchange = BatchExchange(memory, program, rows, check_finite=check_finite)
-        else:
-            self.exchange = Exchange(memory, program, check_finite=check_finite)
+        self.exchange = Exchange(memory, program, [plan.columns for plan in plans], check_finite=check_finite)
         self._ranks = np.repeat([plan.worker_rank for plan in plans], [len(plan.columns) for plan in plans])
         super().__init__(plans, [program] * len(plans), worker_data, memory, options, resources)
 

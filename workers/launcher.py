@@ -18,7 +18,7 @@ from penstock.workers import sigint
 from penstock.workers.affinity import blas_limited
 from penstock.workers.handle import status_of
 from penstock.workers.limits import check_limits
-from penstock.workers.monitor import LOOKOUT_NAME, lookouts_stopped
+from penstock.workers.monitor import DEATH_LOGGER_NAME, death_loggers_stopped
 from penstock.workers.plan import PoolOptions
 from penstock.workers.program import WorkerProgram
 from penstock.workers.supervisor import SupervisedProcess, Supervisor, import_all
@@ -92,7 +92,7 @@ class Launcher:
             return _shared_supervisor(self._preload)
         if self._fork is None:
             import_all(self._preload)  # here, so that all forks share these modules
-            with lookouts_stopped(), blas_limited():
+            with death_loggers_stopped(), blas_limited():
                 self._fork = Supervisor(is_fork=True)
         return self._fork
 
@@ -179,7 +179,7 @@ def _refuse_unsafe_fork(start_method: str) -> None:
     if start_method != "fork":
         return
     threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    others = [thread.name for thread in threads if thread.name != LOOKOUT_NAME]  # `start` stops these
+    others = [thread.name for thread in threads if thread.name != DEATH_LOGGER_NAME]  # `start` stops these
     if others or threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             f'start_method="fork" is not safe while this process has other threads ({", ".join(others)}): '

@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.buffers.memory_limits import left_in_cgroups
 from penstock.errors import ConfigError
 
-# Per worker in the main process: two wake-ups, both ends of its pipe, its stack file, its leash, its pidfd.
+# Per worker in the main process: two wake-ups, both ends of its pipe, its stack file, its control socket, its pidfd.
 _DESCRIPTORS_PER_WORKER = 7
 _DESCRIPTORS_BESIDE = 32  # the shared blocks, the supervisor, and what one start takes
 _PROCESSES_BESIDE = 3  # the supervisor, the resource tracker, the shell of marking.py

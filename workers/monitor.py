@@ -1,5 +1,5 @@
 """The monitor: the main process's one wait, over the arrivals, messages, deaths and deadlines of all workers. The
-lookout: a thread that looks for them while the main process runs the user's own code."""
+death logger: a thread that looks for deaths while the main process runs the user's own code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TERMINATE_SECONDS = 0.3  # how long to wait after SIGTERM
 _KILL_SECONDS = 0.5  # how long to wait after SIGKILL
 _DYING_SECONDS = 0.5  # how long to wait for a process that is known to be dying
 _AGAIN_SECONDS = 0.02  # when to look again at a worker that has died while the main process waits
-LOOKOUT_NAME = "penstock lookout"  #: of its thread
+DEATH_LOGGER_NAME = "penstock death logger"  #: of its thread
 
 
 class Monitor:
@@ -309,8 +309,8 @@ class Monitor:
             )
 
     def note_progress(self) -> None:
-        """Lookout, every `_check_seconds`: note which workers make progress, so that the next wait knows since when one
-        hangs."""
+        """The death logger, every `_check_seconds`: note which workers make progress, so that the next wait knows since
+        when one hangs."""
         now, control = time.monotonic(), self._control
         for handle in self._handles:
             # It waits for a command, or until a wait of the main process reads its pipe.
@@ -341,7 +341,7 @@ def _poll_of(handles: Sequence[WorkerHandle], *kinds: str) -> tuple[select.poll,
 # ---- while no wait runs --------------------------------------------------------------------
 
 
-class Lookout:
+class DeathLogger:
     """Logs deaths of workers, notes their progress, and warns if one makes none. It changes nothing else: the next wait
     of the main process finds the same, and raises the error.
 
@@ -360,7 +360,7 @@ class Lookout:
         self.stop()
         self._must_end, wake = False, WakeUp()
         self._handles, self._wake = handles, wake
-        self._thread = threading.Thread(target=self._run, args=(handles, wake), name=LOOKOUT_NAME, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(handles, wake), name=DEATH_LOGGER_NAME, daemon=True)
         self._thread.start()
         _running.add(self)
 
@@ -403,18 +403,18 @@ class Lookout:
             _log.warning("%s has ended while %s: the next call on the sampler will report it", status, status.doing)
 
 
-_running: weakref.WeakSet[Lookout] = weakref.WeakSet()
+_running: weakref.WeakSet[DeathLogger] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
-def lookouts_stopped() -> Iterator[None]:
-    """No lookout of this process runs inside this block: for a fork, which is not safe beside threads."""
-    # In a fork of the process that started it, a lookout has no thread.
-    stopped = [lookout for lookout in _running if lookout._thread is not None and lookout._thread.is_alive()]
-    for lookout in stopped:
-        lookout.stop()
+def death_loggers_stopped() -> Iterator[None]:
+    """No logger of this process runs inside this block: for a fork, which is not safe beside threads."""
+    # In a fork of the process that started it, a logger has no thread.
+    stopped = [logger for logger in _running if logger._thread is not None and logger._thread.is_alive()]
+    for logger in stopped:
+        logger.stop()
     try:
         yield
     finally:
-        for lookout in stopped:
-            lookout.start(lookout._handles)
+        for logger in stopped:
+            logger.start(logger._handles)

@@ -23,7 +23,7 @@ from penstock.workers.gates import Gate, notify
 from penstock.workers.handle import WorkerHandle
 from penstock.workers.in_place import InPlaceWorker
 from penstock.workers.launcher import Launcher, post_programs
-from penstock.workers.monitor import POLL_SECONDS, Lookout, Monitor
+from penstock.workers.monitor import POLL_SECONDS, DeathLogger, Monitor
 from penstock.workers.plan import PoolOptions, WorkerPlan
 from penstock.workers.process import worker_main
 from penstock.workers.program import RequestServer, SharedMemory, WorkerProcessArgs, WorkerProgram
@@ -121,7 +121,7 @@ class WorkerPool:
             resources.callback(self._reports.memory.close)
             # Without a server, the pool is part of no cycle: it is freed as soon as it is dropped.
             self._monitor = Monitor(self.control, self._reports, options, server, self._serve if server else None)
-            self._lookout = Lookout(self._monitor)
+            self._death_logger = DeathLogger(self._monitor)
             if n:
                 self._mailbox, self._parts = post_programs(programs, worker_data)
                 resources.callback(self._mailbox.file.close)
@@ -372,7 +372,7 @@ class WorkerPool:
         others = [self._monitor.status(handle) for handle in self.handles if not handle.is_reaped]
         if (refusal := self.restarts.refusal(failures)) is not None:
             raise make_error(failures, others, during, refusal)
-        self._lookout.stop()
+        self._death_logger.stop()
         for failure in failures:
             try:
                 self._replace(failure, during)
@@ -384,8 +384,8 @@ class WorkerPool:
 
     def _watch(self, starting: Iterable[int]) -> None:
         self._monitor.watch(self.handles, starting)
-        if self._options.has_lookout and not self._monitor.is_closing:
-            self._lookout.start(self.handles)
+        if self._options.has_death_logger and not self._monitor.is_closing:
+            self._death_logger.start(self.handles)
 
     def _replace(self, failure: WorkerFailure, during: str) -> None:
         """Start a new worker in the place of a dead one. It repeats the command that the dead one has not completed."""
@@ -454,7 +454,7 @@ class WorkerPool:
 
     def _end_workers(self, broken: bool) -> list[WorkerFailure]:
         """End all workers, and warn if one did not exit well. Returns as `close` does."""
-        self._lookout.stop()
+        self._death_logger.stop()
         patience = _EXIT_BROKEN_SECONDS if broken else _EXIT_SECONDS
         close_timeout = None if broken else self._options.close_timeout
         complaints, killed = self._monitor.end_workers(self.handles, patience, close_timeout)

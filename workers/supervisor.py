@@ -1,13 +1,13 @@
 """The supervisor: one process that starts, reaps and ends workers, is their parent, and notices the end of the main
 process.
 
-Each worker has a leash: a socket pair between the main process and the supervisor. Through it the supervisor sends the
-process id with a pidfd, and later the exit code. The main process sends signals. When the main process shuts its end,
-the supervisor kills the worker's group. So a start that is interrupted anywhere undoes itself.
+Each worker has a control socket: a socket pair between the main process and the supervisor. Through it the supervisor
+sends the process id with a pidfd, and later the exit code. The main process sends signals. When the main process shuts
+its end, the supervisor kills the worker's group. So a start that is interrupted anywhere undoes itself.
 
 - If the main process ends, the supervisor kills all groups, and then everything that it has inherited from them: it is
   a subreaper, so orphans become its children, those in sessions of their own too.
-- If the supervisor ends, the kernel ends the workers. The main process reads the end of the leashes.
+- If the supervisor ends, the kernel ends the workers. The main process reads the end of the control sockets.
 
 Only the supervisor can free the process id of a worker, so an id that it signals never belongs to a stranger.
 """
@@ -174,7 +174,7 @@ class SupervisedProcess:
     _getpid = staticmethod(os.getpid)  # as above
     pid = 0  # until it runs
     exitcode: int | None = None
-    _leash: socket.socket | None = None
+    _control_socket: socket.socket | None = None
     _pidfd: InheritedFd | None = None
 
     def __init__(self, name: str, function: Callable[..., Any], *arguments: object, spawns: bool = False) -> None:
@@ -208,7 +208,7 @@ class SupervisedProcess:
         # A fork has the main process's resource tracker, if this has one.
         with _standard_fds_taken():
             trackers: Any = [] if supervisor.is_fork else [resource_tracker.getfd()]
-        self._leash, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         receiver, sender = socket.socketpair()
         with theirs, receiver, sender, contextlib.closing(anonymous_file("penstock-start")) as payload:
             with open(payload.fd, "wb", closefd=False) as file:
@@ -224,22 +224,22 @@ class SupervisedProcess:
 
     def _receive(self, seconds: float | None) -> tuple[str, int, list[int]] | None:
         """The next message of the supervisor; None if none has come."""
-        assert self._leash is not None
-        if not _is_readable(self._leash, seconds):
+        assert self._control_socket is not None
+        if not _is_readable(self._control_socket, seconds):
             return None
-        message, fds = _receive(self._leash)
+        message, fds = _receive(self._control_socket)
         kind, value = message.split() if message else (b"ended", SUPERVISOR_ENDED)
         return kind.decode(), int(value), fds
 
     @property
     def sentinel(self) -> int:
         """Readable when the process has ended. A pidfd notices this even if the supervisor is stopped."""
-        assert self._leash is not None
-        return self._leash.fileno() if self._pidfd is None else self._pidfd.fd
+        assert self._control_socket is not None
+        return self._control_socket.fileno() if self._pidfd is None else self._pidfd.fd
 
     def signal(self, number: int) -> None:
         """Signal the process and its group."""
-        if self._leash is None or self.exitcode is not None:
+        if self._control_socket is None or self.exitcode is not None:
             return
         try:
             if self._pidfd is None:
@@ -249,7 +249,7 @@ class SupervisedProcess:
             pass  # the whole group is gone
         except OSError:  # an older kernel
             with contextlib.suppress(OSError):  # if the supervisor is gone, the kernel has ended the worker
-                self._leash.send(bytes([number]), socket.MSG_DONTWAIT)
+                self._control_socket.send(bytes([number]), socket.MSG_DONTWAIT)
 
     def kill(self) -> None:
         """Kill the process and its group."""
@@ -257,16 +257,20 @@ class SupervisedProcess:
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until `exitcode` is known. If it stays None, the supervisor has not answered."""
-        if self.exitcode is None and self._leash is not None and (answer := self._receive(seconds)) is not None:
+        if (
+            self.exitcode is None
+            and self._control_socket is not None
+            and (answer := self._receive(seconds)) is not None
+        ):
             if answer[1] == SUPERVISOR_ENDED:
                 self.kill()  # what is left of the group
             self.exitcode = answer[1]
 
     def close(self) -> None:
         """Release it. If it runs, the supervisor kills it."""
-        leash, self._leash = self._leash, None
-        if leash is not None:
-            _hang_up(leash, self._getpid() == self._owner)
+        control_socket, self._control_socket = self._control_socket, None
+        if control_socket is not None:
+            _hang_up(control_socket, self._getpid() == self._owner)
         if self._pidfd is not None:
             self._pidfd.close()
 
@@ -355,8 +359,8 @@ class _Service:
 
     def __init__(self, control: socket.socket, main: int, *, is_fork: bool) -> None:
         self._control, self._main, self._is_fork = control, main, is_fork
-        self._leashes: dict[int, socket.socket] = {}  # by process id
-        self._pids: dict[int, int] = {}  # by descriptor of the leash
+        self._control_sockets: dict[int, socket.socket] = {}  # by process id
+        self._pids: dict[int, int] = {}  # by descriptor of the control socket
         self._wake, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
@@ -387,16 +391,16 @@ class _Service:
                 message, fds = _receive(self._control)
                 if not message:
                     break
-                if fds:  # else this process may open no more: the main process reads the end of its leash
+                if fds:  # else this process may open no more: the main process reads the end of its control socket
                     self._start(message, fds)
-        for pid in self._leashes:
+        for pid in self._control_sockets:
             _signal_group(pid, signal.SIGKILL)
         if not self._is_fork or os.getppid() != self._main:  # the orphans of one pool may serve others: see marking.py
             _kill_children()
 
     def _obey(self, fd: int) -> None:
         pid = self._pids[fd]
-        message, _ = _receive(self._leashes[pid])
+        message, _ = _receive(self._control_sockets[pid])
         _signal_group(pid, message[0] if message else signal.SIGKILL)
         if not message:  # nothing more will come
             self._poll.unregister(fd)
@@ -406,45 +410,49 @@ class _Service:
         """Kill what is left of the groups of workers that have ended, and send their exit codes."""
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                leash = self._leashes.pop(found.si_pid, None)
-                if leash is not None:
+                control_socket = self._control_sockets.pop(found.si_pid, None)
+                if control_socket is not None:
                     _signal_group(found.si_pid, signal.SIGKILL)  # before its id is free again
                 code = os.waitstatus_to_exitcode(os.waitpid(found.si_pid, 0)[1])
-                if leash is not None:  # else it was an orphan
-                    if self._pids.pop(leash.fileno(), None) is not None:
-                        self._poll.unregister(leash.fileno())
-                    _answer(leash, "ended", code)
-                    leash.close()
+                if control_socket is not None:  # else it was an orphan
+                    if self._pids.pop(control_socket.fileno(), None) is not None:
+                        self._poll.unregister(control_socket.fileno())
+                    _answer(control_socket, "ended", code)
+                    control_socket.close()
 
     def _start(self, message: bytes, fds: list[int]) -> None:
         how, n_fds = message.split()
-        leash, parcel = socket.socket(fileno=fds[0]), [InheritedFd(fd) for fd in fds[1:]]
+        control_socket, descriptors = socket.socket(fileno=fds[0]), [InheritedFd(fd) for fd in fds[1:]]
         try:
-            if not parcel:
+            if not descriptors:
                 raise OSError(errno.EMFILE, "the supervisor may open no more descriptors")
-            if _is_readable(leash, 0):
+            if _is_readable(control_socket, 0):
                 raise OSError(errno.ECANCELED, "the main process does not want it any more")
             me, pid = os.getpid(), os.fork()
             if pid == 0:
-                others = [*self._own_fds, *(other.fileno() for other in self._leashes.values()), leash.detach()]
-                _become_worker(how == b"spawn", parcel[0].fd, int(n_fds), others, me)
+                others = [
+                    *self._own_fds,
+                    *(other.fileno() for other in self._control_sockets.values()),
+                    control_socket.detach(),
+                ]
+                _become_worker(how == b"spawn", descriptors[0].fd, int(n_fds), others, me)
         except OSError as error:
-            _answer(leash, "refused", error.errno or errno.EAGAIN)
-            leash.close()
+            _answer(control_socket, "refused", error.errno or errno.EAGAIN)
+            control_socket.close()
             return
         finally:
-            for fd in parcel:
+            for fd in descriptors:
                 fd.close()
         with contextlib.suppress(OSError):  # it may execute another program already, and has done this itself
             os.setpgid(pid, pid)
-        self._leashes[pid], self._pids[leash.fileno()] = leash, pid
-        self._poll.register(leash, select.POLLIN)
+        self._control_sockets[pid], self._pids[control_socket.fileno()] = control_socket, pid
+        self._poll.register(control_socket, select.POLLIN)
         try:
             pidfd = InheritedFd(os.pidfd_open(pid))
         except (OSError, AttributeError):
-            _answer(leash, "started", pid)
+            _answer(control_socket, "started", pid)
         else:
-            _answer(leash, "started", pid, [pidfd.fd])
+            _answer(control_socket, "started", pid, [pidfd.fd])
             pidfd.close()
 
 
@@ -468,9 +476,9 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
         return b"", []
 
 
-def _answer(leash: socket.socket, kind: str, value: int, fds: Sequence[int] = ()) -> None:
+def _answer(control_socket: socket.socket, kind: str, value: int, fds: Sequence[int] = ()) -> None:
     with contextlib.suppress(OSError):  # the main process has closed it
-        socket.send_fds(leash, [f"{kind} {value}".encode()], fds, socket.MSG_DONTWAIT)
+        socket.send_fds(control_socket, [f"{kind} {value}".encode()], fds, socket.MSG_DONTWAIT)
 
 
 def _signal_group(pid: int, number: int) -> None:
@@ -492,7 +500,7 @@ def _kill_children() -> None:
 # ---- in a worker -------------------------------------------------------------------------------
 
 
-def _become_worker(spawns: bool, parcel: int, n_fds: int, others: Sequence[int], parent: int) -> NoReturn:
+def _become_worker(spawns: bool, payload: int, n_fds: int, others: Sequence[int], parent: int) -> NoReturn:
     try:
         os.setpgid(0, 0)  # the main process can kill this process together with its children
         signal.set_wakeup_fd(-1)
@@ -507,23 +515,23 @@ def _become_worker(spawns: bool, parcel: int, n_fds: int, others: Sequence[int],
         if os.getppid() != parent:
             os._exit(1)
         if spawns:
-            os.set_inheritable(parcel, True)
-            command = _boot_command("work", [parcel, n_fds], parent)
+            os.set_inheritable(payload, True)
+            command = _boot_command("work", [payload, n_fds], parent)
             os.execv(command[0], command)
-        work(parcel, n_fds)
+        work(payload, n_fds)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
 
 
-def work(parcel: int, n_fds: int) -> NoReturn:
-    """A worker: call the function that came in the parcel."""
+def work(payload: int, n_fds: int) -> NoReturn:
+    """A worker: call the function that came in the payload."""
     code = 1
     try:
         if end_group_with_parent is not None:  # also what the environments have started
             end_group_with_parent()
-        with socket.socket(fileno=parcel) as receiver:
+        with socket.socket(fileno=payload) as receiver:
             payload, *fds = descriptors.receive(receiver, n_fds)
         with open(payload, "rb") as file:
             file.seek(0)

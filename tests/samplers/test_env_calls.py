@@ -1,6 +1,7 @@
 """Calls on the environments between batches, and what their factories are told."""
 
 import os
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -16,7 +17,7 @@ from penstock import (
     SerialSampler,
     TrajInfo,
 )
-from penstock.envs import CountingEnv, EnvContext, Purpose
+from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, Purpose
 
 from ..scale import quick_first
 
@@ -207,3 +208,45 @@ def test_the_example_environment_is_told_that_it_is_one() -> None:
     with ParallelSampler(env_fn, batch_T=2, batch_B=2) as sampler:
         sampler.initialize(RandomAgent())
     assert told == [(None, -1, os.getpid())]
+
+
+class LevelledBatch(BatchedCartPole):
+    """A batched environment with an attribute and methods."""
+
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        super().__init__(num_envs, **kwargs)
+        self.level = 0
+
+    def add(self, n: int, factor: int = 1) -> tuple[int, int]:
+        self.level += n * factor
+        return self.num_envs, self.level
+
+    def fail_on(self, num_envs: int) -> None:
+        if self.num_envs == num_envs:
+            raise ArithmeticError("not here")
+
+
+@pytest.mark.parametrize(
+    ("cls", "sizes", "evals"), [(SerialSampler, [5], [3]), (partial(ParallelSampler, n_workers=2), [3, 2], [2, 1])]
+)
+def test_calls_reach_the_batched_environment_of_each_worker(cls: Any, sizes: list[int], evals: list[int]) -> None:
+    """As a plain loop over the environments, one for each worker, would do it."""
+    with cls(LevelledBatch, batch_T=4, batch_B=5, batched=True, eval_n_envs=3) as sampler:
+        sampler.initialize(RandomAgent(), seed=7)
+        for evaluation, own in ((False, sizes), (True, evals)):
+            loop = [LevelledBatch(n) for n in own]
+            assert sampler.get_attr("num_envs", evaluation=evaluation) == [env.num_envs for env in loop]
+            assert sampler.call("add", 2, factor=3, evaluation=evaluation) == [env.add(2, factor=3) for env in loop]
+            levels = list(range(10, 10 + len(own)))
+            sampler.set_attr("level", levels, evaluation=evaluation)
+            assert sampler.get_attr("level", evaluation=evaluation) == levels
+            sampler.set_attr("level", 4, evaluation=evaluation)
+            assert sampler.call("add", 1, evaluation=evaluation) == [(n, 5) for n in own]
+            with pytest.raises(ConfigError, match=rf"got 9 values for {len(own)} environments"):
+                sampler.set_attr("level", [0] * 9, evaluation=evaluation)
+        with pytest.warns(RuntimeWarning, match=f"has created the attribute 'lewel': {len(sizes)} of .*'level'"):
+            sampler.set_attr("lewel", 1)
+        with pytest.raises(EnvCallError, match=f"on env_rank {0 if len(sizes) == 1 else 3} raised ArithmeticError"):
+            sampler.call("fail_on", sizes[-1])
+        batch, _ = sampler.obtain_samples(0)
+        assert batch.env.valid.all()

@@ -25,10 +25,8 @@ from penstock import (
     Sampler,
     SerialSampler,
     SpaceError,
-    WaitResetCollector,
     WorkerError,
 )
-from penstock.collectors import EpisodeEvalCollector
 from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.learning import Replay, gae
 
@@ -390,7 +388,7 @@ def test_debug_names_the_agent_of_an_action_and_of_an_observation() -> None:
     env_fn = partial(Spoiled, script=[{"a0": "die"}, *LONG])
     with SerialSampler(env_fn, batch_T=9, batch_B=2, max_decorrelation_steps=0, debug=True) as sampler:
         sampler.initialize(Seven(), seed=0)
-        with pytest.raises(WorkerError, match=r"the action of env_rank 0, agent 'a1', given by the agent, must be in"):
+        with pytest.raises(WorkerError, match=r"the action of env_rank 0, agent 'a1' must be in"):
             sampler.obtain_samples(0)
 
     class Bounded(Spoiled):
@@ -586,8 +584,6 @@ def test_an_environment_with_other_agents_than_its_example_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"collector_cls": WaitResetCollector}, "has its own collector: leave collector_cls out"),
-        ({"eval_collector_cls": EpisodeEvalCollector, "eval_n_envs": 1}, "leave eval_collector_cls out"),
         ({"seed_episodes": True}, "cannot repeat an episode yet: leave seed_episodes out"),
     ],
 )
@@ -618,16 +614,6 @@ def test_calls_that_are_not_for_several_agents_are_refused(tmp_path: Any) -> Non
         sampler.obtain_samples(0)
         with pytest.raises(ConfigError, match="construct the sampler with seed_episodes=True"):
             sampler.episode(0, 0)
-        with pytest.raises(ConfigError, match=r'state_dict\(env_state="require"\)'):
-            sampler.state_dict(env_state="require")
-    for cls, agents, options in (
-        (SerialSampler, {"one": RandomAgent(), "two": RandomAgent()}, {}),
-        (GpuSampler, RandomAgent(), {"n_workers": 1}),
-    ):
-        with cls(ScriptedGame, batch_T=2, batch_B=2, **options) as sampler:
-            sampler.initialize(agents, policy_of=kinds if isinstance(agents, dict) else None, seed=0)
-            with pytest.raises(ConfigError, match=r"does not work with several (policies|agents in a central) "):
-                sampler.state_dict()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.vector import ShmVectorEnv, exchange
-from penstock.vector.exchange import batch_infos
+from penstock.vector.vector_infos import batch_infos
 
 from ..scale import quick_first
 
@@ -58,14 +58,14 @@ class Returning(gym.Env[Any, Any]):
 )
 def test_it_is_what_the_environment_returned(space: Any, last: Any, is_sent: bool, monkeypatch: Any) -> None:
     n_unpickled = 0
-    unpickled = exchange._unpickled
+    unpickled = exchange.unpickled
 
     def counting(*args: Any) -> Any:
         nonlocal n_unpickled
         n_unpickled += 1
         return unpickled(*args)
 
-    monkeypatch.setattr(exchange, "_unpickled", counting)
+    monkeypatch.setattr(exchange, "unpickled", counting)
     fns = [partial(Returning, space, last)] * 2
     theirs = SyncVectorEnv(fns, autoreset_mode="SameStep")
     theirs.reset()

@@ -551,7 +551,7 @@ def test_a_supervisor_that_may_open_no_more_descriptors(supervisor: Supervisor) 
     until(lambda: sum("pidfd" in link for link in links().values()) == 1, "the end of the start")
     numbers = links()
     free = [number for number in range(100) if number not in numbers]
-    for more in (0, 1):  # not even the leash, and the leash alone
+    for more in (0, 1):  # not even the control socket, and the control socket alone
         resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, (free[more], limits[1]))
         with pytest.raises((OSError, EOFError)) as caught:
             start(supervisor, sleep)
@@ -630,7 +630,7 @@ print(fork, workers[0].exitcode, workers[1].exitcode, workers[0]._pidfd is None,
 
 @pytest.mark.slow
 def test_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And SIGCHLD is ignored and blocked. The leash says that a worker has ended, though its child lives on."""
+    """And SIGCHLD is ignored and blocked. The control socket says that a worker has ended, and its child lives on."""
     before = """
 import os, signal
 del os.pidfd_open

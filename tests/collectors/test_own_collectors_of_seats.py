@@ -1,0 +1,244 @@
+"""Collectors of the user's own, and those that wait, where agents share an environment: against a plain loop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from penstock import (
+    AsyncSampler,
+    ConfigError,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    ResetCollector,
+    SerialSampler,
+    SpaceError,
+    WaitResetCollector,
+    WorkerError,
+)
+from penstock.collectors import EvalCollector
+from penstock.columns.interface import Events
+from penstock.envs.seeding import eval_seed
+from penstock.envs.toy import ScriptedGame
+
+from ..game_loop import GameLoop, ends_of, first_seeds
+from ..seats_support import Book
+from ..turns_support import TurnGame
+
+T, B, SEED = 7, 3, 5
+KINDS = [{"k": k} for k in (3, 4, 2)]
+SAMPLERS: dict[str, Any] = {
+    "serial": SerialSampler,
+    "parallel": partial(ParallelSampler, n_workers=2),
+    "slots": partial(ParallelSampler, n_workers=3, n_slots=2, debug=True),
+}
+
+
+def first_or_other(agent_id: str) -> str:
+    return "first" if agent_id == "a0" else "other"
+
+
+def agents_of(n_policies: int, cls: Any = Book) -> dict[str, Any]:
+    if n_policies == 1:
+        return {"agent": cls()}
+    return {"agent": {"first": cls(), "other": cls()}, "policy_of": first_or_other}
+
+
+def make(e: int) -> ScriptedGame:
+    return ScriptedGame(**KINDS[e])
+
+
+def sampler_of(cls: Any = SerialSampler, **options: Any) -> Any:
+    options = {"batch_T": T, "batch_B": B, "env_kwargs": KINDS, "max_decorrelation_steps": 0, **options}
+    return cls(ScriptedGame, **options)
+
+
+class Traced(ResetCollector):
+    """Overrides each part of the loop and the hooks, and counts the calls. Writes the doubled reward of each seat, its
+    environment and the row."""
+
+    extra_fields: ClassVar[Any] = {"twice": np.float32(0), "own": np.zeros(2, np.int64), "games": np.int64(0)}
+
+    def start_envs(self) -> None:
+        self.counts = Counter[str]()
+        super().start_envs()
+
+    def act(self, t: int) -> None:
+        super().act(t)
+        for recorder in self.recorders:  # nobody does anything in the third row
+            if t == 2:
+                recorder.prev_action[...] = recorder.samples.action[t + 1] = 0
+
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        for recorder in self.recorders:
+            reward, ranks = recorder.samples.reward[t + 1], np.array([int(r) for r in recorder.columns.env_ranks])
+            fields = {"own": np.stack([ranks, 0 * ranks + t], 1), "games": np.full(len(ranks), self.counts["games"])}
+            self.record_extra(t, recorder.policy, twice=2 * reward, **fields)
+
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Sequence[Sequence[int]]:
+        self.counts["games"] += len(events.over)
+        return super().begin_episodes(events, going)
+
+
+def own(batch: Any) -> dict[str, Any]:
+    return {"agent": batch} if hasattr(batch, "env") else dict(batch.items())
+
+
+def follow(sampler: Any, loop: GameLoop, n: int = 5) -> int:
+    """Compare n batches with the loop. Returns how many trajectories have ended."""
+    n_ended = 0
+    for itr in range(n):
+        _, infos = sampler.obtain_samples(itr)
+        ended = loop.follow(sampler.samples_np)
+        assert ends_of(infos) == ended
+        n_ended += len(ended)
+        for samples in own(sampler.samples_np).values():  # the state of the agent begins again where its agent joins
+            valid = samples.env.valid
+            seen = samples.agent.agent_info.own
+            np.testing.assert_array_equal(seen[valid], samples.env.observation[..., 2][valid])
+    return n_ended
+
+
+@pytest.mark.parametrize("n_policies", [1, 2])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_collector_that_waits(kind: str, n_policies: int) -> None:
+    with sampler_of(SAMPLERS[kind], collector_cls=WaitResetCollector) as sampler:
+        sampler.initialize(**agents_of(n_policies), seed=SEED)
+        loop = GameLoop(make, first_seeds(B, SEED), sampler.seats(), waits=True)
+        n_steps = 0
+        for itr in range(6):
+            _, infos = sampler.obtain_samples(itr)
+            assert ends_of(infos) == loop.follow(sampler.samples_np)
+            each = own(sampler.samples_np)
+            for t in range(T):
+                envs = dict.fromkeys(range(B), False)
+                for name, samples in each.items():
+                    for b, (e, _) in enumerate(sampler.seats()[name]):
+                        envs[e] |= bool(samples.env.valid[t, b])
+                n_steps += sum(envs.values())
+        assert sampler.metrics()["sampler/env_steps"] == n_steps < 6 * T * B
+
+
+@pytest.mark.parametrize("n_policies", [1, 2])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_collector_of_the_users_own(kind: str, n_policies: int) -> None:
+    with sampler_of(SAMPLERS[kind], collector_cls=Traced) as sampler:
+        sampler.initialize(**agents_of(n_policies), seed=SEED)
+        loop, seats = GameLoop(make, first_seeds(B, SEED), sampler.seats()), sampler.seats()
+        n_games = 0
+        for itr in range(5):
+            samples, infos = sampler.obtain_samples(itr)
+            assert ends_of(infos) == loop.follow(sampler.samples_np)
+            n_games += sum(info.agent_id is None for info in infos)
+            for name, each in own(samples.numpy() if hasattr(samples, "env") else sampler.samples_np).items():
+                extra, action = each.env.extra, each.agent.action
+                np.testing.assert_array_equal(extra.twice, 2 * each.env.reward)
+                assert (extra.own[..., 0] == [e for e, _ in seats[name]]).all()
+                assert (extra.own[..., 1] == np.arange(T)[:, None]).all()
+                assert not action[2].any()
+                assert action[3:].any()
+                if kind == "serial":
+                    assert extra.games[-1, 0] == n_games
+        assert n_games > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cls", [partial(GpuSampler, n_workers=2), partial(GpuSampler, n_workers=2, server="process"), AsyncSampler]
+)
+@pytest.mark.parametrize("collector_cls", [Traced, WaitResetCollector])
+def test_other_samplers_take_them_too(cls: Any, collector_cls: Any) -> None:
+    with sampler_of(cls, collector_cls=collector_cls) as sampler:
+        sampler.initialize(RandomAgent(), seed=SEED)
+        if hasattr(sampler, "start"):
+            sampler.start()
+        loop = GameLoop(make, first_seeds(B, SEED), sampler.seats(), waits=collector_cls is WaitResetCollector)
+        for itr in range(4):
+            samples, infos = sampler.obtain_samples(itr)
+            assert ends_of(infos) == loop.follow(samples.numpy())
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, partial(ParallelSampler, n_workers=2)])
+def test_extra_fields_of_several_policies_need_a_name(cls: Any) -> None:
+    class Wrong(Traced):
+        policy: ClassVar[Any] = ()
+
+        def step_envs(self, t: int) -> None:
+            ResetCollector.step_envs(self, t)
+            self.record_extra(t, *self.policy, twice=np.zeros(len(self.recorders[0].columns), np.float32))
+
+    class Misspelt(Wrong):
+        policy = ("furst",)
+
+    for collector_cls, got in ((Wrong, "None"), (Misspelt, "'furst'")):
+        with sampler_of(cls, collector_cls=collector_cls) as sampler:
+            sampler.initialize(**agents_of(2, RandomAgent), seed=SEED)
+            message = rf"record_extra needs the name of one of the policies \['first', 'other'\].*, got {got}: call"
+            with pytest.raises((SpaceError, WorkerError), match=message):
+                sampler.obtain_samples(0)
+
+
+def test_a_policy_that_is_not_recorded_has_extra_fields_of_its_own() -> None:
+    with sampler_of(collector_cls=Traced) as sampler:
+        sampler.initialize(**agents_of(2, RandomAgent), seed=SEED, record=["other"])
+        batch, _ = sampler.obtain_samples(0)
+        assert [name for name, _ in batch.items()] == ["other"]
+        np.testing.assert_array_equal(batch.other.env.extra.twice, 2 * batch.other.env.reward)
+
+
+class Twice(EvalCollector):
+    """Plays each game with the seed of the first one."""
+
+    def seed_of(self, e: int) -> int:
+        return eval_seed(self.streams.seed, self.streams.env_ranks[e])
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, partial(ParallelSampler, n_workers=2)])
+def test_an_evaluation_of_the_users_own(cls: Any) -> None:
+    """The games are those of a plain loop that resets with the same seed again."""
+    evaluation = {"eval_n_envs": 2, "eval_episodes": 6, "eval_env_kwargs": KINDS[:2], "eval_max_steps": 2000}
+    with sampler_of(cls, eval_collector_cls=Twice, **evaluation) as sampler:
+        sampler.initialize(Still(), seed=SEED)
+        found = ends_of(sampler.evaluate_agent(0))
+    wanted = []
+    for e in range(2):
+        for _ in range(3):
+            game = make(e)
+            game.reset(seed=eval_seed(SEED, e))
+            lengths, returns = Counter[Any](), Counter[Any]()
+            while game.agents:
+                acted = list(game.agents)
+                _, rewards, terminated, truncated, _ = game.step(dict.fromkeys(acted, 1))
+                returns.update({agent: rewards[agent] for agent in acted})
+                returns[None] += sum(rewards.values())
+                lengths.update([None, *acted])
+                for agent in acted:
+                    if terminated[agent] or truncated[agent]:
+                        wanted.append((e, agent, lengths.pop(agent), returns.pop(agent)))
+            wanted.append((e, None, lengths[None], returns[None]))
+    assert sorted(wanted, key=repr) == found
+
+
+class Still(RandomAgent):
+    """Always takes action 1."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        step = super().step(observation, prev_action, prev_reward)
+        return step._replace(action=np.ones_like(step.action))
+
+
+@pytest.mark.parametrize("name", ["collector_cls", "eval_collector_cls"])
+def test_in_turns_they_are_refused_with_the_reason(name: str) -> None:
+    options = {"collector_cls": WaitResetCollector, "eval_collector_cls": Twice}
+    with (
+        SerialSampler(TurnGame, batch_T=2, batch_B=2, eval_n_envs=1, **{name: options[name]}) as sampler,
+        pytest.raises(ConfigError, match=f"in turns.*a loop of its own.*: leave {name} out"),
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
