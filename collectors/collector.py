@@ -14,6 +14,7 @@ from penstock.buffers.samples import BatchColumns
 from penstock.collectors.recorder import PolicyParts, Recorder
 from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import Columns, Events, Start
+from penstock.envs.checks import require_number
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SpaceError
 from penstock.workers.control import Phase, Progress, UntimedProgress
@@ -353,10 +354,11 @@ class Collector(MadeByWorker):
         totals.append(0.0 if events is None else sum(reward for _, reward in events.late))
         for (recorder, _, kept), columns in zip(recorders, acting, strict=True):
             for column in columns:
-                kept[column].append(recorder.columns.rewards[column])
-                totals[-1] += recorder.columns.rewards[column]
+                reward = require_number(recorder.columns.rewards[column], recorder.columns.env_ranks[column])
+                kept[column].append(reward)
+                totals[-1] += reward
         if episodes is not None:
-            episodes.end_step(e, self.recorders[0].columns.rewards[e])
+            episodes.end_step(e, rewards[0][e][-1])
         if events is not None:
             self._settle_random_step(events, rewards, totals)
         for recorder, columns, _ in recorders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from operator import attrgetter
 from time import monotonic_ns
 from typing import Any
@@ -122,7 +123,7 @@ class ListedColumns(PolicyColumns):
             self.rewards[column], self.infos[column] = 0.0, {}
 
     def check_column(self, column: int) -> None:
-        if self.checks.check_finite and not np.isfinite(self.rewards[column]):
+        if self.checks.check_finite and not isfinite(require_number(self.rewards[column], self.env_ranks[column])):
             raise self.not_finite(column, self.rewards[column])
         self._write_one(self._scratch, 0, column, self.observations[column], "observation")
 
@@ -139,8 +140,8 @@ class ListedColumns(PolicyColumns):
         if not self.action_space.contains(action):
             self.progress.at_env(self.env_ranks[column])
             raise SpaceError(
-                f"the action of env_rank {self.env_ranks[column]} must be in {self.action_space} (debug=True), "
-                f"got {brief(action)}"
+                f"the action of env_rank {self.env_ranks[column]}, given by the agent, must be in {self.action_space} "
+                f"(debug=True), got {brief(action)}"
             )
 
 

@@ -22,7 +22,6 @@ from penstock import (
     ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
-    ResetCollector,
     SerialSampler,
     TrajInfo,
     WorkerError,
@@ -282,7 +281,7 @@ def test_an_environment_id_means_its_batched_environment() -> None:
 
 
 def test_an_id_without_a_batched_environment_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"FrozenLake-v1 has no batched environment .*leave collector_cls out"):
+    with pytest.raises(ConfigError, match=r"FrozenLake-v1 has no batched environment .*leave batched out"):
         batches("FrozenLake-v1")
 
 
@@ -302,9 +301,7 @@ def test_an_environment_that_does_not_tell_its_mode_is_refused() -> None:
 def test_single_environments_waste_no_step() -> None:
     """The valid steps are those of single environments."""
     found = batches_of(batches(partial(synced, partial(CountingEnv, length=4))))
-    single = batches_of(
-        batches(partial(CountingEnv, length=4), collector_cls=ResetCollector, max_decorrelation_steps=0)
-    )
+    single = batches_of(batches(partial(CountingEnv, length=4), batched=False, max_decorrelation_steps=0))
     for b in range(5):
         ours = np.concatenate([samples.env.observation[:, b][samples.env.valid[:, b]] for samples in found])
         theirs = np.concatenate([samples.env.observation[:, b] for samples in single])
