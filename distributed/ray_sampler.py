@@ -26,6 +26,7 @@ from penstock.samplers.allocation import Allocation
 from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.config import SamplerState
 from penstock.samplers.parallel import ParallelSampler
+from penstock.samplers.refusals import NEW_CHOOSER, NODE_RESTART, RAY, SEEDED, refuse
 from penstock.samplers.sampler import EVALUATION, Sampler
 from penstock.samplers.sampler_plan import EnvRange, make_plans
 from penstock.samplers.seating import PolicyOf
@@ -134,8 +135,7 @@ class RaySampler(Sampler):
         dashboard: whether a Ray that is started here has its dashboard.
     """
 
-    _no_restore = "on a RaySampler, whose environments are in other processes of Ray: use another sampler"
-    _no_video = "RaySampler records no videos: evaluate the agent with another sampler to record one"
+    _no_restore = _no_video = RAY
 
     def __init__(
         self,
@@ -154,8 +154,7 @@ class RaySampler(Sampler):
         **options: Unpack[SamplerOptions],
     ) -> None:
         super().__init__(env_fn, **options)
-        if self.config.seed_episodes:
-            raise ConfigError("RaySampler cannot replay episodes: leave out seed_episodes and crash_dir")
+        refuse({SEEDED: self.config.seed_episodes, RAY: True})
         self._n_shards = None if n_shards is None else integer("n_shards", n_shards, 1, self.config.n_built)
         is_one = isinstance(sampler_cls, type) and issubclass(sampler_cls, Sampler)
         if not is_one or issubclass(sampler_cls, AsyncSampler | RaySampler):
@@ -271,8 +270,7 @@ class RaySampler(Sampler):
     def set_policy_of(self, policy_of: PolicyOf) -> None:
         """As `Sampler.set_policy_of`. Raises `ConfigError` with `on_node_failure="restart"` too: a shard that is built
         again would begin with the first function."""
-        if self._shard_options.is_restarted:
-            raise ConfigError('set_policy_of needs on_node_failure="raise": a new shard would have the first policy_of')
+        refuse({NEW_CHOOSER: True, NODE_RESTART: self._shard_options.is_restarted})
         super().set_policy_of(policy_of)
 
     # ---- streaming -------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from penstock.samplers.feeding import Feed, MakesFeed
 from penstock.samplers.inference_server import ServerOptions
 from penstock.samplers.parallel import PRELOAD_TO_ACT, ParallelSampler, pool_options
 from penstock.samplers.readiness import readiness_maker
+from penstock.samplers.refusals import ASYNC, BATCH_STATE, FIRST_READY, LAG, POLICIES, WRITTEN_REPLAY, refuse
 from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.stats import Lags, SamplerStats, ServerStats
 from penstock.workers.control import RING, Command
@@ -74,7 +75,7 @@ class AsyncSampler(ParallelSampler):
 
     _idle_states = (SamplerState.READY, _RUNNING, _PAUSED)
     _defaults: ClassVar = {"n_slots": 3}
-    _no_restore = "on an AsyncSampler, whose workers are ahead of the batch that you have: use another sampler"
+    _no_restore = ASYNC
 
     def __init__(
         self,
@@ -121,16 +122,13 @@ class AsyncSampler(ParallelSampler):
 
     def _make_pool(self, allocation: Allocation, resources: ExitStack) -> WorkerPool:
         this = weakref.ref(self)  # the parameters must not keep the sampler alive
-        if self._lag is not None and len(allocation.memory.parameters) > 1:
-            raise ConfigError("lag=1 is for one policy, and this sampler has several: leave lag out")
+        n_policies = len(allocation.memory.parameters)
+        refuse({POLICIES: n_policies > 1, LAG: self._lag is not None, WRITTEN_REPLAY: self._feed is not None})
         allocation.memory.parameters[0].before_overwrite = lambda version: _await_readers(this(), version)
         if self._feed is not None:
             batch = allocation.batches[0]
-            if not isinstance(batch, Samples):
-                raise ConfigError(
-                    "a replay is for one policy, and here is a dict of agents: give one agent, or append batch.NAME "
-                    "to a replay of each policy yourself"
-                )
+            if not isinstance(batch, Samples):  # a dict with one agent
+                raise ConfigError("workers write the batches of one agent into a replay: give the agent without a dict")
             appender = self._feed.connect(batch, [plan.cells[0] for plan in self._plans], self.config.n_slots)
             memory = replace(allocation.memory, appender=appender)
             allocation = replace(allocation, memory=memory)
@@ -144,11 +142,7 @@ class AsyncSampler(ParallelSampler):
             return WorkerPool(self._plans, programs, allocation.worker_data, allocation.memory, options, resources)
         readiness = self._make_readiness(self._plans)
         mixes_batches = self._lag is None and not readiness.needs_all_idle
-        if mixes_batches and getattr(self._agent, "record_state", None) == "batch":
-            raise ConfigError(
-                'record_state="batch" needs all environments to begin a batch together, which they do not with '
-                'min_ready or max_wait: make the agent with record_state="step", or give lag=1'
-            )
+        refuse({FIRST_READY: mixes_batches, BATCH_STATE: getattr(self._agent, "record_state", None) == "batch"})
         server = ServerOptions.of(self._agent, self._plans, allocation.program, readiness, SPIN_SECONDS)
         return pool_with_server(self._agent, self._plans, allocation, options, resources, server)
 

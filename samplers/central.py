@@ -20,6 +20,7 @@ from penstock.samplers.config import SamplerOptions
 from penstock.samplers.inference_server import InferenceServer, ServerOptions, ServerProgram
 from penstock.samplers.parallel import ParallelSampler, pool_options
 from penstock.samplers.readiness import Alternating, Readiness, readiness_maker
+from penstock.samplers.refusals import SERVER_PROCESS, STATES, refuse
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 from penstock.samplers.stats import ServerStats
 from penstock.workers.affinity import cpus_to_fill, threads_here, usable_cpus
@@ -108,8 +109,7 @@ class GpuSampler(ParallelSampler):
     # ---- resuming --------------------------------------------------------------------------
 
     def _server_agent(self) -> Agent | None:
-        if self._is_process:
-            raise ConfigError('server="process" cannot be saved or continued: use server="caller"')
+        refuse({STATES: True, SERVER_PROCESS: self._is_process})
         return self._server.agent
 
     def _resume_server(self, generation: int) -> None:

@@ -36,6 +36,19 @@ from penstock.samplers.allocation import Allocation, InitArguments, allocate
 from penstock.samplers.batches import Batches
 from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, require_env_fn, show_arguments
 from penstock.samplers.metrics import SamplerMetrics
+from penstock.samplers.refusals import (
+    BATCHED,
+    EPISODE,
+    NEW_CHOOSER,
+    RAY,
+    RESTART,
+    SEATS,
+    STATES,
+    TIMELINE,
+    TURNS,
+    VIDEO,
+    refuse,
+)
 from penstock.samplers.results import (
     EVAL_POLL_SECONDS,
     Trajectories,
@@ -133,10 +146,10 @@ class Sampler(ABC):
     #: Whether trajectories are returned as `TrajInfo`s. Otherwise they stay as the workers have sent them.
     _makes_infos = True
 
-    #: Why evaluations cannot be recorded as videos; empty if they can.
+    #: The name in `refusals` of a sampler that cannot record evaluations as videos; empty if it can.
     _no_video = ""
 
-    #: Why this sampler cannot repeat episodes, and save and continue runs; empty if it can.
+    #: The same of a sampler that cannot repeat episodes, and save and continue runs.
     _no_restore = ""
 
     #: The states in which evaluations and calls on the environments are allowed.
@@ -318,11 +331,9 @@ class Sampler(ABC):
         """
         with self._guard.call("set_policy_of", *self._idle_states):
             pool, seating = self._require_pool("set_policy_of"), self._seating
-            if seating is None or seating.chooser is None or self.config.on_worker_failure == "restart":
-                raise ConfigError(
-                    "set_policy_of needs games in turns, a first policy_of with a parameter episode or rng, and "
-                    'on_worker_failure="raise"'
-                )
+            refuse({NEW_CHOOSER: True, RESTART: self.config.on_worker_failure == "restart"})
+            if seating is None or seating.chooser is None:
+                raise ConfigError("set_policy_of needs games in turns, and a first policy_of with episode or rng")
             message = ChooseMessage(Chooser.of(policy_of, seating.policies))
             self._finish_batches(pool, "set_policy_of")
             self._send(message, "set_policy_of")
@@ -478,8 +489,7 @@ class Sampler(ABC):
         with self._guard.call("evaluate_agent", *self._idle_states):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
-            if video is not None and (self._no_video or self._seating is not None):
-                raise ConfigError(self._no_video or "video records environments of one agent, and these have several")
+            refuse({VIDEO: video is not None, SEATS: self._seating is not None, self._no_video or RAY: self._no_video})
             itr, pool, during = integer("itr", itr), self._require_pool("evaluate_agent"), f"evaluation, itr={itr}"
             self._finish_batches(pool, during)
             message = None if video is None else video_message(pool, self.config, video)
@@ -563,8 +573,7 @@ class Sampler(ABC):
         """
         with self._guard.call("episode", *self._idle_states):
             episodes, first = self._episodes, self._plans[0].env_ranks[0]
-            if self._no_restore:
-                raise SamplerStateError(f"episode was called {self._no_restore}")
+            refuse({EPISODE: True, self._no_restore or RAY: self._no_restore})
             if episodes is None:
                 raise ConfigError(
                     "episode needs to know the seeds of the episodes: construct the sampler with seed_episodes=True"
@@ -592,7 +601,7 @@ class Sampler(ABC):
         """
         one_of("env_state", env_state, ("auto", "require", "never"))
         with self._guard.call("state_dict", *self._idle_states):
-            self._check_restorable("state_dict")
+            self._check_restorable()
             server_agent = self._server_agent()
             untrusted = class_without_column_state(self.config.collector_cls, *map(type, self._agents.values()))
             answers = self._send(SaveMessage(env_state != "never", untrusted), "state_dict")
@@ -631,7 +640,7 @@ class Sampler(ABC):
         cannot be loaded: this sampler cannot be used any more, since other environments may continue the saved run.
         """
         with self._guard.call("load_state_dict", *self._idle_states):
-            self._check_restorable("load_state_dict")
+            self._check_restorable()
             if self._batches.held:
                 raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
             server_agent, control = self._server_agent(), self._memory.control
@@ -665,11 +674,8 @@ class Sampler(ABC):
                 parameters.continue_at(version, agent.read_parameters())
             return ResumeReport(tuple(rank for rank in state["columns"] if rank not in refused), refused)
 
-    def _check_restorable(self, call: str) -> None:
-        if self._no_restore:
-            raise SamplerStateError(f"{call} was called {self._no_restore}")
-        if self.config.batched:
-            raise ConfigError(f"{call} needs single environments: a batched one cannot be divided among other workers")
+    def _check_restorable(self) -> None:
+        refuse({STATES: True, self._no_restore or RAY: self._no_restore, BATCHED: self.config.batched})
 
     def _server_cells(self) -> list[range]:
         """The columns of the inference server's agent in each environment."""
@@ -779,8 +785,7 @@ class Sampler(ABC):
         """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker
         began to act at `[2 * t]` and to step at `[2 * t + 1]`. The last entry is the end of the batch."""
         self._require_pool("timeline")
-        if self._seating is not None and self._seating.in_turns:
-            raise ConfigError("timeline is not known where agents take turns: each has a time of its own. See stats()")
+        refuse({TURNS: self._seating is not None and self._seating.in_turns, TIMELINE: True})
         return np.stack([self._memory.control.timeline(plan.worker_rank) for plan in self._plans])
 
     def __repr__(self) -> str:
