@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import cloudpickle
 import numpy as np
@@ -26,6 +26,7 @@ from penstock.samplers.allocation import Allocation
 from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.config import SamplerConfig, SamplerState
 from penstock.samplers.parallel import ParallelSampler, SerialSampler
+from penstock.samplers.refusals import NEW_CHOOSER, NODE_RESTART, RAY, SEEDED, refuse
 from penstock.samplers.results import Trajectories
 from penstock.samplers.run import Run
 from penstock.samplers.sampler import Sampler
@@ -106,13 +107,7 @@ class RayStats(SamplerStats):
 class ShardsAct(Acting):
     """Shards on the nodes of a Ray cluster, each with a sampler. The arguments are those of `RaySampler`."""
 
-    refusals: ClassVar = {
-        **dict.fromkeys(
-            ("episode", "state_dict", "load_state_dict"),
-            "on a RaySampler, whose environments are in other processes of Ray: use another sampler",
-        ),
-        "video": "on a RaySampler, which records no videos: evaluate the agent with another sampler to record one",
-    }
+    refused_as = RAY
 
     def __init__(
         self,
@@ -259,8 +254,7 @@ class RaySampler(Sampler):
         **options: Unpack[SamplerOptions],
     ) -> None:
         super().__init__(env_fn, **options)
-        if self.config.seed_episodes:
-            raise ConfigError("RaySampler cannot replay episodes: leave out seed_episodes and crash_dir")
+        refuse({SEEDED: self.config.seed_episodes, RAY: True})
         self._n_shards = None if n_shards is None else integer("n_shards", n_shards, 1, self.config.n_built)
         is_one = isinstance(sampler_cls, type) and issubclass(sampler_cls, Sampler)
         if not is_one or issubclass(sampler_cls, AsyncSampler | RaySampler):
@@ -304,8 +298,7 @@ class RaySampler(Sampler):
     def set_policy_of(self, policy_of: PolicyOf) -> None:
         """As `Sampler.set_policy_of`. Raises `ConfigError` with `on_node_failure="restart"` too: a shard that is built
         again would begin with the first function."""
-        if self._shard_options.is_restarted:
-            raise ConfigError('set_policy_of needs on_node_failure="raise": a new shard would have the first policy_of')
+        refuse({NEW_CHOOSER: True, NODE_RESTART: self._shard_options.is_restarted})
         super().set_policy_of(policy_of)
 
     # ---- streaming -------------------------------------------------------------------------

@@ -52,6 +52,23 @@ from penstock.errors import ConfigError, PenstockError, SpaceError, brief
 from penstock.samplers.batches import Batch
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.recorded_episodes import RecordedEpisodes
+from penstock.samplers.refusals import (
+    BATCH_STATE,
+    BATCHED,
+    INFO_MASK,
+    JOINT,
+    JOINT_VALUES,
+    NO_FINAL_OBS,
+    OWN_COLLECTOR,
+    POLICIES,
+    RECURRENT,
+    RENEWAL,
+    SEATS,
+    SEEDED,
+    SERVER,
+    TURNS,
+    refuse,
+)
 from penstock.samplers.sampler_memory import SamplerMemory, StepBuffer
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, eval_max_T
 from penstock.samplers.sampler_program import SamplerProgram, WorkerFactories
@@ -230,11 +247,7 @@ def prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory],
     view = partial(view_of, mask_key=key, global_state=config.global_state)
     if key is None:
         return tuple(replace(factory, as_seats=view) for factory in factories)
-    if config.batched:
-        raise ConfigError(
-            f'mask_key="info.{key}" is for single environments: put the mask of a batched environment in its '
-            'observations, and give mask_key="observation.NAME"'
-        )
+    refuse({BATCHED: config.batched, INFO_MASK: True})
     return tuple(replace(factory, as_seats=view, wrapper=partial(MaskInObservation, key=key)) for factory in factories)
 
 
@@ -318,32 +331,18 @@ def _refuse_with_seats(arguments: InitArguments, seating: Seating) -> None:
     config = arguments.config
     if not seating.has_games:
         return
-    refusals = (
-        (
-            seating.in_turns and config.collector_cls is not ResetCollector,
-            "that are played in turns has a loop of its own, in which each seat counts its rows: leave collector_cls "
-            "out",
-        ),
-        (
-            seating.in_turns and config.eval_collector_cls is not EvalCollector,
-            "that are played in turns has a loop of its own, in which each seat counts its rows: leave "
-            "eval_collector_cls out",
-        ),
-        (
-            config.on_game_failure == "renew" and seating.in_turns,
-            "that are played in turns cannot build one again, since its seats have decisions that are open: use "
-            'on_worker_failure="restart" in place of on_game_failure="renew"',
-        ),
-        (config.seed_episodes, "cannot repeat an episode yet: leave seed_episodes out"),
-        (
-            arguments.central and len(seating.policies) > 1,
-            "needs a ParallelSampler, a SerialSampler or an AsyncSampler without server for more than one policy: an "
-            "inference server acts with one agent",
-        ),
+    has_own = config.collector_cls is not ResetCollector or config.eval_collector_cls is not EvalCollector
+    refuse(
+        {
+            SEATS: True,
+            TURNS: seating.in_turns,
+            OWN_COLLECTOR: has_own,
+            RENEWAL: config.on_game_failure == "renew",
+            SEEDED: config.seed_episodes,
+            POLICIES: len(seating.policies) > 1,
+            SERVER: arguments.central,
+        }
     )
-    for is_given, text in refusals:
-        if is_given:
-            raise ConfigError(f"a sampler of environments with several agents {text}")
 
 
 # ---- 3: the agents ----------------------------------------------------------------------------------
@@ -427,11 +426,9 @@ def _seats_of_joint(agent: Agent, seating: Seating, p: int, arguments: InitArgum
             f"{type(agent).__name__} is joint, so it must play the same number of agents in each environment: give a "
             "sampler to each kind of environment"
         )
-    if arguments.bootstrap_value and (agent.recurrent or arguments.central or not arguments.config.record_final_obs):
-        raise ConfigError(
-            "bootstrap_value=True with a joint agent needs record_final_obs=True, an agent that is not recurrent, and "
-            "a sampler whose workers act: the value at the end of an episode is that of all agents together"
-        )
+    no_final_obs = not arguments.config.record_final_obs
+    needs = {RECURRENT: agent.recurrent, SERVER: arguments.central, NO_FINAL_OBS: no_final_obs}
+    refuse({JOINT_VALUES: arguments.bootstrap_value, **needs})
     return k or 1
 
 
@@ -526,18 +523,12 @@ def _refuse_in_turns(agent: Agent, spec: SampleSpec, seating: Seating) -> None:
     if not seating.in_turns:
         return
     info = spec.agent_info
-    refusals = (
-        (agent.joint, "cannot be joint: one agent acts at a time"),
-        ("has_rnn_state" in info, 'must record its state at each decision: give it record_state="step"'),
-        (
-            agent.recurrent and spec.bootstrap_value and "value" not in info,
-            "must report `value` in agent_info, since it is recurrent and bootstrap_value=True: its state has gone on "
-            "when a batch ends whose last reward is not complete",
-        ),
-    )
-    for is_given, text in refusals:
-        if is_given:
-            raise ConfigError(f"where agents take turns, {type(agent).__name__} {text}")
+    refuse({TURNS: True, JOINT: agent.joint, BATCH_STATE: "has_rnn_state" in info})
+    if agent.recurrent and spec.bootstrap_value and "value" not in info:
+        raise ConfigError(
+            f"where agents take turns, {type(agent).__name__} must report `value` in agent_info, since it is recurrent "
+            "and bootstrap_value=True: its state has gone on when a batch ends whose last reward is not complete"
+        )
 
 
 # ---- 4: the memory ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from penstock.samplers.allocation import Allocation
 from penstock.samplers.config import SamplerOptions, SamplerState
 from penstock.samplers.feeding import Feed, MakesFeed
 from penstock.samplers.readiness import readiness_maker
+from penstock.samplers.refusals import ASYNC, LAG, POLICIES, WRITTEN_REPLAY, refuse
 from penstock.samplers.run import Run
 from penstock.samplers.sampler import Sampler
 from penstock.samplers.schedule import Schedule
@@ -57,10 +58,7 @@ class Ahead(Schedule):
     """
 
     is_ahead = True
-    refusals: ClassVar = dict.fromkeys(
-        ("episode", "state_dict", "load_state_dict"),
-        "on an AsyncSampler, whose workers are ahead of the batch that you have: use another sampler",
-    )
+    refused_as = ASYNC
 
     def __init__(self, lag: Literal[1] | None = None, feed: Feed | None = None) -> None:
         self._lag, self.feed = lag, feed
@@ -72,8 +70,8 @@ class Ahead(Schedule):
         self._pinned = 0, 0  # the last opening, and the version of the parameters that it names (0: none)
 
     def connect(self, run: Run, allocation: Allocation, resources: ExitStack) -> Allocation:
-        if self._lag is not None and len(run.agents) > 1:
-            raise ConfigError("lag=1 is for one policy, and this sampler has several: leave lag out")
+        several = len(run.agents) > 1
+        refuse({POLICIES: several, LAG: self._lag is not None, WRITTEN_REPLAY: self.feed is not None})
         this = weakref.ref(run)  # the parameters must not keep the run alive
         run.memory.parameters[0].before_overwrite = lambda version: _await_readers(this(), version)
         # The version in each column of each slot, by the recorded policies, as memoryviews: an item is read in a tenth
@@ -89,11 +87,8 @@ class Ahead(Schedule):
         ]
         if self.feed is None:
             return allocation
-        if not isinstance(views[0], Samples):
-            raise ConfigError(
-                "a replay is for one policy, and here is a dict of agents: give one agent, or append batch.NAME "
-                "to a replay of each policy yourself"
-            )
+        if not isinstance(views[0], Samples):  # a dict with one agent
+            raise ConfigError("workers write the batches of one agent into a replay: give the agent without a dict")
         appender = self.feed.connect(views[0], [plan.cells[0] for plan in run.plans], run.config.n_slots)
         resources.callback(appender.ring.memory.close)
         run.memory = replace(run.memory, appender=appender)

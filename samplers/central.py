@@ -16,6 +16,7 @@ from penstock.samplers.allocation import Allocation
 from penstock.samplers.config import SamplerConfig, SamplerOptions
 from penstock.samplers.inference_server import InferenceServer, ServerOptions, ServerProgram
 from penstock.samplers.readiness import Halves, Readiness, first_half, readiness_maker
+from penstock.samplers.refusals import BATCH_STATE, FIRST_READY, SERVER_PROCESS, STATES, refuse
 from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.samplers.stats import ServerStats
@@ -66,8 +67,8 @@ class ServerActs(Acting):
 
     @property
     def server(self) -> InferenceServer:
-        if self._server is None:
-            raise ConfigError('server="process" cannot be saved or continued: use server="caller"')
+        refuse({STATES: True, SERVER_PROCESS: self._server is None})
+        assert self._server is not None
         return self._server
 
     def count_workers(self, config: SamplerConfig, mask: Sequence[int]) -> int:
@@ -90,11 +91,7 @@ class ServerActs(Acting):
         agent, layout = allocation.agents.agents[0], allocation.layout
         plans, readiness = layout.plans, self._readiness(layout.plans)
         mixes_batches = self._mixes_batches and not readiness.needs_all_idle
-        if mixes_batches and getattr(agent, "record_state", None) == "batch":
-            raise ConfigError(
-                'record_state="batch" needs all environments to begin a batch together, which they do not with '
-                'min_ready or max_wait: make the agent with record_state="step", or give lag=1'
-            )
+        refuse({FIRST_READY: mixes_batches, BATCH_STATE: getattr(agent, "record_state", None) == "batch"})
         server_options = ServerOptions.of(
             agent, plans, allocation.program, readiness, self._spin_seconds, self._compile_options
         )

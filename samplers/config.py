@@ -19,6 +19,7 @@ from penstock.collectors import Collector, EvalCollector, ResetCollector, TrajIn
 from penstock.envs import EnvFn, InfoWanted
 from penstock.envs.examples import checked_spaces
 from penstock.errors import ConfigError, SpaceError, brief
+from penstock.samplers.refusals import BATCHED, RENEWAL, SEEDED, refuse
 from penstock.workers.control import StopCollecting
 from penstock.workers.plan import POOL_CHECKS, OnWorkerFailure, StartMethod
 
@@ -290,8 +291,7 @@ class SamplerConfig:
             raise ConfigError("eval_episodes and eval_max_trajectories exclude each other: leave one out")
 
     def _check_replays(self) -> None:
-        if self.seed_episodes and self.batched:
-            raise ConfigError("seed_episodes=True needs single environments: leave batched out")
+        refuse({SEEDED: self.seed_episodes, BATCHED: self.batched, RENEWAL: self.on_game_failure == "renew"})
         if self.crash_dir is None:
             return
         if not isinstance(self.crash_dir, str | os.PathLike):
@@ -309,12 +309,8 @@ class SamplerConfig:
                     f"renew_on must not contain {cls.__name__}, since it includes {included}: name the exceptions of "
                     "your game's library"
                 )
-        if self.on_game_failure == "raise":
-            if self.renew_on:
-                raise ConfigError('renew_on needs on_game_failure="renew"')
-            return
-        if self.batched:
-            raise ConfigError('on_game_failure="renew" needs single environments: leave batched out')
+        if self.on_game_failure == "raise" and self.renew_on:
+            raise ConfigError('renew_on needs on_game_failure="renew"')
 
     def _check_kinds(self) -> None:
         self._check_rows_per_env()

@@ -28,6 +28,7 @@ from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
 from penstock.errors import ConfigError, SamplerStateError
+from penstock.samplers.refusals import EPISODE as EPISODE_CALL
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.workers.control import Phase
@@ -164,7 +165,7 @@ class RecordedEpisodes:
 
 def episode_of(run: Run, env_rank: int, t: int) -> RecordedEpisode:
     """See `Sampler.episode`."""
-    run.require("episode")
+    run.require(EPISODE_CALL)
     if run.episodes is None:
         raise ConfigError(
             "episode needs to know the seeds of the episodes: construct the sampler with seed_episodes=True"

@@ -28,6 +28,7 @@ from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
 from penstock.envs.state import StateKind, check_resumable, is_same, save_env
 from penstock.errors import ConfigError, RepeatError, SamplerBrokenError, SamplerStateError, brief
 from penstock.samplers.metrics import COUNTS
+from penstock.samplers.refusals import BATCHED, STATES, refuse
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.samplers.seating import Chooser, column_streams
 from penstock.workers.control import Phase
@@ -275,7 +276,7 @@ class ResumeReport:
 
 def save_run(run: Run, env_state: str) -> dict[str, Any]:
     """See `Sampler.state_dict`."""
-    _check_restorable(run, "state_dict")
+    _check_restorable(run)
     server = run.acting.server
     untrusted = _class_without_column_state(run.config.collector_cls, *map(type, run.agents.values()))
     answers = run.send(SaveMessage(env_state != "never", untrusted), "state_dict")
@@ -303,7 +304,7 @@ def save_run(run: Run, env_state: str) -> dict[str, Any]:
 
 def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeReport:
     """See `Sampler.load_state_dict`. `sampler` is the name of the class."""
-    _check_restorable(run, "load_state_dict")
+    _check_restorable(run)
     if run.batches.held:
         raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
     server, control = run.acting.server, run.memory.control
@@ -339,10 +340,9 @@ def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeRepo
     return ResumeReport(tuple(rank for rank in state["columns"] if rank not in refused), refused)
 
 
-def _check_restorable(run: Run, call: str) -> None:
-    run.require(call)
-    if run.config.batched:
-        raise ConfigError(f"{call} needs single environments: a batched one cannot be divided among other workers")
+def _check_restorable(run: Run) -> None:
+    run.require(STATES)
+    refuse({STATES: True, BATCHED: run.config.batched})
 
 
 def _server_cells(run: Run) -> list[range]:

@@ -19,10 +19,11 @@ from penstock.buffers.samples import parts_of
 from penstock.collectors import EvalCollector, TrajInfo
 from penstock.envs.calls import pickled, single_results
 from penstock.envs.seeding import eval_seed
-from penstock.errors import ConfigError, SamplerStateError
+from penstock.errors import ConfigError
 from penstock.samplers.batches import Batches, frame_of_user
 from penstock.samplers.config import SamplerState
 from penstock.samplers.metrics import SamplerMetrics
+from penstock.samplers.refusals import refuse
 from penstock.samplers.results import EVALUATION, Trajectories, infos_from_messages, keys_of_trajectories
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats, worker_stats
 from penstock.workers.call_guard import CallGuard
@@ -230,11 +231,11 @@ class Run:
         )
         return single_results(call, pool.take_messages())
 
-    def require(self, call: str) -> None:
-        """Raise `SamplerStateError` if `call` is impossible with this acting or this schedule."""
+    def require(self, feature: str) -> None:
+        """Raise `ConfigError` if this feature, a name of `refusals`, is impossible with this acting or schedule."""
         for part in (self.acting, self.schedule):
-            if call in part.refusals:
-                raise SamplerStateError(f"{call} was called {part.refusals[call]}")
+            if part.refused_as:
+                refuse({feature: True, part.refused_as: True})
 
     # ---- statistics ----------------------------------------------------------------------------
 

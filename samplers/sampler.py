@@ -24,6 +24,7 @@ from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.video import warn_if_unwritten
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, require_env_fn, show_arguments
+from penstock.samplers.refusals import NEW_CHOOSER, RESTART, SEATS, TIMELINE, TURNS, VIDEO, refuse
 from penstock.samplers.results import answers_to, evaluate, warn_if_unfinished
 from penstock.samplers.run import Run
 from penstock.samplers.sampler_plan import EnvRange
@@ -232,11 +233,9 @@ class Sampler(ABC):
         """
         with self._guard.call("set_policy_of", *_IDLE):
             run = self._require_run("set_policy_of")
-            if run.seating.chooser is None or self.config.on_worker_failure == "restart":
-                raise ConfigError(
-                    "set_policy_of needs games in turns, a first policy_of with a parameter episode or rng, and "
-                    'on_worker_failure="raise"'
-                )
+            refuse({NEW_CHOOSER: True, RESTART: self.config.on_worker_failure == "restart"})
+            if run.seating.chooser is None:
+                raise ConfigError("set_policy_of needs games in turns, and a first policy_of with episode or rng")
             from penstock.samplers.resuming import ChooseMessage
 
             message = ChooseMessage(run.seating.chooser.like(policy_of))
@@ -298,10 +297,8 @@ class Sampler(ABC):
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
             if video is not None:
-                if "video" in run.acting.refusals:
-                    raise ConfigError(f"video was given {run.acting.refusals['video']}")
-                if run.seating.has_games:
-                    raise ConfigError("video records environments of one agent, and these have several")
+                run.require(VIDEO)
+                refuse({VIDEO: True, SEATS: run.seating.has_games})
             itr = integer("itr", itr)
             infos = evaluate(run, itr, video)
         if video is not None:
@@ -458,8 +455,7 @@ class Sampler(ABC):
         """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker
         began to act at `[2 * t]` and to step at `[2 * t + 1]`. The last entry is the end of the batch."""
         run = self._require_run("timeline")
-        if run.seating.in_turns:
-            raise ConfigError("timeline is not known where agents take turns: each has a time of its own. See stats()")
+        refuse({TURNS: run.seating.in_turns, TIMELINE: True})
         return np.stack([run.memory.control.timeline(plan.worker_rank) for plan in run.plans])
 
     def __repr__(self) -> str:

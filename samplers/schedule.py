@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,8 +24,8 @@ class Schedule(ABC):
     #: Whether the workers also collect between two calls of the user. Then a thread logs their deaths.
     is_ahead: ClassVar[bool] = False
 
-    #: By the name of a call that is impossible with this schedule, why: the end of "... was called ".
-    refusals: ClassVar[Mapping[str, str]] = {}
+    #: The name in `refusals` of what cannot repeat episodes, and save and continue runs; empty if it can.
+    refused_as: ClassVar[str] = ""
 
     def connect(self, run: Run, allocation: Allocation, resources: ExitStack) -> Allocation:
         """The workers are about to start. Returns what they get, which may have more memory than `allocation`. What

@@ -18,6 +18,7 @@ from penstock.columns.turn_columns import MOST_UNASKED
 from penstock.envs import ColumnStreams, EnvFactory, build_example_env, close_example_env
 from penstock.envs.seats import AgentId, ParallelView, SeatTable, TurnView
 from penstock.errors import ConfigError, SpaceError, brief
+from penstock.samplers.refusals import CHOSEN, IN_STEP, refuse
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 
 #: The name of the policy where one agent plays all seats.
@@ -130,11 +131,7 @@ def find_seating(
     views = [[_seen_as(factory, seen) for factory in factories] for factories, _ in sides]
     policies, is_shared = _names(agents), not isinstance(agents, Mapping)
     chooser, in_turns = _chooser(policy_of, policies, is_shared=is_shared), isinstance(first[1], TurnView)
-    if chooser.is_dynamic and not in_turns:
-        raise ConfigError(
-            "policy_of asks for episode or rng, which is for games in turns (AECEnv): where all agents act in each "
-            "step, a seat keeps its policy for the whole run. Let it depend on agent_id and env_rank only"
-        )
+    refuse({CHOSEN: chooser.is_dynamic, IN_STEP: not in_turns})
     train, evaluation = (
         SeatTable(
             [view.possible_agents for view in own],

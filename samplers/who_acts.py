@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar
 
@@ -42,8 +42,8 @@ class Acting(ABC):
     #: Whether workers are processes, so that memory must be shared.
     has_processes: ClassVar[bool] = True
 
-    #: By the name of a call that is impossible for this sampler, why: the end of "... was called ". Also for "video".
-    refusals: ClassVar[Mapping[str, str]] = {}
+    #: The name in `refusals` of what cannot repeat episodes, and save and continue runs; empty if it can.
+    refused_as: ClassVar[str] = ""
 
     @property
     def server(self) -> InferenceServer | None:

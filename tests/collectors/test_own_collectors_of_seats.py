@@ -239,6 +239,8 @@ def test_in_turns_they_are_refused_with_the_reason(name: str) -> None:
     options = {"collector_cls": WaitResetCollector, "eval_collector_cls": Twice}
     with (
         SerialSampler(TurnGame, batch_T=2, batch_B=2, eval_n_envs=1, **{name: options[name]}) as sampler,
-        pytest.raises(ConfigError, match=f"in turns.*a loop of its own.*: leave {name} out"),
+        pytest.raises(
+            ConfigError, match=f"games in turns and a collector of your own .*{name}.*: each seat counts its own"
+        ),
     ):
         sampler.initialize(RandomAgent(), seed=0)

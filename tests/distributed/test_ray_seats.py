@@ -189,7 +189,7 @@ def test_policy_of_can_be_changed_while_games_run() -> None:
         assert {info.policy for info in infos} == {"even", "odd"}
     with RaySampler(partial(TurnGame, 2), on_node_failure="restart", **options) as sampler:
         sampler.initialize(two(RandomAgent), policy_of=lambda agent_id, episode: "even", seed=0)
-        with pytest.raises(ConfigError, match='set_policy_of needs on_node_failure="raise"'):
+        with pytest.raises(ConfigError, match='set_policy_of and on_node_failure="restart" do not go together'):
             sampler.set_policy_of(lambda agent_id: "odd")
 
 

@@ -112,7 +112,9 @@ def test_a_match_that_ends_is_a_failure_of_its_worker(tmp_path: Path) -> None:
 
 def test_games_in_turns_are_not_renewed() -> None:
     sampler = ParallelSampler(TurnGame, batch_T=2, batch_B=2, on_game_failure="renew")
-    with pytest.raises(ConfigError, match=r"that are played in turns cannot build one again, since .* in place of"):
+    with pytest.raises(
+        ConfigError, match=r'games in turns and on_game_failure="renew" do not go together: .*; on_worker_failure'
+    ):
         sampler.initialize(RandomAgent(), seed=0)
 
 

@@ -392,7 +392,7 @@ def test_a_restart_of_the_worker_is_the_other_policy(tmp_path: Path) -> None:
     ("options", "says"),
     [
         ({"on_game_failure": "restart"}, "on_game_failure must be one of raise, renew"),
-        ({**RENEW, "batched": True}, "needs single environments"),
+        ({**RENEW, "batched": True}, "batched environments and on_game_failure=.* do not go together"),
         ({**RENEW, "renew_on": (Exception,)}, "renew_on must not contain Exception, since it includes SpaceError and"),
         ({**RENEW, "renew_on": (ValueError,)}, "must not contain ValueError, since it includes SpaceError: name the"),
         ({**RENEW, "renew_on": ("x",)}, "renew_on must be a tuple of exception classes"),

@@ -207,7 +207,7 @@ def test_a_dict_may_have_one_policy(cls: type[Any], kwargs: dict[str, Any]) -> N
 def test_a_replay_needs_one_agent() -> None:
     with (
         AsyncSampler(ScriptedGame, batch_T=4, batch_B=2, replay=Replay(100)) as sampler,
-        pytest.raises(ConfigError, match="a replay is for one policy, and here is a dict of agents"),
+        pytest.raises(ConfigError, match="several policies and a replay into which workers write do not go together"),
     ):
         sampler.initialize(two(RandomAgent), policy_of=odd_or_even)
 
@@ -468,11 +468,15 @@ def test_an_evaluation_that_is_too_short_says_how_many_games_are_missing() -> No
         ),
         (two(RandomAgent), lambda agent: "both", r"policy_of returned 'both' for env_rank 0, agent 'a0', but the "),
         (two(RandomAgent), lambda agent: 1 / 0, "policy_of raised ZeroDivisionError: .* for env_rank 0, agent 'a0'"),
-        (two(RandomAgent), lambda agent, rng: "odd", "policy_of asks for episode or rng, which is for games in turns"),
+        (
+            two(RandomAgent),
+            lambda agent, rng: "odd",
+            "policy_of with episode or rng and agents that all act in each step do not go together",
+        ),
         (
             two(RandomAgent),
             lambda agent, episode, rng: "odd",
-            "policy_of asks for episode or rng, which is for games in turns",
+            "policy_of with episode or rng and agents that all act in each step do not go together",
         ),
         (two(RandomAgent), "odd", "policy_of must be a function of agent_id, got 'odd'"),
         (two(RandomAgent), lambda agent: "odd", "no agent of the training environments has the policy 'even'"),
@@ -518,10 +522,18 @@ def test_one_policy_for_unlike_spaces_names_both_agents() -> None:
 @pytest.mark.parametrize(
     ("cls", "kwargs", "message"),
     [
-        (GpuSampler, {}, "an inference server acts with one agent"),
-        (AlternatingSampler, {"n_workers": 2}, "an inference server acts with one agent"),
-        (AsyncSampler, {"server": "process"}, "an inference server acts with one agent"),
-        (AsyncSampler, {"lag": 1}, "lag=1 is for one policy, and this sampler has several: leave lag out"),
+        (GpuSampler, {}, "several policies and an inference server .* do not go together: each of these serves one"),
+        (
+            AlternatingSampler,
+            {"n_workers": 2},
+            "several policies and an inference server .* do not go together: each of these serves one",
+        ),
+        (
+            AsyncSampler,
+            {"server": "process"},
+            "several policies and an inference server .* do not go together: each of these serves one",
+        ),
+        (AsyncSampler, {"lag": 1}, r"several policies and AsyncSampler\(lag=1\) do not go together"),
     ],
 )
 def test_several_policies_are_refused_by(cls: type[Any], kwargs: dict[str, Any], message: str) -> None:

@@ -354,8 +354,12 @@ def test_classes_that_may_keep_more_are_not_trusted() -> None:
 
 def test_samplers_that_cannot_be_saved_say_so() -> None:
     for sampler, error, message in (
-        (make(cls=AsyncSampler), SamplerStateError, "on an AsyncSampler"),
-        (make(BatchedCartPole, batched=True), ConfigError, "needs single environments"),
+        (make(cls=AsyncSampler), ConfigError, r"load_state_dict\(\) and AsyncSampler do not go together"),
+        (
+            make(BatchedCartPole, batched=True),
+            ConfigError,
+            r"batched environments and state_dict\(\) and load_state_dict\(\) do not go",
+        ),
         (make(cls=GpuSampler, server="process"), ConfigError, 'use server="caller"'),
     ):
         with started(sampler, RandomAgent()):

@@ -532,13 +532,17 @@ class Lstm(nn.Module):
 @pytest.mark.parametrize(
     ("options", "agent", "message"),
     [
-        ({}, Together(), "where agents take turns, Together cannot be joint: one agent acts at a time"),
+        ({}, Together(), "games in turns and a joint agent do not go together: each seat counts its own decisions"),
         (
             {},
             RecurrentCategoricalPgAgent(Lstm(), record_state="batch"),
-            'must record its state at each decision: give it record_state="step"',
+            'games in turns and record_state="batch" do not go together: .* record_state="step" work',
         ),
-        ({"seed_episodes": True}, RandomAgent(), "cannot repeat an episode yet"),
+        (
+            {"seed_episodes": True},
+            RandomAgent(),
+            "seed_episodes=True and several agents in an environment do not go together",
+        ),
         ({}, Recurrent(), "Recurrent must report `value` in agent_info"),
     ],
 )
@@ -553,7 +557,7 @@ def test_a_timeline_is_refused_and_totals_stay() -> None:
     with SerialSampler(TurnGame, batch_T=8, batch_B=2) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         samples, _ = sampler.obtain_samples(0)
-        with pytest.raises(ConfigError, match="timeline is not known where agents take turns"):
+        with pytest.raises(ConfigError, match=r"games in turns and timeline\(\) do not go together"):
             sampler.timeline()
         (worker,) = sampler.stats().workers
         assert worker.acting > 0

@@ -142,11 +142,19 @@ def test_a_frozen_opponent_stays_as_it_is() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     sampler = SerialSampler(ScriptedGame, batch_T=4, batch_B=1)
-    with sampler, pytest.raises(ConfigError, match="policy_of asks for episode or rng, which is for games in turns"):
+    with (
+        sampler,
+        pytest.raises(
+            ConfigError, match="policy_of with episode or rng and agents that all act in each step do not go"
+        ),
+    ):
         sampler.initialize(agents(), policy_of=in_turn)
     with SerialSampler(TurnGame, batch_T=4, batch_B=1) as sampler:
         sampler.initialize({"main": RandomAgent()}, policy_of=lambda agent_id: "main", seed=0)
-        with pytest.raises(ConfigError, match="set_policy_of needs games in turns, a first policy_of with"):
+        with pytest.raises(
+            ConfigError,
+            match=r"set_policy_of needs games in turns, and a first policy_of with|set_policy_of and on_worker",
+        ):
             sampler.set_policy_of(lambda agent_id: "main")
     with SerialSampler(TurnGame, batch_T=50, batch_B=1, max_decorrelation_steps=0) as sampler:
         sampler.initialize(agents(), policy_of=lambda agent_id, episode: "main" if episode < 2 else "nobody", seed=0)

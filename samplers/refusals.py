@@ -1,0 +1,126 @@
+"""What does not go together: the one table that the errors come from. docs/samplers.md has the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from penstock.errors import ConfigError
+
+TURNS, SEATS, BATCHED = "games in turns", "several agents in an environment", "batched environments"
+OWN_COLLECTOR, JOINT = "a collector of your own (collector_cls, eval_collector_cls)", "a joint agent"
+RENEWAL, BATCH_STATE, TIMELINE = 'on_game_failure="renew"', 'record_state="batch"', "timeline()"
+SEEDED, INFO_MASK, VIDEO = "seed_episodes=True", 'mask_key="info.NAME"', "video"
+POLICIES, LAG, WRITTEN_REPLAY = "several policies", "AsyncSampler(lag=1)", "a replay into which workers write"
+SERVER = 'an inference server (GpuSampler, AlternatingSampler, AsyncSampler(server="process"))'
+EPISODE, STATES, SERVER_PROCESS = (
+    "episode()",
+    "state_dict() and load_state_dict()",
+    'server="process" (with state_dict())',
+)
+ASYNC, RAY = "AsyncSampler", "RaySampler"
+JOINT_VALUES, RECURRENT, NO_FINAL_OBS = (
+    "a joint agent's bootstrap_value=True",
+    "a recurrent agent",
+    "record_final_obs=False",
+)
+CHOSEN, IN_STEP, NEW_CHOOSER = "policy_of with episode or rng", "agents that all act in each step", "set_policy_of"
+RESTART, NODE_RESTART = 'on_worker_failure="restart"', 'on_node_failure="restart"'
+FIRST_READY = "min_ready or max_wait"
+
+
+class Row(NamedTuple):
+    """Each of the `features` is refused with each of the `others`."""
+
+    features: tuple[str, ...]
+    others: tuple[str, ...]
+    reason: str
+    instead: str
+
+
+TABLE = (
+    Row(
+        (TURNS,),
+        (OWN_COLLECTOR, RENEWAL, JOINT, BATCH_STATE, TIMELINE),
+        "each seat counts its own decisions, and some are open when a batch or a game ends",
+        'Leave it out; on_worker_failure="restart" and record_state="step" work',
+    ),
+    Row(
+        (SEEDED,),
+        (BATCHED, SEATS, RAY),
+        "the log of an episode has one action for each environment, in memory of this machine, and each episode needs "
+        "a reset with a seed of its own",
+        "Leave seed_episodes out: a SerialSampler with the same seed makes the same episodes again",
+    ),
+    Row(
+        (BATCHED,),
+        (RENEWAL, INFO_MASK, STATES),
+        "one row of it cannot be built again, wrapped or saved without the others",
+        'Use single environments. A mask in the observations works: mask_key="observation.NAME"',
+    ),
+    Row(
+        (POLICIES,),
+        (SERVER, LAG, WRITTEN_REPLAY),
+        "each of these serves one agent",
+        "Use a ParallelSampler, or an AsyncSampler without them, and append batch.NAME to a replay of each policy",
+    ),
+    Row(
+        (EPISODE, STATES),
+        (ASYNC, RAY, SERVER_PROCESS),
+        "the workers are ahead of the batch that you have, or the state is in a process that cannot be asked for it",
+        'Use a SerialSampler, a ParallelSampler, or server="caller"',
+    ),
+    Row(
+        (VIDEO,),
+        (SEATS, RAY),
+        "what is recorded is an environment of one agent, on this machine",
+        "Render in a loop of your own, with agent.act",
+    ),
+    Row(
+        (JOINT_VALUES,),
+        (RECURRENT, SERVER, NO_FINAL_OBS),
+        "the value at the end of an episode is that of all agents together, and the worker computes it from final_obs",
+        "Leave one of them out",
+    ),
+    Row(
+        (CHOSEN,),
+        (IN_STEP,),
+        "there a seat keeps its policy for the whole run",
+        "Let policy_of depend on agent_id and env_rank only, or use games in turns (AECEnv)",
+    ),
+    Row(
+        (NEW_CHOOSER,),
+        (RESTART, NODE_RESTART),
+        "what is built again would begin with the first policy_of",
+        'Use "raise" in place of "restart"',
+    ),
+    Row(
+        (BATCH_STATE,),
+        (FIRST_READY,),
+        "the environments do not begin a batch together",
+        'Make the agent with record_state="step", or give lag=1',
+    ),
+)
+NAMES = frozenset(name for row in TABLE for name in (*row.features, *row.others))
+
+
+def refuse(asked: Mapping[str, object]) -> None:
+    """Raise `ConfigError` if two things are asked for that do not go together. `asked` has for names of the table
+    whether each is asked for."""
+    assert asked.keys() <= NAMES, asked.keys() - NAMES
+    for row in TABLE:
+        for feature in row.features:
+            for other in row.others:
+                if asked.get(feature) and asked.get(other):
+                    raise ConfigError(f"{feature} and {other} do not go together: {row.reason}. {row.instead}")
+
+
+def as_table() -> str:
+    """The table of the documentation, in Markdown."""
+
+    def code(names: tuple[str, ...]) -> str:
+        return ", ".join(name if " " in name and "=" not in name else f"`{name}`" for name in names)
+
+    head = "| this | does not go together with | because | do this |\n| --- | --- | --- | --- |\n"
+    rows = [f"| {code(row.features)} | {code(row.others)} | {row.reason} | {row.instead} |\n" for row in TABLE]
+    return head + "".join(rows)
