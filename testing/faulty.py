@@ -134,13 +134,20 @@ def faulty_collector(base: type[Collector], fault: Fault, where: str = "collect_
 def faulty_eval_collector(base: type[EvalCollector], fault: Fault) -> type[EvalCollector]:
     """A subclass of `base` with a fault before its `fault.at`-th row of environment steps, counted over
     all evaluations."""
-    original = base.step_envs
+    original = base.collect_evaluation
 
-    def step_envs(self: Any, t: int) -> None:
-        vars(self).setdefault("_trigger", Trigger(fault)).call()
-        original(self, t)
+    def collect_evaluation(self: Any, itr: int) -> None:
+        if "_trigger" not in vars(self):
+            self._trigger, step = Trigger(fault), self.columns.step
 
-    return _subclass(base, fault, {"step_envs": step_envs})
+            def faulty_step(*args: object) -> Any:
+                self._trigger.call()
+                return step(*args)
+
+            self.columns.step = faulty_step
+        original(self, itr)
+
+    return _subclass(base, fault, {"collect_evaluation": collect_evaluation})
 
 
 # ---- trajectory infos ----------------------------------------------------------------------
