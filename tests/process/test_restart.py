@@ -269,8 +269,8 @@ def test_lost_trajectories_are_counted_exactly(traj_info_cls: type[TrajInfo], tm
         for itr in range(3):
             _, infos = sampler.obtain_samples(itr)
             check_trajectories(sampler, infos)
-        # Two at t=0, env_rank 2's at t=5, and the two that were running.
-        assert [worker.lost_trajectories for worker in sampler.stats().workers] == [0, 5, 0]
+        # Two at t=0, and the two that were running. That of env_rank 2 has just ended, and no other has begun.
+        assert [worker.lost_trajectories for worker in sampler.stats().workers] == [0, 4, 0]
         assert [worker.trajectories for worker in sampler.stats().workers] == [2 * 14, 2 * (4 + 4 + 5), 2 * 14]
 
 

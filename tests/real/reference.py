@@ -65,9 +65,8 @@ def play(  # noqa: C901
         return method(row(seen, observation), prev["action"], np.array([prev["reward"]], np.float32))
 
     rng = stream(seed, Purpose.DECORRELATE, b)
-    warm_up_actions = draw(acted, rng, n := int(rng.integers(0, warm_up + 1)))
-    for i in range(n):
-        if any(step(warm_up_actions[i : i + 1])):
+    for _ in range(int(rng.integers(0, warm_up + 1))):
+        if any(step(draw(acted, rng, 1))):
             restart()
 
     recorded, batches = dict(prev), []
