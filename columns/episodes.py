@@ -23,7 +23,7 @@ from penstock.workers.control import Progress, T
 
 
 class EpisodeRecorder:
-    """The worker's side of the episode log. `EnvColumns` and the collector call it if `seed_episodes=True`."""
+    """The worker's side of the episode log. `SingleColumns` and the collector call it if `seed_episodes=True`."""
 
     def __init__(self, log: EpisodeLog, columns: range, streams: ColumnStreams, progress: Progress) -> None:
         self._log, self._columns, self._streams = log, slice(columns.start, columns.stop), streams

@@ -388,7 +388,7 @@ def test_debug_names_the_agent_of_an_action_and_of_an_observation() -> None:
     env_fn = partial(Spoiled, script=[{"a0": "die"}, *LONG])
     with SerialSampler(env_fn, batch_T=9, batch_B=2, max_decorrelation_steps=0, debug=True) as sampler:
         sampler.initialize(Seven(), seed=0)
-        with pytest.raises(WorkerError, match=r"the action of env_rank 0, agent 'a1' must be in"):
+        with pytest.raises(WorkerError, match=r"the action of env_rank 0, agent 'a1', given by the agent, must be in"):
             sampler.obtain_samples(0)
 
     class Bounded(Spoiled):

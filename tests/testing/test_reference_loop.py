@@ -20,7 +20,6 @@ from penstock import (
     Sampler,
     SerialSampler,
     TrajInfo,
-    VectorEnvCollector,
     WaitResetCollector,
 )
 from penstock.envs.toy import ScriptedGame
@@ -36,7 +35,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*eval_max_steps.*:RuntimeWarnin
 SEED = 3
 EVALUATED = {"eval_n_envs": 3, "eval_max_steps": 150}
 COUNTED = {"eval_n_envs": 3, "eval_max_steps": 600, "eval_episodes": 5}
-COLLECTORS = {"batched": VectorEnvCollector, "wait_reset": WaitResetCollector}
 
 
 def compare(
@@ -46,9 +44,8 @@ def compare(
     options = {"batch_T": 5, "batch_B": 3, "bootstrap_value": True, **options}
     loop = ReferenceLoop(env_fn, make_agent(), seed=SEED, **options)
     at_start = {name: options.pop(name) for name in ("bootstrap_value", "policy_of") if name in options}
-    for name, collector_cls in COLLECTORS.items():
-        if options.pop(name, False):
-            options["collector_cls"] = collector_cls
+    if options.pop("wait_reset", False):
+        options["collector_cls"] = WaitResetCollector
     with cls(env_fn, max_decorrelation_steps=0, **(more or {}), **options) as sampler:
         sampler.initialize(make_agent(), seed=SEED, **at_start)
         for itr in range(n_batches):
