@@ -129,6 +129,9 @@ class Recorder:
         self._is_first = self._rejoined = False
         if self._has_gaps:
             samples.valid[...] = True
+        self._enter_mode(itr)
+
+    def _enter_mode(self, itr: int) -> None:
         if not self._evaluates:
             self.agent.sample_mode(itr)
         elif self.first_t == 0:  # once in an evaluation

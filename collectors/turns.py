@@ -119,7 +119,7 @@ class TurnRecorder(Recorder):
         samples.action[1, at], samples.agent_info[0, at] = self._open_action[at], self._open_info[at]
         seats.n, self._is_in_batch = [0] * len(seats), True
         seats.asked, seats.held = sorted(seats.asked + seats.held), []
-        (self.agent.eval_mode if self._evaluates else self.agent.sample_mode)(itr)
+        self._enter_mode(itr)
 
     def act(self, t: int) -> None:
         """Act for the seats that are asked. Their environments find the actions in `columns.actions`."""
