@@ -202,8 +202,8 @@ def test_the_installed_package_is_what_is_tested() -> None:
 
 
 def test_no_room_has_a_circle_of_imports_and_no_two_files_have_one_name() -> None:
-    """Imports inside functions do not count: some are needed, since zmq or Stable-Baselines3 may be missing, or since few
-    samplers need a file. Nor do those for type checkers: a `Run` has a `Schedule`, whose methods get a `Run`."""
+    """Imports inside functions do not count: some are needed, since zmq or Stable-Baselines3 may be missing, or since
+    few samplers need a file. Nor do those for type checkers: a `Run` has a `Schedule`, whose methods get a `Run`."""
     root = Path(penstock.__file__).parent
     imports: dict[str, set[str]] = {}
     for path in root.glob("*/*.py"):
