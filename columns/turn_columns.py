@@ -103,6 +103,8 @@ class TurnColumns(LockStepColumns):
             start = _START if starts is None else starts[i]
             self._begin(e, start.seed, start.options)
             self.advance(e)
+            if self.envs[e].take_late_rewards is not None:
+                self.take_late(e)
         self.waiting = [e for e in self.waiting if e not in envs]
         return [()] * len(self.policies)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock import (
@@ -272,6 +272,7 @@ class PaidGame(ScriptedGame):
     B=st.integers(1, 3),
     seed=st.integers(0, 2**20),
 )
+@example(kind="own clocks", k=2, T=2, B=1, seed=121309)  # a reward at the beginning of the last game
 @examples(40, 400)
 def test_every_reward_is_in_one_cell_or_is_counted(kind: str, k: int, T: int, B: int, seed: int) -> None:
     made: list[Any] = []
