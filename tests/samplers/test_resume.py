@@ -360,7 +360,7 @@ def test_samplers_that_cannot_be_saved_say_so() -> None:
             ConfigError,
             r"batched environments and state_dict\(\) and load_state_dict\(\) do not go",
         ),
-        (make(cls=GpuSampler, server="process"), ConfigError, 'use server="caller"'),
+        (make(cls=GpuSampler, server="process"), ConfigError, 'or server="caller"'),
     ):
         with started(sampler, RandomAgent()):
             with pytest.raises(error, match=message):
