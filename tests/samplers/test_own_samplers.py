@@ -6,22 +6,23 @@ import os
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from penstock import (
     AsyncSampler,
+    ConfigError,
     ParallelSampler,
     RandomAgent,
     Sampler,
     SamplerState,
-    SamplerStateError,
     SerialSampler,
     WorkerError,
 )
 from penstock.envs import CountingEnv, CrashingEnv
 from penstock.samplers import OnDemand, Run, Schedule, WorkersAct
+from penstock.samplers.refusals import ASYNC
 
 from ..support import assert_same
 
@@ -101,7 +102,7 @@ def test_an_error_of_a_worker_comes_out_of_a_schedule_of_ones_own() -> None:
 
 def test_what_a_part_refuses_names_its_reason() -> None:
     class Busy(OnDemand):
-        refusals: ClassVar = {"state_dict": "on a sampler that is always busy"}
+        refused_as = ASYNC
 
     class BusySampler(ParallelSampler):
         def schedule(self) -> Schedule:
@@ -109,7 +110,9 @@ def test_what_a_part_refuses_names_its_reason() -> None:
 
     with BusySampler(CountingEnv, **SIZE) as sampler:
         sampler.initialize(RandomAgent(), seed=3)
-        with pytest.raises(SamplerStateError, match="state_dict was called on a sampler that is always busy"):
+        with pytest.raises(
+            ConfigError, match=r"state_dict\(\) and load_state_dict\(\) and AsyncSampler do not go together"
+        ):
             sampler.state_dict()
         sampler.obtain_samples(0)
 
@@ -133,7 +136,7 @@ def test_each_hook_is_called_once() -> None:
 @pytest.mark.parametrize("cls", [SerialSampler, AsyncSampler])
 def test_there_is_no_run_before_initialize(cls: type[Sampler]) -> None:
     sampler = cls(CountingEnv, **SIZE)
-    with pytest.raises(SamplerStateError, match=r"run was called before initialize: call sampler.initialize\(agent\)"):
+    with pytest.raises(ConfigError, match=r"run was called before initialize: call sampler.initialize\(agent\)"):
         _ = sampler.run
     assert (sampler.policy_version, sampler.n_workers, sampler.worker_pids) == (None, 0, [])
     sampler.initialize(RandomAgent(), seed=1)
