@@ -78,7 +78,10 @@ class Collector(MadeByWorker):
 
     #: Whether `begin_episodes` leaves environments parked until the batch ends.
     waits: ClassVar[bool] = False
+    #: Whether the agents evaluate: `eval_mode` in place of `sample_mode`.
     evaluates: ClassVar[bool] = False
+
+    #: What records the columns of a policy.
     recorder_cls: ClassVar[type[Recorder]] = Recorder
 
     #: Fields of a subclass, for each step of each environment: a Gymnasium space by name, or an example of the value (a
