@@ -17,6 +17,7 @@ from penstock import (
     RandomAgent,
     Sampler,
     SamplerState,
+    SamplerStateError,
     SerialSampler,
     WorkerError,
 )
@@ -136,7 +137,7 @@ def test_each_hook_is_called_once() -> None:
 @pytest.mark.parametrize("cls", [SerialSampler, AsyncSampler])
 def test_there_is_no_run_before_initialize(cls: type[Sampler]) -> None:
     sampler = cls(CountingEnv, **SIZE)
-    with pytest.raises(ConfigError, match=r"run was called before initialize: call sampler.initialize\(agent\)"):
+    with pytest.raises(SamplerStateError, match=r"run was called before initialize: call sampler.initialize\(agent\)"):
         _ = sampler.run
     assert (sampler.policy_version, sampler.n_workers, sampler.worker_pids) == (None, 0, [])
     sampler.initialize(RandomAgent(), seed=1)
