@@ -55,7 +55,7 @@ class Exchange:
         self._requested, self._replied, self._info_seq = rows.requested, rows.replied, rows.info_seq
         self._one_by_one = rows.one_by_one
         self._taken = np.zeros(len(rows.requested), np.int64)  # the last request whose reply was taken
-        self._inbox: dict[int, Mapping[int, Any]] = {}  # infos that have arrived, by environment
+        self._inbox: dict[int, Mapping[Any, Any]] = {}  # infos that have arrived, by environment
         self._observation = arrays_like(program.observation_space, rows.observation)
         self._final = arrays_like(program.observation_space, rows.final_observation)
         self.reward, self.terminated, self.truncated = rows.reward, rows.terminated, rows.truncated
@@ -66,7 +66,8 @@ class Exchange:
         self._env_of, self._all_rows = np.array(self.ranks, np.intp), np.arange(len(self.ranks))
         self._is_batched, self._groups = program.is_batched, groups
         self._group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        self._done = np.zeros(len(self.ranks), np.bool_)  # the rows that ended in the step that was taken last
+        # Of batched environments, the rows that have ended in the step that was taken last, and were reset at once.
+        self._done = np.zeros(len(self.ranks), np.bool_)
         names = ("valid", "alive", "late_reward") if self._has_seats else ()
         self._states = [(name, "_" + name, rows[name]) for name in names]
         self._everywhere = np.ones(len(self.ranks), np.bool_)
@@ -170,28 +171,28 @@ class Exchange:
         ids = has_info.nonzero()[0].tolist()  # a third of the time of numpy's functions `any` and `flatnonzero`
         if ids:
             receive_infos()
-        infos = self._infos_of(is_new, ids)
+        infos = self._infos_of(is_new, ids) if ids or self._same_step else []
         if self._check_finite:
             self._require_finite(self.rows_of(np.flatnonzero(is_new)))
         return infos
 
     def _infos_of(self, is_new: Flags, ids: list[int]) -> Infos:
         """The infos of replies that are new, by row. The environments `ids` have sent some."""
-        ended = (self.terminated | self.truncated).nonzero()[0] if self._same_step else self.all[:0]
-        if len(ended):
-            ended = ended[is_new[self._env_of[ended]]]
+        if self._has_seats:
+            is_new = is_new[self._env_of]
+        done = is_new & (self.terminated | self.truncated) if self._same_step else self._done
         if self._is_batched:
-            self._done[:] = False
-            self._done[ended] = True
-            found = [(e, sent) for e in ids for _, sent in self._unpickled_infos(e)]
-            return [(self._groups[self._group_of[e]].start, kinds[INFO]) for e, kinds in found]
-        sent = dict([own for e in ids for own in self._unpickled_infos(e)])
-        infos = {row: kinds.get(INFO, {}) for row, kinds in sent.items()}
-        for row in ended.tolist():
-            kinds = sent.get(row, {})
+            self._done = done
+            return [
+                (self._groups[self._group_of[e]].start, info) for e in ids for info in self._unpickled_infos(e).values()
+            ]
+        sent = dict([own for e in ids for own in self._unpickled_infos(e).items()])
+        infos = {row: info for (row, kind), info in sent.items() if kind == INFO}
+        for row in done.nonzero()[0].tolist():
             # The worker has pickled the observation if the shared memory cannot keep its types.
-            final_obs = kinds[FINAL_OBS][FINAL_OBS] if FINAL_OBS in kinds else copy_rows(self._final, row)
-            infos[row] = {"final_obs": final_obs, "final_info": kinds.get(FINAL_INFO, {}), **infos.get(row, {})}
+            kept = sent.get((row, FINAL_OBS))
+            final_obs = copy_rows(self._final, row) if kept is None else kept[FINAL_OBS]
+            infos[row] = {"final_obs": final_obs, "final_info": sent.get((row, FINAL_INFO), {}), **infos.get(row, {})}
         return sorted(infos.items())
 
     def _require_finite(self, rows: Ids) -> None:
@@ -249,15 +250,14 @@ class Exchange:
             if kind is MessageKind.INFO and not isinstance(infos, Unreadable):
                 self._inbox[i] = infos
 
-    def _unpickled_infos(self, e: int) -> list[tuple[int, dict[str, Any]]]:
-        """What environment e has sent: pairs of a row and its infos by kind."""
+    def _unpickled_infos(self, e: int) -> dict[tuple[int, str], Any]:
+        """What environment e has sent, by row and kind."""
         if e not in self._inbox:
             raise EnvCallError(
                 f"the info of env_rank {e} is lost: an exception of a signal handler interrupted an earlier call. "
                 "The results of this step are lost too. The next step works"
             )
-        sent = self._inbox.pop(e).items()
-        return [(row, {kind: unpickled(info, e) for kind, info in kinds.items()}) for row, kinds in sent]
+        return {key: unpickled(info, e) for key, info in self._inbox.pop(e).items()}
 
 
 def require_finite(arrays: object, which: Ids, name: str, ranks: Sequence[int]) -> None:

@@ -25,34 +25,35 @@ RESTARTED = "worker_restarted"  #: in the info of a step that a worker's replace
 #: once, of the last step; and then `{"final_obs": observation}`, if the shared memory cannot keep its types.
 INFO, FINAL_INFO, FINAL_OBS = "info", "final_info", "final_obs"
 
+#: The infos of one environment's reply, each pickled, by row and kind.
+Sent = dict[tuple[int, str], bytes]
+
 # ---- in a worker -------------------------------------------------------------------------------
 
 
 class InfoOutbox:
     """The infos of one worker for the main process. They are pickled at once: environments may use a dict again."""
 
-    def __init__(self, env_ranks: Sequence[int]) -> None:
-        self._env_ranks, self._pickled = env_ranks, dict[int, dict[str, bytes]]()
-
-    def __bool__(self) -> bool:
-        return bool(self._pickled)
+    def __init__(self, env_ranks: Sequence[int], env_of: Sequence[int], first_row: int) -> None:
+        """`env_of`: the environment of each row. `first_row`: the first row of this worker among those of all."""
+        self._env_ranks, self._env_of, self._first_row = env_ranks, env_of, first_row
+        self.pickled: dict[int, Sent] = {}  #: by environment
 
     def put(self, row: int, info: Mapping[str, Any], kind: str = INFO) -> None:
         """Raises `SpaceError` naming the entry that cannot be pickled."""
-        self._pickled.setdefault(row, {})[kind] = _pickled_info(info, self._env_ranks[row])
+        own = self.pickled.setdefault(self._env_of[row], {})
+        own[self._first_row + row, kind] = _pickled_info(info, self._env_ranks[row])
 
     def end(self, row: int) -> None:
         """The info of this row was that of the last step of an episode."""
-        if row in self._pickled and INFO in (kinds := self._pickled[row]):
-            kinds[FINAL_INFO] = kinds.pop(INFO)
+        own = self.pickled.get(self._env_of[row], {})
+        if (info := own.pop((self._first_row + row, INFO), None)) is not None:
+            own[self._first_row + row, FINAL_INFO] = info
 
-    def take(self, env_of: Sequence[int], first_row: int) -> list[tuple[int, dict[int, dict[str, bytes]]]]:
-        """What was put since the last call: for each environment, pickled infos by row of all workers and kind."""
-        by_env: dict[int, dict[int, dict[str, bytes]]] = {}
-        for row, kinds in self._pickled.items():
-            by_env.setdefault(env_of[row], {})[first_row + row] = kinds
-        self._pickled = {}
-        return sorted(by_env.items())
+    def take(self) -> list[tuple[int, Sent]]:
+        """What was put since the last call, by environment."""
+        pickled, self.pickled = sorted(self.pickled.items()), {}
+        return pickled
 
 
 def keeps_types(arrays: Any, value: object) -> bool:
