@@ -66,8 +66,8 @@ class Exchange:
         self._env_of, self._all_rows = np.array(self.ranks, np.intp), np.arange(len(self.ranks))
         self._is_batched, self._groups = program.is_batched, groups
         self._group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        # Of batched environments, the rows that have ended in the step that was taken last, and were reset at once.
-        self._done = np.zeros(len(self.ranks), np.bool_)
+        # Of batched environments: the rows that have ended in the step that was taken last, and were reset at once.
+        self._ended = self.all[:0]
         names = ("valid", "alive", "late_reward") if self._has_seats else ()
         self._states = [(name, "_" + name, rows[name]) for name in names]
         self._everywhere = np.ones(len(self.ranks), np.bool_)
@@ -178,17 +178,19 @@ class Exchange:
 
     def _infos_of(self, is_new: Flags, ids: list[int]) -> Infos:
         """The infos of replies that are new, by row. The environments `ids` have sent some."""
-        if self._has_seats:
-            is_new = is_new[self._env_of]
-        done = is_new & (self.terminated | self.truncated) if self._same_step else self._done
+        ended = (self.terminated | self.truncated).nonzero()[0] if self._same_step else self.all[:0]
+        if len(ended):
+            ended = ended[is_new[self._env_of[ended]]]
         if self._is_batched:
-            self._done = done
+            self._ended = ended
             return [
                 (self._groups[self._group_of[e]].start, info) for e in ids for info in self._unpickled_infos(e).values()
             ]
+        if not ids and not len(ended):  # the ordinary step
+            return []
         sent = dict([own for e in ids for own in self._unpickled_infos(e).items()])
         infos = {row: info for (row, kind), info in sent.items() if kind == INFO}
-        for row in done.nonzero()[0].tolist():
+        for row in ended.tolist():
             # The worker has pickled the observation if the shared memory cannot keep its types.
             kept = sent.get((row, FINAL_OBS))
             final_obs = copy_rows(self._final, row) if kept is None else kept[FINAL_OBS]
@@ -228,13 +230,7 @@ class Exchange:
         """What `take` has returned, batched as Gymnasium does it, for all rows or for these."""
         if self._is_batched:
             which = self._all_rows if rows is None else rows
-            firsts = which.searchsorted([group.start for group in self._groups]).tolist()
-            slices = {
-                group.start: slice(at, at + len(group))
-                for at, group in zip(firsts, self._groups, strict=True)
-                if at < len(which) and which[at] == group.start
-            }
-            return merged_batches(dict(infos), slices, which, self._done[which], self._final)
+            return merged_batches(infos, self._groups, which, self._ended, self._final)
         if rows is None:
             return batch_infos(infos, len(self.ranks))
         positions = {row: k for k, row in enumerate(rows.tolist())}

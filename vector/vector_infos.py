@@ -138,17 +138,24 @@ def _batch_ends(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str
 
 
 def merged_batches(
-    infos: Mapping[int, Any], slices: Mapping[int, slice], rows: npt.NDArray[np.intp], done: Any, final: Any
+    infos: Infos, groups: Sequence[range], rows: npt.NDArray[np.intp], ended: npt.NDArray[np.intp], final: Any
 ) -> dict[str, Any]:
-    """The infos of several workers as one batch of the rows `rows`. `infos` has them by the first row of the worker,
-    and `slices` says where its rows are in the batch. With the final observations `final` where `done`."""
-    parts = [(own, infos.get(first, {})) for first, own in slices.items()]
-    merged: dict[str, Any] = _merged(parts, len(rows), "info") if infos else {}
-    if ended := done.nonzero()[0].tolist():
-        final_obs = np.full(len(rows), None)
-        for k in ended:
-            final_obs[k] = copy_rows(final, int(rows[k]))
-        merged.update(final_obs=final_obs, final_info=merged.get("final_info", {}))
+    """The infos of several workers as one batch of the rows `rows`, with the final observations `final` of those that
+    have `ended`. `groups` are the rows of each worker."""
+    merged: dict[str, Any] = {}
+    if infos:
+        own, firsts = dict(infos), rows.searchsorted([group.start for group in groups]).tolist()
+        parts = [
+            (slice(at, at + len(group)), own.get(group.start, {}))
+            for at, group in zip(firsts, groups, strict=True)
+            if at < len(rows) and rows[at] == group.start
+        ]
+        merged = _merged(parts, len(rows), "info")
+    if len(ended):
+        done, final_obs = np.zeros(len(rows), np.bool_), np.full(len(rows), None)
+        for k, row in zip(rows.searchsorted(ended).tolist(), ended.tolist(), strict=True):
+            done[k], final_obs[k] = True, copy_rows(final, row)
+        merged = {**merged, "final_obs": final_obs, "final_info": merged.get("final_info", {})}
         merged.update(_final_obs=done, _final_info=done.copy())
     return merged
 
