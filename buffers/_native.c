@@ -77,12 +77,16 @@ static int write_array(const Block *block, PyObject *object) {
     return PyArray_TYPE(value) == NPY_FLOAT64 && write_float32(block, PyArray_DATA(value), PyArray_SIZE(value));
 }
 
-/* Write the number `object` into `block`: a Python int into int64, a Python int or float or numpy's float64 into
-   float32, or one of numpy's numbers into the same type. Returns whether it was written. */
+/* Write the number `object` into `block`: a Python int into int64 or float32, a Python float or numpy's float64 into
+   float64 or float32, or one of numpy's numbers into the same type. Returns whether it was written. */
 static int write_number(const Block *block, PyObject *object) {
-    int is_float64 = Py_TYPE(object) == &PyDoubleArrType_Type; /* laid out as Python's float is */
-    if (PyFloat_CheckExact(object) || (is_float64 && block->type != NPY_FLOAT64)) {
-        return write_float32(block, &((PyFloatObject *)object)->ob_fval, 1);
+    if (PyFloat_CheckExact(object) || Py_TYPE(object) == &PyDoubleArrType_Type) { /* both are laid out in the same way */
+        const double *number = &((PyFloatObject *)object)->ob_fval;
+        if (block->type == NPY_FLOAT64) {
+            *(npy_float64 *)block->data = *number;
+            return 1;
+        }
+        return write_float32(block, number, 1);
     }
     if (PyLong_CheckExact(object)) {
         int overflow;

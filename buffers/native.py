@@ -37,7 +37,7 @@ def load(extension: str, python: _Functions, layout: str = "") -> tuple[_Functio
 #: `put_row(arrays, t, values)`: write row t. `arrays` is an array `[T, B, ...]`, or a nested dict or tuple of such.
 #: `values` is nested in the same way and has an array `[B, ...]` of the same type for each of them; or it is a list of
 #: B elements of a space, each nested in the same way. An element's leaf is an array or number of the same type, a
-#: Python int for int64, or a Python int or float for float32.
+#: Python int for int64 or float32, or a Python float for float64 or float32.
 put_row: Callable[[Any, int, Any], bool]
 #: `put_cell(arrays, t, b, value)`: write one such element into `[t, b]`.
 put_cell: Callable[[Any, int, int, Any], bool]

@@ -217,7 +217,8 @@ class BatchedColumns(PolicyColumns, Columns):
     def _step_rows(self, action_row: ArrayTree, into: tuple[Any, int] | None) -> EpisodeEnds | None:
         self.progress.at_env(self.env_ranks[0])
         on_step = self.on_step
-        actions = snapshot(arrays_like(self.action_space, action_row))
+        is_plain = action_row.__class__ is np.ndarray  # the usual case
+        actions = action_row.copy() if is_plain else snapshot(arrays_like(self.action_space, action_row))
         # Copies, because the environment may reuse its observations and actions.
         before = (snapshot(self.observations), snapshot(actions)) if on_step is not None else None
         terminated, truncated = self._advance(actions, into)
@@ -228,7 +229,8 @@ class BatchedColumns(PolicyColumns, Columns):
             self.rewards[self.idle], done[self.idle] = 0, False
         if on_step is not None and before is not None:
             self._call_on_step(on_step, *before, terminated, truncated)
-        ends = self._ends(done, terminated, truncated) if done.any() else None
+        columns = done.nonzero()[0]
+        ends = self._ends(columns, done, terminated, truncated) if len(columns) else None
         if ended_idle:
             self._reset_columns(ended_idle)
         if self._resets_late and (ends is not None or self._resetting):
@@ -275,17 +277,20 @@ class BatchedColumns(PolicyColumns, Columns):
                 info = info_of(self.infos, b)
                 on_step(b, observation, each_action[b], rewards[b], bool(terminated[b]), bool(truncated[b]), info)
 
-    def _ends(self, done: npt.NDArray[Any], terminated: npt.NDArray[Any], truncated: npt.NDArray[Any]) -> EpisodeEnds:
+    def _ends(
+        self,
+        columns: npt.NDArray[np.intp],
+        done: npt.NDArray[Any],
+        terminated: npt.NDArray[Any],
+        truncated: npt.NDArray[Any],
+    ) -> EpisodeEnds:
         ends = EpisodeEnds()
-        ends.done, ends.terminated, ends.truncated, ends.columns = done, terminated, truncated, done.nonzero()[0]
+        ends.done, ends.terminated, ends.truncated, ends.columns = done, terminated, truncated, columns
         ends.final = self.infos.get("final_obs") if self._resets_at_once else self.observations
-        ends.reward, ends.observation = (
-            np.asarray(self.rewards)[ends.columns],
-            self.final_rows(ends.columns, ends.final),
-        )
+        ends.reward, ends.observation = np.asarray(self.rewards)[columns], self._final_rows(columns, ends.final)
         return ends
 
-    def final_rows(self, columns: npt.NDArray[Any], final: Any) -> Any:
+    def _final_rows(self, columns: npt.NDArray[Any], final: Any) -> Any:
         """The final observations of `columns`, checked, as they are recorded `[k, ...]`."""
         name = "the final observation"
         if not self.checks and _is_row_of(self._final_arrays, final):

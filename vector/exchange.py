@@ -55,7 +55,7 @@ class Exchange:
         self._requested, self._replied, self._info_seq = rows.requested, rows.replied, rows.info_seq
         self._one_by_one = rows.one_by_one
         self._taken = np.zeros(len(rows.requested), np.int64)  # the last request whose reply was taken
-        self._inbox: dict[int, Mapping[int, Any]] = {}  # infos that have arrived, by environment
+        self._inbox: dict[int, Mapping[Any, Any]] = {}  # infos that have arrived, by environment
         self._observation = arrays_like(program.observation_space, rows.observation)
         self._final = arrays_like(program.observation_space, rows.final_observation)
         self.reward, self.terminated, self.truncated = rows.reward, rows.terminated, rows.truncated
@@ -66,7 +66,8 @@ class Exchange:
         self._env_of, self._all_rows = np.array(self.ranks, np.intp), np.arange(len(self.ranks))
         self._is_batched, self._groups = program.is_batched, groups
         self._group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        self._done = np.zeros(len(self.ranks), np.bool_)  # the rows that ended in the step that was taken last
+        # Of batched environments: the rows that have ended in the step that was taken last, and were reset at once.
+        self._ended = self.all[:0]
         names = ("valid", "alive", "late_reward") if self._has_seats else ()
         self._states = [(name, "_" + name, rows[name]) for name in names]
         self._everywhere = np.ones(len(self.ranks), np.bool_)
@@ -170,7 +171,7 @@ class Exchange:
         ids = has_info.nonzero()[0].tolist()  # a third of the time of numpy's functions `any` and `flatnonzero`
         if ids:
             receive_infos()
-        infos = self._infos_of(is_new, ids)
+        infos = self._infos_of(is_new, ids) if ids or self._same_step else []
         if self._check_finite:
             self._require_finite(self.rows_of(np.flatnonzero(is_new)))
         return infos
@@ -181,17 +182,19 @@ class Exchange:
         if len(ended):
             ended = ended[is_new[self._env_of[ended]]]
         if self._is_batched:
-            self._done[:] = False
-            self._done[ended] = True
-            found = [(e, sent) for e in ids for _, sent in self._unpickled_infos(e)]
-            return [(self._groups[self._group_of[e]].start, kinds[INFO]) for e, kinds in found]
-        sent = dict([own for e in ids for own in self._unpickled_infos(e)])
-        infos = {row: kinds.get(INFO, {}) for row, kinds in sent.items()}
+            self._ended = ended
+            return [
+                (self._groups[self._group_of[e]].start, info) for e in ids for info in self._unpickled_infos(e).values()
+            ]
+        if not ids and not len(ended):  # the ordinary step
+            return []
+        sent = dict([own for e in ids for own in self._unpickled_infos(e).items()])
+        infos = {row: info for (row, kind), info in sent.items() if kind == INFO}
         for row in ended.tolist():
-            kinds = sent.get(row, {})
             # The worker has pickled the observation if the shared memory cannot keep its types.
-            final_obs = kinds[FINAL_OBS][FINAL_OBS] if FINAL_OBS in kinds else copy_rows(self._final, row)
-            infos[row] = {"final_obs": final_obs, "final_info": kinds.get(FINAL_INFO, {}), **infos.get(row, {})}
+            kept = sent.get((row, FINAL_OBS))
+            final_obs = copy_rows(self._final, row) if kept is None else kept[FINAL_OBS]
+            infos[row] = {"final_obs": final_obs, "final_info": sent.get((row, FINAL_INFO), {}), **infos.get(row, {})}
         return sorted(infos.items())
 
     def _require_finite(self, rows: Ids) -> None:
@@ -227,13 +230,7 @@ class Exchange:
         """What `take` has returned, batched as Gymnasium does it, for all rows or for these."""
         if self._is_batched:
             which = self._all_rows if rows is None else rows
-            firsts = which.searchsorted([group.start for group in self._groups]).tolist()
-            slices = {
-                group.start: slice(at, at + len(group))
-                for at, group in zip(firsts, self._groups, strict=True)
-                if at < len(which) and which[at] == group.start
-            }
-            return merged_batches(dict(infos), slices, which, self._done[which], self._final)
+            return merged_batches(infos, self._groups, which, self._ended, self._final)
         if rows is None:
             return batch_infos(infos, len(self.ranks))
         positions = {row: k for k, row in enumerate(rows.tolist())}
@@ -249,15 +246,14 @@ class Exchange:
             if kind is MessageKind.INFO and not isinstance(infos, Unreadable):
                 self._inbox[i] = infos
 
-    def _unpickled_infos(self, e: int) -> list[tuple[int, dict[str, Any]]]:
-        """What environment e has sent: pairs of a row and its infos by kind."""
+    def _unpickled_infos(self, e: int) -> dict[tuple[int, str], Any]:
+        """What environment e has sent, by row and kind."""
         if e not in self._inbox:
             raise EnvCallError(
                 f"the info of env_rank {e} is lost: an exception of a signal handler interrupted an earlier call. "
                 "The results of this step are lost too. The next step works"
             )
-        sent = self._inbox.pop(e).items()
-        return [(row, {kind: unpickled(info, e) for kind, info in kinds.items()}) for row, kinds in sent]
+        return {key: unpickled(info, e) for key, info in self._inbox.pop(e).items()}
 
 
 def require_finite(arrays: object, which: Ids, name: str, ranks: Sequence[int]) -> None:

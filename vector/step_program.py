@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from penstock.buffers.native import put_row
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
@@ -120,11 +121,12 @@ class VectorProgram:
         self._final = arrays_like(space, rows.final_observation[np.newaxis])
         self._last = arrays_like(space, rows.observation)
         self._observation_parts, self._action_parts = ObjectParts(space), ObjectParts(self.action_space)
+        self._sends_objects = bool(self._observation_parts)
         self._split = action_splitter(shared_part(self.action_space))
         bind = self._bind_batch if self.is_batched else self._bind_singles if self.seats is None else self._bind_seats
         bind()
         self._own = own = self._columns.policies[0]
-        self._infos = InfoOutbox(own.env_ranks)
+        self._infos = InfoOutbox(own.env_ranks, self._env_of, self._first_row)
         # Parts without a fixed shape have no place to step into. A worker that may be replaced does not write there
         # during a step: if it dies in it, the place must still have the last observation.
         self._row = None if self._observation_parts or self.may_be_replaced else 0
@@ -282,20 +284,22 @@ class VectorProgram:
     def _write(self, which: int | None) -> None:
         """Write observations and rewards of all environments, or of `which`."""
         own = self._own
-        if self._observation_parts:
+        if self._sends_objects:
             for e in range(len(self._envs)) if which is None else (which,):
                 own.observations[e] = self._send_objects(e, own.observations[e])
         if which is None:
-            own.write_step(self._observation, self._reward, 0)
+            # The fast path; `write_step` raises errors.
+            if not (put_row(self._observation, 0, own.observations) and put_row(self._reward, 0, own.rewards)):
+                own.write_step(self._observation, self._reward, 0)
         else:
             for row in range(self._spans[which].start, self._spans[which].stop):
                 own.write_column(self._observation, self._reward, 0, row)
 
     def _reply(self, only: int | None = None) -> None:
         """Announce the results of all environments, or of one."""
-        if self._infos:
+        if self._infos.pickled:
             requested, columns = self._requested, self._plan.columns
-            by_env = self._infos.take(self._env_of, self._first_row)
+            by_env = self._infos.take()
             self._context.put([ObjectMessage(MessageKind.INFO, requested[e], columns[e], own) for e, own in by_env])
             for e, _ in by_env:
                 self._info_seq[e] = requested[e]

@@ -25,34 +25,35 @@ RESTARTED = "worker_restarted"  #: in the info of a step that a worker's replace
 #: once, of the last step; and then `{"final_obs": observation}`, if the shared memory cannot keep its types.
 INFO, FINAL_INFO, FINAL_OBS = "info", "final_info", "final_obs"
 
+#: The infos of one environment's reply, each pickled, by row and kind.
+Sent = dict[tuple[int, str], bytes]
+
 # ---- in a worker -------------------------------------------------------------------------------
 
 
 class InfoOutbox:
     """The infos of one worker for the main process. They are pickled at once: environments may use a dict again."""
 
-    def __init__(self, env_ranks: Sequence[int]) -> None:
-        self._env_ranks, self._pickled = env_ranks, dict[int, dict[str, bytes]]()
-
-    def __bool__(self) -> bool:
-        return bool(self._pickled)
+    def __init__(self, env_ranks: Sequence[int], env_of: Sequence[int], first_row: int) -> None:
+        """`env_of`: the environment of each row. `first_row`: the first row of this worker among those of all."""
+        self._env_ranks, self._env_of, self._first_row = env_ranks, env_of, first_row
+        self.pickled: dict[int, Sent] = {}  #: by environment
 
     def put(self, row: int, info: Mapping[str, Any], kind: str = INFO) -> None:
         """Raises `SpaceError` naming the entry that cannot be pickled."""
-        self._pickled.setdefault(row, {})[kind] = _pickled_info(info, self._env_ranks[row])
+        own = self.pickled.setdefault(self._env_of[row], {})
+        own[self._first_row + row, kind] = _pickled_info(info, self._env_ranks[row])
 
     def end(self, row: int) -> None:
         """The info of this row was that of the last step of an episode."""
-        if row in self._pickled and INFO in (kinds := self._pickled[row]):
-            kinds[FINAL_INFO] = kinds.pop(INFO)
+        own = self.pickled.get(self._env_of[row], {})
+        if (info := own.pop((self._first_row + row, INFO), None)) is not None:
+            own[self._first_row + row, FINAL_INFO] = info
 
-    def take(self, env_of: Sequence[int], first_row: int) -> list[tuple[int, dict[int, dict[str, bytes]]]]:
-        """What was put since the last call: for each environment, pickled infos by row of all workers and kind."""
-        by_env: dict[int, dict[int, dict[str, bytes]]] = {}
-        for row, kinds in self._pickled.items():
-            by_env.setdefault(env_of[row], {})[first_row + row] = kinds
-        self._pickled = {}
-        return sorted(by_env.items())
+    def take(self) -> list[tuple[int, Sent]]:
+        """What was put since the last call, by environment."""
+        pickled, self.pickled = sorted(self.pickled.items()), {}
+        return pickled
 
 
 def keeps_types(arrays: Any, value: object) -> bool:
@@ -137,17 +138,24 @@ def _batch_ends(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str
 
 
 def merged_batches(
-    infos: Mapping[int, Any], slices: Mapping[int, slice], rows: npt.NDArray[np.intp], done: Any, final: Any
+    infos: Infos, groups: Sequence[range], rows: npt.NDArray[np.intp], ended: npt.NDArray[np.intp], final: Any
 ) -> dict[str, Any]:
-    """The infos of several workers as one batch of the rows `rows`. `infos` has them by the first row of the worker,
-    and `slices` says where its rows are in the batch. With the final observations `final` where `done`."""
-    parts = [(own, infos.get(first, {})) for first, own in slices.items()]
-    merged: dict[str, Any] = _merged(parts, len(rows), "info") if infos else {}
-    if ended := done.nonzero()[0].tolist():
-        final_obs = np.full(len(rows), None)
-        for k in ended:
-            final_obs[k] = copy_rows(final, int(rows[k]))
-        merged.update(final_obs=final_obs, final_info=merged.get("final_info", {}))
+    """The infos of several workers as one batch of the rows `rows`, with the final observations `final` of those that
+    have `ended`. `groups` are the rows of each worker."""
+    merged: dict[str, Any] = {}
+    if infos:
+        own, firsts = dict(infos), rows.searchsorted([group.start for group in groups]).tolist()
+        parts = [
+            (slice(at, at + len(group)), own.get(group.start, {}))
+            for at, group in zip(firsts, groups, strict=True)
+            if at < len(rows) and rows[at] == group.start
+        ]
+        merged = _merged(parts, len(rows), "info")
+    if len(ended):
+        done, final_obs = np.zeros(len(rows), np.bool_), np.full(len(rows), None)
+        for k, row in zip(rows.searchsorted(ended).tolist(), ended.tolist(), strict=True):
+            done[k], final_obs[k] = True, copy_rows(final, row)
+        merged = {**merged, "final_obs": final_obs, "final_info": merged.get("final_info", {})}
         merged.update(_final_obs=done, _final_info=done.copy())
     return merged
 

@@ -72,8 +72,14 @@ def test_numbers_are_gathered(numbers: list[Any]) -> None:
     assert put_row(row[np.newaxis], 0, numbers)
     assert same(row, np.asarray(numbers, np.float32))
     row[:] = 0
-    assert put_row(row[np.newaxis], 0, [np.float64(number) for number in numbers])
+    doubles = [np.float64(number) for number in numbers]
+    assert put_row(row[np.newaxis], 0, doubles)
     assert same(row, np.asarray(numbers, np.float32))
+    exact = np.zeros(len(numbers))
+    for each in (doubles, [float(number) for number in numbers]):
+        exact[:] = 0
+        assert put_row(exact[np.newaxis], 0, each)
+        assert same(exact, np.array(doubles))
 
 
 @given(shape=shapes, seed=st.integers(0, 2**32))
@@ -181,7 +187,7 @@ SWAPPED = np.dtype(np.float64).newbyteorder()
         (np.zeros(2, object), np.zeros(2, object)),
         (np.zeros(2, "M8[s]"), np.zeros(2, "M8[D]")),
         (np.zeros(2, "V8"), np.zeros(2, "V8")),
-        (np.zeros(4), [0.0] * 4),
+        (np.zeros(4), [0] * 4),
         ([0.0] * 4, np.zeros(4)),
         (np.zeros(4), None),
         (None, None),
@@ -244,7 +250,8 @@ def test_rows_that_do_not_fit_are_not_gathered(values: Any) -> None:
 )
 def test_what_is_no_ordinary_number_is_not_gathered(value: Any) -> None:
     assert put_row(np.zeros((1, 2), np.float32), 0, [0.0, value]) is False
-    assert put_row(np.zeros((1, 1), np.float64), 0, [0.0]) is False
+    assert put_row(np.zeros((1, 1), np.float64), 0, [0]) is False
+    assert put_row(np.zeros((1, 1), np.float16), 0, [0.0]) is False
     assert put_row(np.zeros((1, 1), np.int32), 0, [0]) is False
     assert put_row(np.zeros((1, 1, 1), np.float32), 0, [0.0]) is False
 
