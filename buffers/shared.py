@@ -86,7 +86,8 @@ class NamedMemory:
         try:
             self._allocate(anonymous_file("penstock"))
         except OSError as error:  # the memory is used up, or RLIMIT_AS is reached
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # not memory, but descriptors are missing
+            # Descriptors are missing, or a signal handler of the user's has raised a TimeoutError.
+            if error.errno in (errno.EMFILE, errno.ENFILE, None):
                 raise
             raise ConfigError(
                 f"{purpose} needs {self.nbytes:,} bytes of shared memory: {error.strerror}. Raise the limit "

@@ -47,14 +47,15 @@ def _has_arrived(rows: _Words, opened: _Words, rank: int) -> bool:
     return bool(rows[rank, ARRIVED] == opened[rank])
 
 
-def _open_kind(rows: _Words, replied: _Words, rank: int) -> int:
-    """The kind of this worker's open request; 0 if it has none."""
-    word: int = rows[rank, REQUESTED]
-    return 0 if word >> KIND_BITS == replied[rank, REPLIED] else word & _KIND
+def _open_request(rows: _Words, replied: _Words, rank: int) -> tuple[int, int]:
+    """The number of this worker's last request, and its kind if it is open; the kind is 0 otherwise."""
+    word: int = rows[rank, REQUESTED]  # read once: the next request may come at any moment
+    number = word >> KIND_BITS
+    return number, 0 if number == replied[rank, REPLIED] else word & _KIND
 
 
 def _is_urgent_or_all_idle(rows: _Words, opened: _Words, replied: _Words, n_workers: int) -> bool:
-    kinds = [_open_kind(rows, replied, rank) for rank in range(n_workers)]
+    kinds = [_open_request(rows, replied, rank)[1] for rank in range(n_workers)]
     return URGENT in kinds or all(kind or _has_arrived(rows, opened, rank) for rank, kind in enumerate(kinds))
 
 
@@ -99,8 +100,8 @@ def _look(rows: _Words, opened: _Words, replied: _Words, n_workers: int) -> Look
     fingerprint = _fingerprint(rows, n_workers)  # first: what comes during the look changes the next one
     urgent, ordinary, busy, numbers = list[int](), list[int](), list[int](), list[int]()
     for rank in range(n_workers):
-        numbers.append(rows[rank, REQUESTED] >> KIND_BITS)
-        kind = _open_kind(rows, replied, rank)
+        number, kind = _open_request(rows, replied, rank)
+        numbers.append(number)
         if kind:
             (urgent if kind == URGENT else ordinary).append(rank)
         elif not _has_arrived(rows, opened, rank):

@@ -249,6 +249,19 @@ def test_memory_that_runs_out_all_the_same_is_a_clear_error_and_leaves_nothing(m
     assert descriptors() == before
 
 
+def test_a_time_limit_of_the_user_is_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler may raise TimeoutError at any moment. It is an OSError, but not the system's."""
+
+    def handler(*_: Any) -> None:
+        raise TimeoutError("my time is up")
+
+    monkeypatch.setattr(os, "posix_fallocate", handler)
+    before = descriptors()
+    with pytest.raises(TimeoutError, match="my time is up"):
+        NamedMemory(specs_of((4,), dtype=np.uint8), shared=True, purpose="a buffer")
+    assert descriptors() == before
+
+
 # ---- the end -----------------------------------------------------------------------------------
 
 

@@ -33,6 +33,16 @@ def block_of(workers: list[tuple[int, int, int, int, int]]) -> ControlBlock:
     return control
 
 
+class Asking(np.ndarray[Any, np.dtype[np.int64]]):
+    """Rows of workers, in which the next request comes right after each read of the number of the last one."""
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        if isinstance(at, tuple) and at[1] == REQUESTED:
+            self[at] = found + (1 << KIND_BITS)
+        return found
+
+
 RUNNING, ARRIVED_ONE = (1, 0, 5, 1, 5), (2, 2, 5, 1, 5)
 STEP, VALUE = (1, 0, 6, 1, 5), (1, 0, 6, URGENT, 5)
 
@@ -46,6 +56,14 @@ def test_a_look_says_what_every_worker_does(compiled: bool) -> None:
     assert look(*control.block, 5)[-1] == fingerprint
     control.progress(0).arrived = 1
     assert look(*control.block, 5)[-1] != fingerprint
+
+
+def test_a_request_that_comes_during_a_look_is_left_to_the_next_look() -> None:
+    """The number must be that of the request whose kind was read: the reply repeats it."""
+    rows, opened, replied = (np.array(words) for words in block_of([RUNNING]).block)
+    replied[0, 0] = 6  # the fingerprint reads the number 5; at the look it is 6, which has its reply
+    urgent, ordinary, busy, numbers, _ = native.PYTHON["look"](rows.view(Asking), opened, replied, 1)
+    assert (urgent, ordinary, busy, numbers) == ([], [], [0], [6])
 
 
 @pytest.mark.parametrize("compiled", BOTH)
