@@ -81,7 +81,7 @@ def test_ctrl_c_in_the_terminal(tmp_path: Path, start_method: str) -> None:
             _, stderr = script.end()
             note("Ctrl-C to the end of the script, s", time.monotonic() - began, 3.0 * SLACK)
             gone_after(everyone, began, 3.0 * SLACK + LEFT_SECONDS)
-        assert script.process.returncode == -signal.SIGINT
+        assert script.process.returncode == -signal.SIGINT, stderr
         assert stderr.count("Traceback") == 1, stderr
         assert stderr.rstrip().endswith("KeyboardInterrupt")
         assert len(stderr.splitlines()) <= 15 + 2, stderr  # two are of the program that runs the script
