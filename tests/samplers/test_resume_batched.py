@@ -27,7 +27,7 @@ from penstock import (
     SerialSampler,
     TrajInfo,
 )
-from penstock.envs import BatchedCartPole, EnvContext
+from penstock.envs import BatchedCartPole, CountingEnv, EnvContext
 
 from ..batched_support import assert_as_plain_loop, env_seeds
 from ..scale import scaled, with_start_methods
@@ -43,9 +43,9 @@ EVALUATED = {"eval_n_envs": 2, "eval_max_steps": 60}
 cartpole = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 
 
-def synced(num_envs: int, mode: AutoresetMode, copy: bool = True) -> Any:
+def synced(num_envs: int, mode: AutoresetMode, copy: bool = True, env_fn: Any = cartpole) -> Any:
     """Without `copy`, it returns the same array at each step."""
-    return SyncVectorEnv([cartpole] * num_envs, autoreset_mode=mode, copy=copy)
+    return SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode, copy=copy)
 
 
 def wrapped(num_envs: int) -> Any:
@@ -142,6 +142,8 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "CartPole, NEXT_STEP": (partial(synced, mode=NEXT, copy=False), RandomAgent, EVALUATED),
     "CartPole, DISABLED": (partial(synced, mode=DISABLED, copy=False), RandomAgent, EVALUATED),
     "batched CartPole": (partial(BatchedCartPole, max_episode_steps=25), RandomAgent, EVALUATED),
+    # Its episodes end in the last step before it is saved: N * batch_T is 4 more than a multiple of 5.
+    "a reset is due": (partial(synced, mode=NEXT, env_fn=partial(CountingEnv, 4)), RandomAgent, {}),
     "get_state": (Walks, RandomAgent, {"env_info": {"x": 0.0}}),
     "wrapped": (wrapped, RandomAgent, {"env_info": {"x": 0.0}}),
     "state, NEXT_STEP": (partial(synced, mode=NEXT), partial(recurrent, "step"), {}),
@@ -162,7 +164,7 @@ def test_a_run_continues_as_a_plain_loop_goes_on(kind: str) -> None:
     check(kind, SerialSampler)
 
 
-@with_start_methods("kind", scaled([*KINDS], ["CartPole, SAME_STEP", "CartPole, NEXT_STEP", "get_state", "three rows"]))
+@with_start_methods("kind", scaled([*KINDS], ["CartPole, SAME_STEP", "a reset is due", "get_state", "three rows"]))
 def test_a_run_with_workers_continues_as_a_plain_loop_goes_on(kind: str, start_method: str) -> None:
     check(kind, ParallelSampler, start_method=start_method)
 
