@@ -120,6 +120,8 @@ class Recorder:
         samples.begin_batch(None if self._is_first else self._before)
         if self._is_first or self._rejoined:
             columns.write_observations(samples.observation_rows[0])
+            if columns.idle:  # a saved run may have ended where the next step only resets
+                columns.blank_idle(samples.observation_rows[0])
         if self._is_first:
             # Row 0 is not written earlier, because the user may still read it while a killed worker is replaced.
             samples.episode_start[...] = self._episode_start

@@ -64,13 +64,13 @@ class BatchedColumns(PolicyColumns, Columns):
     def __init__(
         self, env: VectorEnv[Any, Any, Any], env_ranks: Sequence[int], progress: Progress, checks: Checks = NO_CHECKS
     ) -> None:
-        self.env, self.env_ranks, self.progress = env, env_ranks, progress
+        self.env_ranks, self.progress = env_ranks, progress
         self.checks = checks
-        self.envs, self.policies = [env], (self,)
+        self.policies = (self,)
+        self._use(env)
         self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
         mode = _mode_of(env)
         self._resets_at_once, self._resets_late = mode is AutoresetMode.SAME_STEP, mode is AutoresetMode.NEXT_STEP
-        self._step_into = step_into_of(env, env_ranks[0])
         self._options: dict[str, Any] | None = None  # of the reset that runs
         self._as_taken: SeedForm | None = None  # one of _PER_COLUMN or _FOR_ALL, when it is known
         # Final observations are written into this row `[1, B, ...]`, which checks and casts them.
@@ -88,6 +88,9 @@ class BatchedColumns(PolicyColumns, Columns):
         self._resetting: list[int] = []  # the columns that the next step only resets (`AutoresetMode.NEXT_STEP`)
         self._own = PolicyEvents()
         self._events = Events([], (self._own,))
+
+    def _use(self, env: Any) -> None:
+        self.env, self.envs, self._step_into = env, [env], step_into_of(env, self.env_ranks[0])
 
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
         return ((e,),)
@@ -165,13 +168,25 @@ class BatchedColumns(PolicyColumns, Columns):
         return None
 
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
-        """See `Columns`. With `starts`, `envs` are all rows: the environment gets all seeds in one call."""
+        """See `Columns`. With `starts`, `envs` are all rows: the environment gets all seeds, or one state."""
+        if starts is not None and starts[0].state is not None:
+            self._continue(*starts[0].state)
+            return (envs,)
         if starts is not None:
             self.waiting, self._options = [], starts[0].options
             self._reset_all([start.seed for start in starts])
             return (envs,)
         self._reset_columns(envs)
         return _NOBODY if self._resets_at_once or self._resets_late else (envs,)
+
+    def save(self, e: int) -> Any:
+        return snapshot(self.observations), self.waiting, self._resetting
+
+    def _continue(self, kind: str, data: bytes, saved: Any) -> None:
+        """Let the environment, and so all rows, continue a saved run."""
+        self._use(self._load(self.env, kind, data))
+        self.observations, self.waiting, resetting = saved
+        self._note_resetting(resetting)
 
     def _reset_columns(self, columns: Sequence[int]) -> None:
         """Start the next episodes of `columns` with one call, unless the environment resets itself."""

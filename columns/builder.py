@@ -106,7 +106,7 @@ class EnvBuilder:
         self._check_spaces(env, context, "single_")
         return env
 
-    def replace(self, old: gym.Env[Any, Any], new: gym.Env[Any, Any]) -> None:
+    def replace(self, old: Any, new: Any) -> None:
         """Close `old`, which was built here, and remember `new` in its place."""
         at = next(i for i, (_, env) in enumerate(self._built) if env is old)
         self._built[at] = self._built[at][0], new

@@ -22,7 +22,7 @@ from penstock.buffers.tree import map_tree, tree_leaves
 from penstock.envs.checks import Checks, check_row
 from penstock.envs.infos import InfoWriter, element
 from penstock.envs.rows import ColumnError, arrays_like, write_cell
-from penstock.envs.state import StateKind
+from penstock.envs.state import StateKind, load_env
 from penstock.errors import ConfigError, SpaceError
 from penstock.workers.control import Progress
 
@@ -47,7 +47,8 @@ class Start(NamedTuple):
     options: dict[str, Any] | None = None  #: for `env.reset`; None: not given
     #: After the reset, make these steps: pairs of an action and the reward that it must bring. The episode is repeated.
     actions: Sequence[tuple[Any, Any]] | None = None
-    #: In place of a reset, load this: what `penstock.envs.state.save_env` has returned, and what `Columns.save` has.
+    #: In place of a reset, load this: what `penstock.envs.state.save_env` has returned, and what `Columns.save` has. A
+    #: batched environment is loaded as a whole.
     state: tuple[StateKind, bytes, Any] | None = None
     #: From this reset on, episodes are numbered from 0, with the seeds of this generation of streams. None: go on.
     generation: int | None = None
@@ -209,6 +210,8 @@ class Columns(ABC):
     can_step_one = True  #: whether an environment can be stepped, and reset with a seed, without the others
     keeps_seeds = False  #: whether an environment that was built again gets the seed of its `Start`
     episodes: EpisodeRecorder | None = None  #: numbers and seeds the episodes, and keeps their actions; None: no need
+    #: Called with the old environment and the one that was loaded in its place.
+    when_replaced: Callable[[Any, Any], None] | None = None
 
     @abstractmethod
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
@@ -225,9 +228,16 @@ class Columns(ABC):
         With `row`, environments may write into this row of `into`. Returns None if nothing has ended or joined."""
 
     def save(self, e: int) -> Any:
-        """What to give back in `Start.state` so that environment e continues as it is now. Raises `ConfigError` if this
-        kind of environment cannot be saved."""
+        """What to give back in `Start.state` so that environment e continues as it is now; of a batched one, all rows.
+        Raises `ConfigError` if this kind of environment cannot be saved."""
         raise ConfigError(f"environments in {type(self).__name__} cannot be saved")
+
+    def _load(self, env: Any, kind: str, data: bytes) -> Any:
+        """`env` with this state, or a new one in its place."""
+        new = load_env(env, kind, data)
+        if new is not env and self.when_replaced is not None:
+            self.when_replaced(env, new)
+        return new
 
     @abstractmethod
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:

@@ -18,7 +18,6 @@ from penstock.columns.single_columns import ListedColumns
 from penstock.columns.stepping import store_game_step
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
 from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent, has_vanished
-from penstock.envs.state import load_env
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase, Progress
 
@@ -106,8 +105,6 @@ class LockStepColumns(Columns):
     policies: Sequence[SeatColumns]
     renewals: Renewals | None = None
     renewable: tuple[type[Exception], ...] = ()  #: see `SingleColumns`
-    #: Called with the old environment and the one that was loaded in its place.
-    when_replaced: Callable[[Any, Any], None] = staticmethod(lambda old, new: None)
 
     def __init__(self, envs: list[ParallelView], policies: Sequence[SeatColumns], env_ranks: Sequence[int]) -> None:
         self.envs: list[Any] = envs
@@ -214,9 +211,7 @@ class LockStepColumns(Columns):
         if start.state is None:
             return False
         kind, data, saved = start.state
-        env, new = self.envs[e], load_env(self.envs[e], kind, data)
-        if new is not env:
-            self.when_replaced(env, new)
+        if (new := self._load(self.envs[e], kind, data)) is not self.envs[e]:
             self._use(e, new)
         self.clear(e)
         self._ended[e] = set(saved["ended"])

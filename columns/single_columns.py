@@ -34,7 +34,6 @@ from penstock.envs.examples import example_of
 from penstock.envs.infos import InfoWriter
 from penstock.envs.recorded_episode import follow
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
-from penstock.envs.state import load_env
 from penstock.envs.video import recorded
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Phase, Progress
@@ -175,8 +174,6 @@ class SingleColumns(ListedColumns, Columns):
         n_stepped = sum(step_into is None for *_, step_into in self._bound)
         self._returned = Returned(n_stepped, always=checks.debug)
         self._writes_in_place = n_stepped < len(envs)
-        #: Called with the old environment and the one that was loaded in its place.
-        self.when_replaced: Callable[[Any, Any], None] = lambda old, new: None
         self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
         self._ends: list[End] = []
         self._own = PolicyEvents()
@@ -255,9 +252,7 @@ class SingleColumns(ListedColumns, Columns):
         env, env_rank = self.envs[e], self.env_ranks[e]
         if start.state is not None:
             kind, data, observation = start.state
-            new = load_env(env, kind, data)
-            if new is not env:
-                self.when_replaced(env, new)
+            if (new := self._load(env, kind, data)) is not env:
                 self._use(e, new)
         elif start.actions is not None:
             assert start.seed is not None

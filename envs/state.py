@@ -6,15 +6,19 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, cast
 
 import cloudpickle
 import gymnasium as gym
 import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from penstock.buffers.reports import in_one_line
-from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, env_factories
+from penstock.envs.checks import reset_with
+from penstock.envs.factory import EnvContext, EnvFn, env_factories
 from penstock.envs.seats import ParallelView, TurnView, is_parallel, random_move, view_of
 from penstock.errors import ConfigError, brief
 
@@ -27,13 +31,19 @@ _RESULTS = ("observation", "reward", "terminated", "truncated", "the list of age
 
 
 def check_env_state(
-    env_fn: EnvFn, env_kwargs: Mapping[str, Any] | None = None, *, n_steps: int = 100, seed: int = 0
+    env_fn: EnvFn,
+    env_kwargs: Mapping[str, Any] | None = None,
+    *,
+    n_steps: int = 100,
+    seed: int = 0,
+    num_envs: int | None = None,
 ) -> StateKind:
     """Prove that an environment continues exactly after it was saved and loaded, as `sampler.state_dict` needs it.
 
     The environment is saved at three points of its episodes. The copy and the original then get the same random
     actions, `n_steps` of them, and are reset without a seed. Observations, rewards, `terminated` and `truncated` must
-    be equal all the time. A PettingZoo `ParallelEnv` is checked in the same way, with the dicts that it returns.
+    be equal all the time. A PettingZoo `ParallelEnv` is checked in the same way, with the dicts that it returns. With
+    `num_envs`, `env_fn` makes a batched environment of so many rows, which is checked as a whole.
 
     Returns how it is saved: "get_state" if the environment, or one inside its wrappers, has the methods `get_state()`
     and `set_state(state)`; otherwise "pickle". The attributes of the wrappers around `get_state` are saved too.
@@ -42,22 +52,25 @@ def check_env_state(
     an `EzPickle` base class is refused: its copy is a new environment, not one in the same state.
     """
     factory = replace(env_factories(env_fn, env_kwargs, 1)[0], as_seats=view_of)
-    return check_resumable(factory, EnvContext(0, -1, seed, None), n_steps, seed)
+    build = factory if num_envs is None else partial(factory.batched, num_envs)
+    return check_resumable(build, EnvContext(0, -1, seed, None), n_steps, seed)
 
 
 def check_resumable(
-    factory: EnvFactory,
+    build: Callable[[EnvContext], Any],
     context: EnvContext,
     n_steps: int = 100,
     seed: int = 0,
     on_step: Callable[[], object] = lambda: None,
 ) -> StateKind:
-    """As `check_env_state`, for one factory. Calls `on_step` after each step."""
-    env = factory(context)
+    """As `check_env_state`, for what `build` makes. Calls `on_step` after each step."""
+    env = build(context)
     try:
         if isinstance(env, TurnView):
             raise ConfigError("a game in turns has decisions that are open between two batches: it cannot be saved")
         play = _GamePlay(env, seed) if isinstance(env, ParallelView) else _Play(env, seed)
+        if isinstance(env, VectorEnv):
+            play = _BatchedPlay(env, seed)
         play.reset(env, seed=seed)
         for _ in range(_N_CHECKED):
             for _ in range(1 + n_steps // _N_CHECKED):
@@ -68,7 +81,7 @@ def check_resumable(
             if play.is_over:
                 play.reset(env)
             kind, data = save_env(env)
-            other = _new_copy(factory, context, (env, kind, data), seed)
+            other = _new_copy(build, context, (env, kind, data), seed)
             try:
                 _compare(env, other, play, n_steps, on_step)
             finally:
@@ -125,13 +138,44 @@ class _GamePlay(_Play):
         return [*results, list(env.agents)]
 
 
-def _new_copy(factory: EnvFactory, context: EnvContext, saved: tuple[Any, StateKind, bytes], seed: int) -> Any:
+class _BatchedPlay(_Play):
+    """The same for a batched environment. It is over where rows wait for their reset."""
+
+    def __init__(self, env: Any, seed: int) -> None:
+        super().__init__(env, seed)
+        self._over: Any = np.zeros(env.num_envs, np.bool_)
+        self._waits = env.metadata.get("autoreset_mode") in (AutoresetMode.DISABLED, AutoresetMode.DISABLED.value)
+
+    def reset(self, env: Any, seed: int | None = None) -> Any:
+        self.is_over = False
+        options = {"reset_mask": self._over.copy()} if self._over.any() else None
+        result = reset_with(env, None, options) if seed is None else _seeded(env, seed)
+        return copy.deepcopy(result[0])
+
+    def step(self, env: Any, action: Any) -> Any:
+        result = copy.deepcopy(env.step(copy.deepcopy(action))[:4])
+        self._over = np.logical_or(result[2], result[3]) & self._waits
+        self.is_over = bool(self._over.any())
+        return result
+
+
+def _seeded(env: Any, seed: int) -> Any:
+    """`env.reset`. A batched environment may take one seed for each row, as a list or an array, or one number."""
+    if isinstance(env, VectorEnv):
+        seeds = [seed + b for b in range(env.num_envs)]
+        for form in cast(Any, (seeds, np.array(seeds))):
+            with suppress(Exception):  # each environment refuses it in its own way
+                return env.reset(seed=form)
+    return env.reset(seed=seed)
+
+
+def _new_copy(build: Callable[[EnvContext], Any], context: EnvContext, saved: tuple[Any, Any, Any], seed: int) -> Any:
     original, kind, data = saved
     if kind == "pickle":
         return load_env(original, kind, data)
-    env = factory(context)
+    env = build(context)
     try:
-        env.reset(seed=seed + 1)
+        _seeded(env, seed + 1)
         return load_env(env, kind, data)
     except BaseException:
         env.close()
@@ -193,10 +237,10 @@ def save_env(env: Any) -> tuple[StateKind, bytes]:
             {name: value for name, value in vars(layer).items() if name != "env"} for layer in layers[:n_outside]
         ]
         return "get_state", _dumps((outside, layers[n_outside].get_state()), layers)
-    except ConfigError:
-        raise
     except Exception as error:  # saving runs the user's code
-        raise ConfigError(f"{env} cannot be saved: {in_one_line(error)}") from error
+        why = str(error) if isinstance(error, ConfigError) else f"{env} cannot be saved: {in_one_line(error)}"
+        whom = env if isinstance(env, VectorEnv) else "it"
+        raise ConfigError(f"{why}. Give {whom} get_state() and set_state(state)") from error
 
 
 def load_env(env: Any, kind: str, data: bytes) -> Any:
@@ -217,7 +261,9 @@ def load_env(env: Any, kind: str, data: bytes) -> Any:
 def _layers(env: Any) -> list[Any]:
     """`env` and what it wraps, the outermost first."""
     layers = [env]
-    while isinstance(layers[-1], gym.Wrapper) or (is_parallel(layers[-1]) and is_parallel(vars(layers[-1]).get("env"))):
+    while isinstance(layers[-1], gym.Wrapper | VectorWrapper) or (
+        is_parallel(layers[-1]) and is_parallel(vars(layers[-1]).get("env"))
+    ):
         layers.append(layers[-1].env)
     return layers
 
@@ -237,8 +283,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """How `value` is pickled."""
         if any(cls.__name__ == "EzPickle" for cls in type(value).__mro__):
             raise ConfigError(
-                f"{type(value).__name__} is an EzPickle: pickle makes a new environment of it, and loses its state. "
-                "Give it get_state() and set_state(state)"
+                f"{type(value).__name__} is an EzPickle: pickle makes a new environment of it, and loses its state"
             )
         return super().reducer_override(value)
 

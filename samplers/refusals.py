@@ -54,8 +54,8 @@ TABLE = (
     ),
     Row(
         (BATCHED,),
-        (RENEWAL, INFO_MASK, STATES),
-        "one row of it cannot be built again, wrapped or saved without the others",
+        (RENEWAL, INFO_MASK),
+        "one row of it cannot be built again or wrapped without the others",
         'Use single environments. A mask in the observations works: mask_key="observation.NAME"',
     ),
     Row(

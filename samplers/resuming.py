@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import cloudpickle
@@ -20,6 +21,7 @@ from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.reports import dump_exception, in_one_line
 from penstock.collectors.collector import Collector, restart_agent
 from penstock.collectors.evaluation import EvalCollector
+from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.interface import Start
 from penstock.envs.factory import EnvContext, EnvFactory, descriptions, env_factories
@@ -28,7 +30,7 @@ from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
 from penstock.envs.state import StateKind, check_resumable, is_same, save_env
 from penstock.errors import ConfigError, RepeatError, SamplerBrokenError, SamplerStateError, brief
 from penstock.samplers.metrics import COUNTS
-from penstock.samplers.refusals import BATCHED, STATES, refuse
+from penstock.samplers.refusals import STATES
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.samplers.seating import Chooser, column_streams
 from penstock.workers.control import Phase
@@ -38,13 +40,14 @@ if TYPE_CHECKING:
 
 #: How an environment continues: "get_state", "pickle" and "repeat" are exact.
 RESEEDED = "reseeded"
-KINDS = "get_state", "pickle", "repeat", RESEEDED
+ROW = "row"  #: it is exact too: a row of a batched environment that is saved in the column of its first row
+KINDS = "get_state", "pickle", "repeat", ROW, RESEEDED
 
 
 class SavedColumn(TypedDict):
     """One column of a saved run, as text and bytes."""
 
-    kind: str  #: "get_state", "pickle", "repeat" or "reseeded"
+    kind: str  #: "get_state", "pickle", "repeat", "row" or "reseeded"
     why: str  #: why it is reseeded; empty otherwise
     #: Everything that the column needs to continue, pickled; None if it is reseeded. Not `b""`: torch.save writes empty
     #: bytes as a call, which torch.load refuses.
@@ -121,6 +124,9 @@ class SaveMessage(StateMessage):
         """The columns by env_rank, and the counts of the evaluation environments."""
         env_ranks = parts.plan.env_ranks
         columns = {env_rank: self._save(parts, column) for column, env_rank in enumerate(env_ranks)}
+        if isinstance(parts.collector.columns, BatchedColumns):  # its rows continue together, or not at all
+            lost = [column for column in columns.values() if column["kind"] == RESEEDED]
+            columns = {rank: SavedColumn(**lost[0]) if lost else column for rank, column in columns.items()}
         evaluator = parts.eval_collector
         counts = (0, 0) if evaluator is None else (evaluator._n_evaluations, evaluator.streams.generation)
         return columns, dict.fromkeys(parts.plan.eval_env_ranks, counts)
@@ -132,8 +138,9 @@ class SaveMessage(StateMessage):
         assert isinstance(collector, Collector)
         columns = collector.columns
         episodes = None if collector._episodes is None else collector._episodes.column_state(column)
-        kind, env, why = "", b"", _why_not_resumable(parts, column)
-        if not why:
+        kind, env, why = ROW, b"", _why_not_resumable(parts, column)
+        is_row = isinstance(columns, BatchedColumns) and column > 0
+        if not why and not is_row:
             try:
                 kind, env = save_env(columns.envs[column])
             except ConfigError as error:
@@ -144,7 +151,7 @@ class SaveMessage(StateMessage):
             kind = "repeat"
         values = {
             "env": env,
-            "columns": columns.save(column),
+            "columns": None if is_row else columns.save(column),
             "episodes": episodes,
             "collector": collector.column_state(column),
             "agents": collector.agent_states(column),
@@ -164,9 +171,13 @@ def _why_not_resumable(parts: WorkerParts, column: int) -> str:
     for other, why in parts.proofs:
         if other.fn is factory.fn and other.kwargs is factory.kwargs:
             return why
-    progress, why = parts.collector.progress, ""
+    progress, columns, why = parts.collector.progress, parts.collector.columns, ""
+    build: Any = factory
     try:
-        check_resumable(factory, parts.context(column), on_step=lambda: progress.enter(Phase.CALLING))
+        if isinstance(columns, BatchedColumns):
+            save_env(columns.env)  # where this fails, no second one is built
+            build = partial(factory.batched, len(columns))
+        check_resumable(build, parts.context(column), on_step=lambda: progress.enter(Phase.CALLING))
     except ConfigError as error:
         why = str(error)
     except Exception as error:  # the user's environment may raise anything
@@ -231,11 +242,11 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     else:
         start = Start(state=(cast(StateKind, saved["kind"]), state["env"], state["columns"]))
     try:
-        columns.reset([column], [start])
+        if saved["kind"] != ROW:
+            columns.reset([column], [start])
     except RepeatError as error:
         return str(error)
-    last = columns.save(column)
-    if saved["kind"] == "repeat" and not is_same(last, state["columns"]):
+    if saved["kind"] == "repeat" and not is_same(last := columns.save(column), state["columns"]):
         return f"its last observation differs after its episode was repeated: {brief(last)}"
     collector.load_column_state(column, state["collector"])
     collector.load_agent_states(column, state["agents"])
@@ -246,13 +257,14 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
 
 # ---- the main process ---------------------------------------------------------------------------
 
-_FORMAT = 5
+_FORMAT = 6
 _LARGEST_COUNT = 2**63
 _MOST_LISTED = 5
 #: What to do if the saved run had something else.
 _REMEDIES = {
     "env_ranks": "use as many environments as the saved run, with the same env_ranks",
     "environments": "use the env_fn and the env_kwargs of the saved run",
+    "batched": "give batched as in the saved run",
     "spaces": "use the environments of the saved run",
     "policies": "let policy_of return the same policies for the same agents",
     "classes": "use an agent, a collector and a TrajInfo of the same classes",
@@ -276,7 +288,7 @@ class ResumeReport:
 
 def save_run(run: Run, env_state: str) -> dict[str, Any]:
     """See `Sampler.state_dict`."""
-    _check_restorable(run)
+    run.require(STATES)
     server = run.acting.server
     untrusted = _class_without_column_state(run.config.collector_cls, *map(type, run.agents.values()))
     answers = run.send(SaveMessage(env_state != "never", untrusted), "state_dict")
@@ -304,11 +316,13 @@ def save_run(run: Run, env_state: str) -> dict[str, Any]:
 
 def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeReport:
     """See `Sampler.load_state_dict`. `sampler` is the name of the class."""
-    _check_restorable(run)
+    run.require(STATES)
     if run.batches.held:
         raise SamplerStateError("load_state_dict must be called after initialize, before the first batch")
     server, control = run.acting.server, run.memory.control
     _check_state(state, described(run), sampler)
+    if run.config.batched:
+        _check_rows(state["columns"], [plan.env_ranks[0] for plan in run.plans])
     counts = {tuple(each) for each in state["evaluations"].values()}
     generation = state["generation"] + 1
     # A worker that is replaced from now on gets streams that were never used.
@@ -340,11 +354,6 @@ def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeRepo
     return ResumeReport(tuple(rank for rank in state["columns"] if rank not in refused), refused)
 
 
-def _check_restorable(run: Run) -> None:
-    run.require(STATES)
-    refuse({STATES: True, BATCHED: run.config.batched})
-
-
 def _server_cells(run: Run) -> list[range]:
     """The columns of the inference server's agent in each environment."""
     return [run.seating.train.cells(0, range(b, b + 1)) for b in range(run.config.batch_B)]
@@ -364,6 +373,7 @@ def described(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "env_ranks": [rank for plan in run.plans for rank in plan.env_ranks],
         "environments": descriptions(env_factories(config.env_fn, config.env_kwargs, config.batch_B)),
+        "batched": config.batched,
         "spaces": [str(agent.observation_space), str(agent.action_space)],
         "agents": [list(own) for own in run.seating.train.agents] if run.seating.has_games else None,
         "policies": [list(run.agents), *(map(list, run.seating.train.policy) if run.seating.has_games else ())],
@@ -443,6 +453,17 @@ def _check_columns(state: Mapping[str, Any]) -> None:
             raise ConfigError(f"this state is damaged: its column {rank} has no state of the inference server")
     if _differs(state["checksum"], checksum({rank: columns[rank] for rank in state["env_ranks"]})):
         raise ConfigError("this state is damaged: the checksum of its columns differs. Load another one")
+
+
+def _check_rows(columns: Mapping[int, Any], own: list[int]) -> None:
+    """Raise `ConfigError` unless each saved batched environment is that of one worker. `own` are the first rows."""
+    kinds = {rank: column["kind"] for rank, column in columns.items() if column["kind"] != RESEEDED}
+    if any((kind == ROW) is (rank in own) for rank, kind in kinds.items()):
+        saved = [rank for rank, kind in kinds.items() if kind != ROW]
+        raise ConfigError(
+            f"the batched environments of the saved run begin at env_rank {brief(saved)}, those of this sampler at "
+            f"{brief(own)}, and their rows cannot be divided: use n_workers and rows_per_env as in the saved run"
+        )
 
 
 def _load_server_agent(

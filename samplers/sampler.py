@@ -385,7 +385,7 @@ class Sampler(ABC):
         With `env_state="auto"`, each environment is saved exactly if a check shows that this works (`check_env_state`),
         or if `seed_episodes=True` makes it possible to repeat its running episode. The others are "reseeded": they
         begin new episodes with new seeds. "require" raises a `ConfigError` if there are such environments. With
-        "never", all are reseeded.
+        "never", all are reseeded. A batched environment is saved as a whole, or all its rows are reseeded.
         """
         from penstock.samplers.resuming import save_run
 
@@ -397,7 +397,7 @@ class Sampler(ABC):
         """Continue the run that `state_dict` has saved. Call this after `initialize`, before the first batch. Load the
         agent's parameters first: this call publishes them. The number of workers, `batch_T` and the kind of sampler may
         differ from those of the saved run. But a central sampler (`GpuSampler`, `AlternatingSampler`) cannot continue
-        the run of another kind, or the other way round.
+        the run of another kind, or the other way round. Batched environments need as many workers as in the saved run.
 
         Returns which environments continue exactly, and which began new episodes. The new seeds depend on how often the
         run was continued, so none of its episodes comes again.

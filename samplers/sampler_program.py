@@ -118,6 +118,7 @@ class SamplerProgram:
             if its_cells
         }
         columns = self._build_columns(factories, streams, own, purpose)
+        columns.when_replaced = self._builder.replace
         policies = [
             PolicyParts(
                 columns=policy,
@@ -168,7 +169,6 @@ class SamplerProgram:
             columns = SingleColumns(envs, env_ranks, progress, checks, config.flatten_wrappers)
             if purpose is Purpose.TRAIN and self._memory.episodes is not None:
                 columns.episodes = EpisodeRecorder(self._memory.episodes, plan.columns, streams, progress)
-        columns.when_replaced = self._builder.replace
         self._make_renewable(columns, builds, streams, purpose)
         return columns
 

@@ -1,14 +1,16 @@
 """check_env_state: which environments can be saved, and which only look as if they could."""
 
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.utils import EzPickle
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import FrameStackObservation, TimeLimit
 
-from penstock.envs import CountingEnv, NestedEnv, check_env_state
+from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv, check_env_state
 from penstock.envs.state import load_env, save_env
 from penstock.errors import ConfigError
 
@@ -121,6 +123,31 @@ def test_environments_that_continue_alike(env_fn: Any, kind: str) -> None:
 def test_environments_that_do_not(env_fn: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_env_state(env_fn, n_steps=50)
+
+
+class ForgetsResets(SyncVectorEnv):
+    """Its copy does not know which rows the next step resets."""
+
+    def __getstate__(self) -> Any:
+        return {**vars(self), "_autoreset_envs": np.zeros(self.num_envs, np.bool_)}
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_batched_environments_are_checked_as_a_whole(mode: AutoresetMode) -> None:
+    def synced(cls: Any, num_envs: int, env_fn: Any = Walk) -> Any:
+        return cls([env_fn] * num_envs, autoreset_mode=mode, copy=False)
+
+    assert check_env_state(partial(synced, SyncVectorEnv), num_envs=3) == "pickle"
+    with pytest.raises(ConfigError, match=r"Rebuilt is an EzPickle.*Give SyncVectorEnv\(num_envs=3\) get_state\(\)"):
+        check_env_state(partial(synced, SyncVectorEnv, env_fn=Rebuilt), num_envs=3)
+    if mode is AutoresetMode.NEXT_STEP:
+        with pytest.raises(ConfigError, match="does not continue alike"):
+            check_env_state(partial(synced, ForgetsResets), num_envs=30)
+
+
+@pytest.mark.parametrize("env_fn", [BatchedCartPole, "CartPole-v1"])
+def test_batched_environments_take_seeds_in_their_own_way(env_fn: Any) -> None:
+    assert check_env_state(env_fn, num_envs=3) == "pickle"
 
 
 def test_an_environment_that_cannot_be_pickled_is_named() -> None:

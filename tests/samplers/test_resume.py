@@ -34,7 +34,7 @@ from penstock import (
     TrajInfo,
     WaitResetCollector,
 )
-from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
+from penstock.envs import CountingEnv, NestedEnv
 from penstock.samplers.resuming import described
 from penstock.testing import Fault, faulty_env
 
@@ -355,11 +355,6 @@ def test_classes_that_may_keep_more_are_not_trusted() -> None:
 def test_samplers_that_cannot_be_saved_say_so() -> None:
     for sampler, error, message in (
         (make(cls=AsyncSampler), ConfigError, r"load_state_dict\(\) and AsyncSampler do not go together"),
-        (
-            make(BatchedCartPole, batched=True),
-            ConfigError,
-            r"batched environments and state_dict\(\) and load_state_dict\(\) do not go",
-        ),
         (make(cls=GpuSampler, server="process"), ConfigError, 'or server="caller"'),
     ):
         with started(sampler, RandomAgent()):
