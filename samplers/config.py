@@ -19,7 +19,7 @@ from penstock.collectors import Collector, EvalCollector, ResetCollector, TrajIn
 from penstock.envs import EnvFn, InfoWanted
 from penstock.envs.examples import checked_spaces
 from penstock.errors import ConfigError, SpaceError, brief
-from penstock.samplers.refusals import BATCHED, RENEWAL, SEEDED, refuse
+from penstock.samplers.refusals import BATCHED, RENEWAL, SEEDED, WAITING, refuse
 from penstock.workers.control import StopCollecting
 from penstock.workers.plan import POOL_CHECKS, OnWorkerFailure, StartMethod
 
@@ -291,7 +291,14 @@ class SamplerConfig:
             raise ConfigError("eval_episodes and eval_max_trajectories exclude each other: leave one out")
 
     def _check_replays(self) -> None:
-        refuse({SEEDED: self.seed_episodes, BATCHED: self.batched, RENEWAL: self.on_game_failure == "renew"})
+        refuse(
+            {
+                SEEDED: self.seed_episodes,
+                BATCHED: self.batched,
+                RENEWAL: self.on_game_failure == "renew",
+                WAITING: self.collector_cls.waits,
+            }
+        )
         if self.crash_dir is None:
             return
         if not isinstance(self.crash_dir, str | os.PathLike):

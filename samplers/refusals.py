@@ -26,7 +26,7 @@ JOINT_VALUES, RECURRENT, NO_FINAL_OBS = (
 )
 CHOSEN, IN_STEP, NEW_CHOOSER = "policy_of with episode or rng", "agents that all act in each step", "set_policy_of"
 RESTART, NODE_RESTART = 'on_worker_failure="restart"', 'on_node_failure="restart"'
-FIRST_READY = "min_ready or max_wait"
+FIRST_READY, WAITING = "min_ready or max_wait", "WaitResetCollector"
 
 
 class Row(NamedTuple):
@@ -43,7 +43,7 @@ TABLE = (
         (TURNS,),
         (OWN_COLLECTOR, RENEWAL, JOINT, BATCH_STATE, TIMELINE),
         "each seat counts its own decisions, and some are open when a batch or a game ends",
-        'Leave it out; on_worker_failure="restart" and record_state="step" work',
+        'Leave the second thing out; on_worker_failure="restart" and record_state="step" work',
     ),
     Row(
         (SEEDED,),
@@ -54,9 +54,9 @@ TABLE = (
     ),
     Row(
         (BATCHED,),
-        (RENEWAL, INFO_MASK),
-        "one row of it cannot be built again or wrapped without the others",
-        'Use single environments. A mask in the observations works: mask_key="observation.NAME"',
+        (RENEWAL, INFO_MASK, WAITING),
+        "one row of it cannot be built again, be wrapped, or wait for its reset without the others",
+        'Use single environments. ResetCollector works, and a mask in the observations: mask_key="observation.NAME"',
     ),
     Row(
         (POLICIES,),
@@ -119,7 +119,7 @@ def as_table() -> str:
     """The table of the documentation, in Markdown."""
 
     def code(names: tuple[str, ...]) -> str:
-        return ", ".join(name if " " in name and "=" not in name else f"`{name}`" for name in names)
+        return ", ".join(name if " " in name else f"`{name}`" for name in names)
 
     head = "| this | does not go together with | because | do this |\n| --- | --- | --- | --- |\n"
     rows = [f"| {code(row.features)} | {code(row.others)} | {row.reason} | {row.instead} |\n" for row in TABLE]

@@ -17,10 +17,12 @@ from torch import nn
 
 from penstock import (
     CategoricalPgAgent,
+    ConfigError,
     ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
     SerialSampler,
+    WaitResetCollector,
     WorkerError,
 )
 from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
@@ -76,6 +78,15 @@ def test_the_workers_number_does_not_matter_to_batched_cartpole() -> None:
     one, three = (collect(BatchedCartPole, n) for n in (1, 3))
     assert_same(one, three)
     assert any(infos for _, infos in one)
+
+
+def test_the_rows_of_a_batched_environment_cannot_wait_for_their_resets() -> None:
+    class Own(WaitResetCollector):
+        pass
+
+    for collector in (WaitResetCollector, Own):
+        with pytest.raises(ConfigError, match="batched environments and WaitResetCollector do not go together"):
+            SerialSampler(BatchedCartPole, batch_T=4, batch_B=2, batched=True, collector_cls=collector)
 
 
 def test_final_observations_of_batched_cartpole_are_out_of_bounds() -> None:
