@@ -23,8 +23,7 @@ from penstock.collectors.evaluation import EvalCollector
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.interface import Start
 from penstock.envs.factory import EnvContext, EnvFactory, descriptions, env_factories
-from penstock.envs.rows import action_splitter
-from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
+from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.envs.state import StateKind, check_resumable, is_same, save_env
 from penstock.errors import ConfigError, RepeatError, SamplerBrokenError, SamplerStateError, brief
 from penstock.samplers.metrics import COUNTS
@@ -224,10 +223,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     assert isinstance(collector, Collector)
     columns, episodes = collector.columns, state["episodes"]
     if saved["kind"] == "repeat":
-        numbers = episodes["episode"], episodes["generation"]
-        actions = action_splitter(columns.policies[0].action_space)(episodes["actions"])
-        seed = episode_seed(parts.seed, columns.env_ranks[column], *numbers)
-        start = Start(seed, actions=list(zip(actions, episodes["rewards"], strict=True)))
+        start = Start(episodes["seed"], actions=(episodes["actions"], episodes["rewards"]))
     else:
         start = Start(state=(cast(StateKind, saved["kind"]), state["env"], state["columns"]))
     try:
@@ -246,7 +242,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
 
 # ---- the main process ---------------------------------------------------------------------------
 
-_FORMAT = 5
+_FORMAT = 6
 _LARGEST_COUNT = 2**63
 _MOST_LISTED = 5
 #: What to do if the saved run had something else.
