@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.arguments import integer
 from penstock.buffers.named import map_leaves
@@ -104,7 +105,7 @@ class RecordedEpisodes:
         """The episode until step t of the last batch, which is complete and is in `slot`. Raises `ConfigError` if the
         environment waited for a reset at that step."""
         column = plan.columns[plan.env_ranks.index(env_rank)]
-        own, words, begun = self._slot(slot), self._log.words(column), self._begun(slot, column)
+        own, words, begun = self._slot(slot), self._log.words(column), self._log.memory.arrays.begun[slot, :, column]
         if not any(own[p].valid[t, cell] for p, cell in self._log.seats[column]):
             raise ConfigError(f"env_rank {env_rank} made no step at t={t}: it waited for a reset (valid is False)")
         episode, seed = begun[t].tolist()
@@ -113,17 +114,16 @@ class RecordedEpisodes:
         start = first + row if row else words[FIRST_START]
         return self._make(plan, column, (episode, seed), (start, first + t, stop), slot, t)
 
-    def seed_of(self, column: int, t: int, slot: int) -> int:
-        """The seed of the reset that began the episode of step t of the batch in `slot`."""
-        return int(self._begun(slot, column)[t, 1])
+    def seeds(self, slot: int) -> npt.NDArray[np.int64]:
+        """Of each step of the batch in `slot`, and of each environment: the seed of the reset that began its episode,
+        `[T, E]`."""
+        seeds: npt.NDArray[np.int64] = self._log.memory.arrays.begun[slot, ..., 1]
+        return seeds
 
     # ---- both ------------------------------------------------------------------------------
 
     def _slot(self, slot: int) -> Sequence[Any]:
         return layouts_of(self._memory.slots[slot])
-
-    def _begun(self, slot: int, column: int) -> Any:
-        return self._log.memory.arrays.begun[slot, :, column]
 
     def _make(
         self,

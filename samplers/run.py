@@ -211,9 +211,10 @@ class Run:
         if evaluation:
             return self._with_seeds(infos)
         if self.episodes is not None and self.seating.has_games:
+            seeds, first = self.episodes.seeds(slot), self.plans[0].env_ranks[0]
             for info, (t, _) in zip(infos, ends, strict=True):
                 assert info.env_rank is not None
-                info.seed = self.episodes.seed_of(info.env_rank - self.plans[0].env_ranks[0], t, slot)
+                info.seed = int(seeds[t, info.env_rank - first])
         return infos
 
     def _with_seeds(self, infos: list[TrajInfo]) -> list[TrajInfo]:
