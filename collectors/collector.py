@@ -229,7 +229,7 @@ class Collector(MadeByWorker):
         self.progress.end_batch(T, T * len(self.columns.env_ranks) - self._n_parked if n_valid is None else n_valid)
         n_sent = self.end_rows(T, n_valid)
         if self._episodes is not None:  # last: until here the worker may fail, and its episodes are repeated
-            self._episodes.end_batch(recorder.samples.action[1:], recorder.samples.reward[1:])
+            self._episodes.end_batch([own.samples for own in self.recorders])
         self.progress.n_results = n_sent
 
     def end_rows(self, n_rows: int, n_valid: int | None = None) -> int:
@@ -351,17 +351,17 @@ class Collector(MadeByWorker):
         for recorder, columns, _ in recorders:
             recorder.draw(rng, columns)
         if episodes is not None:
-            episodes.begin_step(e, self.prev_action)
+            episodes.begin_step(e, self._actions)
         acting = [[b for b in columns if b not in recorder.columns.idle] for recorder, columns, _ in recorders]
         events = self.columns.step(self._actions, None, e)
         totals.append(0.0 if events is None else sum(reward for _, reward in events.late))
-        for (recorder, _, kept), columns in zip(recorders, acting, strict=True):
+        for i, ((recorder, _, kept), columns) in enumerate(zip(recorders, acting, strict=True)):
             for column in columns:
                 reward = require_number(recorder.columns.rewards[column], recorder.columns.env_ranks[column])
                 kept[column].append(reward)
                 totals[-1] += reward
-        if episodes is not None:
-            episodes.end_step(e, rewards[0][e][-1])
+                if episodes is not None:
+                    episodes.note_reward(e, i, column, reward)
         if events is not None:
             self._settle_random_step(events, rewards, totals)
         for recorder, columns, _ in recorders:

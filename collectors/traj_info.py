@@ -28,7 +28,9 @@ class TrajInfo:
     # the whole game, with `agent_id` None and the rewards of all agents.
     env_rank: int | None = None  #: the environment
     episode: int | None = None  #: how many trajectories, or games, had ended in it before, since the start
-    seed: int | None = None  #: in evaluations: of the reset that began it, if that had one
+    #: Of the reset that began it, in evaluations, if that had one; with several agents and `seed_episodes=True` also in
+    #: training: that of the game in which it ended.
+    seed: int | None = None
     agent_id: Any = None  #: the agent
     policy: str | None = None  #: the name of the policy that played the agent
 

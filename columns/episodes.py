@@ -1,100 +1,111 @@
-"""The episodes of one worker's columns: each has a number and a seed, and its actions are kept."""
+"""The episodes of one worker's environments: each has a number and a seed, and its actions are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy.typing as npt
+import numpy as np
 
-from penstock.buffers.named import ArrayTree, map_leaves
-from penstock.columns.episode_log import (
-    AT,
-    EPISODE,
-    FIRST_EPISODE,
-    FIRST_START,
-    GENERATION,
-    POSITION,
-    START,
-    EpisodeLog,
-)
+from penstock.buffers.named import map_leaves
+from penstock.columns.episode_log import AT, EPISODE, FIRST_START, GENERATION, POSITION, SEED, START, EpisodeLog
 from penstock.envs.seeding import ColumnStreams, episode_seed
 from penstock.workers.control import Progress, T
 
+_NO_REWARD = np.zeros(1, np.float32)
+
 
 class EpisodeRecorder:
-    """The worker's side of the episode log. `SingleColumns` and the collector call it if `seed_episodes=True`."""
+    """The worker's side of the episode log. The columns and the collector call it if `seed_episodes=True`."""
 
-    def __init__(self, log: EpisodeLog, columns: range, streams: ColumnStreams, progress: Progress) -> None:
-        self._log, self._columns, self._streams = log, slice(columns.start, columns.stop), streams
+    slot = 0  #: of the running batch
+
+    def __init__(
+        self, log: EpisodeLog, envs: range, cells: Sequence[range], streams: ColumnStreams, progress: Progress
+    ) -> None:
+        """`cells`: the worker's columns of each policy. Those of a policy without columns here may be empty."""
+        self._log, self._first, self._streams = log, envs.start, streams
+        self._cells = [(p, own) for p, own in enumerate(cells) if own]  # in the order of the collector's recorders
+        self._recorder_of = {p: (i, own.start) for i, (p, own) in enumerate(self._cells)}
         self._t = progress.words[T : T + 1]
-        self._words = words = log.memory.arrays.words[self._columns]
-        self._position = log.n_before
-        words[:, EPISODE], words[:, GENERATION] = -1, streams.generation
+        arrays, own_envs = log.memory.arrays, slice(envs.start, envs.stop)
+        self._words, self._begun = arrays.words[own_envs], arrays.begun[:, :, own_envs]
+        self._words[:, EPISODE], self._words[:, GENERATION] = -1, streams.generation
         self._go_to(log.n_before)
 
     def _go_to(self, position: int) -> None:
         self._position, self._is_in_batch = position, False
         self._words[:, POSITION], self._words[:, AT] = position, position - 1
 
-    def begin(self, column: int) -> int:
-        """The next episode of this column begins. Returns the seed for `env.reset`."""
-        words = self._words[column]
+    def begin(self, env: int) -> int:
+        """The next episode of this environment begins. Returns the seed for `env.reset`."""
+        words = self._words[env]
         words[EPISODE] += 1
         words[START] = 1 + (self._position + self._t[0] if self._is_in_batch else words[AT])
-        return episode_seed(
-            self._streams.seed, self._streams.env_ranks[column], int(words[EPISODE]), int(words[GENERATION])
-        )
+        numbers = int(words[EPISODE]), int(words[GENERATION])
+        words[SEED] = seed = episode_seed(self._streams.seed, self._streams.env_ranks[env], *numbers)
+        if self._is_in_batch:
+            self._begun[self.slot, self._t[0] + 1 :, env] = words[[EPISODE, SEED]]
+        return seed
 
     # ---- before the first batch ------------------------------------------------------------
 
-    def plan_steps(self, column: int, n: int) -> None:
+    def plan_steps(self, env: int, n: int) -> None:
         """The environment is about to make `n` random steps."""
         first = self._position - n
-        self._words[column, START], self._words[column, AT] = first, first - 1
+        self._words[env, START], self._words[env, AT] = first, first - 1
 
-    def begin_step(self, column: int, actions: Any) -> None:
-        """The next of these steps begins, with column's part of `actions` `[B, ...]`."""
-        words = self._words[column]
-        self._log.write(self._columns.start + column, int(words[AT]) + 1, actions[column : column + 1], None)
+    def begin_step(self, env: int, actions: Sequence[Any]) -> None:
+        """The next of these steps begins, with the environment's part of `actions`, `[B, ...]` for each recorder."""
+        words = self._words[env]
+        for p, cell in self._log.seats[self._first + env]:
+            i, first = self._recorder_of[p]
+            own = actions[i][cell - first : cell - first + 1]
+            self._log.write(p, cell, int(words[AT]) + 1, own, _NO_REWARD)
         words[AT] += 1
 
-    def end_step(self, column: int, reward: float) -> None:
-        """This step has returned `reward`."""
-        arrays = self._log.memory.arrays
-        arrays.reward[self._words[column, AT] % self._log.n_rows, self._columns.start + column] = reward
+    def note_reward(self, env: int, i: int, column: int, reward: float) -> None:
+        """This step has returned `reward` for a column of recorder i."""
+        p, own = self._cells[i]
+        rewards = self._log.memory.arrays.policies[f"_{p}"].reward
+        rewards[self._words[env, AT] % self._log.n_rows, own.start + column] = reward
 
     # ---- resuming --------------------------------------------------------------------------
 
-    def column_state(self, column: int) -> dict[str, Any]:
-        """The column's running episode, between two batches."""
-        words = self._words[column].tolist()
+    def agents(self, env: int) -> Sequence[Any]:
+        """The agents of this environment, in the order of their parts of its actions."""
+        return self._log.agents[self._first + env]
+
+    def column_state(self, env: int) -> dict[str, Any]:
+        """The environment's running episode, between two batches."""
+        words = self._words[env].tolist()
         position, n_missing = words[POSITION], max(0, words[POSITION] - words[START] - self._log.n_rows)
-        actions, rewards = self._log.read(self._columns.start + column, words[START] + n_missing, position)
-        numbers = {"episode": words[EPISODE], "generation": words[GENERATION]}
+        actions, rewards = self._log.read(self._first + env, words[START] + n_missing, position)
+        numbers = {"episode": words[EPISODE], "seed": words[SEED], "generation": words[GENERATION]}
         return {**numbers, "actions": actions, "rewards": rewards, "n_missing": n_missing}
 
-    def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
+    def load_column_state(self, env: int, state: Mapping[str, Any]) -> None:
         """Continue the episode with this `column_state`."""
-        rewards, words = state["rewards"][-self._log.n_rows :], self._words[column]
-        first = self._position - len(rewards)
+        rewards, words = state["rewards"][-self._log.n_rows :], self._words[env]
         actions = map_leaves(lambda leaf: leaf[len(state["rewards"]) - len(rewards) :], state["actions"])
-        self._log.write(self._columns.start + column, first, actions, rewards)
-        words[EPISODE], words[GENERATION] = state["episode"], state["generation"]
+        self._log.write_env(self._first + env, self._position - len(rewards), actions, rewards)
+        words[[EPISODE, SEED, GENERATION]] = state["episode"], state["seed"], state["generation"]
         words[START] = self._position - len(state["rewards"]) - state["n_missing"]
 
-    def restart(self, column: int, generation: int) -> None:
-        """The next reset of the column begins episode 0, with a seed of this generation."""
-        self._words[column, EPISODE], self._words[column, GENERATION] = -1, generation
+    def restart(self, env: int, generation: int) -> None:
+        """The next reset of the environment begins episode 0, with a seed of this generation."""
+        self._words[env, EPISODE], self._words[env, GENERATION] = -1, generation
 
     # ---- batches ---------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
         """A batch begins."""
-        self._words[:, FIRST_EPISODE], self._words[:, FIRST_START] = self._words[:, EPISODE], self._words[:, START]
+        words = self._words
+        words[:, FIRST_START], self._begun[self.slot] = words[:, START], words[:, [EPISODE, SEED]]
         self._is_in_batch = True
 
-    def end_batch(self, action: ArrayTree, reward: npt.NDArray[Any]) -> None:
-        """The batch is complete: keep its actions and rewards `[T, B, ...]`."""
-        self._log.write(self._columns, self._position, action, reward)
-        self._go_to(self._position + len(reward))
+    def end_batch(self, samples: Sequence[Any]) -> None:
+        """The batch is complete: keep its actions and rewards, from the `samples` of each recorder."""
+        for (p, own), found in zip(self._cells, samples, strict=True):
+            self._log.write(p, slice(own.start, own.stop), self._position, found.action[1:], found.reward[1:])
+        self._go_to(self._position + self._log.batch_T)

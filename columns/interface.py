@@ -45,8 +45,9 @@ class Start(NamedTuple):
 
     seed: int | None = None  #: for `env.reset`; None: not given
     options: dict[str, Any] | None = None  #: for `env.reset`; None: not given
-    #: After the reset, make these steps: pairs of an action and the reward that it must bring. The episode is repeated.
-    actions: Sequence[tuple[Any, Any]] | None = None
+    #: After the reset, make these steps: actions, and the rewards that they must bring, as `EpisodeLog.read` returns
+    #: them. The episode is repeated.
+    actions: tuple[Any, Any] | None = None
     #: In place of a reset, load this: what `penstock.envs.state.save_env` has returned, and what `Columns.save` has. A
     #: batched environment is loaded as a whole.
     state: tuple[StateKind, bytes, Any] | None = None

@@ -17,9 +17,10 @@ from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import ListedColumns
 from penstock.columns.stepping import store_game_step
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
+from penstock.envs.recorded_episode import follow
 from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent, has_vanished
 from penstock.errors import SpaceError, brief
-from penstock.workers.control import Phase, Progress
+from penstock.workers.control import ControlBlock, Phase, Progress, UntimedProgress
 
 
 class SeatColumns(ListedColumns):
@@ -147,8 +148,11 @@ class LockStepColumns(Columns):
         self.waiting = [e for e in self.waiting if e not in envs]
         for i, e in enumerate(envs):
             start = _START if starts is None else starts[i]
-            if start is _START or not self._continue(e, start):
-                self.reset_env(e, start)
+            if start is not _START and self._continue(e, start):
+                continue
+            if self.episodes is not None:
+                start = Start(self.episodes.begin(e), start.options)
+            self.reset_env(e, start)
         self._words[Progress.PHASE] = phase
         return [policy.take().joined for policy in self.policies]
 
@@ -204,15 +208,26 @@ class LockStepColumns(Columns):
         seen = {
             agent: columns.observations[column] for agent, (columns, column) in zip(living, self.acting(e), strict=True)
         }
-        return {"agents": list(living), "ended": list(self._ended[e]), "observations": snapshot(seen)}
+        ended = [agent for agent in self.places[e] if agent in self._ended[e]]
+        return {"agents": list(living), "ended": ended, "observations": snapshot(seen)}
 
     def _continue(self, e: int, start: Start) -> bool:
-        """Let environment e continue a saved run, if `start` says so. Returns whether it does."""
-        if start.state is None:
+        """Let environment e continue a saved run, if `start` says so. Raises `RepeatError` if an episode that is
+        repeated differs. Returns whether it continues."""
+        if start.generation is not None and self.episodes is not None:
+            self.episodes.restart(e, start.generation)
+        env, env_rank = self.envs[e], self.env_ranks[e]
+        if start.state is not None:
+            kind, data, saved = start.state
+            if (new := self._load(env, kind, data)) is not env:
+                self._use(e, new)
+        elif start.actions is not None:
+            assert self.episodes is not None
+            game = WholeGame(env, env_rank, self.episodes.agents(e))  # its columns are its own: no hook sees the steps
+            follow(game, start.seed, *start.actions, f"the episode of env_rank {env_rank}")
+            saved = game.columns.save(0)
+        else:
             return False
-        kind, data, saved = start.state
-        if (new := self._load(self.envs[e], kind, data)) is not self.envs[e]:
-            self._use(e, new)
         self.clear(e)
         self._ended[e] = set(saved["ended"])
         self._join(e, saved["agents"], saved["observations"])
@@ -416,6 +431,55 @@ class LockStepColumns(Columns):
                     f"env_rank {SeatRank(self.env_ranks[e], agent)} is not one of possible_agents, "
                     f"{brief(list(self.places[e]))}"
                 )
+
+
+class WholeGame(gym.Env[Any, Any]):
+    """All agents of a game as one environment, to repeat a recorded episode. Actions and observations are tuples with a
+    part for each of `agents`, and rewards are a list. What is idle is zero. The episode is that of the game.
+
+    `agents` are the `possible_agents` in the order of the recording: another process may list them in another order.
+    """
+
+    def __init__(self, view: ParallelView, env_rank: int, agents: Sequence[AgentId]) -> None:
+        progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
+        spaces = [view.spaces[agent] for agent in agents]
+        self._seats = [
+            SeatColumns([SeatRank(env_rank, agent)], own, progress) for agent, own in zip(agents, spaces, strict=True)
+        ]
+        self.columns, self._view, self._agents = LockStepColumns([view], self._seats, [env_rank]), view, agents
+        self.observation_space, self.action_space = (gym.spaces.Tuple(own) for own in zip(*spaces, strict=True))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.columns.reset([0], [Start(seed, options)])
+        return self._seen(), {}
+
+    def _seen(self) -> tuple[Any, ...]:
+        return tuple(own.observations[0] for own in self._seats)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        for own, part in zip(self._seats, action, strict=True):
+            own.actions = [part]
+        self.columns.begin_step()
+        self.columns.step_env(0)
+        self.columns.end_row()
+        rewards = [require_number(own.rewards[0], own.env_ranks[0]) for own in self._seats]
+        for own in self._seats:
+            own.take()
+            own.blank_idle(None)
+        return self._seen(), rewards, not self.columns.living[0], False, {}
+
+    def handed_over(self, action: Any) -> tuple[Any, Any]:
+        """The game itself, and the actions in it by agent, of those who act next; None if `action` is None."""
+        by_agent = None if action is None else dict(zip(self._agents, action, strict=True))
+        return self._view.env, by_agent and {agent: by_agent[agent] for agent in self.columns.living[0]}
+
+    def close(self) -> None:
+        self._view.close()
+
+
+def whole_game(as_view: Callable[[Any], ParallelView], env_rank: int, agents: Sequence[AgentId], env: Any) -> WholeGame:
+    """The game `env`, of which `as_view` makes a view."""
+    return WholeGame(as_view(env), env_rank, agents)
 
 
 def _flag_of(flags: Mapping[Any, Any], agent: AgentId) -> Any:

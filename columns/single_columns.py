@@ -212,10 +212,10 @@ class SingleColumns(ListedColumns, Columns):
             return
         words[PHASE], words[ENV_RANK] = _IS_RESETTING, env_rank
         words[HEARTBEAT] = began = monotonic_ns()
-        if self._first_seeds:
-            seed = self._seed_after_renewal(e, seed)
         if self.episodes is not None:
             seed = self.episodes.begin(e)
+        if self._first_seeds:
+            seed = self._seed_after_renewal(e, seed)
         while True:
             try:
                 env: Any = self.envs[e]
@@ -223,8 +223,7 @@ class SingleColumns(ListedColumns, Columns):
                 break
             except self.renewable as error:
                 self._renew(e, error, is_cut=False)
-                new_seed = self._seed_after_renewal(e, seed)
-                seed = new_seed if self.episodes is None else seed
+                seed = self._seed_after_renewal(e, seed)
         words[RESETTING] += monotonic_ns() - began
         if self.renewals is not None:
             self.renewals.note_reset(e)
@@ -255,8 +254,7 @@ class SingleColumns(ListedColumns, Columns):
             if (new := self._load(env, kind, data)) is not env:
                 self._use(e, new)
         elif start.actions is not None:
-            assert start.seed is not None
-            observation = follow(env, start.seed, start.actions, f"the episode of env_rank {env_rank}")
+            observation = follow(env, start.seed, *start.actions, f"the episode of env_rank {env_rank}")
         else:
             return False
         self.observations[e] = observation

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,11 +77,10 @@ class RecordedEpisode:
 
     def _follow(self, env: gym.Env[Any, Any]) -> Any:
         """Repeat the steps in `env`. Returns the next action."""
-        *actions, next_action = action_splitter(env.action_space)(self.actions)
-        observation = follow(env, self.seed, list(zip(actions, self.rewards, strict=True)), self._name)
+        observation = follow(env, self.seed, map_leaves(lambda leaf: leaf[:-1], self.actions), self.rewards, self._name)
         if self.observation is not None:
             self._compare(env, observation)
-        return next_action
+        return action_splitter(env.action_space)(map_leaves(lambda leaf: leaf[-1:], self.actions))[0]
 
     def _compare(self, env: gym.Env[Any, Any], observation: object) -> None:
         """Raise `RepeatError` unless `observation` is the recorded one."""
@@ -140,27 +138,44 @@ class RecordedEpisode:
         return episode
 
 
-def follow(env: gym.Env[Any, Any], seed: int, steps: Sequence[tuple[Any, Any]], name: str) -> Any:
-    """Reset `env` and make the steps of a recorded episode: pairs of action and reward. Returns the last observation.
+@dataclass(frozen=True)
+class RecordedGame(RecordedEpisode):
+    """The beginning of a game of several agents, all of which act in each step.
+
+    `run` returns the game as `env_fn` makes it, and the actions of the next step by agent. `actions` and `observation`
+    are those of a Tuple space with a part for each of `possible_agents` (`_0`, `_1`, …), and `rewards` are `[n, k]`.
+    Where an agent is not in the game, all of them are zero.
+    """
+
+    def run(self) -> tuple[Any, Any]:
+        env: Any
+        env, action = super().run()
+        return env.handed_over(action)  # type: ignore[no-any-return]
+
+
+def follow(env: gym.Env[Any, Any], seed: int | None, actions: Any, rewards: npt.NDArray[Any], name: str) -> Any:
+    """Reset `env` and make the steps of a recorded episode: `actions` `[n, ...]`, which must bring `rewards` `[n]`, or
+    `[n, k]` in a game. Returns the last observation.
 
     Raises `RepeatError`, with the episode's `name` and the step, as soon as a reward differs, a call raises, or the
     episode ends.
     """
+    n = len(rewards)
     try:
         observation, _ = env.reset(seed=seed)
     except Exception as error:
-        raise _differs(name, len(steps), f"env.reset raised {in_one_line(error)}") from error
-    for i, (action, recorded) in enumerate(steps):
+        raise _differs(name, n, f"env.reset raised {in_one_line(error)}") from error
+    for i, (action, recorded) in enumerate(zip(action_splitter(env.action_space)(actions), rewards, strict=True)):
         try:
             observation, reward, terminated, truncated, _ = env.step(action)
         except Exception as error:
-            raise _differs(name, len(steps), f"step {i} raised {in_one_line(error)}") from error
+            raise _differs(name, n, f"step {i} raised {in_one_line(error)}") from error
         with np.errstate(over="ignore"):
             is_equal = np.array_equal(np.float32(reward), recorded, equal_nan=True)
         if not is_equal:
-            raise _differs(name, len(steps), f"the reward of step {i} is {reward}, recorded was {recorded}")
+            raise _differs(name, n, f"the reward of step {i} is {reward}, recorded was {recorded}")
         if terminated or truncated:
-            raise _differs(name, len(steps), f"it ends at step {i}")
+            raise _differs(name, n, f"it ends at step {i}")
     return observation
 
 

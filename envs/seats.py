@@ -104,6 +104,11 @@ class SeatTable:
         cells = self.cells(p, envs)
         return self._by_policy[p][cells.start : cells.stop] if cells else []
 
+    def places(self, b: int) -> list[tuple[int, int]]:
+        """The policy and the column of each seat of environment b. Each seat has one policy."""
+        columns = {p: iter(self.cells(p, range(b, b + 1))) for p in self.policy[b]}
+        return [(p, next(columns[p])) for p in self.policy[b]]
+
     def ranks(self, p: int, envs: range) -> list[SeatRank]:
         """The same columns: env_rank and agent of each."""
         return [SeatRank(self.first_env_rank + b, agent) for b, _, agent in self.seats(p, envs)]

@@ -63,10 +63,10 @@ from penstock.samplers.refusals import (
     POLICIES,
     RECURRENT,
     RENEWAL,
-    SEATS,
     SEEDED,
     SERVER,
     TURNS,
+    UNRECORDED,
     refuse,
 )
 from penstock.samplers.sampler_memory import SamplerMemory, StepBuffer
@@ -334,11 +334,11 @@ def _refuse_with_seats(arguments: InitArguments, seating: Seating) -> None:
     has_own = config.collector_cls is not ResetCollector or config.eval_collector_cls is not EvalCollector
     refuse(
         {
-            SEATS: True,
             TURNS: seating.in_turns,
             OWN_COLLECTOR: has_own,
             RENEWAL: config.on_game_failure == "renew",
             SEEDED: config.seed_episodes,
+            UNRECORDED: config.seed_episodes and not all(_are_recorded(arguments.record, arguments.agents)),
             POLICIES: len(seating.policies) > 1,
             SERVER: arguments.central,
         }
@@ -539,7 +539,7 @@ def lay_out(arguments: InitArguments, seats: Seats, agents: PreparedAgents, reso
     plans = tuple(seats.seating.with_cells(plan) for plan in arguments.plans)
     buffer = _samples_buffer(arguments, plans, agents, seats.seating)
     with sigint.deferred():  # Ctrl-C could lose a descriptor that nobody owns yet
-        memory = _allocate_memory(arguments, plans, agents.agents, buffer)
+        memory = _allocate_memory(arguments, plans, agents.agents, buffer, seats.seating)
     for part in [*memory.parts, memory.mailbox.file]:
         resources.callback(part.close)
     for agent, parameters in zip(agents.agents, memory.parameters, strict=True):
@@ -561,7 +561,11 @@ def _samples_buffer(
 
 
 def _allocate_memory(
-    arguments: InitArguments, plans: Sequence[SamplerPlan], agents: Sequence[Agent], buffer: SamplesBuffer
+    arguments: InitArguments,
+    plans: Sequence[SamplerPlan],
+    agents: Sequence[Agent],
+    buffer: SamplesBuffer,
+    seating: Seating,
 ) -> SamplerMemory:
     config, shared, max_T = (
         arguments.config,
@@ -587,7 +591,13 @@ def _allocate_memory(
         records=TrajectoryRecords(capacities, shared=shared),
         parameters=tuple(agent.runtime.share_memory(shared=shared) for agent in agents),
         mailbox=Mailbox(),
-        episodes=EpisodeLog(buffer.slots[0].action, config.batch_T, config.max_decorrelation_steps, shared=shared)
+        episodes=EpisodeLog(
+            layouts_of(buffer.slots[0]),
+            seating.train,
+            (len(buffer.slots), config.batch_T),
+            config.max_decorrelation_steps,
+            shared=shared,
+        )
         if config.seed_episodes
         else None,
         **server,

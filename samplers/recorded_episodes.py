@@ -6,27 +6,21 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.arguments import integer
 from penstock.buffers.named import map_leaves
+from penstock.buffers.samples import layouts_of
 from penstock.buffers.tree import map_tree
-from penstock.columns.episode_log import (
-    AT,
-    EPISODE,
-    FIRST_EPISODE,
-    FIRST_START,
-    GENERATION,
-    POSITION,
-    START,
-    EpisodeLog,
-)
+from penstock.columns.episode_log import AT, EPISODE, FIRST_START, POSITION, SEED, START, EpisodeLog
 from penstock.envs.factory import EnvContext, EnvFactory
-from penstock.envs.recorded_episode import RecordedEpisode
-from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
+from penstock.envs.recorded_episode import RecordedEpisode, RecordedGame
+from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.refusals import EPISODE as EPISODE_CALL
 from penstock.samplers.sampler_memory import SamplerMemory
@@ -51,7 +45,7 @@ class RecordedEpisodes:
         seed: int,
         crash_dir: str | os.PathLike[str] | None,
     ) -> None:
-        """`factories` has one entry per column. Raises `ConfigError` if the folder `crash_dir` cannot be made."""
+        """`factories` has one entry per environment. Raises `ConfigError` if the folder `crash_dir` cannot be made."""
         assert memory.episodes is not None
         self._memory, self._factories, self._seed = memory, factories, seed
         self._log: EpisodeLog = memory.episodes
@@ -84,11 +78,11 @@ class RecordedEpisodes:
             row = position + progress.t
         else:
             row = words[AT]
-        is_possible = words[EPISODE] >= 0 and start <= row + 1 and progress.t < len(self._slot(0).done) - 1
+        is_possible = words[EPISODE] >= 0 and start <= row + 1 and progress.t < self._log.batch_T
         if not is_possible:
             return None
         slot = 0 if command is None else command.batch % len(self._memory.slots)
-        found = self._make(plan, column, words[EPISODE], words[GENERATION], (start, row, position), slot)
+        found = self._make(plan, column, (words[EPISODE], words[SEED]), (start, row, position), slot)
         return self._saved(replace(found, failure=f"{status} failed while {status.doing}"))
 
     def _saved(self, found: RecordedEpisode) -> RecordedEpisode:
@@ -111,52 +105,65 @@ class RecordedEpisodes:
         """The episode until step t of the last batch, which is complete and is in `slot`. Raises `ConfigError` if the
         environment waited for a reset at that step."""
         column = plan.columns[plan.env_ranks.index(env_rank)]
-        arrays, words = self._slot(slot), self._log.words(column)
-        if not arrays.valid[t, column]:
+        own, words, begun = self._slot(slot), self._log.words(column), self._log.memory.arrays.begun[slot, :, column]
+        if not any(own[p].valid[t, cell] for p, cell in self._log.seats[column]):
             raise ConfigError(f"env_rank {env_rank} made no step at t={t}: it waited for a reset (valid is False)")
-        ends = np.flatnonzero(arrays.done[1 : t + 1, column])
-        first = words[POSITION] - len(arrays.valid)
-        start = first + int(ends[-1]) + 1 if len(ends) else words[FIRST_START]
-        episode, stop = words[FIRST_EPISODE] + len(ends), words[POSITION]
-        return self._make(plan, column, episode, words[GENERATION], (start, first + t, stop), slot, t)
+        episode, seed = begun[t].tolist()
+        first, stop = words[POSITION] - len(begun), words[POSITION]
+        row = int(np.argmax(begun[:, 0] == episode))
+        start = first + row if row else words[FIRST_START]
+        return self._make(plan, column, (episode, seed), (start, first + t, stop), slot, t)
+
+    def seeds(self, slot: int) -> npt.NDArray[np.int64]:
+        """Of each step of the batch in `slot`, and of each environment: the seed of the reset that began its episode,
+        `[T, E]`."""
+        seeds: npt.NDArray[np.int64] = self._log.memory.arrays.begun[slot, ..., 1]
+        return seeds
 
     # ---- both ------------------------------------------------------------------------------
 
-    def _slot(self, slot: int) -> Any:
-        return self._memory.slots[slot]
+    def _slot(self, slot: int) -> Sequence[Any]:
+        return layouts_of(self._memory.slots[slot])
 
     def _make(
         self,
         plan: WorkerPlan,
         column: int,
-        episode: int,
-        generation: int,
+        begun: tuple[int, int],
         positions: tuple[int, int, int],
         slot: int,
         t: int | None = None,
     ) -> RecordedEpisode:
-        """The episode. `positions` are `start`, where the episode began, `row`, before which the repetition
-        stops, and `stop`: positions below it are in the log, the others are in the slot."""
+        """The episode. `begun`: its number and seed. `positions` are `start`, where the episode began, `row`, before
+        which the repetition stops, and `stop`: positions below it are in the log, the others are in the slot."""
         start, row, stop = positions
         kept = max(start, stop - self._log.n_rows)
         actions, rewards = self._log.read(column, kept, max(kept, min(row + 1, stop)))
         arrays = self._slot(slot)
         if row >= stop:  # in the batch that was being collected; row t + 1 of these arrays is step t
             rows = slice(1 + max(0, start - stop), row - stop + 2)
-            actions = map_tree(lambda *parts: np.concatenate(parts), actions, arrays.action[rows, column])
-            rewards = np.concatenate([rewards, arrays.reward[rows, column]])
+            more, more_rewards = self._log.of_env(column, arrays, rows)
+            actions = map_tree(lambda *parts: np.concatenate(parts), actions, more)
+            rewards = np.concatenate([rewards, more_rewards])
             t = row - stop
         has_observation = t is not None and row >= start
         env_rank = plan.env_ranks[plan.columns.index(column)]
         seed_when_built = ColumnStreams(self._seed, range(env_rank, env_rank + 1), plan.generation)
-        return RecordedEpisode(
-            factory=self._factories[column],
+        factory, cls, (episode, seed) = self._factories[column], RecordedEpisode, begun
+        if self._log.has_games:
+            from penstock.columns.seat_columns import whole_game  # here, since few need it
+
+            as_view: Any = factory.as_seats
+            as_game = partial(whole_game, as_view, env_rank, self._log.agents[column])
+            factory, cls = replace(factory, as_seats=as_game), RecordedGame
+        return cls(
+            factory=factory,
             context=EnvContext(env_rank, plan.worker_rank, seed_when_built.env_seeds(Purpose.TRAIN)[0], Purpose.TRAIN),
             episode=episode,
-            seed=episode_seed(self._seed, env_rank, episode, generation),
+            seed=seed,
             actions=actions,
             rewards=rewards[:-1].copy(),  # the last step has not returned yet
-            observation=map_leaves(lambda leaf: leaf[t, column].copy(), arrays.observation)
+            observation=map_leaves(np.copy, self._log.field(column, arrays, "observation", t))
             if has_observation
             else None,
             n_missing=kept - start,

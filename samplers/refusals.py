@@ -11,6 +11,7 @@ TURNS, SEATS, BATCHED = "games in turns", "several agents in an environment", "b
 OWN_COLLECTOR, JOINT = "a collector of your own (collector_cls, eval_collector_cls)", "a joint agent"
 RENEWAL, BATCH_STATE, TIMELINE = 'on_game_failure="renew"', 'record_state="batch"', "timeline()"
 SEEDED, INFO_MASK, VIDEO = "seed_episodes=True", 'mask_key="info.NAME"', "video"
+UNRECORDED = "a policy that is not recorded (record)"
 POLICIES, LAG, WRITTEN_REPLAY = "several policies", "AsyncSampler(lag=1)", "a replay into which workers write"
 SERVER = 'an inference server (GpuSampler, AlternatingSampler, AsyncSampler(server="process"))'
 EPISODE, STATES, SERVER_PROCESS = (
@@ -47,9 +48,9 @@ TABLE = (
     ),
     Row(
         (SEEDED,),
-        (BATCHED, SEATS, RAY),
-        "the log of an episode has one action for each environment, in memory of this machine, and each episode needs "
-        "a reset with a seed of its own",
+        (BATCHED, TURNS, UNRECORDED, RAY),
+        "the log of an episode has the recorded actions of all agents in each step, in memory of this machine, and "
+        "each episode needs a reset with a seed of its own",
         "Leave seed_episodes out: a SerialSampler with the same seed makes the same episodes again",
     ),
     Row(

@@ -29,11 +29,12 @@ EVALUATION = -1  # in the place of a slot
 Trajectories = list[Any]
 
 
-def keys_of_trajectories(found: Trajectories) -> list[int]:
-    """The env_rank of each, in the order of the trajectory infos; with several agents, see `Seating.key`."""
+def ends_of_trajectories(found: Trajectories) -> list[tuple[int, int]]:
+    """The last time step and the env_rank of each, in the order of the trajectory infos; with several agents, see
+    `Seating.key` for the env_rank."""
     if found and isinstance(found[0], ObjectMessage):
-        return [message.env_rank for message in sorted(found, key=lambda message: message[1:3])]
-    return [record[1] for record in found]
+        return sorted(message[1:3] for message in found)
+    return [record[:2] for record in found]
 
 
 def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) -> list[TrajInfo]:

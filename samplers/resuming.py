@@ -25,8 +25,7 @@ from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.interface import Start
 from penstock.envs.factory import EnvContext, EnvFactory, descriptions, env_factories
-from penstock.envs.rows import action_splitter
-from penstock.envs.seeding import ColumnStreams, Purpose, episode_seed
+from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.envs.state import StateKind, check_resumable, is_same, save_env
 from penstock.errors import ConfigError, RepeatError, SamplerBrokenError, SamplerStateError, brief
 from penstock.samplers.metrics import COUNTS
@@ -235,10 +234,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     assert isinstance(collector, Collector)
     columns, episodes = collector.columns, state["episodes"]
     if saved["kind"] == "repeat":
-        numbers = episodes["episode"], episodes["generation"]
-        actions = action_splitter(columns.policies[0].action_space)(episodes["actions"])
-        seed = episode_seed(parts.seed, columns.env_ranks[column], *numbers)
-        start = Start(seed, actions=list(zip(actions, episodes["rewards"], strict=True)))
+        start = Start(episodes["seed"], actions=(episodes["actions"], episodes["rewards"]))
     else:
         start = Start(state=(cast(StateKind, saved["kind"]), state["env"], state["columns"]))
     try:

@@ -24,7 +24,7 @@ from penstock.samplers.batches import Batches, frame_of_user
 from penstock.samplers.config import SamplerState
 from penstock.samplers.metrics import SamplerMetrics
 from penstock.samplers.refusals import refuse
-from penstock.samplers.results import EVALUATION, Trajectories, infos_from_messages, keys_of_trajectories
+from penstock.samplers.results import EVALUATION, Trajectories, ends_of_trajectories, infos_from_messages
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats, worker_stats
 from penstock.workers.call_guard import CallGuard
 from penstock.workers.control import Command
@@ -199,16 +199,23 @@ class Run:
         """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
         ordered by time step, then env_rank. `slot` is that of the batch; EVALUATION for an evaluation."""
         found = self.acting.trajectories(self, slot, opening)
-        return self.as_infos(found, evaluation=slot == EVALUATION) if found and self.makes_infos else found
+        return self.as_infos(found, slot) if found and self.makes_infos else found
 
-    def as_infos(self, found: Trajectories, *, evaluation: bool = False) -> list[TrajInfo]:
+    def as_infos(self, found: Trajectories, slot: int = 0) -> list[TrajInfo]:
         """`found`, ordered by time step, then env_rank; evaluations by episode, then env_rank. Each info knows whose it
         is."""
-        cls, keys = self.config.traj_info_cls, keys_of_trajectories(found)
+        cls, ends, evaluation = self.config.traj_info_cls, ends_of_trajectories(found), slot == EVALUATION
         infos = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
         games = Counter[int]() if evaluation else self.games
-        self.seating.name_infos(infos, keys, games, evaluation=evaluation)
-        return self._with_seeds(infos) if evaluation else infos
+        self.seating.name_infos(infos, [key for _, key in ends], games, evaluation=evaluation)
+        if evaluation:
+            return self._with_seeds(infos)
+        if self.episodes is not None and self.seating.has_games:
+            seeds, first = self.episodes.seeds(slot), self.plans[0].env_ranks[0]
+            for info, (t, _) in zip(infos, ends, strict=True):
+                assert info.env_rank is not None
+                info.seed = int(seeds[t, info.env_rank - first])
+        return infos
 
     def _with_seeds(self, infos: list[TrajInfo]) -> list[TrajInfo]:
         """The trajectories of an evaluation, ordered by episode, then env_rank, with the seeds of their resets."""

@@ -364,8 +364,8 @@ class Sampler(ABC):
     # ---- one episode --------------------------------------------------------------------
 
     def episode(self, env_rank: int, t: int) -> RecordedEpisode:
-        """The episode of an environment until step t of the last batch. `RecordedEpisode.run` repeats it in this
-        process. This needs `seed_episodes=True`.
+        """The episode of an environment until step t of the last batch; with several agents, that of the whole game.
+        `RecordedEpisode.run` repeats it in this process. This needs `seed_episodes=True`.
 
         Raises `ConfigError` if the environment waited for a reset at t, or for an argument out of range.
         """

@@ -167,8 +167,9 @@ class SamplerProgram:
             columns = self._seats(envs, policies, env_ranks, (progress, untimed), checks)
         else:
             columns = SingleColumns(envs, env_ranks, progress, checks, config.flatten_wrappers)
-            if purpose is Purpose.TRAIN and self._memory.episodes is not None:
-                columns.episodes = EpisodeRecorder(self._memory.episodes, plan.columns, streams, progress)
+        if purpose is Purpose.TRAIN and self._memory.episodes is not None:
+            columns.episodes = EpisodeRecorder(self._memory.episodes, plan.columns, plan.cells, streams, progress)
+            columns.keeps_seeds = True
         self._make_renewable(columns, builds, streams, purpose)
         return columns
 
@@ -312,6 +313,8 @@ class SamplerProgram:
         collector, control, gate = self._collector, self._memory.control, self._context.gate
         if self._n_slots > 1:
             collector.use_slot(slot)
+            if (episodes := collector.columns.episodes) is not None:
+                episodes.slot = slot
         version = collector.pull(command.version)
         self._progress.note_version(version)
         if command.version and gate is not None:

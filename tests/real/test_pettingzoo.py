@@ -506,3 +506,54 @@ def test_a_learner_plays_simple_spread_with_a_central_critic() -> None:
                 agent.model(samples.env.bootstrap_obs)[1].detach(),
             )
             agent.sync_shared_memory()
+
+
+# ---- seeded games ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "kwargs"),
+    [
+        ("mpe2.simple_speaker_listener_v4", {"max_cycles": 17}),
+        ("mpe2.simple_spread_v3", {"max_cycles": 17}),
+        (
+            "pettingzoo.butterfly.knights_archers_zombies_v11",
+            {"max_cycles": 300, "spawn_delay": 2, "max_zombies": 50},
+        ),  # agents die
+    ],
+)
+def test_a_seeded_game_is_played_again(module: str, kwargs: Any) -> None:
+    make, rng = game(module, **kwargs), np.random.default_rng(0)
+    names = {agent: agent.split("_")[0] for agent in make().possible_agents}
+    policies, T = {name: RandomAgent() for name in names.values()}, 100
+    n_left, seeds, forgets = 0, set(), "knights" not in module  # their second games depend on the first
+    sizes: dict[str, Any] = {"batch_T": T, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 30 * forgets}
+    with ParallelSampler(make, seed_episodes=True, **sizes) as sampler:
+        sampler.initialize(policies, policy_of=names.get, seed=3)
+        for itr in range(3):
+            _, infos = sampler.obtain_samples(itr)
+            seeds |= {(info.env_rank, info.seed) for info in infos}
+            column_of = {seat: (name, i) for name, seats in sampler.seats().items() for i, seat in enumerate(seats)}
+            for e, t in ((e, int(t)) for e in range(4) for t in rng.choice(T, 3)):
+                episode, plain = sampler.episode(e, t), make()
+                if episode.episode and not forgets:
+                    continue
+                plain.reset(seed=episode.seed)
+                for i, recorded in enumerate(episode.rewards):
+                    actions = dict(zip(plain.possible_agents, (own[i] for own in episode.actions), strict=True))
+                    _, rewards, *_ = plain.step({agent: actions[agent] for agent in plain.agents})
+                    assert recorded.tolist() == [np.float32(rewards.get(agent, 0)) for agent in plain.possible_agents]
+                again, actions = episode.run()
+                assert list(actions) == plain.agents == again.agents
+                n_left += len(plain.agents) < len(names)
+                results = again.step(actions), plain.step(actions)
+                for agent in actions:
+                    name, column = column_of[e, agent]
+                    samples = sampler.samples_np[name]
+                    assert np.array_equal(samples.agent.action[t, column], actions[agent])
+                    assert {np.float32(found[1][agent]) for found in results} == {samples.env.reward[t, column]}
+                again.close()
+                plain.close()
+    assert len({seed for _, seed in seeds}) == len(seeds) > 4
+    assert n_left or forgets, "somebody has died"

@@ -13,6 +13,7 @@ from penstock import (
     AlternatingSampler,
     AsyncSampler,
     ConfigError,
+    GameError,
     GpuSampler,
     ParallelSampler,
     RandomAgent,
@@ -215,6 +216,23 @@ def test_a_replaced_worker_leaves_a_file(tmp_path: Path) -> None:
             sampler.episode(env_rank, 3).run()[0].close()  # the new worker's episodes can be repeated too
     (path,) = folder.iterdir()
     RecordedEpisode.load(path).run()[0].close()
+
+
+def test_episodes_after_one_that_was_cut_are_repeated() -> None:
+    class Failing(Walk):
+        def step(self, action: Any) -> Any:
+            if self.count == 3 and self.length % 2:
+                raise GameError("the game has failed")
+            return super().step(action)
+
+    with make(Failing, batch_T=60, on_game_failure="renew", max_renewals=1000) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+        env = sampler.samples_np.env
+        for t, b in np.argwhere(env.valid).tolist():
+            again, action = sampler.episode(b, t).run()
+            assert np.float32(again.step(action)[1]) == env.reward[t, b]
+        assert sampler.stats().cut_episodes > B
 
 
 # ---- what cannot be repeated ---------------------------------------------------------------

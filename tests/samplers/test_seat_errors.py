@@ -581,23 +581,6 @@ def test_an_environment_with_other_agents_than_its_example_is_refused() -> None:
         sampler.initialize(RandomAgent(), seed=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"seed_episodes": True},
-            "seed_episodes=True and several agents in an environment do not go together: .*Leave seed_episodes out",
-        ),
-    ],
-)
-def test_options_that_are_not_for_several_agents_are_refused(options: dict[str, Any], message: str) -> None:
-    with (
-        SerialSampler(ScriptedGame, batch_T=2, batch_B=2, **options) as sampler,
-        pytest.raises(ConfigError, match=f"^{message}"),
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
-
-
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 def test_given_spaces_are_refused(cls: type[Sampler]) -> None:
     game = ScriptedGame()

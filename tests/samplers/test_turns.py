@@ -541,7 +541,7 @@ class Lstm(nn.Module):
         (
             {"seed_episodes": True},
             RandomAgent(),
-            "seed_episodes=True and several agents in an environment do not go together",
+            "seed_episodes=True and games in turns do not go together",
         ),
         ({}, Recurrent(), "Recurrent must report `value` in agent_info"),
     ],

@@ -1,0 +1,434 @@
+"""seed_episodes=True with several agents in an environment. A plain loop steps each game with the recorded seed and
+actions, and must meet the same rewards and observations."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from penstock import (
+    AsyncSampler,
+    ConfigError,
+    GameError,
+    GpuSampler,
+    NamedArrays,
+    ParallelSampler,
+    RandomAgent,
+    RecordedEpisode,
+    RepeatError,
+    SerialSampler,
+    TrajInfo,
+    WaitResetCollector,
+    WorkerError,
+)
+from penstock.columns import episode_log
+from penstock.envs.toy import ScriptedGame
+
+from ..seats_support import Odd
+from ..turns_support import TurnGame
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
+
+T, B, N = 12, 4, 6  # with two workers, each has two environments
+KINDS = [{"k": k} for k in (3, 2, 4, 3)]
+
+
+class Plain(ScriptedGame):
+    """Returns what depends on the agents' order and on all their actions: `sum` is in each observation."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.sum = 0
+        return super().reset(seed, options)
+
+    def _observations(self) -> Any:
+        return {agent: seen + np.float32(1000 * self.sum) for agent, seen in super()._observations().items()}
+
+    def step(self, actions: Any) -> Any:
+        for i, (agent, action) in enumerate(actions.items()):
+            self.sum += (i + 1) * (int(agent[1:]) + 1) * (int(action) + 1)
+        return super().step(actions)
+
+
+class Failing(Plain):
+    """Its game fails now and then, at a step that depends on the seed of the reset and on the actions."""
+
+    def step(self, actions: Any) -> Any:
+        result = super().step(actions)
+        if self.sum % 11 == 5:
+            raise GameError(f"the game has failed at {self.t}")
+        return result
+
+
+class FailsOnce(Plain):
+    """Step or reset number `at` of such an environment fails; with `marker`, a file, only one of all."""
+
+    def __init__(self, call: str, at: int, marker: Any = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._fault, self._n_calls = (call, at, marker), {"step": 0, "reset": 0}
+
+    def _reach(self, call: str) -> None:
+        name, at, marker = self._fault
+        self._n_calls[call] += 1
+        if (name, at) == (call, self._n_calls[call]) and not (marker and Path(marker).exists()):
+            if marker:
+                Path(marker).touch()
+            raise ValueError(f"{call} {at} fails")
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self._reach("reset")
+        return super().reset(seed, options)
+
+    def step(self, actions: Any) -> Any:
+        self._reach("step")
+        return super().step(actions)
+
+
+class Unpicklable(Plain):
+    """Cannot be saved, so its episode is repeated."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it has a socket")
+
+
+class Drifting(Plain):
+    """Depends on the number of games that were built in this process."""
+
+    n_built = 0
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        Drifting.n_built += 1
+        self.drift = Drifting.n_built
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, *rest = super().step(actions)
+        return observations, {agent: reward + self.drift for agent, reward in rewards.items()}, *rest
+
+
+class OwnInfo(TrajInfo):
+    """Is followed step by step."""
+
+
+def policies_of(n: int) -> dict[str, Any]:
+    if n == 1:
+        return {"agent": RandomAgent()}
+    names = "even", "odd", "even", "last"  # only one environment has a seat of "last"
+    return {"agent": {name: RandomAgent() for name in names}, "policy_of": lambda agent: names[int(agent[1:])]}
+
+
+def sampler_of(cls: Any, env_fn: Any = Plain, **options: Any) -> Any:
+    given = {"batch_T": T, "batch_B": B, "env_kwargs": KINDS, "max_decorrelation_steps": 0, "seed_episodes": True}
+    given |= {} if cls is SerialSampler else {"n_workers": 2}
+    return cls(env_fn, **{**given, **options})
+
+
+def seats_of(sampler: Any, batch: Any) -> dict[int, dict[str, Any]]:
+    """By environment and agent: the arrays of its column."""
+    found: dict[int, dict[str, Any]] = defaultdict(dict)
+    for name, seats in sampler.seats().items():
+        samples = batch if hasattr(batch, "env") else getattr(batch, name)
+        for column, (env_rank, agent) in enumerate(seats):
+            env, actions = samples.env, samples.agent.action
+            found[env_rank][agent] = NamedArrays(
+                valid=env.valid[:, column],
+                action=actions[:, column],
+                reward=env.reward[:, column],
+                observation=env.observation[:, column],
+                done=env.done[:, column],
+            )
+    return {e: {agent: own[agent] for agent in sorted(own)} for e, own in sorted(found.items())}
+
+
+class PlainLoop:
+    """Steps games with recorded seeds and actions, and knows nothing else of penstock."""
+
+    def __init__(self, seeds: Any) -> None:
+        """`seeds`: for each environment, those of its games, in order."""
+        self.games, self.seeds = [Plain(**kind) for kind in KINDS], [iter(own) for own in seeds]
+        self.is_over, self.seen = [True] * len(self.games), [dict[str, Any]()] * len(self.games)
+
+    def follow(self, batch: Any, waits: bool) -> None:
+        """Play the steps of a batch, `seats_of`, and compare."""
+        for e, own in batch.items():
+            game, is_parked = self.games[e], False
+            for t in range(T):
+                acting = [agent for agent, seat in own.items() if seat.valid[t]]
+                if is_parked:
+                    assert not acting
+                    continue
+                if self.is_over[e]:
+                    self.seen[e] = game.reset(seed=next(self.seeds[e]))[0]
+                assert acting == game.agents
+                for agent in acting:
+                    np.testing.assert_array_equal(own[agent].observation[t], self.seen[e][agent])
+                self.seen[e], rewards, *_ = game.step({agent: int(own[agent].action[t]) for agent in game.agents})
+                for agent in acting:
+                    assert own[agent].reward[t] == rewards[agent]
+                    assert own[agent].done[t] == (agent not in game.agents)
+                self.is_over[e] = not game.agents
+                is_parked = waits and self.is_over[e]
+
+
+def running_seeds(sampler: Any) -> list[int]:
+    """Of each environment, the seed of the game of its last step in the last batch."""
+    seats = seats_of(sampler, sampler.samples_np)
+    last = [np.flatnonzero(np.any([seat.valid for seat in seats[e].values()], 0))[-1] for e in range(B)]
+    return [sampler.episode(e, int(t)).seed for e, t in enumerate(last)]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("n_policies", [1, 3])
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_a_plain_loop_plays_the_same_games_with_the_seeds_of_the_trajectories(
+    cls: Any, n_policies: int, waits: bool
+) -> None:
+    options: dict[str, Any] = {"collector_cls": WaitResetCollector} if waits else {"traj_info_cls": OwnInfo}
+    with sampler_of(cls, **options) as sampler:
+        sampler.initialize(seed=4, **policies_of(n_policies))
+        batches, infos = [], []
+        for itr in range(N):
+            infos += sampler.obtain_samples(itr)[1]
+            batches.append(seats_of(sampler, sampler.samples_np.copy()))
+        running = running_seeds(sampler)
+    seeds: list[list[int]] = [[] for _ in range(B)]
+    for info in infos:
+        if info.agent_id is None:
+            seeds[info.env_rank].append(info.seed)
+    for e, last in enumerate(running):
+        seeds[e] += [last] if last not in seeds[e] else []  # of a game that is not over
+    everything = [seed for own in seeds for seed in own]
+    assert len(set(everything)) == len(everything) > 3 * B
+    agents = [info for info in infos if info.agent_id is not None]
+    assert all(info.seed == seeds[info.env_rank][info.episode] for info in agents)
+    assert len(agents) > 2 * len(everything), "some leave early, and some come back"
+    loop = PlainLoop(seeds)
+    for batch in batches:
+        loop.follow(batch, waits)
+    assert [next(own, None) for own in loop.seeds] == [None] * B
+
+
+def check_episode(sampler: Any, e: int, t: int) -> int:
+    """Play the episode of environment e until step t, here and with `run`, and make the step. Returns how many steps it
+    had before the batch."""
+    episode, seats = sampler.episode(e, t), seats_of(sampler, sampler.samples_np)[e]
+    acting = [agent for agent, seat in seats.items() if seat.valid[t]]
+    wanted = {agent: seats[agent].action[t] for agent in acting}
+    plain = Plain(**KINDS[e])
+    plain.reset(seed=episode.seed)
+    for i, recorded in enumerate(episode.rewards):
+        given = dict(zip(plain.possible_agents, [int(own[i]) for own in episode.actions], strict=True))
+        acts = list(plain.agents)
+        _, rewards, *_ = plain.step({agent: given[agent] for agent in acts})
+        assert recorded.tolist() == [rewards[agent] if agent in acts else 0 for agent in plain.possible_agents]
+    game, actions = episode.run()
+    assert list(actions) == game.agents == plain.agents
+    assert actions == wanted
+    results = game.step(actions), plain.step(wanted)
+    for agent in acting:
+        assert {result[1][agent] for result in results} == {seats[agent].reward[t]}
+        np.testing.assert_array_equal(results[0][0][agent], results[1][0][agent])
+    game.close()
+    return int(episode.step - t)
+
+
+@pytest.mark.parametrize("n_policies", [1, 3])
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int) -> None:
+    rng, n_before = np.random.default_rng(0), []
+    with sampler_of(cls, max_decorrelation_steps=30) as sampler:
+        sampler.initialize(seed=4, **policies_of(n_policies))
+        for itr in range(4):
+            sampler.obtain_samples(itr)
+            n_before += [check_episode(sampler, e, int(t)) for e in range(B) for t in rng.choice(T, 4, replace=False)]
+    assert sum(n > 0 for n in n_before) > 10, "games that began before the batch, some in random steps"
+
+
+@pytest.mark.parametrize(
+    "options", [{"env_kwargs": {"mask": True}, "global_state": True}, {"env_fn": partial(Odd, shuffle=False)}]
+)
+def test_masks_states_and_games_that_return_the_same_arrays(options: dict[str, Any]) -> None:
+    is_masked = "global_state" in options
+    agent = RandomAgent(mask_key="info.action_mask") if is_masked else RandomAgent()
+    with sampler_of(SerialSampler, **{"env_kwargs": {"k": 3}, **options}) as sampler:
+        sampler.initialize(agent, seed=1)
+        for itr in range(3):
+            sampler.obtain_samples(itr)
+            for t in range(T):
+                game, actions = sampler.episode(1, t).run()
+                rewards = game.step(actions)[1]
+                for agent_id, column in ((f"a{i}", 3 + i) for i in range(3)):
+                    if agent_id in actions:
+                        assert rewards[agent_id] == sampler.samples_np.env.reward[t, column]
+
+
+def test_the_seeds_are_the_same_in_every_sampler() -> None:
+    found = []
+    for cls, options in ((SerialSampler, {}), (GpuSampler, {}), (AsyncSampler, {"n_slots": 3})):
+        with sampler_of(cls, **options, eval_n_envs=2, eval_episodes=4, eval_env_kwargs={"k": 3}) as sampler:
+            sampler.initialize(RandomAgent(), seed=4)
+            if isinstance(sampler, AsyncSampler):
+                sampler.start()
+            infos = [info for itr in range(N) for info in sampler.obtain_samples(itr)[1]]
+            found.append([(info.env_rank, info.agent_id, info.episode, info.seed) for info in infos])
+            found[-1] += [vars(info) for info in sampler.evaluate_agent(N)]
+    assert found[0] == found[1] == found[2]
+
+
+def test_without_the_option_nothing_changes_but_the_games_after_the_first() -> None:
+    evaluations, firsts = [], []
+    for seed_episodes in (False, True):
+        with sampler_of(
+            SerialSampler, seed_episodes=seed_episodes, eval_n_envs=2, eval_episodes=4, eval_env_kwargs={"k": 3}
+        ) as sampler:
+            sampler.initialize(RandomAgent(), seed=4)
+            infos = [info for itr in range(N) for info in sampler.obtain_samples(itr)[1]]
+            assert all((info.seed is None) is not seed_episodes for info in infos)
+            firsts.append([repr(info).split(", seed")[0].rstrip(")") for info in infos if info.episode == 0])
+            evaluations.append([repr(info) for info in sampler.evaluate_agent(0)])
+    assert firsts[0] == firsts[1]
+    assert evaluations[0] == evaluations[1]
+
+
+# ---- failures --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["batch", "decorrelation"])
+@pytest.mark.parametrize("n_policies", [1, 3])
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where: str, tmp_path: Path) -> None:
+    n = 400 if where == "decorrelation" else 0
+    with (
+        sampler_of(cls, Failing, crash_dir=tmp_path, max_decorrelation_steps=n) as sampler,
+        pytest.raises(WorkerError, match="the game has failed at") as caught,
+    ):
+        sampler.initialize(seed=1, **policies_of(n_policies))
+        for itr in range(50):
+            sampler.obtain_samples(itr)
+    assert ("decorrelating" in str(caught.value)) == (where == "decorrelation")
+    error = caught.value
+    assert error.episode.path in str(error)
+    for episode in (error.episode, RecordedEpisode.load(error.episode.path)):
+        game, actions = episode.run()
+        assert game.t == episode.step
+        with pytest.raises(GameError, match=f"failed at {episode.step + 1}"):
+            game.step(actions)
+
+
+def test_run_stops_before_a_reset_that_failed() -> None:
+    with (
+        sampler_of(SerialSampler, partial(FailsOnce, "reset", 4)) as sampler,
+        pytest.raises(WorkerError) as caught,
+    ):
+        sampler.initialize(RandomAgent(), seed=1)
+        for itr in range(50):
+            sampler.obtain_samples(itr)
+    game, actions = caught.value.episode.run()
+    assert actions is None
+    assert caught.value.episode.is_reset
+    game.reset(seed=caught.value.episode.seed)
+
+
+def test_games_of_a_worker_that_was_replaced_have_new_seeds(tmp_path: Path) -> None:
+    env_fn = partial(FailsOnce, "step", 60, tmp_path / "marker")
+    with sampler_of(ParallelSampler, env_fn, on_worker_failure="restart", traj_info_cls=OwnInfo) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        seeds = defaultdict(set)
+        for itr in range(10):
+            for info in sampler.obtain_samples(itr)[1]:
+                seeds[info.env_rank, info.seed].add(info.agent_id)
+            for e in range(B):
+                sampler.episode(e, T - 1).run()[0].close()
+        assert sampler.stats().restarts == 1
+    assert len({seed for _, seed in seeds}) == len(seeds)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_games_that_are_built_again_are_repeated_too(waits: bool) -> None:
+    options = {"collector_cls": WaitResetCollector} if waits else {}
+    with sampler_of(SerialSampler, Failing, on_game_failure="renew", max_renewals=1000, **options) as sampler:
+        sampler.initialize(seed=1, **policies_of(3))
+        n = 0
+        for itr in range(4):
+            sampler.obtain_samples(itr)
+            for e, seats in seats_of(sampler, sampler.samples_np).items():
+                for t in np.flatnonzero(np.any([seat.valid for seat in seats.values()], 0)):
+                    game, actions = sampler.episode(e, int(t)).run()
+                    rewards = game.step(actions)[1]
+                    assert all(seats[agent].reward[t] == rewards[agent] for agent in actions)
+                    n += 1
+        assert sampler.stats().cut_episodes > 5
+        assert n > 40
+
+
+# ---- saved runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_policies", [1, 3])
+@pytest.mark.parametrize("env_fn", [Plain, Unpicklable])
+def test_a_run_continues_with_the_seeds_of_its_games(env_fn: Any, n_policies: int) -> None:
+    def collect(sampler: Any, itrs: range) -> list[Any]:
+        found = []
+        for itr in itrs:
+            infos = sampler.obtain_samples(itr)[1]
+            found.append(([(info.env_rank, info.agent_id, info.seed) for info in infos], sampler.samples_np.copy()))
+        return found
+
+    with sampler_of(ParallelSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=OwnInfo) as sampler:
+        sampler.initialize(seed=3, **policies_of(n_policies))
+        collect(sampler, range(2))
+        state = sampler.state_dict()
+        wanted = collect(sampler, range(2, 5))
+    kinds = {column["kind"] for column in state["columns"].values()}
+    assert kinds == {"repeat" if env_fn is Unpicklable else "pickle"}
+    with sampler_of(SerialSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=OwnInfo) as sampler:
+        sampler.initialize(seed=3, **policies_of(n_policies))
+        assert sampler.load_state_dict(state).exact == (0, 1, 2, 3)
+        for (infos, batch), (wanted_infos, wanted_batch) in zip(collect(sampler, range(2, 5)), wanted, strict=True):
+            assert infos == wanted_infos
+            for (name, ours), (_, theirs) in zip(batch.leaves(), wanted_batch.leaves(), strict=True):
+                np.testing.assert_array_equal(ours, theirs, err_msg=name)
+        for e in range(B):
+            check_episode(sampler, e, T - 1)
+
+
+# ---- what cannot be repeated -----------------------------------------------------------------
+
+
+def test_a_game_that_is_not_deterministic_is_named_with_its_first_step_that_differs() -> None:
+    with sampler_of(SerialSampler, Drifting) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+        with pytest.raises(RepeatError, match=r"of env_rank 2 differs .* of its 2 steps: the reward of step 0 is \["):
+            sampler.episode(2, 2).run()
+
+
+def test_a_game_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode_log, "_MOST_STEPS", 7)
+    with sampler_of(SerialSampler, ScriptedGame, env_kwargs={"script": [{}] * 60}) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(4):
+            sampler.obtain_samples(itr)
+            if itr == 0:
+                sampler.episode(0, T - 1).run()[0].close()
+        with pytest.raises(RepeatError, match=r"Of its 46 steps, the log no longer has the first 29"):
+            sampler.episode(0, 10).run()
+
+
+def test_games_in_turns_and_policies_that_are_not_recorded_are_refused() -> None:
+    with (
+        SerialSampler(TurnGame, batch_T=4, batch_B=1, seed_episodes=True) as sampler,
+        pytest.raises(ConfigError, match=r"^seed_episodes=True and games in turns do not go together"),
+    ):
+        sampler.initialize(RandomAgent())
+    with (
+        sampler_of(SerialSampler) as sampler,
+        pytest.raises(ConfigError, match=r"seed_episodes=True and a policy that is not recorded \(record\) do not go"),
+    ):
+        sampler.initialize(**policies_of(3), record=["even"])
