@@ -27,8 +27,7 @@ from penstock.arguments import integer, seconds, true_or_false
 from penstock.envs import ending
 from penstock.errors import ConfigError, GameError, brief
 from penstock.games.game_socket import GameSocket
-from penstock.games.lease import PortLeases, leases
-from penstock.games.search import PortProtocol, describe_process
+from penstock.games.lease import PortLeases, PortProtocol, describe_process, leases
 from penstock.workers import sigint
 from penstock.workers.marking import marked
 
