@@ -21,14 +21,12 @@ from penstock.errors import ConfigError, SamplerStateError, brief
 from penstock.learning.appending import Appender, shape_of
 from penstock.learning.checkpoint import read_index, read_priorities, read_steps, saved_shape, write_checkpoint
 from penstock.learning.contents import Contents
-from penstock.learning.estimate import Estimate
-from penstock.learning.feed import FeedingSampler, ReplayFeed
+from penstock.learning.feed import FeedingSampler, Ratio, ReplayFeed
 from penstock.learning.options import Frames, Prioritized, Sequences, require_number
 from penstock.learning.position_draws import DrawIndex, UniformDraw
 from penstock.learning.priorities import PriorityDraw
-from penstock.learning.ratio import Ratio
 from penstock.learning.replay_batches import ReplayBatch, SequenceBatch, SequenceReader, Transitions, move
-from penstock.learning.ring import Ring, Shape
+from penstock.learning.ring import Estimate, Ring, Shape
 from penstock.learning.sum_tree import SumTree
 from penstock.learning.windows import Positions, WindowReader
 
