@@ -17,9 +17,8 @@ from torch.distributions import Distribution
 from penstock.agents.action_masks import ActionMask, mask_of
 from penstock.agents.agent import AgentStep, Space
 from penstock.agents.inference import Inference
-from penstock.agents.model_outputs import output_array, output_tuple, value_array
 from penstock.agents.noise import ColumnNoise
-from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
+from penstock.agents.torch_agent import Device, ModelSource, TorchAgent, output_array, output_tuple, value_array
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.samples import Samples
 from penstock.errors import ConfigError

@@ -14,10 +14,9 @@ from torch import Tensor, distributions
 from penstock.agents.agent import AgentStep, Space
 from penstock.agents.distributions import HALF_LOG_2_PI, BoxActions, gaussian_log_prob, tanh_log_slope
 from penstock.agents.inference import Inference
-from penstock.agents.model_outputs import output_array, output_tuple
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.policy_gradient import EvaluatedSteps, replayed_rows, require_samples
-from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
+from penstock.agents.torch_agent import Device, ModelSource, TorchAgent, output_array, output_tuple
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.samples import Samples
 

@@ -33,7 +33,7 @@ from penstock.samplers.stats import SamplerStats, describe
 from penstock.samplers.who_acts import Acting, pool_options
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard
-from penstock.workers.limits import naming_descriptor_limit
+from penstock.workers.launcher import naming_descriptor_limit
 from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity
 

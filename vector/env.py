@@ -27,6 +27,7 @@ from penstock.vector.vector_arguments import (
     EnvFns,
     ModeName,
     Options,
+    SharedSpaces,
     as_batch_factory,
     as_batch_mode,
     as_factories,
@@ -38,14 +39,15 @@ from penstock.vector.vector_arguments import (
     as_timeout,
     check_async_arguments,
     env_ids_within,
+    read_seats,
+    refuse_seats,
     refuse_unknown,
     split_mask,
 )
 from penstock.vector.vector_infos import Infos
 from penstock.vector.vector_pool import State, VectorGuard, VectorPool
-from penstock.vector.vector_seats import SharedSpaces, read_seats, refuse_seats
 from penstock.workers.claims import CpuClaims
-from penstock.workers.limits import naming_descriptor_limit
+from penstock.workers.launcher import naming_descriptor_limit
 from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity, OnWorkerFailure, StartMethod
 
