@@ -9,7 +9,7 @@ from penstock.envs.rows import action_splitter, arrays_like, write_row
 from penstock.envs.seat_wrappers import OwnClocks, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
 from penstock.envs.state import check_env_state
-from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, ScriptedGame, SlowEnv
+from penstock.envs.toy import CountingEnv, NestedEnv, ScriptedGame, SlowEnv
 from penstock.envs.wrappers import BatchedEpisodicLife, EpisodicLife, MaskInObservation
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "BatchedEpisodicLife",
     "ColumnStreams",
     "CountingEnv",
-    "CrashingEnv",
     "EnvContext",
     "EnvFactory",
     "EnvFn",
