@@ -7,31 +7,16 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.arguments import integer
 from penstock.buffers import Samples
 from penstock.errors import ConfigError
 from penstock.learning.appending import Appender
-from penstock.learning.options import require_number
+from penstock.learning.options import FINITE, require_number
 
-
-class CountsSteps(Protocol):
-    """What a ratio reads of a `Replay`."""
-
-    @property
-    def n_steps(self) -> int:
-        """How many steps were appended."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can draw."""
-
-    @property
-    def n_drawn(self) -> int:
-        """How many positions were drawn."""
+if TYPE_CHECKING:
+    from penstock.learning.replay import Replay
 
 
 @dataclass(frozen=True)
@@ -68,7 +53,7 @@ class Ratio:
     slack: float | None = None
 
     def __post_init__(self) -> None:
-        if not require_number("samples_per_step", self.samples_per_step, np.finfo(float).max) > 0:
+        if not require_number("samples_per_step", self.samples_per_step, FINITE) > 0:
             raise ConfigError("samples_per_step must be more than 0")
         for name in ("batch_steps", "batch_size"):
             if getattr(self, name) is not None:
@@ -76,7 +61,7 @@ class Ratio:
         integer("min_steps", self.min_steps, 0)
         if self.slack is None:
             return
-        require_number("slack", self.slack, np.finfo(float).max)
+        require_number("slack", self.slack, FINITE)
         least = (self.samples_per_step * (self.batch_steps or 1) + (self.batch_size or 1)) / 2
         if self.slack < least:
             raise ConfigError(
@@ -95,19 +80,19 @@ class Ratio:
         # With the least slack both are the same number, except for rounding. Nothing may lie between them.
         return draw_from, max(slack - worth, draw_from)
 
-    def behind(self, replay: CountsSteps) -> float:
+    def behind(self, replay: Replay[Any]) -> float:
         """How many positions fewer than the target were drawn; negative if more were."""
         return self._behind(replay, replay.n_steps)
 
-    def _behind(self, replay: CountsSteps, n_steps: int) -> float:
+    def _behind(self, replay: Replay[Any], n_steps: int) -> float:
         return (n_steps - self.min_steps) * self.samples_per_step - replay.n_drawn
 
-    def may_sample(self, replay: CountsSteps) -> bool:
+    def may_sample(self, replay: Replay[Any]) -> bool:
         """Whether a draw of `batch_size` positions keeps the draws within `slack` of the target."""
         draw_from, _ = self._limits()
         return replay.n_steps >= self.min_steps and replay.is_ready and self.behind(replay) >= draw_from
 
-    def may_append(self, replay: CountsSteps, n_begun: int | None = None) -> bool:
+    def may_append(self, replay: Replay[Any], n_begun: int | None = None) -> bool:
         """Whether the draws have come near enough to the target for another batch of steps. `n_begun`: all steps so
         far, with those that are being sampled now; None: there are no such steps."""
         _, append_to = self._limits()
@@ -115,15 +100,6 @@ class Ratio:
         if n_steps < self.min_steps or (not replay.is_ready and n_steps <= replay.n_steps):
             return True
         return self._behind(replay, n_steps) <= append_to
-
-
-class FedReplay(CountsSteps, Protocol):
-    """What a feed needs of its replay."""
-
-    def _feed_from(
-        self, feeder: Any, samples: Samples, columns: Sequence[range], rows_ahead: int, spare_finals: int = 0
-    ) -> Appender:
-        """See `Replay._feed_from`."""
 
 
 class FeedingSampler(Protocol):
@@ -149,7 +125,7 @@ _MOST_INFOS = 65_536
 class ReplayFeed:
     """Links one sampler with its replay. The sampler owns it; references in the other direction are weak."""
 
-    def __init__(self, sampler: FeedingSampler, replay: FedReplay, ratio: Ratio | None, *, is_pinned: bool) -> None:
+    def __init__(self, sampler: FeedingSampler, replay: Replay[Any], ratio: Ratio | None, *, is_pinned: bool) -> None:
         self.ratio, self._is_pinned = ratio, is_pinned
         self._set_batch_steps(sampler.batch_T * sampler.batch_B)
         if ratio is None and is_pinned:
@@ -221,14 +197,17 @@ class ReplayFeed:
 
     @property
     def is_feeding(self) -> bool:
+        """Whether the workers may still write."""
         sampler = self._sampler()
         return sampler is not None and sampler.is_feeding
 
     def before_sample(self, n: int) -> None:
+        """`n` positions will be drawn: report failures, let the workers continue, and wait until enough is there."""
         sampler = self._sampler()
         if sampler is not None and self.is_feeding:  # otherwise the replay draws from the steps that it has
             sampler.await_replay(n)
 
     def stand_still(self) -> AbstractContextManager[None]:
+        """A context in which no worker writes."""
         sampler = self._sampler()
         return nullcontext() if sampler is None else sampler.stand_still()
