@@ -239,6 +239,7 @@ class TorchAgent(Agent):
 
     model: nn.Module
     _from_initialize = ("model", "observation_space", "action_space")
+    greedy_eval = _greedy = False  # whether evaluations take the best actions, and whether `step` does
     # The runtime sets these in copies:
     _link: DeviceLink | None = None  # moves inputs and outputs if the model is not on the CPU
     _compiled_model: Callable[..., Any] | None = None  # called in place of the model
@@ -344,9 +345,14 @@ class TorchAgent(Agent):
 
     def sample_mode(self, itr: int) -> None:
         self._act_mode()
+        self._greedy = False
 
     def eval_mode(self, itr: int) -> None:
         self._act_mode()
+        self._greedy = self.greedy_eval
+
+    def _set_greedy(self, greedy: bool) -> None:
+        self._greedy = greedy
 
     def _act_mode(self) -> None:
         if any(module.training for module in self.model.modules()):  # ten times as fast as a call of eval()

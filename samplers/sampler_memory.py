@@ -11,9 +11,8 @@ import numpy as np
 
 from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers import Samples
-from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
-from penstock.buffers.object_pipe import TrajectoryRecords
+from penstock.buffers.object_pipe import Mailbox, TrajectoryRecords
 from penstock.buffers.samples import layouts_of
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.collectors import TrajInfo

@@ -14,8 +14,8 @@ from typing import Any
 
 import cloudpickle
 
-from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.memory_limits import left_in_cgroups
+from penstock.buffers.object_pipe import Mailbox
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError, WorkerTimeoutError
 from penstock.workers import sigint
