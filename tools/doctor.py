@@ -177,7 +177,7 @@ def _sampling() -> Iterator[str]:
         return
     from penstock.agents import RandomAgent
     from penstock.envs import CountingEnv
-    from penstock.samplers.parallel import ParallelSampler
+    from penstock.samplers.sampler import ParallelSampler
 
     began = time.monotonic()
     try:
