@@ -6,10 +6,9 @@ from penstock.agents.action_masks import ActionMask, mask_of
 from penstock.agents.agent import Agent, AgentStep
 from penstock.agents.function import FunctionAgent
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
-from penstock.agents.random import RandomAgent
+from penstock.agents.random import RandomAgent, draw
 from penstock.agents.schedules import ExponentialSchedule, LinearSchedule
 from penstock.agents.shared_parameters import SharedParameters
-from penstock.agents.space_draws import draw
 
 if TYPE_CHECKING:
     from penstock.agents.categorical import CategoricalPgAgent
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
         RecurrentEpsilonGreedyAgent,
         RecurrentGaussianPgAgent,
         RecurrentPgAgent,
+        RecurrentState,
     )
-    from penstock.agents.recurrent_state import RecurrentState
     from penstock.agents.squashed import SquashedGaussianAgent
     from penstock.agents.torch_agent import TorchAgent
 
@@ -62,7 +61,6 @@ __all__ = [
 
 # The modules that need torch. `__getattr__` looks through them in this order: each comes after those that it imports.
 _WITH_TORCH = (
-    "recurrent_state",
     "normalization",
     "torch_agent",
     "policy_gradient",

@@ -1,5 +1,5 @@
 /* Draws the actions of one time step from logits: bit for bit the results of the numpy calls in agents/distributions.py.
-   drawing.py says what each function does. */
+   distributions.py says what each function does. */
 
 #include "../buffers/_native.h"
 

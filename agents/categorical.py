@@ -15,8 +15,8 @@ from torch.distributions import Categorical, Distribution, Independent
 
 from penstock.agents.agent import Space
 from penstock.agents.distributions import choose
-from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
+from penstock.agents.torch_agent import output_array
 from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 

@@ -13,11 +13,10 @@ import torch
 from penstock.agents.agent import AgentStep, Space
 from penstock.agents.distributions import BoxActions
 from penstock.agents.inference import Inference
-from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise, OrnsteinUhlenbeck
+from penstock.agents.random import draw
 from penstock.agents.schedules import ColumnSetting, Setting
-from penstock.agents.space_draws import draw
-from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
+from penstock.agents.torch_agent import Device, ModelSource, TorchAgent, output_array
 from penstock.errors import ConfigError
 
 

@@ -1,8 +1,13 @@
-"""The arithmetic of action distributions, in numpy. For a few columns, torch takes two to three times as long."""
+"""The arithmetic of action distributions, in numpy. For a few columns, torch takes two to three times as long.
+
+Actions are drawn from logits in C where it was compiled. Elsewhere, and for unusual arrays, `shift_rows` and
+`draw_rows` return None. Then `choose` draws with numpy, with the same results.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,11 +15,26 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from penstock.agents.agent import Space
-from penstock.agents.drawing import draw_rows, shift_rows
+from penstock.buffers.native import load
 from penstock.errors import SpaceError
 
 if TYPE_CHECKING:
     import torch
+
+#: `shift_rows(logits)`: `logits` `[N, n]` minus the largest of each row. None if it cannot handle the array, or if the
+#: largest of a row is not finite.
+shift_rows: Callable[[Any], Any]
+#: `draw_rows(weights, uniform, shifted)`: for each row of `weights` `[N, n]` an index, and the entry of `shifted`
+#: `[N, n]` there; both `[N]`. The probability of an index is in proportion to its weight; `uniform` `[N]`, from 0 to 1,
+#: decides. Afterwards `weights` holds the cumulative sums of each row. None if it cannot handle the arguments.
+draw_rows: Callable[[Any, Any, Any], tuple[Any, Any] | None]
+
+#: The functions that are used if nothing is compiled.
+PYTHON: dict[str, Callable[..., Any]] = {"shift_rows": lambda *_: None, "draw_rows": lambda *_: None}
+#: Why the compiled functions are not in use; empty if they are.
+_functions, WHY_NOT_COMPILED = load("penstock.agents._drawing", PYTHON)
+shift_rows, draw_rows = _functions.values()
+
 
 _Array = npt.NDArray[Any]
 HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)

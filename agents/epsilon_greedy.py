@@ -12,10 +12,9 @@ from gymnasium import spaces
 from penstock.agents.action_masks import ActionMask, mask_of
 from penstock.agents.agent import AgentStep, Space
 from penstock.agents.inference import Inference
-from penstock.agents.model_outputs import output_array
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.schedules import ColumnSetting, Setting
-from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
+from penstock.agents.torch_agent import Device, ModelSource, TorchAgent, output_array
 from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 

@@ -14,9 +14,8 @@ from torch.distributions import Distribution, Independent, Normal
 from penstock.agents.agent import Space
 from penstock.agents.distributions import HALF_LOG_2_PI, BoxActions, gaussian_log_prob
 from penstock.agents.inference import Inference
-from penstock.agents.model_outputs import output_array
 from penstock.agents.policy_gradient import PgAgent, PolicyHead
-from penstock.agents.torch_agent import Device, ModelSource
+from penstock.agents.torch_agent import Device, ModelSource, output_array
 from penstock.buffers.named import NamedArrays
 from penstock.errors import SpaceError
 

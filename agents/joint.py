@@ -1,17 +1,112 @@
-"""Joint policies: an agent that acts for all its seats of an environment together, as the samplers use it."""
+"""Agents around another agent: one that passes every call on, the base of agents that log calls or inject faults, and
+joint policies, which act for all their seats of an environment together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.agent import Agent, AgentRuntime, AgentStep, as_agent_step
-from penstock.agents.delegation import DelegatingAgent, DelegatingRuntime
+from penstock.agents.agent import Agent, AgentRuntime, AgentStep, Space, as_agent_step
+from penstock.agents.shared_parameters import SharedParameters
 from penstock.buffers.named import as_named, map_leaves
-from penstock.errors import SpaceError
+from penstock.errors import ConfigError, SpaceError
+
+
+class DelegatingRuntime(AgentRuntime):
+    """Passes what samplers do with a `DelegatingAgent` on to its inner agent."""
+
+    agent: DelegatingAgent
+
+    def attach(self, parameters: SharedParameters) -> None:
+        super().attach(parameters)
+        self.agent.in_worker = True
+
+    def worker_copy(self) -> DelegatingAgent:
+        copied = self.agent.copy_for_worker()
+        copied.agent = self.agent.agent.runtime.worker_copy()
+        return copied
+
+    def server_copy(self) -> DelegatingAgent:
+        copied = self.agent.copy_for_worker()
+        copied.agent = self.agent.agent.runtime.server_copy()
+        return copied
+
+    def column_copy(self, rngs: Sequence[np.random.Generator]) -> DelegatingAgent:
+        # Not the base method: it would seed and reset the inner agent, which all copies share at that moment.
+        copied = self._copy_without_columns()
+        assert isinstance(copied, DelegatingAgent)
+        copied.agent = self.agent.agent.runtime.column_copy(rngs)
+        return copied
+
+    def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
+        super().set_columns(env_ranks, n_envs)
+        self.agent.agent.runtime.set_columns(env_ranks, n_envs)
+
+    def inference_difference(self, make_inputs: Callable[[], Sequence[Any]]) -> float | None:
+        return self.agent.agent.runtime.inference_difference(make_inputs)
+
+    def compile_model(self, options: Mapping[str, Any]) -> None:
+        self.agent.agent.runtime.compile_model(options)
+
+    def page_locked(self, memory: npt.NDArray[np.uint8]) -> AbstractContextManager[None]:
+        return self.agent.agent.runtime.page_locked(memory)
+
+
+def _passed(name: str) -> Any:
+    """Make a method that calls the inner agent's method `name`."""
+
+    @wraps(getattr(Agent, name))
+    def method(self: DelegatingAgent, *args: object, **kwargs: object) -> Any:
+        return getattr(self.agent, name)(*args, **kwargs)
+
+    return method
+
+
+class DelegatingAgent(Agent):
+    """Passes every call to `agent`. Subclasses override the methods that they change.
+
+    Give this object to the sampler, and call `sync_shared_memory` on it, not on the inner agent.
+    """
+
+    runtime_cls = DelegatingRuntime
+
+    #: True in the copies of a worker. False in the learner's agent, and in the trial step before workers start.
+    in_worker = False
+
+    def __init__(self, agent: Agent) -> None:
+        if not isinstance(agent, Agent):
+            raise ConfigError(f"agent must be a penstock Agent, got {type(agent).__name__}")
+        self.agent = agent
+        self.recurrent, self.mask_key, self.joint = agent.recurrent, agent.mask_key, agent.joint
+
+    def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
+        super().initialize(observation_space, action_space, seed=seed)
+        self.agent.runtime.ensure_initialized(observation_space, action_space, seed)
+        self.recurrent = self.agent.recurrent
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
+        return self.agent.step(observation, prev_action, prev_reward)
+
+    if not TYPE_CHECKING:  # type checkers know these from `Agent`
+        seed_columns, reseed_columns = _passed("seed_columns"), _passed("reseed_columns")
+        reset, reset_one, value = _passed("reset"), _passed("reset_one"), _passed("value")
+        train_mode, sample_mode, eval_mode = _passed("train_mode"), _passed("sample_mode"), _passed("eval_mode")
+        _set_greedy = _passed("_set_greedy")
+        read_parameters, write_parameters = _passed("read_parameters"), _passed("write_parameters")
+        state_dict, _trained_parameters = _passed("state_dict"), _passed("_trained_parameters")
+
+    def select(self, columns: npt.NDArray[np.intp] | None) -> None:
+        super().select(columns)
+        self.agent.select(columns)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.agent.load_state_dict(state)
+        self._publish_if_shared()
 
 
 class JointRuntime(DelegatingRuntime):

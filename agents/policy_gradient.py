@@ -17,9 +17,8 @@ from torch.distributions import Distribution
 from penstock.agents.action_masks import ActionMask, mask_of
 from penstock.agents.agent import AgentStep, Space
 from penstock.agents.inference import Inference
-from penstock.agents.model_outputs import output_array, output_tuple, value_array
 from penstock.agents.noise import ColumnNoise
-from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
+from penstock.agents.torch_agent import Device, ModelSource, TorchAgent, output_array, output_tuple, value_array
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.samples import Samples
 from penstock.errors import ConfigError
@@ -122,7 +121,6 @@ class PgAgent(TorchAgent):
     ) -> None:
         super().__init__(model, inference=inference, device=device)
         self.greedy_eval, self.record_distribution, self.mask_key = greedy_eval, record_distribution, mask_key
-        self._greedy = False
 
     def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         self._head = self._make_head(action_space)
@@ -136,17 +134,6 @@ class PgAgent(TorchAgent):
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         self._noise = ColumnNoise(rngs, self._head.draw)
-
-    def sample_mode(self, itr: int) -> None:
-        super().sample_mode(itr)
-        self._greedy = False
-
-    def eval_mode(self, itr: int) -> None:
-        super().eval_mode(itr)
-        self._greedy = self.greedy_eval
-
-    def _set_greedy(self, greedy: bool) -> None:
-        self._greedy = greedy
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         *outputs, value = self._outputs(observation, prev_action, prev_reward)

@@ -1,4 +1,4 @@
-"""The random agent. It needs no torch."""
+"""Random elements of a space, and the agent that acts with them. It needs no torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,70 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gymnasium import spaces
 
 from penstock.agents.action_masks import ActionMask, mask_of
 from penstock.agents.agent import Agent, AgentStep, Space
 from penstock.agents.noise import ColumnNoise
-from penstock.agents.space_draws import draw
+from penstock.buffers.named import as_named
+from penstock.buffers.tree import map_tree
+from penstock.errors import SpaceError
+
+
+def draw(space: Space, rng: np.random.Generator, n: int) -> Any:
+    """`n` independent elements of `space`, as actions are recorded, with leading dimension n.
+
+    The distribution is that of Gymnasium's `space.sample()`: uniform between two bounds, shifted exponential with
+    one bound, normal with none. Raises `SpaceError` for an unsupported space.
+    """
+    return as_named(map_tree(lambda part: _draw(part, rng, n), space))
+
+
+def _draw(space: Space, rng: np.random.Generator, n: int) -> Any:
+    if isinstance(space, spaces.Discrete):
+        start = int(space.start)
+        return rng.integers(start, start + int(space.n), size=n, dtype=np.int64).astype(space.dtype)
+    if isinstance(space, spaces.MultiDiscrete):
+        first = np.asarray(space.start, np.int64)
+        return rng.integers(first, first + space.nvec, size=(n, *space.nvec.shape)).astype(space.dtype)
+    if isinstance(space, spaces.MultiBinary):
+        return rng.integers(0, 2, size=(n, *space.shape), dtype=np.int8)
+    if isinstance(space, spaces.Box):
+        return _draw_box(space, rng, n)
+    raise SpaceError(
+        f"cannot draw from a {type(space).__name__} space: use Box, Discrete, MultiDiscrete, MultiBinary, and Dict and "
+        "Tuple of these"
+    )
+
+
+def _draw_box(space: spaces.Box, rng: np.random.Generator, n: int) -> Any:
+    shape = (n, *space.shape)
+    integral = space.dtype.kind in "iub"
+    below, above = space.bounded_below, space.bounded_above
+    if integral and bool((below & above).all()):  # exact for the full range of every integer type
+        low, high = (
+            np.asarray(bound).astype(np.uint8) if space.dtype.kind == "b" else bound for bound in _bounds(space)
+        )
+        drawn = rng.integers(low, high, size=shape, dtype=low.dtype, endpoint=True)
+        return drawn.astype(space.dtype)
+    low, high = (
+        np.where(mask, bound, 0).astype(np.float64) for mask, bound in zip((below, above), _bounds(space), strict=True)
+    )
+    if integral:
+        high = np.where(above, high + 1, high)  # values are rounded down below, so that the bound itself can be drawn
+    # Draw from all distributions for every element. So the random stream advances by the same amount for all bounds.
+    values = np.select(
+        [below & above, below, above],
+        [low + rng.random(shape) * (high - low), low + rng.exponential(size=shape), high - rng.exponential(size=shape)],
+        rng.normal(size=shape),
+    )
+    if integral:
+        values = np.floor(values)
+    return np.clip(values.astype(space.dtype), space.low, space.high)
+
+
+def _bounds(space: spaces.Box) -> tuple[Any, Any]:
+    return np.asarray(space.low), np.asarray(space.high)
 
 
 class RandomAgent(Agent):

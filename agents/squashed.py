@@ -14,10 +14,9 @@ from torch import Tensor, distributions
 from penstock.agents.agent import AgentStep, Space
 from penstock.agents.distributions import HALF_LOG_2_PI, BoxActions, gaussian_log_prob, tanh_log_slope
 from penstock.agents.inference import Inference
-from penstock.agents.model_outputs import output_array, output_tuple
 from penstock.agents.noise import ColumnNoise
 from penstock.agents.policy_gradient import EvaluatedSteps, replayed_rows, require_samples
-from penstock.agents.torch_agent import Device, ModelSource, TorchAgent
+from penstock.agents.torch_agent import Device, ModelSource, TorchAgent, output_array, output_tuple
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.samples import Samples
 
@@ -53,7 +52,7 @@ class SquashedGaussianAgent(TorchAgent):
     ) -> None:
         super().__init__(model, inference=inference, device=device)
         self.greedy_eval, self.warmup_random_itrs = greedy_eval, warmup_random_itrs
-        self._greedy = self._is_random = False
+        self._is_random = False
 
     def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         self._box = BoxActions(action_space, type(self).__name__, bounded=True)
@@ -68,14 +67,11 @@ class SquashedGaussianAgent(TorchAgent):
 
     def sample_mode(self, itr: int) -> None:
         super().sample_mode(itr)
-        self._greedy, self._is_random = False, itr < self.warmup_random_itrs
+        self._is_random = itr < self.warmup_random_itrs
 
     def eval_mode(self, itr: int) -> None:
         super().eval_mode(itr)
-        self._greedy, self._is_random = self.greedy_eval, False
-
-    def _set_greedy(self, greedy: bool) -> None:
-        self._greedy = greedy
+        self._is_random = False
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
         output = output_tuple(self.forward(observation, prev_action, prev_reward), self._forms, type(self).__name__)

@@ -29,12 +29,12 @@ from spaces import SPACES, Returning
 from throughput import ENV, Setting, machine, spread
 
 from penstock import RandomAgent, SerialSampler
-from penstock.agents import drawing
+from penstock.agents import distributions
 from penstock.buffers import native
 from penstock.columns import stepping
 from penstock.workers.affinity import limit_threads
 
-PARTS = (native, drawing, stepping)
+PARTS = (native, distributions, stepping)
 PYTHON = {name: function for part in PARTS for name, function in part.PYTHON.items()}
 COMPILED = {name: getattr(part, name) for part in PARTS for name in part.PYTHON}
 #: Pairs (module, name): every module that uses a compiled function, with the function's name.

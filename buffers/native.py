@@ -6,8 +6,8 @@ since a part of it may have been written.
 
 Rows are given as an array `[T, ...]` and an index t, since this is faster than a list of T views.
 
-Other parts are compiled where they are used: `agents/drawing.py`, `columns/stepping.py` and `workers/spinning.py` also
-`load` an extension.
+Other parts are compiled where they are used: `agents/distributions.py`, `columns/stepping.py` and `workers/spinning.py`
+also `load` an extension.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What workers send to the main process: finished trajectories, results of calls, infos.
+"""What workers send to the main process: finished trajectories, results of calls, infos. And the mailbox, through
+which the main process sends a message to them.
 
 A worker publishes how many results it has sent before it arrives at barrier_out, and the main process then takes that
 many. There are two ways to send:
@@ -20,7 +21,7 @@ import pickle
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from penstock.buffers.descriptors import InheritedFd
+from penstock.buffers.descriptors import InheritedFd, anonymous_file
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.errors import TrajectoryCountError
@@ -240,3 +241,36 @@ def loaded(body: bytes) -> dict[str, Any] | Unreadable:
         except Exception as error:  # unpickling runs the user's code, which may raise anything
             return Unreadable(name, error)
     return payload
+
+
+class Mailbox:
+    """Holds one message, which the main process replaces.
+
+    The main process writes it before a gate opens or a worker starts. Workers read it afterwards. So it needs no lock.
+    A pipe would block on a large message until the worker reads it. A mailbox never blocks.
+    """
+
+    def __init__(self) -> None:
+        self.file = anonymous_file("penstock-mailbox")  #: close it to close the mailbox
+
+    def post(self, message: bytes) -> None:
+        """Main process: replace the message."""
+        os.ftruncate(self.file.fd, 0)
+        written = 0
+        while written < len(message):
+            written += os.pwrite(self.file.fd, message[written:], written)
+
+    def post_parts(self, parts: Sequence[bytes]) -> list[slice]:
+        """Main process: replace the message by `parts`, one behind the other. Returns the slice of each."""
+        self.post(b"".join(parts))
+        ends = list(accumulate(map(len, parts)))
+        return [slice(end - len(part), end) for end, part in zip(ends, parts, strict=True)]
+
+    def read(self, part: slice | None = None) -> bytes:
+        """Worker: the message, or one part of it."""
+        at, end = (0, os.fstat(self.file.fd).st_size) if part is None else (part.start, part.stop)
+        chunks = []
+        while at < end and (chunk := os.pread(self.file.fd, end - at, at)):
+            chunks.append(chunk)
+            at += len(chunk)
+        return b"".join(chunks)

@@ -3,8 +3,7 @@
 from penstock.collectors.collector import Collector, CollectorParts, EvalLimits, ResetCollector, WaitResetCollector
 from penstock.collectors.evaluation import EvalCollector
 from penstock.collectors.recorder import PolicyParts, Recorder
-from penstock.collectors.tracking import Tracker, make_tracker
-from penstock.collectors.traj_info import TrajInfo
+from penstock.collectors.tracking import Tracker, TrajInfo, make_tracker
 
 __all__ = [
     "Collector",

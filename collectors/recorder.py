@@ -11,7 +11,7 @@ import numpy as np
 from penstock.agents.action_masks import mask_in, mask_of
 from penstock.agents.agent import Agent, AgentStep, as_agent_step
 from penstock.agents.joint import JointSeats
-from penstock.agents.space_draws import draw
+from penstock.agents.random import draw
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.samples import BatchColumns

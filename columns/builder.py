@@ -12,8 +12,7 @@ import numpy as np
 from gymnasium.spaces import Box
 
 from penstock.buffers.reports import in_one_line
-from penstock.envs import ending
-from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.factory import EnvContext, EnvFactory, announce_end, rebuilding
 from penstock.envs.seats import AgentId, ParallelView, SeatRank
 from penstock.envs.seeding import seed_generators
 from penstock.errors import SpaceError
@@ -115,7 +114,7 @@ class EnvBuilder:
     def renew(self, old: object, build: Callable[[EnvContext, Phase], Any], context: EnvContext) -> Any:
         """Close `old`, if there is one, which was built here and whose game has failed; then build another one."""
         self._at(context, Phase.RENEWING)
-        with ending.rebuilding():
+        with rebuilding():
             if old is not None:
                 _, env = self._built.pop(next(i for i, (_, env) in enumerate(self._built) if env is old))
                 try:
@@ -132,7 +131,7 @@ class EnvBuilder:
     def close(self) -> None:
         """Close every environment that was built, then raise the first exception."""
         failed: tuple[int, BaseException] | None = None
-        ending.announce = self._progress.announce
+        announce_end.append(self._progress.announce)
         while self._built:
             env_rank, env = self._built.pop()
             self._progress.at_env(env_rank)
@@ -141,7 +140,7 @@ class EnvBuilder:
                 env.close()
             except BaseException as error:  # SystemExit too: the others must be closed
                 failed = failed or (env_rank, error)
-        ending.announce = None
+        announce_end.clear()
         if failed is not None:
             self._progress.at_env(failed[0])
             raise failed[1]

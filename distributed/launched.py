@@ -23,7 +23,7 @@ import psutil
 from penstock.distributed.role import Worker
 from penstock.distributed.statuses import Status
 from penstock.errors import ConfigError
-from penstock.workers.stacks import StackFile
+from penstock.workers.handle import StackFile
 
 if TYPE_CHECKING:
     from penstock.distributed.role import Connection

@@ -25,11 +25,10 @@ from penstock.errors import ConfigError, brief
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.config import SamplerConfig, SamplerState
-from penstock.samplers.parallel import ParallelSampler, SerialSampler
 from penstock.samplers.refusals import NEW_CHOOSER, NODE_RESTART, RAY, SEEDED, refuse
 from penstock.samplers.results import Trajectories
 from penstock.samplers.run import Run
-from penstock.samplers.sampler import Sampler
+from penstock.samplers.sampler import ParallelSampler, Sampler, SerialSampler
 from penstock.samplers.sampler_plan import EnvRange, make_plans
 from penstock.samplers.seating import PolicyOf
 from penstock.samplers.stats import SamplerStats

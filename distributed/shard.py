@@ -21,10 +21,9 @@ from penstock.envs.calls import EnvCall
 from penstock.envs.seeding import seed_generators
 from penstock.samplers.allocation import Seats, eval_fn, eval_kwargs
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.parallel import SerialSampler
 from penstock.samplers.results import Trajectories
 from penstock.samplers.resuming import StateMessage
-from penstock.samplers.sampler import Sampler
+from penstock.samplers.sampler import Sampler, SerialSampler
 from penstock.samplers.sampler_plan import SamplerPlan, episodes_per_env, eval_max_T
 from penstock.samplers.stats import WorkerStats
 from penstock.workers.affinity import limit_threads, usable_cpus

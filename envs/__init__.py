@@ -1,18 +1,16 @@
 """One environment: its factory, its seeds, its spaces, its infos; batched environments; toys for tests."""
 
-from penstock.envs.batched import BatchedCartPole, SameStep
-from penstock.envs.batched_envpool import BatchedEnvPool
+from penstock.envs.batched import BatchedCartPole, BatchedEnvPool, SameStep
 from penstock.envs.examples import example_of, observation_example
 from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, build_example_env, close_example_env, env_factories
 from penstock.envs.infos import InfoWanted, InfoWriter, info_example
-from penstock.envs.lives import BatchedEpisodicLife, EpisodicLife
-from penstock.envs.masks import MaskInObservation
 from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.rows import action_splitter, arrays_like, write_row
 from penstock.envs.seat_wrappers import OwnClocks, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
 from penstock.envs.state import check_env_state
-from penstock.envs.toy import CountingEnv, CrashingEnv, NestedEnv, ScriptedGame, SlowEnv
+from penstock.envs.toy import CountingEnv, NestedEnv, ScriptedGame, SlowEnv
+from penstock.envs.wrappers import BatchedEpisodicLife, EpisodicLife, MaskInObservation
 
 __all__ = [
     "BatchedCartPole",
@@ -20,7 +18,6 @@ __all__ = [
     "BatchedEpisodicLife",
     "ColumnStreams",
     "CountingEnv",
-    "CrashingEnv",
     "EnvContext",
     "EnvFactory",
     "EnvFn",

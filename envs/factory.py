@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -260,3 +261,18 @@ def close_example_env(env: Any) -> None:
 
 def _describe(value: object) -> str:
     return f"{type(value).__name__} {brief(value)}"
+
+
+# For whoever holds something for an environment, such as a game in a process of its own.
+#: While a worker closes its environments: call it with the seconds that an end may take, before it begins. Else empty.
+announce_end: list[Callable[[float], None]] = []
+#: Entered while one environment is closed and built again, so that what both need may stay.
+while_rebuilding: list[Callable[[], AbstractContextManager[None]]] = []
+
+
+def rebuilding() -> ExitStack:
+    """Inside, an environment is closed, and another one takes its place."""
+    stack = ExitStack()
+    for enter in while_rebuilding:
+        stack.enter_context(enter())
+    return stack

@@ -21,7 +21,7 @@ import numpy as np
 from gymnasium import spaces
 
 from penstock.envs.checks import reset_with
-from penstock.envs.masks import MaskInObservation
+from penstock.envs.wrappers import MaskInObservation
 from penstock.errors import ConfigError, SpaceError, brief
 
 GLOBAL_STATE = "global_state"  # the name of the state of the whole environment in an observation

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -100,49 +98,6 @@ class SlowEnv(CountingEnv):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         time.sleep(self.seconds)
         return super().step(action)
-
-
-class CrashingEnv(CountingEnv):
-    """A `CountingEnv` that fails at its `at`-th call of `where`, and at all later ones.
-
-    `where` is "init", "reset", "step" or "close"; `how` is "raise", "kill" (SIGKILL), "exit" (`os._exit(0)`) or
-    "hang". It does not count or fail in the process `spare_pid`, usually the main process, which only reads the spaces.
-    """
-
-    def __init__(
-        self, where: str = "step", how: str = "raise", at: int = 1, spare_pid: int | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(**kwargs)
-        self.where, self.how, self.spare_pid = where, how, spare_pid
-        self.calls_left = at
-        self._maybe("init")
-
-    def _maybe(self, where: str) -> None:
-        if where != self.where or os.getpid() == self.spare_pid:
-            return
-        self.calls_left -= 1
-        if self.calls_left > 0:
-            return
-        if self.how == "raise":
-            raise ValueError(f"CrashingEnv raises in {where}")
-        if self.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.how == "exit":
-            os._exit(0)
-        while True:  # "hang"
-            time.sleep(3600)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self._maybe("reset")
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._maybe("step")
-        return super().step(action)
-
-    def close(self) -> None:
-        self._maybe("close")
-        super().close()
 
 
 class ScriptedGame:

@@ -24,11 +24,10 @@ from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn
 import psutil
 
 from penstock.arguments import integer, seconds, true_or_false
-from penstock.envs import ending
+from penstock.envs.factory import announce_end, while_rebuilding
 from penstock.errors import ConfigError, GameError, brief
 from penstock.games.game_socket import GameSocket
-from penstock.games.lease import PortLeases, leases
-from penstock.games.search import PortProtocol, describe_process
+from penstock.games.lease import PortLeases, PortProtocol, describe_process, leases
 from penstock.workers import sigint
 from penstock.workers.marking import marked
 
@@ -104,7 +103,7 @@ def spares_kept() -> Iterator[None]:
             each.leave(user)
 
 
-ending.while_rebuilding.append(spares_kept)
+while_rebuilding.append(spares_kept)
 
 
 # ---- the game ----------------------------------------------------------------------------------
@@ -519,8 +518,8 @@ class GameProcess:
         """End the game that runs."""
         if self._run.process is None:
             return
-        if ending.announce is not None:
-            ending.announce(3 * self._stop_timeout)  # see `close`
+        for announce in announce_end:
+            announce(3 * self._stop_timeout)  # see `close`
         try:
             if self._quit is not None and not self.exit_text():
                 self._ask_to_quit(self._quit)

@@ -6,23 +6,17 @@ import select
 import socket
 import struct
 import time
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from penstock.errors import GameError
+
+if TYPE_CHECKING:
+    from penstock.games.game_process import GameProcess
 
 _AT_ONCE = 1 << 16
 _END_SECONDS = 0.2  # the connection of a killed game closes before its exit code is there
 _WATCH_SECONDS = 5.0
 _LONGEST_LINE = 64 << 20  # bytes
-
-
-class Game(Protocol):
-    """What a connection asks of its game, a `GameProcess`."""
-
-    def rss(self) -> int: ...
-    def ends_within(self, limit: float) -> None: ...
-    def exit_text(self) -> str: ...
-    def error(self, what: str) -> GameError: ...
 
 
 class GameSocket:
@@ -33,7 +27,7 @@ class GameSocket:
     `BlockingIOError` after this time.
     """
 
-    def __init__(self, connection: socket.socket, game: Game, reply_timeout: float, max_rss: int = 0) -> None:
+    def __init__(self, connection: socket.socket, game: GameProcess, reply_timeout: float, max_rss: int = 0) -> None:
         self.socket, self._game, self._timeout, self._max_rss = connection, game, reply_timeout, max_rss
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -4,13 +4,12 @@ A `Replay` is a ring of the newest steps, drawn uniformly, by priority, or as se
 """
 
 from penstock.learning.contents import Contents
-from penstock.learning.estimate import Estimate
-from penstock.learning.off_policy import vtrace
+from penstock.learning.feed import Ratio
 from penstock.learning.options import Frames, Prioritized, Sequences
-from penstock.learning.ratio import Ratio
 from penstock.learning.replay import Replay
 from penstock.learning.replay_batches import ReplayBatch, SequenceBatch
-from penstock.learning.returns import gae, lambda_return, n_step_return
+from penstock.learning.returns import gae, lambda_return, n_step_return, vtrace
+from penstock.learning.ring import Estimate
 from penstock.learning.steps import Steps
 
 __all__ = [

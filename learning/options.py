@@ -10,16 +10,18 @@ import numpy as np
 from penstock.arguments import integer
 from penstock.errors import ConfigError, brief
 
+FINITE = float(np.finfo(np.float64).max)  #: the largest number that is finite
+
 
 def require_number(name: str, value: Any, highest: float) -> float:
-    """`value` as a float. Raises `ConfigError` if it is not between 0 and `highest`."""
-    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    """`value` as a float of Python. Raises `ConfigError` if it is not a number from 0 to `highest`."""
     try:
-        number = float(value) if is_number else np.nan
-    except OverflowError:  # an integer above the largest float
-        number = np.inf
-    if not (0 <= number <= highest and number < np.inf):
-        raise ConfigError(f"{name} must be a number between 0 and {highest:g}, got {brief(value)}")
+        number = np.nan if isinstance(value, str | bool) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several numbers, for example
+        number = np.nan
+    if not 0 <= number <= highest:
+        wanted = "a finite number of at least 0" if highest == FINITE else f"from 0 to {highest:g}"
+        raise ConfigError(f"{name} must be {wanted}, got {brief(value)}")
     return number
 
 
@@ -40,7 +42,7 @@ class Prioritized:
 
     def __post_init__(self) -> None:
         for name in ("alpha", "beta", "min_priority"):
-            object.__setattr__(self, name, require_number(name, getattr(self, name), np.inf))
+            object.__setattr__(self, name, require_number(name, getattr(self, name), FINITE))
 
 
 @dataclass(frozen=True)

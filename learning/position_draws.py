@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError, SamplerStateError
+from penstock.learning.replay_batches import SequenceReader, Transitions
 from penstock.learning.ring import Ring
 from penstock.learning.windows import Positions
 
 _ROUNDS = 20  # how often places that are not eligible are drawn again, before all places are examined
 AT_ONCE = 65_536  # places that are examined together, so that the arrays for this stay small
-
-
-class Reader(Protocol):
-    """What `Transitions` and `SequenceReader` have in common."""
-
-    every: int
-    back: int
-    ahead: int
-
-    def eligible(self, positions: Positions) -> npt.NDArray[np.bool_]: ...
-
-    def waits(self, positions: Positions) -> npt.NDArray[np.bool_]: ...
-
-    def read(self, positions: Positions, out: Any = None) -> dict[str, Any] | None: ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +22,7 @@ class DrawIndex:
     `k * B + b` is the position `k * every * B + b`."""
 
     ring: Ring
-    reader: Reader
+    reader: Transitions | SequenceReader
 
     @property
     def size(self) -> int:

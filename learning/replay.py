@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
+from typing import TYPE_CHECKING, Any, Generic, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +21,12 @@ from penstock.errors import ConfigError, SamplerStateError, brief
 from penstock.learning.appending import Appender, shape_of
 from penstock.learning.checkpoint import read_index, read_priorities, read_steps, saved_shape, write_checkpoint
 from penstock.learning.contents import Contents
-from penstock.learning.estimate import Estimate
-from penstock.learning.feed import FeedingSampler, ReplayFeed
-from penstock.learning.options import Frames, Prioritized, Sequences, require_number
+from penstock.learning.feed import FeedingSampler, Ratio, ReplayFeed
+from penstock.learning.options import FINITE, Frames, Prioritized, Sequences, require_number
 from penstock.learning.position_draws import DrawIndex, UniformDraw
 from penstock.learning.priorities import PriorityDraw
-from penstock.learning.ratio import Ratio
 from penstock.learning.replay_batches import ReplayBatch, SequenceBatch, SequenceReader, Transitions, move
-from penstock.learning.ring import Ring, Shape
+from penstock.learning.ring import Estimate, Ring, Shape
 from penstock.learning.sum_tree import SumTree
 from penstock.learning.windows import Positions, WindowReader
 
@@ -45,20 +43,6 @@ else:
 
 _OPTIONS = {"prioritized": Prioritized, "sequences": Sequences, "frames": Frames}
 _SETTINGS = ("capacity", "n_step", "discount", "max_truncations", "n_drawn")
-
-
-class Feeder(Protocol):
-    """The sampler whose workers write into a replay."""
-
-    @property
-    def is_feeding(self) -> bool:
-        """Whether its workers may still write."""
-
-    def before_sample(self, n: int) -> None:
-        """`n` positions will be drawn: report failures, let the workers continue, and wait until enough is there."""
-
-    def stand_still(self) -> AbstractContextManager[None]:
-        """A context in which no worker writes."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +147,7 @@ class Replay(Generic[Batch]):
         self.n_drawn = 0
         self._rng = np.random.default_rng(None if seed is None else integer("seed", seed, 0, None))
         self._storage: _Storage | None = None
-        self._feeder: weakref.ref[Feeder] | None = None  # so that no cycle keeps the memory
+        self._feeder: weakref.ref[ReplayFeed] | None = None  # so that no cycle keeps the memory
         self._has_warned = False
         self._last: Any = None  # the batch that was appended last
 
@@ -213,7 +197,7 @@ class Replay(Generic[Batch]):
         return ReplayFeed(sampler, self, ratio, is_pinned=is_pinned)
 
     def _feed_from(
-        self, feeder: Feeder, samples: Samples, columns: Sequence[range], rows_ahead: int, spare_finals: int = 0
+        self, feeder: ReplayFeed, samples: Samples, columns: Sequence[range], rows_ahead: int, spare_finals: int = 0
     ) -> Appender:
         """For `AsyncSampler`: from now on workers write into the ring, worker i into `columns[i]`. Returns their
         appender.
@@ -242,7 +226,7 @@ class Replay(Generic[Batch]):
         feeder = self._live_feeder()
         return nullcontext() if feeder is None else feeder.stand_still()
 
-    def _live_feeder(self) -> Feeder | None:
+    def _live_feeder(self) -> ReplayFeed | None:
         return None if self._feeder is None else self._feeder()
 
     def _move(self, before: _Storage, storage: _Storage) -> _Storage:
@@ -451,7 +435,7 @@ class Replay(Generic[Batch]):
 
     @alpha.setter
     def alpha(self, alpha: float) -> None:
-        alpha = _exponent("alpha", alpha)
+        alpha = require_number("alpha", alpha, FINITE)
         if self._storage is not None and isinstance(draw := self._storage.draw, PriorityDraw):
             draw.change_alpha(self._alpha, alpha)
         self._alpha = alpha
@@ -463,7 +447,7 @@ class Replay(Generic[Batch]):
 
     @beta.setter
     def beta(self, beta: float) -> None:
-        self._beta = _exponent("beta", beta)
+        self._beta = require_number("beta", beta, FINITE)
 
     def __repr__(self) -> str:
         options = {"n_step": self.n_step, "discount": self.discount}
@@ -509,10 +493,6 @@ def _numbers(name: str, values: object, dtype: type) -> NDArray[Any]:
         return np.ascontiguousarray(on_cpu, dtype).reshape(-1)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name} must be a tensor or an array of numbers [N], got {brief(values)}") from error
-
-
-def _exponent(name: str, value: Any) -> float:
-    return require_number(name, value.item() if hasattr(value, "item") else value, np.inf)  # perhaps of numpy or torch
 
 
 def _path(folder: object) -> Path:

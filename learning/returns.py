@@ -1,4 +1,4 @@
-"""Advantages and returns of a policy's own steps: GAE, n-step returns, lambda returns."""
+"""Advantages and returns: GAE, n-step returns and lambda returns of a policy's own steps, V-trace of an older one's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from penstock.buffers import Samples
-from penstock.errors import ConfigError, brief
+from penstock.errors import ConfigError
+from penstock.learning.options import require_number
 from penstock.learning.steps import Array, Ends, Steps, zero_where
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def gae(steps: Samples | Steps[Array], discount: float | Array, lambda_: float) 
     steps, discount = as_steps(steps, discount)
     ends = Ends(steps)
     delta = ends.steps_only(steps.reward + discount * ends.following(steps.value) - steps.value)
-    advantage = ends.summed_backwards(delta, discount * checked_lambda(lambda_))
+    advantage = ends.summed_backwards(delta, discount * require_number("lambda_", lambda_, 1.0))
     return advantage, ends.steps_only(advantage + steps.value)
 
 
@@ -71,7 +72,7 @@ def lambda_return(steps: Samples | Steps[Array], discount: float | Array, lambda
     respect to the rewards and values.
     """
     steps, discount = as_steps(steps, discount)
-    ends, weight = Ends(steps), checked_lambda(lambda_)
+    ends, weight = Ends(steps), require_number("lambda_", lambda_, 1.0)
     after = ends.following(steps.value)
     # In the last row of an episode or of the batch, the value after it has the whole weight.
     rest = ends.in_last_rows(after, (1 - weight) * after)
@@ -85,7 +86,7 @@ def as_steps(steps: Samples | Steps[Array], discount: float | Array) -> tuple[St
     fit."""
     own: Steps[Array] = steps if isinstance(steps, Steps) else Steps.of(steps)
     if not getattr(discount, "shape", ()):
-        return own, number_up_to(1.0, "discount", discount)
+        return own, require_number("discount", discount, 1.0)
     require_like("discount", discount, own.reward)
     array: Any = discount
     if own.valid is not None:
@@ -109,17 +110,56 @@ def require_like(name: str, array: Any, reward: npt.NDArray[Any] | Tensor) -> No
         )
 
 
-def checked_lambda(lambda_: float) -> float:
-    """`lambda_` as a float of Python. Raises `ConfigError` if it is not from 0 to 1."""
-    return number_up_to(1.0, "lambda_", lambda_)
+@overload
+def vtrace(
+    steps: Samples,
+    log_ratio: Tensor,
+    discount: float | Tensor,
+    lambda_: float = 1.0,
+    *,
+    clip_rho: float = 1.0,
+    clip_c: float = 1.0,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def vtrace(
+    steps: Steps[Array],
+    log_ratio: Array,
+    discount: float | Array,
+    lambda_: float = 1.0,
+    *,
+    clip_rho: float = 1.0,
+    clip_c: float = 1.0,
+) -> tuple[Array, Array]: ...
+def vtrace(
+    steps: Samples | Steps[Array],
+    log_ratio: Array,
+    discount: float | Array,
+    lambda_: float = 1.0,
+    *,
+    clip_rho: float = 1.0,
+    clip_c: float = 1.0,
+) -> tuple[Array, Array]:
+    """The advantages for the gradient of the policy, and the targets for the value (Espeholt et al., 2018). Both
+    `[T, B]`.
 
+    `log_ratio` `[T, B]` is the log-probability of the action under the current parameters, minus `agent_info.log_prob`,
+    its log-probability when the policy acted. `clip_rho` and `clip_c` are the largest ratios. Compute the values with
+    the current parameters, and give them: `Steps.of(samples, value=..., bootstrap_value=..., final_value=...)`. If
+    you leave one out, the recorded values are used.
 
-def number_up_to(most: float, name: str, value: Any) -> float:
-    """`value` as a float of Python. Raises `ConfigError` if it is not a number from 0 to `most`."""
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several numbers, for example
-        number = math.nan
-    if not 0 <= number <= most:
-        raise ConfigError(f"{name} must be from 0 to {most:g}, got {brief(value)}")
-    return number
+    For ends of episodes, see `gae`. If the current parameters are those that acted, the targets equal
+    `lambda_return`.
+
+    Raises `ConfigError` if `log_ratio` has another shape than the rewards, or another argument is out of range.
+    """
+    steps, discount = as_steps(steps, discount)
+    require_like("log_ratio", log_ratio, steps.reward)
+    ends = Ends(steps)
+    log_ratio = ends.steps_only(log_ratio)  # in rows that are not valid, it may have any value, also NaN
+    ratio: Any = np.exp(log_ratio) if isinstance(log_ratio, np.ndarray) else log_ratio.exp()
+    most_rho, most_c = (require_number(*own, math.inf) for own in (("clip_rho", clip_rho), ("clip_c", clip_c)))
+    rho, c = ratio.clip(max=most_rho), require_number("lambda_", lambda_, 1.0) * ratio.clip(max=most_c)
+    delta = rho * (steps.reward + discount * ends.following(steps.value) - steps.value)
+    target = steps.value + ends.summed_backwards(ends.steps_only(delta), discount * c)
+    advantage = rho * (steps.reward + discount * ends.following(target) - steps.value)
+    return ends.steps_only(advantage), ends.steps_only(target)

@@ -10,9 +10,8 @@ What not every sampler needs is imported on first use.
 from typing import TYPE_CHECKING, Any
 
 from penstock.samplers.config import SamplerState
-from penstock.samplers.parallel import ParallelSampler, SerialSampler
 from penstock.samplers.run import Run
-from penstock.samplers.sampler import Sampler
+from penstock.samplers.sampler import ParallelSampler, Sampler, SerialSampler
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, make_plans
 from penstock.samplers.schedule import OnDemand, Schedule
 from penstock.samplers.stats import LagStats, SamplerStats, ServerStats, WorkerStats

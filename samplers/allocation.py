@@ -20,8 +20,8 @@ from penstock.agents.agent import Agent, as_agent_step
 from penstock.agents.function import FunctionAgent
 from penstock.agents.joint import JointSeats
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec, TrajectoryRecords
-from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import ArrayTree, map_leaves
+from penstock.buffers.object_pipe import Mailbox
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import layouts_of
 from penstock.collectors import (

@@ -17,11 +17,11 @@ from penstock.envs import EnvFn
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.config import SamplerOptions, SamplerState
-from penstock.samplers.feeding import Feed, MakesFeed
 from penstock.samplers.readiness import readiness_maker
 from penstock.samplers.refusals import ASYNC, LAG, POLICIES, WRITTEN_REPLAY, refuse
 from penstock.samplers.run import Run
 from penstock.samplers.sampler import Sampler
+from penstock.samplers.sampler_memory import Feed, MakesFeed
 from penstock.samplers.schedule import Schedule
 from penstock.samplers.stats import Lags, SamplerStats, ServerStats
 from penstock.samplers.who_acts import Acting, WorkersAct

@@ -1,4 +1,4 @@
-"""The sampler: what the user holds. Its states and calls; subclasses choose who acts, and when."""
+"""The sampler: what the user holds. Its states and calls; subclasses, as the two here, choose who acts, and when."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from penstock.samplers.run import Run
 from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.schedule import OnDemand, Schedule
 from penstock.samplers.stats import SamplerStats, describe
-from penstock.samplers.who_acts import Acting, pool_options
+from penstock.samplers.who_acts import Acting, CallerSteps, WorkersAct, pool_options
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard
-from penstock.workers.limits import naming_descriptor_limit
+from penstock.workers.launcher import naming_descriptor_limit
 from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity
 
@@ -491,3 +491,29 @@ class Sampler(ABC):
 
 
 show_arguments(Sampler, Sampler)
+
+
+class ParallelSampler(Sampler):
+    """Each worker holds a copy of the agent and a share of the environments.
+
+    It writes its columns of the batch straight into shared memory. After a batch, while the learner trains, it resets
+    the environments that need a reset. Then it waits at barrier_in. Use this sampler when the policy is small enough
+    for a CPU core: for such policies it is the fastest.
+    """
+
+    def acting(self) -> Acting:
+        """Each worker acts."""
+        return WorkersAct()
+
+
+class SerialSampler(Sampler):
+    """The same collectors and the same results as `ParallelSampler`, without processes.
+
+    `breakpoint()` works in environments, agents and collectors, and nothing needs to be pickled. But a model must allow
+    `copy.deepcopy`, since this sampler acts with a copy too. `n_workers`, `affinity`, `start_method` and the timeouts
+    have no effect. `start_samples` collects the whole batch before it returns.
+    """
+
+    def acting(self) -> Acting:
+        """The caller's process is the only worker."""
+        return CallerSteps()

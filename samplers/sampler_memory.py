@@ -1,24 +1,73 @@
-"""The shared memory of a sampler."""
+"""The shared memory of a sampler, and what it needs of a replay that its workers write into: `learning.Replay`."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from penstock.agents.shared_parameters import SharedParameters
-from penstock.buffers.mailbox import Mailbox
+from penstock.buffers import Samples
 from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
-from penstock.buffers.object_pipe import TrajectoryRecords
+from penstock.buffers.object_pipe import Mailbox, TrajectoryRecords
 from penstock.buffers.samples import layouts_of
 from penstock.buffers.shared import ArraySpec, NamedMemory
+from penstock.collectors import TrajInfo
 from penstock.columns.episode_log import EpisodeLog
-from penstock.samplers.feeding import Appender
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.samplers.stats import ServerTotals
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.plan import WorkerPlan
+
+
+class Appender(Protocol):
+    """Writes the batches of one worker into the replay."""
+
+    ring: Any  #: its memory, `ring.memory`, is shared
+
+    def of_writer(self, writer: int) -> Appender:
+        """The appender of this worker."""
+
+    def bind(self, samples: Samples) -> Any:
+        """The arrays of `samples` `[T, B]`, for `append`."""
+
+    def has_batch(self, number: int, batch_T: int) -> bool:
+        """Whether this worker, or the one that it replaces, has written batch `number`."""
+
+    def append(self, batch: Any, version: Any, *, continues: bool) -> None:
+        """Write one batch."""
+
+
+class Feed(Protocol):
+    """Links one sampler with its replay."""
+
+    traj_infos: deque[TrajInfo]  #: finished trajectories that `take_traj_infos` has not returned yet
+    n_dropped: int  #: how many were too old to be kept
+
+    def connect(self, samples: Samples, columns: Sequence[range], n_slots: int) -> Appender:
+        """Allocate memory for batches such as `samples`, of which worker i writes `columns[i]`."""
+
+    def begin(self, batch: int) -> bool:
+        """Whether the workers may begin batch number `batch`: then they must."""
+
+    def take(self, batch: int, infos: list[TrajInfo]) -> None:
+        """Batch number `batch` is in the replay, and these trajectories have finished in it."""
+
+    def expect(self, n: int) -> None:
+        """The learner will draw `n` positions."""
+
+    def may_draw(self) -> bool:
+        """Whether the learner may draw as many positions as it said."""
+
+
+class MakesFeed(Protocol):
+    """A replay."""
+
+    def make_feed(self, sampler: Any, ratio: Any, *, is_pinned: bool) -> Feed:
+        """Link it with `sampler`. `is_pinned`: draws see whole batches that were taken, and no others."""
 
 
 class StepBuffer:

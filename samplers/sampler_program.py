@@ -15,8 +15,7 @@ from penstock.buffers.samples import BatchColumns, SampleSpec, layouts_of, publi
 from penstock.collectors.collector import Collector, CollectorParts, EvalLimits
 from penstock.collectors.evaluation import EvalCollector, eval_columns
 from penstock.collectors.recorder import PolicyParts
-from penstock.collectors.tracking import BatchTracker, Tracker, make_tracker, put_as_objects
-from penstock.collectors.traj_info import TrajInfo
+from penstock.collectors.tracking import BatchTracker, Tracker, TrajInfo, make_tracker, put_as_objects
 from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.episodes import EpisodeRecorder

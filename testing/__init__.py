@@ -1,6 +1,6 @@
 """For your tests: make workers fail, and check your own collectors, agents, evaluation collectors and `TrajInfo`s."""
 
-from penstock.agents.delegation import DelegatingAgent
+from penstock.agents.joint import DelegatingAgent
 from penstock.envs import check_env_state
 from penstock.testing.conformance import (
     check_aec_env,
@@ -10,10 +10,15 @@ from penstock.testing.conformance import (
     check_parallel_env,
     check_traj_info,
 )
-from penstock.testing.faults import HOWS, Fault, InjectedFault, Trigger, UnpicklableFault, UnprintableFault
-from penstock.testing.faulty import (
+from penstock.testing.faults import (
+    HOWS,
+    Fault,
     FaultyAgent,
     FaultyEnv,
+    InjectedFault,
+    Trigger,
+    UnpicklableFault,
+    UnprintableFault,
     faulty_collector,
     faulty_env,
     faulty_eval_collector,

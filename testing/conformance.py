@@ -11,11 +11,10 @@ from penstock.envs import EnvFn, env_factories
 from penstock.errors import ConfigError
 from penstock.testing import agent_rules, collector_rules, run_rules
 from penstock.testing.agent_setup import AgentSetup
-from penstock.testing.evaluation_rules import EVALUATION_RULES, EvaluationSetup
+from penstock.testing.evaluation_rules import EVALUATION_RULES, TRAJ_INFO_RULES, EvaluationSetup, TrajInfoSetup
 from penstock.testing.rules import apply
 from penstock.testing.seat_rules import GAME_RULES, TURN_RULES, GameSetup
 from penstock.testing.traces import CollectorSetup, record
-from penstock.testing.traj_info_rules import TRAJ_INFO_RULES, TrajInfoSetup
 from penstock.workers.plan import StartMethod
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.agents.action_masks import ActionMask, info_key
-from penstock.agents.space_draws import draw
+from penstock.agents.random import draw
 from penstock.columns.interface import Start
 from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.columns.turn_columns import OPEN, TurnColumns, TurnSeats

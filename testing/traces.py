@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.agents import Agent, AgentStep, RandomAgent
-from penstock.agents.delegation import DelegatingAgent
+from penstock.agents.joint import DelegatingAgent
 from penstock.buffers import NamedArrays, Samples
 from penstock.buffers.named import map_leaves
 from penstock.collectors import Collector, TrajInfo

@@ -14,6 +14,7 @@ import numpy as np
 from penstock import RandomAgent, Sampler
 from penstock.buffers import NamedArrays
 from penstock.envs import CountingEnv
+from penstock.testing import Fault, FaultyEnv
 
 #: A batch as a copy, or None for an evaluation; and the attributes of the infos of its trajectories.
 Batch = tuple[Any, list[dict[str, Any]]]
@@ -29,6 +30,11 @@ def sampler_of(cls: type[Sampler], env_fn: Any = CountingEnv, **kwargs: Any) -> 
     """A sampler of 4 environments in 2 workers. `kwargs` change that."""
     sizes: dict[str, Any] = {"batch_T": 8, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0}
     return cls(env_fn, **{**sizes, **kwargs})
+
+
+def crashing_env(where: str = "step", how: str = "raise", at: int = 1, spare_pid: int | None = None) -> Any:
+    """A `CountingEnv` that fails at call `at` of `where`; never where this is "never"."""
+    return CountingEnv() if where == "never" else FaultyEnv(CountingEnv(), Fault(how, at, spare_pid=spare_pid), where)
 
 
 def collect(sampler: Any, n: int | range, evaluate: Container[int] = ()) -> list[Batch]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
-from penstock.agents import drawing
+from penstock.agents import distributions
 from penstock.buffers import native
 from penstock.buffers.memory_limits import free_memory
 from penstock.buffers.reports import in_one_line
@@ -93,7 +93,7 @@ def _torch() -> Iterator[str]:
 
 def _why_not_compiled() -> str:
     """Why some inner loops run in Python, or all. Empty if none does."""
-    return next(filter(None, (part.WHY_NOT_COMPILED for part in (native, spinning, drawing, stepping))), "")
+    return next(filter(None, (part.WHY_NOT_COMPILED for part in (native, spinning, distributions, stepping))), "")
 
 
 def _compiler() -> Iterator[str]:
@@ -177,7 +177,7 @@ def _sampling() -> Iterator[str]:
         return
     from penstock.agents import RandomAgent
     from penstock.envs import CountingEnv
-    from penstock.samplers.parallel import ParallelSampler
+    from penstock.samplers.sampler import ParallelSampler
 
     began = time.monotonic()
     try:

@@ -2,10 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.vector.env import ShmVectorEnv
-from penstock.vector.making import make_vec
-from penstock.vector.remote_calls import tile
-from penstock.vector.supersuit import concat_vec_envs
+from penstock.vector.env import ShmVectorEnv, tile
+from penstock.vector.making import concat_vec_envs, make_vec
 
 if TYPE_CHECKING:
     from penstock.vector.sb3 import Sb3VecEnv

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from penstock.arguments import integer, seconds, true_or_false
@@ -21,12 +22,12 @@ from penstock.envs.seats import SeatTable
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.vector.exchange import Ids
-from penstock.vector.remote_calls import CallsOnEnvs
 from penstock.vector.step_program import ResetMessage, VectorProgram
 from penstock.vector.vector_arguments import (
     EnvFns,
     ModeName,
     Options,
+    SharedSpaces,
     as_batch_factory,
     as_batch_mode,
     as_factories,
@@ -38,14 +39,15 @@ from penstock.vector.vector_arguments import (
     as_timeout,
     check_async_arguments,
     env_ids_within,
+    read_seats,
+    refuse_seats,
     refuse_unknown,
     split_mask,
 )
 from penstock.vector.vector_infos import Infos
 from penstock.vector.vector_pool import State, VectorGuard, VectorPool
-from penstock.vector.vector_seats import SharedSpaces, read_seats, refuse_seats
 from penstock.workers.claims import CpuClaims
-from penstock.workers.limits import naming_descriptor_limit
+from penstock.workers.launcher import naming_descriptor_limit
 from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity, OnWorkerFailure, StartMethod
 
@@ -57,7 +59,7 @@ Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np
 _Batched = dict[str, Any]
 
 
-class ShmVectorEnv(CallsOnEnvs):
+class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     """`len(env_fns)` environments in worker processes, with Gymnasium's `VectorEnv` interface.
 
     Observations, rewards, flags and actions lie in shared memory. A step pickles only infos that are not empty, and
@@ -176,6 +178,7 @@ class ShmVectorEnv(CallsOnEnvs):
             resources.callback(claims.close)
             plans = as_plans(self._n_envs, in_series, n_workers, affinity, claims, unit)
             worker_data = [factories if self._is_batched else [factories[i] for i in plan.columns] for plan in plans]
+            # How many environments calls go to; each of several agents is one, and each batched one.
             self._n_called = len(plans) if self._is_batched else self._n_envs
             #: The environment of each row, by its index in the results of `call`.
             self.env_of_rows = [i for i, _ in self.seats or enumerate(range(self._n_envs))]
@@ -447,6 +450,73 @@ class ShmVectorEnv(CallsOnEnvs):
                 "DISABLED: call reset(options={'reset_mask': mask}) first"
             )
 
+    # ---- calls of methods and attributes ---------------------------------------------------
+
+    def render(self) -> tuple[Any, ...] | None:
+        """The frames of all environments; with several agents, for each row that of its environment."""
+        frames = self._frames()
+        return frames if self.seats is None else tuple(frames[e] for e, _ in self.seats)
+
+    def render_tiled(self) -> npt.NDArray[np.uint8]:
+        """One picture `[height, width, 3]` with the frames of all environments in a grid."""
+        return tile(self._frames())
+
+    def _frames(self) -> tuple[Any, ...]:
+        frames = self._call(EnvCall("call", "render"))
+        return tuple(frame for own in frames for frame in own or ()) if self._is_batched else frames
+
+    def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
+        """What `env.name(*args, **kwargs)` returns in each environment, or `env.name` if it is not a method.
+
+        This first waits for running steps. If an environment raises, this raises `EnvCallError`, and the environments
+        stay usable.
+        """
+        return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs))
+
+    def call_some(self, env_ids: Sequence[int], name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
+        """As `call`, in the environments `env_ids` only. The results are in ascending order of the index."""
+        only = frozenset(env_ids_within(env_ids, self._n_called).tolist())
+        return self._call(EnvCall("call_or_get", name, args=args, kwargs=kwargs, only=only))
+
+    def apply(self, function: Callable[[gym.Env[Any, Any]], Any]) -> tuple[Any, ...]:
+        """What `function(env)` returns for each environment, in its worker."""
+        if not callable(function):
+            raise ConfigError(f"apply needs a function of an environment, got {function!r}")
+        return self._call(EnvCall("apply", getattr(function, "__name__", "function"), args=(function,)))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """The attribute `name` of each environment."""
+        return self._call(EnvCall("get_attr", name))
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set the attribute `name` of each environment. `values` is a list or tuple of `n` values, or one value for
+        all."""
+        each = values if isinstance(values, list | tuple) else [values] * self._n_called
+        if len(each) != self._n_called:
+            raise ConfigError(f"set_attr needs one value, or {self._n_called} of them in a list, got {len(each)}")
+        self._call(EnvCall("set_attr", name, values=each))
+
+    def broadcast(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
+        """Set attributes of all environments, or of `env_ids`, between two steps; for example for a curriculum.
+
+        Returns when every environment has all of them. Raises `EnvCallError` if one raises.
+        """
+        if not isinstance(parameters, Mapping):
+            raise ConfigError(f"broadcast needs a dict of attributes and values, got {parameters!r}")
+        only = None if env_ids is None else frozenset(env_ids_within(env_ids, self._n_called).tolist())
+        for name, value in parameters.items():
+            self._call(EnvCall("set_attr", name, values=[value] * self._n_called, only=only))
+
+    @property
+    def np_random_seed(self) -> tuple[Any, ...]:  # type: ignore[override]
+        """The seeds of the environments' random generators."""
+        return self.get_attr("np_random_seed")
+
+    @property  # type: ignore[misc]
+    def np_random(self) -> tuple[Any, ...]:  # type: ignore[override]
+        """Copies of the environments' random generators."""
+        return self.get_attr("np_random")
+
     # ---- the workers -----------------------------------------------------------------------
 
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
@@ -484,3 +554,25 @@ class ShmVectorEnv(CallsOnEnvs):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def tile(frames: Sequence[Any]) -> npt.NDArray[np.uint8]:
+    """One picture with all `frames`, each `[height, width, channels]`, in a grid that is filled row by row.
+
+    The grid is as square as possible, and unused places are black. Raises `ConfigError` unless all frames are pictures
+    of the same size.
+    """
+    pictures = [frame for frame in frames if isinstance(frame, np.ndarray) and frame.ndim == 3]
+    if len(pictures) != len(frames) or len({picture.shape for picture in pictures}) != 1:
+        raise ConfigError(
+            "render_tiled needs one picture [height, width, channels] of the same size from each environment: build "
+            'the environments with render_mode="rgb_array"'
+        )
+    n_columns = math.ceil(math.sqrt(len(pictures)))
+    n_rows = math.ceil(len(pictures) / n_columns)
+    height, width, channels = pictures[0].shape
+    grid = np.zeros((n_rows * n_columns, height, width, channels), pictures[0].dtype)
+    grid[: len(pictures)] = pictures
+    grid = grid.reshape(n_rows, n_columns, height, width, channels).swapaxes(1, 2)
+    tiled: npt.NDArray[np.uint8] = grid.reshape(n_rows * height, n_columns * width, channels)
+    return tiled

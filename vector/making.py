@@ -1,18 +1,24 @@
-"""`make_vec`: a ShmVectorEnv from an environment id."""
+"""`make_vec`: a ShmVectorEnv from an environment id; and `concat_vec_envs`: what SuperSuit's function of this
+name returns."""
 
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import cloudpickle
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import VectorWrapper
 
-from penstock.arguments import MOST_ENVS, integer
+from penstock.arguments import MOST_ENVS, integer, one_of
+from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError
 from penstock.vector.env import ShmVectorEnv
+from penstock.workers.affinity import usable_cpus
 
 Wrapper = Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]
 
@@ -41,3 +47,87 @@ def _make_one(spec: EnvSpec, wrappers: Sequence[Wrapper], kwargs: dict[str, Any]
     for wrapper in wrappers:
         env = wrapper(env)
     return env
+
+
+BASE_CLASSES = ("gymnasium", "gym", "stable_baselines3")
+
+
+def concat_vec_envs(
+    env: Any,
+    num_vec_envs: int,
+    num_cpus: int | None = None,
+    base_class: Literal["gymnasium", "gym", "stable_baselines3"] = "gymnasium",
+    **kwargs: Any,
+) -> Any:
+    """`num_vec_envs` copies of a PettingZoo `ParallelEnv`, whose agents are the sub-environments of a vector
+    environment: in the place of SuperSuit's `pettingzoo_env_to_vec_env_v1` and `concat_vec_envs_v1`.
+
+    Args:
+        env: a `ParallelEnv`, or what `pettingzoo_env_to_vec_env_v1` returns, of which copies are made by pickling; or a
+            function that returns a `ParallelEnv`, or its id in PettingZoo's registry.
+        num_vec_envs: the number of environments; each has as many rows as agents.
+        num_cpus: the number of worker processes; None takes one for each CPU that may be used, 0 takes one.
+        base_class: "gymnasium" (or "gym") for loops in the style of CleanRL: the spaces are those of one row, rewards
+            are float32, and infos are a list of dicts. "stable_baselines3" returns a `Sb3VecEnv`.
+        kwargs: other arguments of `ShmVectorEnv`.
+
+    Raises `ConfigError` for an environment that cannot be pickled, and as `ShmVectorEnv` does.
+    """
+    one_of("base_class", base_class, BASE_CLASSES)
+    num_vec_envs = integer("num_vec_envs", num_vec_envs, 1, MOST_ENVS)
+    n_workers = len(usable_cpus()) if num_cpus is None else max(1, integer("num_cpus", num_cpus, 0))
+    make = env
+    if not (callable(env) or isinstance(env, str)):
+        try:
+            make = partial(pickle.loads, cloudpickle.dumps(getattr(env, "par_env", env)))
+        except Exception as error:  # pickling runs the user's code, which may raise anything
+            raise ConfigError(
+                f"the environment cannot be pickled, so it cannot be copied: {in_one_line(error)}. Give a function "
+                "that builds it"
+            ) from error
+    envs = ShmVectorEnv([make] * num_vec_envs, n_workers=min(n_workers, num_vec_envs), **kwargs)
+    return envs.to_sb3() if base_class == "stable_baselines3" else SeatVecEnv(envs)
+
+
+class SeatVecEnv(VectorWrapper):
+    """A `ShmVectorEnv` with the interface of SuperSuit's vector environments: the spaces are those of one row, rewards
+    are float32, and infos are a list with a dict for each row.
+
+    Every info has `valid`, `alive` and `late_reward`. Where an episode ended, it has `terminal_observation`.
+    """
+
+    def __init__(self, envs: ShmVectorEnv) -> None:
+        super().__init__(envs)
+        self.envs = envs
+        self.observation_space, self.action_space = envs.single_observation_space, envs.single_action_space
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Reset all environments; environment i gets `seed + i`. Returns observations `[n, ...]` and `n` infos."""
+        observations, listed = self.envs._reset_listed(seed, options)
+        infos: list[dict[str, Any]] = self.envs.listed_states()
+        for row, info in listed:
+            infos[row].update(info)
+        return observations, infos
+
+    def step(self, actions: Any) -> Any:
+        """Step all rows; returns observations, rewards, terminations and truncations `[n]`, and `n` infos."""
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Start a step; `step_wait` returns its results."""
+        self.envs.step_async(actions)
+
+    def step_wait(self) -> Any:
+        """Wait for the step; returns as `step` does."""
+        observations, rewards, terminated, truncated, listed = self.envs.step_wait_listed()
+        infos = self.envs.listed_states()
+        for row, info in listed:
+            if "final_obs" in info:
+                infos[row].update({**info.pop("final_info"), "terminal_observation": info.pop("final_obs")})
+            infos[row].update(info)
+        return observations, rewards.astype("float32"), terminated, truncated, infos
+
+    def render(self) -> Any:
+        """The frame of the first environment."""
+        return self.envs.call_some([0], "render")[0]

@@ -9,8 +9,8 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from penstock.buffers.mailbox import Mailbox
 from penstock.buffers.named import NamedArrays, map_leaves
+from penstock.buffers.object_pipe import Mailbox
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.buffers.tree import map_tree
 from penstock.envs.examples import example_of

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 from threadpoolctl import LibController, ThreadpoolController
 
@@ -21,8 +19,6 @@ _THREAD_VARIABLES = (
     "BLIS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-
-_LIBC = ctypes.PyDLL(None)  # keeps the interpreter lock, which a thread holds while it loads a library
 
 
 def usable_cpus() -> tuple[int, ...]:
@@ -132,41 +128,13 @@ def _use_threads(library: LibController, n: int) -> None:
         library.set_num_threads(n)
 
 
-_found: tuple[int, list[LibController]] = (0, [])  # the libraries, and how many of any kind were loaded then
+_found: tuple[int, list[LibController]] = (0, [])  # the libraries, and how many modules were imported then
 
 
 def _libraries() -> list[LibController]:
-    """The loaded libraries that have threads. The search takes a millisecond, so forks inherit what it has found."""
+    """The loaded libraries that have threads. The search takes a millisecond, so forks inherit what it has found. One
+    that comes without an import, later, reads the environment variables."""
     global _found  # noqa: PLW0603 - a property of the process
-    n_loaded = _n_loaded()
-    if not n_loaded or n_loaded != _found[0]:
-        _found = n_loaded, ThreadpoolController().lib_controllers
+    if len(sys.modules) != _found[0]:
+        _found = len(sys.modules), ThreadpoolController().lib_controllers
     return _found[1]
-
-
-class _LoadInfo(ctypes.Structure):
-    """`struct dl_phdr_info` of the C library."""
-
-    _fields_ = (
-        ("address", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("headers", ctypes.c_void_p),
-        ("n_headers", ctypes.c_uint16),
-        ("n_loaded", ctypes.c_ulonglong),
-    )
-
-
-_LoadCallback = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadInfo), ctypes.c_size_t, ctypes.c_void_p)
-
-
-def _n_loaded() -> int:
-    """How many libraries this process has ever loaded; 0 where the system does not say (macOS)."""
-    found = [0]
-
-    def take(info: Any, size: int, _: object) -> int:
-        found.append(info.contents.n_loaded)
-        return 1  # the number is the same for each library: one is enough
-
-    if hasattr(_LIBC, "dl_iterate_phdr"):
-        _LIBC.dl_iterate_phdr(_LoadCallback(take), None)
-    return int(found[-1])

@@ -20,15 +20,13 @@ from penstock.workers.affinity import avoid_cpus
 from penstock.workers.control import Command, StopCollecting
 from penstock.workers.failures import Restarts, WorkerFailure, WorkerStatus, add_killed, make_error
 from penstock.workers.gates import Gate, notify
-from penstock.workers.handle import WorkerHandle
-from penstock.workers.in_place import InPlaceWorker
+from penstock.workers.handle import StackFile, WorkerHandle
 from penstock.workers.launcher import Launcher, post_programs
 from penstock.workers.monitor import POLL_SECONDS, DeathLogger, Monitor
 from penstock.workers.plan import PoolOptions, WorkerPlan
-from penstock.workers.process import worker_main
+from penstock.workers.process import InPlaceWorker, worker_main
 from penstock.workers.program import RequestServer, SharedMemory, WorkerProcessArgs, WorkerProgram
 from penstock.workers.spinning import is_crowded
-from penstock.workers.stacks import StackFile
 
 _log = logging.getLogger("penstock")
 

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from penstock.buffers.descriptors import InheritedFd
-from penstock.buffers.mailbox import Mailbox
-from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
+from penstock.buffers.object_pipe import Mailbox, ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
 from penstock.workers.control import Command, ControlBlock, Progress
 from penstock.workers.gates import Gate
+from penstock.workers.handle import StackFile
 from penstock.workers.plan import WorkerPlan
-from penstock.workers.stacks import StackFile
 
 
 class SharedMemory(Protocol):

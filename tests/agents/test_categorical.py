@@ -17,7 +17,7 @@ from torch import nn
 
 from penstock import SerialSampler
 from penstock.agents import CategoricalPgAgent
-from penstock.agents.model_outputs import output_array
+from penstock.agents.torch_agent import output_array
 from penstock.errors import SpaceError
 
 from ..models import LogitsAndFirst, acting

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from penstock.agents import distributions, drawing
+from penstock.agents import distributions
 from penstock.agents.distributions import choose, gaussian_log_prob, tanh_log_slope
 
 from ..scale import examples
 
 quick = examples(20, 60)
-needs_compiler = pytest.mark.skipif(bool(drawing.WHY_NOT_COMPILED), reason="was built without a C compiler")
+needs_compiler = pytest.mark.skipif(bool(distributions.WHY_NOT_COMPILED), reason="was built without a C compiler")
 
 
 @quick
@@ -54,8 +54,8 @@ def test_the_compiled_choice_is_numpys_bit_for_bit(
     found = choose(logits, uniform)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("shift_rows", "draw_rows"):
-            assert getattr(distributions, name) is not drawing.PYTHON[name]
-            patch.setattr(distributions, name, drawing.PYTHON[name])
+            assert getattr(distributions, name) is not distributions.PYTHON[name]
+            patch.setattr(distributions, name, distributions.PYTHON[name])
         expected = choose(logits, uniform)
     for ours, numpys in zip(found, expected, strict=True):
         assert (ours.dtype, ours.shape, ours.tobytes()) == (numpys.dtype, numpys.shape, numpys.tobytes())
@@ -65,12 +65,12 @@ def test_the_compiled_choice_is_numpys_bit_for_bit(
 def test_the_compiled_choice_leaves_unusual_arguments_to_numpy() -> None:
     logits = np.zeros((2, 3), np.float32)
     for unusual in (logits[0], logits.astype(np.float16), logits.astype(">f4"), logits[:, :0], [[0.0]], None):
-        assert drawing.shift_rows(unusual) is None
+        assert distributions.shift_rows(unusual) is None
     for value in (np.nan, np.inf):
         bad = logits.copy()
         bad[1, 2] = value
-        assert drawing.shift_rows(bad) is None
-    assert drawing.shift_rows(np.full((1, 2), -np.inf)) is None
+        assert distributions.shift_rows(bad) is None
+    assert distributions.shift_rows(np.full((1, 2), -np.inf)) is None
     uniform = np.zeros(2)
     for weights, numbers, shifted in (
         (logits, uniform[:1], logits),
@@ -81,9 +81,9 @@ def test_the_compiled_choice_leaves_unusual_arguments_to_numpy() -> None:
         (logits, None, logits),
         (np.ones((2, 3), np.float32), np.array([0.5, 1.0]), logits),  # a uniform number is below 1
     ):
-        assert drawing.draw_rows(weights, numbers, shifted) is None
+        assert distributions.draw_rows(weights, numbers, shifted) is None
     with pytest.raises(TypeError, match="expected 3 arguments, got 2"):
-        drawing.draw_rows(logits, uniform)  # type: ignore[call-arg]
+        distributions.draw_rows(logits, uniform)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from torch import nn
 
 from penstock.agents import CategoricalPgAgent, RecurrentCategoricalPgAgent, RecurrentGaussianPgAgent
-from penstock.agents.recurrent_state import RecurrentState
+from penstock.agents.recurrent import RecurrentState
 from penstock.buffers import NamedArrays
 from penstock.envs import ColumnStreams, CountingEnv, Purpose
 from penstock.errors import ConfigError, SpaceError

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.agents import drawing
+from penstock.agents import distributions
 from penstock.buffers import native
 from penstock.buffers.native import COMPILED
 from penstock.columns import stepping
@@ -226,7 +226,7 @@ def test_native(folder: Path) -> None:
     assert "saved" in printed
     assert content["results"].keys() == set(cases)
     for figures in content["results"].values():
-        assert figures.keys() == {"nothing", *native.PYTHON, *drawing.PYTHON, *stepping.PYTHON, "everything"}
+        assert figures.keys() == {"nothing", *native.PYTHON, *distributions.PYTHON, *stepping.PYTHON, "everything"}
         assert all(len(pairs) == 2 and np.min(pairs) > 0 for pairs in figures.values())
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from penstock.agents import drawing
+from penstock.agents import distributions
 from penstock.buffers import native
 from penstock.buffers.native import COMPILED, put_cell, put_row
 from penstock.columns import stepping
@@ -379,7 +379,7 @@ def test_an_extension_for_another_layout_of_records_is_not_used() -> None:
     ("extension", "part"),
     [
         ("buffers._native", native),
-        ("agents._drawing", drawing),
+        ("agents._drawing", distributions),
         ("columns._stepping", stepping),
         ("workers._native", spinning),
     ],

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.agents import drawing
+from penstock.agents import distributions
 from penstock.buffers import native
 from penstock.buffers.native import COMPILED, sum_episodes
 from penstock.buffers.object_pipe import RECORD
@@ -338,7 +338,7 @@ def test_arguments_that_cannot_be_used_are_an_error(i: int, wrong: Any, error: s
 
 
 @needs_compiler
-@pytest.mark.parametrize("part", [native, drawing, stepping])
+@pytest.mark.parametrize("part", [native, distributions, stepping])
 def test_too_few_arguments_are_an_error(part: Any) -> None:
     for name in part.PYTHON:
         with pytest.raises(TypeError, match=r"expected . arguments, got 0"):

@@ -30,7 +30,6 @@ from penstock.testing import (
     evaluation_rules,
     run_rules,
     seat_rules,
-    traj_info_rules,
 )
 
 from ..scale import FULL, scaled
@@ -294,7 +293,7 @@ def test_the_testing_page_lists_every_rule() -> None:
     rules += [rule for rule in own if not rule.__name__.startswith("_")]
     rules += [*agent_rules.ACTING_RULES, *agent_rules.PARAMETER_RULES]
     rules += [*agent_rules.BATCH_SIZE_RULES, *agent_rules.CENTRAL_RULES]
-    rules += [*evaluation_rules.EVALUATION_RULES, *traj_info_rules.TRAJ_INFO_RULES]
+    rules += [*evaluation_rules.EVALUATION_RULES, *evaluation_rules.TRAJ_INFO_RULES]
     rules += [*seat_rules.GAME_RULES, *seat_rules.TURN_RULES]
     listed = re.findall(r"`(\w+)`", TESTING.split("## The rules")[1].split("##")[0])
     assert sorted(listed) == sorted(["TrajInfo", *(rule.__name__ for rule in rules)])

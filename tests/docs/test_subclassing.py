@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock import ParallelSampler, RandomAgent, SerialSampler
-from penstock.agents.space_draws import draw
+from penstock.agents.random import draw
 from penstock.envs import CountingEnv, Purpose, stream
 from penstock.testing import check_collector
 

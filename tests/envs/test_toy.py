@@ -1,14 +1,9 @@
-"""The toy environments: their results can be predicted, and CrashingEnv fails where it should."""
+"""The toy environments: their results can be predicted."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
@@ -16,9 +11,9 @@ from gymnasium.wrappers import PassiveEnvChecker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.envs import CountingEnv, CrashingEnv, NestedEnv, SlowEnv, toy
+from penstock.envs import CountingEnv, NestedEnv, SlowEnv, toy
 
-from ..scale import examples, quick_first
+from ..scale import examples
 
 quick = examples(15, 30)
 
@@ -30,11 +25,11 @@ def test_gymnasiums_checker_finds_no_error() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [CountingEnv, lambda: CountingEnv(truncate=True, dtype=np.int64), NestedEnv, SlowEnv, CrashingEnv],
-    ids=["CountingEnv", "CountingEnv of integers", "NestedEnv", "SlowEnv", "CrashingEnv"],
+    [CountingEnv, lambda: CountingEnv(truncate=True, dtype=np.int64), NestedEnv, SlowEnv],
+    ids=["CountingEnv", "CountingEnv of integers", "NestedEnv", "SlowEnv"],
 )
 def test_an_episode_passes_gymnasiums_checks_step_by_step(make: Any) -> None:
-    env = PassiveEnvChecker(make() if make is not CrashingEnv else CrashingEnv(at=10**9))
+    env = PassiveEnvChecker(make())
     env.action_space.seed(0)
     env.reset(seed=0)
     done = False
@@ -89,65 +84,3 @@ def test_slow_env_counts_and_sleeps_once_a_step(monkeypatch: pytest.MonkeyPatch)
     assert env.step(0)[0].tolist() == [0, 1]
     assert env.step(0)[2] is True
     assert naps == [0.25, 0.25]
-
-
-# ---- CrashingEnv -------------------------------------------------------------------------------
-
-
-def drive(env: gym.Env[Any, Any], calls: int) -> list[str]:
-    """Reset, step and close the environment, `calls` times each; returns the calls before the first exception."""
-    done: list[str] = []
-    try:
-        for where, call in (("reset", env.reset), ("step", lambda: env.step(0)), ("close", env.close)):
-            for _ in range(calls):
-                call()
-                done.append(where)
-    except ValueError as error:
-        done.append(str(error))
-    return done
-
-
-@pytest.mark.parametrize("where", ["reset", "step", "close"])
-@pytest.mark.parametrize("at", [1, 3])
-def test_crashing_env_raises_at_the_chosen_call(where: str, at: int) -> None:
-    whole = ["reset"] * 3 + ["step"] * 3 + ["close"] * 3
-    before = whole.index(where) + at - 1
-    done = drive(CrashingEnv(where, at=at), calls=3)
-    assert done == [*whole[:before], f"CrashingEnv raises in {where}"]
-
-
-def test_crashing_env_raises_while_it_is_built() -> None:
-    with pytest.raises(ValueError, match="CrashingEnv raises in init"):
-        CrashingEnv("init")
-
-
-@pytest.mark.parametrize("where", ["init", "reset", "step", "close"])
-def test_crashing_env_does_not_fail_in_the_spared_process(where: str) -> None:
-    env = CrashingEnv(where, spare_pid=os.getpid())
-    assert drive(env, calls=2) == ["reset"] * 2 + ["step"] * 2 + ["close"] * 2
-
-
-def test_crashing_env_hangs_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Woken(Exception):
-        pass
-
-    def sleep(seconds: float) -> None:
-        naps.append(seconds)
-        if len(naps) == 3:
-            raise Woken
-
-    naps: list[float] = []
-    monkeypatch.setattr(toy.time, "sleep", sleep)
-    env = CrashingEnv("step", "hang")
-    env.reset()
-    with pytest.raises(Woken):
-        env.step(0)
-    assert min(naps) >= 3600
-
-
-@pytest.mark.parametrize(("how", "code"), quick_first([("kill", -signal.SIGKILL), ("exit", 0)]))
-def test_crashing_env_ends_its_process(how: str, code: int) -> None:
-    script = f"from penstock.envs import CrashingEnv; CrashingEnv('init', {how!r}); raise SystemExit('still here')"
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    finished = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, timeout=60, check=False)
-    assert (finished.returncode, finished.stderr) == (code, b"")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from penstock import ConfigError, PortLeaseError
 from penstock.games import PortLease, lease_port, leases
-from penstock.games import search as search_module
-from penstock.games.search import resolve
+from penstock.games import lease as lease_module
+from penstock.games.lease import resolve
 from penstock.workers import claims
 from penstock.workers.claims import lock_folder
 
@@ -91,7 +91,7 @@ def test_a_row(stretch: range) -> None:
 def test_every_row_is_searched_from_every_starting_port(size: int, data: st.DataObject) -> None:
     ports = range(20_000, 20_000 + size)
     n = data.draw(st.integers(1, size))
-    search = search_module.PortSearch(n, ports, resolve("127.0.0.1", "tcp"), True, 0)
+    search = lease_module.PortSearch(n, ports, resolve("127.0.0.1", "tcp"), True, 0)
     order = list(search._order())
     runs = [order[i : i + n] for i in range(len(order) - n + 1)]
     for first in ports[: size - n + 1]:
@@ -101,7 +101,7 @@ def test_every_row_is_searched_from_every_starting_port(size: int, data: st.Data
 @given(st.sets(st.integers(1, 40), min_size=1))
 def test_intervals_name_each_port_once(ports: set[int]) -> None:
     named: list[int] = []
-    for part in search_module._intervals(sorted(ports)).split(", "):
+    for part in lease_module._intervals(sorted(ports)).split(", "):
         first, _, last = part.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(ports)
@@ -287,7 +287,7 @@ def test_a_lease_cannot_be_pickled(stretch: range) -> None:
 @pytest.fixture
 def ephemeral(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     between = [0, 0]
-    monkeypatch.setattr(search_module, "_ephemeral_ports", lambda: tuple(between))
+    monkeypatch.setattr(lease_module, "_ephemeral_ports", lambda: tuple(between))
     return between
 
 
@@ -304,7 +304,7 @@ def test_default_ports_are_not_used_for_outgoing_connections(
     ephemeral: list[int], between: tuple[int, int], expected: range
 ) -> None:
     ephemeral[:] = between
-    assert search_module.default_ports() == expected
+    assert lease_module.default_ports() == expected
 
 
 def test_a_kernel_that_uses_all_ports(ephemeral: list[int], stretch: range) -> None:
@@ -315,6 +315,6 @@ def test_a_kernel_that_uses_all_ports(ephemeral: list[int], stretch: range) -> N
 
 
 def test_the_default_on_this_machine() -> None:
-    low, high = search_module._ephemeral_ports()
+    low, high = lease_module._ephemeral_ports()
     with lease_port() as mine:
         assert not low <= mine.port <= high

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from penstock import ConfigError, GameError, ParallelSampler, RandomAgent, SerialSampler, SpaceError
 from penstock.errors import SamplerStateError
 from penstock.games import ServedGame
-from penstock.games.served_messages import Connection, decoded, encoded
+from penstock.games.served import Connection, decoded, encoded
 
 from ..scale import quick_first
 
@@ -720,7 +720,7 @@ def test_messages_have_a_limit(served: Any, monkeypatch: pytest.MonkeyPatch) -> 
     with playing(env, format="msgpack") as client:
         client.write(b"\x04\x00\x00\x01")  # its length
         assert "a message of 67,108,869 bytes or more" in _error(lambda: env.step(0))
-    monkeypatch.setattr("penstock.games.served_messages.MAX_MESSAGE", 100_000)
+    monkeypatch.setattr("penstock.games.served.MAX_MESSAGE", 100_000)
     with playing(env) as client:
         client.write(b"[" + b" " * 100_000)
         assert "a message of 100,001 bytes or more, the limit is 100,000: b'[   " in _error(lambda: env.step(0))

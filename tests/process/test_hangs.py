@@ -62,7 +62,7 @@ def _hang_once(how: str, notebook: Notebook, start_method: str) -> None:
     # A stopped one must go on to answer, and may have come a step further by then.
     if how != "stop":
         assert re.search(rf"in {function}$", stack, re.MULTILINE), message
-        assert re.search(r"faulty\.py.* in step$", stack, re.MULTILINE), message
+        assert re.search(r"faults\.py.* in step$", stack, re.MULTILINE), message
     assert seen - struck >= LIMIT
     note(f"step_timeout, {how}: limit to error, s", seen - struck - LIMIT, OVER)
 

@@ -25,13 +25,13 @@ from penstock import (
     WorkerError,
     WorkerTimeoutError,
 )
-from penstock.envs import CountingEnv, CrashingEnv, SlowEnv
+from penstock.envs import CountingEnv, SlowEnv
 from penstock.envs.toy import ScriptedGame
-from penstock.testing import Fault
+from penstock.testing import Fault, InjectedFault
 from penstock.testing.faults import Trigger
 
 from ..scale import with_start_methods
-from ..support import BOUND, sampler_of, until
+from ..support import BOUND, crashing_env, sampler_of, until
 from ..turns_support import TurnGame
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def crashing(cls: type[Sampler] = ParallelSampler, start_method: str = "forkserv
     """Four environments in two workers, of which env_rank 3 (in worker 1) fails."""
     crash = {"spare_pid": os.getpid(), **kwargs}
     env_kwargs = [{"where": "never"}] * 3 + [crash]
-    sampler: Sampler = sampler_of(cls, CrashingEnv, env_kwargs=env_kwargs, start_method=start_method)
+    sampler: Sampler = sampler_of(cls, crashing_env, env_kwargs=env_kwargs, start_method=start_method)
     return sampler
 
 
@@ -54,13 +54,13 @@ def test_an_exception_in_an_environment_names_worker_and_place(where: str, start
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
     message = str(caught.value)
-    assert re.search(f"raised ValueError while .*: CrashingEnv raises in {where}", message)
+    assert re.search("raised .*InjectedFault while .*: a fault was injected: raise at call 1", message)
     assert "worker 1 (pid " in message
     assert "env_rank 3" in message
     assert ("itr=0" if where == "step" else "start-up") in message
-    assert isinstance(caught.value.__cause__, ValueError)
+    assert isinstance(caught.value.__cause__, InjectedFault)
     text = "".join(traceback.format_exception(caught.value))
-    assert "self._maybe(" in text, "the worker's own traceback is the cause"
+    assert "self._reach(" in text, "the worker's own traceback is the cause"
 
 
 @pytest.mark.parametrize(("how", "words"), [("kill", "was killed by SIGKILL"), ("exit", "exited with code 0")])
@@ -166,7 +166,7 @@ def test_agents_collectors_and_strange_exceptions_are_reported_too(
 
 def test_evaluation_failures_say_so() -> None:
     evaluation = {"eval_n_envs": 2, "eval_max_steps": 100, "eval_env_kwargs": {"where": "step", "at": 7}}
-    with sampler_of(ParallelSampler, CrashingEnv, env_kwargs={"where": "never"}, **evaluation) as sampler:
+    with sampler_of(ParallelSampler, crashing_env, env_kwargs={"where": "never"}, **evaluation) as sampler:
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
         with pytest.raises(WorkerError, match=r"stepping env_rank \d, t=6 \(evaluation, itr=1\): "):
@@ -181,7 +181,7 @@ def test_once_broken_a_sampler_always_gives_the_same_error() -> None:
             with pytest.raises(WorkerError) as caught:
                 sampler.obtain_samples(0)
             messages.append(str(caught.value))
-            assert isinstance(caught.value.__cause__, ValueError)
+            assert isinstance(caught.value.__cause__, InjectedFault)
         assert len(set(messages)) == 1
         assert sampler.state is SamplerState.BROKEN
         assert "broken" in repr(sampler)
@@ -193,10 +193,10 @@ def test_the_serial_sampler_gives_the_same_kind_of_error() -> None:
     with crashing(SerialSampler, where="step", at=3, spare_pid=None) as sampler:
         sampler.initialize(RandomAgent())
         with pytest.raises(
-            WorkerError, match=r"raised ValueError while stepping env_rank 3, t=2 \(itr=9\): "
+            WorkerError, match=r"raised .*InjectedFault while stepping env_rank 3, t=2 \(itr=9\): "
         ) as caught:
             sampler.obtain_samples(9)
-        assert isinstance(caught.value.__cause__, ValueError)
+        assert isinstance(caught.value.__cause__, InjectedFault)
         with pytest.raises(WorkerError):
             sampler.obtain_samples(10)
 
@@ -274,7 +274,7 @@ def test_ctrl_c_closes_all_environments_of_the_serial_sampler(when: str) -> None
 
 def test_a_worker_without_progress_times_out_if_asked_to() -> None:
     hanging = {"env_kwargs": [{"where": "never"}, {"where": "step", "how": "hang", "at": 2}]}
-    with sampler_of(ParallelSampler, CrashingEnv, batch_B=2, step_timeout=0.5, **hanging) as sampler:
+    with sampler_of(ParallelSampler, crashing_env, batch_B=2, step_timeout=0.5, **hanging) as sampler:
         sampler.initialize(RandomAgent())
         with pytest.raises(WorkerTimeoutError) as caught:
             sampler.obtain_samples(0)
@@ -298,7 +298,7 @@ def test_worker_pids_names_no_worker_that_has_ended() -> None:
 
 def test_start_up_has_a_limit_of_its_own() -> None:
     env_kwargs = {"where": "init", "how": "hang", "spare_pid": os.getpid()}
-    with ParallelSampler(CrashingEnv, env_kwargs=env_kwargs, batch_T=4, batch_B=1, start_timeout=1.0) as sampler:
+    with ParallelSampler(crashing_env, env_kwargs=env_kwargs, batch_T=4, batch_B=1, start_timeout=1.0) as sampler:
         with pytest.raises(WorkerTimeoutError, match=r"\(start_timeout=1\) while building env_rank 0 \(start-up\)"):
             sampler.initialize(RandomAgent())
         with pytest.raises(WorkerTimeoutError):
@@ -313,12 +313,12 @@ def test_an_exception_in_close_is_one_warning(cls: type[Sampler]) -> None:
         sampler.config.env_kwargs[3]["at"] = 1
     sampler.initialize(RandomAgent())
     sampler.obtain_samples(0)
-    with pytest.warns(RuntimeWarning, match="CrashingEnv raises in close"):
+    with pytest.warns(RuntimeWarning, match="raised penstock.testing.faults.InjectedFault while closing"):
         sampler.shutdown()
 
 
 def test_a_hanging_close_is_ended_and_named() -> None:
-    fns = [CountingEnv] * 3 + [partial(CrashingEnv, "close", "hang", spare_pid=os.getpid())]
+    fns = [CountingEnv] * 3 + [partial(crashing_env, "close", "hang", spare_pid=os.getpid())]
     sampler = sampler_of(ParallelSampler, fns, close_timeout=0.2)
     sampler.initialize(RandomAgent())
     began = time.monotonic()
@@ -365,7 +365,7 @@ def _stuck(game: Any) -> Any:
 @pytest.mark.parametrize("kind", ["step", "reset", "seats", "turns"])
 def test_step_timeout_counts_from_the_first_random_step_on(kind: str) -> None:
     fns = {"seats": _stuck(ScriptedGame), "turns": _stuck(TurnGame)}
-    env_fn = fns.get(kind) or partial(CrashingEnv, kind, "hang", at=3, spare_pid=os.getpid())
+    env_fn = fns.get(kind) or partial(crashing_env, kind, "hang", at=3, spare_pid=os.getpid())
     limits = {"step_timeout": 0.4, "start_timeout": 60, "on_worker_failure": "restart", "max_restarts": 1}
     began = time.monotonic()
     with (

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock import CategoricalPgAgent, RandomAgent, SerialSampler
-from penstock.agents import drawing
+from penstock.agents import distributions
 from penstock.buffers import native
 from penstock.columns import stepping
 from penstock.envs import NestedEnv, ScriptedGame
@@ -22,7 +22,7 @@ from ..support import Batch, assert_same, run
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="was built without a C compiler")
 
-DRAWING = set(drawing.PYTHON)
+DRAWING = set(distributions.PYTHON)
 FUNCTIONS = {*native.PYTHON, "step_ordinary"}
 LOOPS = {"step_ordinary", "sum_episodes"}
 ALWAYS = {"put_row", *LOOPS}
@@ -58,7 +58,7 @@ def calls_of_native(*, compiled: bool) -> Iterator[list[str]]:
 
     users = [module for name, module in sys.modules.items() if name.startswith("penstock.")]
     with pytest.MonkeyPatch.context() as patch:
-        for part in (native, drawing, stepping):
+        for part in (native, distributions, stepping):
             for name, in_python in part.PYTHON.items():
                 own = getattr(part, name)
                 stand_in = watched(name, own) if compiled else in_python

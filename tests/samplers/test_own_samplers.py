@@ -21,11 +21,11 @@ from penstock import (
     SerialSampler,
     WorkerError,
 )
-from penstock.envs import CountingEnv, CrashingEnv
+from penstock.envs import CountingEnv
 from penstock.samplers import OnDemand, Run, Schedule, WorkersAct
 from penstock.samplers.refusals import ASYNC
 
-from ..support import assert_same
+from ..support import assert_same, crashing_env
 
 SIZE = {"batch_T": 5, "batch_B": 4, "n_workers": 2, "eval_n_envs": 2, "eval_max_steps": 40}
 
@@ -87,7 +87,7 @@ def test_the_wide_one_has_a_worker_for_each_environment() -> None:
 
 def test_an_error_of_a_worker_comes_out_of_a_schedule_of_ones_own() -> None:
     with documented()["EagerSampler"](
-        CrashingEnv,
+        crashing_env,
         env_kwargs={"at": 7, "spare_pid": os.getpid()},
         batch_T=5,
         batch_B=2,

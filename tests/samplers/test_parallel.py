@@ -38,7 +38,7 @@ from penstock import (
     TrajInfo,
     WaitResetCollector,
 )
-from penstock.agents.delegation import DelegatingAgent
+from penstock.agents.joint import DelegatingAgent
 from penstock.envs import CountingEnv
 from penstock.workers.affinity import usable_cpus
 

@@ -12,7 +12,7 @@ import penstock.testing
 from penstock import EvalCollector, TrajInfo
 from penstock.columns import Events, Start
 from penstock.envs import CountingEnv
-from penstock.testing import ConformanceError, check_eval_collector, check_traj_info, evaluation_rules, traj_info_rules
+from penstock.testing import ConformanceError, check_eval_collector, check_traj_info, evaluation_rules
 
 from ..scale import FULL, quick_first
 
@@ -187,7 +187,7 @@ def test_each_broken_rule_of_a_traj_info_is_found(cls: type[TrajInfo], rule: str
 
 
 def test_every_rule_has_a_statement_and_a_class_that_breaks_it() -> None:
-    rules = [*evaluation_rules.EVALUATION_RULES, *traj_info_rules.TRAJ_INFO_RULES]
+    rules = [*evaluation_rules.EVALUATION_RULES, *evaluation_rules.TRAJ_INFO_RULES]
     assert all(rule.__doc__ and rule.__doc__.rstrip().endswith(".") for rule in rules)
     shown = {rule for _, rule, _ in EVAL_BROKEN} | {"an_evaluation_does_not_change_training"}
     shown |= {"a_traj_info_counts_like_its_base_class", "a_traj_info_is_the_same_from_a_worker"}

@@ -57,9 +57,9 @@ def test_a_quota_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(part in line for part, line in zip(expected, found, strict=True))
 
 
-@pytest.mark.parametrize("part", ["native", "spinning", "drawing", "stepping"])
+@pytest.mark.parametrize("part", ["native", "spinning", "distributions", "stepping"])
 def test_without_a_compiled_part(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    for name in ("native", "spinning", "drawing", "stepping"):
+    for name in ("native", "spinning", "distributions", "stepping"):
         reason = "no compiler" if name == part else ""
         monkeypatch.setattr(f"penstock.tools.doctor.{name}.WHY_NOT_COMPILED", reason)
     assert re.search(r"in Python \(no compiler\)\. Install a C compiler", next(doctor._compiler()))

@@ -26,10 +26,11 @@ from penstock import (
     tune,
 )
 from penstock.__main__ import main
-from penstock.envs import CountingEnv, CrashingEnv, EnvContext, SlowEnv
+from penstock.envs import CountingEnv, EnvContext, SlowEnv
 
 from ..scale import FULL
 from ..starter import Program
+from ..support import crashing_env
 
 TINY: dict[str, Any] = {"policy": "random", "batch_T": 4, "batch_B": 4, "n_workers": 2, "seconds": 0.2}
 COMMAND = ["--policy", "random", "--batch-T", "4", "--batch-B", "4", "--n-workers", "2", "--seconds"]
@@ -110,7 +111,7 @@ def test_the_share_of_resets_is_that_of_the_measured_batches() -> None:
 def test_a_sampler_that_breaks_is_a_row_and_the_others_go_on() -> None:
     def make_env(context: EnvContext) -> gym.Env[Any, Any]:
         # Only workers with rank 2 die, so samplers with two workers do well.
-        return CrashingEnv("step", "kill", at=6 if context.worker_rank == 2 else 10**9)
+        return crashing_env("step", "kill", at=6 if context.worker_rank == 2 else 10**9)
 
     report = tune(make_env, **{**TINY, "n_workers": (2, 3)})
     broken = [row for row in report.rows if row.failure]
@@ -130,7 +131,7 @@ def test_a_sampler_that_breaks_is_a_row_and_the_others_go_on() -> None:
     ],
 )
 def test_no_sampler_hangs_where_every_one_breaks(how: str, at: int, message: str) -> None:
-    env_fn = partial(CrashingEnv, "step", how, at, os.getpid())
+    env_fn = partial(crashing_env, "step", how, at, os.getpid())
     report = tune(env_fn, **{**TINY, "n_workers": 1, "step_timeout": 0.5})
     one, *others = report.rows
     assert all(message in str(row.failure) for row in others)

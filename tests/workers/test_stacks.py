@@ -8,14 +8,14 @@ import textwrap
 
 import pytest
 
-from penstock.workers.stacks import StackFile
+from penstock.workers.handle import StackFile
 
 
 def child(stacks: StackFile, body: str) -> "subprocess.Popen[str]":
     script = f"""
         import ctypes, os, signal, sys, threading, time
         from penstock.buffers.descriptors import InheritedFd
-        from penstock.workers.stacks import StackFile
+        from penstock.workers.handle import StackFile
         stacks = StackFile.__new__(StackFile)
         stacks.file = InheritedFd({stacks.file.fd})
         stacks.install()
