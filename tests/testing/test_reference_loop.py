@@ -23,7 +23,7 @@ from penstock import (
     WaitResetCollector,
 )
 from penstock.envs.toy import ScriptedGame
-from tests.reference_loop import ReferenceLoop
+from penstock.testing.reference_loop import ReferenceLoop
 from tests.samplers.digest_cases import IntoWalk, LongInfo, Nested, Plain, Stateful, Walk, rows_of
 from tests.seats_support import Numbered, Odd, Roles
 from tests.turns_support import TurnGame, Valuing

@@ -16,7 +16,7 @@ import numpy as np
 from penstock.buffers.named import NamedArrays, as_named
 from penstock.collectors import TrajInfo
 from penstock.envs.seeding import ColumnStreams, Purpose, eval_seed
-from tests.reference_envs import Batched, Several, Single, element_of, row_of, stack
+from penstock.testing.reference_envs import Batched, Several, Single, element_of, row_of, stack
 
 Cell = dict[str, Any]  # of the batch: its fields by name
 
