@@ -18,8 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.distributed.messages import plain_copy
-from penstock.distributed.names import Names, prefixes
+from penstock.distributed.messages import BadMessageError, plain_copy
+from penstock.distributed.names import MOST_BYTES, PAGE, Names, prefixes, size_of, too_long
 from penstock.distributed.wire import LOST_SECONDS, Answer, Inbox, Letter, Peer, Wire
 from penstock.errors import ClusterError, NameTableError, NoReplyError, PeerLostError, RequestError
 
@@ -41,6 +41,7 @@ class _Sync:
     owner: str
     roots: frozenset[str]
     since: list[Any]  # its sender has seen the changes up to this one: `[id of the table, number]`
+    after: str  # its sender asks for its own keys that come after this one
     until: float
 
 
@@ -78,7 +79,7 @@ class NameHost:
         except Exception as error:  # not a message for a name table
             return letter.fail(f"{type(error).__name__}: {error}")
         for each, result in answers:  # not with the lock: an answer may bring the next request, in this thread
-            each.reply(result)
+            _reply(each, result)
         return None
 
     def _sync(
@@ -91,6 +92,7 @@ class NameHost:
         roots: list[str],
         entries: dict[str, Any],
         is_urgent: bool,
+        after: str = "",
     ) -> list[tuple[Letter, Any]]:
         """Keep a sync until there is something to tell, unless it is urgent. Returns the letters that are answered
         now."""
@@ -101,7 +103,7 @@ class NameHost:
         for key, (value, is_lasting) in entries.items():
             with contextlib.suppress(NameTableError):  # another owner has it now
                 names.add(key, value, owner=owner, lease=None if is_lasting else lease)
-        sync = _Sync(letter, owner, frozenset(roots), since, now + pace)
+        sync = _Sync(letter, owner, frozenset(roots), since, after, now + pace)
         if is_urgent:
             return [(letter, self._answer_to(sync))]
         if names.has_changed(sync.roots, since):
@@ -122,8 +124,9 @@ class NameHost:
     def _answer_to(self, sync: _Sync) -> dict[str, Any]:
         """The answer to a sync."""
         changes, last = self._names.changes(sync.roots, sync.since)
-        keys = sorted(self._names.keys_of(sync.owner))
-        return {"since": last, "is_last": last == self._names.last, "changes": changes, "keys": keys}
+        keys, until = self._names.page_of_keys(sync.owner, sync.after)
+        is_last = last == self._names.last
+        return {"since": last, "is_last": is_last, "changes": changes, "keys": keys, "until": until}
 
     def _tick(self, now: float) -> None:
         with self._lock:
@@ -141,7 +144,15 @@ class NameHost:
                 self._remove(sync)
             answers = [(sync.letter, self._answer_to(sync)) for sync in due.values()]
         for letter, answer in answers:
-            letter.reply(answer)
+            _reply(letter, answer)
+
+
+def _reply(letter: Letter, answer: object) -> None:
+    """An answer that cannot be sent fails this call alone."""
+    try:
+        letter.reply(answer)
+    except BadMessageError as error:
+        letter.fail(f"the name table cannot answer: {error}")
 
 
 @dataclass(eq=False)
@@ -176,7 +187,8 @@ class NameClient:
         self._wire, self._address, self._lease = wire, address, lease
         self.timeout = timeout
         self._entries: dict[str, tuple[Any, bool]] = {}  # key: value, whether it stays when this wire is closed
-        self._unsent: set[str] = set()  # keys of entries that the next sync writes
+        self._unsent: dict[str, None] = {}  # keys of entries that the next syncs write, in this order
+        self._after = ""  # the next sync asks which of the keys after this one the table has
         self._changed = threading.Condition()  # of everything below
         self._roots: Counter[str] = Counter()
         self._found: dict[str, tuple[Any, float]] = {}  # all names below the roots: value, when it came
@@ -208,17 +220,22 @@ class NameClient:
         """Add a name, and add it again whenever it is missing in the table. With `lasting` it stays when this wire is
         closed.
 
-        Raises `NameTableError` if another wire has added this name, unless `replace` is True.
+        Raises `NameTableError` if another wire has added this name, unless `replace` is True, and `BadMessageError` if
+        `value` cannot cross a wire or has more than 64 KiB.
         """
+        _check_size(key, value)
         lease = None if lasting else self._lease
         self._call("add", key=key, value=value, owner=self._wire.id, lease=lease, replace=replace)
         self._entries[key] = (value, lasting)
 
     def write(self, key: str, value: object, *, at_once: bool = False) -> None:
         """Add or change a name of this wire, and do not wait for it: it goes with the next sync, or with one that is
-        sent at once. Raises `BadMessageError` if `value` cannot cross a wire."""
-        self._entries[key] = (plain_copy(value), False)
-        self._unsent.add(key)
+        sent at once. Raises `BadMessageError` if `value` cannot cross a wire or has more than 64 KiB."""
+        value = plain_copy(value)
+        _check_size(key, value)
+        with self._changed:
+            self._entries[key] = (value, False)
+            self._unsent[key] = None
         if at_once:
             self._send_sync()
 
@@ -326,11 +343,17 @@ class NameClient:
     def _send_sync(self) -> None:
         with self._changed:
             self._sync, self._sync_at, self._n_syncs = None, time.monotonic() + _RETRY_SECONDS, self._n_syncs + 1
-            entries = {key: list(self._entries[key]) for key in self._unsent & self._entries.keys()}
+            entries, size = dict[str, list[Any]](), 0
+            for key in [*self._unsent]:
+                if (entry := self._entries.get(key)) is not None:
+                    size += size_of(key, entry[0])
+                    if size > PAGE:
+                        break  # the next sync follows at once
+                    entries[key] = list(entry)
+                del self._unsent[key]
             message = {"call": "sync", "owner": self._wire.id, "lease": self._lease, "since": self._since}
             message |= {"roots": [root for root, n in self._roots.items() if n > 0], "entries": entries}
-            message["is_urgent"] = self._n_known < self._n_wanted
-            self._unsent = set()
+            message |= {"is_urgent": self._n_known < self._n_wanted or bool(self._unsent), "after": self._after}
             with contextlib.suppress(ClusterError):  # the table was lost just now: the next tick tries again
                 self._sync = sync = self._live_peer().ask(message, _SILENT_SECONDS, patience=_PATIENCE_SECONDS)
                 sync.add_done_callback(self._on_sync)
@@ -345,7 +368,10 @@ class NameClient:
             if answer is None:
                 return  # the next tick sends another one
             self._silence, now = 0.0, time.monotonic()
-            self._unsent |= self._entries.keys() - set(answer["keys"])
+            after, until = self._after, answer["until"]
+            self._after = until or ""
+            missing = self._entries.keys() - set(answer["keys"])
+            self._unsent |= dict.fromkeys(key for key in missing if after < key and (until is None or key <= until))
             is_other = "" != self._since[0] != answer["since"][0]  # another table has taken its place
             if is_other or self._since[1] < 0:
                 self._coming = {}  # these are all names, or the first of them
@@ -399,3 +425,8 @@ class NameClient:
             if self._peer.is_dead:
                 self._peer = self._reach()
             return self._peer
+
+
+def _check_size(key: str, value: object) -> None:
+    if (size := size_of(key, value)) > MOST_BYTES:
+        raise BadMessageError(too_long(key, size))

@@ -31,6 +31,7 @@ Handler = Callable[..., Any]
 ORPHAN_SECONDS = 30.0  # a worker that has not reached the name table for so long ends
 _IDLE_SECONDS = 0.002  # between polls that had nothing to do
 _STATS_SECONDS = 0.5  # how often a worker updates its figures
+_MOST_TEXT = 4000  # characters of the error that has ended a worker
 _END_SECONDS = 2.0  # how long a worker that ends waits for an urgent handler, and for the name table
 #: What every worker answers.
 _COMMANDS = ("configure", "reconfigure", "start", "pause", "exit", "interrupt", "ping", "status", "stats", "stacks")
@@ -182,6 +183,9 @@ class Worker:
         """Write the final status into the name table."""
         self.names.timeout = _END_SECONDS  # the table may have ended
         try:
+            text = (
+                text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ... ({len(text):,} characters: see its log)"
+            )
             self.names.add(f"status/{self.name}", [self._worker_machine.status.value, text], replace=True, lasting=True)
             self.names.delete(f"workers/{self.name}")
             self.names.delete(f"figures/{self.name}")

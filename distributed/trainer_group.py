@@ -52,7 +52,8 @@ class TrainerGroup:
             )
             names.add(key, [host, port])
         else:
-            self._store = make_store(*names.wait(key, _SECONDS), world_size, False, wait)
+            store_host, port = names.wait(key, _SECONDS)
+            self._store = make_store(store_host, port, world_size, False, wait)
         distributed.init_process_group(backend, store=self._store, rank=rank, world_size=world_size)
         for parameter in model.parameters():
             if parameter.requires_grad:

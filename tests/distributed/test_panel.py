@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -518,6 +519,84 @@ def test_a_worker_whose_figures_cannot_be_sent_is_not_lost(local: ControlPanel) 
     facts = local.stats()["worse/0"]
     assert facts["status"] == "RUNNING"
     assert "stats raised BadMessageError: a value of type object cannot cross a wire" in facts["text"]
+
+
+@needs_zmq
+def test_a_large_value_is_an_error_and_everything_else_arrives() -> None:
+    class Chatty(Counter):
+        def _stats(self) -> Any:
+            return {"count": self.count, **({"text": "x" * 300_000} if self.count > 5 else {})}
+
+    with ControlPanel("test", wire="zmq") as panel:
+        panel.launch(Chatty)
+        panel.connect(timeout=60)
+        panel.request("chatty/0", "configure", sleep=0.02)
+        panel.request("chatty/0", "start")
+        wait_until(lambda: "text" in panel.stats()["chatty/0"])
+        facts = panel.stats()["chatty/0"]
+        assert "stats raised BadMessageError: the value of the name 'figures/chatty/0' has 300," in facts["text"]
+        panel.request("chatty/0", "pause")
+        wait_until(lambda: panel.stats()["chatty/0"]["status"] == "PAUSED")
+        for call in (panel.names.write, panel.names.add):
+            with pytest.raises(ClusterError, match="the value of the name 'mine/large' has 300,"):
+                call("mine/large", "x" * 300_000)
+        for i in range(5000):
+            panel.names.write(f"many/{i}", ["tcp://192.0.2.10:45671", "0123456789ab", "inbox"])
+        wait_until(lambda: len(panel.names.find("many")) == 5000)
+        assert panel.pulse() == {"chatty/0": Status.PAUSED}
+
+
+@needs_zmq
+def test_long_errors_and_many_figures_do_not_end_the_panel() -> None:
+    class Fails(Counter):
+        def _poll(self) -> PollResult:
+            raise ValueError("these values are wrong: " + "0.123456, " * 8000)
+
+        def _stats(self) -> dict[str, float]:
+            return {f"loss_of_part_{i:04}": i + 0.5 for i in range(1500)}
+
+    with ControlPanel("test", wire="zmq") as panel:
+        names = panel.launch(Fails, 6)
+        panel.connect(timeout=60)
+        panel.group_request("configure")
+        wait_until(lambda: all("loss_of_part_1499" in facts for facts in panel.stats().values()))
+        with ControlPanel.join(panel.connection) as other:  # it gets all of them at once: 220 KB
+            assert all("loss_of_part_1499" in facts for facts in other.stats().values())
+        panel.group_request("start")
+        wait_until(lambda: all(facts["status"] == "ERROR" for facts in panel.stats().values()))
+        for facts in panel.stats(names).values():
+            assert facts["text"].startswith("ValueError: these values are wrong: 0.123456")
+            assert "characters: see its log)" in facts["text"]
+            assert len(facts["text"]) < 5000
+        assert panel.pulse() == dict.fromkeys(names, Status.ERROR)
+
+
+@needs_zmq
+def test_a_client_may_have_many_names() -> None:
+    with ControlPanel("test", wire="zmq") as panel, ControlPanel.join(panel.connection) as other:
+        for i in range(5000):
+            other.names.write(f"many/{i:04}/{'x' * 60}", i)
+        wait_until(lambda: len(panel.names.find("many")) == 5000)
+        panel.names.clear("many")
+        wait_until(lambda: len(panel.names.find("many")) == 5000)  # the client adds again what is missing
+
+
+@needs_zmq
+def test_an_error_in_a_thread_of_the_wire_fails_its_call_only(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(letter: Any) -> None:
+        raise KeyError("no such thing")
+
+    with ControlPanel("test", wire="zmq") as panel:
+        panel._wire.open("refusing", refuse)
+        panel._wire.on_tick.append(lambda now: 1 / 0)
+        with contextlib.closing(panel.connection.wire()) as wire:
+            peer = wire.reach(panel.connection.address, "refusing")
+            with pytest.raises(RequestError, match="KeyError: 'no such thing'"):
+                peer.ask({}, 10).result()
+        wait_until(lambda: "division by zero" in caplog.text)
+        panel._wire.on_tick.pop()
+        panel.names.add("a", 1)
+        assert panel.names.find("a") == {"a": 1}
 
 
 @needs_zmq
