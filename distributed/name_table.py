@@ -239,6 +239,14 @@ class NameClient:
         if at_once:
             self._send_sync()
 
+    def flush(self, timeout: float) -> bool:
+        """Wait until the table has what `write` was called with, for `timeout` seconds. Returns whether it has."""
+        with self._changed:
+            self._n_wanted = number = self._n_syncs + 1
+            self._send_sync()
+            self._changed.wait_for(lambda: self._n_known >= number or self._wire.is_closed, timeout)
+            return self._n_known >= number
+
     def delete(self, key: str) -> bool:
         """Delete a name that this wire has added."""
         self._entries.pop(key, None)
@@ -312,9 +320,7 @@ class NameClient:
             if not any(self._roots[prefix] > 0 for prefix in prefixes(root)):
                 self._since = [self._since[0], -1]
             self._roots[root] += 1
-            self._n_wanted = number = self._n_syncs + 1
-            self._send_sync()
-            is_known = self._changed.wait_for(lambda: self._n_known >= number or self._wire.is_closed, timeout)
+            is_known = self.flush(timeout)
             if not is_known or self._wire.is_closed:
                 self._roots[root] -= 1
         if self._wire.is_closed:

@@ -263,6 +263,8 @@ class ControlPanel(Closing):
         self.auto_connect()
         chosen = self.worker_names if names is None else list(_listed(names))
         responses = self.group_request("status", names=chosen, timeout=timeout)
+        if any(each.result == Status.PAUSED.value for each in responses):
+            self.names.find("figures")  # `stats` has all that they have done
         return {
             each.worker_name: Status(each.result) if each.is_ok else self._status_from_outside(each.worker_name)[0]
             for each in responses

@@ -215,9 +215,13 @@ class Worker:
                         f"the name table was silent for {ORPHAN_SECONDS:g} s: its control panel has ended, or the "
                         "network is broken"
                     )
-            machine.end_poll(has_new_figures=is_due)
+            has_paused = is_due and status is Status.PAUSED
+            if has_paused and machine.shown != Status.PAUSED.value:
+                self._push(at_once=False, status=Status.PAUSED.value)
+                self.names.flush(_END_SECONDS)  # who sees that it is PAUSED finds these figures
+            machine.end_poll(has_new_figures=has_paused)
             if is_due:
-                self._push(at_once=self._worker_shown != machine.shown)  # so they are current after `pause`
+                self._push(at_once=self._worker_shown != machine.shown)
 
     def _register_commands(self, server: WorkerServer) -> None:
         machine = self._worker_machine
@@ -257,9 +261,10 @@ class Worker:
         own = {"status": self._worker_machine.shown, "seconds": seconds}
         return {**own, **self._worker_figures, **own}
 
-    def _push(self, *, at_once: bool) -> None:
-        """Write the figures into the name table, where the panels read them."""
+    def _push(self, *, at_once: bool, status: str | None = None) -> None:
+        """Write the figures into the name table, where the panels read them; with `status` in place of its own."""
         key, figures = f"figures/{self.name}", self._report()
+        figures["status"] = status or figures["status"]
         self._worker_shown = figures["status"]
         try:
             self.names.write(key, figures, at_once=at_once)

@@ -521,6 +521,17 @@ def test_a_worker_whose_figures_cannot_be_sent_is_not_lost(local: ControlPanel) 
     assert "stats raised BadMessageError: a value of type object cannot cross a wire" in facts["text"]
 
 
+def test_who_sees_that_a_worker_is_paused_finds_all_that_it_has_done(panel: ControlPanel) -> None:
+    started(panel, sleep=0.01)
+    for _ in range(10):
+        time.sleep(0.05)
+        panel.request("counter/0", "pause")
+        wait_until(lambda: panel.get_worker_status("counter/0") is Status.PAUSED)
+        facts, count = panel.stats(["counter/0"])["counter/0"], panel.request("counter/0", "count")
+        assert (facts["status"], facts["count"], facts["samples"]) == ("PAUSED", count, count)
+        panel.request("counter/0", "start")
+
+
 @needs_zmq
 def test_a_large_value_is_an_error_and_everything_else_arrives() -> None:
     class Chatty(Counter):
