@@ -364,8 +364,19 @@ class Run(Closing):
                 time.sleep(min(left, _STEP_SECONDS))
 
     def close(self) -> None:
-        """End all workers. Calling it again does nothing."""
+        """End all workers. Calling it again does nothing. Raises `ClusterError` if the trainer fails meanwhile, for
+        example because its last checkpoint cannot be written."""
         self.panel.close()
+        if (error := self.panel.failed_at_end.pop("trainer/0", None)) is not None:
+            raise ClusterError(f"worker trainer/0 has failed at the end of the run: {error}")
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.close()
+        except ClusterError:
+            if error[0] is None:
+                raise
+            _log.exception("the run has ended with another error too")
 
     def _watch_all(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
         for name, figures in workers.items():

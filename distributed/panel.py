@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
@@ -107,6 +108,8 @@ class ControlPanel(Closing):
         self._launched: dict[str, Launched] = {}
         self._peers: dict[str, Peer] = {}
         self._closing = threading.Event()
+        #: Workers that have failed while the panel was closed, and their errors.
+        self.failed_at_end: dict[str, str] = {}
         self.names = NameClient(wire, connection.address)
         try:
             self.names.follow("")
@@ -372,8 +375,14 @@ class ControlPanel(Closing):
             for name, worker in self._launched.items():
                 if not worker.wait(max(0.0, deadline - time.monotonic())):
                     worker.kill()
-                    if isinstance(worker, LaunchedThread):
-                        _log.warning("worker %s has not ended: its thread ends with this process", name)
+                    what = (
+                        "its thread ends with this process" if isinstance(worker, LaunchedThread) else "it was killed"
+                    )
+                    _log.warning("worker %s has not ended within %g s: %s", name, timeout, what)
+            with contextlib.suppress(ClusterError):  # without the name table nobody knows
+                for key, (status, text) in self.names.find("status").items() if running else ():
+                    if status == Status.ERROR.value and (name := key.partition("/")[2]) in running:
+                        self.failed_at_end[name] = text
             self._resources.close()
 
     def _check_open(self) -> None:

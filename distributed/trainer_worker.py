@@ -175,15 +175,23 @@ class TrainerWorker(Worker):
         part = path.with_name(f".{path.name}.part")
         each = {name: own.state_dict() for name, own in by_policy(self._agent).items()}
         state = {"version": self._version, "agent": each.get("", each), "trainer": self._trainer.state_dict()}
-        part.unlink(missing_ok=True)
         try:
-            with open(part, "xb") as file:  # a new file, never one to which somebody has put a link there
-                torch.save(packed(state), file)
-            if not self._has_saved:
-                self._check_saved(part)
-            os.replace(part, path)
-        finally:
             part.unlink(missing_ok=True)
+            try:
+                with open(part, "xb") as file:  # a new file, never one to which somebody has put a link there
+                    torch.save(packed(state), file)
+                    file.flush()
+                    os.fsync(file.fileno())  # otherwise the name could reach the disk before the bytes
+                if not self._has_saved:
+                    self._check_saved(part)
+                os.replace(part, path)
+            finally:
+                part.unlink(missing_ok=True)
+        except (OSError, RuntimeError) as error:
+            cause = error if isinstance(error, OSError) else error.__context__  # torch raises its own error after it
+            if not isinstance(cause, OSError):
+                raise
+            raise ConfigError(f"checkpoint={str(path)!r} cannot be written: {cause.strerror}") from error
         self._has_saved = True
 
     def _check_saved(self, part: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -615,6 +616,35 @@ def test_a_trainers_state_that_could_not_be_loaded_is_refused_when_it_is_first_s
     assert facts["status"] == "ERROR"
     assert "state_dict of the trainer must return numbers" in facts["text"]
     assert [*tmp_path.iterdir()] == []
+
+
+class FullDiskTrainer(CountingTrainer):
+    """From its third step on, its process cannot write long files."""
+
+    def step(self, batch: Batch) -> Mapping[str, float]:
+        figures = super().step(batch)
+        if self.n_rows >= 3 * ROWS:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        return figures
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "ballast": torch.zeros(10_000)}
+
+
+@needs_zmq
+@pytest.mark.parametrize("save_every", [2, 10**6])
+def test_a_full_disk_is_named_and_the_old_checkpoint_stays(tmp_path: Path, save_every: int) -> None:
+    path = tmp_path / "trainer.pt"
+    training = Training(FullDiskTrainer, batch=2, checkpoint=path, save_every=save_every)
+    run = replace(experiment(None), training=training).run(wire="zmq", max_restarts=0)
+    error = r"trainer/0 .*checkpoint='.*/trainer.pt' cannot be written: File too large"
+    with pytest.raises(ClusterError, match=error), run:  # in the middle of the run, or at its end
+        run.wait(lambda state: state.version >= 5, timeout=60)
+        assert save_every > 2
+    run.close()  # again
+    assert [each.name for each in tmp_path.iterdir()] == (["trainer.pt"] if save_every == 2 else [])
+    if save_every == 2:
+        assert torch.load(path, weights_only=True)["version"] == 2
 
 
 def test_one_example_environment_of_several_agents_is_built() -> None:
