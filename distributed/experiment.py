@@ -156,7 +156,7 @@ class Experiment:
                 f"{facts['actors']} and {self._facts(plan)}. Is the code the same on both machines?"
             )
         makers = self._makers(replace(plan, seed=int(facts["seed"])))
-        workers = {name: LaunchedProcess(makers[name], connection, name) for name in names}
+        workers = {name: LaunchedProcess(makers[name], connection, name, has_joined=True) for name in names}
         try:
             while any(worker.ending() is None for worker in workers.values()):
                 time.sleep(_POLL_SECONDS)

@@ -30,6 +30,7 @@ _MOST_SYNCS = 300  # a second, of all clients
 _SILENT_SECONDS = 20.0  # until a sync without an answer is given up
 _PATIENCE_SECONDS = 5.0  # until the first question whether a sync has arrived
 _RETRY_SECONDS = 0.25
+_MOST_STEP = 1.0  # a process that has not looked at its clock for longer was suspended
 _NAME_ERROR = "NameTableError: "  # begins a reply that the client raises as `NameTableError`
 
 
@@ -49,7 +50,8 @@ class NameHost:
     """Serves a name table as the inbox "names" of `wire`, in the threads of that wire. Close it before the wire."""
 
     def __init__(self, wire: Wire) -> None:
-        self._wire, self._names = wire, Names(time.monotonic)
+        self._wire, self._looked, self._skipped = wire, time.monotonic(), 0.0
+        self._names = Names(self._clock)
         self._lock, self._looked_at = threading.Lock(), self._names.last
         self._syncs: dict[str, _Sync] = {}  # those that wait, by owner
         self._by_roots: dict[frozenset[str], dict[str, _Sync]] = {}  # by roots: most clients follow the same names
@@ -57,6 +59,13 @@ class NameHost:
         self._numbers = itertools.count()  # so that two syncs are never compared
         self._inbox: Inbox = wire.open(INBOX, self._answer)
         wire.on_tick.append(self._tick)
+
+    def _clock(self) -> float:
+        """Seconds of leases. The time in which this process was suspended does not count: nobody could renew then."""
+        now = time.monotonic()
+        self._skipped += max(0.0, now - self._looked - _MOST_STEP)
+        self._looked = now
+        return now - self._skipped
 
     def close(self) -> None:
         """Answer no more. The owners of entries add them to the next table."""
@@ -341,7 +350,7 @@ class NameClient:
         return None if found is None else (found[0], time.monotonic() - found[1])
 
     def _tick(self, now: float) -> None:
-        self._silence += min(now - self._ticked, 1.0)
+        self._silence += min(now - self._ticked, _MOST_STEP)
         self._ticked = now
         if self._sync is None and now >= self._sync_at:
             self._send_sync()

@@ -144,8 +144,13 @@ class Worker:
 
     # ---- the loop --------------------------------------------------------------------------
 
-    def run(self, connection: Connection, name: str) -> Status:
-        """Join a trial, and work until a command or an error ends this worker. Returns the final status."""
+    def run(self, connection: Connection, name: str, *, ends_with_panel: bool = False) -> Status:
+        """Join a trial, and work until a command or an error ends this worker. Returns the final status.
+
+        Something else ends it with its panel if `ends_with_panel`. Otherwise it ends when it has not reached the name
+        table for 30 s.
+        """
+        self._worker_orphan_seconds = float("inf") if ends_with_panel else ORPHAN_SECONDS
         self.name, self._worker_machine = name, StatusMachine()
         self._worker_counts = {"samples": 0, "batches": 0, "polls": 0}
         self._worker_figures: dict[str, float] = {}
@@ -210,10 +215,10 @@ class Worker:
             if is_due:
                 next_stats, status = now + _STATS_SECONDS, machine.status
                 self._worker_figures = {**self._worker_counts, **(self._stats() if machine.is_configured else {})}
-                if self.names.silence > ORPHAN_SECONDS:
+                if self.wire.is_closed or self.names.silence > self._worker_orphan_seconds:
                     raise ClusterError(
-                        f"the name table was silent for {ORPHAN_SECONDS:g} s: its control panel has ended, or the "
-                        "network is broken"
+                        f"the name table was silent for {self.names.silence:.0f} s: its control panel has ended, or "
+                        "the network is broken"
                     )
             has_paused = is_due and status is Status.PAUSED
             if has_paused and machine.shown != Status.PAUSED.value:

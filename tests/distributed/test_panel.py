@@ -532,6 +532,64 @@ def test_who_sees_that_a_worker_is_paused_finds_all_that_it_has_done(panel: Cont
         panel.request("counter/0", "start")
 
 
+SUSPENDED = """
+import os, sys, time
+from penstock.distributed import ControlPanel, PollResult, Worker, role
+
+role.ORPHAN_SECONDS = 1.0
+
+class Going(Worker):
+    def _configure(self):
+        self.n = 0
+
+    def _poll(self):
+        time.sleep(0.01)
+        self.n += 1
+        return PollResult(1)
+
+    def _stats(self):
+        return {"n": self.n, "pid": os.getpid()}
+
+def make():
+    role.ORPHAN_SECONDS = 1.0
+    return Going()
+
+with ControlPanel("test", wire="zmq") as panel:
+    panel.launch(make, name="going")
+    panel.connect(timeout=60)
+    panel.request("going/0", "configure")
+    panel.request("going/0", "start")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    seen, until = set(), time.monotonic() + 2
+    while time.monotonic() < until:
+        facts = panel.stats()["going/0"]
+        seen.add((facts["status"], facts.get("pid") == panel.pid("going/0")))
+        time.sleep(0.01)
+    print(seen, flush=True)
+    print(facts["n"] > 200, panel.request("going/0", "ping"), flush=True)
+"""
+
+
+@needs_zmq
+def test_workers_go_on_while_their_panel_is_suspended_and_it_finds_them_when_it_wakes() -> None:
+    """The panel is suspended for longer than the leases of names, and than workers of another machine would wait."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(1)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.readlines() == ["{('RUNNING', True)}\n", "True pong\n"]
+    assert process.returncode == 0
+
+
 @needs_zmq
 def test_a_large_value_is_an_error_and_everything_else_arrives() -> None:
     class Chatty(Counter):
