@@ -43,6 +43,7 @@ class _Sync:
     roots: frozenset[str]
     since: list[Any]  # its sender has seen the changes up to this one: `[id of the table, number]`
     after: str  # its sender asks for its own keys that come after this one
+    pace: float  # seconds that it waits if nothing changes
     until: float
 
 
@@ -112,7 +113,7 @@ class NameHost:
         for key, (value, is_lasting) in entries.items():
             with contextlib.suppress(NameTableError):  # another owner has it now
                 names.add(key, value, owner=owner, lease=None if is_lasting else lease)
-        sync = _Sync(letter, owner, frozenset(roots), since, after, now + pace)
+        sync = _Sync(letter, owner, frozenset(roots), since, after, pace, now + pace)
         if is_urgent:
             return [(letter, self._answer_to(sync))]
         if names.has_changed(sync.roots, since):
@@ -134,8 +135,8 @@ class NameHost:
         """The answer to a sync."""
         changes, last = self._names.changes(sync.roots, sync.since)
         keys, until = self._names.page_of_keys(sync.owner, sync.after)
-        is_last = last == self._names.last
-        return {"since": last, "is_last": is_last, "changes": changes, "keys": keys, "until": until}
+        answer = {"since": last, "is_last": last == self._names.last, "changes": changes, "pace": sync.pace}
+        return {**answer, "keys": keys, "until": until}
 
     def _tick(self, now: float) -> None:
         with self._lock:
@@ -211,6 +212,8 @@ class NameClient:
         #: Grows with each change of the names that are followed.
         self.version = 0
         self._silence, self._ticked = 0.0, time.monotonic()  # seconds since the table was heard of; the last tick
+        #: How many seconds a sync may wait for its answer, as the table has said: it has more time for more clients.
+        self.pace = 0.0
         self._peer = self._reach()
         wire.on_tick.append(self._tick)
 
@@ -222,6 +225,10 @@ class NameClient:
         """How many seconds the table was silent while this process ran: the time in which it was suspended, or C code
         held the interpreter lock, does not count."""
         return float("inf") if self._wire.is_closed else self._silence
+
+    def patience(self, least: float) -> float:
+        """How many seconds of silence are no sign that the table has ended: at least so many."""
+        return max(least, 3 * self.pace)
 
     # ---- calls -----------------------------------------------------------------------------
 
@@ -370,7 +377,9 @@ class NameClient:
             message |= {"roots": [root for root, n in self._roots.items() if n > 0], "entries": entries}
             message |= {"is_urgent": self._n_known < self._n_wanted or bool(self._unsent), "after": self._after}
             with contextlib.suppress(ClusterError):  # the table was lost just now: the next tick tries again
-                self._sync = sync = self._live_peer().ask(message, _SILENT_SECONDS, patience=_PATIENCE_SECONDS)
+                self._sync = sync = self._live_peer().ask(
+                    message, self.patience(_SILENT_SECONDS), patience=_PATIENCE_SECONDS
+                )
                 sync.add_done_callback(self._on_sync)
 
     def _on_sync(self, future: Future[Any]) -> None:
@@ -380,8 +389,10 @@ class NameClient:
                 return  # a newer one was sent
             self._sync = None
             answer = None if future.exception() is not None else future.result()
-            if answer is None:
-                return  # the next tick sends another one
+            if answer is None:  # the next tick sends another one, which the table answers at once
+                self._n_wanted = self._n_syncs + 1
+                return
+            self.pace = answer["pace"]
             self._silence, now = 0.0, time.monotonic()
             after, until = self._after, answer["until"]
             self._after = until or ""

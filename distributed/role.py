@@ -148,7 +148,7 @@ class Worker:
         """Join a trial, and work until a command or an error ends this worker. Returns the final status.
 
         Something else ends it with its panel if `ends_with_panel`. Otherwise it ends when it has not reached the name
-        table for 30 s.
+        table for 30 s, or for longer if there are more than 3,000 workers.
         """
         self._worker_orphan_seconds = float("inf") if ends_with_panel else ORPHAN_SECONDS
         self.name, self._worker_machine = name, StatusMachine()
@@ -215,7 +215,7 @@ class Worker:
             if is_due:
                 next_stats, status = now + _STATS_SECONDS, machine.status
                 self._worker_figures = {**self._worker_counts, **(self._stats() if machine.is_configured else {})}
-                if self.wire.is_closed or self.names.silence > self._worker_orphan_seconds:
+                if self.wire.is_closed or self.names.silence > self.names.patience(self._worker_orphan_seconds):
                     raise ClusterError(
                         f"the name table was silent for {self.names.silence:.0f} s: its control panel has ended, or "
                         "the network is broken"

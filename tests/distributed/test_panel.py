@@ -590,6 +590,19 @@ def test_workers_go_on_while_their_panel_is_suspended_and_it_finds_them_when_it_
     assert process.returncode == 0
 
 
+def test_no_worker_ends_although_the_name_table_answers_seldom(
+    local: ControlPanel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with very many workers: one sync a second in place of 300, and all times are shorter."""
+    monkeypatch.setattr("penstock.distributed.name_table._MOST_SYNCS", 1)
+    monkeypatch.setattr("penstock.distributed.name_table._SILENT_SECONDS", 0.8)
+    monkeypatch.setattr("penstock.distributed.role.ORPHAN_SECONDS", 2.5)
+    names = started(local, 5, sleep=0.05)
+    time.sleep(8)
+    assert local.pulse() == dict.fromkeys(names, Status.RUNNING)
+    assert all(facts["age"] < 10 for facts in local.stats().values())
+
+
 @needs_zmq
 def test_a_large_value_is_an_error_and_everything_else_arrives() -> None:
     class Chatty(Counter):
