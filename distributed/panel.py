@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import psutil
 
 from penstock.arguments import integer, one_of, seconds
 from penstock.distributed.closing import Closing
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("penstock")
 
 WireName = Literal["local", "zmq", "ray"]
+_DESCRIPTORS = 4  # of this process for each worker: its pipe, its stacks, and two connections
 _WATCH_SECONDS = 0.1  # how often the panel checks whether a launched worker has ended
 
 
@@ -137,6 +141,9 @@ class ControlPanel(Closing):
             name: by default that of the class, as in `my_worker` for `MyWorker`.
             resources: what Ray reserves for each, such as `{"CPU": 2, "GPU": 1}`; by default nothing. Other wires
                 reserve nothing.
+
+        Over sockets, the panel needs 4 file descriptors for each worker: this raises the soft limit of its process if
+        that is too low, and raises `ConfigError` if the hard limit is.
         """
         if self._start is None:
             raise ConfigError("this panel has joined a trial: only the panel that began the trial launches workers")
@@ -144,6 +151,8 @@ class ControlPanel(Closing):
         if not callable(make) or (isinstance(make, type) and not issubclass(make, Worker)):
             raise ConfigError(f"launch needs a subclass of Worker, or a function that makes a worker, got {make!r}")
         integer("count", count, least=0)
+        if self._start is not LaunchedThread:
+            _need_descriptors(count)
         base = name or snake(make.func if isinstance(make, partial) else make)
         names = [f"{base}/{first + i}" for i in range(count)]
         for each in names:
@@ -430,6 +439,19 @@ def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tupl
 
     resources.callback(connect(None, 1, dashboard=False))
     return RayConnection.make(name), LaunchedActor
+
+
+def _need_descriptors(count: int) -> None:
+    """Without these, connections fail, and nothing says why."""
+    needed = psutil.Process().num_fds() + _DESCRIPTORS * count + 50  # of those that have started, some are not open yet
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ConfigError(
+            f"{count} more workers need {needed} file descriptors in this process, and its limit is {hard}: "
+            "raise it (ulimit -Hn), or start fewer workers here and let others join"
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _listed(names: Iterable[str]) -> Iterable[str]:

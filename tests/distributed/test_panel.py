@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -601,6 +602,23 @@ def test_no_worker_ends_although_the_name_table_answers_seldom(
     time.sleep(8)
     assert local.pulse() == dict.fromkeys(names, Status.RUNNING)
     assert all(facts["age"] < 10 for facts in local.stats().values())
+
+
+@needs_zmq
+@pytest.mark.usefixtures("forked_workers")
+def test_many_workers_have_the_descriptors_that_they_need_or_are_refused() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = psutil.Process().num_fds() + 20
+    with ControlPanel("test", wire="zmq") as panel:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+            names = panel.launch(Counter, 10)
+            panel.connect(timeout=60)
+            assert panel.pulse(timeout=10) == dict.fromkeys(names, Status.READY)
+            with pytest.raises(ConfigError, match=r"more workers need \d+ file descriptors .* its limit is"):
+                panel.launch(Counter, hard, first=10)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @needs_zmq
