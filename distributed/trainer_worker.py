@@ -212,7 +212,7 @@ class TrainerWorker(Worker):
         each = by_policy(self._agent)
         try:
             with open(path, "rb") as file:
-                # Whoever can choose what the trainer learns from could also have chosen what it does.
+                # Otherwise whoever makes the file first would choose what the trainer begins with.
                 if (owner := os.fstat(file.fileno()).st_uid) != os.getuid():
                     raise ConfigError(f"it belongs to user {owner}, and must be your own: delete it, or chown it")
                 state = unpacked(torch.load(file, weights_only=True))
