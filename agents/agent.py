@@ -481,7 +481,7 @@ def _save(path: str | os.PathLike[str], state: Mapping[str, Any], agent: str) ->
     target = Path(path)
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        torch.save({"agent": agent, "state": _packed(state)}, part)
+        torch.save({"agent": agent, "state": packed(state)}, part)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
@@ -502,22 +502,26 @@ def _load(path: str | os.PathLike[str], agent: str) -> Any:
         raise ConfigError(f"{foreign}load it yourself, with load_state_dict")
     if saved["agent"] != agent:
         raise ConfigError(f"{os.fspath(path)} has the state of a {saved['agent']}, this agent is a {agent}")
-    return _unpacked(saved["state"])
+    return unpacked(saved["state"])
 
 
-def _packed(value: object) -> Any:
+def packed(value: object) -> Any:
+    """`value` with its arrays as tensors, and its numpy scalars as numbers, which torch reads without running code."""
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, np.ndarray):
         import torch
 
         return {_NUMPY: torch.from_numpy(np.ascontiguousarray(value)), "shape": list(value.shape)}
     if isinstance(value, Mapping):
-        return {key: _packed(part) for key, part in value.items()}
-    return [_packed(part) for part in value] if isinstance(value, list) else value
+        return {key: packed(part) for key, part in value.items()}
+    return type(value)(packed(part) for part in value) if type(value) in (list, tuple) else value  # type: ignore
 
 
-def _unpacked(value: object) -> Any:
+def unpacked(value: object) -> Any:
+    """What `packed` was called with."""
     if isinstance(value, dict):
         if _NUMPY in value:
             return value[_NUMPY].numpy().reshape(value["shape"])
-        return {key: _unpacked(part) for key, part in value.items()}
-    return [_unpacked(part) for part in value] if isinstance(value, list) else value
+        return {key: unpacked(part) for key, part in value.items()}
+    return type(value)(unpacked(part) for part in value) if type(value) in (list, tuple) else value  # type: ignore

@@ -156,7 +156,7 @@ class Experiment:
                 f"{facts['actors']} and {self._facts(plan)}. Is the code the same on both machines?"
             )
         makers = self._makers(replace(plan, seed=int(facts["seed"])))
-        workers = {name: LaunchedProcess(makers[name], connection, name) for name in names}
+        workers = {name: LaunchedProcess(makers[name], connection, name, has_joined=True) for name in names}
         try:
             while any(worker.ending() is None for worker in workers.values()):
                 time.sleep(_POLL_SECONDS)
@@ -364,8 +364,19 @@ class Run(Closing):
                 time.sleep(min(left, _STEP_SECONDS))
 
     def close(self) -> None:
-        """End all workers. Calling it again does nothing."""
+        """End all workers. Calling it again does nothing. Raises `ClusterError` if the trainer fails meanwhile, for
+        example because its last checkpoint cannot be written."""
         self.panel.close()
+        if (error := self.panel.failed_at_end.pop("trainer/0", None)) is not None:
+            raise ClusterError(f"worker trainer/0 has failed at the end of the run: {error}")
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.close()
+        except ClusterError:
+            if error[0] is None:
+                raise
+            _log.exception("the run has ended with another error too")
 
     def _watch_all(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
         for name, figures in workers.items():

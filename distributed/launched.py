@@ -71,11 +71,20 @@ class LaunchedThread:
 
 class LaunchedProcess:
     """A worker in another process. It gets its code through a pipe, and ends when the pipe is closed. So it ends with
-    this process, in whatever way that ends. Nothing reserves `resources` for it."""
+    this process, in whatever way that ends, which is the panel's unless `has_joined`. Nothing reserves `resources` for
+    it."""
 
-    def __init__(self, make: Callable[[], Worker], connection: Connection, name: str, resources: object = None) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Worker],
+        connection: Connection,
+        name: str,
+        resources: object = None,
+        *,
+        has_joined: bool = False,
+    ) -> None:
         paths = json.dumps(sys.path).encode()
-        code = cloudpickle.dumps((make, connection, name))
+        code = cloudpickle.dumps((make, connection, name, not has_joined))
         self._stacks = StackFile()
         file = self._stacks.file.fileno()
         command = [sys.executable, *_warnings(), "-c", _CHILD.format(file)]
@@ -150,8 +159,8 @@ def run_child(stack_file: int) -> None:
     sys.path[:] = json.loads(_read(n_paths))
     code = _read(n_code)  # from the parent, which may run any code here: so it is safe to unpickle it
     threading.Thread(target=_end_with_pipe, name="watchdog", daemon=True).start()
-    make, connection, name = cloudpickle.loads(code)
-    status = make().run(connection, name)
+    make, connection, name, ends_with_panel = cloudpickle.loads(code)
+    status = make().run(connection, name, ends_with_panel=ends_with_panel)
     sys.exit(1 if status is Status.ERROR else 0)
 
 

@@ -56,6 +56,19 @@ def _copy(value: object) -> Any:
     return array
 
 
+def n_bytes(value: Any) -> int:
+    """How many bytes a plain value has at most in a message, beside those of the others."""
+    if isinstance(value, str):
+        return 5 + 4 * len(value) if not value.isascii() else 5 + len(value)
+    if isinstance(value, bytes):
+        return 5 + len(value)
+    if isinstance(value, dict):
+        return 5 + sum(n_bytes(key) + n_bytes(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return 5 + sum(map(n_bytes, value))
+    return 64 + value.nbytes if isinstance(value, np.ndarray) else 9
+
+
 def packer() -> Any:
     """This thread's packer of headers and small arrays. To make one takes up to 15 µs."""
     if (found := getattr(_own, "packer", None)) is None:

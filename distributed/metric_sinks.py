@@ -72,7 +72,7 @@ class TensorBoard(MetricsSink):
 
 class Prometheus(MetricsSink):
     """Serves the newest figures to Prometheus: `penstock_FIGURE{worker="actor/0"}`, and `penstock_up`, which is 1
-    unless the worker has failed or is lost.
+    unless the worker has failed or is lost. A figure of this name is `penstock_up_`.
 
     Args:
         port: 0 for any free one; `address` has it.
@@ -103,6 +103,7 @@ class Prometheus(MetricsSink):
         workers, families = self._workers, dict[str, Any]()
         for worker, name, value in _numbers(workers):
             label = f"penstock_{''.join(c if c.isalnum() else '_' for c in name)}"
+            label += "_" if label == "penstock_up" else ""
             family = families.setdefault(label, self._family(label, f"{name} of a worker", labels=["worker"]))
             family.add_metric([worker], value)
         up = self._family("penstock_up", "whether the worker works", labels=["worker"])

@@ -18,8 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.distributed.messages import plain_copy
-from penstock.distributed.names import Names, prefixes
+from penstock.distributed.messages import BadMessageError, plain_copy
+from penstock.distributed.names import MOST_BYTES, PAGE, Names, prefixes, size_of, too_long
 from penstock.distributed.wire import LOST_SECONDS, Answer, Inbox, Letter, Peer, Wire
 from penstock.errors import ClusterError, NameTableError, NoReplyError, PeerLostError, RequestError
 
@@ -30,6 +30,7 @@ _MOST_SYNCS = 300  # a second, of all clients
 _SILENT_SECONDS = 20.0  # until a sync without an answer is given up
 _PATIENCE_SECONDS = 5.0  # until the first question whether a sync has arrived
 _RETRY_SECONDS = 0.25
+_MOST_STEP = 1.0  # a process that has not looked at its clock for longer was suspended
 _NAME_ERROR = "NameTableError: "  # begins a reply that the client raises as `NameTableError`
 
 
@@ -41,6 +42,8 @@ class _Sync:
     owner: str
     roots: frozenset[str]
     since: list[Any]  # its sender has seen the changes up to this one: `[id of the table, number]`
+    after: str  # its sender asks for its own keys that come after this one
+    pace: float  # seconds that it waits if nothing changes
     until: float
 
 
@@ -48,7 +51,8 @@ class NameHost:
     """Serves a name table as the inbox "names" of `wire`, in the threads of that wire. Close it before the wire."""
 
     def __init__(self, wire: Wire) -> None:
-        self._wire, self._names = wire, Names(time.monotonic)
+        self._wire, self._looked, self._skipped = wire, time.monotonic(), 0.0
+        self._names = Names(self._clock)
         self._lock, self._looked_at = threading.Lock(), self._names.last
         self._syncs: dict[str, _Sync] = {}  # those that wait, by owner
         self._by_roots: dict[frozenset[str], dict[str, _Sync]] = {}  # by roots: most clients follow the same names
@@ -56,6 +60,13 @@ class NameHost:
         self._numbers = itertools.count()  # so that two syncs are never compared
         self._inbox: Inbox = wire.open(INBOX, self._answer)
         wire.on_tick.append(self._tick)
+
+    def _clock(self) -> float:
+        """Seconds of leases. The time in which this process was suspended does not count: nobody could renew then."""
+        now = time.monotonic()
+        self._skipped += max(0.0, now - self._looked - _MOST_STEP)
+        self._looked = now
+        return now - self._skipped
 
     def close(self) -> None:
         """Answer no more. The owners of entries add them to the next table."""
@@ -78,7 +89,7 @@ class NameHost:
         except Exception as error:  # not a message for a name table
             return letter.fail(f"{type(error).__name__}: {error}")
         for each, result in answers:  # not with the lock: an answer may bring the next request, in this thread
-            each.reply(result)
+            _reply(each, result)
         return None
 
     def _sync(
@@ -91,6 +102,7 @@ class NameHost:
         roots: list[str],
         entries: dict[str, Any],
         is_urgent: bool,
+        after: str = "",
     ) -> list[tuple[Letter, Any]]:
         """Keep a sync until there is something to tell, unless it is urgent. Returns the letters that are answered
         now."""
@@ -101,7 +113,7 @@ class NameHost:
         for key, (value, is_lasting) in entries.items():
             with contextlib.suppress(NameTableError):  # another owner has it now
                 names.add(key, value, owner=owner, lease=None if is_lasting else lease)
-        sync = _Sync(letter, owner, frozenset(roots), since, now + pace)
+        sync = _Sync(letter, owner, frozenset(roots), since, after, pace, now + pace)
         if is_urgent:
             return [(letter, self._answer_to(sync))]
         if names.has_changed(sync.roots, since):
@@ -122,8 +134,9 @@ class NameHost:
     def _answer_to(self, sync: _Sync) -> dict[str, Any]:
         """The answer to a sync."""
         changes, last = self._names.changes(sync.roots, sync.since)
-        keys = sorted(self._names.keys_of(sync.owner))
-        return {"since": last, "is_last": last == self._names.last, "changes": changes, "keys": keys}
+        keys, until = self._names.page_of_keys(sync.owner, sync.after)
+        answer = {"since": last, "is_last": last == self._names.last, "changes": changes, "pace": sync.pace}
+        return {**answer, "keys": keys, "until": until}
 
     def _tick(self, now: float) -> None:
         with self._lock:
@@ -141,7 +154,15 @@ class NameHost:
                 self._remove(sync)
             answers = [(sync.letter, self._answer_to(sync)) for sync in due.values()]
         for letter, answer in answers:
-            letter.reply(answer)
+            _reply(letter, answer)
+
+
+def _reply(letter: Letter, answer: object) -> None:
+    """An answer that cannot be sent fails this call alone."""
+    try:
+        letter.reply(answer)
+    except BadMessageError as error:
+        letter.fail(f"the name table cannot answer: {error}")
 
 
 @dataclass(eq=False)
@@ -176,7 +197,8 @@ class NameClient:
         self._wire, self._address, self._lease = wire, address, lease
         self.timeout = timeout
         self._entries: dict[str, tuple[Any, bool]] = {}  # key: value, whether it stays when this wire is closed
-        self._unsent: set[str] = set()  # keys of entries that the next sync writes
+        self._unsent: dict[str, None] = {}  # keys of entries that the next syncs write, in this order
+        self._after = ""  # the next sync asks which of the keys after this one the table has
         self._changed = threading.Condition()  # of everything below
         self._roots: Counter[str] = Counter()
         self._found: dict[str, tuple[Any, float]] = {}  # all names below the roots: value, when it came
@@ -190,6 +212,8 @@ class NameClient:
         #: Grows with each change of the names that are followed.
         self.version = 0
         self._silence, self._ticked = 0.0, time.monotonic()  # seconds since the table was heard of; the last tick
+        #: How many seconds a sync may wait for its answer, as the table has said: it has more time for more clients.
+        self.pace = 0.0
         self._peer = self._reach()
         wire.on_tick.append(self._tick)
 
@@ -202,25 +226,42 @@ class NameClient:
         held the interpreter lock, does not count."""
         return float("inf") if self._wire.is_closed else self._silence
 
+    def patience(self, least: float) -> float:
+        """How many seconds of silence are no sign that the table has ended: at least so many."""
+        return max(least, 3 * self.pace)
+
     # ---- calls -----------------------------------------------------------------------------
 
     def add(self, key: str, value: object, *, replace: bool = False, lasting: bool = False) -> None:
         """Add a name, and add it again whenever it is missing in the table. With `lasting` it stays when this wire is
         closed.
 
-        Raises `NameTableError` if another wire has added this name, unless `replace` is True.
+        Raises `NameTableError` if another wire has added this name, unless `replace` is True, and `BadMessageError` if
+        `value` cannot cross a wire or has more than 64 KiB.
         """
+        _check_size(key, value)
         lease = None if lasting else self._lease
         self._call("add", key=key, value=value, owner=self._wire.id, lease=lease, replace=replace)
         self._entries[key] = (value, lasting)
 
     def write(self, key: str, value: object, *, at_once: bool = False) -> None:
         """Add or change a name of this wire, and do not wait for it: it goes with the next sync, or with one that is
-        sent at once. Raises `BadMessageError` if `value` cannot cross a wire."""
-        self._entries[key] = (plain_copy(value), False)
-        self._unsent.add(key)
+        sent at once. Raises `BadMessageError` if `value` cannot cross a wire or has more than 64 KiB."""
+        value = plain_copy(value)
+        _check_size(key, value)
+        with self._changed:
+            self._entries[key] = (value, False)
+            self._unsent[key] = None
         if at_once:
             self._send_sync()
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until the table has what `write` was called with, for `timeout` seconds. Returns whether it has."""
+        with self._changed:
+            self._n_wanted = number = self._n_syncs + 1
+            self._send_sync()
+            self._changed.wait_for(lambda: self._n_known >= number or self._wire.is_closed, timeout)
+            return self._n_known >= number
 
     def delete(self, key: str) -> bool:
         """Delete a name that this wire has added."""
@@ -295,9 +336,7 @@ class NameClient:
             if not any(self._roots[prefix] > 0 for prefix in prefixes(root)):
                 self._since = [self._since[0], -1]
             self._roots[root] += 1
-            self._n_wanted = number = self._n_syncs + 1
-            self._send_sync()
-            is_known = self._changed.wait_for(lambda: self._n_known >= number or self._wire.is_closed, timeout)
+            is_known = self.flush(timeout)
             if not is_known or self._wire.is_closed:
                 self._roots[root] -= 1
         if self._wire.is_closed:
@@ -318,7 +357,7 @@ class NameClient:
         return None if found is None else (found[0], time.monotonic() - found[1])
 
     def _tick(self, now: float) -> None:
-        self._silence += min(now - self._ticked, 1.0)
+        self._silence += min(now - self._ticked, _MOST_STEP)
         self._ticked = now
         if self._sync is None and now >= self._sync_at:
             self._send_sync()
@@ -326,13 +365,21 @@ class NameClient:
     def _send_sync(self) -> None:
         with self._changed:
             self._sync, self._sync_at, self._n_syncs = None, time.monotonic() + _RETRY_SECONDS, self._n_syncs + 1
-            entries = {key: list(self._entries[key]) for key in self._unsent & self._entries.keys()}
+            entries, size = dict[str, list[Any]](), 0
+            for key in [*self._unsent]:
+                if (entry := self._entries.get(key)) is not None:
+                    size += size_of(key, entry[0])
+                    if size > PAGE:
+                        break  # the next sync follows at once
+                    entries[key] = list(entry)
+                del self._unsent[key]
             message = {"call": "sync", "owner": self._wire.id, "lease": self._lease, "since": self._since}
             message |= {"roots": [root for root, n in self._roots.items() if n > 0], "entries": entries}
-            message["is_urgent"] = self._n_known < self._n_wanted
-            self._unsent = set()
+            message |= {"is_urgent": self._n_known < self._n_wanted or bool(self._unsent), "after": self._after}
             with contextlib.suppress(ClusterError):  # the table was lost just now: the next tick tries again
-                self._sync = sync = self._live_peer().ask(message, _SILENT_SECONDS, patience=_PATIENCE_SECONDS)
+                self._sync = sync = self._live_peer().ask(
+                    message, self.patience(_SILENT_SECONDS), patience=_PATIENCE_SECONDS
+                )
                 sync.add_done_callback(self._on_sync)
 
     def _on_sync(self, future: Future[Any]) -> None:
@@ -342,10 +389,15 @@ class NameClient:
                 return  # a newer one was sent
             self._sync = None
             answer = None if future.exception() is not None else future.result()
-            if answer is None:
-                return  # the next tick sends another one
+            if answer is None:  # the next tick sends another one, which the table answers at once
+                self._n_wanted = self._n_syncs + 1
+                return
+            self.pace = answer["pace"]
             self._silence, now = 0.0, time.monotonic()
-            self._unsent |= self._entries.keys() - set(answer["keys"])
+            after, until = self._after, answer["until"]
+            self._after = until or ""
+            missing = self._entries.keys() - set(answer["keys"])
+            self._unsent |= dict.fromkeys(key for key in missing if after < key and (until is None or key <= until))
             is_other = "" != self._since[0] != answer["since"][0]  # another table has taken its place
             if is_other or self._since[1] < 0:
                 self._coming = {}  # these are all names, or the first of them
@@ -399,3 +451,8 @@ class NameClient:
             if self._peer.is_dead:
                 self._peer = self._reach()
             return self._peer
+
+
+def _check_size(key: str, value: object) -> None:
+    if (size := size_of(key, value)) > MOST_BYTES:
+        raise BadMessageError(too_long(key, size))

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from penstock.distributed.messages import n_bytes
 from penstock.errors import NameTableError
 
-_PAGE = 500  # names in one answer: a message is limited
+MOST_BYTES = 2**16  #: of a name with its value
+PAGE = 2**17  #: bytes of names in one message, which is limited
 _MOST_DELETED = 10_000  # keys that were deleted and are remembered
 
 
@@ -20,6 +22,7 @@ class _Entry:
     value: Any
     owner: str
     lasting: bool  # it stays when the lease of its owner has run out
+    size: int  # bytes, with its key
 
 
 @dataclass
@@ -52,13 +55,15 @@ class Names:
     def add(self, key: str, value: object, *, owner: str, lease: float | None = None, replace: bool = False) -> None:
         """Add an entry, and renew the lease of its owner, for so many seconds. None: the entry is lasting.
 
-        Raises `NameTableError` if another owner has the key, unless `replace` is True.
+        Raises `NameTableError` if another owner has the key, unless `replace` is True, and if the value is too long.
         """
         if not isinstance(key, str) or not key or not all(key.split("/")) or len(key) > 500:
             text = "a name is a path such as 'trial0/workers/actor/3', at most 500 characters"
             raise NameTableError(f"{text}, got {key!r}")
         if lease is not None and not lease > 0:
             raise NameTableError(f"the lease of {key!r} must be longer than 0 s, got {lease!r}")
+        if (size := size_of(key, value)) > MOST_BYTES:
+            raise NameTableError(too_long(key, size))
         self.expire()
         old = self._entries.get(key)
         if old is not None and old.owner != owner:
@@ -67,7 +72,7 @@ class Names:
                     f"the name {key!r} is taken by {old.owner}: choose another one, or wait until that ends"
                 )
             self._delete(key)
-        self._entries[key] = _Entry(value, owner, lease is None)
+        self._entries[key] = _Entry(value, owner, lease is None, size)
         self._owners.setdefault(owner, _Owner()).keys.add(key)
         if lease is not None:
             self.renew(owner, lease)
@@ -83,6 +88,17 @@ class Names:
     def keys_of(self, owner: str) -> set[str]:
         """The keys of `owner`, which adds missing ones again."""
         return self._owners[owner].keys if owner in self._owners else set()
+
+    def page_of_keys(self, owner: str, after: str) -> tuple[list[str], str | None]:
+        """The keys of `owner` that come after this text, sorted, as many as fit into a message. Also the last one of
+        them, or None if these are all."""
+        found, size = list[str](), 0
+        for key in sorted(key for key in self.keys_of(owner) if key > after):
+            size += n_bytes(key)
+            if size > PAGE // 2:
+                return found, found[-1]
+            found.append(key)
+        return found, None
 
     def delete(self, key: str, *, owner: str) -> bool:
         """Delete `key`, if it belongs to `owner`. Returns whether it was deleted."""
@@ -108,17 +124,20 @@ class Names:
 
     def changes(self, roots: frozenset[str], since: Sequence[Any]) -> tuple[dict[str, list[Any]], list[Any]]:
         """The entries below `roots` that have changed after the change `since`: `[value]` for each key, and `[]` if it
-        was deleted; at most `_PAGE`. Also the last change that this has."""
+        was deleted; as many as fit into a message. Also the last change that this has."""
         found: dict[str, list[Any]] = {}
+        last, size = [*since], 0
         number, keys = self._number(since), list[str]()
         if self.has_changed(roots, since):
             keys = [*takewhile(lambda key: self._changed[key] > number, reversed(self._changed))]
         for key in reversed(keys):
             if not roots.isdisjoint(prefixes(key)):
                 entry = self._entries.get(key)
+                size += n_bytes(key) if entry is None else entry.size
+                if size > PAGE:
+                    return found, last
                 found[key] = [] if entry is None else [entry.value]
-                if len(found) >= _PAGE:
-                    return found, [self.last[0], self._changed[key]]
+                last = [self.last[0], self._changed[key]]
         return found, self.last
 
     def _number(self, since: Sequence[Any]) -> int:
@@ -152,6 +171,19 @@ class Names:
             self._changed = {key: number for key, number in self._changed.items() if key in self._entries}
             self._changed_below = {path: n for key, n in self._changed.items() for path in prefixes(key)}
             self.last = [uuid.uuid4().hex[:12], number + 1]
+
+
+def size_of(key: str, value: object) -> int:
+    """How many bytes a name has in a message."""
+    return n_bytes(key) + n_bytes(value) + 10
+
+
+def too_long(key: str, size: int) -> str:
+    """What is wrong with a name of so many bytes."""
+    return (
+        f"the value of the name {key!r} has {size:,} bytes. At most {MOST_BYTES:,} are possible: the name table is for "
+        "addresses and figures, so send long values in a request or a stream"
+    )
 
 
 def prefixes(key: str) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import psutil
 
 from penstock.arguments import integer, one_of, seconds
 from penstock.distributed.closing import Closing
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("penstock")
 
 WireName = Literal["local", "zmq", "ray"]
+_DESCRIPTORS = 4  # of this process for each worker: its pipe, its stacks, and two connections
 _WATCH_SECONDS = 0.1  # how often the panel checks whether a launched worker has ended
 
 
@@ -107,6 +112,8 @@ class ControlPanel(Closing):
         self._launched: dict[str, Launched] = {}
         self._peers: dict[str, Peer] = {}
         self._closing = threading.Event()
+        #: Workers that have failed while the panel was closed, and their errors.
+        self.failed_at_end: dict[str, str] = {}
         self.names = NameClient(wire, connection.address)
         try:
             self.names.follow("")
@@ -134,6 +141,9 @@ class ControlPanel(Closing):
             name: by default that of the class, as in `my_worker` for `MyWorker`.
             resources: what Ray reserves for each, such as `{"CPU": 2, "GPU": 1}`; by default nothing. Other wires
                 reserve nothing.
+
+        Over sockets, the panel needs 4 file descriptors for each worker: this raises the soft limit of its process if
+        that is too low, and raises `ConfigError` if the hard limit is.
         """
         if self._start is None:
             raise ConfigError("this panel has joined a trial: only the panel that began the trial launches workers")
@@ -141,6 +151,8 @@ class ControlPanel(Closing):
         if not callable(make) or (isinstance(make, type) and not issubclass(make, Worker)):
             raise ConfigError(f"launch needs a subclass of Worker, or a function that makes a worker, got {make!r}")
         integer("count", count, least=0)
+        if self._start is not LaunchedThread:
+            _need_descriptors(count)
         base = name or snake(make.func if isinstance(make, partial) else make)
         names = [f"{base}/{first + i}" for i in range(count)]
         for each in names:
@@ -263,6 +275,8 @@ class ControlPanel(Closing):
         self.auto_connect()
         chosen = self.worker_names if names is None else list(_listed(names))
         responses = self.group_request("status", names=chosen, timeout=timeout)
+        if any(each.result == Status.PAUSED.value for each in responses):
+            self.names.find("figures")  # `stats` has all that they have done
         return {
             each.worker_name: Status(each.result) if each.is_ok else self._status_from_outside(each.worker_name)[0]
             for each in responses
@@ -370,8 +384,14 @@ class ControlPanel(Closing):
             for name, worker in self._launched.items():
                 if not worker.wait(max(0.0, deadline - time.monotonic())):
                     worker.kill()
-                    if isinstance(worker, LaunchedThread):
-                        _log.warning("worker %s has not ended: its thread ends with this process", name)
+                    what = (
+                        "its thread ends with this process" if isinstance(worker, LaunchedThread) else "it was killed"
+                    )
+                    _log.warning("worker %s has not ended within %g s: %s", name, timeout, what)
+            with contextlib.suppress(ClusterError):  # without the name table nobody knows
+                for key, (status, text) in self.names.find("status").items() if running else ():
+                    if status == Status.ERROR.value and (name := key.partition("/")[2]) in running:
+                        self.failed_at_end[name] = text
             self._resources.close()
 
     def _check_open(self) -> None:
@@ -419,6 +439,19 @@ def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tupl
 
     resources.callback(connect(None, 1, dashboard=False))
     return RayConnection.make(name), LaunchedActor
+
+
+def _need_descriptors(count: int) -> None:
+    """Without these, connections fail, and nothing says why."""
+    needed = psutil.Process().num_fds() + _DESCRIPTORS * count + 50  # of those that have started, some are not open yet
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ConfigError(
+            f"{count} more workers need {needed} file descriptors in this process, and its limit is {hard}: "
+            "raise it (ulimit -Hn), or start fewer workers here and let others join"
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _listed(names: Iterable[str]) -> Iterable[str]:

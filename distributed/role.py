@@ -31,6 +31,7 @@ Handler = Callable[..., Any]
 ORPHAN_SECONDS = 30.0  # a worker that has not reached the name table for so long ends
 _IDLE_SECONDS = 0.002  # between polls that had nothing to do
 _STATS_SECONDS = 0.5  # how often a worker updates its figures
+_MOST_TEXT = 4000  # characters of the error that has ended a worker
 _END_SECONDS = 2.0  # how long a worker that ends waits for an urgent handler, and for the name table
 #: What every worker answers.
 _COMMANDS = ("configure", "reconfigure", "start", "pause", "exit", "interrupt", "ping", "status", "stats", "stacks")
@@ -143,8 +144,13 @@ class Worker:
 
     # ---- the loop --------------------------------------------------------------------------
 
-    def run(self, connection: Connection, name: str) -> Status:
-        """Join a trial, and work until a command or an error ends this worker. Returns the final status."""
+    def run(self, connection: Connection, name: str, *, ends_with_panel: bool = False) -> Status:
+        """Join a trial, and work until a command or an error ends this worker. Returns the final status.
+
+        Something else ends it with its panel if `ends_with_panel`. Otherwise it ends when it has not reached the name
+        table for 30 s, or for longer if there are more than 3,000 workers.
+        """
+        self._worker_orphan_seconds = float("inf") if ends_with_panel else ORPHAN_SECONDS
         self.name, self._worker_machine = name, StatusMachine()
         self._worker_counts = {"samples": 0, "batches": 0, "polls": 0}
         self._worker_figures: dict[str, float] = {}
@@ -182,6 +188,9 @@ class Worker:
         """Write the final status into the name table."""
         self.names.timeout = _END_SECONDS  # the table may have ended
         try:
+            text = (
+                text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ... ({len(text):,} characters: see its log)"
+            )
             self.names.add(f"status/{self.name}", [self._worker_machine.status.value, text], replace=True, lasting=True)
             self.names.delete(f"workers/{self.name}")
             self.names.delete(f"figures/{self.name}")
@@ -206,14 +215,18 @@ class Worker:
             if is_due:
                 next_stats, status = now + _STATS_SECONDS, machine.status
                 self._worker_figures = {**self._worker_counts, **(self._stats() if machine.is_configured else {})}
-                if self.names.silence > ORPHAN_SECONDS:
+                if self.wire.is_closed or self.names.silence > self.names.patience(self._worker_orphan_seconds):
                     raise ClusterError(
-                        f"the name table was silent for {ORPHAN_SECONDS:g} s: its control panel has ended, or the "
-                        "network is broken"
+                        f"the name table was silent for {self.names.silence:.0f} s: its control panel has ended, or "
+                        "the network is broken"
                     )
-            machine.end_poll(has_new_figures=is_due)
+            has_paused = is_due and status is Status.PAUSED
+            if has_paused and machine.shown != Status.PAUSED.value:
+                self._push(at_once=False, status=Status.PAUSED.value)
+                self.names.flush(_END_SECONDS)  # who sees that it is PAUSED finds these figures
+            machine.end_poll(has_new_figures=has_paused)
             if is_due:
-                self._push(at_once=self._worker_shown != machine.shown)  # so they are current after `pause`
+                self._push(at_once=self._worker_shown != machine.shown)
 
     def _register_commands(self, server: WorkerServer) -> None:
         machine = self._worker_machine
@@ -253,9 +266,10 @@ class Worker:
         own = {"status": self._worker_machine.shown, "seconds": seconds}
         return {**own, **self._worker_figures, **own}
 
-    def _push(self, *, at_once: bool) -> None:
-        """Write the figures into the name table, where the panels read them."""
+    def _push(self, *, at_once: bool, status: str | None = None) -> None:
+        """Write the figures into the name table, where the panels read them; with `status` in place of its own."""
         key, figures = f"figures/{self.name}", self._report()
+        figures["status"] = status or figures["status"]
         self._worker_shown = figures["status"]
         try:
             self.names.write(key, figures, at_once=at_once)

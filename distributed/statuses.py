@@ -53,7 +53,7 @@ class StatusMachine:
             return self.status is Status.RUNNING
 
     def end_poll(self, *, has_new_figures: bool) -> None:
-        """The worker has polled. It is PAUSED only after it has updated its figures."""
+        """The worker has polled. It is PAUSED only after it has sent the figures that it has since it paused."""
         with self._lock:
             self._is_polling &= self.status is Status.PAUSED and not has_new_figures
 
@@ -66,6 +66,7 @@ class StatusMachine:
             if command == "start" and not self.is_configured:
                 raise RequestError("start: the worker is not configured: send configure first")
             self.status = after
+            self._is_polling |= command == "pause"  # until its figures are those of the last poll
             return self.shown
 
     def check_configure(self) -> None:

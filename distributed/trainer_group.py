@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from datetime import timedelta
 
+import psutil
 import torch
 from torch import distributed
 
@@ -36,13 +39,21 @@ class TrainerGroup:
             )
         self._rank, self._world_size, wait = rank, world_size, timedelta(seconds=_SECONDS)
         make_store = distributed.TCPStore  # type: ignore[attr-defined]
+        host = wire.address.rpartition("/")[2].rpartition(":")[0].strip("[]")
+        if (interface := _interface_of(host)) is not None:  # otherwise gloo takes that of the machine's name
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if rank == 0:
-            host = wire.address.rpartition("/")[2].rpartition(":")[0]
-            self._store = make_store(host, 0, world_size, True, wait, wait_for_workers=False)
-            names.add(key, [host, self._store.port])
+            # A socket of ours: the store's own would listen at every address, and it asks for no key.
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, 0), family=family)
+            port = listener.getsockname()[1]
+            self._store = make_store(
+                host, port, world_size, True, wait, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+            names.add(key, [host, port])
         else:
-            host, port = names.wait(key, _SECONDS)
-            self._store = make_store(host, port, world_size, False, wait)
+            store_host, port = names.wait(key, _SECONDS)
+            self._store = make_store(store_host, port, world_size, False, wait)
         distributed.init_process_group(backend, store=self._store, rank=rank, world_size=world_size)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -65,3 +76,11 @@ class TrainerGroup:
         """Leave the group. The other ranks then fail at their next step."""
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def _interface_of(host: str) -> str | None:
+    """The network interface that has this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == host for each in addresses):
+            return name
+    return None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.agents.agent import packed, unpacked
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import parts_of
 from penstock.distributed.parameters import ParameterServer, by_policy, read_parameters
@@ -50,7 +52,9 @@ class Training:
     stream until it was trained on, so that actors do not sample too far ahead.
 
     `checkpoint` is a file. The trainer saves its state there every `save_every` steps and at the end. If the file
-    exists, it starts from it. `resources` is what Ray reserves for each trainer, such as `{"GPU": 1}`.
+    exists, it starts from it: it must be your own, and no code in it is run. So `state_dict` may return numbers, text,
+    lists, tuples, dicts, tensors and arrays of numbers. `resources` is what Ray reserves for each trainer, such as
+    `{"GPU": 1}`.
 
     Several trainers are the ranks of one group of `torch.distributed`, with this `backend`, which exists before
     `make_trainer` is called with the agent. The gradients of `agent.model` are averaged over all ranks at each call of
@@ -84,7 +88,7 @@ class TrainerWorker(Worker):
     def __init__(self, training: Training, plan: AgentPlan, *, parameters: str = "policy", rank: int = 0) -> None:
         self._training, self._plan, self._policy, self._rank = training, plan, parameters, rank
         self._checkpoint = None if training.checkpoint is None else Path(training.checkpoint)
-        self._lineage = 0
+        self._lineage, self._has_saved = 0, False
         self._group: TrainerGroup | None = None
         self._consumer: SampleConsumer | None = None
         self._server: ParameterServer | None = None
@@ -165,20 +169,53 @@ class TrainerWorker(Worker):
             self._pieces = fresh
 
     def _save(self, path: Path) -> None:
+        """Write the file anew: if the process is killed meanwhile, the old one stays."""
         import torch
 
         part = path.with_name(f".{path.name}.part")
         each = {name: own.state_dict() for name, own in by_policy(self._agent).items()}
         state = {"version": self._version, "agent": each.get("", each), "trainer": self._trainer.state_dict()}
-        torch.save(state, part)
-        os.replace(part, path)
+        try:
+            part.unlink(missing_ok=True)
+            try:
+                with open(part, "xb") as file:  # a new file, never one to which somebody has put a link there
+                    torch.save(packed(state), file)
+                    file.flush()
+                    os.fsync(file.fileno())  # otherwise the name could reach the disk before the bytes
+                if not self._has_saved:
+                    self._check_saved(part)
+                os.replace(part, path)
+            finally:
+                part.unlink(missing_ok=True)
+        except (OSError, RuntimeError) as error:
+            cause = error if isinstance(error, OSError) else error.__context__  # torch raises its own error after it
+            if not isinstance(cause, OSError):
+                raise
+            raise ConfigError(f"checkpoint={str(path)!r} cannot be written: {cause.strerror}") from error
+        self._has_saved = True
+
+    def _check_saved(self, part: Path) -> None:
+        """Raise `ConfigError` now for what could otherwise not be loaded when it is needed."""
+        import torch
+
+        try:
+            torch.load(part, weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            raise ConfigError(
+                "state_dict of the trainer must return numbers, text, lists, tuples, dicts, tensors and arrays of "
+                f"numbers, since no code in a checkpoint is run: {in_one_line(error)}"
+            ) from error
 
     def _load(self, path: Path) -> None:
         import torch
 
         each = by_policy(self._agent)
         try:
-            state = torch.load(path, weights_only=False)  # the user's own file
+            with open(path, "rb") as file:
+                # Otherwise whoever makes the file first would choose what the trainer begins with.
+                if (owner := os.fstat(file.fileno()).st_uid) != os.getuid():
+                    raise ConfigError(f"it belongs to user {owner}, and must be your own: delete it, or chown it")
+                state = unpacked(torch.load(file, weights_only=True))
             if "" not in each and state["agent"].keys() != each.keys():
                 raise ConfigError(f"it is of the policies {list(state['agent'])}, and make_agent returns {list(each)}")
             for name, own in each.items():

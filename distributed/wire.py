@@ -8,6 +8,7 @@ of each sender for as long as the sender may need them. So a request is executed
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -20,6 +21,8 @@ from typing import Any, Protocol
 
 from penstock.distributed.messages import BadMessageError
 from penstock.errors import ClusterError, NoReplyError, PeerLostError, RequestError
+
+_log = logging.getLogger("penstock")
 
 # The kinds of packets. From a peer to an inbox:
 #   ASK: a request. PROBE: has this request arrived?
@@ -380,7 +383,12 @@ class Inbox:
             self.wire.count("refused")
             self.answer(sender_id, number, ERROR, self.wire.transport.pack(str(error)))
         else:
-            (self._handler or self._letters.put)(letter)
+            try:
+                (self._handler or self._letters.put)(letter)
+            except Exception as error:  # it fails this letter, not the wire, which others use too
+                _log.exception("inbox %s could not take a letter", self.name)
+                if not letter.is_answered:
+                    letter.fail(f"{type(error).__name__}: {error}")
 
     def answer(self, sender_id: str, number: int, kind: int, packed: object) -> None:
         """Remember a reply, and send it."""
@@ -483,7 +491,10 @@ class Wire:
             if peer._requests:
                 peer.tick(now)
         for function in list(self.on_tick):
-            function(now)
+            try:
+                function(now)
+            except Exception:  # the others, and the wire, go on
+                _log.exception("a function of a wire has failed")
         if now > self._forget_at:
             self._forget_at = now + _FORGET_SECONDS
             for inbox in list(self.inboxes.values()):

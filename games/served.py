@@ -190,7 +190,8 @@ class ServedGame(gym.Env[Any, Any]):
         observation_space, action_space: of Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple.
         port: where to listen. With None, a free port is leased.
         host: the address to listen at. An address that other machines can reach needs a `token`.
-        token: a text that the client must send in its first message.
+        token: a text that the client must send in its first message. By default, a game that `command` starts gets a
+            random one. Without a command nobody needs one: then every user of this machine can be the client.
         wait: seconds for which `reset` waits for a client.
         reply_timeout: seconds that the client may be silent while the environment waits for it.
         reconnect: seconds in which a client that has lost its connection must come back.
@@ -228,6 +229,8 @@ class ServedGame(gym.Env[Any, Any]):
             )
         if token is None and not _is_loopback(host):
             raise ConfigError(f"other machines can connect to host {host!r}: give token= a secret text")
+        if token is None and command is not None:  # otherwise another user of this machine could come first
+            token = secrets.token_hex(16)
         self._host, self._token, self._wait = host, token, seconds("wait", wait)
         self._reply_timeout, self._reconnect = seconds("reply_timeout", reply_timeout), seconds("reconnect", reconnect)
         self._command = command
@@ -259,7 +262,7 @@ class ServedGame(gym.Env[Any, Any]):
     def _listen(self) -> None:
         start, stop = (None, None) if self._fixed is None else (self._fixed, self._fixed + 1)
         if self._command is not None:
-            environ = {} if self._token is None else {"PENSTOCK_TOKEN": self._token}
+            environ = {"PENSTOCK_TOKEN": str(self._token)}
             where: Any = {"host": self._host, "start": start, "stop": stop}
             self._game = GameProcess(self._command, ready="connects", environ=environ, **where)
             self._listener = self._game.listeners[0]
@@ -432,7 +435,8 @@ class ServedGame(gym.Env[Any, Any]):
         if self._token is not None and not hmac.compare_digest(
             *(repr(each).encode() for each in (hello.get("token"), self._token))
         ):
-            raise ValueError("its token is wrong")
+            where = "" if self._command is None else ": it must be the text in the variable PENSTOCK_TOKEN"
+            raise ValueError(f"its token is wrong{where}")
         if hello.get("hello") != PROTOCOL or hello["hello"] is True:
             raise ValueError(f"it must say hello with protocol {PROTOCOL}, got {brief(hello)}")
         theirs = hello.get("spaces") or {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -528,6 +529,122 @@ def test_a_checkpoint_that_does_not_fit_is_named(panel: ControlPanel, tmp_path: 
     panel.connect()
     with pytest.raises(RequestError, match=rf"checkpoint='.*trainer\.pt' cannot be loaded: .*{error}"):
         panel.request("trainer/0", "configure")
+
+
+class StatefulTrainer(CountingTrainer):
+    """Saves what `state` is, and loads it again."""
+
+    state: Any = None
+    loaded: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        StatefulTrainer.loaded = state["state"]
+
+
+def saving(path: Path) -> Callable[[], Worker]:
+    plan = experiment(agent=RandomAgent)._plan()
+    return partial(TrainerWorker, Training(StatefulTrainer, checkpoint=path), plan)
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("owner", [0, 65534])
+def test_no_code_in_a_checkpoint_is_run_and_that_of_another_user_is_refused(
+    panel: ControlPanel, tmp_path: Path, owner: int
+) -> None:
+    path, error = tmp_path / "trainer.pt", "Weights only load failed"
+    torch.save({"version": 5, "agent": Bomb(tmp_path / "ran"), "trainer": {}}, path)
+    if owner:
+        if os.getuid() != 0:
+            pytest.skip("only root can give a file to another user")
+        torch.save({"version": 5, "agent": {}, "trainer": {"state": 1}}, path)
+        os.chown(path, owner, -1)
+        error = "it belongs to user 65534, and must be your own"
+    panel.launch(saving(path), name="trainer")
+    panel.connect()
+    with pytest.raises(RequestError, match=rf"checkpoint='.*trainer\.pt' cannot be loaded: .*{error}"):
+        panel.request("trainer/0", "configure")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_trainers_state_of_arrays_comes_back_and_no_link_is_followed(
+    panel: ControlPanel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, victim = tmp_path / "trainer.pt", tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / ".trainer.pt.part").symlink_to(victim)
+    wanted = {"random": np.random.RandomState(3).get_state(), "best": np.float64(0.5), "rows": [torch.ones(2)]}
+    monkeypatch.setattr(StatefulTrainer, "state", wanted)
+    monkeypatch.setattr(StatefulTrainer, "loaded", None)
+    for name in ("first", "second"):
+        panel.launch(saving(path), name=name)
+        panel.connect([f"{name}/0"])
+        panel.request(f"{name}/0", "configure")
+        panel.request(f"{name}/0", "exit")
+        wait_until(lambda n=name: panel.has_ended(f"{n}/0"))  # type: ignore[misc]
+    assert victim.read_text() == "mine"
+    assert [each.name for each in tmp_path.iterdir() if "trainer" in each.name] == ["trainer.pt"]
+    loaded = StatefulTrainer.loaded
+    assert loaded["best"] == 0.5
+    assert loaded["rows"][0].tolist() == [1.0, 1.0]
+    assert loaded["random"][0] == "MT19937"
+    assert (loaded["random"][1] == wanted["random"][1]).all()
+
+
+def test_a_trainers_state_that_could_not_be_loaded_is_refused_when_it_is_first_saved(
+    panel: ControlPanel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trainer.pt"
+    monkeypatch.setattr(StatefulTrainer, "state", Bomb(tmp_path / "ran"))
+    panel.launch(saving(path), name="trainer")
+    panel.connect()
+    panel.request("trainer/0", "configure")
+    panel.request("trainer/0", "exit")
+    wait_until(lambda: panel.has_ended("trainer/0"))
+    facts = panel.stats(["trainer/0"])["trainer/0"]
+    assert facts["status"] == "ERROR"
+    assert "state_dict of the trainer must return numbers" in facts["text"]
+    assert [*tmp_path.iterdir()] == []
+
+
+class FullDiskTrainer(CountingTrainer):
+    """From its third step on, its process cannot write long files."""
+
+    def step(self, batch: Batch) -> Mapping[str, float]:
+        figures = super().step(batch)
+        if self.n_rows >= 3 * ROWS:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        return figures
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "ballast": torch.zeros(10_000)}
+
+
+@needs_zmq
+@pytest.mark.parametrize("save_every", [2, 10**6])
+def test_a_full_disk_is_named_and_the_old_checkpoint_stays(tmp_path: Path, save_every: int) -> None:
+    path = tmp_path / "trainer.pt"
+    training = Training(FullDiskTrainer, batch=2, checkpoint=path, save_every=save_every)
+    run = replace(experiment(None), training=training).run(wire="zmq", max_restarts=0)
+    error = r"trainer/0 .*checkpoint='.*/trainer.pt' cannot be written: File too large"
+    with pytest.raises(ClusterError, match=error), run:  # in the middle of the run, or at its end
+        run.wait(lambda state: state.version >= 5, timeout=60)
+        assert save_every > 2
+    run.close()  # again
+    assert [each.name for each in tmp_path.iterdir()] == (["trainer.pt"] if save_every == 2 else [])
+    if save_every == 2:
+        assert torch.load(path, weights_only=True)["version"] == 2
 
 
 def test_one_example_environment_of_several_agents_is_built() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
@@ -275,6 +276,10 @@ def test_two_trainers_have_equal_parameters_and_are_restarted_together(
     with experiment.run(wire=wire) as run:
         version = run.wait(lambda s: s.version >= 6, timeout=120).version
         assert version >= 6
+        if wire == "zmq":  # without a host, no other machine can connect
+            for rank in (0, 1):
+                links = psutil.Process(run.panel.pid(f"trainer/{rank}")).net_connections()
+                assert {link.laddr.ip for link in links if link.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
         check(1, 5)
         for number, rank in enumerate(scaled((1, 0, 1), (1,)), 1):
             (tmp_path / f"die {rank}").touch()

@@ -74,6 +74,19 @@ def test_prometheus_reads_the_newest_figures() -> None:
         free.connect(("127.0.0.1", int(metrics.address.split(":")[2].partition("/")[0])))
 
 
+def test_a_figure_named_up_is_not_whether_the_worker_is_up() -> None:
+    pytest.importorskip("prometheus_client", reason='not installed: pip install ".[metrics]"')
+    with Prometheus() as metrics:
+        metrics.write(RunState(1, 1.0, {"trainer/0": {"status": "RUNNING", "up": 0.25}}))
+        with urlopen(metrics.address, timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+    assert [line for line in lines if "TYPE" in line] == ["# TYPE penstock_up_ gauge", "# TYPE penstock_up gauge"]
+    assert [line for line in lines if not line.startswith("#")] == [
+        'penstock_up_{worker="trainer/0"} 0.25',
+        'penstock_up{worker="trainer/0"} 1.0',
+    ]
+
+
 @pytest.mark.parametrize(("make", "module"), [(TensorBoard, "tensorboard"), (Prometheus, "prometheus_client")])
 def test_a_missing_library_is_named_with_its_extra(
     make: type[MetricsSink], module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

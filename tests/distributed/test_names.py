@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock import NameTableError
 from penstock.distributed import names as names_module
+from penstock.distributed.messages import encode
 from penstock.distributed.names import Names
 
 from ..scale import scaled
@@ -130,13 +131,23 @@ def test_a_lease_has_a_length(lease: float) -> None:
 def test_many_names_come_in_pages() -> None:
     names = Names(lambda: 0.0)
     for i in range(1200):
-        names.add(f"workers/{i}", i, owner=f"owner {i}", lease=1.0)
+        names.add(f"workers/{i:04}", "x" * (60_000 if i % 300 == 7 else i), owner="owner", lease=1.0)
     seen, since = dict[str, object](), NEVER
     while since != names.last:
         changes, since = names.changes(frozenset(["workers"]), since)
-        assert len(changes) <= 500
+        assert len(encode(changes)[0]) <= names_module.PAGE
         seen |= changes
     assert len(seen) == 1200
+    keys, after = list[str](), ""
+    while after is not None:
+        page, after = names.page_of_keys("owner", after)
+        keys += page
+    assert keys == [f"workers/{i:04}" for i in range(1200)]
+
+
+def test_a_value_has_a_limit() -> None:
+    with pytest.raises(NameTableError, match=r"the value of the name 'a' has 70,\d\d\d bytes. At most 65,536"):
+        Names(lambda: 0.0).add("a", "x" * 70_000, owner="x")
 
 
 def test_what_is_remembered_of_changes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +169,7 @@ def test_what_is_remembered_of_changes_is_bounded(monkeypatch: pytest.MonkeyPatc
 
 def test_all_pages_come_after_deleted_keys_were_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names_module, "_MOST_DELETED", 10)
-    monkeypatch.setattr(names_module, "_PAGE", 5)
+    monkeypatch.setattr(names_module, "PAGE", 200)
     names, found, since = Names(lambda: 0.0), dict[str, Any](), ["another", 7]
     for i in range(12):
         names.add(f"lasting/{i}", i, owner="x")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -518,6 +520,183 @@ def test_a_worker_whose_figures_cannot_be_sent_is_not_lost(local: ControlPanel) 
     facts = local.stats()["worse/0"]
     assert facts["status"] == "RUNNING"
     assert "stats raised BadMessageError: a value of type object cannot cross a wire" in facts["text"]
+
+
+def test_who_sees_that_a_worker_is_paused_finds_all_that_it_has_done(panel: ControlPanel) -> None:
+    started(panel, sleep=0.01)
+    for _ in range(10):
+        time.sleep(0.05)
+        panel.request("counter/0", "pause")
+        wait_until(lambda: panel.get_worker_status("counter/0") is Status.PAUSED)
+        facts, count = panel.stats(["counter/0"])["counter/0"], panel.request("counter/0", "count")
+        assert (facts["status"], facts["count"], facts["samples"]) == ("PAUSED", count, count)
+        panel.request("counter/0", "start")
+
+
+SUSPENDED = """
+import os, sys, time
+from penstock.distributed import ControlPanel, PollResult, Worker, role
+
+role.ORPHAN_SECONDS = 1.0
+
+class Going(Worker):
+    def _configure(self):
+        self.n = 0
+
+    def _poll(self):
+        time.sleep(0.01)
+        self.n += 1
+        return PollResult(1)
+
+    def _stats(self):
+        return {"n": self.n, "pid": os.getpid()}
+
+def make():
+    role.ORPHAN_SECONDS = 1.0
+    return Going()
+
+with ControlPanel("test", wire="zmq") as panel:
+    panel.launch(make, name="going")
+    panel.connect(timeout=60)
+    panel.request("going/0", "configure")
+    panel.request("going/0", "start")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    seen, until = set(), time.monotonic() + 2
+    while time.monotonic() < until:
+        facts = panel.stats()["going/0"]
+        seen.add((facts["status"], facts.get("pid") == panel.pid("going/0")))
+        time.sleep(0.01)
+    print(seen, flush=True)
+    print(facts["n"] > 200, panel.request("going/0", "ping"), flush=True)
+"""
+
+
+@needs_zmq
+def test_workers_go_on_while_their_panel_is_suspended_and_it_finds_them_when_it_wakes() -> None:
+    """The panel is suspended for longer than the leases of names, and than workers of another machine would wait."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(1)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.readlines() == ["{('RUNNING', True)}\n", "True pong\n"]
+    assert process.returncode == 0
+
+
+def test_no_worker_ends_although_the_name_table_answers_seldom(
+    local: ControlPanel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with very many workers: one sync a second in place of 300, and all times are shorter."""
+    monkeypatch.setattr("penstock.distributed.name_table._MOST_SYNCS", 1)
+    monkeypatch.setattr("penstock.distributed.name_table._SILENT_SECONDS", 0.8)
+    monkeypatch.setattr("penstock.distributed.role.ORPHAN_SECONDS", 2.5)
+    names = started(local, 5, sleep=0.05)
+    time.sleep(8)
+    assert local.pulse() == dict.fromkeys(names, Status.RUNNING)
+    assert all(facts["age"] < 10 for facts in local.stats().values())
+
+
+@needs_zmq
+@pytest.mark.usefixtures("forked_workers")
+def test_many_workers_have_the_descriptors_that_they_need_or_are_refused() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = psutil.Process().num_fds() + 20
+    with ControlPanel("test", wire="zmq") as panel:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+            names = panel.launch(Counter, 10)
+            panel.connect(timeout=60)
+            assert panel.pulse(timeout=10) == dict.fromkeys(names, Status.READY)
+            with pytest.raises(ConfigError, match=r"more workers need \d+ file descriptors .* its limit is"):
+                panel.launch(Counter, hard, first=10)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@needs_zmq
+def test_a_large_value_is_an_error_and_everything_else_arrives() -> None:
+    class Chatty(Counter):
+        def _stats(self) -> Any:
+            return {"count": self.count, **({"text": "x" * 300_000} if self.count > 5 else {})}
+
+    with ControlPanel("test", wire="zmq") as panel:
+        panel.launch(Chatty)
+        panel.connect(timeout=60)
+        panel.request("chatty/0", "configure", sleep=0.02)
+        panel.request("chatty/0", "start")
+        wait_until(lambda: "text" in panel.stats()["chatty/0"])
+        facts = panel.stats()["chatty/0"]
+        assert "stats raised BadMessageError: the value of the name 'figures/chatty/0' has 300," in facts["text"]
+        panel.request("chatty/0", "pause")
+        wait_until(lambda: panel.stats()["chatty/0"]["status"] == "PAUSED")
+        for call in (panel.names.write, panel.names.add):
+            with pytest.raises(ClusterError, match="the value of the name 'mine/large' has 300,"):
+                call("mine/large", "x" * 300_000)
+        for i in range(5000):
+            panel.names.write(f"many/{i}", ["tcp://192.0.2.10:45671", "0123456789ab", "inbox"])
+        wait_until(lambda: len(panel.names.find("many")) == 5000)
+        assert panel.pulse() == {"chatty/0": Status.PAUSED}
+
+
+@needs_zmq
+def test_long_errors_and_many_figures_do_not_end_the_panel() -> None:
+    class Fails(Counter):
+        def _poll(self) -> PollResult:
+            raise ValueError("these values are wrong: " + "0.123456, " * 8000)
+
+        def _stats(self) -> dict[str, float]:
+            return {f"loss_of_part_{i:04}": i + 0.5 for i in range(1500)}
+
+    with ControlPanel("test", wire="zmq") as panel:
+        names = panel.launch(Fails, 6)
+        panel.connect(timeout=60)
+        panel.group_request("configure")
+        wait_until(lambda: all("loss_of_part_1499" in facts for facts in panel.stats().values()))
+        with ControlPanel.join(panel.connection) as other:  # it gets all of them at once: 220 KB
+            assert all("loss_of_part_1499" in facts for facts in other.stats().values())
+        panel.group_request("start")
+        wait_until(lambda: all(facts["status"] == "ERROR" for facts in panel.stats().values()))
+        for facts in panel.stats(names).values():
+            assert facts["text"].startswith("ValueError: these values are wrong: 0.123456")
+            assert "characters: see its log)" in facts["text"]
+            assert len(facts["text"]) < 5000
+        assert panel.pulse() == dict.fromkeys(names, Status.ERROR)
+
+
+@needs_zmq
+def test_a_client_may_have_many_names() -> None:
+    with ControlPanel("test", wire="zmq") as panel, ControlPanel.join(panel.connection) as other:
+        for i in range(5000):
+            other.names.write(f"many/{i:04}/{'x' * 60}", i)
+        wait_until(lambda: len(panel.names.find("many")) == 5000)
+        panel.names.clear("many")
+        wait_until(lambda: len(panel.names.find("many")) == 5000)  # the client adds again what is missing
+
+
+@needs_zmq
+def test_an_error_in_a_thread_of_the_wire_fails_its_call_only(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(letter: Any) -> None:
+        raise KeyError("no such thing")
+
+    with ControlPanel("test", wire="zmq") as panel:
+        panel._wire.open("refusing", refuse)
+        panel._wire.on_tick.append(lambda now: 1 / 0)
+        with contextlib.closing(panel.connection.wire()) as wire:
+            peer = wire.reach(panel.connection.address, "refusing")
+            with pytest.raises(RequestError, match="KeyError: 'no such thing'"):
+                peer.ask({}, 10).result()
+        wait_until(lambda: "division by zero" in caplog.text)
+        panel._wire.on_tick.pop()
+        panel.names.add("a", 1)
+        assert panel.names.find("a") == {"a": 1}
 
 
 @needs_zmq

@@ -502,6 +502,18 @@ def test_the_environment_starts_its_game_and_starts_it_again(served: Any) -> Non
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+def test_nobody_but_the_game_that_the_environment_starts_can_be_the_client(served: Any) -> None:
+    """Also without `token`: the game has a random one in its environment."""
+    env = served(*LINE, command=STARTED, wait=10)
+    with Raw(env) as stranger:
+        stranger.write(b'{"hello": 1}\n{"n": 1, "begin": [0, 0, 0]}\n')
+        goal = walk(env, 6)
+        assert stranger.read() == {"error": "its token is wrong: it must be the text in the variable PENSTOCK_TOKEN"}
+    env.close()
+    again = served(*LINE, command=STARTED, wait=10, token="secret")
+    assert walk(again, 6) == goal
+
+
 def env_pid(text: str) -> str:
     return text.partition("(pid ")[2].partition(",")[0]
 
