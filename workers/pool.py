@@ -437,28 +437,27 @@ class WorkerPool:
                     return []
                 self._closing_thread = me
                 # A call of another thread may replace a worker meanwhile. So end them again, after it has ended.
-                killed = self._end_workers(broken or self._have_ended)
+                complaints, killed = self._end_workers(broken or self._have_ended)
                 self._have_ended = True
-                if await_call is not None:
-                    if not await_call():
-                        return killed
-                    self._end_workers(broken=True)
-                self._release(broken)
-                self.is_closed = True
+                if await_call is None or await_call():
+                    if await_call is not None:
+                        self._end_workers(broken=True)
+                    self._release(broken)
+                    self.is_closed = True
         finally:
             self._closing_thread = None
             self._close_lock.release()
+        if complaints:  # last: where warnings are errors, the rest would stay open
+            warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=4)
         return killed
 
-    def _end_workers(self, broken: bool) -> list[WorkerFailure]:
-        """End all workers, and warn if one did not exit well. Returns as `close` does."""
+    def _end_workers(self, broken: bool) -> tuple[list[str], list[WorkerFailure]]:
+        """End all workers. Returns what to warn of, because they did not exit well, and what `close` returns."""
         self._death_logger.stop()
         patience = _EXIT_BROKEN_SECONDS if broken else _EXIT_SECONDS
         close_timeout = None if broken else self._options.close_timeout
         complaints, killed = self._monitor.end_workers(self.handles, patience, close_timeout)
-        if complaints and not broken:
-            warnings.warn("; ".join(complaints), RuntimeWarning, stacklevel=5)
-        return killed
+        return [] if broken else complaints, killed
 
     def _release(self, broken: bool) -> None:
         """Close what this process holds, when the workers have ended."""

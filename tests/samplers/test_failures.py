@@ -6,6 +6,7 @@ import signal
 import time
 import traceback
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ from penstock import (
     ResetCollector,
     Sampler,
     SamplerBrokenError,
+    SamplerClosedError,
     SamplerState,
     SerialSampler,
     TrajInfo,
@@ -315,6 +317,23 @@ def test_an_exception_in_close_is_one_warning(cls: type[Sampler]) -> None:
     sampler.obtain_samples(0)
     with pytest.warns(RuntimeWarning, match="raised penstock.testing.faults.InjectedFault while closing"):
         sampler.shutdown()
+
+
+def test_where_warnings_are_errors_close_leaves_nothing_open_either() -> None:
+    def links() -> set[str]:
+        """What is open, less the memory, which is mapped as long as somebody has the samples."""
+        own = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+        return {os.readlink(link) for link in own if link.is_symlink() and "memfd" not in os.readlink(link)}
+
+    sampler = crashing(ParallelSampler, where="close", spare_pid=os.getpid())
+    before = links()
+    sampler.initialize(RandomAgent())
+    assert links() > before
+    with pytest.raises(RuntimeWarning, match="while closing"):
+        sampler.shutdown()
+    assert links() <= before
+    with pytest.raises(SamplerClosedError):
+        sampler.obtain_samples(0)
 
 
 def test_a_hanging_close_is_ended_and_named() -> None:
