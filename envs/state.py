@@ -68,9 +68,8 @@ def check_resumable(
     try:
         if isinstance(env, TurnView):
             raise ConfigError("a game in turns has decisions that are open between two batches: it cannot be saved")
-        play = _GamePlay(env, seed) if isinstance(env, ParallelView) else _Play(env, seed)
-        if isinstance(env, VectorEnv):
-            play = _BatchedPlay(env, seed)
+        cls = _GamePlay if isinstance(env, ParallelView) else _BatchedPlay if isinstance(env, VectorEnv) else _Play
+        play = cls(env, seed)
         play.reset(env, seed=seed)
         for _ in range(_N_CHECKED):
             for _ in range(1 + n_steps // _N_CHECKED):

@@ -251,7 +251,8 @@ class SamplerConfig:
             object.__setattr__(self, name, check(name, getattr(self, name)))
         self._check_evaluation()
         self._check_kinds()
-        self._check_replays()
+        self._check_pairs()
+        self._check_crash_dir()
         self._check_renewal()
 
     @property
@@ -290,7 +291,7 @@ class SamplerConfig:
         if self.eval_episodes is not None and self.eval_max_trajectories is not None:
             raise ConfigError("eval_episodes and eval_max_trajectories exclude each other: leave one out")
 
-    def _check_replays(self) -> None:
+    def _check_pairs(self) -> None:
         refuse(
             {
                 SEEDED: self.seed_episodes,
@@ -299,6 +300,8 @@ class SamplerConfig:
                 WAITING: self.collector_cls.waits,
             }
         )
+
+    def _check_crash_dir(self) -> None:
         if self.crash_dir is None:
             return
         if not isinstance(self.crash_dir, str | os.PathLike):

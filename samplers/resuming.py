@@ -21,7 +21,6 @@ from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.reports import dump_exception, in_one_line
 from penstock.collectors.collector import Collector, restart_agent
 from penstock.collectors.evaluation import EvalCollector
-from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
 from penstock.columns.interface import Start
 from penstock.envs.factory import EnvContext, EnvFactory, descriptions, env_factories
@@ -123,7 +122,7 @@ class SaveMessage(StateMessage):
         """The columns by env_rank, and the counts of the evaluation environments."""
         env_ranks = parts.plan.env_ranks
         columns = {env_rank: self._save(parts, column) for column, env_rank in enumerate(env_ranks)}
-        if isinstance(parts.collector.columns, BatchedColumns):  # its rows continue together, or not at all
+        if not parts.collector.columns.can_step_one:  # rows of one environment continue together, or not at all
             lost = [column for column in columns.values() if column["kind"] == RESEEDED]
             columns = {rank: SavedColumn(**lost[0]) if lost else column for rank, column in columns.items()}
         evaluator = parts.eval_collector
@@ -138,7 +137,7 @@ class SaveMessage(StateMessage):
         columns = collector.columns
         episodes = None if collector._episodes is None else collector._episodes.column_state(column)
         kind, env, why = ROW, b"", _why_not_resumable(parts, column)
-        is_row = isinstance(columns, BatchedColumns) and column > 0
+        is_row = column > 0 and not columns.can_step_one  # the first row has the whole environment
         if not why and not is_row:
             try:
                 kind, env = save_env(columns.envs[column])
@@ -173,9 +172,9 @@ def _why_not_resumable(parts: WorkerParts, column: int) -> str:
     progress, columns, why = parts.collector.progress, parts.collector.columns, ""
     build: Any = factory
     try:
-        if isinstance(columns, BatchedColumns):
-            save_env(columns.env)  # where this fails, no second one is built
-            build = partial(factory.batched, len(columns))
+        if not columns.can_step_one:
+            save_env(columns.envs[0])  # where this fails, no second one is built
+            build = partial(factory.batched, len(columns.env_ranks))
         check_resumable(build, parts.context(column), on_step=lambda: progress.enter(Phase.CALLING))
     except ConfigError as error:
         why = str(error)

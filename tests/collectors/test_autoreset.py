@@ -30,6 +30,7 @@ from penstock.envs import CountingEnv, NestedEnv
 from penstock.learning import Replay, Sequences, gae
 
 from ..batched_support import assert_as_plain_loop, env_seeds
+from ..models import Memory
 from ..scale import mostly_first, scaled
 from ..support import assert_same, batches_of, run
 
@@ -121,17 +122,6 @@ class Values(nn.Module):
 
     def forward(self, observation: Any) -> Any:
         return self.scale * observation[:, :2] / 10, observation.sum(dim=1)
-
-
-class Memory(nn.Module):
-    """Values and logits depend on the number of steps in the episode, and on all inputs."""
-
-    state_shape = (1,)
-
-    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
-        state = state + 1
-        value = state[:, 0] + observation.sum(dim=1) + 10 * prev_action + prev_reward
-        return torch.stack([state[:, 0], -observation[:, 0]], dim=1) / 9, value, state
 
 
 def advantages(samples: Any, b: int) -> Any:

@@ -8,12 +8,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from torch import nn
 
 from penstock import (
     AlternatingSampler,
@@ -30,6 +28,7 @@ from penstock import (
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext
 
 from ..batched_support import assert_as_plain_loop, env_seeds
+from ..models import Memory
 from ..scale import scaled, with_start_methods
 from ..support import Batch, assert_same, batches_of, collect
 
@@ -95,17 +94,6 @@ class Walks(VectorEnv[Any, Any, Any]):
         self.x[:] = state[0]
         for rng, own in zip(self.rngs, state[1], strict=True):
             rng.bit_generator.state = own
-
-
-class Memory(nn.Module):
-    """Depends on the number of steps in the episode, and on all inputs."""
-
-    state_shape = (1,)
-
-    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
-        state = state + 1
-        value = state[:, 0] + observation.sum(dim=1) + 10 * prev_action + prev_reward
-        return torch.stack([state[:, 0], -observation[:, 0]], dim=1) / 9, value, state
 
 
 def recurrent(record_state: Any) -> Any:
