@@ -1,5 +1,5 @@
-"""What workers send to the main process: finished trajectories, results of calls, infos. And the mailbox, through
-which the main process sends a message to them.
+"""What workers send to the main process: finished trajectories, results of calls, infos. The mailbox is the other
+direction: a message of the main process to the workers.
 
 A worker publishes how many results it has sent before it arrives at barrier_out, and the main process then takes that
 many. There are two ways to send:

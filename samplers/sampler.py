@@ -1,4 +1,4 @@
-"""The sampler: what the user holds. Its states and calls; subclasses, as the two here, choose who acts, and when."""
+"""The sampler: what the user holds. Its states and calls. Subclasses choose who acts, and when: two of them are here."""
 
 from __future__ import annotations
 

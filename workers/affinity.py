@@ -132,8 +132,10 @@ _found: tuple[int, list[LibController]] = (0, [])  # the libraries, and how many
 
 
 def _libraries() -> list[LibController]:
-    """The loaded libraries that have threads. The search takes a millisecond, so forks inherit what it has found. One
-    that comes without an import, later, reads the environment variables."""
+    """The loaded libraries that have threads. The search takes a millisecond, so forks inherit what it has found.
+
+    A library that is loaded later, without an import, gets its number of threads from the environment variables alone.
+    """
     global _found  # noqa: PLW0603 - a property of the process
     if len(sys.modules) != _found[0]:
         _found = len(sys.modules), ThreadpoolController().lib_controllers
