@@ -1,4 +1,4 @@
-"""The sampler: what the user holds. Its states and calls. Subclasses choose who acts, and when: two of them are here."""
+"""The sampler: what the user holds. Its states and calls. Subclasses choose who acts, and when: two are here."""
 
 from __future__ import annotations
 
