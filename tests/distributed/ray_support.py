@@ -13,7 +13,7 @@ import numpy as np
 from penstock import Sampler
 
 # Ray's own processes. A shard's process is called ray::ShardHost.
-_OF_RAY = ("/ray/", "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "raylet", "gcs_server")
+_OF_RAY = ("/site-packages/ray/", "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "raylet", "gcs_server")
 
 
 def our_processes(run: str | None = None, *, with_ray: bool = False) -> dict[int, str]:

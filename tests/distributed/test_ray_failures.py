@@ -340,7 +340,8 @@ def test_ctrl_c_ends_a_wait_which_may_be_made_again() -> None:
 @pytest.mark.parametrize("state", ["ready", "sampling", "streaming", "suspended"])
 def test_shutdown_ends_everything_in_each_state(state: str) -> None:
     before = our_processes()
-    sampler = RaySampler(WithChild, **{**SUSPENDED, "batch_T": 20_000})
+    options: dict[str, Any] = {"batch_T": 20_000, "close_timeout": 1.0}  # a suspended shard takes all of this time
+    sampler = RaySampler(WithChild, **{**SUSPENDED, **options})
     sampler.initialize(RandomAgent(), seed=0)
     if state == "sampling":
         sampler.start_samples(0)
