@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Callable, Mapping
@@ -23,7 +24,10 @@ from penstock.errors import ConfigError, NoReplyError, brief
 if TYPE_CHECKING:
     from penstock.distributed.trainer_group import TrainerGroup
 
+_log = logging.getLogger("penstock")
+
 _WAIT_SECONDS = 0.05  # how long a poll waits for a piece
+_GROUP_SECONDS = 1800.0  # how long a rank waits in a step for the others, longer than for its panel
 _FOREIGN = float("inf")  # the staleness of a piece that an earlier life of the trainer has acted
 
 
@@ -60,6 +64,10 @@ class Training:
     `make_trainer` is called with the agent. The gradients of `agent.model` are averaged over all ranks at each call of
     `backward`, so all ranks keep the same parameters, and each must call `backward` equally often. If one of them
     fails, all begin again from the checkpoint.
+
+    When a trainer has not heard of the name table for 30 s, it saves its state into `checkpoint`. On Ray or on another
+    machine than the panel's, it then waits until the panel goes on, and ends after `panel_timeout` seconds of silence.
+    Those in which its machine is suspended count too.
     """
 
     make_trainer: Callable[[Any], Trainer]
@@ -71,6 +79,7 @@ class Training:
     resources: Mapping[str, float] | None = None
     count: int = 1
     backend: str = "gloo"
+    panel_timeout: float = 3600.0
 
 
 class TrainerWorker(Worker):
@@ -102,7 +111,8 @@ class TrainerWorker(Worker):
             from penstock.distributed.trainer_group import TrainerGroup  # only here, since it imports torch
 
             key, backend = f"trainers/{self._policy}/{generation}", self._training.backend
-            self._group = TrainerGroup(self.wire, self.names, key, self._rank, size, backend, self._agent)
+            patience = self._training.panel_timeout + _GROUP_SECONDS
+            self._group = TrainerGroup(self.wire, self.names, key, self._rank, size, backend, self._agent, patience)
         self._trainer = self._training.make_trainer(self._agent)
         self._check_trainer()
         if self._checkpoint is not None and self._checkpoint.exists():
@@ -130,6 +140,8 @@ class TrainerWorker(Worker):
         assert self._consumer is not None
         if self._server is not None:
             self._server.serve()
+        if self._group is not None and self._rank == 0 and self._misses_panel(0.5):
+            return PollResult()  # a step waits for the other ranks, which may get no pieces: then it could not save
         try:
             piece = self._consumer.get(_WAIT_SECONDS)
         except NoReplyError:
@@ -228,6 +240,14 @@ class TrainerWorker(Worker):
     def _stats(self) -> Mapping[str, float]:
         own = {"version": self._version, "stale": self._n_stale, "largest_staleness": self._largest_staleness}
         return {**own, **self._results, **own}
+
+    def _on_silence(self) -> float:
+        if self._server is not None and self._checkpoint is not None:
+            try:
+                self._save(self._checkpoint)
+            except Exception:  # it would lose what it has learned
+                _log.exception("trainer %s cannot save itself while its panel is silent", self.name)
+        return self._training.panel_timeout
 
     def _close(self) -> None:
         if self._consumer is not None:
