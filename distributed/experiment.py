@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.agents import Agent
-from penstock.arguments import integer, one_of, seconds
+from penstock.arguments import integer, one_of, seconds, true_or_false
 from penstock.distributed.actor_worker import Actors, ActorWorker
 from penstock.distributed.closing import Closing
 from penstock.distributed.keys import Connection
@@ -188,6 +188,7 @@ class Experiment:
         integer("max_restarts", max_restarts, 0)
         seconds("hang_timeout", hang_timeout)
         seconds("panel_timeout", training.panel_timeout)
+        true_or_false("trust_checkpoint", training.trust_checkpoint)
         if training.max_staleness is not None:
             integer("max_staleness", training.max_staleness, 0)
         if self.seed is not None:
