@@ -23,7 +23,7 @@ from penstock.distributed.closing import Closing
 from penstock.distributed.keys import Connection as SocketConnection
 from penstock.distributed.launched import LaunchedProcess, LaunchedThread, load_worker, snake
 from penstock.distributed.name_table import LEASE_SECONDS, NameClient, NameHost
-from penstock.distributed.role import Worker
+from penstock.distributed.role import Worker, clock
 from penstock.distributed.statuses import Status
 from penstock.distributed.wire import LOST_SECONDS, Peer, Wire
 from penstock.distributed.wire_local import LocalConnection, LocalHub
@@ -41,6 +41,7 @@ _log = logging.getLogger("penstock")
 
 WireName = Literal["local", "zmq", "ray"]
 _DESCRIPTORS = 4  # of this process for each worker: its pipe, its stacks, and two connections
+_SUSPENDED_SECONDS = 5.0  # no look at the clock for so long
 _WATCH_SECONDS = 0.1  # how often the panel checks whether a launched worker has ended
 
 
@@ -112,6 +113,7 @@ class ControlPanel(Closing):
         self._launched: dict[str, Launched] = {}
         self._peers: dict[str, Peer] = {}
         self._closing = threading.Event()
+        self._looked, self._n_suspensions, self._look_lock = clock(), 0, threading.Lock()
         #: Workers that have failed while the panel was closed, and their errors.
         self.failed_at_end: dict[str, str] = {}
         self.names = NameClient(wire, connection.address)
@@ -355,6 +357,14 @@ class ControlPanel(Closing):
         """The process id of a worker that this panel has launched. Raises `ClusterError` for another name."""
         return self._own(worker_name).pid
 
+    def count_suspensions(self) -> int:
+        """How often this process was suspended for more than 5 s, perhaps with its machine. Workers may have ended
+        since they heard nothing of it."""
+        with self._look_lock:
+            before, self._looked = self._looked, clock()
+            self._n_suspensions += self._looked - before > _SUSPENDED_SECONDS
+            return self._n_suspensions
+
     def _ending(self, name: str) -> str | None:
         """How a worker that was launched here has ended. None while it runs, and for another worker."""
         worker = self._launched.get(name)
@@ -418,6 +428,7 @@ class ControlPanel(Closing):
         """In a thread: if a launched worker has ended, fail the requests to it."""
         before: set[Launched] = set()
         while not self._closing.wait(_WATCH_SECONDS):
+            self.count_suspensions()
             ended: set[Launched] = set()
             for name, worker in list(self._launched.items()):
                 peer = self._peers.get(name)

@@ -103,7 +103,7 @@ class PolicyWorker(Worker):
     def _configure(self) -> None:
         plan = self._plan
         self._parameters = ParameterClient(self.wire, self.names, self._policy)
-        first = self._parameters.first(lambda: self.status in FINAL)
+        first = self._parameters.first(lambda: self.status in FINAL or self._misses_panel())
         self._agent = plan.agent().runtime.worker_copy()
         self._inputs = {
             "observation": example_of(plan.observation_space),
