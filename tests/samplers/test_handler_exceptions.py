@@ -32,11 +32,14 @@ class Own(TrajInfo):
 @contextmanager
 def raised_at(k: int) -> Iterator[list[int]]:
     """Raise TimeoutError at the kth call of a Python function, where the handler of a signal could. Gives a list, which
-    grows with each call."""
+    grows with each call. Not where a `with` block begins or ends that changes the whole process: the deferral of Ctrl-C
+    or the marks of programs would last longer after that."""
     calls: list[int] = []
 
     def watch(frame: Any, event: str, argument: object) -> None:
-        if event == "call":
+        if event != "call" or frame.f_globals["__name__"].endswith((".sigint", ".marking")):
+            return
+        if frame.f_code.co_name not in ("__enter__", "__exit__"):
             calls.append(k)
             if len(calls) == k:
                 sys.setprofile(None)
