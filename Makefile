@@ -11,7 +11,7 @@ PYTEST := pytest --dist loadgroup
 # Keep compiled test modules, even where this variable is set: otherwise each process compiles them again.
 quick test: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run quick test check coverage floors pythons docs docs-test dist gpu bench sanitize ray chaos faults cases real peers clean
+.PHONY: run quick test check coverage floors pythons docs docs-test dist gpu bench sanitize ray chaos faults cases mutants real peers clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -177,6 +177,12 @@ faults: $(VENV)/.installed
 # The other tests at full scale: every case of each matrix.
 cases: $(VENV)/.installed
 	$(FULL_SCALE) tests --ignore=tests/process
+
+# Plants the faults of tests/mutants.txt in copies, one after the other, and says which of them no test notices. To try
+# some: make mutants FAULTS="buffers/ games/"
+FAULTS ?=
+mutants: $(VENV)/.installed
+	$(BIN)/python tests/mutants.py $(FAULTS)
 
 # Real environments, as many as are installed, at 20,000 steps each.
 real: $(VENV)/.installed

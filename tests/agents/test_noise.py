@@ -130,3 +130,14 @@ def test_all_columns_again_after_some_have_gone_ahead() -> None:
     np.testing.assert_array_equal(apart.next_row(np.array([0, 2])), wanted[0, [0, 2]])
     np.testing.assert_array_equal(apart.next_row(np.array([1])), wanted[0, [1]])
     np.testing.assert_array_equal(apart.next_row(), wanted[1])
+
+
+def test_a_column_with_a_new_stream_begins_it_and_the_others_go_on() -> None:
+    source = ColumnNoise(generators(range(3)), numbers)
+    rows_of(source, 5)
+    source.reseed(np.array([1]), generators(range(7, 8)))
+    rows = np.stack(rows_of(source, 200))
+    for column, rng, n_before in zip(
+        range(3), map(np.random.default_rng, ([5, 0], [5, 7], [5, 2])), (5, 0, 5), strict=True
+    ):
+        np.testing.assert_array_equal(rows[:, column], numbers(rng, n_before + 200)[n_before:])

@@ -206,6 +206,25 @@ def test_columns_of_other_environments_than_neighbours_are_named_right() -> None
     assert [records["Return"].tolist() for records in handed_over] == [[1, 1], [0, 0]]  # each is its own
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_cells_that_are_not_valid_belong_to_no_trajectory(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    if not compiled:
+        monkeypatch.setattr(tracking, "sum_episodes", PYTHON["sum_episodes"])
+    rng, shape, handed_over = np.random.default_rng(0), (60, 3), list[Any]()
+    reward, valid = rng.normal(size=shape).astype(np.float32), rng.random(shape) < 0.6
+    done = valid & (rng.random(shape) < 0.2)
+    BatchTracker(range(3), handed_over.append, 0.9).end_rows(reward, done, 0, valid)
+    expected = []
+    for column in range(3):
+        info = TrajInfo(0.9)
+        for t in np.flatnonzero(valid[:, column]):
+            info.step(None, None, float(reward[t, column]), False, False, None, {})
+            if done[t, column]:
+                expected.append((t, column, info.Length, info.Return, info.NonzeroRewards, info.DiscountedReturn))
+                info = TrajInfo(0.9)
+    assert sorted(record for records in handed_over for record in records.tolist()) == sorted(expected)
+
+
 # ---- ObjectTracker -----------------------------------------------------------------------------
 
 

@@ -98,11 +98,30 @@ def test_a_piece_of_another_lineage_or_of_a_newer_version_is_stale(panel: Contro
     with SAMPLER() as sampler:
         sampler.initialize(plan.agent(), seed=0)
         samples, infos = sampler.obtain_samples(0)
-        for version in ((lineage + 1, 1), (lineage, 2), (lineage, -1), (lineage, 1), (lineage, 1)):
+        foreign = lineage + 1, 1
+        for version in (foreign, foreign, (lineage, 2), (lineage, -1), (lineage, 1), (lineage, 1)):
             assert producer.put(piece_of(samples.numpy().copy(), infos, version, "test"), 10)
     wait_until(lambda: panel.stats()["trainer/0"].get("version") == 3)
-    assert panel.stats()["trainer/0"]["stale"] == 3, "a foreign one, a newer one, an old one"
+    assert panel.stats()["trainer/0"]["stale"] == 4, "two foreign ones, a newer one, an old one"
     wire.close()
+
+
+def test_a_piece_is_as_old_as_the_oldest_parameters_that_have_acted_in_it() -> None:
+    class Streamed(RandomAgent):
+        number = 10
+
+        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+            self.number += 1
+            version = np.full((len(prev_reward), 2), (7, self.number))
+            return AgentStep(super().step(observation, prev_action, prev_reward).action, {"stream_version": version})
+
+    with SAMPLER() as sampler:
+        sampler.initialize(Streamed(), seed=0)
+        samples, infos = sampler.obtain_samples(0)
+        first, last = samples.agent.agent_info.stream_version[[0, -1], 0, 1].tolist()
+        piece = piece_of(samples.numpy().copy(), infos, (0, 0), "test")
+    assert first < last
+    assert (piece["lineage"], piece["version"]) == (7, first)
 
 
 @pytest.mark.parametrize("inference", [None, "policy"])

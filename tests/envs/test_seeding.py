@@ -81,6 +81,16 @@ def test_a_column_has_the_stream_of_its_environment(seed: int, env_rank: int, pu
 
 
 @given(seeds, ranks, purposes)
+def test_an_environment_that_was_built_again_has_other_seeds_and_streams(
+    seed: int, env_rank: int, purpose: Purpose
+) -> None:
+    generations = [ColumnStreams(seed, range(env_rank, env_rank + 1), generation) for generation in range(3)]
+    assert len({streams.env_seeds(purpose)[0] for streams in generations}) == 3
+    heads = [head(streams.rngs(purpose)[0]) for streams in generations]
+    assert all(not set(one) & set(other) for one, other in combinations(heads, 2))
+
+
+@given(seeds, ranks, purposes)
 def test_an_env_seed_has_at_most_32_bits(seed: int, env_rank: int, purpose: Purpose) -> None:
     (env_seed,) = ColumnStreams(seed, range(env_rank, env_rank + 1)).env_seeds(purpose)
     assert type(env_seed) is int

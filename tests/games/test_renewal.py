@@ -185,6 +185,26 @@ def test_too_many_renewals_are_an_error_that_lists_them(tmp_path: Path) -> None:
         assert "| the fault is exit" in str(caught.value.__cause__)
 
 
+def test_each_renewal_has_a_seed_of_its_own() -> None:
+    seeds = list[int | None]()
+
+    class Failing(CountingEnv):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            seeds.append(seed)
+            return super().reset(seed=seed, options=options)
+
+        def step(self, action: Any) -> Any:
+            if self.count == 1:
+                raise GameError("it has ended")
+            return super().step(action)
+
+    with sampler_of(SerialSampler, Failing, batch_B=1, max_renewals=9, **RENEW) as sampler:
+        sampler.initialize(RandomAgent(), seed=7)
+        sampler.obtain_samples(0)
+        assert sampler.stats().renewals == 4
+    assert len({*seeds} - {None}) == 5
+
+
 def test_an_episode_that_ends_in_the_step_of_a_cut_keeps_its_last_action() -> None:
     """With a collector that waits, both columns are parked then."""
 

@@ -143,6 +143,7 @@ def test_replacements_are_reproducible(tmp_path: Path) -> None:
     one, other = rewards(str(tmp_path / "1")), rewards(str(tmp_path / "2"))
     np.testing.assert_array_equal(one, other)
     assert one[4, 1] == 0
+    assert not {*one[:4, 1]} & {*one[5:, 1]}  # it does not begin as before
 
 
 def test_first_ready_steps_survive_kills() -> None:

@@ -24,7 +24,7 @@ from penstock import (
     TrajInfo,
     WaitResetCollector,
 )
-from penstock.envs import CountingEnv
+from penstock.envs import CountingEnv, SlowEnv
 from penstock.samplers.inference_server import ServerOptions
 
 from ..models import Gru
@@ -175,6 +175,20 @@ def test_columns_are_unbroken_and_versions_true_and_infos_complete(server: Any, 
     assert sum(worker.trajectories for worker in stats.workers) == n_infos
     assert stats.lag is not None
     assert 0 <= stats.lag.min <= stats.lag.mean <= stats.lag.max <= 2 * 3
+
+
+def test_the_mean_lag_is_that_of_all_environments() -> None:
+    agent, lags = VersionAgent(), list[Any]()
+    env_fns = [CountingEnv, CountingEnv, partial(SlowEnv, 0.002)]  # the second worker has only the slow one
+    with started(env_fns, agent, batch_B=3) as sampler:
+        while sum(lag.min() < lag.max() for lag in lags) < 5:
+            samples, _ = sampler.obtain_samples(len(lags))
+            lags.append(1 + len(lags) - samples.agent.policy_version[0].numpy())
+            agent.publish()
+        found = sampler.stats().lag
+    assert found is not None
+    assert (found.min, found.max) == (np.min(lags), np.max(lags))
+    assert found.mean == pytest.approx(np.mean(lags))
 
 
 class Held(CountingEnv):

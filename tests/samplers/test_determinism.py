@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from penstock import (
+    Agent,
     AgentStep,
     AlternatingSampler,
     AsyncSampler,
@@ -64,6 +65,42 @@ def test_an_evaluation_cut_short_does_not_change_the_next() -> None:
     assert 5 <= len(cut) <= len(full)
     for info in cut:
         full.remove(info)  # each is one of the full evaluation's
+
+
+class Counter(Agent):
+    """Counts its steps in each column. New streams leave the counts alone."""
+
+    def seed_columns(self, rngs: Any) -> None:
+        if len(getattr(self, "counts", ())) != len(rngs):
+            self.counts = np.zeros(len(rngs), np.int64)
+
+    def reset(self) -> None:
+        self.counts[...] = 0
+
+    def reset_one(self, column: int) -> None:
+        self.counts[column] = 0
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        columns = slice(None) if self.selected is None else self.selected
+        self.counts[columns] += 1
+        return AgentStep(np.zeros(len(prev_reward), np.int64), {"count": self.counts[columns].copy()})
+
+
+class Counts(TrajInfo):
+    """What the agent has counted before the trajectory."""
+
+    def step(self, *args: Any) -> None:
+        super().step(*args)
+        self.before = int(args[-2].count) - self.Length
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, GpuSampler])
+def test_an_evaluation_begins_with_the_agents_state_of_a_new_episode(cls: type[Sampler]) -> None:
+    # The last episodes of an evaluation are cut after two steps.
+    with sampler_of(cls, eval_n_envs=2, eval_max_steps=14, traj_info_cls=Counts) as sampler:
+        sampler.initialize(Counter(), seed=3)
+        for itr in range(3):
+            assert [(info.Length, info.before) for info in sampler.evaluate_agent(itr)] == [(5, 0)] * 2
 
 
 def test_another_seed_gives_other_batches_and_no_seed_a_fresh_one() -> None:

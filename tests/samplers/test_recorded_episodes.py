@@ -288,6 +288,20 @@ def test_an_episode_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pyt
             sampler.episode(0, 10).run()
 
 
+def test_an_episode_is_repeated_across_the_place_where_the_log_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode_log, "_MOST_STEPS", 7)  # 19 rows: an episode may have 7 steps before the last batch
+    lengths = []
+    with make(Walk, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(5):
+            sampler.obtain_samples(itr)
+            for episode in (sampler.episode(b, 0) for b in range(B)):
+                if not episode.n_missing:
+                    episode.run()[0].close()
+                    lengths.append(episode.step)
+    assert sum(length > 1 for length in lengths) > 3
+
+
 def test_calls_and_arguments_that_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="seed_episodes=True and batched environments do not go together"):
         make(BatchedCartPole, batched=True)
