@@ -35,7 +35,7 @@ class _Fd:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             self._close(fd)
-        self.__class__ = _Fd  # type: ignore[assignment]
+        self.__class__ = _Fd
 
 
 class InheritedFd(_Fd):

@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 T, ENDLESS = 3, 1_000_000
+WHOLE_PROCESS = ("penstock.workers.sigint", "penstock.workers.marking")
 
 
 class Own(TrajInfo):
@@ -37,9 +38,13 @@ def raised_at(k: int) -> Iterator[list[int]]:
     calls: list[int] = []
 
     def watch(frame: Any, event: str, argument: object) -> None:
-        if event != "call" or frame.f_globals["__name__"].endswith((".sigint", ".marking")):
+        if event != "call":
             return
-        if frame.f_code.co_name not in ("__enter__", "__exit__"):
+        frames = [frame]
+        while frames[-1].f_back is not None:
+            frames.append(frames[-1].f_back)
+        is_block = frame.f_code.co_name in ("__enter__", "__exit__")
+        if not is_block and not any(own.f_globals["__name__"] in WHOLE_PROCESS for own in frames):
             calls.append(k)
             if len(calls) == k:
                 sys.setprofile(None)
