@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.distributed.messages import BadMessageError, plain_copy
 from penstock.distributed.names import MOST_BYTES, PAGE, Names, prefixes, size_of, too_long
-from penstock.distributed.wire import LOST_SECONDS, Answer, Inbox, Letter, Peer, Wire
+from penstock.distributed.wire import LOST_SECONDS, Call, Inbox, Node, Peer, Request
 from penstock.errors import ClusterError, NameTableError, NoReplyError, PeerLostError, RequestError
 
 INBOX = "names"
@@ -38,7 +38,7 @@ _NAME_ERROR = "NameTableError: "  # begins a reply that the client raises as `Na
 class _Sync:
     """A sync that waits for its answer."""
 
-    letter: Letter
+    call: Call
     owner: str
     roots: frozenset[str]
     since: list[Any]  # its sender has seen the changes up to this one: `[id of the table, number]`
@@ -50,7 +50,7 @@ class _Sync:
 class NameHost:
     """Serves a name table as the inbox "names" of `wire`, in the threads of that wire. Close it before the wire."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Node) -> None:
         self._wire, self._looked, self._skipped = wire, time.monotonic(), 0.0
         self._names = Names(self._clock)
         self._lock, self._looked_at = threading.Lock(), self._names.last
@@ -73,28 +73,28 @@ class NameHost:
         self._wire.on_tick.remove(self._tick)
         self._inbox.close()
 
-    def _answer(self, letter: Letter) -> None:
+    def _answer(self, call: Call) -> None:
         try:
-            message = dict(letter.message)
-            call = message.pop("call")
-            if call not in ("sync", "add", "delete", "clear"):
-                return letter.fail(f"the name table has no call {call!r}")
+            message = dict(call.message)
+            what = message.pop("call")
+            if what not in ("sync", "add", "delete", "clear"):
+                return call.fail(f"the name table has no call {what!r}")
             with self._lock:
-                if call == "sync":
-                    answers = self._sync(letter, **message)
+                if what == "sync":
+                    answers = self._sync(call, **message)
                 else:
-                    answers = [(letter, getattr(self._names, call)(**message))]
+                    answers = [(call, getattr(self._names, what)(**message))]
         except NameTableError as error:
-            return letter.fail(f"{_NAME_ERROR}{error}")
+            return call.fail(f"{_NAME_ERROR}{error}")
         except Exception as error:  # not a message for a name table
-            return letter.fail(f"{type(error).__name__}: {error}")
+            return call.fail(f"{type(error).__name__}: {error}")
         for each, result in answers:  # not with the lock: an answer may bring the next request, in this thread
             _reply(each, result)
         return None
 
     def _sync(
         self,
-        letter: Letter,
+        call: Call,
         *,
         owner: str,
         lease: float,
@@ -103,8 +103,8 @@ class NameHost:
         entries: dict[str, Any],
         is_urgent: bool,
         after: str = "",
-    ) -> list[tuple[Letter, Any]]:
-        """Keep a sync until there is something to tell, unless it is urgent. Returns the letters that are answered
+    ) -> list[tuple[Call, Any]]:
+        """Keep a sync until there is something to tell, unless it is urgent. Returns the calls that are answered
         now."""
         names, now = self._names, time.monotonic()
         pace = max(min(_SYNC_SECONDS, lease / 4), len(self._syncs) / _MOST_SYNCS)
@@ -113,16 +113,16 @@ class NameHost:
         for key, (value, is_lasting) in entries.items():
             with contextlib.suppress(NameTableError):  # another owner has it now
                 names.add(key, value, owner=owner, lease=None if is_lasting else lease)
-        sync = _Sync(letter, owner, frozenset(roots), since, after, pace, now + pace)
+        sync = _Sync(call, owner, frozenset(roots), since, after, pace, now + pace)
         if is_urgent:
-            return [(letter, self._answer_to(sync))]
+            return [(call, self._answer_to(sync))]
         if names.has_changed(sync.roots, since):
             sync.until = 0.0  # the next tick answers: not earlier, since more may change until then
         if (old := self._syncs.get(owner)) is not None:
             self._remove(old)
         self._syncs[owner] = self._by_roots.setdefault(sync.roots, {})[owner] = sync
         heapq.heappush(self._deadlines, (sync.until, next(self._numbers), sync))
-        return [] if old is None else [(old.letter, None)]
+        return [] if old is None else [(old.call, None)]
 
     def _remove(self, sync: _Sync) -> None:
         """It waits no more."""
@@ -152,17 +152,17 @@ class NameHost:
             self._looked_at = self._names.last
             for sync in due.values():
                 self._remove(sync)
-            answers = [(sync.letter, self._answer_to(sync)) for sync in due.values()]
-        for letter, answer in answers:
-            _reply(letter, answer)
+            answers = [(sync.call, self._answer_to(sync)) for sync in due.values()]
+        for call, answer in answers:
+            _reply(call, answer)
 
 
-def _reply(letter: Letter, answer: object) -> None:
+def _reply(call: Call, answer: object) -> None:
     """An answer that cannot be sent fails this call alone."""
     try:
-        letter.reply(answer)
+        call.reply(answer)
     except BadMessageError as error:
-        letter.fail(f"the name table cannot answer: {error}")
+        call.fail(f"the name table cannot answer: {error}")
 
 
 @dataclass(eq=False)
@@ -193,7 +193,7 @@ class NameClient:
             clients, the table keeps them longer.
     """
 
-    def __init__(self, wire: Wire, address: str, *, timeout: float = 10.0, lease: float = LEASE_SECONDS) -> None:
+    def __init__(self, wire: Node, address: str, *, timeout: float = 10.0, lease: float = LEASE_SECONDS) -> None:
         self._wire, self._address, self._lease = wire, address, lease
         self.timeout = timeout
         self._entries: dict[str, tuple[Any, bool]] = {}  # key: value, whether it stays when this wire is closed
@@ -207,7 +207,7 @@ class NameClient:
         # How many syncs were sent, the last one whose answer has all names, and the one that somebody waits for.
         self._n_syncs = self._n_known = self._n_wanted = 0
         self._watches: list[_Watch] = []
-        self._sync: Answer | None = None
+        self._sync: Request | None = None
         self._sync_at = 0.0
         #: Grows with each change of the names that are followed.
         self.version = 0
@@ -377,9 +377,7 @@ class NameClient:
             message |= {"roots": [root for root, n in self._roots.items() if n > 0], "entries": entries}
             message |= {"is_urgent": self._n_known < self._n_wanted or bool(self._unsent), "after": self._after}
             with contextlib.suppress(ClusterError):  # the table was lost just now: the next tick tries again
-                self._sync = sync = self._live_peer().ask(
-                    message, self.patience(_SILENT_SECONDS), patience=_PATIENCE_SECONDS
-                )
+                self._sync = sync = self._live_peer().ask(message, self.patience(_SILENT_SECONDS))
                 sync.add_done_callback(self._on_sync)
 
     def _on_sync(self, future: Future[Any]) -> None:

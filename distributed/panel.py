@@ -20,27 +20,26 @@ import psutil
 
 from penstock.arguments import integer, one_of, seconds
 from penstock.distributed.closing import Closing
-from penstock.distributed.keys import Connection as SocketConnection
+from penstock.distributed.keys import Connection
 from penstock.distributed.launched import LaunchedProcess, LaunchedThread, load_worker, snake
 from penstock.distributed.name_table import LEASE_SECONDS, NameClient, NameHost
 from penstock.distributed.role import Worker
 from penstock.distributed.statuses import Status
-from penstock.distributed.wire import LOST_SECONDS, Peer, Wire
-from penstock.distributed.wire_local import LocalConnection, LocalHub
+from penstock.distributed.wire import LOST_SECONDS, Node, Peer
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from penstock.distributed.launch_ray import LaunchedActor
-    from penstock.distributed.role import Connection
 
     Launched: TypeAlias = LaunchedThread | LaunchedProcess | LaunchedActor
 
 _log = logging.getLogger("penstock")
 
 WireName = Literal["local", "zmq", "ray"]
-_DESCRIPTORS = 4  # of this process for each worker: its pipe, its stacks, and two connections
+# Of this process for each worker: its pipe, its stacks, and two connections; or in a thread, all of its node.
+_DESCRIPTORS, _DESCRIPTORS_OF_THREAD = 4, 24
 _WATCH_SECONDS = 0.1  # how often the panel checks whether a launched worker has ended
 
 
@@ -107,7 +106,7 @@ class ControlPanel(Closing):
         panel._begin(wire, connection, resources)
         return panel
 
-    def _begin(self, wire: Wire, connection: Connection, resources: ExitStack) -> None:
+    def _begin(self, wire: Node, connection: Connection, resources: ExitStack) -> None:
         self._wire, self.connection, self._resources = wire, connection, resources
         self._launched: dict[str, Launched] = {}
         self._peers: dict[str, Peer] = {}
@@ -151,8 +150,7 @@ class ControlPanel(Closing):
         if not callable(make) or (isinstance(make, type) and not issubclass(make, Worker)):
             raise ConfigError(f"launch needs a subclass of Worker, or a function that makes a worker, got {make!r}")
         integer("count", count, least=0)
-        if self._start is not LaunchedThread:
-            _need_descriptors(count)
+        _need_descriptors(count * (_DESCRIPTORS_OF_THREAD if self._start is LaunchedThread else _DESCRIPTORS), count)
         base = name or snake(make.func if isinstance(make, partial) else make)
         names = [f"{base}/{first + i}" for i in range(count)]
         for each in names:
@@ -410,7 +408,7 @@ class ControlPanel(Closing):
     def _forget(self, name: str) -> None:
         peer = self._peers.pop(name, None)
         if peer is not None:
-            peer.release()
+            peer.lose("it was forgotten")
         for root in ("status", "workers", "figures"):
             self.names.clear(f"{root}/{name}")
 
@@ -431,9 +429,9 @@ class ControlPanel(Closing):
 def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tuple[Any, Any]:
     """How to join a new trial, and what starts a worker in it."""
     if wire == "local":
-        return LocalConnection(name, "", LocalHub()), LaunchedThread
+        return Connection.make(name), LaunchedThread
     if wire == "zmq":
-        return SocketConnection.make(name, host=host or "127.0.0.1"), LaunchedProcess
+        return Connection.make(name, host=host or "127.0.0.1"), LaunchedProcess
     from penstock.distributed.launch_ray import LaunchedActor, RayConnection
     from penstock.distributed.placement import connect
 
@@ -441,9 +439,9 @@ def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tupl
     return RayConnection.make(name), LaunchedActor
 
 
-def _need_descriptors(count: int) -> None:
+def _need_descriptors(n: int, count: int) -> None:
     """Without these, connections fail, and nothing says why."""
-    needed = psutil.Process().num_fds() + _DESCRIPTORS * count + 50  # of those that have started, some are not open yet
+    needed = psutil.Process().num_fds() + n + 50  # of those that have started, some are not open yet
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ConfigError(

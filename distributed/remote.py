@@ -68,11 +68,11 @@ class RpcServer(Closing):
         """
         if self._wire.is_closed:
             raise ClusterError("this server was closed: make another one")
-        letter, n = self._inbox.receive(seconds("timeout", timeout, zero=True)), 0
-        while letter is not None:
+        call, n = self._inbox.receive(seconds("timeout", timeout, zero=True)), 0
+        while call is not None:
             n += 1
-            letter.answer_with(self._handlers)
-            letter = self._inbox.receive(0.0)
+            call.run(self._handlers)
+            call = self._inbox.receive(0.0)
         return n
 
     def close(self) -> None:

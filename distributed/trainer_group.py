@@ -12,7 +12,7 @@ from torch import distributed
 
 from penstock.agents import Agent
 from penstock.distributed.name_table import NameClient
-from penstock.distributed.wire import Wire
+from penstock.distributed.wire import Node
 from penstock.errors import ConfigError
 
 _SECONDS = 60.0  # how long the ranks wait for each other at the start
@@ -29,7 +29,7 @@ class TrainerGroup:
     """
 
     def __init__(
-        self, wire: Wire, names: NameClient, key: str, rank: int, world_size: int, backend: str, agent: Agent
+        self, wire: Node, names: NameClient, key: str, rank: int, world_size: int, backend: str, agent: Agent
     ) -> None:
         model = getattr(agent, "model", None)
         if not isinstance(model, torch.nn.Module):

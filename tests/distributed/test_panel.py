@@ -368,7 +368,7 @@ def test_the_name_table_may_end_and_come_again() -> None:
     names.add("status/mine", "READY", lasting=True)
     watch = others.watch(["workers/mine"])
     peer = others.peer("workers/mine")
-    threading.Thread(target=lambda: [letter.reply("here") for _ in range(2) if (letter := inbox.receive(30))]).start()
+    threading.Thread(target=lambda: [call.reply("here") for _ in range(2) if (call := inbox.receive(30))]).start()
     assert peer.ask("", 10).result() == "here"
     host.close()
     first.close()
@@ -683,7 +683,7 @@ def test_a_client_may_have_many_names() -> None:
 
 @needs_zmq
 def test_an_error_in_a_thread_of_the_wire_fails_its_call_only(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(letter: Any) -> None:
+    def refuse(call: Any) -> None:
         raise KeyError("no such thing")
 
     with ControlPanel("test", wire="zmq") as panel:
