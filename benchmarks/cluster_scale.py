@@ -36,7 +36,7 @@ from turns import machine
 from penstock.distributed import ControlPanel
 from penstock.distributed import wire as wires
 from penstock.distributed.keys import Connection
-from penstock.distributed.name_table import NameClient, NameHost
+from penstock.distributed.names import NameClient, NameTable
 from penstock.distributed.parameters import ParameterClient, ParameterServer
 from penstock.distributed.wire import Node
 
@@ -297,8 +297,7 @@ def main() -> None:
         return train(args.train, args.megabytes)
     if args.work:
         return work(args.work[0], *map(int, args.work[1:]))
-    meter = Meter(NameHost, "_answer", "_tick")
-    Meter(NameClient, "_on_sync")  # the table's reply runs this in the same thread: it is not the table's own time
+    meter = Meter(NameTable, "add", "beat", "clear", "delete", "expire", "find")
     found = [measure(count, args.seconds, args.megabytes, meter) for count in args.workers]
     table = Table(title=f"Workers over sockets, parameters of {args.megabytes:g} MB")
     for heading in found[0]:

@@ -22,7 +22,7 @@ from penstock.arguments import integer, one_of, seconds
 from penstock.distributed.closing import Closing
 from penstock.distributed.keys import Connection
 from penstock.distributed.launched import LaunchedProcess, LaunchedThread, load_worker, snake
-from penstock.distributed.name_table import LEASE_SECONDS, NameClient, NameHost
+from penstock.distributed.names import LEASE_SECONDS, NameClient, NameTable
 from penstock.distributed.role import Worker
 from penstock.distributed.statuses import Status
 from penstock.distributed.wire import LOST_SECONDS, Node, Peer
@@ -90,11 +90,12 @@ class ControlPanel(Closing):
             connection, self._start = _trial(f"{experiment}/{trial}", wire, host, resources)
             own = connection.wire(port)
             resources.callback(own.close)
-            resources.callback(NameHost(own).close)
+            table = NameTable(lambda: own.clock)
+            resources.callback(table.serve(own).close)
             connection = replace(connection, address=own.address)
             if file is not None:
                 connection.write(file)
-            self._begin(own, connection, resources.pop_all())
+            self._begin(own, connection, resources.pop_all(), table)
 
     @classmethod
     def join(cls, connection: Connection) -> Self:
@@ -106,14 +107,14 @@ class ControlPanel(Closing):
         panel._begin(wire, connection, resources)
         return panel
 
-    def _begin(self, wire: Node, connection: Connection, resources: ExitStack) -> None:
+    def _begin(self, wire: Node, connection: Connection, resources: ExitStack, table: NameTable | None = None) -> None:
         self._wire, self.connection, self._resources = wire, connection, resources
         self._launched: dict[str, Launched] = {}
         self._peers: dict[str, Peer] = {}
         self._closing = threading.Event()
         #: Workers that have failed while the panel was closed, and their errors.
         self.failed_at_end: dict[str, str] = {}
-        self.names = NameClient(wire, connection.address)
+        self.names = NameClient(wire, connection.address, table=table)
         try:
             self.names.follow("")
         except BaseException:
@@ -171,7 +172,7 @@ class ControlPanel(Closing):
         wanted = list(self._launched if names is None else _listed(names))
         deadline = time.monotonic() + timeout
         while True:
-            found = self.auto_connect()
+            found = self.autoconnect()
             missing = [name for name in wanted if name not in found]
             if not missing:
                 return wanted
@@ -189,7 +190,7 @@ class ControlPanel(Closing):
             reason = f": {final[1]}" if final else "; see its log"
             raise ClusterError(f"worker {worker_name} has ended before it could be reached ({ending}){reason}")
 
-    def auto_connect(self) -> list[str]:
+    def autoconnect(self) -> list[str]:
         """Connect to all workers that the name table lists. Returns their names."""
         self._check_open()
         found = {key.partition("/")[2]: place for key, place in self.names.find("workers").items()}
@@ -270,11 +271,11 @@ class ControlPanel(Closing):
 
     def pulse(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, Status]:
         """The statuses of these workers (by default all), by name, after at most `timeout` seconds."""
-        self.auto_connect()
+        self.autoconnect()
         chosen = self.worker_names if names is None else list(_listed(names))
         responses = self.group_request("status", names=chosen, timeout=timeout)
         if any(each.result == Status.PAUSED.value for each in responses):
-            self.names.find("figures")  # `stats` has all that they have done
+            self.names.flush(timeout)  # `stats` has all that they have done
         return {
             each.worker_name: Status(each.result) if each.is_ok else self._status_from_outside(each.worker_name)[0]
             for each in responses
@@ -373,7 +374,7 @@ class ControlPanel(Closing):
             running += [name for name, peer in self._peers.items() if name not in self._launched and not peer.is_dead]
         try:
             if running and not self._wire.is_closed:
-                self.auto_connect()
+                self.autoconnect()
                 self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0)))
         finally:
             self._closing.set()
@@ -399,7 +400,7 @@ class ControlPanel(Closing):
     def _peer(self, name: str) -> Peer:
         peer = self._peers.get(name)
         if peer is None or peer.is_dead:
-            self.auto_connect()
+            self.autoconnect()
             peer = self._peers.get(name)
         if peer is None:
             raise PeerLostError(f"there is no worker {name!r}: panel.worker_names lists the workers")
@@ -424,6 +425,10 @@ class ControlPanel(Closing):
                     if worker in before:  # at the first look, its last reply may be on the way
                         peer.lose(ending)
             before = ended
+
+
+#: The name that users of SRL know.
+WorkerControlPanel = ControlPanel
 
 
 def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.agents import Agent
 from penstock.agents.shared_parameters import parameters_of
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.streams import Inboxes, NamedInbox
 from penstock.distributed.wire import Call, Node, Peer, Request, pack_once
 from penstock.errors import NoReplyError, PeerLostError

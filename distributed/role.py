@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.distributed.messages import BadMessageError
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.statuses import FINAL, Status, StatusMachine
 from penstock.distributed.wire import Call, Node
 from penstock.errors import ClusterError, ConfigError, RequestError

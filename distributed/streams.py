@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
 from penstock.arguments import integer
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.wire import Call, Node, Peer
 from penstock.errors import ConfigError, NoReplyError, PeerLostError
 

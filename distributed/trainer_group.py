@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from penstock.agents import Agent
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.wire import Node
 from penstock.errors import ConfigError
 

@@ -420,7 +420,7 @@ class Node:
             if peer.n_waiting:
                 peer.tick(self.clock)
         for function in list(self.on_tick):
-            self._guard(function, time.monotonic())
+            self._guard(function, self.clock)
         for key, sender in list(self._senders.items()):
             if sender.heard < self.clock - _FORGET_SECONDS and None not in sender.replies.values():
                 del self._senders[key]

@@ -53,7 +53,7 @@ from penstock.distributed import (
 )
 from penstock.distributed.actor_worker import StreamAgent
 from penstock.distributed.launched import LaunchedThread
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.parameters import ParameterClient, ParameterServer, read_parameters
 from penstock.distributed.pieces import batch_of
 from penstock.envs import ScriptedGame

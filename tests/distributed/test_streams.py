@@ -13,7 +13,7 @@ import pytest
 from penstock import ConfigError, NoReplyError, RequestError
 from penstock.distributed import InferenceClient, InferenceInbox, SampleConsumer, SampleProducer, messages
 from penstock.distributed.messages import BadMessageError
-from penstock.distributed.name_table import NameClient, NameHost
+from penstock.distributed.names import NameClient, NameTable
 from penstock.distributed.parameters import ParameterClient, ParameterServer
 from penstock.distributed.wire import Node
 
@@ -29,7 +29,8 @@ class Trial:
 
     def __init__(self, make: str) -> None:
         self.wires = Wires(make)
-        self._host = NameHost(self.wires())
+        own = self.wires()
+        self._table = NameTable(lambda: own.clock).serve(own)
         self.address = self.wires.opened[0].address
 
     def join(self) -> tuple[Node, NameClient]:
@@ -39,7 +40,7 @@ class Trial:
     def close(self) -> None:
         for wire in self.wires.opened[1:]:
             wire.close()
-        self._host.close()
+        self._table.close()
         self.wires.close()
 
 
@@ -154,7 +155,10 @@ def test_flush_waits_for_the_pieces_of_a_consumer_that_ends(monkeypatch: pytest.
         assert flushed == [False]
         second = SampleConsumer(*trial.join(), "train", "b")
         assert producer.put(2, 5)
+        flushing = threading.Thread(target=producer.flush, args=(20,))
+        flushing.start()
         assert sorted(second.get(5) for _ in range(2)) == [1, 2]
+        flushing.join()
         assert producer.flush(5)
     finally:
         trial.close()
