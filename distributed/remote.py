@@ -85,9 +85,17 @@ class RpcClient(Closing):
 
     Args:
         connection: `server.connection`, or the file that the server has written.
+
+    Raises `ConfigError` for the file of another user, or one without an address. An address alone is not enough: a
+    client needs the keys.
     """
 
-    def __init__(self, connection: Connection | str | Path) -> None:
+    def __init__(self, connection: Connection | str | Path, port: object = None) -> None:
+        if port is not None:
+            raise ConfigError(
+                f"RpcClient({connection!r}, {port!r}): an address is not enough, since a client needs the keys of the "
+                "server. Call server.write(file), and give its file to the client: RpcClient(file)"
+            )
         if not isinstance(connection, Connection):
             connection = Connection.read(connection)
         if not connection.address:
