@@ -352,8 +352,13 @@ class NameClient:
     def followed(self, root: str) -> dict[str, Any]:
         """The names at `root` and below, sorted by name, without asking the table. Call `follow` before."""
         found: Mapping[str, Any] = self._found if self._own is None else self._own.entries
-        keys = sorted(key for key in [*found] if not root or f"{key}/".startswith(f"{root}/"))
-        return {key: decode([each[0]]) for key in keys if (each := found.get(key)) is not None}
+        return {key: decode([each[0]]) for key in self.keys(root) if (each := found.get(key)) is not None}
+
+    def keys(self, root: str) -> list[str]:
+        """The names at `root` and below, sorted, as `followed` knows them."""
+        below = f"{root}/"
+        found = [*(self._found if self._own is None else self._own.entries)]
+        return sorted(key for key in found if not root or key == root or key.startswith(below))
 
     def newest(self, key: str) -> tuple[Any, float] | None:
         """The value of a name that is followed, and how many seconds ago it came. None if it does not exist."""

@@ -292,7 +292,7 @@ class ControlPanel(Closing):
         if self.names.silence > timeout + 3 * LEASE_SECONDS:
             raise NoReplyError(f"no control panel answers at {self.connection.address}: it may have ended")
         if names is None:
-            names = sorted({*self.worker_names, *(key[len("figures/") :] for key in self.names.followed("figures"))})
+            names = sorted({*self.worker_names, *(key[len("figures/") :] for key in self.names.keys("figures"))})
         found: dict[str, dict[str, Any]] = {}
         for name in _listed(names):
             figures = self.names.newest(f"figures/{name}")

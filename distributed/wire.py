@@ -292,6 +292,7 @@ class Node:
         self._lines: dict[str, Line] = {}  # by address
         self._routes: dict[bytes, Line] = {}  # those that are connected, or try to be
         self._senders: dict[str, _Sender] = {}
+        self._used: set[Any] = set()  # sockets that may have packets although they do not signal
         self._todo: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
         self._wake, self._poll, self._context = os.eventfd(0, os.EFD_CLOEXEC), select.epoll(), zmq.Context()
         self._router, self._caller = self._context.socket(zmq.ROUTER), self._context.socket(zmq.ROUTER)
@@ -386,19 +387,22 @@ class Node:
     # ---- the thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        looked, again = time.monotonic(), set[Any]()  # sockets that may have more packets
+        looked = now = time.monotonic()
         while not self.is_closed:
-            wait = 0.0 if again or not self._todo.empty() else max(0.0, looked + TICK_SECONDS - time.monotonic())
-            fired = [fd for fd, _ in self._poll.poll(wait)]
-            if self._wake in fired:
-                os.eventfd_read(self._wake)
-            for source in again.union(self._sources[fd] for fd in fired if fd != self._wake):
+            # ZeroMQ signals a packet once, and sending may take the signal: look at the sockets that were used.
+            again = [each for each in self._used if int(each.get(_EVENTS)) & _POLLIN] if self._used else []
+            self._used.clear()
+            is_busy = bool(again) or not self._todo.empty()
+            for fd, _ in self._poll.poll(0.0 if is_busy else max(0.0, looked + TICK_SECONDS - now)):
+                if fd == self._wake:
+                    os.eventfd_read(fd)
+                elif (source := self._sources[fd]) not in again:
+                    again.append(source)
+            for source in again:
                 self._guard(self._receive, source)
             for _ in range(self._todo.qsize()):
                 function, arguments = self._todo.get()
                 self._guard(function, *arguments)
-            # ZeroMQ signals a packet once, and sending may take the signal.
-            again = {each for each in self._sources.values() if int(each.get(_EVENTS)) & _POLLIN}
             if (now := time.monotonic()) >= looked + TICK_SECONDS:
                 self.clock += min(now - looked, _MOST_STEP)
                 looked = now
@@ -458,16 +462,17 @@ class Node:
                 own = [frame.buffer if isinstance(frame, zmq.Frame) else frame for frame in packed]
                 return self.do(self.received, header, own, route)
             source, route = self._caller, route.route
+        self._used.add(source)
         source.send_multipart([route, *to_frames(packer().pack(header), packed)], _NOBLOCK)
         return None
 
     def _receive(self, source: Any) -> None:
         """Take the packets that have come to this socket, but not without end."""
+        self._used.add(source)
         for _ in range(_MOST_PACKETS):
-            try:
-                frames = [source.recv(_NOBLOCK)]
-            except zmq.Again:
-                return
+            if not int(source.get(_EVENTS)) & _POLLIN:
+                return self._used.discard(source)
+            frames = [source.recv(_NOBLOCK)]
             while source.get(_MORE):
                 frames.append(source.recv(_NOBLOCK))
             if source is self._zap:
@@ -480,8 +485,6 @@ class Node:
                 self._has_connected(frames[0])
             else:
                 self._guard(self._parse, frames[1:], frames[0] if source is self._router else None)
-            if not int(source.get(_EVENTS)) & _POLLIN:
-                return
 
     def _has_connected(self, route: bytes) -> None:
         """The router at the other end sends an empty frame through each new connection (`probe_router`)."""

@@ -60,7 +60,7 @@ def test_the_page_for_users_of_srl_runs(
     for block in blocks:
         exec(block, {"__name__": "__main__"})
         comments = re.findall(r"print\(.*  # (.*)", block)
-        assert [line.partition(":")[0] for line in comments] == capsys.readouterr().out.splitlines()
+        assert comments == capsys.readouterr().out.splitlines()
     assert len(blocks) == 2
 
 
