@@ -187,6 +187,7 @@ class NameClient:
         self._changed = threading.Condition()  # of everything below
         self._roots: set[str] = set()
         self._found: dict[str, tuple[bytes, float]] = {}  # all names below the roots: value, when it came
+        self._values: dict[str, tuple[bytes, Any]] = {}  # what was read last: packed, and unpacked
         self._watches: list[_Watch] = []
         self._version = 0
         #: Seconds between two beats, as the table has said: they are seldom if there are many owners.
@@ -352,7 +353,7 @@ class NameClient:
     def followed(self, root: str) -> dict[str, Any]:
         """The names at `root` and below, sorted by name, without asking the table. Call `follow` before."""
         found: Mapping[str, Any] = self._found if self._own is None else self._own.entries
-        return {key: decode([each[0]]) for key in self.keys(root) if (each := found.get(key)) is not None}
+        return {key: self._value(key, each[0]) for key in self.keys(root) if (each := found.get(key)) is not None}
 
     def keys(self, root: str) -> list[str]:
         """The names at `root` and below, sorted, as `followed` knows them."""
@@ -363,7 +364,12 @@ class NameClient:
     def newest(self, key: str) -> tuple[Any, float] | None:
         """The value of a name that is followed, and how many seconds ago it came. None if it does not exist."""
         found: Any = self._found.get(key) if self._own is None else self._own.entries.get(key)
-        return None if found is None else (decode([found[0]]), time.monotonic() - found[-1])
+        return None if found is None else (self._value(key, found[0]), time.monotonic() - found[-1])
+
+    def _value(self, key: str, packed: bytes) -> Any:
+        if (known := self._values.get(key)) is None or known[0] is not packed:
+            self._values[key] = known = packed, decode([packed])
+        return known[1]
 
     def _beat_soon(self) -> None:
         self._next = 0.0

@@ -317,14 +317,15 @@ class Node:
         caller.curve_publickey, caller.curve_secretkey = keys.client_public.encode(), keys.client_secret.encode()
         caller.curve_serverkey, self._key = keys.server_public.encode(), z85.decode(keys.client_public.encode())
         # In milliseconds. Only this end sends heartbeats. The other end answers each one, and expects the next within
-        # the last of these times. They are long: on a busy machine heartbeats come late.
-        caller.heartbeat_ivl, caller.heartbeat_timeout, caller.heartbeat_ttl = 1000, 4000, 8000
+        # the last of these times. They are long: on a busy machine heartbeats come late, and each one costs the panel.
+        caller.heartbeat_ivl, caller.heartbeat_timeout, caller.heartbeat_ttl = 2000, 6000, 8000
         caller.reconnect_ivl, caller.reconnect_ivl_max = 50, 1000
         caller.monitor("inproc://connections", zmq.EVENT_DISCONNECTED)
         self._monitor.rcvhwm = 0  # otherwise ZeroMQ's thread could wait for this one
         self._monitor.connect("inproc://connections")
         router.bind(endpoint)
         self._sources = {each.fileno(): each for each in (self._zap, router, caller, self._monitor)}
+        self._used.update(self._sources.values())  # they signal once somebody has found them empty
         for fd in (self._wake, *self._sources):
             self._poll.register(fd, select.EPOLLIN)
 

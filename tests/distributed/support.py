@@ -88,7 +88,9 @@ class Proxy:
         self._end(*self._sockets)
 
     def close(self) -> None:
-        self._end(self._listener, *self._sockets)
+        self._end(self._listener)
+        self._threads[0].join(10)  # it adds no more now
+        self._end(*self._sockets)
         for thread in self._threads:
             thread.join(10)
         for each in (self._listener, *self._sockets):

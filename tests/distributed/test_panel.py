@@ -601,6 +601,23 @@ def test_workers_go_on_while_their_panel_is_suspended_and_it_finds_them_when_it_
     assert process.returncode == 0
 
 
+@needs_zmq
+@pytest.mark.usefixtures("forked_workers")
+def test_a_request_to_a_suspended_worker_waits_and_is_run_once() -> None:
+    with ControlPanel("test", wire="zmq") as panel:
+        started(panel, step=0)
+        worker = psutil.Process(panel.pid("counter/0"))
+        worker.suspend()
+        future = panel.async_request("counter/0", "add", timeout=60, n=1)
+        time.sleep(9)  # longer than heartbeats and its lease
+        assert panel.get_worker_status("counter/0") is Status.UNRESPONSIVE
+        assert not future.done()
+        worker.resume()
+        assert future.result(30) == 1
+        assert panel.request("counter/0", "count") == 1
+        wait_until(lambda: panel.get_worker_status("counter/0") is Status.RUNNING)
+
+
 def test_no_worker_ends_although_the_name_table_answers_seldom(
     local: ControlPanel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -392,3 +392,39 @@ def test_a_connection_may_be_left_while_large_replies_come(wires: Wires) -> None
         assert all(future.result().nbytes == 3 * 2**20 for future in (*futures[:3], *futures[6:]))
         peers[0].lose("left")
         peers[2].lose("left")
+
+
+@pytest.mark.parametrize("wires", ["cut"], indirect=True)
+def test_a_link_that_stays_cut_is_lost_and_one_that_comes_back_runs_each_request_once(
+    wires: Wires, server: Node, echo: Echo
+) -> None:
+    (proxy,) = wires.proxies
+    wires.mend()
+    peer = wires().reach(server.address, "echo", target=server.id, lost_after=3.0)
+    assert peer.ask(1, 20).result() == 1
+    proxy.is_cut = True
+    proxy.cut()
+    future = peer.ask(2, 60)
+    time.sleep(1.5)
+    proxy.is_cut = False
+    assert future.result() == 2
+    assert echo.n_calls == 2
+    proxy.is_cut = True
+    proxy.cut()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="no connection to it for 3 s"):
+        peer.ask(3, 60).result()
+    assert 2 < time.monotonic() - began < 10
+
+
+def test_an_answer_that_cannot_be_read_fails_its_request_alone(
+    wires: Wires, server: Node, peer: Peer, echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(*arguments: object) -> None:
+        raise KeyError("something is wrong in the thread of the node")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peer._node, "send", send)
+        with pytest.raises(NoReplyError):
+            peer.ask(1, 0.3).result()
+    assert peer.ask(2, 20).result() == 2
