@@ -19,7 +19,7 @@ from penstock.distributed.closing import Closing
 from penstock.distributed.keys import Connection
 from penstock.distributed.launched import LaunchedProcess
 from penstock.distributed.metric_sinks import JsonLines, MetricsSink, RunState
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.panel import ControlPanel, WireName
 from penstock.distributed.policy_worker import AgentPlan, Policies, PolicyWorker
 from penstock.distributed.role import Worker
@@ -325,7 +325,7 @@ class Run(Closing):
     def state(self) -> RunState:
         """The run now. While the trainer gives no figures, its version is the last that was known."""
         if self._joining:
-            self.panel.auto_connect()
+            self.panel.autoconnect()
         joined = [name for name in self._joining if name in self.panel.worker_names]
         workers = self.panel.stats([*self._makers, *joined])
         self._version = int(workers["trainer/0"].get("version", self._version))
@@ -444,7 +444,7 @@ class Run(Closing):
 
     def _step(self) -> dict[str, ClusterError]:
         """Do what can be done now for the workers that do not run. Returns why some of them have failed."""
-        self._reached = self.panel.auto_connect() if self._starting else []
+        self._reached = self.panel.autoconnect() if self._starting else []
         errors: dict[str, ClusterError] = {}
         for name, steps in list(self._starting.items()):
             try:

@@ -10,19 +10,16 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from penstock.distributed.messages import BadMessageError
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.statuses import FINAL, Status, StatusMachine
-from penstock.distributed.wire import Letter, Wire
+from penstock.distributed.wire import Call, Node
 from penstock.errors import ClusterError, ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from penstock.distributed.keys import Connection as SocketConnection
-    from penstock.distributed.wire_local import LocalConnection
-
-    Connection: TypeAlias = SocketConnection | LocalConnection  # how to join a trial
+    from penstock.distributed.keys import Connection
 
 _log = logging.getLogger("penstock")
 
@@ -60,10 +57,10 @@ class WorkerServer:
     """Receives the requests to one worker. Urgent handlers run at once, in the thread of this server. The others run in
     the worker's own thread, when it calls `handle`."""
 
-    def __init__(self, wire: Wire, name: str) -> None:
+    def __init__(self, wire: Node, name: str) -> None:
         self._handlers: dict[str, Handler] = {}
         self._urgent: set[str | None] = set()
-        self._requests: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self.inbox = wire.open(f"worker/{name}")
         self._thread = threading.Thread(target=self._receive, name=f"server of {name}", daemon=True)
         self._thread.start()
@@ -76,10 +73,10 @@ class WorkerServer:
     def handle(self, timeout: float) -> None:
         """Wait at most `timeout` seconds for a request, and answer all that wait."""
         try:
-            letter = self._requests.get(timeout=timeout) if timeout else self._requests.get_nowait()
-            while letter is not None:
-                letter.answer_with(self._handlers)
-                letter = self._requests.get_nowait()
+            call = self._requests.get(timeout=timeout) if timeout else self._requests.get_nowait()
+            while call is not None:
+                call.run(self._handlers)
+                call = self._requests.get_nowait()
         except queue.Empty:
             pass
 
@@ -93,11 +90,11 @@ class WorkerServer:
         self._thread.join(_END_SECONDS)
 
     def _receive(self) -> None:
-        while (letter := self.inbox.receive()) is not None:
-            if letter.command in self._urgent:
-                letter.answer_with(self._handlers)
+        while (call := self.inbox.receive()) is not None:
+            if call.command in self._urgent:
+                call.run(self._handlers)
             else:
-                self._requests.put(letter)
+                self._requests.put(call)
 
 
 class Worker:
@@ -110,7 +107,7 @@ class Worker:
     """
 
     name: str
-    wire: Wire
+    wire: Node
     names: NameClient
     # Other attributes have names that begin with `_worker_`, so that a subclass does not use the same names.
 

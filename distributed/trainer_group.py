@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 
 from penstock.agents import Agent
-from penstock.distributed.name_table import NameClient
-from penstock.distributed.wire import Wire
+from penstock.distributed.names import NameClient
+from penstock.distributed.wire import Node
 from penstock.errors import ConfigError
 
 _SECONDS = 60.0  # how long the ranks wait for each other at the start
@@ -32,7 +32,7 @@ class TrainerGroup:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: Node,
         names: NameClient,
         key: str,
         rank: int,

@@ -53,7 +53,7 @@ from penstock.distributed import (
 )
 from penstock.distributed.actor_worker import StreamAgent
 from penstock.distributed.launched import LaunchedThread
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.parameters import ParameterClient, ParameterServer, read_parameters
 from penstock.distributed.pieces import batch_of
 from penstock.envs import ScriptedGame
@@ -151,12 +151,12 @@ class PictureTrainer:
         pass
 
     def step(self, batch: Batch) -> Mapping[str, float]:
-        from penstock.distributed.launch_ray import _transports
+        from penstock.distributed.launch_ray import _nodes
 
         pictures = batch.samples.env.observation.flatten(2).float()
         assert (pictures.min(2).values == pictures.max(2).values).all()
         assert (pictures[1:, :, 0] == (batch.samples.env.reward[:-1] * ~batch.samples.env.done[:-1])).all()
-        return {"large": sum(transport._wire.counts.get("large", 0) for transport in _transports.values())}
+        return {"large": sum(node.counts.get("large", 0) for node in _nodes.values())}
 
 
 @pytest.mark.ray
