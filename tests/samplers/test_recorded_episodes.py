@@ -291,11 +291,11 @@ def test_an_episode_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pyt
 def test_an_episode_is_repeated_across_the_place_where_the_log_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode_log, "_MOST_STEPS", 7)  # 19 rows: an episode may have 7 steps before the last batch
     lengths = []
-    with make(Walk, max_decorrelation_steps=0) as sampler:
+    with make(Walk, batch_B=20, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         for itr in range(5):
             sampler.obtain_samples(itr)
-            for episode in (sampler.episode(b, 0) for b in range(B)):
+            for episode in (sampler.episode(b, 0) for b in range(20)):
                 if not episode.n_missing:
                     episode.run()[0].close()
                     lengths.append(episode.step)
