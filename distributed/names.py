@@ -45,7 +45,7 @@ class NameTable:
         ] = {}  # value, owner, whether it is lasting, when it came
         self._keys: list[str] = []  # sorted
         self._until: dict[str, float] = {}  # the leases, by owner
-        self._next_end = 0.0  # no lease ends before
+        self._next_end, self._n_ended = 0.0, 0  # no lease ends before; how many have ended
         self._changed: dict[
             str, int
         ] = {}  # the last version that has changed something below a first part, or below ""
@@ -129,12 +129,24 @@ class NameTable:
         return found, None
 
     def beat(
-        self, owner: str, entries: Mapping[str, Any], roots: Sequence[str], since: Sequence[Any], after: str
+        self,
+        owner: str,
+        entries: Mapping[str, Any],
+        roots: Sequence[str],
+        since: Sequence[Any],
+        after: str,
+        n_ended: int = -1,
     ) -> dict[str, Any]:
         """Renew the lease of `owner`, and keep its `entries`: value and whether it is lasting. The answer has names at
-        `roots` and below, as `find`, if they have changed after the version `since`."""
+        `roots` and below, as `find`, if they have changed after the version `since`.
+
+        A beat may be old: the system sends what a process has sent before it died when a link is there again. So an
+        owner that is not known must repeat how many leases have ended, which only somebody alive has been told."""
         if type(owner) is not str:
             raise NameTableError(f"an owner is text, got {owner!r}")
+        self.expire()
+        if owner not in self._until and n_ended != self._n_ended:
+            return {"is_kept": False, "n_ended": self._n_ended, "pace": self.pace}
         self._renew(owner)
         for key, (value, lasting) in entries.items():
             with contextlib.suppress(NameTableError):  # another owner has it now
@@ -143,7 +155,8 @@ class NameTable:
         table, number = since
         news = [root for root in roots if self._changed.get(root.partition("/")[0], 0) > number or table != self._id]
         found, last = self.find(roots, after) if news or after else (None, None)
-        return {"since": [self._id, self.version], "found": found, "last": last, "pace": self.pace}
+        news_of = {"since": [self._id, self.version], "found": found, "last": last}
+        return {"is_kept": True, "n_ended": self._n_ended, "pace": self.pace, **news_of}
 
     def expire(self) -> None:
         """Delete the names whose leases have ended."""
@@ -152,6 +165,7 @@ class NameTable:
         ended = {owner for owner, until in self._until.items() if until <= now}
         for owner in ended:
             del self._until[owner]
+        self._n_ended += len(ended)
         self._next_end = min(self._until.values(), default=float("inf"))
         for key in [key for key, entry in self.entries.items() if entry[1] in ended and not entry[2]] if ended else ():
             self._delete(key)
@@ -202,6 +216,7 @@ class NameClient:
         self._since: list[Any] = ["", -1]
         self._table = ""  # its id
         self._n_begun = self._n_done = 0  # rounds
+        self._n_ended = -1  # how many leases have ended, as the table has said
         self._peer = self._reach()
         wire.on_tick.append(self._tick)
 
@@ -390,7 +405,8 @@ class NameClient:
             if (entry := self._entries.get(key := self._left.pop())) is not None:
                 entries[key] = [*entry]
                 size += 4 * len(key) + len(entry[0])
-        kwargs = {"owner": self._wire.id, "entries": entries, "since": self._since, "after": self._after or ""}
+        kwargs: dict[str, Any] = {"owner": self._wire.id, "entries": entries, "n_ended": self._n_ended}
+        kwargs |= {"since": self._since, "after": self._after or ""}
         kwargs["roots"] = [] if self._after is None else self._asked
         try:
             request = self._live_peer().ask({"command": "beat", "kwargs": kwargs}, float("inf"))
@@ -405,7 +421,10 @@ class NameClient:
             self._left, self._next = None, self._wire.clock + _RETRY_SECONDS
             return
         answer = request.result()
-        self._heard, self.pace = self._wire.clock, answer["pace"]
+        self._heard, self.pace, self._n_ended = self._wire.clock, answer["pace"], answer["n_ended"]
+        if not answer["is_kept"]:
+            self._left = None
+            return self._beat_soon()
         if self._after == "":
             self._first = answer["since"]
         if answer["found"] is not None:

@@ -382,10 +382,12 @@ class ControlPanel(Closing):
         running = [name for name, worker in self._launched.items() if worker.ending() is None]
         if self._start is not None:  # those that have joined end too: the trial ends with its panel
             running += [name for name, peer in self._peers.items() if name not in self._launched and not peer.is_dead]
+        ending: list[str] = []
         try:
             if running and not self._wire.is_closed:
                 self.autoconnect()
-                self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0)))
+                answers = self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0)))
+                ending = [each.worker_name for each in answers if each.is_ok and each.worker_name not in self._launched]
         finally:
             self._closing.set()
             self._watcher.join()
@@ -397,6 +399,11 @@ class ControlPanel(Closing):
                         "its thread ends with this process" if isinstance(worker, LaunchedThread) else "it was killed"
                     )
                     _log.warning("worker %s has not ended within %g s: %s", name, timeout, what)
+            with contextlib.suppress(ClusterError):  # those that have joined report their end before the table goes
+                while time.monotonic() < deadline and self.names.followed("workers").keys() & {
+                    f"workers/{name}" for name in ending
+                }:
+                    time.sleep(0.01)
             with contextlib.suppress(ClusterError):  # without the name table nobody knows
                 for key, (status, text) in self.names.find("status").items() if running else ():
                     if status == Status.ERROR.value and (name := key.partition("/")[2]) in running:

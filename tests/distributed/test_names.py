@@ -27,6 +27,12 @@ def is_below(key: str, root: str) -> bool:
     return not root or f"{key}/".startswith(f"{root}/")
 
 
+def beat(names: NameTable, owner: str, *arguments: Any) -> dict[str, Any]:
+    """A beat, which an owner repeats that the table does not know."""
+    answer = names.beat(owner, *arguments)
+    return answer if answer["is_kept"] else names.beat(owner, *arguments, answer["n_ended"])
+
+
 class NamesMachine(RuleBasedStateMachine):
     """The model is a dict: key to value, owner, whether it is lasting. And each owner has a deadline. Followers see the
     names below their roots, some of them seldom."""
@@ -64,7 +70,7 @@ class NamesMachine(RuleBasedStateMachine):
         if "a" not in self.model:
             self.model["a"] = (b"new", owner, False)
         self.deadlines[owner] = self.now + LEASE_SECONDS
-        self.names.beat(owner, {"a": [b"new", False], **mine}, [], ["", -1], "")
+        beat(self.names, owner, {"a": [b"new", False], **mine}, [], ["", -1], "")
 
     @rule(key=st.sampled_from(KEYS), owner=st.sampled_from(OWNERS))
     def delete(self, key: str, owner: str) -> None:
@@ -83,7 +89,7 @@ class NamesMachine(RuleBasedStateMachine):
     @rule(root=st.sampled_from(ROOTS))
     def look(self, root: str) -> None:
         found, since = self.seen[root]
-        answer = self.names.beat("follower", {}, [root], since, "")
+        answer = beat(self.names, "follower", {}, [root], since, "")
         self.deadlines["follower"] = self.now + LEASE_SECONDS
         if answer["found"] is not None:
             found = answer["found"]
@@ -134,10 +140,25 @@ def test_a_value_has_a_limit() -> None:
 def test_figures_concern_only_who_follows_them() -> None:
     names = NameTable(lambda: 0.0)
     names.add("streams/train/a", b"1", "x")
-    since = names.beat("y", {}, ["streams/train"], ["", -1], "")["since"]
-    names.beat("x", {"figures/a": [b"2", False]}, [], since, "")
-    assert names.beat("y", {}, ["streams/train"], since, "")["found"] is None
-    assert names.beat("z", {}, ["figures"], since, "")["found"] == {"figures/a": b"2"}
+    since = beat(names, "y", {}, ["streams/train"], ["", -1], "")["since"]
+    beat(names, "x", {"figures/a": [b"2", False]}, [], since, "")
+    assert beat(names, "y", {}, ["streams/train"], since, "")["found"] is None
+    assert beat(names, "z", {}, ["figures"], since, "")["found"] == {"figures/a": b"2"}
+
+
+def test_an_old_beat_of_an_owner_whose_lease_has_ended_brings_no_name_back() -> None:
+    """What a process has sent before it died comes when its link is there again. One that lives is asked first."""
+    now = 0.0
+    names, mine = NameTable(lambda: now), {"workers/a": [b"1", False]}
+    beat(names, "dead", mine, [], ["", -1], "")
+    told = beat(names, "dead", mine, [], ["", -1], "")["n_ended"]
+    now = 2 * LEASE_SECONDS
+    assert not names.beat("dead", mine, [], ["", -1], "", told)["is_kept"]
+    names.add("workers/a", b"2", "other")
+    assert names.find([""])[0] == {"workers/a": b"2"}
+    now = 4 * LEASE_SECONDS
+    assert beat(names, "dead", mine, [], ["", -1], "")["is_kept"]
+    assert names.find([""])[0] == {"workers/a": b"1"}
 
 
 def test_ten_thousand_owners_and_no_orphan() -> None:
@@ -148,7 +169,7 @@ def test_ten_thousand_owners_and_no_orphan() -> None:
     for second in range(1, 61):
         now = float(second)
         for i in [i for i, at in next_beats.items() if at <= now]:
-            pace = names.beat(f"owner {i}", {f"figures/{i}": [b"%d" % second, False]}, ["streams"], ["", -1], "")[
+            pace = beat(names, f"owner {i}", {f"figures/{i}": [b"%d" % second, False]}, ["streams"], ["", -1], "")[
                 "pace"
             ]
             spans.append(now - next_beats[i] + pace)
