@@ -481,7 +481,9 @@ def _save(path: str | os.PathLike[str], state: Mapping[str, Any], agent: str) ->
     target = Path(path)
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        torch.save({"agent": agent, "state": packed(state)}, part)
+        part.unlink(missing_ok=True)
+        with open(part, "xb") as file:  # a new file, never one to which somebody has put a link there
+            torch.save({"agent": agent, "state": packed(state)}, file)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)

@@ -33,11 +33,12 @@ from rich.console import Console
 from rich.table import Table
 from turns import machine
 
-from penstock.distributed import ControlPanel, wire_zmq
+from penstock.distributed import ControlPanel
+from penstock.distributed import wire as wires
 from penstock.distributed.keys import Connection
-from penstock.distributed.name_table import NameClient, NameHost
+from penstock.distributed.names import NameClient, NameTable
 from penstock.distributed.parameters import ParameterClient, ParameterServer
-from penstock.distributed.wire import Wire
+from penstock.distributed.wire import Node
 
 N_PROCESSES, N_FULL = 4, 80
 FIGURES = {f"figure{i}": 1.5 * i for i in range(8)}
@@ -65,16 +66,16 @@ class Asker:
         if not self._is_asking and self._full.version > tuple(self._version):
             self._is_asking = True
             message = {"version": self._version, "place": self._full._place, "is_urgent": False}
-            self._trainer.ask(message, 1e9, patience=10.0).add_done_callback(self._told)
+            self._trainer.ask(message, 1e9).add_done_callback(self._told)
         self.n_seen, n_before = self.n_versions, self.n_seen
         return True if self.n_seen > n_before else None
 
 
 def work(file: str, first: int, count: int, n_full: int) -> None:
     """Be `count` workers, until standard input ends. Print a dot for each version that a worker has got."""
-    wire_zmq.TICK_SECONDS = 0.5  # otherwise the threads of so many workers leave this machine no time
+    wires.TICK_SECONDS = 0.5  # otherwise the threads of so many workers leave this machine no time
     connection = Connection.read(file)
-    clients, followers = list[tuple[int, Wire, NameClient]](), list[ParameterClient | Asker]()
+    clients, followers = list[tuple[int, Node, NameClient]](), list[ParameterClient | Asker]()
     for i in range(first, first + count):
         wire = connection.wire()
         names = NameClient(wire, connection.address)
@@ -296,8 +297,7 @@ def main() -> None:
         return train(args.train, args.megabytes)
     if args.work:
         return work(args.work[0], *map(int, args.work[1:]))
-    meter = Meter(NameHost, "_answer", "_tick")
-    Meter(NameClient, "_on_sync")  # the table's reply runs this in the same thread: it is not the table's own time
+    meter = Meter(NameTable, "add", "beat", "clear", "delete", "expire", "find")
     found = [measure(count, args.seconds, args.megabytes, meter) for count in args.workers]
     table = Table(title=f"Workers over sockets, parameters of {args.megabytes:g} MB")
     for heading in found[0]:

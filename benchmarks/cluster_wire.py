@@ -61,9 +61,9 @@ def serve_wire(*keys: str) -> None:
     wire = Connection("benchmark", "", *keys).wire()
     inbox = wire.open("echo")
     print(wire.address, flush=True)
-    while (letter := inbox.receive(60)) is not None:
-        message = letter.message
-        letter.reply(message if "command" in message else {"action": message.get("prev_action")})
+    while (call := inbox.receive(60)) is not None:
+        message = call.message
+        call.reply(message if "command" in message else {"action": message.get("prev_action")})
 
 
 class Bare:
@@ -122,7 +122,7 @@ class OnRay:
         class Echo(ActorProcess):
             def open(self, connection: Connection) -> str:
                 self.wire = connection.wire()
-                self.wire.open("echo", lambda letter: letter.reply())
+                self.wire.open("echo", lambda call: call.reply())
                 return self.wire.address
 
         self._leave, self._message, keys = connect(None, 1, dashboard=False), message, RayConnection.make("benchmark")

@@ -21,17 +21,11 @@ class _Pickling(threading.local):
 _pickling = _Pickling()
 
 
-class InheritedFd:
-    """Owns one descriptor. A forked child inherits it.
-
-    `dumps` pickles it as a place in its list of descriptors. At any other time pickling fails.
-    """
+class _Fd:
+    """A descriptor that was closed. It has no `__del__`, in which Python would drop the exception of a Ctrl-C."""
 
     fd = -1  # if an exception of a signal handler comes before the first line of `__init__`
     _close = staticmethod(os.close)  # at the end of the interpreter, `os` may have been cleared before `__del__` runs
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
 
     def fileno(self) -> int:
         return self.fd
@@ -41,6 +35,17 @@ class InheritedFd:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             self._close(fd)
+        self.__class__ = _Fd
+
+
+class InheritedFd(_Fd):
+    """Owns one descriptor. A forked child inherits it.
+
+    `dumps` pickles it as a place in its list of descriptors. At any other time pickling fails.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
 
     def __del__(self) -> None:
         self.close()

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from penstock.distributed.keys import Connection
     from penstock.distributed.launch_ray import RayConnection
     from penstock.distributed.metric_sinks import JsonLines, MetricsSink, Prometheus, RunState, TensorBoard
-    from penstock.distributed.name_table import NameClient
-    from penstock.distributed.panel import ControlPanel, Response
+    from penstock.distributed.names import NameClient
+    from penstock.distributed.panel import ControlPanel, Response, WorkerControlPanel
     from penstock.distributed.pieces import Batch
     from penstock.distributed.policy_worker import AgentPlan, Policies, PolicyWorker
     from penstock.distributed.ray_sampler import Piece, RaySampler, RayStats, ShardStats
@@ -33,8 +33,8 @@ _NAMES_OF = {
     "keys": ("Connection",),
     "launch_ray": ("RayConnection",),
     "metric_sinks": ("JsonLines", "MetricsSink", "Prometheus", "RunState", "TensorBoard"),
-    "name_table": ("NameClient",),
-    "panel": ("ControlPanel", "Response"),
+    "names": ("NameClient",),
+    "panel": ("ControlPanel", "Response", "WorkerControlPanel"),
     "pieces": ("Batch",),
     "policy_worker": ("AgentPlan", "Policies", "PolicyWorker"),
     "ray_sampler": ("Piece", "RaySampler", "RayStats", "ShardStats"),
@@ -81,6 +81,7 @@ __all__ = [
     "TrainerWorker",
     "Training",
     "Worker",
+    "WorkerControlPanel",
 ]
 
 

@@ -122,7 +122,8 @@ class ActorWorker(Worker):
         self._begin_episodes()
 
     def _must_end(self) -> bool:
-        return self.status in FINAL
+        """Whether to stop waiting for a policy worker, or for the trainer: they are silent too, if the panel is."""
+        return self.status in FINAL or self._misses_panel()
 
     @property
     def _n_moves(self) -> int:

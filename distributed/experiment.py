@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.agents import Agent
-from penstock.arguments import integer, one_of, seconds
+from penstock.arguments import integer, one_of, seconds, true_or_false
 from penstock.distributed.actor_worker import Actors, ActorWorker
 from penstock.distributed.closing import Closing
 from penstock.distributed.keys import Connection
 from penstock.distributed.launched import LaunchedProcess
 from penstock.distributed.metric_sinks import JsonLines, MetricsSink, RunState
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.panel import ControlPanel, WireName
 from penstock.distributed.policy_worker import AgentPlan, Policies, PolicyWorker
 from penstock.distributed.role import Worker
@@ -84,7 +84,8 @@ class Experiment:
             wire: "local": workers are threads of this process; "zmq": they are processes; "ray": they are Ray actors,
                 on the machines of the cluster that this process has joined, or of one that is started here.
             max_restarts: a worker that fails is started again. The run ends if one fails more often than this in a row,
-                each time within a minute, or if all together fail more often than this times their number.
+                each time within a minute, or if all together fail more often than this times their number. The first
+                failure of a worker after this process was suspended does not count.
             hang_timeout: seconds after which an actor or a policy worker is replaced whose process lives, but does not
                 answer; inf: it never is. A trainer never is, since that would lose its training.
             panel: more arguments of `ControlPanel`, such as `file` and `host`.
@@ -186,6 +187,8 @@ class Experiment:
         integer("save_every", training.save_every, 1)
         integer("max_restarts", max_restarts, 0)
         seconds("hang_timeout", hang_timeout)
+        seconds("panel_timeout", training.panel_timeout)
+        true_or_false("trust_checkpoint", training.trust_checkpoint)
         if training.max_staleness is not None:
             integer("max_staleness", training.max_staleness, 0)
         if self.seed is not None:
@@ -299,6 +302,8 @@ class Run(Closing):
         #: How often each worker was started again.
         self.restarts = dict.fromkeys(makers, 0)
         self._n_in_row = dict.fromkeys(makers, 0)  # failures of each worker
+        self._n_failures = 0  # of all
+        self._n_suspensions = dict.fromkeys(makers, 0)  # of the panel, when each worker was started
         self._up_since: dict[str, float] = {}
         self._silent_since: dict[str, float] = {}
         self._starting = {name: self._start(name) for name in makers}  # what is left to do for those that do not run
@@ -320,7 +325,7 @@ class Run(Closing):
     def state(self) -> RunState:
         """The run now. While the trainer gives no figures, its version is the last that was known."""
         if self._joining:
-            self.panel.auto_connect()
+            self.panel.autoconnect()
         joined = [name for name in self._joining if name in self.panel.worker_names]
         workers = self.panel.stats([*self._makers, *joined])
         self._version = int(workers["trainer/0"].get("version", self._version))
@@ -407,12 +412,15 @@ class Run(Closing):
 
     def _restart(self, name: str, reason: str) -> None:
         """A worker has failed: start it again, if it may be."""
-        now = time.monotonic()
+        now, n_suspensions = time.monotonic(), self.panel.count_suspensions()
         if now - self._up_since.pop(name, now) > _SOUND_SECONDS:
             self._n_in_row[name] = 0
-        self._n_in_row[name] += 1
-        n, total, most = self._n_in_row[name], sum(self.restarts.values()), self._max_restarts
-        if n > most or total >= most * len(self.restarts):
+        counts = n_suspensions == self._n_suspensions[name]  # otherwise it may have ended since the panel was silent
+        self._n_suspensions[name] = n_suspensions
+        self._n_in_row[name] += counts
+        n, total, most = self._n_in_row[name], self._n_failures, self._max_restarts
+        self._n_failures += counts
+        if counts and (n > most or total >= most * len(self.restarts)):
             raise ClusterError(
                 f"worker {name} has failed {n} times in a row, and {total} workers were started again before, with "
                 f"max_restarts={most}. The last time: {reason}"
@@ -425,7 +433,7 @@ class Run(Closing):
                 self._up_since.pop(other, None)
                 self._starting[other] = self._start(other)
         self._silent_since.pop(name, None)
-        self._starting[name] = self._start(name, 0.0 if n == 1 else min(2.0 ** (n - 2), _LONGEST_PAUSE))
+        self._starting[name] = self._start(name, 0.0 if n <= 1 else min(2.0 ** (n - 2), _LONGEST_PAUSE))
 
     def _dismiss(self, name: str, error: ClusterError) -> None:
         """A worker that has joined cannot start. It may join again."""
@@ -436,7 +444,7 @@ class Run(Closing):
 
     def _step(self) -> dict[str, ClusterError]:
         """Do what can be done now for the workers that do not run. Returns why some of them have failed."""
-        self._reached = self.panel.auto_connect() if self._starting else []
+        self._reached = self.panel.autoconnect() if self._starting else []
         errors: dict[str, ClusterError] = {}
         for name, steps in list(self._starting.items()):
             try:

@@ -10,11 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.distributed.wire import Wire
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from penstock.distributed.wire import Node
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Connection:
         trial: names of the experiment and the trial, joined by a slash.
         address: where the name table is.
         server_public, server_secret, client_public, client_secret: CURVE keys of this trial alone.
-        host: the address of this machine at which the wires of this process can be reached.
+        host: the address of this machine at which the nodes of this process can be reached.
     """
 
     trial: str
@@ -45,13 +46,13 @@ class Connection:
         server, client = ([key.decode() for key in zmq.curve_keypair()] for _ in range(2))
         return cls(trial, "", server[0], server[1], client[0], client[1], host)
 
-    def wire(self, port: int = 0) -> Wire:
-        """A new wire with these keys, at this port; 0 for any free one. Raises `ConfigError` for an address that cannot
+    def wire(self, port: int = 0) -> Node:
+        """A new node with these keys, at this port; 0 for any free one. Raises `ConfigError` for an address that cannot
         be used."""
         _need_sockets()
-        from penstock.distributed.wire_zmq import ZmqTransport
+        from penstock.distributed.wire import Node
 
-        return Wire(ZmqTransport(self, self.host, port))
+        return Node(self, self.host, port)
 
     def write(self, path: str | Path) -> None:
         """Write the file, readable for its owner alone. An older file is replaced.

@@ -21,68 +21,66 @@ from ray import exceptions as ray_errors
 from penstock.distributed.keys import Connection
 from penstock.distributed.placement import actor_options
 from penstock.distributed.role import Worker
-from penstock.distributed.wire import Header, Wire
-from penstock.distributed.wire_zmq import ZmqTransport
+from penstock.distributed.wire import Header, Line, Node
 
 _START_SECONDS = 120.0
 _LARGE = 4 * 2**20  # bytes of a message from which on the object store takes less CPU time than sockets
 _NAMESPACE = "penstock"  # of the names of the actors
 
 _own_name = ""  # the name of the actor that this process runs; empty in other processes
-_transports: dict[str, RayTransport] = {}  # those of this process, by address
+_nodes: dict[str, RayNode] = {}  # those of this process, by address
 
 
-class RayTransport(ZmqTransport):
+class RayNode(Node):
     """Sends small messages over sockets. A large one is the argument of a call of the actor that gets it: Ray puts it
-    into its object store, from which the receiver reads it without a copy. The address of a wire in an actor ends with
+    into its object store, from which the receiver reads it without a copy. The address of a node in an actor ends with
     "#" and the name of the actor."""
 
-    def __init__(self, connection: Connection, host: str, port: int) -> None:
-        super().__init__(connection, host, port)
+    def __init__(self, keys: Connection, host: str, port: int) -> None:
+        super().__init__(keys, host, port)
         self.address += f"#{_own_name}"
         self._actors: dict[str, Any] = {}  # by name
+        self._ways_back: dict[str, Line] = {}  # to the senders of large messages, by address
+        _nodes[self.address] = self
 
-    def start(self, wire: Wire) -> None:
-        _transports[self.address] = self
-        super().start(wire)
-
-    def send(self, route: Any, header: Header, packed: Any) -> None:
-        name = route.partition("#")[2] if isinstance(route, str) else ""
-        if not name or sum(map(len, packed or ())) < _LARGE:
+    def send(self, route: Any, header: Header, packed: list[Any]) -> None:
+        """Send a packet. A way back is the address of its sender, if the request has come through Ray."""
+        if isinstance(route, str):
+            if (line := self._ways_back.get(route)) is None:
+                self._ways_back[route] = line = Line(route)
+                self.connect(line)
+            route = line  # ZeroMQ keeps what is sent until it is connected
+        name = route.address.partition("#")[2] if isinstance(route, Line) and route.address != self.address else ""
+        if not name or sum(map(len, packed)) < _LARGE:
             return super().send(route, header, packed)
         try:
             if name not in self._actors:
                 self._actors[name] = ray.get_actor(name, _NAMESPACE)
             frames = [np.frombuffer(frame, np.uint8) for frame in packed]
-            self._actors[name].bring.remote(header, route, self.address, frames)
+            self._actors[name].bring.remote(header, route.address, self.address, frames)
         except (ValueError, ray_errors.RayError):  # it has ended
-            self._wire.count("unsent")
+            self._actors.pop(name, None)
+            self.count("unsent")
+        return None
 
     def bring(self, header: Header, route: str, frames: list[Any]) -> None:
-        """A large packet has come from the wire at the address `route`."""
-        self._wire.count("large")
-        self._wire.deliver(header, [memoryview(frame) for frame in frames], route)
-
-    def disconnect(self, address: str) -> None:
-        address, _, name = address.partition("#")
-        self._actors.pop(name, None)
-        super().disconnect(address)
+        """A large packet has come from the node at the address `route`."""
+        self.count("large")
+        self.do(self.received, header, [memoryview(frame) for frame in frames], route)
 
     def close(self) -> None:
-        _transports.pop(self.address, None)
+        """As `Node.close`."""
+        _nodes.pop(self.address, None)
         super().close()
-
-    def _route_to(self, address: str) -> bytes:
-        return super()._route_to(address.partition("#")[0])
 
 
 class RayConnection(Connection):
-    """What a process of a Ray cluster needs to join a trial. Its wires listen at the address that its node has in the
-    cluster."""
+    """What a process of a Ray cluster needs to join a trial. Its nodes listen at the address that its machine has in
+    the cluster."""
 
-    def wire(self, port: int = 0) -> Wire:
-        """A new wire."""
-        return Wire(RayTransport(self, ray.util.get_node_ip_address(), port))
+    def wire(self, port: int = 0) -> Node:
+        """A new node."""
+        return RayNode(self, ray.util.get_node_ip_address(), port)
 
 
 class ActorProcess:
@@ -103,9 +101,9 @@ class ActorProcess:
         return os.getpid()
 
     def bring(self, header: Header, address: str, route: str, frames: list[Any]) -> None:
-        """A large packet has come for the wire at `address`, from the wire at `route`."""
-        if (transport := _transports.get(address)) is not None:
-            transport.bring(header, route, frames)
+        """A large packet has come for the node at `address`, from the node at `route`."""
+        if (node := _nodes.get(address)) is not None:
+            node.bring(header, route, frames)
 
     def run(self, code: bytes) -> str:
         """Run a worker until it ends. Returns its status."""

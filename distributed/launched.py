@@ -26,7 +26,7 @@ from penstock.errors import ConfigError
 from penstock.workers.handle import StackFile
 
 if TYPE_CHECKING:
-    from penstock.distributed.role import Connection
+    from penstock.distributed.keys import Connection
 
 _log = logging.getLogger("penstock")
 

@@ -32,43 +32,6 @@ class BadMessageError(ClusterError):
     """A message cannot cross a wire, or what came over a wire is no message."""
 
 
-def plain_copy(value: object) -> Any:
-    """A copy of `value`, as it would arrive at the other end of a wire. Raises `BadMessageError`."""
-    _check_tree(value)
-    return _copy(value)
-
-
-def _copy(value: object) -> Any:
-    if value is None or (isinstance(value, bool | float | str | bytes) and not isinstance(value, np.generic)):
-        return value
-    if isinstance(value, int):
-        if not -(2**63) <= value < 2**64:
-            raise BadMessageError(f"an integer in a message has at most 64 bits, got {value}")
-        return value
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_copy(item) for item in value]
-    if isinstance(value, np.generic):
-        return _copy(value.item())
-    array = np.array(_checked_array(value))
-    array.flags.writeable = False
-    return array
-
-
-def n_bytes(value: Any) -> int:
-    """How many bytes a plain value has at most in a message, beside those of the others."""
-    if isinstance(value, str):
-        return 5 + 4 * len(value) if not value.isascii() else 5 + len(value)
-    if isinstance(value, bytes):
-        return 5 + len(value)
-    if isinstance(value, dict):
-        return 5 + sum(n_bytes(key) + n_bytes(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return 5 + sum(map(n_bytes, value))
-    return 64 + value.nbytes if isinstance(value, np.ndarray) else 9
-
-
 def packer() -> Any:
     """This thread's packer of headers and small arrays. To make one takes up to 15 µs."""
     if (found := getattr(_own, "packer", None)) is None:

@@ -1,195 +1,473 @@
-"""The name table: addresses of workers, and for how long they are valid. It has no thread, no socket and no clock."""
+"""The name table: addresses of workers, and their figures.
+
+The owner of names sends all of them at each *beat*, and so renews its lease. A beat comes twice a second, or less often
+if there are more than 150 owners. The answer has the names that the owner follows, if they have changed.
+"""
 
 from __future__ import annotations
 
-import heapq
+import contextlib
+import threading
+import time
 import uuid
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
-from penstock.distributed.messages import n_bytes
-from penstock.errors import NameTableError
+from penstock.distributed.messages import BadMessageError, decode, encode
+from penstock.distributed.wire import LOST_SECONDS, Inbox, Node, Peer
+from penstock.errors import NameTableError, NoReplyError, PeerLostError, RequestError
 
-MOST_BYTES = 2**16  #: of a name with its value
+INBOX = "names"
+LEASE_SECONDS = 3.0  # the least
+MOST_BYTES = 2**16  #: of the value of a name
 PAGE = 2**17  #: bytes of names in one message, which is limited
-_MOST_DELETED = 10_000  # keys that were deleted and are remembered
+_BEAT_SECONDS = 0.5
+_MOST_BEATS = 300  # a second, of all owners, as long as each has one within `_LONGEST_SECONDS`
+_LONGEST_SECONDS = 10.0  # a third of the silence after which a worker ends
+_RETRY_SECONDS = 0.25  # after a beat that has failed
 
 
-@dataclass
-class _Entry:
-    value: Any
-    owner: str
-    lasting: bool  # it stays when the lease of its owner has run out
-    size: int  # bytes, with its key
-
-
-@dataclass
-class _Owner:
-    deadline: float = 0.0  # when its lease runs out
-    keys: set[str] = field(default_factory=set)
-
-
-class Names:
-    """Path keys such as `trial0/workers/actor/3`, each with a value and an owner.
-
-    Each owner has one lease, which it renews for as long as it runs. When the lease has run out, its entries are
-    deleted, except lasting ones. Changes are numbered: a client that knows all entries asks only for later changes.
+class NameTable:
+    """Path keys such as `workers/actor/3`, each with a packed value and an owner. It has no thread, no socket and no
+    clock of its own. When the lease of an owner has run out, its names are deleted, except lasting ones.
 
     Args:
         clock: returns seconds; it never goes back.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        #: The last change: `[id of this table, number]`. The id is new when deleted keys were forgotten: clients then
-        #: take all entries again.
-        self.last: list[Any] = [uuid.uuid4().hex[:12], 0]
-        self._clock = clock
-        self._entries: dict[str, _Entry] = {}
-        self._owners: dict[str, _Owner] = {}
-        self._deadlines: list[tuple[float, str]] = []  # a heap, also of leases that were renewed since
-        self._changed: dict[str, int] = {}  # the last change of each key, in the order of the changes
-        self._changed_below: dict[str, int] = {}  # the last change of each path: of it, or of something below it
+        self._clock, self._id, self.version = clock, uuid.uuid4().hex[:12], 0
+        self.entries: dict[
+            str, tuple[bytes, str, bool, float]
+        ] = {}  # value, owner, whether it is lasting, when it came
+        self._keys: list[str] = []  # sorted
+        self._until: dict[str, float] = {}  # the leases, by owner
+        self._next_end, self._n_ended = 0.0, 0  # no lease ends before; how many have ended
+        self._changed: dict[
+            str, int
+        ] = {}  # the last version that has changed something below a first part, or below ""
 
-    def add(self, key: str, value: object, *, owner: str, lease: float | None = None, replace: bool = False) -> None:
-        """Add an entry, and renew the lease of its owner, for so many seconds. None: the entry is lasting.
+    def serve(self, node: Node) -> Inbox:
+        """Answer the requests to the inbox "names" of `node`, in its thread."""
+        handlers = {name: getattr(self, name) for name in ("add", "delete", "clear", "find", "beat")}
+        node.on_tick.append(lambda now: self.expire())
+        return node.open(INBOX, lambda call: call.run(handlers))
 
-        Raises `NameTableError` if another owner has the key, unless `replace` is True, and if the value is too long.
-        """
-        if not isinstance(key, str) or not key or not all(key.split("/")) or len(key) > 500:
+    @property
+    def pace(self) -> float:
+        """Seconds between two beats of an owner. Everything that depends on it has three times as long."""
+        return min(_LONGEST_SECONDS, max(_BEAT_SECONDS, len(self._until) / _MOST_BEATS))
+
+    def add(self, key: str, value: bytes, owner: str, lasting: bool = False, replace: bool = False) -> None:
+        """Add a name, and renew the lease of its owner. Raises `NameTableError` if another owner has the key, unless
+        `replace`, and for what is no name."""
+        if not isinstance(key, str) or not all(key.split("/")) or len(key) > 500:
             text = "a name is a path such as 'trial0/workers/actor/3', at most 500 characters"
             raise NameTableError(f"{text}, got {key!r}")
-        if lease is not None and not lease > 0:
-            raise NameTableError(f"the lease of {key!r} must be longer than 0 s, got {lease!r}")
-        if (size := size_of(key, value)) > MOST_BYTES:
-            raise NameTableError(too_long(key, size))
+        if [type(value), type(owner), type(lasting)] != [bytes, str, bool] or len(value) > MOST_BYTES:
+            raise NameTableError(f"the name {key!r} has no value, or no owner")
         self.expire()
-        old = self._entries.get(key)
-        if old is not None and old.owner != owner:
-            if not replace:
-                raise NameTableError(
-                    f"the name {key!r} is taken by {old.owner}: choose another one, or wait until that ends"
-                )
-            self._delete(key)
-        self._entries[key] = _Entry(value, owner, lease is None, size)
-        self._owners.setdefault(owner, _Owner()).keys.add(key)
-        if lease is not None:
-            self.renew(owner, lease)
+        old = self.entries.get(key)
+        if old is not None and old[1] != owner and not replace:
+            raise NameTableError(f"the name {key!r} is taken by {old[1]}: choose another one, or wait until that ends")
+        self._renew(owner)
+        if old is None:
+            insort(self._keys, key)
+        if old is None or old[:3] != (value, owner, lasting):
+            self.entries[key] = value, owner, lasting, time.monotonic()
+            self._note(key)
+
+    def _renew(self, owner: str) -> None:
+        self._until[owner] = until = self._clock() + max(LEASE_SECONDS, 3 * self.pace)
+        self._next_end = min(self._next_end, until)
+
+    def _note(self, key: str) -> None:
+        self.version += 1
+        self._changed[""] = self._changed[key.partition("/")[0]] = self.version
+
+    def _delete(self, key: str) -> None:
+        del self.entries[key], self._keys[bisect_left(self._keys, key)]
         self._note(key)
 
-    def renew(self, owner: str, lease: float) -> None:
-        """Renew the lease of `owner`."""
+    def delete(self, key: str, owner: str) -> bool:
+        """Delete a name of `owner`. Returns whether it was there."""
         self.expire()
-        found = self._owners.setdefault(owner, _Owner())
-        found.deadline = self._clock() + lease
-        heapq.heappush(self._deadlines, (found.deadline, owner))
+        has = key in self.entries and self.entries[key][1] == owner
+        if has:
+            self._delete(key)
+        return has
 
-    def keys_of(self, owner: str) -> set[str]:
-        """The keys of `owner`, which adds missing ones again."""
-        return self._owners[owner].keys if owner in self._owners else set()
-
-    def page_of_keys(self, owner: str, after: str) -> tuple[list[str], str | None]:
-        """The keys of `owner` that come after this text, sorted, as many as fit into a message. Also the last one of
-        them, or None if these are all."""
-        found, size = list[str](), 0
-        for key in sorted(key for key in self.keys_of(owner) if key > after):
-            size += n_bytes(key)
-            if size > PAGE // 2:
-                return found, found[-1]
-            found.append(key)
-        return found, None
-
-    def delete(self, key: str, *, owner: str) -> bool:
-        """Delete `key`, if it belongs to `owner`. Returns whether it was deleted."""
-        self.expire()
-        if key not in self.keys_of(owner):
-            return False
-        self._delete(key)
-        return True
+    def _below(self, root: str) -> list[str]:
+        """The keys at `root` and below. `a/b` is below `a`, `ab` is not."""
+        if not root:
+            return self._keys
+        own = [root] if root in self.entries else []
+        return own + self._keys[bisect_left(self._keys, f"{root}/") : bisect_left(self._keys, f"{root}0")]
 
     def clear(self, root: str) -> int:
-        """Delete `root` and everything below it. Returns how many entries there were. `a/b` is below `a`, `ab` is
-        not."""
+        """Delete `root` and everything below. Returns how many names there were."""
         self.expire()
-        keys = [key for key in self._entries if root in prefixes(key)]
+        keys = list(self._below(root))
         for key in keys:
             self._delete(key)
         return len(keys)
 
-    def has_changed(self, roots: frozenset[str], since: Sequence[Any]) -> bool:
-        """Whether a root, or something below one, has changed after `since`. True if `since` is of another table."""
-        number = self._number(since)
-        return number < 0 or any(self._changed_below.get(root, -1) > number for root in roots)
+    def find(self, roots: Sequence[str], after: str = "") -> tuple[dict[str, bytes], str | None]:
+        """The names at `roots` and below that come after this key: as many as fit into a message. Also the last of
+        them, or None if these are all."""
+        self.expire()
+        keys = self._below(roots[0]) if len(roots) == 1 else sorted({key for r in roots for key in self._below(r)})
+        found, size, last = dict[str, bytes](), 0, ""
+        for key in keys[bisect_right(keys, after) :]:
+            size += 4 * len(key) + len(self.entries[key][0]) + 16
+            if size > PAGE:
+                return found, last
+            found[key], last = self.entries[key][0], key
+        return found, None
 
-    def changes(self, roots: frozenset[str], since: Sequence[Any]) -> tuple[dict[str, list[Any]], list[Any]]:
-        """The entries below `roots` that have changed after the change `since`: `[value]` for each key, and `[]` if it
-        was deleted; as many as fit into a message. Also the last change that this has."""
-        found: dict[str, list[Any]] = {}
-        last, size = [*since], 0
-        number, keys = self._number(since), list[str]()
-        if self.has_changed(roots, since):
-            keys = [*takewhile(lambda key: self._changed[key] > number, reversed(self._changed))]
-        for key in reversed(keys):
-            if not roots.isdisjoint(prefixes(key)):
-                entry = self._entries.get(key)
-                size += n_bytes(key) if entry is None else entry.size
-                if size > PAGE:
-                    return found, last
-                found[key] = [] if entry is None else [entry.value]
-                last = [self.last[0], self._changed[key]]
-        return found, self.last
+    def beat(
+        self,
+        owner: str,
+        entries: Mapping[str, Any],
+        roots: Sequence[str],
+        since: Sequence[Any],
+        after: str,
+        n_ended: int = -1,
+    ) -> dict[str, Any]:
+        """Renew the lease of `owner`, and keep its `entries`: value and whether it is lasting. The answer has names at
+        `roots` and below, as `find`, if they have changed after the version `since`.
 
-    def _number(self, since: Sequence[Any]) -> int:
-        """The number in `since`; -1 if that is of another table."""
-        return int(since[1]) if since[0] == self.last[0] else -1
+        A beat may be old: the system sends what a process has sent before it died when a link is there again. So an
+        owner that is not known must repeat how many leases have ended, which only somebody alive has been told."""
+        if type(owner) is not str:
+            raise NameTableError(f"an owner is text, got {owner!r}")
+        self.expire()
+        if owner not in self._until and n_ended != self._n_ended:
+            return {"is_kept": False, "n_ended": self._n_ended, "pace": self.pace}
+        self._renew(owner)
+        for key, (value, lasting) in entries.items():
+            with contextlib.suppress(NameTableError):  # another owner has it now
+                self.add(key, value, owner, lasting)
+        self.expire()
+        table, number = since
+        news = [root for root in roots if self._changed.get(root.partition("/")[0], 0) > number or table != self._id]
+        found, last = self.find(roots, after) if news or after else (None, None)
+        news_of = {"since": [self._id, self.version], "found": found, "last": last}
+        return {"is_kept": True, "n_ended": self._n_ended, "pace": self.pace, **news_of}
 
     def expire(self) -> None:
-        """Delete entries whose lease has ended."""
-        now = self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            owner = heapq.heappop(self._deadlines)[1]
-            found = self._owners.get(owner)
-            if found is not None and found.deadline <= now:
-                for key in [key for key in found.keys if not self._entries[key].lasting]:
-                    self._delete(key)
-                if not found.keys:
-                    del self._owners[owner]
-
-    def _delete(self, key: str) -> None:
-        self._owners[self._entries.pop(key).owner].keys.discard(key)
-        self._note(key)
-
-    def _note(self, key: str) -> None:
-        table, number = self.last
-        self.last = [table, number + 1]
-        self._changed.pop(key, None)
-        self._changed[key] = number + 1
-        for path in prefixes(key):
-            self._changed_below[path] = number + 1
-        if len(self._changed) > len(self._entries) + _MOST_DELETED:  # forget the deleted keys
-            self._changed = {key: number for key, number in self._changed.items() if key in self._entries}
-            self._changed_below = {path: n for key, n in self._changed.items() for path in prefixes(key)}
-            self.last = [uuid.uuid4().hex[:12], number + 1]
+        """Delete the names whose leases have ended."""
+        if (now := self._clock()) < self._next_end:
+            return
+        ended = {owner for owner, until in self._until.items() if until <= now}
+        for owner in ended:
+            del self._until[owner]
+        self._n_ended += len(ended)
+        self._next_end = min(self._until.values(), default=float("inf"))
+        for key in [key for key, entry in self.entries.items() if entry[1] in ended and not entry[2]] if ended else ():
+            self._delete(key)
 
 
-def size_of(key: str, value: object) -> int:
-    """How many bytes a name has in a message."""
-    return n_bytes(key) + n_bytes(value) + 10
+@dataclass(eq=False)
+class _Watch:
+    keys: list[str]
+    until: str  # "any" or "all": how many of the keys must be gone
+    seen: set[str]  # the keys that were in the table
+    gone: Future[Any] = field(default_factory=Future)
+
+    def left(self, found: Mapping[str, Any]) -> list[str]:
+        self.seen |= found.keys() & self.keys
+        return [key for key in self.keys if key in self.seen and key not in found]
 
 
-def too_long(key: str, size: int) -> str:
-    """What is wrong with a name of so many bytes."""
-    return (
-        f"the value of the name {key!r} has {size:,} bytes. At most {MOST_BYTES:,} are possible: the name table is for "
-        "addresses and figures, so send long values in a request or a stream"
-    )
+class NameClient:
+    """The name table, as one node sees it. Names that it adds stay for as long as the node is open.
+
+    All calls raise `NoReplyError` if the table cannot be reached for `timeout` seconds.
+
+    Args:
+        wire: the requests go through this node, and its id is the owner of the names.
+        address: where the table is.
+        timeout: seconds that a call waits for the table.
+        table: the table itself, if this node serves it: then `followed` is never late.
+    """
+
+    def __init__(self, wire: Node, address: str, *, timeout: float = 10.0, table: NameTable | None = None) -> None:
+        self._wire, self._address, self.timeout, self._own = wire, address, timeout, table
+        self._entries: dict[str, tuple[bytes, bool]] = {}  # key: value, whether it stays when this node is closed
+        self._changed = threading.Condition()  # of everything below
+        self._roots: set[str] = set()
+        self._found: dict[str, tuple[bytes, float]] = {}  # all names below the roots: value, when it came
+        self._values: dict[str, tuple[bytes, Any]] = {}  # what was read last: packed, and unpacked
+        self._watches: list[_Watch] = []
+        self._version = 0
+        #: Seconds between two beats, as the table has said: they are seldom if there are many owners.
+        self.pace = 0.0
+        self._heard, self._next = wire.clock, 0.0  # when the table was heard of, and the next beat, by the node's clock
+        # A round of messages: the keys that are left to send (None between two rounds), what has come, and the key
+        # after which more comes (None if that is all).
+        self._left: list[str] | None = None
+        self._coming: dict[str, bytes] | None = None
+        self._after: str | None = ""
+        self._asked: list[str] = []  # the roots
+        self._since: list[Any] = ["", -1]
+        self._table = ""  # its id
+        self._n_begun = self._n_done = 0  # rounds
+        self._n_ended = -1  # how many leases have ended, as the table has said
+        self._peer = self._reach()
+        wire.on_tick.append(self._tick)
+
+    def _reach(self) -> Peer:
+        return self._wire.reach(self._address, INBOX, lost_after=float("inf"))
+
+    @property
+    def version(self) -> int:
+        """Grows with each change of the names that are followed."""
+        return self._version if self._own is None else self._own.version
+
+    @property
+    def silence(self) -> float:
+        """How many seconds the table was silent while this process ran: the time in which it was suspended, or C code
+        held the interpreter lock, does not count."""
+        return float("inf") if self._wire.is_closed else self._wire.clock - self._heard
+
+    def patience(self, least: float) -> float:
+        """How many seconds of silence are no sign that the table has ended: at least so many."""
+        return max(least, 3 * self.pace)
+
+    # ---- calls -----------------------------------------------------------------------------
+
+    def add(self, key: str, value: object, *, replace: bool = False, lasting: bool = False) -> None:
+        """Add a name, and add it again whenever it is missing in the table. With `lasting` it stays when this node is
+        closed.
+
+        Raises `NameTableError` if another node has added this name, unless `replace` is True, and `BadMessageError` if
+        `value` cannot be sent or has more than 64 KiB.
+        """
+        packed = _packed(key, value)
+        self._call("add", key=key, value=packed, owner=self._wire.id, lasting=lasting, replace=replace)
+        self._entries[key] = (packed, lasting)
+
+    def announce(self, key: str, inbox: Inbox, *, replace: bool = False) -> None:
+        """Add `key`, so that others can reach `inbox` by this name."""
+        self.add(key, [self._wire.address, self._wire.id, inbox.name], replace=replace)
+
+    def write(self, key: str, value: object, *, at_once: bool = False) -> None:
+        """Add or change a name of this node, and do not wait for it: it goes with the next beat, or at once. Raises
+        `BadMessageError` if `value` cannot be sent or has more than 64 KiB."""
+        self._entries[key] = (_packed(key, value), False)
+        if at_once:
+            self._beat_soon()
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until the table has what `write` was called with, and `followed` what the table has, for `timeout`
+        seconds. Returns whether they have."""
+        with self._changed:
+            number = self._n_begun + 1
+            self._beat_soon()
+            return self._changed.wait_for(lambda: self._n_done >= number or self._wire.is_closed, timeout) and not (
+                self._wire.is_closed
+            )
+
+    def delete(self, key: str) -> bool:
+        """Delete a name that this node has added."""
+        self._entries.pop(key, None)
+        return bool(self._call("delete", key=key, owner=self._wire.id))
+
+    def clear(self, root: str) -> int:
+        """Delete `root` and everything below. Their owners add them again, unless they have ended."""
+        return int(self._call("clear", root=root))
+
+    def find(self, root: str = "") -> dict[str, Any]:
+        """All names at `root` and below, with their values, sorted by name."""
+        found: dict[str, Any] = {}
+        after: str | None = ""
+        while after is not None:
+            page, after = self._call("find", roots=[root], after=after)
+            found |= {key: decode([value]) for key, value in page.items()}
+        return found
+
+    def get(self, key: str) -> Any:
+        """The value of `key`. Raises `NameTableError` if it does not exist."""
+        if key not in (found := self.find(key)):
+            raise NameTableError(f"there is no name {key!r} in the name table")
+        return found[key]
+
+    def wait(self, key: str, timeout: float) -> Any:
+        """The value of `key`, as soon as there is one. Raises `NoReplyError` after `timeout` seconds."""
+        until = time.monotonic() + timeout
+        while key not in (found := self.find(key)):
+            if time.monotonic() > until:
+                raise NoReplyError(f"the name {key!r} was not added within {timeout:g} s")
+            time.sleep(0.05)
+        return found[key]
+
+    def watch(self, keys: list[str], *, until: str = "any") -> Future[Any]:
+        """A future that gets the list of the keys that are gone, when any or all of `keys` are gone. If the table
+        itself ends, it gets a `PeerLostError`: watch again then. A key that was never in the table is not gone."""
+        if until not in ("any", "all"):
+            raise NameTableError(f'until must be "any" or "all", got {until!r}')
+        self._follow(*keys)
+        with self._changed:
+            self._watches.append(watch := _Watch(list(keys), until, self._found.keys() & set(keys)))
+        return watch.gone
+
+    def peer(self, key: str) -> Peer:
+        """The inbox whose address is the value of `key`. Raises `NameTableError` if it does not exist."""
+        return self.reach(self.get(key))
+
+    def reach(self, place: Any, *, lost_after: float = LOST_SECONDS) -> Peer:
+        """The inbox at `place`, which is the value of a name: address, node id and name of the inbox."""
+        address, node_id, name = place
+        return self._wire.reach(str(address), str(name), target=str(node_id), lost_after=lost_after)
+
+    def _call(self, command: str, **kwargs: object) -> Any:
+        deadline = time.monotonic() + self.timeout
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return self._live_peer().ask({"command": command, "kwargs": kwargs}, left).result()
+            except NoReplyError:
+                break
+            except RequestError as error:
+                raise NameTableError(str(error).removeprefix(f"{INBOX}: ")) from None
+            except PeerLostError:  # it may come back: these calls can be made twice
+                if self._wire.is_closed:
+                    raise
+                time.sleep(min(0.05, left))
+        raise self._silent(self.timeout)
+
+    def _silent(self, timeout: float) -> NoReplyError:
+        return NoReplyError(f"no control panel has answered at {self._address} for {timeout:g} s: it may have ended")
+
+    def _live_peer(self) -> Peer:
+        with self._wire.lock:
+            if self._peer.is_dead:
+                self._peer = self._reach()
+            return self._peer
+
+    # ---- names that are followed -----------------------------------------------------------
+
+    def follow(self, root: str) -> None:
+        """From now on, `followed` knows the names at `root` and below. Waits until it does."""
+        if self._own is None:
+            self._follow(root)
+
+    def _follow(self, *roots: str) -> None:
+        with self._changed:
+            if not self._roots.issuperset(roots):
+                self._roots.update(roots)
+                self._since = ["", -1]
+        if not self.flush(self.timeout):
+            if self._wire.is_closed:
+                raise PeerLostError("the name table is lost: this wire was closed")
+            raise self._silent(self.timeout)
+
+    def followed(self, root: str) -> dict[str, Any]:
+        """The names at `root` and below, sorted by name, without asking the table. Call `follow` before."""
+        found: Mapping[str, Any] = self._found if self._own is None else self._own.entries
+        return {key: self._value(key, each[0]) for key in self.keys(root) if (each := found.get(key)) is not None}
+
+    def keys(self, root: str) -> list[str]:
+        """The names at `root` and below, sorted, as `followed` knows them."""
+        below = f"{root}/"
+        found = [*(self._found if self._own is None else self._own.entries)]
+        return sorted(key for key in found if not root or key == root or key.startswith(below))
+
+    def newest(self, key: str) -> tuple[Any, float] | None:
+        """The value of a name that is followed, and how many seconds ago it came. None if it does not exist."""
+        found: Any = self._found.get(key) if self._own is None else self._own.entries.get(key)
+        return None if found is None else (self._value(key, found[0]), time.monotonic() - found[-1])
+
+    def _value(self, key: str, packed: bytes) -> Any:
+        if (known := self._values.get(key)) is None or known[0] is not packed:
+            self._values[key] = known = packed, decode([packed])
+        return known[1]
+
+    def _beat_soon(self) -> None:
+        self._next = 0.0
+        self._wire.do(self._tick)
+
+    def _tick(self, now: float = 0.0) -> None:
+        """In the node's thread: begin a round if it is time."""
+        if self._left is None and self._wire.clock >= self._next:
+            with self._changed:
+                self._left, self._coming, self._after, self._asked = [*self._entries], None, "", sorted(self._roots)
+                self._next, self._n_begun = self._wire.clock + max(self.pace, _BEAT_SECONDS), self._n_begun + 1
+            self._send_page()
+
+    def _send_page(self) -> None:
+        assert self._left is not None
+        entries, size = dict[str, list[Any]](), 0
+        while self._left and size < PAGE - MOST_BYTES:
+            if (entry := self._entries.get(key := self._left.pop())) is not None:
+                entries[key] = [*entry]
+                size += 4 * len(key) + len(entry[0])
+        kwargs: dict[str, Any] = {"owner": self._wire.id, "entries": entries, "n_ended": self._n_ended}
+        kwargs |= {"since": self._since, "after": self._after or ""}
+        kwargs["roots"] = [] if self._after is None else self._asked
+        try:
+            request = self._live_peer().ask({"command": "beat", "kwargs": kwargs}, float("inf"))
+        except PeerLostError:  # this node was closed, or the table was lost just now
+            self._left = None
+        else:
+            request.add_done_callback(self._on_page)
+
+    def _on_page(self, request: Future[Any]) -> None:
+        """The table has answered."""
+        if request.exception() is not None:
+            self._left, self._next = None, self._wire.clock + _RETRY_SECONDS
+            return
+        answer = request.result()
+        self._heard, self.pace, self._n_ended = self._wire.clock, answer["pace"], answer["n_ended"]
+        if not answer["is_kept"]:
+            self._left = None
+            return self._beat_soon()
+        if self._after == "":
+            self._first = answer["since"]
+        if answer["found"] is not None:
+            self._coming = (self._coming or {}) | answer["found"]
+        self._after = None if self._after is None else answer["last"]
+        if self._left or self._after is not None:
+            self._send_page()
+        else:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        with self._changed:
+            is_other, self._table = self._table not in ("", self._first[0]), self._first[0]
+            if self._asked == sorted(self._roots):
+                self._since = self._first
+            if self._coming is not None:
+                old, now = self._found, time.monotonic()
+                found = {key: (value, now) for key, value in self._coming.items()}
+                self._found = {k: old[k] if k in old and old[k][0] == each[0] else each for k, each in found.items()}
+                self._version += self._found != old
+            self._left, self._n_done = None, self._n_begun
+            ended = [each for each in self._watches if is_other or _ends(each, self._found)]
+            self._watches = [each for each in self._watches if each not in ended]
+            self._changed.notify_all()
+        for watch in ended:
+            if is_other:
+                watch.gone.set_exception(PeerLostError("the name table has ended"))
+            else:
+                watch.gone.set_result(watch.left(self._found))
+        self._wire.do(self._tick)
 
 
-def prefixes(key: str) -> list[str]:
-    """`key`, and every path above it."""
-    found = ["", key]
-    while (end := key.rfind("/")) >= 0:
-        key = key[:end]
-        found.append(key)
-    return found
+def _ends(watch: _Watch, found: Mapping[str, Any]) -> bool:
+    return len(watch.left(found)) >= (1 if watch.until == "any" else len(watch.keys))
+
+
+def _packed(key: str, value: object) -> bytes:
+    """The value of a name, as the table keeps it."""
+    frames = encode(value)
+    if (size := sum(map(len, frames))) > MOST_BYTES or len(frames) > 1:
+        raise BadMessageError(
+            f"the value of the name {key!r} has {size:,} bytes. At most {MOST_BYTES:,} are possible: the name table is "
+            "for addresses and figures, so send long values in a request or a stream"
+        )
+    packed: bytes = frames[0]
+    return packed

@@ -20,27 +20,27 @@ import psutil
 
 from penstock.arguments import integer, one_of, seconds
 from penstock.distributed.closing import Closing
-from penstock.distributed.keys import Connection as SocketConnection
+from penstock.distributed.keys import Connection
 from penstock.distributed.launched import LaunchedProcess, LaunchedThread, load_worker, snake
-from penstock.distributed.name_table import LEASE_SECONDS, NameClient, NameHost
-from penstock.distributed.role import Worker
+from penstock.distributed.names import LEASE_SECONDS, NameClient, NameTable
+from penstock.distributed.role import Worker, clock
 from penstock.distributed.statuses import Status
-from penstock.distributed.wire import LOST_SECONDS, Peer, Wire
-from penstock.distributed.wire_local import LocalConnection, LocalHub
+from penstock.distributed.wire import LOST_SECONDS, Node, Peer
 from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from penstock.distributed.launch_ray import LaunchedActor
-    from penstock.distributed.role import Connection
 
     Launched: TypeAlias = LaunchedThread | LaunchedProcess | LaunchedActor
 
 _log = logging.getLogger("penstock")
 
 WireName = Literal["local", "zmq", "ray"]
-_DESCRIPTORS = 4  # of this process for each worker: its pipe, its stacks, and two connections
+_SUSPENDED_SECONDS = 5.0  # no look at the clock for so long
+# Of this process for each worker: its pipe, its stacks, and two connections; or in a thread, all of its node.
+_DESCRIPTORS, _DESCRIPTORS_OF_THREAD = 4, 24
 _WATCH_SECONDS = 0.1  # how often the panel checks whether a launched worker has ended
 
 
@@ -91,11 +91,12 @@ class ControlPanel(Closing):
             connection, self._start = _trial(f"{experiment}/{trial}", wire, host, resources)
             own = connection.wire(port)
             resources.callback(own.close)
-            resources.callback(NameHost(own).close)
+            table = NameTable(lambda: own.clock)
+            resources.callback(table.serve(own).close)
             connection = replace(connection, address=own.address)
             if file is not None:
                 connection.write(file)
-            self._begin(own, connection, resources.pop_all())
+            self._begin(own, connection, resources.pop_all(), table)
 
     @classmethod
     def join(cls, connection: Connection) -> Self:
@@ -107,14 +108,15 @@ class ControlPanel(Closing):
         panel._begin(wire, connection, resources)
         return panel
 
-    def _begin(self, wire: Wire, connection: Connection, resources: ExitStack) -> None:
+    def _begin(self, wire: Node, connection: Connection, resources: ExitStack, table: NameTable | None = None) -> None:
         self._wire, self.connection, self._resources = wire, connection, resources
         self._launched: dict[str, Launched] = {}
         self._peers: dict[str, Peer] = {}
         self._closing = threading.Event()
+        self._looked, self._n_suspensions, self._look_lock = clock(), 0, threading.Lock()
         #: Workers that have failed while the panel was closed, and their errors.
         self.failed_at_end: dict[str, str] = {}
-        self.names = NameClient(wire, connection.address)
+        self.names = NameClient(wire, connection.address, table=table)
         try:
             self.names.follow("")
         except BaseException:
@@ -151,8 +153,7 @@ class ControlPanel(Closing):
         if not callable(make) or (isinstance(make, type) and not issubclass(make, Worker)):
             raise ConfigError(f"launch needs a subclass of Worker, or a function that makes a worker, got {make!r}")
         integer("count", count, least=0)
-        if self._start is not LaunchedThread:
-            _need_descriptors(count)
+        _need_descriptors(count * (_DESCRIPTORS_OF_THREAD if self._start is LaunchedThread else _DESCRIPTORS), count)
         base = name or snake(make.func if isinstance(make, partial) else make)
         names = [f"{base}/{first + i}" for i in range(count)]
         for each in names:
@@ -173,7 +174,7 @@ class ControlPanel(Closing):
         wanted = list(self._launched if names is None else _listed(names))
         deadline = time.monotonic() + timeout
         while True:
-            found = self.auto_connect()
+            found = self.autoconnect()
             missing = [name for name in wanted if name not in found]
             if not missing:
                 return wanted
@@ -191,7 +192,7 @@ class ControlPanel(Closing):
             reason = f": {final[1]}" if final else "; see its log"
             raise ClusterError(f"worker {worker_name} has ended before it could be reached ({ending}){reason}")
 
-    def auto_connect(self) -> list[str]:
+    def autoconnect(self) -> list[str]:
         """Connect to all workers that the name table lists. Returns their names."""
         self._check_open()
         found = {key.partition("/")[2]: place for key, place in self.names.find("workers").items()}
@@ -272,11 +273,11 @@ class ControlPanel(Closing):
 
     def pulse(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, Status]:
         """The statuses of these workers (by default all), by name, after at most `timeout` seconds."""
-        self.auto_connect()
+        self.autoconnect()
         chosen = self.worker_names if names is None else list(_listed(names))
         responses = self.group_request("status", names=chosen, timeout=timeout)
         if any(each.result == Status.PAUSED.value for each in responses):
-            self.names.find("figures")  # `stats` has all that they have done
+            self.names.flush(timeout)  # `stats` has all that they have done
         return {
             each.worker_name: Status(each.result) if each.is_ok else self._status_from_outside(each.worker_name)[0]
             for each in responses
@@ -293,7 +294,7 @@ class ControlPanel(Closing):
         if self.names.silence > timeout + 3 * LEASE_SECONDS:
             raise NoReplyError(f"no control panel answers at {self.connection.address}: it may have ended")
         if names is None:
-            names = sorted({*self.worker_names, *(key[len("figures/") :] for key in self.names.followed("figures"))})
+            names = sorted({*self.worker_names, *(key[len("figures/") :] for key in self.names.keys("figures"))})
         found: dict[str, dict[str, Any]] = {}
         for name in _listed(names):
             figures = self.names.newest(f"figures/{name}")
@@ -355,6 +356,14 @@ class ControlPanel(Closing):
         """The process id of a worker that this panel has launched. Raises `ClusterError` for another name."""
         return self._own(worker_name).pid
 
+    def count_suspensions(self) -> int:
+        """How often this process was suspended for more than 5 s, perhaps with its machine. Workers may have ended
+        since they heard nothing of it."""
+        with self._look_lock:
+            before, self._looked = self._looked, clock()
+            self._n_suspensions += self._looked - before > _SUSPENDED_SECONDS
+            return self._n_suspensions
+
     def _ending(self, name: str) -> str | None:
         """How a worker that was launched here has ended. None while it runs, and for another worker."""
         worker = self._launched.get(name)
@@ -373,10 +382,12 @@ class ControlPanel(Closing):
         running = [name for name, worker in self._launched.items() if worker.ending() is None]
         if self._start is not None:  # those that have joined end too: the trial ends with its panel
             running += [name for name, peer in self._peers.items() if name not in self._launched and not peer.is_dead]
+        ending: list[str] = []
         try:
             if running and not self._wire.is_closed:
-                self.auto_connect()
-                self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0)))
+                self.autoconnect()
+                answers = self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0)))
+                ending = [each.worker_name for each in answers if each.is_ok and each.worker_name not in self._launched]
         finally:
             self._closing.set()
             self._watcher.join()
@@ -388,6 +399,11 @@ class ControlPanel(Closing):
                         "its thread ends with this process" if isinstance(worker, LaunchedThread) else "it was killed"
                     )
                     _log.warning("worker %s has not ended within %g s: %s", name, timeout, what)
+            with contextlib.suppress(ClusterError):  # those that have joined report their end before the table goes
+                while time.monotonic() < deadline and self.names.followed("workers").keys() & {
+                    f"workers/{name}" for name in ending
+                }:
+                    time.sleep(0.01)
             with contextlib.suppress(ClusterError):  # without the name table nobody knows
                 for key, (status, text) in self.names.find("status").items() if running else ():
                     if status == Status.ERROR.value and (name := key.partition("/")[2]) in running:
@@ -401,7 +417,7 @@ class ControlPanel(Closing):
     def _peer(self, name: str) -> Peer:
         peer = self._peers.get(name)
         if peer is None or peer.is_dead:
-            self.auto_connect()
+            self.autoconnect()
             peer = self._peers.get(name)
         if peer is None:
             raise PeerLostError(f"there is no worker {name!r}: panel.worker_names lists the workers")
@@ -410,7 +426,7 @@ class ControlPanel(Closing):
     def _forget(self, name: str) -> None:
         peer = self._peers.pop(name, None)
         if peer is not None:
-            peer.release()
+            peer.lose("it was forgotten")
         for root in ("status", "workers", "figures"):
             self.names.clear(f"{root}/{name}")
 
@@ -418,6 +434,7 @@ class ControlPanel(Closing):
         """In a thread: if a launched worker has ended, fail the requests to it."""
         before: set[Launched] = set()
         while not self._closing.wait(_WATCH_SECONDS):
+            self.count_suspensions()
             ended: set[Launched] = set()
             for name, worker in list(self._launched.items()):
                 peer = self._peers.get(name)
@@ -428,12 +445,16 @@ class ControlPanel(Closing):
             before = ended
 
 
+#: The name that users of SRL know.
+WorkerControlPanel = ControlPanel
+
+
 def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tuple[Any, Any]:
     """How to join a new trial, and what starts a worker in it."""
     if wire == "local":
-        return LocalConnection(name, "", LocalHub()), LaunchedThread
+        return Connection.make(name), LaunchedThread
     if wire == "zmq":
-        return SocketConnection.make(name, host=host or "127.0.0.1"), LaunchedProcess
+        return Connection.make(name, host=host or "127.0.0.1"), LaunchedProcess
     from penstock.distributed.launch_ray import LaunchedActor, RayConnection
     from penstock.distributed.placement import connect
 
@@ -441,9 +462,9 @@ def _trial(name: str, wire: str, host: str | None, resources: ExitStack) -> tupl
     return RayConnection.make(name), LaunchedActor
 
 
-def _need_descriptors(count: int) -> None:
+def _need_descriptors(n: int, count: int) -> None:
     """Without these, connections fail, and nothing says why."""
-    needed = psutil.Process().num_fds() + _DESCRIPTORS * count + 50  # of those that have started, some are not open yet
+    needed = psutil.Process().num_fds() + n + 50  # of those that have started, some are not open yet
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ConfigError(

@@ -16,14 +16,13 @@ from typing import Any
 
 from penstock.agents import Agent
 from penstock.agents.shared_parameters import parameters_of
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.streams import Inboxes, NamedInbox
-from penstock.distributed.wire import Answer, Letter, Peer, Wire
+from penstock.distributed.wire import Call, Node, Peer, Request, pack_once
 from penstock.errors import NoReplyError, PeerLostError
 
 _FOR_EVER = 1e9  # seconds
 _FIRST_SECONDS = 100.0  # how long a worker waits for the first parameters
-_PATIENCE_SECONDS = 10.0  # a request for the next version may wait for long
 _PASS_SECONDS = 120.0  # how long another worker may take to send the parameters on, unless it is silent
 
 
@@ -56,47 +55,47 @@ class ParameterServer(NamedInbox):
         name: of the policy.
     """
 
-    def __init__(self, wire: Wire, names: NameClient, name: str) -> None:
+    def __init__(self, wire: Node, names: NameClient, name: str) -> None:
         super().__init__(wire, names, f"parameters/{name}")
         self._wire = wire
         #: Which life of a trainer this is. A version is (lineage, number).
         self.lineage = int(wire.id, 16)
-        self._waiting: list[Letter] = []
+        self._waiting: list[Call] = []
         self._version: list[int] | None = None
-        self._packed: Any = None
+        self._packed = list[Any]()
         # Of this version: how often it was sent, and the places that have it, or get it now.
         self._n_sent, self._holders = 0, list[Any]()
 
     def publish(self, version: int, parameters: Mapping[str, Any]) -> None:
         """From now on these are the newest parameters. They are copied."""
         self._version, self._n_sent, self._holders = [self.lineage, version], 0, []
-        self._packed = None  # its memory may be used again
+        self._packed = []  # its memory may be used again
         message = {"version": self._version, "parameters": dict(parameters)}
-        self._packed = self._wire.transport.pack_once(message)
+        self._packed = pack_once(message)
         self.serve()
 
     def serve(self) -> None:
         """Answer the workers that do not have the newest parameters."""
-        while (letter := self._inbox.receive(0)) is not None:
-            self._waiting.append(letter)
+        while (call := self._inbox.receive(0)) is not None:
+            self._waiting.append(call)
         waiting, self._waiting = self._waiting, []
-        for letter in waiting:
-            if not isinstance(letter.message, dict) or letter.message.keys() != {"version", "place", "is_urgent"}:
-                letter.fail("this is no request for parameters")
-            elif self._version is None or letter.message["version"] == self._version:
-                self._waiting.append(letter)
+        for call in waiting:
+            if not isinstance(call.message, dict) or call.message.keys() != {"version", "place", "is_urgent"}:
+                call.fail("this is no request for parameters")
+            elif self._version is None or call.message["version"] == self._version:
+                self._waiting.append(call)
             else:
-                self._send(letter)
+                self._send(call)
 
-    def _send(self, letter: Letter) -> None:
+    def _send(self, call: Call) -> None:
         """Send the parameters, or say which of the workers before this one has them, or gets them now."""
-        fan, place = self._wire.transport.fan, letter.message["place"]
+        fan, place = self._wire.fan, call.message["place"]
         self._holders.append(place)
-        if self._n_sent < fan or letter.message["is_urgent"]:
+        if self._n_sent < fan or call.message["is_urgent"]:
             self._n_sent += 1
-            letter.reply_packed(self._packed)
+            call.reply_packed(self._packed)
         else:
-            letter.reply({"ask": self._holders[(len(self._holders) - 1) // fan - 1], "version": self._version})
+            call.reply({"ask": self._holders[(len(self._holders) - 1) // fan - 1], "version": self._version})
 
 
 class ParameterClient:
@@ -107,15 +106,15 @@ class ParameterClient:
         name: of the policy.
     """
 
-    def __init__(self, wire: Wire, names: NameClient, name: str) -> None:
+    def __init__(self, wire: Node, names: NameClient, name: str) -> None:
         self._names, self._name, self._lock = names, name, threading.RLock()
         self._trainers = Inboxes(names, f"parameters/{name}")
         self._trainer: Peer | None = None
         self._other: Peer | None = None  # a worker that sends parameters on
         self._come: dict[str, Any] | None = None  # parameters that have arrived, and that `newer` has not returned yet
         self._error: BaseException | None = None
-        self._version, self._packed = [0, 0], None  # what this worker can send on
-        self._waiting: list[Letter] = []
+        self._version, self._packed = [0, 0], list[Any]()  # what this worker can send on
+        self._waiting: list[Call] = []
         #: The version that was returned last: lineage and number. The first number is 1.
         self.version = (0, 0)
         self._inbox = wire.open(f"parameters/{name}/{next(wire.numbers)}", self._pass_on)
@@ -154,7 +153,7 @@ class ParameterClient:
         if self._trainer is not None:
             request = {"version": self._version, "place": self._place, "is_urgent": is_urgent}
             with contextlib.suppress(PeerLostError):  # it has ended just now
-                answer = self._trainer.ask(request, _FOR_EVER, patience=_PATIENCE_SECONDS)
+                answer = self._trainer.ask(request, _FOR_EVER)
                 answer.add_done_callback(partial(self._told, self._trainer))
 
     def _told(self, peer: Peer, answer: Future[Any]) -> None:
@@ -168,12 +167,12 @@ class ParameterClient:
             elif peer is self._trainer or (peer is self._other and self._trainer is not None):
                 if error is not None or answer.result()["version"][0] != int(self._trainer.place[1], 16):
                     return self._ask(is_urgent=True)  # the other worker has ended, or follows another trainer
-                assert isinstance(answer, Answer)
-                self._come, self._packed = answer.result(), answer.packed
+                assert isinstance(answer, Request)
+                self._come, self._packed = answer.result(), answer.reply
                 self._version = self._come["version"]
                 waiting, self._waiting = self._waiting, []
-                for letter in waiting:
-                    letter.reply_packed(self._packed)
+                for call in waiting:
+                    call.reply_packed(self._packed)
                 self._ask()
         return None
 
@@ -182,20 +181,20 @@ class ParameterClient:
         if self._other is None or self._other.is_dead or self._other.place != message["ask"]:
             other, self._other = self._other, self._names.reach(message["ask"])
             if other is not None:
-                other.release()
+                other.lose("it is not needed any more")
         try:
             answer = self._other.ask(message["version"], _PASS_SECONDS)
         except PeerLostError:  # it has ended just now
             return self._ask(is_urgent=True)
         return answer.add_done_callback(partial(self._told, self._other))
 
-    def _pass_on(self, letter: Letter) -> None:
+    def _pass_on(self, call: Call) -> None:
         """Another worker asks for a version that the trainer has sent here, or sends here soon."""
         with self._lock:
-            mine, wanted = self._version, letter.message
+            mine, wanted = self._version, call.message
             if not (isinstance(wanted, list) and [*map(type, wanted)] == [int, int]):
-                letter.fail("this is no version of parameters")
+                call.fail("this is no version of parameters")
             elif wanted[0] == mine[0] and wanted[1] <= mine[1]:
-                letter.reply_packed(self._packed)
+                call.reply_packed(self._packed)
             else:
-                self._waiting.append(letter)
+                self._waiting.append(call)

@@ -19,7 +19,7 @@ from penstock.distributed.pieces import to_tree
 from penstock.distributed.role import PollResult, Worker
 from penstock.distributed.statuses import FINAL
 from penstock.distributed.streams import InferenceInbox
-from penstock.distributed.wire import Letter
+from penstock.distributed.wire import Call
 from penstock.envs.examples import example_of
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, brief
@@ -60,7 +60,7 @@ class AgentPlan:
 class _Request:
     """A request of one actor, for its n environments."""
 
-    letter: Letter
+    call: Call
     kind: str  #: "step" or "value", or for an example of what the agent reports "trial step" or "trial value"
     ranks: np.ndarray[Any, Any]  #: env_ranks `[n]`
     starts: np.ndarray[Any, Any]  #: `[n]`, True where the recurrent state begins again
@@ -103,7 +103,7 @@ class PolicyWorker(Worker):
     def _configure(self) -> None:
         plan = self._plan
         self._parameters = ParameterClient(self.wire, self.names, self._policy)
-        first = self._parameters.first(lambda: self.status in FINAL)
+        first = self._parameters.first(lambda: self.status in FINAL or self._misses_panel())
         self._agent = plan.agent().runtime.worker_copy()
         self._inputs = {
             "observation": example_of(plan.observation_space),
@@ -140,8 +140,8 @@ class PolicyWorker(Worker):
             if steps:
                 self._step(steps)
         except Exception as error:
-            for letter in (request.letter for request in gathered if not request.letter.is_answered):
-                letter.fail(f"the policy {self.name} has failed: {type(error).__name__}: {error}")
+            for call in (request.call for request in gathered if not request.call.is_answered):
+                call.fail(f"the policy {self.name} has failed: {type(error).__name__}: {error}")
             raise
         n_rows = sum(len(request.ranks) for request in gathered)
         self._n_rows += n_rows
@@ -156,10 +156,10 @@ class PolicyWorker(Worker):
             request, self._next = self._next, None
             if request is None:
                 wait = _WAIT_SECONDS if not requests else max(0.0, until - time.monotonic())
-                letter = self._server.receive(wait)
-                if letter is None:
+                call = self._server.receive(wait)
+                if call is None:
                     break
-                request = self._read(letter)
+                request = self._read(call)
                 if request is None:
                     continue
             n_rows += len(request.ranks)
@@ -171,10 +171,10 @@ class PolicyWorker(Worker):
             requests.append(request)
         return requests
 
-    def _read(self, letter: Letter) -> _Request | None:
-        """The request in `letter`. If it has mistakes, this answers that, and returns None."""
+    def _read(self, call: Call) -> _Request | None:
+        """The request in `call`. If it has mistakes, this answers that, and returns None."""
         try:
-            message = letter.message
+            message = call.message
             kind, ranks, starts = message["kind"], message["env_ranks"], message["starts"]
             if kind not in ("step", "value", "trial step", "trial value"):
                 raise ValueError(f"there is no request {kind!r}")
@@ -190,7 +190,7 @@ class PolicyWorker(Worker):
             inputs = tuple(map_tree(rows, like, as_named(message[name])) for name, like in self._inputs.items())
             session, generation = str(message["session"]), integer("generation", message["generation"], 0)
         except (LookupError, TypeError, ValueError) as error:
-            letter.fail(f"this is no request to a policy worker: {type(error).__name__}: {error}")
+            call.fail(f"this is no request to a policy worker: {type(error).__name__}: {error}")
             return None
         starts = starts.copy()
         if not is_trial:
@@ -201,7 +201,7 @@ class PolicyWorker(Worker):
             if generation and new:
                 streams = ColumnStreams(self._plan.seed, ranks[new].tolist(), generation << 16)
                 self._actor.reseed_columns(ranks[new].astype(np.intp), streams.rngs(Purpose.ACTION))
-        return _Request(letter, kind, ranks.copy(), starts, inputs)
+        return _Request(call, kind, ranks.copy(), starts, inputs)
 
     def _answer(self, request: _Request) -> None:
         """Answer a request that is not for a step."""
@@ -215,9 +215,9 @@ class PolicyWorker(Worker):
             agent.runtime.set_columns([0] * n, self._plan.n_envs)
             agent.sample_mode(0)
         if request.kind == "trial step":
-            request.letter.reply(self._stepped(agent, request.inputs))
+            request.call.reply(self._stepped(agent, request.inputs))
         else:
-            request.letter.reply({"value": np.asarray(agent.value(*request.inputs))})
+            request.call.reply({"value": np.asarray(agent.value(*request.inputs))})
 
     def _step(self, requests: Sequence[_Request]) -> None:
         """Act for all environments of these requests in one call of the agent, and answer them."""
@@ -231,7 +231,7 @@ class PolicyWorker(Worker):
         start = 0
         for request in requests:
             own = slice(start, start + len(request.ranks))
-            request.letter.reply(map_tree(lambda rows, own=own: rows[own], answer))
+            request.call.reply(map_tree(lambda rows, own=own: rows[own], answer))
             start = own.stop
 
     def _stepped(self, agent: Agent, inputs: Sequence[Any]) -> dict[str, Any]:

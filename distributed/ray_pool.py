@@ -365,11 +365,12 @@ class ShardPool:
         return self._leaves[self._command.batch % len(self._leaves)]
 
     def run(
-        self, command: Command, during: str, discard: Callable[[], Any], *, message: bytes | None = None, **how: Any
-    ) -> None:
-        """`submit` and `wait`. Replies to a command whose wait Ctrl-C has ended are dropped when they come."""
+        self, command: Command, during: str, take: Callable[[], Any], *, message: bytes | None = None, **how: Any
+    ) -> Any:
+        """`submit`, `wait`, `take`. Replies to a command whose wait Ctrl-C has ended are dropped when they come."""
         self.submit(command, message)
         self.wait(during, **how)
+        return take()
 
     def take_messages(self, number: int | None = None) -> Trajectories:
         """The results of the last call on the environments, or the trajectories of the last batch or evaluation. Their

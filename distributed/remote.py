@@ -68,11 +68,11 @@ class RpcServer(Closing):
         """
         if self._wire.is_closed:
             raise ClusterError("this server was closed: make another one")
-        letter, n = self._inbox.receive(seconds("timeout", timeout, zero=True)), 0
-        while letter is not None:
+        call, n = self._inbox.receive(seconds("timeout", timeout, zero=True)), 0
+        while call is not None:
             n += 1
-            letter.answer_with(self._handlers)
-            letter = self._inbox.receive(0.0)
+            call.run(self._handlers)
+            call = self._inbox.receive(0.0)
         return n
 
     def close(self) -> None:
@@ -85,9 +85,17 @@ class RpcClient(Closing):
 
     Args:
         connection: `server.connection`, or the file that the server has written.
+
+    Raises `ConfigError` for the file of another user, or one without an address. An address alone is not enough: a
+    client needs the keys.
     """
 
-    def __init__(self, connection: Connection | str | Path) -> None:
+    def __init__(self, connection: Connection | str | Path, port: object = None) -> None:
+        if port is not None:
+            raise ConfigError(
+                f"RpcClient({connection!r}, {port!r}): an address is not enough, since a client needs the keys of the "
+                "server. Call server.write(file), and give its file to the client: RpcClient(file)"
+            )
         if not isinstance(connection, Connection):
             connection = Connection.read(connection)
         if not connection.address:

@@ -10,31 +10,33 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from penstock.distributed.messages import BadMessageError
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.statuses import FINAL, Status, StatusMachine
-from penstock.distributed.wire import Letter, Wire
+from penstock.distributed.wire import Call, Node
 from penstock.errors import ClusterError, ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from penstock.distributed.keys import Connection as SocketConnection
-    from penstock.distributed.wire_local import LocalConnection
-
-    Connection: TypeAlias = SocketConnection | LocalConnection  # how to join a trial
+    from penstock.distributed.keys import Connection
 
 _log = logging.getLogger("penstock")
 
 Handler = Callable[..., Any]
 
-ORPHAN_SECONDS = 30.0  # a worker that has not reached the name table for so long ends
+ORPHAN_SECONDS = 30.0  # a worker that has not heard of the name table for so long ends, or saves what it has and waits
 _IDLE_SECONDS = 0.002  # between polls that had nothing to do
 _STATS_SECONDS = 0.5  # how often a worker updates its figures
 _MOST_TEXT = 4000  # characters of the error that has ended a worker
 _END_SECONDS = 2.0  # how long a worker that ends waits for an urgent handler, and for the name table
 #: What every worker answers.
 _COMMANDS = ("configure", "reconfigure", "start", "pause", "exit", "interrupt", "ping", "status", "stats", "stacks")
+
+
+def clock() -> float:
+    """Seconds, with those in which the machine was suspended, where the system counts them."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def check_handler(command: str, handler: Handler) -> None:
@@ -55,10 +57,10 @@ class WorkerServer:
     """Receives the requests to one worker. Urgent handlers run at once, in the thread of this server. The others run in
     the worker's own thread, when it calls `handle`."""
 
-    def __init__(self, wire: Wire, name: str) -> None:
+    def __init__(self, wire: Node, name: str) -> None:
         self._handlers: dict[str, Handler] = {}
         self._urgent: set[str | None] = set()
-        self._requests: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self.inbox = wire.open(f"worker/{name}")
         self._thread = threading.Thread(target=self._receive, name=f"server of {name}", daemon=True)
         self._thread.start()
@@ -71,10 +73,10 @@ class WorkerServer:
     def handle(self, timeout: float) -> None:
         """Wait at most `timeout` seconds for a request, and answer all that wait."""
         try:
-            letter = self._requests.get(timeout=timeout) if timeout else self._requests.get_nowait()
-            while letter is not None:
-                letter.answer_with(self._handlers)
-                letter = self._requests.get_nowait()
+            call = self._requests.get(timeout=timeout) if timeout else self._requests.get_nowait()
+            while call is not None:
+                call.run(self._handlers)
+                call = self._requests.get_nowait()
         except queue.Empty:
             pass
 
@@ -88,11 +90,11 @@ class WorkerServer:
         self._thread.join(_END_SECONDS)
 
     def _receive(self) -> None:
-        while (letter := self.inbox.receive()) is not None:
-            if letter.command in self._urgent:
-                letter.answer_with(self._handlers)
+        while (call := self.inbox.receive()) is not None:
+            if call.command in self._urgent:
+                call.run(self._handlers)
             else:
-                self._requests.put(letter)
+                self._requests.put(call)
 
 
 class Worker:
@@ -105,7 +107,7 @@ class Worker:
     """
 
     name: str
-    wire: Wire
+    wire: Node
     names: NameClient
     # Other attributes have names that begin with `_worker_`, so that a subclass does not use the same names.
 
@@ -125,6 +127,12 @@ class Worker:
     def _stats(self) -> Mapping[str, float]:
         """Figures for the panels. Called twice a second between polls and after each command, once it is configured."""
         return {}
+
+    def _on_silence(self) -> float:
+        """The panel has been silent for 30 s: it is suspended, or the network is broken. Save here what must not be
+        lost. Returns the seconds of silence after which this worker ends; until then it waits, and does not poll. With
+        0 it ends now. A worker that its panel has launched as a process goes on in any case: it ends with its pipe."""
+        return 0.0
 
     def _close(self) -> None:
         """Release what `_configure` has acquired. Called once at the end, whatever the status."""
@@ -147,10 +155,11 @@ class Worker:
     def run(self, connection: Connection, name: str, *, ends_with_panel: bool = False) -> Status:
         """Join a trial, and work until a command or an error ends this worker. Returns the final status.
 
-        Something else ends it with its panel if `ends_with_panel`. Otherwise it ends when it has not reached the name
-        table for 30 s, or for longer if there are more than 3,000 workers.
+        Something else ends it with its panel if `ends_with_panel`. Otherwise it ends when the name table was silent for
+        30 s, for longer if there are more than 3,000 workers, or for as long as `_on_silence` returns.
         """
-        self._worker_orphan_seconds = float("inf") if ends_with_panel else ORPHAN_SECONDS
+        self._worker_ends_with_panel = ends_with_panel
+        self._worker_heard: float | None = None  # by `clock`, when the table was heard last, if it is silent
         self.name, self._worker_machine = name, StatusMachine()
         self._worker_counts = {"samples": 0, "batches": 0, "polls": 0}
         self._worker_figures: dict[str, float] = {}
@@ -201,8 +210,9 @@ class Worker:
         machine, next_stats, idle = self._worker_machine, 0.0, 0.0
         status: Status | None = None
         while machine.status not in FINAL:
-            server.handle(idle if machine.status is Status.RUNNING else 0.2)
-            if machine.begin_poll():
+            waits = self._worker_heard is not None and not self._worker_ends_with_panel
+            server.handle(idle if machine.status is Status.RUNNING and not waits else 0.2)
+            if not waits and machine.begin_poll():
                 result = self._poll() or PollResult()
                 if not isinstance(result, PollResult):
                     raise ConfigError(f"_poll must return a PollResult or None, got {result!r}")
@@ -215,11 +225,7 @@ class Worker:
             if is_due:
                 next_stats, status = now + _STATS_SECONDS, machine.status
                 self._worker_figures = {**self._worker_counts, **(self._stats() if machine.is_configured else {})}
-                if self.wire.is_closed or self.names.silence > self.names.patience(self._worker_orphan_seconds):
-                    raise ClusterError(
-                        f"the name table was silent for {self.names.silence:.0f} s: its control panel has ended, or "
-                        "the network is broken"
-                    )
+                self._check_silence()
             has_paused = is_due and status is Status.PAUSED
             if has_paused and machine.shown != Status.PAUSED.value:
                 self._push(at_once=False, status=Status.PAUSED.value)
@@ -227,6 +233,33 @@ class Worker:
             machine.end_poll(has_new_figures=has_paused)
             if is_due:
                 self._push(at_once=self._worker_shown != machine.shown)
+
+    def _misses_panel(self, share: float = 1.0) -> bool:
+        """Whether the panel was silent for this share of the time after which this worker ends, or waits. False if this
+        worker goes on in any case."""
+        return not self._worker_ends_with_panel and self.names.silence > share * self.names.patience(ORPHAN_SECONDS)
+
+    def _check_silence(self) -> None:
+        """Raise `ClusterError` if the panel was silent for too long."""
+        if self.wire.is_closed:
+            raise ClusterError("the name table is lost: the wire of this worker was closed")
+        silence, least = self.names.silence, self.names.patience(ORPHAN_SECONDS)
+        if silence <= least:
+            if self._worker_heard is not None:
+                _log.warning("worker %s: the name table answers again", self.name)
+            self._worker_heard = None
+            return
+        if self._worker_heard is None:
+            self._worker_heard = clock() - silence
+            _log.warning("worker %s: the name table was silent for %.0f s", self.name, silence)
+            self._worker_patience = self._on_silence()
+        silence = clock() - self._worker_heard
+        if silence > self._worker_patience and not self._worker_ends_with_panel:
+            limit = f", and this worker waits for {self._worker_patience:g} s" if self._worker_patience else ""
+            raise ClusterError(
+                f"the name table was silent for {silence:.0f} s{limit}: its control panel has ended or was suspended, "
+                "or the network is broken"
+            )
 
     def _register_commands(self, server: WorkerServer) -> None:
         machine = self._worker_machine

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
 from penstock.arguments import integer
-from penstock.distributed.name_table import NameClient
-from penstock.distributed.wire import Letter, Peer, Wire
+from penstock.distributed.names import NameClient
+from penstock.distributed.wire import Call, Node, Peer
 from penstock.errors import ConfigError, NoReplyError, PeerLostError
 
 Routing = Literal["any", "all", "one"]
@@ -64,7 +64,7 @@ class Inboxes:
 class NamedInbox:
     """A new inbox, which the name table lists as `key`. It replaces an older inbox of this name, which has ended."""
 
-    def __init__(self, wire: Wire, names: NameClient, key: str) -> None:
+    def __init__(self, wire: Node, names: NameClient, key: str) -> None:
         self._names, self._key, self._inbox = names, key, wire.open(key)
         try:
             names.announce(key, self._inbox, replace=True)
@@ -100,7 +100,7 @@ class SampleProducer:
     """
 
     def __init__(
-        self, wire: Wire, names: NameClient, stream: str, *, routing: Routing = "any", name: str = "", credit: int = 4
+        self, wire: Node, names: NameClient, stream: str, *, routing: Routing = "any", name: str = "", credit: int = 4
     ) -> None:
         if routing not in ROUTINGS:
             raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {routing!r}")
@@ -202,25 +202,25 @@ class SampleConsumer(NamedInbox):
         holds: a piece that was taken counts as waiting until `release` is called.
     """
 
-    def __init__(self, wire: Wire, names: NameClient, stream: str, name: str, *, holds: bool = False) -> None:
+    def __init__(self, wire: Node, names: NameClient, stream: str, name: str, *, holds: bool = False) -> None:
         super().__init__(wire, names, f"streams/{stream}/{name}")
-        self._holds, self._held = holds, list[Letter]()
+        self._holds, self._held = holds, list[Call]()
 
     def get(self, timeout: float) -> Any:
         """The next piece. Raises `NoReplyError` if none comes within `timeout` seconds."""
-        letter = self._inbox.receive(timeout)
-        if letter is None:
+        call = self._inbox.receive(timeout)
+        if call is None:
             raise NoReplyError(f"no piece has come through {self._key} within {timeout:g} s")
-        self._held.append(letter)
+        self._held.append(call)
         if not self._holds:
             self.release()
-        return letter.message
+        return call.message
 
     def release(self) -> None:
         """The producers of the pieces that were taken may send as many more."""
         held, self._held = self._held, []
-        for letter in held:
-            letter.reply()
+        for call in held:
+            call.reply()
 
     def __len__(self) -> int:
         return len(self._inbox)
@@ -241,7 +241,7 @@ class InferenceClient:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: Node,
         names: NameClient,
         stream: str,
         name: str,
@@ -288,10 +288,10 @@ class InferenceClient:
             try:
                 session = {"session": f"{self._wire.id}.{self.n_moves}", "generation": self.generation}
                 future = server.ask({**message, **session}, left)
-                while not future.wait(_LOOK_SECONDS) and not self._is_over():
+                while not self._is_over():
+                    with contextlib.suppress(TimeoutError):
+                        return future.result(_LOOK_SECONDS)
                     self._servers.live()  # if the server has ended, this ends the future with a PeerLostError
-                if future.done():
-                    return future.result()
             except PeerLostError:
                 # Ask another server. If it is the same one, it may have acted for this request already: then its
                 # recurrent state is one step ahead, and a new session is needed as well.
@@ -313,9 +313,9 @@ class InferenceInbox(NamedInbox):
         name: of this server.
     """
 
-    def __init__(self, wire: Wire, names: NameClient, stream: str, name: str) -> None:
+    def __init__(self, wire: Node, names: NameClient, stream: str, name: str) -> None:
         super().__init__(wire, names, f"policies/{stream}/{name}")
 
-    def receive(self, timeout: float) -> Letter | None:
+    def receive(self, timeout: float) -> Call | None:
         """The next request, or None."""
         return self._inbox.receive(timeout)

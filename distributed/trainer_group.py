@@ -11,11 +11,12 @@ import torch
 from torch import distributed
 
 from penstock.agents import Agent
-from penstock.distributed.name_table import NameClient
-from penstock.distributed.wire import Wire
+from penstock.distributed.names import NameClient
+from penstock.distributed.wire import Node
 from penstock.errors import ConfigError
 
 _SECONDS = 60.0  # how long the ranks wait for each other at the start
+_LONGEST = 1e8  # seconds, since torch counts milliseconds
 
 
 class TrainerGroup:
@@ -26,10 +27,19 @@ class TrainerGroup:
         key: the name of the group. Rank 0 adds the address of the store there.
         rank, world_size, backend: as `torch.distributed` has them.
         agent: of this rank; all ranks have the same parameters.
+        patience: seconds that a rank waits for the others in a step. If a process ends, the others see it earlier.
     """
 
     def __init__(
-        self, wire: Wire, names: NameClient, key: str, rank: int, world_size: int, backend: str, agent: Agent
+        self,
+        wire: Node,
+        names: NameClient,
+        key: str,
+        rank: int,
+        world_size: int,
+        backend: str,
+        agent: Agent,
+        patience: float,
     ) -> None:
         model = getattr(agent, "model", None)
         if not isinstance(model, torch.nn.Module):
@@ -54,7 +64,8 @@ class TrainerGroup:
         else:
             store_host, port = names.wait(key, _SECONDS)
             self._store = make_store(store_host, port, world_size, False, wait)
-        distributed.init_process_group(backend, store=self._store, rank=rank, world_size=world_size)
+        longest = timedelta(seconds=min(patience, _LONGEST))
+        distributed.init_process_group(backend, store=self._store, rank=rank, world_size=world_size, timeout=longest)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]

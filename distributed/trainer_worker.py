@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +25,10 @@ from penstock.errors import ConfigError, NoReplyError, brief
 if TYPE_CHECKING:
     from penstock.distributed.trainer_group import TrainerGroup
 
+_log = logging.getLogger("penstock")
+
 _WAIT_SECONDS = 0.05  # how long a poll waits for a piece
+_GROUP_SECONDS = 1800.0  # how long a rank waits in a step for the others, longer than for its panel
 _FOREIGN = float("inf")  # the staleness of a piece that an earlier life of the trainer has acted
 
 
@@ -53,13 +58,18 @@ class Training:
 
     `checkpoint` is a file. The trainer saves its state there every `save_every` steps and at the end. If the file
     exists, it starts from it: it must be your own, and no code in it is run. So `state_dict` may return numbers, text,
-    lists, tuples, dicts, tensors and arrays of numbers. `resources` is what Ray reserves for each trainer, such as
-    `{"GPU": 1}`.
+    lists, tuples, dicts, tensors and arrays of numbers. Each save checks this, and says what to convert. With
+    `trust_checkpoint`, anything that can be pickled is saved, and the file may belong to anybody: whoever can write it
+    can run code in the trainer. `resources` is what Ray reserves for each trainer, such as `{"GPU": 1}`.
 
     Several trainers are the ranks of one group of `torch.distributed`, with this `backend`, which exists before
     `make_trainer` is called with the agent. The gradients of `agent.model` are averaged over all ranks at each call of
     `backward`, so all ranks keep the same parameters, and each must call `backward` equally often. If one of them
     fails, all begin again from the checkpoint.
+
+    When a trainer has not heard of the name table for 30 s, it saves its state into `checkpoint`. On Ray or on another
+    machine than the panel's, it then waits until the panel goes on, and ends after `panel_timeout` seconds of silence.
+    Those in which its machine is suspended count too.
     """
 
     make_trainer: Callable[[Any], Trainer]
@@ -71,6 +81,8 @@ class Training:
     resources: Mapping[str, float] | None = None
     count: int = 1
     backend: str = "gloo"
+    panel_timeout: float = 3600.0
+    trust_checkpoint: bool = False
 
 
 class TrainerWorker(Worker):
@@ -88,7 +100,7 @@ class TrainerWorker(Worker):
     def __init__(self, training: Training, plan: AgentPlan, *, parameters: str = "policy", rank: int = 0) -> None:
         self._training, self._plan, self._policy, self._rank = training, plan, parameters, rank
         self._checkpoint = None if training.checkpoint is None else Path(training.checkpoint)
-        self._lineage, self._has_saved = 0, False
+        self._lineage = 0
         self._group: TrainerGroup | None = None
         self._consumer: SampleConsumer | None = None
         self._server: ParameterServer | None = None
@@ -102,7 +114,8 @@ class TrainerWorker(Worker):
             from penstock.distributed.trainer_group import TrainerGroup  # only here, since it imports torch
 
             key, backend = f"trainers/{self._policy}/{generation}", self._training.backend
-            self._group = TrainerGroup(self.wire, self.names, key, self._rank, size, backend, self._agent)
+            patience = self._training.panel_timeout + _GROUP_SECONDS
+            self._group = TrainerGroup(self.wire, self.names, key, self._rank, size, backend, self._agent, patience)
         self._trainer = self._training.make_trainer(self._agent)
         self._check_trainer()
         if self._checkpoint is not None and self._checkpoint.exists():
@@ -130,6 +143,8 @@ class TrainerWorker(Worker):
         assert self._consumer is not None
         if self._server is not None:
             self._server.serve()
+        if self._group is not None and self._rank == 0 and self._misses_panel(0.5):
+            return PollResult()  # a step waits for the other ranks, which may get no pieces: then it could not save
         try:
             piece = self._consumer.get(_WAIT_SECONDS)
         except NoReplyError:
@@ -182,8 +197,8 @@ class TrainerWorker(Worker):
                     torch.save(packed(state), file)
                     file.flush()
                     os.fsync(file.fileno())  # otherwise the name could reach the disk before the bytes
-                if not self._has_saved:
-                    self._check_saved(part)
+                if not self._training.trust_checkpoint:
+                    _check_saved(part, packed(state))
                 os.replace(part, path)
             finally:
                 part.unlink(missing_ok=True)
@@ -192,30 +207,20 @@ class TrainerWorker(Worker):
             if not isinstance(cause, OSError):
                 raise
             raise ConfigError(f"checkpoint={str(path)!r} cannot be written: {cause.strerror}") from error
-        self._has_saved = True
-
-    def _check_saved(self, part: Path) -> None:
-        """Raise `ConfigError` now for what could otherwise not be loaded when it is needed."""
-        import torch
-
-        try:
-            torch.load(part, weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            raise ConfigError(
-                "state_dict of the trainer must return numbers, text, lists, tuples, dicts, tensors and arrays of "
-                f"numbers, since no code in a checkpoint is run: {in_one_line(error)}"
-            ) from error
 
     def _load(self, path: Path) -> None:
         import torch
 
-        each = by_policy(self._agent)
+        each, trusts = by_policy(self._agent), self._training.trust_checkpoint
         try:
             with open(path, "rb") as file:
                 # Otherwise whoever makes the file first would choose what the trainer begins with.
-                if (owner := os.fstat(file.fileno()).st_uid) != os.getuid():
-                    raise ConfigError(f"it belongs to user {owner}, and must be your own: delete it, or chown it")
-                state = unpacked(torch.load(file, weights_only=True))
+                if not trusts and (owner := os.fstat(file.fileno()).st_uid) != os.getuid():
+                    raise ConfigError(
+                        f"it belongs to user {owner}, and must be your own: delete it, or chown it, or use "
+                        "Training(trust_checkpoint=True), which runs the code in it"
+                    )
+                state = unpacked(torch.load(file, weights_only=not trusts))
             if "" not in each and state["agent"].keys() != each.keys():
                 raise ConfigError(f"it is of the policies {list(state['agent'])}, and make_agent returns {list(each)}")
             for name, own in each.items():
@@ -229,6 +234,14 @@ class TrainerWorker(Worker):
         own = {"version": self._version, "stale": self._n_stale, "largest_staleness": self._largest_staleness}
         return {**own, **self._results, **own}
 
+    def _on_silence(self) -> float:
+        if self._server is not None and self._checkpoint is not None:
+            try:
+                self._save(self._checkpoint)
+            except Exception:  # it would lose what it has learned
+                _log.exception("trainer %s cannot save itself while its panel is silent", self.name)
+        return self._training.panel_timeout
+
     def _close(self) -> None:
         if self._consumer is not None:
             self._consumer.close()
@@ -238,6 +251,37 @@ class TrainerWorker(Worker):
             self._server.close()
         if self._group is not None:
             self._group.close()
+
+
+def _check_saved(part: Path, state: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` now for what could otherwise not be loaded when it is needed."""
+    import torch
+
+    try:
+        torch.load(part, weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        found = next((text for key in ("trainer", "agent") for text in _unreadable(state[key], "")), "")
+        raise ConfigError(
+            "state_dict of the trainer must return numbers, text, lists, tuples, dicts, tensors and arrays of "
+            f"numbers, since no code in a checkpoint is run. Convert {found or 'its keys'}, or use "
+            "Training(trust_checkpoint=True) if nobody else can write this file"
+        ) from error
+
+
+def _unreadable(value: object, path: str) -> Iterator[str]:
+    """The parts of a state that torch cannot read without running code."""
+    import torch
+
+    if type(value) in (dict, list, tuple):
+        parts: Any = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
+        for key, part in parts:
+            yield from _unreadable(part, f"{path}[{key!r}]")
+        return
+    torch.save(value, file := io.BytesIO())
+    try:
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except pickle.UnpicklingError:
+        yield f"state_dict(){path}, a {type(value).__name__}"
 
 
 def _figures(returned: object) -> dict[str, float]:

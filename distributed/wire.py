@@ -1,292 +1,206 @@
-"""A wire: inboxes with names, and requests that are executed exactly once.
+"""Requests between processes, over ZeroMQ. Each is run at most once, and once if both processes live.
 
-The transport may lose, duplicate and delay packets, and lose connections. The sender keeps a request until it has the
-reply. If none comes, it sends a probe. The other side then answers that it is at work, or sends its reply again. If it
-has never seen the request, it says so, and the sender sends it again. The receiver remembers the requests and replies
-of each sender for as long as the sender may need them. So a request is executed once, however often it arrives.
+A `Node` has one thread, which owns its sockets: a ROUTER for what others ask, and one that connects to each address
+that this node asks. A sender numbers its requests. The receiver runs each number once, and keeps the reply until the
+sender has it. When a connection was lost and made anew, the sender sends again what has no reply: a number that is
+known is not run again, but answered again. ZeroMQ's heartbeats break connections that are dead.
+
+CURVE encrypts everything. Without the client key of the trial, no connection is accepted. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
+import select
 import threading
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from penstock.distributed.messages import BadMessageError
-from penstock.errors import ClusterError, NoReplyError, PeerLostError, RequestError
+import msgpack
+import zmq
+from zmq.utils import z85
+
+from penstock.arguments import integer
+from penstock.distributed.messages import MOST_BYTES, BadMessageError, decode, encode, packer
+from penstock.errors import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
+from penstock.workers import sigint
+
+if TYPE_CHECKING:
+    from penstock.distributed.keys import Connection
 
 _log = logging.getLogger("penstock")
 
-# The kinds of packets. From a peer to an inbox:
-#   ASK: a request. PROBE: has this request arrived?
-# Back to the peer:
-#   REPLY, ERROR: the answer. PENDING: it has arrived, and has no answer yet. MISSING: it has not arrived. GONE: there
-#   is no such inbox.
-ASK, REPLY, ERROR, PROBE, PENDING, MISSING, GONE = range(7)
-
-TICK_SECONDS = 0.05
-LOST_SECONDS = 5.0  # of silence, after which another side counts as lost
-
-# kind, wire id of the receiver ("" for any), inbox, sender, number of the request, oldest number without an answer
+# The kinds of packets. GONE: there is no such inbox, or another process has the address.
+REQUEST, REPLY, ERROR, GONE = range(4)
+# kind, id of the receiving node ("" for any), inbox, sender, number of the request, oldest number without an answer
 Header = tuple[int, str, str, str, int, int]
 _TYPES = [int, str, str, str, int, int]
 
+TICK_SECONDS = 0.05
+LOST_SECONDS = 5.0  # without a connection, after which another side counts as lost
+_MOST_STEP = 1.0  # a process that has not looked at its clock for longer was suspended
+_MOST_WAITING = 10_000  # requests in one inbox; more are refused
+_FORGET_SECONDS = 600.0  # a sender that was silent for so long, and has all answers, is forgotten
+_MOST_PACKETS = 100  # of one socket, before the others have their turn
+_LINGER = 500  # milliseconds in which `close` sends what waits
+# As int: zmq's own type of flags takes half a microsecond for each `&`.
+_EVENTS, _MORE, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN), int(zmq.NOBLOCK)
 
-class Transport(Protocol):
-    """Carries packets between wires. It may lose, duplicate and delay them.
-
-    After `start` it calls `wire.deliver` for each packet, in any thread, and `wire.tick` every `TICK_SECONDS`.
-    """
-
-    address: str  #: where others reach this wire
-    fan: int  #: to how many others it sends a large message, before these send it on
-
-    def start(self, wire: Wire) -> None: ...
-
-    def pack(self, message: object, /) -> Any:
-        """`message` as it is sent. Raises `BadMessageError`."""
-
-    def pack_once(self, message: object, /) -> Any:
-        """`message` as it is sent to many: their transfers share the memory."""
-
-    def unpack(self, packed: Any, /) -> Any:
-        """The message in `packed`. Raises `BadMessageError`."""
-
-    def send(self, route: Any, header: Header, packed: Any) -> None:
-        """Send a packet to an address, or back on the route on which a packet came. It never blocks."""
-
-    def disconnect(self, address: str) -> None:
-        """Nothing more will be sent to `address` for now."""
-
-    def attend(self, is_done: Callable[[], Any], until: float) -> None:
-        """In a thread that waits: receive packets here until `is_done()`, or until this time by `time.monotonic()`, so
-        that no other thread must wake this one. It may return earlier."""
-
-    def close(self) -> None:
-        """Send the packets that wait, and end the thread."""
+#: A message as it is sent to many, who share its memory. Without `copy`, that would be the memory of the array itself.
+pack_once = partial(encode, frame=partial(zmq.Frame, copy=True))
 
 
-def is_header(header: object) -> bool:
-    """Whether this is a header, and not something that a stranger has sent."""
-    return (
-        isinstance(header, list | tuple)
-        and [*map(type, header)] == _TYPES
-        and ASK <= header[0] <= GONE
-        and 0 <= header[5] <= header[4] < 2**62
-        and len(header[2]) + len(header[3]) < 1000
-    )
+class Request(Future[Any]):
+    """A request that was sent: the future of its reply."""
 
+    reply: Any = None  #: the frames of the reply
 
-class Answer(Future[Any]):
-    """What comes back for one request. The thread that waits for it receives packets meanwhile."""
-
-    packed: Any = None  #: the reply, as it came
-
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, packed: list[Any], deadline: float) -> None:
         super().__init__()
-        self._transport = transport
+        self.packed, self.deadline = packed, deadline
 
     def cancel(self) -> bool:
-        return False  # the request is on its way
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has come, for `timeout` seconds. Returns whether it has."""
-        if not self.done():
-            until = float("inf") if timeout is None else time.monotonic() + timeout
-            self._transport.attend(self.done, until)
-            if not self.done():  # another thread receives
-                wait([self], None if timeout is None else until - time.monotonic())
-        return self.done()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self.wait(timeout)
-        return super().exception(0)
-
-    def result(self, timeout: float | None = None) -> Any:
-        self.wait(timeout)
-        return super().result(0)
-
-
-_FIRST_PROBE, _LAST_PROBE = 0.25, 1.0  # seconds without a reply until the first probe, and between later ones
+        return False  # it is on its way
 
 
 @dataclass
-class _Request:
-    future: Answer
-    packed: Any
-    deadline: float
-    probe_at: float
-    interval: float = _FIRST_PROBE
+class Line:
+    """The connection to one address."""
+
+    address: str
+    route: bytes = b""  # ZeroMQ's name for it, which is used once. Empty until something is sent
+    is_up: bool = False
+    down_since: float = float("inf")  # by the node's clock
+    peers: dict[str, Peer] = field(default_factory=dict)
 
 
 class Peer:
-    """An inbox of another wire. Make it with `names.peer(key)` or `wire.reach(...)`.
+    """An inbox of another node. Make it with `names.peer(key)` or `node.reach(...)`.
 
-    If that wire is closed and another one opens an inbox with the same name, make a new peer.
+    If that node is closed and another one opens an inbox with the same name, make a new peer.
     """
 
-    def __init__(self, wire: Wire, name: str, address: str, target: str, lost_after: float) -> None:
-        self.name, self.address = name, address
-        self._wire, self._target, self._lost_after = wire, target, lost_after
-        self._id = f"{wire.id}.{next(wire.numbers)}"
-        self._requests: dict[int, _Request] = {}
-        self._next = 0
-        self._silent_since: float | None = None  # when the first probe was sent that nothing has answered
-        self._lost: str | None = None
-
-    @property
-    def place(self) -> list[str]:
-        """Address, wire id and name of the inbox: what the name table holds."""
-        return [self.address, self._target, self.name]
+    def __init__(self, node: Node, name: str, line: Line, target: str, lost_after: float) -> None:
+        self._node, self._line, self.name, self._target, self._lost_after = node, line, name, target, lost_after
+        self.id, self._next, self._lost = f"{node.id}.{next(node.numbers)}", 0, ""
+        self._requests: dict[int, Request] = {}
+        #: Address, node id and name of the inbox: what the name table holds.
+        self.place = [line.address, target, name]
 
     @property
     def is_dead(self) -> bool:
-        """Whether the other side is known to have ended, or was silent for too long."""
-        return self._lost is not None
+        """Whether the other side is known to have ended, or could not be reached for too long."""
+        return bool(self._lost)
 
     @property
     def is_silent(self) -> bool:
-        """Whether it was asked again and again for some seconds, and nothing has come back."""
-        since = self._silent_since
-        return bool(self._requests) and since is not None and time.monotonic() - since > LOST_SECONDS
+        """Whether requests wait, and there was no connection for some seconds."""
+        return self.n_waiting > 0 and self._node.clock - self._line.down_since > LOST_SECONDS
 
     @property
     def n_waiting(self) -> int:
         """How many requests have no answer yet."""
         return len(self._requests)
 
-    def ask(self, message: object, timeout: float, *, patience: float = _FIRST_PROBE) -> Answer:
+    def ask(self, message: object, timeout: float) -> Request:
         """Send a request. The future gets the reply, or `NoReplyError` after `timeout` seconds, `PeerLostError`, or
-        `RequestError` with what the other side reported. After `patience` seconds, it begins to ask whether the request
-        has arrived. Raises `BadMessageError` if `message` cannot be sent, and `PeerLostError` if the other side has
-        ended."""
-        transport = self._wire.transport
-        future, packed, now = Answer(transport), transport.pack(message), time.monotonic()
-        with self._wire.lock:
-            if self._lost is not None:
+        `RequestError` with what the other side reported. Raises `BadMessageError` if `message` cannot be sent, and
+        `PeerLostError` if the other side has ended."""
+        request = Request(encode(message), self._node.clock + timeout)
+        with sigint.deferred(), self._node.lock:  # Ctrl-C must not leave a number that is never sent
+            if self._lost:
                 raise PeerLostError(self._lost)
-            if not self._requests:
-                self._silent_since = None  # nothing was expected
             number, self._next = self._next, self._next + 1
-            self._requests[number] = _Request(future, packed, now + timeout, now + patience, patience)
-        self._send(ASK, number, packed)
-        return future
+            self._requests[number] = request
+            self._node.do(self.send, number)
+        return request
 
     def lose(self, reason: str) -> None:
-        """The other side has ended: fail all requests with `PeerLostError`."""
-        with self._wire.lock:
-            if self._lost is not None:
+        """The other side has ended, or is not needed any more: fail all requests with `PeerLostError`."""
+        with self._node.lock:
+            if self._lost:
                 return
             self._lost = f"{self.name} is lost: {reason}"
             requests, self._requests = self._requests, {}
-        self._wire.forget(self)
+        self._node.forget(self, self._line)
         for request in requests.values():
-            request.future.set_exception(PeerLostError(self._lost))
+            request.set_exception(PeerLostError(self._lost))
 
-    def _send(self, kind: int, number: int, packed: object = None) -> None:
-        with self._wire.lock:
-            oldest = next(iter(self._requests), number)  # the requests are in order
-            header = kind, self._target, self.name, self._id, number, min(oldest, number)
-        self._wire.transport.send(self.address, header, packed)
+    # ---- in the node's thread --------------------------------------------------------------
 
-    def release(self) -> None:
-        """This peer is not needed any more."""
-        self.lose("it was released")
+    def send(self, *numbers: int) -> None:
+        """Send these requests, or without numbers all that have no answer."""
+        if not self._line.route:
+            self._node.connect(self._line)
+        for number in (numbers or list(self._requests)) if self._line.is_up else ():
+            with self._node.lock:
+                request, oldest = self._requests.get(number), next(iter(self._requests), number)
+            if request is not None:
+                header = REQUEST, self._target, self.name, self.id, number, oldest
+                self._node.send(self._line, header, request.packed)
 
-    def heard(self, kind: int, number: int, packed: object) -> None:
-        """A packet has come back from the other side."""
-        self._silent_since = None
+    def heard(self, kind: int, number: int, packed: list[Any]) -> None:
+        """A packet has come back."""
         if kind == GONE:
             return self.lose("it has closed its inbox, or another process has its address now")
-        with self._wire.lock:
-            request = self._requests.get(number)
-            if request is None:  # it was answered before, or its time was up
-                return None
-            if kind in (REPLY, ERROR):
-                del self._requests[number]
-        if kind == MISSING:
-            self._send(ASK, number, request.packed)
-        elif kind != PENDING:
-            self._finish(request.future, kind, packed)
-        return None
-
-    def _finish(self, future: Answer, kind: int, packed: Any) -> None:
+        with self._node.lock:
+            request = self._requests.pop(number, None)
+        if request is None:  # it was answered before, or its time was up
+            return None
         try:
-            message = self._wire.transport.unpack(packed)
+            message = decode(packed)
         except BadMessageError as error:
-            self._wire.count("refused")
-            future.set_exception(error)
-        else:
-            if kind == REPLY:
-                future.packed = packed
-                future.set_result(message)
-            else:
-                future.set_exception(RequestError(f"{self.name}: {message}"))
+            self._node.count("refused")
+            return request.set_exception(error)
+        request.reply = packed
+        if kind == REPLY:
+            return request.set_result(message)
+        return request.set_exception(RequestError(f"{self.name}: {message}"))
 
     def tick(self, now: float) -> None:
-        """Send probes that are due, and fail requests whose time is up."""
-        late, probes = [], []
-        with self._wire.lock:
-            for number, request in list(self._requests.items()):
-                if request.deadline <= now:
-                    late.append(self._requests.pop(number))
-                elif request.probe_at <= now:
-                    request.interval = max(request.interval, min(request.interval * 2, _LAST_PROBE))
-                    request.probe_at = now + request.interval
-                    probes.append(number)
-        for request in late:
-            request.future.set_exception(
-                NoReplyError(f"{self.name} did not answer in time: it may be busy. Use a longer timeout")
-            )
-        if probes and self._silent_since is None:
-            self._silent_since = now
-        if self._requests and self._silent_since is not None and now - self._silent_since > self._lost_after:
-            self.lose(f"it was silent for {self._lost_after:g} s")
-        for number in probes if self._lost is None else ():
-            self._send(PROBE, number)
+        """Fail the requests whose time is up, or all of them after too long without a connection."""
+        with self._node.lock:
+            late = [number for number, request in self._requests.items() if request.deadline <= now]
+            requests = [self._requests.pop(number) for number in late]
+        for request in requests:
+            text = f"{self.name} did not answer in time: it may be busy. Use a longer timeout"
+            request.set_exception(NoReplyError(text))
+        if self._requests and now - self._line.down_since > self._lost_after:
+            self.lose(f"there was no connection to it for {self._lost_after:g} s")
 
 
-_MOST_LETTERS = 10_000  # in one inbox. More are not accepted, and the senders send them again
-_FORGET_SECONDS = 600.0  # an inbox forgets a sender that was silent for so long
+class Call:
+    """A request that has come. The receiver calls `reply` or `fail` once, at any time, in any thread."""
 
-
-@dataclass
-class _Sender:
-    """What an inbox remembers of one sender."""
-
-    route: Any  # the way back
-    heard: float  # when its last packet came
-    done: int = 0  # it has the answers to all requests below this number
-    replies: dict[int, tuple[int, Any] | None] = field(default_factory=dict)  # to its other requests; None: not yet
-
-
-class Letter:
-    """A request in an inbox. The receiver calls `reply` or `fail` once, at any time, in any thread."""
-
-    def __init__(self, inbox: Inbox, sender: str, number: int, message: object) -> None:
+    def __init__(self, node: Node, header: Header, message: object) -> None:
+        self._node, self._header = node, header
         self.message: Any = message
-        self.sender = sender
-        self._inbox, self._number = inbox, number
         self.is_answered = False  #: whether `reply` or `fail` was called
 
     def reply(self, message: object = None) -> None:
-        """Send the result. Raises `BadMessageError` if it cannot cross a wire."""
-        self._answer(REPLY, self._inbox.wire.transport.pack(message))
+        """Send the result. Raises `BadMessageError` if it cannot be sent."""
+        self.reply_packed(encode(message))
 
-    def reply_packed(self, packed: object) -> None:
-        """Send what `transport.pack_once`, or `packed` of an `Answer`, has: many letters may share it."""
-        self._answer(REPLY, packed)
+    def reply_packed(self, packed: list[Any], kind: int = REPLY) -> None:
+        """Send what `pack_once`, or `reply` of a `Request`, has: many replies may share it."""
+        with sigint.deferred():
+            if self.is_answered:
+                raise ClusterError(f"inbox {self._header[2]}: this request was answered already")
+            self.is_answered = True
+            self._node.do(self._node.answer, self._header, kind, packed)
 
     def fail(self, reason: str) -> None:
         """Say why there is no result: the sender gets a `RequestError`."""
-        self._answer(ERROR, self._inbox.wire.transport.pack(reason[:20_000]))
+        self.reply_packed(encode(reason[:20_000]), ERROR)
 
     @property
     def command(self) -> str | None:
@@ -294,221 +208,364 @@ class Letter:
         command = self.message.get("command") if isinstance(self.message, dict) else None
         return command if isinstance(command, str) else None
 
-    def answer_with(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Call the handler for `command`, with `kwargs` of the message. Reply with its result, or fail with what it
-        raises."""
+    def run(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
+        """Reply with what the handler for `command` returns for the `kwargs` in the message, or fail with its error."""
         command = self.command
         if command is None or command not in handlers:
             known = ", ".join(sorted(handlers)) or "none"
             return self.fail(f"there is no command {command!r}; the commands are {known}")
         try:
-            self.reply(handlers[command](**self.message.get("kwargs", {})))
-        except RequestError as error:
-            self.fail(str(error))
+            return self.reply(handlers[command](**self.message.get("kwargs", {})))
+        except (RequestError, NameTableError) as error:
+            return self.fail(str(error))
         except Exception as error:  # the user's handler may raise anything
-            self.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
-        return None
-
-    def _answer(self, kind: int, packed: object) -> None:
-        if self.is_answered:
-            raise ClusterError(f"inbox {self._inbox.name}: this letter was answered already")
-        self.is_answered = True
-        self._inbox.answer(self.sender, self._number, kind, packed)
+            return self.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
 class Inbox:
-    """The requests and messages that arrive under one name, on one wire. With a `handler`, a thread of the wire calls
-    it for each letter, and it must not block. Otherwise they wait until somebody receives them."""
+    """The requests that come to a node under one name. With a `handler`, the node's thread calls it for each `Call`,
+    and it must not block. Otherwise they wait until somebody receives them."""
 
-    def __init__(self, wire: Wire, name: str, handler: Callable[[Letter], None] | None = None) -> None:
-        self.wire, self.name, self._handler = wire, name, handler
-        self._letters: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
-        self._senders: dict[str, _Sender] = {}
-        self.is_closed = False
+    def __init__(self, node: Node, name: str, handler: Callable[[Call], None] | None) -> None:
+        self.node, self.name, self.is_closed = node, name, False
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self.put = handler or self._calls.put
 
     def __len__(self) -> int:
-        return self._letters.qsize()
+        return self._calls.qsize()
 
-    def receive(self, timeout: float | None = None) -> Letter | None:
-        """The next letter, or None after `timeout` seconds, or if the inbox was closed."""
-        if self.is_closed:
-            return None
-        if timeout is None:  # maybe a long wait: leave the packets to the threads that wait for an answer
-            return self._letters.get()
-        until = time.monotonic() + timeout
-        if timeout > 0 and not len(self):
-            self.wire.transport.attend(self._letters.qsize, until)
-        left = until - time.monotonic()
-        try:
-            return self._letters.get(timeout=left) if left > 0 else self._letters.get_nowait()
-        except queue.Empty:
-            return None
+    def receive(self, timeout: float | None = None) -> Call | None:
+        """The next request, or None after `timeout` seconds, or if the inbox was closed."""
+        with contextlib.suppress(queue.Empty):
+            if not self.is_closed:
+                return self._calls.get(timeout != 0, timeout)
+        return None
 
     def close(self) -> None:
-        """Accept no more letters. Senders of requests without a reply learn that the inbox is gone."""
+        """Accept no more requests. Senders of those without a reply learn that the inbox is gone."""
         self.is_closed = True
-        with self.wire.lock:
-            self.wire.inboxes.pop(self.name, None)
-        self._letters.put(None)
-
-    def deliver(self, header: Header, packed: object, route: object) -> None:
-        """A packet of a sender has come."""
-        kind, _, _, sender_id, number, done = header
-        with self.wire.lock:
-            sender = self._senders.get(sender_id)
-            if sender is None:
-                self._senders[sender_id] = sender = _Sender(route, 0.0)
-            sender.route, sender.heard = route, time.monotonic()
-            # Usually few numbers, but a stranger may send any.
-            for old in range(sender.done, done) if done - sender.done < 1000 else list(sender.replies):
-                if old < done:
-                    sender.replies.pop(old, None)
-            sender.done = max(sender.done, done)
-            is_known = number < sender.done or number in sender.replies
-            reply = sender.replies.get(number)
-            is_new = not is_known and kind != PROBE and len(self) < _MOST_LETTERS
-            if is_new:
-                sender.replies[number] = None
-        if is_new:
-            self._accept(sender_id, number, packed)
-        elif reply is not None:
-            self.wire.send_back(route, *reply, header)
-        elif kind == PROBE:
-            self.wire.send_back(route, PENDING if is_known else MISSING, None, header)
-
-    def _accept(self, sender_id: str, number: int, packed: object) -> None:
-        try:
-            letter = Letter(self, sender_id, number, self.wire.transport.unpack(packed))
-        except BadMessageError as error:
-            self.wire.count("refused")
-            self.answer(sender_id, number, ERROR, self.wire.transport.pack(str(error)))
-        else:
-            try:
-                (self._handler or self._letters.put)(letter)
-            except Exception as error:  # it fails this letter, not the wire, which others use too
-                _log.exception("inbox %s could not take a letter", self.name)
-                if not letter.is_answered:
-                    letter.fail(f"{type(error).__name__}: {error}")
-
-    def answer(self, sender_id: str, number: int, kind: int, packed: object) -> None:
-        """Remember a reply, and send it."""
-        with self.wire.lock:
-            sender = self._senders.get(sender_id)
-            if sender is None or number not in sender.replies:  # the sender does not wait any more
-                return
-            sender.replies[number] = (kind, packed)
-        self.wire.transport.send(sender.route, (kind, "", self.name, sender_id, number, 0), packed)
-
-    def forget_silent(self, before: float) -> None:
-        """Forget the senders whose last packet came before this time."""
-        with self.wire.lock:
-            for sender_id in [key for key, sender in self._senders.items() if sender.heard < before]:
-                del self._senders[sender_id]
+        with self.node.lock:
+            self.node.inboxes.pop(self.name, None)
+        self._calls.put(None)
+        self.node.do(self.node.end, self.name)
 
 
-class Wire:
-    """One end of a wire: its inboxes, its peers, and the thread of `transport`. Each worker has one.
+@dataclass
+class _Sender:
+    """What a node remembers of a peer that asks it."""
 
-    `close` ends all of them. `on_tick` functions run in its thread every 50 ms, and must not block.
+    inbox: str
+    route: Any = None  # the newest way back: an older connection may have broken
+    heard: float = 0.0  # when its last packet came
+    done: int = 0  # it has the answers to all requests below this number
+    replies: dict[int, tuple[int, Any] | None] = field(default_factory=dict)  # to its other requests; None: not yet
+
+
+class Node:
+    """One end of all connections: its inboxes, its peers, and one thread. Each worker has a node.
+
+    `on_tick` functions run in its thread every 50 ms, and must not block.
+
+    Args:
+        keys: of the trial.
+        host: the address of this machine at which other machines reach it.
+        port: 0 for any free one.
+
+    Raises `ConfigError` for an address that cannot be used.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self.id = uuid.uuid4().hex[:12]
-        self.lock = threading.RLock()
-        self.transport = transport
-        self.inboxes: dict[str, Inbox] = {}
+    fan = 4  #: to how many others it sends a large message, before these send it on
+
+    def __init__(self, keys: Connection, host: str, port: int) -> None:
+        if host in ("", "*", "0.0.0.0", "::"):
+            raise ConfigError(
+                f"host={host!r} would open a port on every network of this machine: give the address of one network"
+            )
+        integer("port", port, 0, 65_535)  # zmq would take other numbers modulo 65,536
+        self.id, self.lock, self._keys, self.is_closed = uuid.uuid4().hex[:12], threading.RLock(), keys, False
+        #: Seconds that pass while this process runs: those in which it was suspended do not count.
+        self.clock = 0.0
         self.on_tick: list[Callable[[float], None]] = []
-        self.numbers = iter(range(2**62))
-        self.counts: dict[str, int] = {"refused": 0}
+        self.numbers, self.counts = iter(range(2**62)), {"refused": 0}
+        self.inboxes: dict[str, Inbox] = {}
         self._peers: dict[str, Peer] = {}
-        self._forget_at = time.monotonic() + _FORGET_SECONDS
-        self._is_closed = False
-        transport.start(self)
+        self._lines: dict[str, Line] = {}  # by address
+        self._routes: dict[bytes, Line] = {}  # those that are connected, or try to be
+        self._senders: dict[str, _Sender] = {}
+        self._used: set[Any] = set()  # sockets that may have packets although they do not signal
+        self._todo: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._wake, self._poll, self._context = os.eventfd(0, os.EFD_CLOEXEC), select.epoll(), zmq.Context()
+        self._router, self._caller = self._context.socket(zmq.ROUTER), self._context.socket(zmq.ROUTER)
+        try:
+            self._open_sockets(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._release()
+            raise ConfigError(f"cannot listen at host={host!r}, port={port}: {error}") from error
+        endpoint: Any = self._router.last_endpoint
+        self.address: str = endpoint.decode()  #: where others reach this node
+        self._thread = threading.Thread(target=self._run, name="node", daemon=True)
+        self._thread.start()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called, or the transport has failed."""
-        return self._is_closed
+    def _open_sockets(self, endpoint: str) -> None:
+        keys, router, caller = self._keys, self._router, self._caller
+        self._zap, self._monitor = self._context.socket(zmq.REP), self._context.socket(zmq.PAIR)
+        self._zap.bind("inproc://zeromq.zap.01")  # here ZeroMQ asks which clients may connect
+        for socket in (router, caller):
+            socket.linger, socket.maxmsgsize, socket.sndhwm = _LINGER, MOST_BYTES + 2**20, 0
+        router.curve_server, router.zap_domain, router.probe_router = True, b"penstock", True
+        router.curve_publickey, router.curve_secretkey = keys.server_public.encode(), keys.server_secret.encode()
+        caller.curve_publickey, caller.curve_secretkey = keys.client_public.encode(), keys.client_secret.encode()
+        caller.curve_serverkey, self._key = keys.server_public.encode(), z85.decode(keys.client_public.encode())
+        # In milliseconds. Only this end sends heartbeats. The other end answers each one, and expects the next within
+        # the last of these times. They are long: on a busy machine heartbeats come late, and each one costs the panel.
+        caller.heartbeat_ivl, caller.heartbeat_timeout, caller.heartbeat_ttl = 2000, 6000, 8000
+        caller.reconnect_ivl, caller.reconnect_ivl_max = 50, 1000
+        caller.monitor("inproc://connections", zmq.EVENT_DISCONNECTED)
+        self._monitor.rcvhwm = 0  # otherwise ZeroMQ's thread could wait for this one
+        self._monitor.connect("inproc://connections")
+        router.bind(endpoint)
+        self._sources = {each.fileno(): each for each in (self._zap, router, caller, self._monitor)}
+        self._used.update(self._sources.values())  # they signal once somebody has found them empty
+        for fd in (self._wake, *self._sources):
+            self._poll.register(fd, select.EPOLLIN)
 
-    @property
-    def address(self) -> str:
-        """Where others reach this wire."""
-        return self.transport.address
+    # ---- for every thread ------------------------------------------------------------------
 
-    def open(self, name: str, handler: Callable[[Letter], None] | None = None) -> Inbox:
-        """Open an inbox; `Inbox` explains `handler`. Raises `ClusterError` if this wire has one of this name."""
+    def open(self, name: str, handler: Callable[[Call], None] | None = None) -> Inbox:
+        """Open an inbox; `Inbox` explains `handler`. Raises `ClusterError` if this node has one of this name."""
         with self.lock:
-            if name in self.inboxes or self._is_closed:
-                raise ClusterError(f"this wire {'is closed' if self._is_closed else f'has an inbox {name!r} already'}")
+            if name in self.inboxes or self.is_closed:
+                raise ClusterError(f"this wire {'is closed' if self.is_closed else f'has an inbox {name!r} already'}")
             self.inboxes[name] = inbox = Inbox(self, name, handler)
         return inbox
 
     def reach(self, address: str, name: str, *, target: str = "", lost_after: float = LOST_SECONDS) -> Peer:
-        """The inbox `name` at `address`, of the wire whose id is `target` ("": the wire that has the address now). It
-        counts as lost after `lost_after` seconds of silence. Raises `PeerLostError` if this wire is closed."""
-        peer = Peer(self, name, address, target, lost_after)
+        """The inbox `name` at `address`, of the node whose id is `target` ("": the node that has the address now). It
+        counts as lost after `lost_after` seconds without a connection. Raises `PeerLostError` if this node is
+        closed."""
         with self.lock:
-            if self._is_closed:  # nothing would end the requests of this peer
+            if self.is_closed:  # nothing would end the requests of this peer
                 raise PeerLostError(f"{name} is lost: this wire was closed")
-            self._peers[peer._id] = peer
+            line = self._lines.setdefault(address, Line(address))
+            peer = Peer(self, name, line, target, lost_after)
+            self._peers[peer.id] = line.peers[peer.id] = peer
         return peer
 
     def close(self) -> None:
         """Close the inboxes, fail the requests that wait, and end the thread. Calling it again does nothing."""
         with self.lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        for inbox in list(self.inboxes.values()):
-            inbox.close()
-        self.transport.close()
+            for inbox in list(self.inboxes.values()):
+                inbox.close()
+            if not self.is_closed:
+                self.is_closed = True
+                os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
         for peer in list(self._peers.values()):
             peer.lose("this wire was closed")
 
-    # ---- for the transport, inboxes and peers ----------------------------------------------
-
-    def deliver(self, header: Any, packed: Any, route: Any) -> None:
-        """A packet has come. The transport calls this, in any thread."""
-        if not is_header(header):
-            return self.count("refused")
-        kind, target, name, sender, number, _ = header
-        if kind in (ASK, PROBE):
-            inbox = self.inboxes.get(name) if target in ("", self.id) else None
-            if inbox is None:
-                return self.send_back(route, GONE, None, header)
-            return inbox.deliver(header, packed, route)
-        peer = self._peers.get(sender)
-        return None if peer is None else peer.heard(kind, number, packed)
-
-    def send_back(self, route: object, kind: int, packed: object, header: Header) -> None:
-        """Send a packet back to the sender of `header`."""
-        self.transport.send(route, (kind, "", *header[2:]), packed)
-
-    def tick(self) -> None:
-        """The transport calls this in its thread, every `TICK_SECONDS`."""
-        now = time.monotonic()
-        for peer in list(self._peers.values()):
-            if peer._requests:
-                peer.tick(now)
-        for function in list(self.on_tick):
-            try:
-                function(now)
-            except Exception:  # the others, and the wire, go on
-                _log.exception("a function of a wire has failed")
-        if now > self._forget_at:
-            self._forget_at = now + _FORGET_SECONDS
-            for inbox in list(self.inboxes.values()):
-                inbox.forget_silent(now - _FORGET_SECONDS)
-
-    def forget(self, peer: Peer) -> None:
-        """`peer` is lost."""
-        with self.lock:
-            self._peers.pop(peer._id, None)
-            is_last = all(other.address != peer.address for other in self._peers.values())
-        if is_last and not self._is_closed:
-            self.transport.disconnect(peer.address)
+    def do(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call `function` soon, in the node's thread."""
+        self._todo.put((function, arguments))
+        if threading.get_ident() != self._thread.ident:  # that thread looks before it waits
+            with self.lock:
+                if not self.is_closed:
+                    os.eventfd_write(self._wake, 1)
 
     def count(self, what: str) -> None:
         """Count something that went wrong."""
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def forget(self, peer: Peer, line: Line) -> None:
+        """`peer` is lost."""
         with self.lock:
-            self.counts[what] = self.counts.get(what, 0) + 1
+            self._peers.pop(peer.id, None)
+            line.peers.pop(peer.id, None)
+            if not line.peers and self._lines.get(line.address) is line:
+                del self._lines[line.address]
+                self.do(self._disconnect, line)
+
+    # ---- the thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        looked = now = time.monotonic()
+        while not self.is_closed:
+            # ZeroMQ signals a packet once, and sending may take the signal: look at the sockets that were used.
+            again = [each for each in self._used if int(each.get(_EVENTS)) & _POLLIN] if self._used else []
+            self._used.clear()
+            is_busy = bool(again) or not self._todo.empty()
+            for fd, _ in self._poll.poll(0.0 if is_busy else max(0.0, looked + TICK_SECONDS - now)):
+                if fd == self._wake:
+                    os.eventfd_read(fd)
+                elif (source := self._sources[fd]) not in again:
+                    again.append(source)
+            for source in again:
+                self._guard(self._receive, source)
+            for _ in range(self._todo.qsize()):
+                function, arguments = self._todo.get()
+                self._guard(function, *arguments)
+            if (now := time.monotonic()) >= looked + TICK_SECONDS:
+                self.clock += min(now - looked, _MOST_STEP)
+                looked = now
+                self._tick()
+        while not self._todo.empty():
+            function, arguments = self._todo.get()
+            self._guard(function, *arguments)
+        self._release()
+
+    def _guard(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """An exception fails what has raised it. The node goes on."""
+        try:
+            function(*arguments)
+        except Exception:
+            _log.exception("a function of a node has failed")
+
+    def _tick(self) -> None:
+        for peer in list(self._peers.values()):
+            if peer.n_waiting:
+                peer.tick(self.clock)
+        for function in list(self.on_tick):
+            self._guard(function, self.clock)
+        for key, sender in list(self._senders.items()):
+            if sender.heard < self.clock - _FORGET_SECONDS and None not in sender.replies.values():
+                del self._senders[key]
+
+    def _release(self) -> None:
+        self._caller.disable_monitor()
+        self._context.destroy(linger=_LINGER)
+        self._poll.close()
+        os.close(self._wake)
+
+    def connect(self, line: Line) -> None:
+        """Begin to connect."""
+        line.route, line.is_up, line.down_since = b"%d" % next(self.numbers), False, self.clock
+        self._routes[line.route] = line
+        if line.address == self.address:
+            self._has_connected(line.route)
+        else:
+            with contextlib.suppress(zmq.ZMQError):  # no address: it is never up
+                self._caller.connect_routing_id = line.route
+                self._caller.connect(_endpoint(line.address))
+
+    def _disconnect(self, line: Line) -> None:
+        if self._routes.pop(line.route, None) is not None and line.address != self.address:
+            # ZeroMQ may have taken the first frame of the next packet. It fails if that is of this connection.
+            while int(self._caller.get(_EVENTS)) & _POLLIN:
+                self._receive(self._caller)
+            with contextlib.suppress(zmq.ZMQError):  # it was no address
+                self._caller.disconnect(_endpoint(line.address))
+
+    def send(self, route: Any, header: Header, packed: list[Any]) -> None:
+        """Send a packet through a `Line`, or back on the route on which a packet came. It never blocks."""
+        source = self._router
+        if isinstance(route, Line):
+            if route.address == self.address:
+                own = [frame.buffer if isinstance(frame, zmq.Frame) else frame for frame in packed]
+                return self.do(self.received, header, own, route)
+            source, route = self._caller, route.route
+        self._used.add(source)
+        source.send_multipart([route, *to_frames(packer().pack(header), packed)], _NOBLOCK)
+        return None
+
+    def _receive(self, source: Any) -> None:
+        """Take the packets that have come to this socket, but not without end."""
+        self._used.add(source)
+        for _ in range(_MOST_PACKETS):
+            if not int(source.get(_EVENTS)) & _POLLIN:
+                return self._used.discard(source)
+            frames = [source.recv(_NOBLOCK)]
+            while source.get(_MORE):
+                frames.append(source.recv(_NOBLOCK))
+            if source is self._zap:
+                is_ours = len(frames) == 7 and frames[5:] == [b"CURVE", self._key]  # RFC 27
+                self.counts["refused"] += not is_ours
+                source.send_multipart([*frames[:2], b"200" if is_ours else b"400", b"", b"", b""])
+            elif source is self._monitor:
+                self._lost_connection(frames[1].decode())
+            elif source is self._caller and frames[1:] == [b""]:
+                self._has_connected(frames[0])
+            else:
+                self._guard(self._parse, frames[1:], frames[0] if source is self._router else None)
+
+    def _has_connected(self, route: bytes) -> None:
+        """The router at the other end sends an empty frame through each new connection (`probe_router`)."""
+        if (line := self._routes.get(route)) is not None:
+            line.is_up, line.down_since = True, float("inf")
+            for peer in list(line.peers.values()):
+                peer.send()
+
+    def _lost_connection(self, endpoint: str) -> None:
+        """A connection was lost. Another one takes its place: what waits in it would be sent twice."""
+        for line in [each for each in self._routes.values() if each.is_up and _endpoint(each.address) == endpoint]:
+            self._disconnect(line)
+            self.connect(line)
+
+    def _parse(self, frames: list[bytes], route: Any) -> None:
+        try:
+            first = frames[0]
+            end = 4 + int.from_bytes(first[:4], "big")
+            header = msgpack.unpackb(first[4:end], max_array_len=6)
+            if end > 4096 or [*map(type, header)] != _TYPES or not 0 <= header[5] <= header[4] < 2**62:
+                raise ValueError("no header")
+            if not (REQUEST if route else REPLY) <= header[0] <= GONE or len(header[2]) + len(header[3]) > 1000:
+                raise ValueError("no header")
+        except Exception:  # msgpack may raise anything for the bytes of a stranger
+            return self.count("refused")
+        return self.received(header, [first[end:], *frames[1:]], route)
+
+    def received(self, header: Any, packed: list[Any], route: Any) -> None:
+        """A packet has come."""
+        kind, target, name, sender_id, number, done = header
+        if kind != REQUEST:
+            peer = self._peers.get(sender_id)
+            return None if peer is None else peer.heard(kind, number, packed)
+        inbox = self.inboxes.get(name) if target in ("", self.id) else None
+        if inbox is None:
+            return self.send(route, (GONE, "", name, sender_id, number, 0), [b""])
+        if (sender := self._senders.get(sender_id)) is None:
+            self._senders[sender_id] = sender = _Sender(name)
+        sender.route, sender.heard = route, self.clock
+        # Usually few numbers, but a stranger may send any.
+        for old in range(sender.done, done) if done - sender.done < 1000 else list(sender.replies):
+            if old < done:
+                sender.replies.pop(old, None)
+        sender.done = max(sender.done, done)
+        if number < sender.done or number in sender.replies:  # it was run before
+            self.count("again")
+            if (reply := sender.replies.get(number)) is not None:
+                self.send(route, (reply[0], *header[1:]), reply[1])
+            return None
+        sender.replies[number] = None
+        try:
+            if len(inbox) >= _MOST_WAITING:
+                raise BadMessageError(f"the inbox {name} is full: {_MOST_WAITING:,} requests wait")
+            call = Call(self, header, decode(packed))
+            return inbox.put(call)
+        except Exception as error:  # it fails this request, not the node, which others use too
+            self.count("refused")
+            text = str(error) if isinstance(error, BadMessageError) else f"{type(error).__name__}: {error}"
+            return self.answer(header, ERROR, encode(text))
+
+    def answer(self, header: Header, kind: int, packed: list[Any]) -> None:
+        """Remember a reply, and send it."""
+        sender = self._senders.get(header[3])
+        if sender is not None and sender.replies.get(header[4], 0) is None:  # otherwise nobody waits any more
+            sender.replies[header[4]] = (kind, packed)
+            self.send(sender.route, (kind, *header[1:]), packed)
+
+    def end(self, name: str) -> None:
+        """An inbox was closed: tell those who wait for its replies."""
+        for key, sender in [item for item in self._senders.items() if item[1].inbox == name]:
+            for number in [number for number, reply in sender.replies.items() if reply is None]:
+                self.send(sender.route, (GONE, "", name, key, number, 0), [b""])
+            del self._senders[key]
+
+
+def to_frames(header: bytes, packed: list[Any]) -> list[Any]:
+    """A packet: the length of the header in 4 bytes, the header and the first frame of the message, then the others."""
+    return [len(header).to_bytes(4, "big") + header + packed[0], *packed[1:]]
+
+
+def _endpoint(address: str) -> str:
+    """Where ZeroMQ connects: on Ray, an address has the name of an actor too."""
+    return address.partition("#")[0]

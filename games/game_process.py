@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from penstock.errors import ConfigError, GameError, brief
 from penstock.games.game_socket import GameSocket
 from penstock.games.lease import PortLeases, PortProtocol, describe_process, leases
 from penstock.workers import sigint
-from penstock.workers.marking import marked
+from penstock.workers.marking import MARK_PREFIX, marked
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -164,6 +164,8 @@ class GameProcess:
             raises `GameError`.
         spares: how many started games to keep in reserve, for this command and in this process.
         environ: environment variables of the game, besides those of this process.
+        inherit_env: names of the variables that it gets from this process, such as `["PATH", "HOME"]`: so it does not
+            get keys of a cloud. None: all.
         cwd: the folder of the game.
 
     Raises `ConfigError` for arguments that cannot work, and `GameError` if the game cannot be started.
@@ -196,6 +198,7 @@ class GameProcess:
         max_rss: int | str | None = None,
         spares: int = 0,
         environ: Mapping[str, str] | None = None,
+        inherit_env: Collection[str] | None = None,
         cwd: str | Path | None = None,
     ) -> None:
         if isinstance(command, str | bytes) or not command or not all(map(_is_text, command)):
@@ -216,6 +219,7 @@ class GameProcess:
         self._stop_timeout = min(seconds("stop_timeout", stop_timeout, zero=True), _LONGEST)
         self._log_lines, self._log_file = integer("log_lines", log_lines, 0), _path("log_file", log_file)
         self._environ, self._cwd, self._owner = _variables(environ), _path("cwd", cwd), os.getpid()
+        self._inherited = _names(inherit_env)
         options = vars(self).copy()
         self._reply_timeout, self._quit = min(seconds("reply_timeout", reply_timeout), _LONGEST), quit
         self._renew_every = None if renew_every is None else integer("renew_every", renew_every, 1)
@@ -262,7 +266,7 @@ class GameProcess:
             own |= {"PENSTOCK_PORTS": ",".join(map(str, ports)), run.mark: "1"}
             self._open_log(None if self._log_file is None else _fill(self._log_file, ports))
             with marked:  # it ends with this process, however this process ends
-                environ = {**os.environ, **own}
+                environ = {**_inherited(self._inherited), **own}
             run.began = time.monotonic()
             run.process = subprocess.Popen(
                 run.command,
@@ -659,6 +663,22 @@ def _variables(environ: Any) -> tuple[tuple[str, str], ...]:
     ):
         raise ConfigError(f'environ must have names and texts, such as {{"DISPLAY": ":1"}}, got {brief(environ)}')
     return tuple((name, str(value)) for name, value in given.items())
+
+
+def _names(inherit_env: Any) -> frozenset[str] | None:
+    if inherit_env is None:
+        return None
+    if not isinstance(inherit_env, Collection) or isinstance(inherit_env, str | bytes):
+        raise ConfigError(f'inherit_env must be a list of names, such as ["PATH", "HOME"], got {brief(inherit_env)}')
+    if not all(isinstance(name, str) and re.fullmatch(r"[^=\0]+", name) for name in inherit_env):
+        raise ConfigError(f"inherit_env must have names of environment variables, got {brief(inherit_env)}")
+    return frozenset(inherit_env)
+
+
+def _inherited(names: frozenset[str] | None) -> dict[str, str]:
+    """The variables of this process with these names, and those that mark its programs."""
+    own = dict(os.environ)
+    return own if names is None else {n: own[n] for n in own if n in names or n.startswith(MARK_PREFIX)}
 
 
 def _bytes(value: int | str) -> int:

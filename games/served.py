@@ -14,7 +14,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,7 @@ class ServedGame(gym.Env[Any, Any]):
         reconnect: seconds in which a client that has lost its connection must come back.
         command: starts the game in the constructor, and again for the next `reset` after its client has gone. `{port}`
             is replaced, and the game has the variables PENSTOCK_PORTS and PENSTOCK_TOKEN. It ends with the environment.
+        inherit_env: which environment variables the game of `command` gets from this process; see `GameProcess`.
 
     Without a command it opens nothing before the first `reset`, or before `port` is read. So the example
     environment of a sampler does not listen.
@@ -218,6 +219,7 @@ class ServedGame(gym.Env[Any, Any]):
         reply_timeout: float = 10.0,
         reconnect: float = 10.0,
         command: Sequence[str | Path] | None = None,
+        inherit_env: Collection[str] | None = None,
     ) -> None:
         self.observation_space, self.action_space = observation_space, action_space
         self._spaces = {"observation": described(observation_space), "action": described(action_space)}
@@ -233,7 +235,7 @@ class ServedGame(gym.Env[Any, Any]):
             token = secrets.token_hex(16)
         self._host, self._token, self._wait = host, token, seconds("wait", wait)
         self._reply_timeout, self._reconnect = seconds("reply_timeout", reply_timeout), seconds("reconnect", reconnect)
-        self._command = command
+        self._command, self._inherit_env = command, inherit_env
         self._game: GameProcess | None = None
         self._lease: PortLease | None = None
         self._listener: socket.socket | None = None
@@ -263,7 +265,7 @@ class ServedGame(gym.Env[Any, Any]):
         start, stop = (None, None) if self._fixed is None else (self._fixed, self._fixed + 1)
         if self._command is not None:
             environ = {"PENSTOCK_TOKEN": str(self._token)}
-            where: Any = {"host": self._host, "start": start, "stop": stop}
+            where: Any = {"host": self._host, "start": start, "stop": stop, "inherit_env": self._inherit_env}
             self._game = GameProcess(self._command, ready="connects", environ=environ, **where)
             self._listener = self._game.listeners[0]
         else:  # the last owner of a fixed port may be about to end, so wait

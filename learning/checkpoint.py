@@ -69,7 +69,7 @@ def _write_files(folder: Path, index: dict[str, Any], fields: dict[str, list[Any
     index["checksums"] = {name: _write_array(data / files[name], pieces) for name, pieces in fields.items()}
     _sync(data)
     new = folder / f"{_INDEX}.new"
-    with new.open("w", encoding="utf-8") as file:
+    with new.open("x", encoding="utf-8") as file:  # `_remove_incomplete` has removed an old one, or a link
         json.dump({**index, "checksum": _checksum(index)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())

@@ -60,8 +60,7 @@ def run_call(pool: Pool, call: EnvCall, during: str) -> list[Any]:
 
 def answers_to(pool: Pool, call: EnvCall, during: str) -> list[ObjectMessage]:
     """What the workers send for `call`."""
-    pool.run(Command(has_message=True), during, discard=pool.take_messages, message=call.dumps())
-    return pool.take_messages()
+    return pool.run(Command(has_message=True), during, pool.take_messages, message=call.dumps())
 
 
 def evaluate(run: Run, itr: int, video: str | os.PathLike[str] | None) -> list[TrajInfo]:
@@ -72,13 +71,12 @@ def evaluate(run: Run, itr: int, video: str | os.PathLike[str] | None) -> list[T
     limit, until, interval = config.eval_max_trajectories, None, POLL_SECONDS
     if limit is not None:
         until, interval = partial(_stop_if_enough, control, len(run.plans), limit), _EVAL_POLL_SECONDS
-    command, discard = (
+    command, take = (
         Command(itr, do_eval=True, has_message=message is not None),
         partial(run.take_traj_infos, EVALUATION),
     )
-    pool.run(command, during, discard, message=message, until=until, poll_interval=interval)
-    run.metrics.evaluation = infos = run.take_traj_infos(EVALUATION)
-    return infos
+    run.metrics.evaluation = pool.run(command, during, take, message=message, until=until, poll_interval=interval)
+    return run.metrics.evaluation
 
 
 _EVAL_POLL_SECONDS = 0.005  # how soon an evaluation is ended once enough trajectories have finished

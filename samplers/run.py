@@ -232,11 +232,8 @@ class Run:
 
     def send(self, message: StateMessage, call: str) -> list[Any]:
         """Let all workers perform `message`, for the call of this name. Returns their answers, by env_rank."""
-        pool = self.pool
-        pool.run(
-            Command(has_message=True), call, discard=pool.take_messages, message=pickled(message, "the saved state")
-        )
-        return single_results(call, pool.take_messages())
+        content, take = pickled(message, "the saved state"), self.pool.take_messages
+        return single_results(call, self.pool.run(Command(has_message=True), call, take, message=content))
 
     def require(self, feature: str) -> None:
         """Raise `ConfigError` if this feature, a name of `refusals`, is impossible with this acting or schedule."""

@@ -41,7 +41,7 @@ class _Policy:
     """An agent, and the columns for which it acts: for all at once, or `in_turns` for one that is asked."""
 
     def __init__(self, name: str, agent: Any, spaces: Any, env_info: Mapping[str, Any], *, in_turns: bool) -> None:
-        self.name, self.source, self.agent, self.spaces = name, agent, copy.deepcopy(agent), spaces
+        self.name, self.source, self.agent, self.spaces = name, agent, agent, spaces
         self.columns, self.in_turns = list[_Column](), in_turns
         info = {k: np.zeros_like(v) for k, v in env_info.items()} | {f"_{k}": np.False_ for k in env_info}
         #: The cell of an idle column.
@@ -52,8 +52,9 @@ class _Policy:
 
     def begin(self, n_envs: int, rngs: Sequence[np.random.Generator], model_seed: int) -> None:
         """Prepare the agent for its columns, as a sampler does."""
-        if not hasattr(self.agent, "observation_space"):
-            self.agent.initialize(*self.spaces, seed=model_seed)
+        if not hasattr(self.source, "observation_space"):
+            self.source.initialize(*self.spaces, seed=model_seed)
+        self.agent = copy.deepcopy(self.source)
         self.agent.runtime.set_columns([column.env_rank for column in self.columns], n_envs)
         self.agent.seed_columns(rngs)
         self.agent.reset()
@@ -121,7 +122,7 @@ class ReferenceLoop:
     that change from game to game, games that fail or end before anybody acts.
     """
 
-    env_fn: Callable[..., Any]  #: `env_fn()`, or `env_fn(num_envs=n)` if `batched`
+    env_fn: Any  #: `env_fn()`, or `env_fn(num_envs=n)` if `batched`; or a list of functions, one for each environment
     agents: Any  #: an agent, or a dict of them by the names of policies
     seed: int
     batch_T: int
@@ -140,7 +141,8 @@ class ReferenceLoop:
 
     def __post_init__(self) -> None:
         n, self._n_evaluations = self.batch_B, 0
-        envs = [self.env_fn(num_envs=n)] if self.batched else [self.env_fn() for _ in range(n)]
+        makers = self.env_fn if isinstance(self.env_fn, Sequence) else [self.env_fn] * n
+        envs = [self.env_fn(num_envs=n)] if self.batched else [make() for make in makers[:n]]
         self._has_seats, self._in_turns = hasattr(envs[0], "possible_agents"), hasattr(envs[0], "agent_iter")
         kind: Any = Batched if self.batched else Several if self._has_seats else Single
         self._envs, self._shares = [kind(env) for env in envs], [float("inf")] * n

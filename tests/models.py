@@ -47,6 +47,31 @@ class Small(nn.Module):
         return out[..., :2], out[..., 2]
 
 
+class Lstm(nn.Module):
+    """A policy, a value and the next state."""
+
+    state_shape = ((8,), (8,))
+
+    def __init__(self, n_inputs: int, n_outputs: int) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(n_inputs + 2, 8)
+        self.policy, self.critic = nn.Linear(8, n_outputs), nn.Linear(8, 1)
+        self.double()
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+        action = prev_action.reshape(len(observation), -1)[:, 0].to(observation.dtype)
+        h, c = self.cell(torch.cat([observation, torch.stack([action, prev_reward], 1)], 1), state)
+        return self.policy(h), self.critic(h), (h, c)
+
+
+class LstmQ(Lstm):
+    """Values of actions, and the next state."""
+
+    def forward(self, *inputs: Any) -> Any:
+        logits, _, state = super().forward(*inputs)
+        return logits, state
+
+
 def small_model(observation_space: Any, action_space: Any) -> nn.Module:
     return Small()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cloudpickle
@@ -114,64 +114,3 @@ class Valuing(Book):
         value = self.value(observation, prev_action, prev_reward)
         action, info = super().step(observation, prev_action, prev_reward)
         return AgentStep(action, NamedArrays(**dict(info.items()), value=value))
-
-
-class Decision:
-    """One decision of a seat, and what came of it."""
-
-    def __init__(self, observation: Any, action: Any, start: bool) -> None:
-        self.observation, self.action, self.start = observation, action, start
-        self.reward, self.terminated, self.truncated, self.after = 0.0, False, False, None
-
-
-class PlainLoop:
-    """An environment in a loop as PettingZoo's documents have it, and what the batches of its seats must be."""
-
-    def __init__(self, env: Any, T: int, action_of: Callable[[Any], Any], seed: int | None = None) -> None:
-        self.env, self.T, self._action_of = env, T, action_of
-        self.open: dict[Any, Decision] = {}
-        self.late = 0.0
-        self.games: list[dict[Any, float]] = []  # the returns of the agents in each finished game
-        env.reset(seed=seed)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._has_acted: set[Any] = set()
-        self._returns: dict[Any, float] = {}
-
-    def batch(self) -> tuple[dict[Any, list[Decision]], dict[Any, Any]]:
-        """The closed decisions of each seat in the next batch, and the observation that comes after them."""
-        env = self.env
-        closed: dict[Any, list[Decision]] = {agent: [] for agent in env.possible_agents}
-        while True:
-            if not env.agents:
-                self.games.append(self._returns)
-                env.reset()
-                self._begin()
-            agent = env.agent_selection
-            if self._asked is None:
-                observation, reward, terminated, truncated, _ = env.last()
-                self._returns[agent] = self._returns.get(agent, 0.0) + reward
-                if agent in self.open:
-                    decision = self.open.pop(agent)
-                    decision.reward, decision.terminated, decision.truncated = reward, terminated, truncated
-                    decision.after = observation
-                    closed[agent].append(decision)
-                else:
-                    self.late += reward
-                if terminated or truncated:
-                    env.step(None)
-                    continue
-            else:
-                observation = self._asked
-            if len(closed[agent]) == self.T:
-                self._asked = observation
-                after = {other: decision.observation for other, decision in self.open.items()}
-                return closed, {**after, agent: observation}
-            self._asked = None
-            action = self._action_of(agent)
-            self.open[agent] = Decision(observation, action, agent not in self._has_acted)
-            self._has_acted.add(agent)
-            env.step(action)
-
-    _asked: Any = None

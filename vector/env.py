@@ -255,8 +255,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             if self._guard.state is State.RESETTING:
                 self._workers.wait_steps()
                 self._guard.state = self._state_before_reset
-            self._workers.reset(*prepared)
-            return self._take_reset()
+            return self._workers.reset(*prepared, self._take_reset)
 
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: Options | list[Options] = None

@@ -176,15 +176,12 @@ class VectorPool(WorkerPool):
         self.exchange.put_seeds(seeds, which)
         self.exchange.request(which)
 
-    def reset(self, message: bytes, seeds: Sequence[int | None], which: Ids) -> None:
-        """`begin_reset`, and wait. If Ctrl-C ends the wait, the results will be dropped."""
+    def reset(
+        self, message: bytes, seeds: Sequence[int | None], which: Ids, take: Callable[[], tuple[Any, Infos]]
+    ) -> tuple[Any, Infos]:
+        """`begin_reset`, wait, and `take`. If Ctrl-C ends the wait, the results will be taken later, and dropped."""
         self._request_reset(seeds, which)
-
-        def discard() -> None:
-            self._receive_infos()
-            self.exchange.drop(which)
-
-        self.run(Command(has_message=True), "reset", discard, message=message)
+        return self.run(Command(has_message=True), "reset", take, message=message)
 
     def call(self, call: EnvCall) -> tuple[Any, ...]:
         """What the environments return. Steps that still run are finished first, and their results can still be
@@ -193,8 +190,7 @@ class VectorPool(WorkerPool):
         self.wait_steps()
         self._receive_infos()
         during = f"{call.verb_in_errors} {call.name!r}"
-        self.run(Command(has_message=True), during, discard=self._receive_infos, message=message)
-        return tuple(results(call, self.take_messages()))
+        return tuple(results(call, self.run(Command(has_message=True), during, self.take_messages, message=message)))
 
     def _receive_infos(self) -> None:
         for handle in self.handles:

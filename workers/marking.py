@@ -33,6 +33,7 @@ exec 3<&0
 """
 _START_SECONDS = 5.0
 
+MARK_PREFIX = "PENSTOCK_PROCESS_"  # of the variables that mark programs
 # With these variables, libraries would believe that a worker is an MPI process.
 _MPI_PREFIXES = ("OMPI_", "PMI_")
 
@@ -49,7 +50,7 @@ class _Marking:
         """The name of the variable. This starts the shell."""
         if self._pipe < 0:
             # A new name for each process: a program that uses penstock itself has several of these variables.
-            self._name = f"PENSTOCK_PROCESS_{os.getpid()}_{os.urandom(8).hex()}"
+            self._name = f"{MARK_PREFIX}{os.getpid()}_{os.urandom(8).hex()}"
             reader, self._pipe = os.pipe()
             try:
                 with suppress(OSError, subprocess.TimeoutExpired):  # without a shell, nothing is killed

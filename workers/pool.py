@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from penstock.buffers.object_pipe import ObjectMessage, ObjectPipe
 from penstock.buffers.reports import ReportBoard
@@ -29,6 +29,8 @@ from penstock.workers.program import RequestServer, SharedMemory, WorkerProcessA
 from penstock.workers.spinning import is_crowded
 
 _log = logging.getLogger("penstock")
+
+_Result = TypeVar("_Result")
 
 _EXIT_SECONDS = 1.5  # how long workers may take to end their step; see `close_timeout` for what follows
 _CLOSE_SECONDS = 5.0  # how long `close` may wait for one in another thread, beside `close_timeout`
@@ -53,12 +55,12 @@ class Pool(Protocol):
         self,
         command: Command,
         during: str,
-        discard: Callable[[], Any],
+        take: Callable[[], _Result],
         *,
         message: bytes | None = None,
         until: Callable[[], bool] | None = None,
         poll_interval: float = ...,
-    ) -> None: ...
+    ) -> _Result: ...
 
     def take_messages(self, number: int | None = None) -> list[ObjectMessage]: ...
 
@@ -104,7 +106,7 @@ class WorkerPool:
         self.has_lost_command = False
         self.is_closed = False
         self._n_taken = 0  # the last opening whose messages have been taken
-        # A `run` that is not finished: its during, and the function that drops its results.
+        # A `run` whose results have not been taken: its during, and the function that takes them.
         self._unfinished_run: tuple[str, Callable[[], Any]] | None = None
         self._failure: SamplerBrokenError | SamplerClosedError | None = None  # `wait` raises it
         self.handles: list[WorkerHandle] = []
@@ -204,7 +206,9 @@ class WorkerPool:
         then.
         """
         if self._in_place is not None:
-            return self._in_place.take_messages()
+            messages = self._in_place.take_messages()
+            self._unfinished_run = None
+            return messages
         counts, may_leave = self.control.n_results_by_rank(len(self.handles), number), number is not None
         self._n_taken = self.control.opened[0] if number is None else number
         try:
@@ -213,6 +217,10 @@ class WorkerPool:
         except SamplerBrokenError:
             self.close(broken=True)
             raise
+        except BaseException:  # of a signal handler: some messages have been taken, and others have not
+            self.has_lost_command = True
+            raise
+        self._unfinished_run = None
         return messages
 
     # ---- commands --------------------------------------------------------------------------
@@ -241,7 +249,11 @@ class WorkerPool:
             self.close(broken=True)
             raise
         if self._in_place is not None and self._failure is None:
-            self._run_in_place(self._in_place.work, f"{'evaluation, ' if command.do_eval else ''}itr={command.itr}")
+            try:
+                self._run_in_place(self._in_place.work, f"{'evaluation, ' if command.do_eval else ''}itr={command.itr}")
+            except BaseException:
+                self.has_lost_command = self._failure is None  # a signal handler has raised before the work or after it
+                raise
         return self.control.opened[0]
 
     def wait_for(self, number: int, during: str) -> None:
@@ -312,32 +324,40 @@ class WorkerPool:
         self,
         command: Command,
         during: str,
-        discard: Callable[[], Any],
+        take: Callable[[], _Result],
         *,
         message: bytes | None = None,
         until: Callable[[], bool] | None = None,
         poll_interval: float = POLL_SECONDS,
-    ) -> None:
-        """Submit `command`, with its `message` if it has one, and wait until it is completed, as `wait` does.
+    ) -> _Result:
+        """Submit `command`, with its `message` if it has one, and wait until it is completed, as `wait` does. Then call
+        `take`, which takes the results, and return what it returns.
 
-        Ctrl-C ends the wait, but not the command. The next `submit` or `run` waits for the end of this command and
-        calls `discard`, then begins.
+        Ctrl-C ends the wait, but not the command. The next `submit` or `run` waits for the end of this command, calls
+        `take`, drops the results, and begins.
         """
         self.finish_interrupted()
         if message is not None:
             self._memory.mailbox.post(message)
-        self.submit(command, run=(during, discard))
+        self.submit(command, run=(during, take))
         self.wait(during, until, poll_interval)
-        self._unfinished_run = None
+        found: _Result = self._take_results()
+        return found
 
     def finish_interrupted(self) -> None:
         """Finish a `run` whose wait was interrupted, and drop its results. `submit` and `run` begin with this."""
         if self._unfinished_run is not None:
-            during, discard = self._unfinished_run
             self.control.stop_eval = True
-            self.wait(f"{during} (interrupted)")
-            self._unfinished_run = None
-            discard()
+            self.wait(f"{self._unfinished_run[0]} (interrupted)")
+            self._take_results()
+
+    def _take_results(self) -> Any:
+        """The results of the last `run`. If the exception of a signal handler comes before they are taken, the next
+        command drops them: otherwise it would get them as its own."""
+        assert self._unfinished_run is not None
+        found = self._unfinished_run[1]()
+        self._unfinished_run = None
+        return found
 
     # ---- requests, and the worker in place --------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -252,7 +253,10 @@ class Table(Agent):
 def test_arrays_are_saved_and_loaded_as_arrays(tmp_path: Path) -> None:
     agent, other = ready(Table()), ready(Table())
     agent.table[...] = [[1, 2, 3], [4, 5, 6]]
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / f"table.pt.{os.getpid()}.part").symlink_to(tmp_path / "mine")  # of somebody else
     agent.save(tmp_path / "table.pt")
+    assert (tmp_path / "mine").read_text() == "mine"
     other.load(tmp_path / "table.pt")
     assert isinstance(other.table, np.ndarray)
     assert (other.table.tolist(), other.table.dtype) == ([[1, 2, 3], [4, 5, 6]], np.float64)

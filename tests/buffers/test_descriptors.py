@@ -27,6 +27,13 @@ def test_close_closes_the_descriptor_once() -> None:
         os.close(other)
 
 
+def test_a_closed_owner_has_no_finalizer_in_which_python_would_drop_a_ctrl_c() -> None:
+    owner = InheritedFd(os.memfd_create("test"))
+    assert hasattr(owner, "__del__")
+    owner.close()
+    assert not hasattr(owner, "__del__")
+
+
 @pytest.mark.parametrize("dumps", [pickle.dumps, reduction.ForkingPickler.dumps])
 def test_pickling_fails_unless_a_process_is_being_started(dumps: object) -> None:
     owner = InheritedFd(os.memfd_create("test"))

@@ -1,11 +1,11 @@
-"""Wires of each make for the tests, and one that loses, doubles and delays packets."""
+"""Nodes for the tests, and links between them that are cut."""
 
 from __future__ import annotations
 
-import heapq
+import contextlib
 import random
+import socket
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from penstock import SerialSampler
-from penstock.distributed.wire import Header, Wire
-from penstock.distributed.wire_local import LocalHub
+from penstock.distributed.keys import Connection
+from penstock.distributed.wire import Node
 
 from ..support import until
 
-#: The wires as parameters of a test, and those without Ray, which has no transport of its own.
+#: The wires as parameters of a test.
 MAKES = ("local", "zmq", pytest.param("ray", marks=pytest.mark.ray))
-TRANSPORTS = ("local", "zmq")
 SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)
 
 
@@ -32,9 +31,8 @@ def note(what: str, value: float, limit: float) -> None:
 
 def need(make: str, request: pytest.FixtureRequest) -> None:
     """Skip the test if this make of wire needs a library that is not installed. Start Ray for the wire over Ray."""
-    if make == "zmq":
-        pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
-        pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
+    pytest.importorskip("zmq", reason="a wire needs pyzmq")
+    pytest.importorskip("msgpack", reason="a wire needs msgpack")
     if make == "ray":
         request.getfixturevalue("ray_cluster")
 
@@ -43,74 +41,97 @@ def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
     until(condition, seconds=timeout)
 
 
-class FaultyHub(LocalHub):
-    """Drops and doubles packets, and delays a third of them, so that they overtake each other."""
+class Proxy:
+    """A link to a port of this machine. It is cut again and again: each connection after some bytes, a random number.
+    While `is_cut`, it refuses all."""
 
-    def __init__(self, drop: float = 0.3, double: float = 0.3, delay: float = 0.02) -> None:
-        super().__init__()
-        self.drop, self.double, self.delay = drop, double, delay
-        self.n_dropped = 0
-        self._rng = random.Random(0)
-        self._late: list[tuple[float, int, tuple[Any, ...]]] = []
-        self._number = 0
-        self._late_changed = threading.Condition()
-        self._is_closed = False
-        self._carrier = threading.Thread(target=self._bring, name="late packets", daemon=True)
-        self._carrier.start()
+    def __init__(self, port: int, least: float = 20_000, most: float = 200_000) -> None:
+        self._port, self.least, self.most, self._rng = port, least, most, random.Random(port)
+        self.is_cut, self.n, self._sockets = False, 0, list[socket.socket]()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._threads = [self._start(self._accept)]
 
-    def carry(self, address: str, header: Header, packed: Any, route: str) -> None:
-        with self._late_changed:
-            copies = (self._rng.random() >= self.drop) + (self._rng.random() < self.double)
-            self.n_dropped += copies == 0
-            waits = [self._rng.random() * self.delay if self._rng.random() < 0.3 else 0.0 for _ in range(copies)]
-            for wait in waits:
-                self._number += 1
-                heapq.heappush(self._late, (time.monotonic() + wait, self._number, (address, header, packed, route)))
-            self._late_changed.notify()
+    def _start(self, run: Callable[..., None], *arguments: Any) -> threading.Thread:
+        thread = threading.Thread(target=run, args=arguments, daemon=True)
+        thread.start()
+        return thread
 
-    def _bring(self) -> None:
-        while True:
-            with self._late_changed:
-                if self._is_closed:
-                    return
-                wait = self._late[0][0] - time.monotonic() if self._late else 1.0
-                if wait > 0:
-                    self._late_changed.wait(wait)
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                near, _ = self._listener.accept()
+                self.n += 1
+                far = socket.socket()
+                if self.is_cut or far.connect_ex(("127.0.0.1", self._port)):
+                    near.close()
+                    far.close()
                     continue
-                packet = heapq.heappop(self._late)[2]
-            super().carry(*packet)
+                self._sockets += [near, far]
+                left = [self.least + self._rng.random() * (self.most - self.least)]
+                self._threads += [self._start(self._pump, *pair, left) for pair in ((near, far), (far, near))]
+
+    def _pump(self, source: socket.socket, target: socket.socket, left: list[float]) -> None:
+        with contextlib.suppress(OSError):
+            while left[0] > 0 and (data := source.recv(4096)):
+                left[0] -= len(data)
+                target.sendall(data[: len(data) + int(min(0, left[0]))])
+        self._end(source, target)
+
+    def _end(self, *sockets: socket.socket) -> None:
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """Cut all connections."""
+        self._end(*self._sockets)
 
     def close(self) -> None:
-        with self._late_changed:
-            self._is_closed = True
-            self._late_changed.notify()
-        self._carrier.join()
+        self._end(self._listener)
+        self._threads[0].join(10)  # it adds no more now
+        self._end(*self._sockets)
+        for thread in self._threads:
+            thread.join(10)
+        for each in (self._listener, *self._sockets):
+            each.close()
 
 
 class Wires:
-    """Makes wires of one kind, and closes them."""
+    """Makes nodes, and closes them. Of "cut" ones, all links are cut again and again, and packets come twice."""
 
     def __init__(self, make: str) -> None:
-        self.make, self.opened = make, list[Wire]()
-        self.hub = FaultyHub() if make == "faulty" else LocalHub()
-        self._patch = pytest.MonkeyPatch()
-        if make == "faulty":  # so many packets are lost that the usual times would take minutes
-            probes = ("wire._FIRST_PROBE", "wire._LAST_PROBE")
-            for name in (*probes, "name_table._PATIENCE_SECONDS", "parameters._PATIENCE_SECONDS"):
-                self._patch.setattr(f"penstock.distributed.{name}", 0.05)
-        if make == "zmq":
-            from penstock.distributed.keys import Connection
+        self.make, self.opened, self.proxies = make, list[Node](), list[Proxy]()
+        self.connection = Connection.make("test/trial")
 
-            self.connection = Connection.make("test/trial")
+    def __call__(self) -> Node:
+        node = self.connection.wire()
+        self.opened.append(node)
+        if self.make == "cut":
+            self.proxies.append(proxy := Proxy(int(node.address.rpartition(":")[2])))
+            node.address = proxy.address
+            twice(node)
+        return node
 
-    def __call__(self) -> Wire:
-        wire = self.connection.wire() if self.make == "zmq" else self.hub.wire()
-        self.opened.append(wire)
-        return wire
+    def mend(self) -> None:
+        """From now on no link is cut: something large must pass."""
+        for proxy in self.proxies:
+            proxy.least = proxy.most = 1e12
+            proxy.cut()
 
     def close(self) -> None:
-        self._patch.undo()
-        for wire in self.opened:
-            wire.close()
-        if isinstance(self.hub, FaultyHub):
-            self.hub.close()
+        for node in self.opened:
+            node.close()
+        for proxy in self.proxies:
+            proxy.close()
+
+
+def twice(node: Node) -> None:
+    """From now on `node` sends each packet twice."""
+    send = node.send
+
+    def send_twice(*arguments: Any) -> None:
+        send(*arguments)
+        send(*arguments)
+
+    node.send = send_twice  # type: ignore[method-assign]

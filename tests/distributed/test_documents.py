@@ -1,4 +1,4 @@
-"""The code of docs/control_plane.md, and the example, run as they are written."""
+"""The code of docs/control_plane.md and docs/migration/srl.md, and the example, run as they are written."""
 
 from __future__ import annotations
 
@@ -49,6 +49,19 @@ def test_the_other_blocks_name_what_exists() -> None:
         compile(block, "control_plane.md", "exec")
     assert "RpcServer" in BLOCKS[5]
     exec(BLOCKS[5].partition("with RpcServer")[0], {})
+
+
+def test_the_page_for_users_of_srl_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/migration/srl.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for block in blocks:
+        exec(block, {"__name__": "__main__"})
+        comments = re.findall(r"print\(.*  # (.*)", block)
+        assert comments == capsys.readouterr().out.splitlines()
+    assert len(blocks) == 2
 
 
 # The document's experiment is the example, over sockets.

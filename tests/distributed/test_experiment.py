@@ -53,7 +53,7 @@ from penstock.distributed import (
 )
 from penstock.distributed.actor_worker import StreamAgent
 from penstock.distributed.launched import LaunchedThread
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.parameters import ParameterClient, ParameterServer, read_parameters
 from penstock.distributed.pieces import batch_of
 from penstock.envs import ScriptedGame
@@ -151,12 +151,12 @@ class PictureTrainer:
         pass
 
     def step(self, batch: Batch) -> Mapping[str, float]:
-        from penstock.distributed.launch_ray import _transports
+        from penstock.distributed.launch_ray import _nodes
 
         pictures = batch.samples.env.observation.flatten(2).float()
         assert (pictures.min(2).values == pictures.max(2).values).all()
         assert (pictures[1:, :, 0] == (batch.samples.env.reward[:-1] * ~batch.samples.env.done[:-1])).all()
-        return {"large": sum(transport._wire.counts.get("large", 0) for transport in _transports.values())}
+        return {"large": sum(node.counts.get("large", 0) for node in _nodes.values())}
 
 
 @pytest.mark.ray
@@ -544,9 +544,9 @@ class StatefulTrainer(CountingTrainer):
         StatefulTrainer.loaded = state["state"]
 
 
-def saving(path: Path) -> Callable[[], Worker]:
+def saving(path: Path, *, trust: bool = False) -> Callable[[], Worker]:
     plan = experiment(agent=RandomAgent)._plan()
-    return partial(TrainerWorker, Training(StatefulTrainer, checkpoint=path), plan)
+    return partial(TrainerWorker, Training(StatefulTrainer, checkpoint=path, trust_checkpoint=trust), plan)
 
 
 class Bomb:
@@ -602,11 +602,19 @@ def test_a_trainers_state_of_arrays_comes_back_and_no_link_is_followed(
     assert (loaded["random"][1] == wanted["random"][1]).all()
 
 
-def test_a_trainers_state_that_could_not_be_loaded_is_refused_when_it_is_first_saved(
-    panel: ControlPanel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("make", "culprit"),
+    [
+        (Bomb, "['state'], a Bomb"),
+        (lambda folder: [1, {"best": (0.5, folder)}], "['state'][1]['best'][1], a PosixPath"),
+        (lambda folder: {Path("a"): 1}, "its keys"),
+    ],
+)
+def test_a_trainers_state_that_could_not_be_loaded_is_refused_when_it_is_saved(
+    panel: ControlPanel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, culprit: str
 ) -> None:
     path = tmp_path / "trainer.pt"
-    monkeypatch.setattr(StatefulTrainer, "state", Bomb(tmp_path / "ran"))
+    monkeypatch.setattr(StatefulTrainer, "state", make(tmp_path / "ran"))
     panel.launch(saving(path), name="trainer")
     panel.connect()
     panel.request("trainer/0", "configure")
@@ -615,7 +623,26 @@ def test_a_trainers_state_that_could_not_be_loaded_is_refused_when_it_is_first_s
     facts = panel.stats(["trainer/0"])["trainer/0"]
     assert facts["status"] == "ERROR"
     assert "state_dict of the trainer must return numbers" in facts["text"]
+    assert f"Convert {'' if culprit == 'its keys' else 'state_dict()'}{culprit}, or use" in facts["text"]
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_checkpoint_that_is_trusted_may_have_code_and_another_owner(
+    panel: ControlPanel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, wanted = tmp_path / "trainer.pt", {"folder": tmp_path, "rows": np.arange(3)}
+    monkeypatch.setattr(StatefulTrainer, "state", wanted)
+    monkeypatch.setattr(StatefulTrainer, "loaded", None)
+    for name in ("first", "second"):
+        panel.launch(saving(path, trust=True), name=name)
+        panel.connect([f"{name}/0"])
+        panel.request(f"{name}/0", "configure")
+        panel.request(f"{name}/0", "exit")
+        wait_until(lambda n=name: panel.has_ended(f"{n}/0"))  # type: ignore[misc]
+        if os.getuid() == 0:  # only root can give a file to another user
+            os.chown(path, 65534, -1)
+    assert StatefulTrainer.loaded["folder"] == tmp_path
+    assert StatefulTrainer.loaded["rows"].tolist() == [0, 1, 2]
 
 
 class FullDiskTrainer(CountingTrainer):

@@ -39,7 +39,7 @@ from penstock.distributed import (
     Worker,
 )
 from penstock.distributed.actor_worker import StreamAgent
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 from penstock.distributed.parameters import ParameterClient
 from penstock.distributed.pieces import piece_of
 

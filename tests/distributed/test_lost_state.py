@@ -14,7 +14,7 @@ import torch
 from penstock import RecurrentCategoricalPgAgent
 from penstock.distributed import Actors, ActorWorker, ControlPanel, Policies, PolicyWorker, SampleConsumer
 from penstock.distributed.launched import LaunchedThread
-from penstock.distributed.name_table import NameClient
+from penstock.distributed.names import NameClient
 
 from ..scale import scaled
 from .support import MAKES, need, wait_until

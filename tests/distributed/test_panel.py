@@ -22,6 +22,7 @@ import pytest
 from penstock import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
 from penstock.__main__ import main
 from penstock.distributed import ControlPanel, PollResult, Status, Worker
+from penstock.distributed.messages import BadMessageError
 
 from ..process.support import is_running
 from ..scale import FULL, scaled
@@ -356,26 +357,26 @@ def test_the_name_table_may_end_and_come_again() -> None:
     from dataclasses import replace
 
     from penstock.distributed.keys import Connection
-    from penstock.distributed.name_table import NameClient, NameHost
+    from penstock.distributed.names import NameClient, NameTable
 
     keys = Connection.make("test/names")
     first, mine, other = keys.wire(), keys.wire(), keys.wire()
-    host = NameHost(first)
+    host = NameTable(lambda: first.clock).serve(first)
     connection = replace(keys, address=first.address)
-    names, others = NameClient(mine, first.address, lease=1.0), NameClient(other, first.address, lease=1.0)
+    names, others = NameClient(mine, first.address), NameClient(other, first.address)
     inbox = mine.open("inbox")
     names.announce("workers/mine", inbox)
     names.add("status/mine", "READY", lasting=True)
     watch = others.watch(["workers/mine"])
     peer = others.peer("workers/mine")
-    threading.Thread(target=lambda: [letter.reply("here") for _ in range(2) if (letter := inbox.receive(30))]).start()
+    threading.Thread(target=lambda: [call.reply("here") for _ in range(2) if (call := inbox.receive(30))]).start()
     assert peer.ask("", 10).result() == "here"
     host.close()
     first.close()
     assert peer.ask("", 10).result() == "here"  # without the table
     port = int(connection.address.rpartition(":")[2])
     second = keys.wire(port)
-    host = NameHost(second)
+    host = NameTable(lambda: second.clock).serve(second)
     try:
         wait_until(lambda: sorted(others.find()) == ["status/mine", "workers/mine"])
         assert not (watch.done() and watch.exception() is None), "the watch has fired"
@@ -388,10 +389,10 @@ def test_the_name_table_may_end_and_come_again() -> None:
 
 
 def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
-    from penstock.distributed.name_table import NameClient
+    from penstock.distributed.names import NameClient
 
     wire = local.connection.wire()
-    names = NameClient(wire, local.connection.address, lease=0.4)
+    names = NameClient(wire, local.connection.address)
     try:
         with pytest.raises(NoReplyError, match=r"the name .late. was not added within 0\.1 s"):
             names.wait("late", 0.1)
@@ -414,36 +415,46 @@ def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
 
 def test_a_worker_that_was_suspended_does_not_take_the_name_table_for_lost(local: ControlPanel) -> None:
     (name,) = started(local)
-    worker_names = local.names
-    worker_names._tick(
-        time.monotonic() + 100
-    )  # the next tick after a minute and more in which this process stood still
-    assert worker_names.silence <= 1.5
+    tick, stood = local._wire._tick, threading.Event()
+
+    def stand_still() -> None:
+        if not stood.is_set():
+            time.sleep(6)
+            stood.set()
+        tick()
+
+    local._wire._tick = stand_still  # type: ignore[method-assign]
+    stood.wait(20)
+    assert local.names.silence <= 2.5
     assert local.stats()[name]["status"] in ("READY", "RUNNING")
 
 
 def test_strange_syncs_do_not_end_the_name_table(local: ControlPanel) -> None:
     wire = local.connection.wire()
     peer = wire.reach(local.connection.address, "names")
-    good = {"call": "sync", "owner": "x", "lease": 1.0, "since": ["", -1], "roots": [], "entries": {}}
-    good["is_urgent"] = False
+    good: dict[str, Any] = {"owner": "x", "since": ["", -1], "roots": ["a"], "entries": {}, "after": ""}
+
+    def beat(**strange: object) -> Any:
+        return peer.ask({"command": "beat", "kwargs": {**good, **strange}}, 10).result()
+
     try:
-        assert peer.ask(good, 10).result()["keys"] == []
+        good["n_ended"] = beat()["n_ended"]
+        assert beat()["found"] == {}
         for strange in (
-            {"owner": [5]},
-            {"lease": "long"},
+            {"owner": [5], "entries": {"a": [b"", False]}},
             {"since": 5},
             {"since": [local.names._since[0], "five"]},
             {"roots": [[]]},
+            {"roots": 5},
             {"entries": {"a": 5}},
+            {"entries": {5: 5}},
             {"more": 5},
-            {"call": "expire"},
         ):
-            with pytest.raises(RequestError):
-                peer.ask({**good, **strange}, 10).result()
-        waiting = peer.ask({**good, "since": list(local.names._since)}, 10)
-        assert peer.ask({**good, "since": list(local.names._since)}, 10).result()["keys"] == []
-        assert waiting.result(10) is None, "the second one has taken its place"
+            with pytest.raises((RequestError, BadMessageError)):
+                beat(**strange)
+        with pytest.raises(RequestError):
+            peer.ask({"command": "expire", "kwargs": {}}, 10).result()
+        assert beat(entries={"": [b"", False], "b": ["text", False], "c": [b"x" * 70_000, True]})["found"] == {}
         local.names.add("a", 1)
         assert local.names.find("a") == {"a": 1}
     finally:
@@ -591,12 +602,28 @@ def test_workers_go_on_while_their_panel_is_suspended_and_it_finds_them_when_it_
     assert process.returncode == 0
 
 
+@needs_zmq
+@pytest.mark.usefixtures("forked_workers")
+def test_a_request_to_a_suspended_worker_waits_and_is_run_once() -> None:
+    with ControlPanel("test", wire="zmq") as panel:
+        started(panel, step=0)
+        worker = psutil.Process(panel.pid("counter/0"))
+        worker.suspend()
+        future = panel.async_request("counter/0", "add", timeout=60, n=1)
+        time.sleep(9)  # longer than heartbeats and its lease
+        assert panel.get_worker_status("counter/0") is Status.UNRESPONSIVE
+        assert not future.done()
+        worker.resume()
+        assert future.result(30) == 1
+        assert panel.request("counter/0", "count") == 1
+        wait_until(lambda: panel.get_worker_status("counter/0") is Status.RUNNING)
+
+
 def test_no_worker_ends_although_the_name_table_answers_seldom(
     local: ControlPanel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with very many workers: one sync a second in place of 300, and all times are shorter."""
-    monkeypatch.setattr("penstock.distributed.name_table._MOST_SYNCS", 1)
-    monkeypatch.setattr("penstock.distributed.name_table._SILENT_SECONDS", 0.8)
+    monkeypatch.setattr("penstock.distributed.names._MOST_BEATS", 1)
     monkeypatch.setattr("penstock.distributed.role.ORPHAN_SECONDS", 2.5)
     names = started(local, 5, sleep=0.05)
     time.sleep(8)
@@ -625,7 +652,7 @@ def test_many_workers_have_the_descriptors_that_they_need_or_are_refused() -> No
 def test_a_large_value_is_an_error_and_everything_else_arrives() -> None:
     class Chatty(Counter):
         def _stats(self) -> Any:
-            return {"count": self.count, **({"text": "x" * 300_000} if self.count > 5 else {})}
+            return {"count": self.count, **({"text": "x" * 100_000} if self.count > 5 else {})}
 
     with ControlPanel("test", wire="zmq") as panel:
         panel.launch(Chatty)
@@ -634,12 +661,12 @@ def test_a_large_value_is_an_error_and_everything_else_arrives() -> None:
         panel.request("chatty/0", "start")
         wait_until(lambda: "text" in panel.stats()["chatty/0"])
         facts = panel.stats()["chatty/0"]
-        assert "stats raised BadMessageError: the value of the name 'figures/chatty/0' has 300," in facts["text"]
+        assert "stats raised BadMessageError: the value of the name 'figures/chatty/0' has 100," in facts["text"]
         panel.request("chatty/0", "pause")
         wait_until(lambda: panel.stats()["chatty/0"]["status"] == "PAUSED")
         for call in (panel.names.write, panel.names.add):
-            with pytest.raises(ClusterError, match="the value of the name 'mine/large' has 300,"):
-                call("mine/large", "x" * 300_000)
+            with pytest.raises(ClusterError, match="the value of the name 'mine/large' has 100,"):
+                call("mine/large", "x" * 100_000)
         for i in range(5000):
             panel.names.write(f"many/{i}", ["tcp://192.0.2.10:45671", "0123456789ab", "inbox"])
         wait_until(lambda: len(panel.names.find("many")) == 5000)
@@ -683,7 +710,7 @@ def test_a_client_may_have_many_names() -> None:
 
 @needs_zmq
 def test_an_error_in_a_thread_of_the_wire_fails_its_call_only(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(letter: Any) -> None:
+    def refuse(call: Any) -> None:
         raise KeyError("no such thing")
 
     with ControlPanel("test", wire="zmq") as panel:
@@ -761,7 +788,7 @@ def test_mistakes_of_a_worker_are_named(local: ControlPanel, caplog: pytest.LogC
 @needs_zmq
 def test_a_panel_that_has_ended_is_named() -> None:
     from penstock.distributed.keys import Connection
-    from penstock.distributed.name_table import NameClient
+    from penstock.distributed.names import NameClient
 
     keys = Connection.make("test/names")
     ended, mine = keys.wire(), keys.wire()

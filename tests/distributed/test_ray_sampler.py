@@ -41,12 +41,13 @@ from penstock.distributed import RaySampler, placement
 from penstock.distributed.placement import connect
 from penstock.envs import CountingEnv, NestedEnv
 
-from ..samplers import test_agents_determinism as stock
-from ..samplers import test_central_determinism as agents
+from .. import models
+from ..against_loop import compare
+from ..samplers import digest_cases, test_equalities
 from ..scale import scaled
 from .ray_support import assert_same, run
 
-for module in (agents, stock):  # nodes cannot import them
+for module in (models, digest_cases, test_equalities):  # nodes cannot import them
     cloudpickle.register_pickle_by_value(sys.modules[module.__name__])
 
 pytestmark = [
@@ -172,10 +173,17 @@ def test_it_equals_a_parallel_sampler(name: str) -> None:
     assert reference[1] == found[1]
 
 
-@pytest.mark.parametrize("case", scaled(list(agents.CASES), ["tabular", "recurrent categorical"]))
-def test_every_agent_acts_as_in_one_process(case: str) -> None:
-    options = {"n_shards": 2, "n_workers": 1, "sampler_cls": SerialSampler}
-    agents.assert_same(case, agents.reference(case), agents.batches(RaySampler, case, **options))
+@pytest.mark.parametrize("kind", scaled(list(test_equalities.KINDS), ["single", "lock-step", "turns"]))
+def test_batches_are_those_of_a_plain_loop(kind: str) -> None:
+    env_fn, of_kind = test_equalities.KINDS[kind]
+    agent = RandomAgent if kind in test_equalities.RANDOM_ONLY else digest_cases.Stateful
+    sizes: dict[str, Any] = {"batch_T": 5, "batch_B": 3, "n_batches": 3}
+    compare(RaySampler, env_fn, agent, sampler={"n_shards": 2, "n_workers": 1}, **of_kind, **sizes)
+
+
+@pytest.mark.parametrize("model", scaled(list(test_equalities.MODELS), ["recurrent categorical"]))
+def test_agents_with_models_act_as_in_a_plain_loop(model: str) -> None:
+    test_equalities.compare_model(model, RaySampler, {"n_shards": 3, "n_workers": 1})
 
 
 class Listed(gym.Wrapper[Any, Any, Any, Any]):

@@ -100,3 +100,8 @@ def test_a_server_is_polled_in_a_loop_of_ones_own() -> None:
 def test_a_wrong_port_is_refused(port: Any) -> None:
     with pytest.raises(ConfigError, match="port must be"):
         RpcServer(port)
+
+
+def test_a_client_needs_the_keys() -> None:
+    with pytest.raises(ConfigError, match=r"a client needs the keys .* RpcClient\(file\)"):
+        RpcClient("127.0.0.1", 5555)

@@ -1,4 +1,4 @@
-"""The contract of a wire: the same tests for each make, and for one that loses, doubles and delays packets."""
+"""The contract of a node: the same tests for direct links, and for links that are cut, with packets that come twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait as wait_for
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,17 +15,16 @@ import pytest
 from penstock import ClusterError, NoReplyError, PeerLostError, RequestError
 from penstock.distributed import messages
 from penstock.distributed.messages import BadMessageError
-from penstock.distributed.wire import Inbox, Letter, Peer, Wire
+from penstock.distributed.wire import Call, Inbox, Node, Peer
 
 from ..scale import scaled
-from .support import TRANSPORTS, FaultyHub, Wires, need, wait_until
+from .support import Wires, wait_until
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
 
 
-@pytest.fixture(params=[*TRANSPORTS, "faulty"])
+@pytest.fixture(params=["direct", "cut"])
 def wires(request: pytest.FixtureRequest) -> Iterator[Wires]:
-    need(request.param, request)
     made = Wires(request.param)
     yield made
     made.close()
@@ -36,19 +34,19 @@ class Echo:
     """Answers in a thread: dicts with "fail" fail, "drop" is not answered, everything else comes back."""
 
     def __init__(self, inbox: Inbox) -> None:
-        self.inbox, self.n_calls, self.kept = inbox, 0, list[Letter]()
+        self.inbox, self.n_calls, self.kept = inbox, 0, list[Call]()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while (letter := self.inbox.receive()) is not None:
+        while (call := self.inbox.receive()) is not None:
             self.n_calls += 1
-            if isinstance(letter.message, str) and letter.message == "drop":
-                self.kept.append(letter)
-            elif isinstance(letter.message, dict) and "fail" in letter.message:
-                letter.fail(letter.message["fail"])
+            if isinstance(call.message, str) and call.message == "drop":
+                self.kept.append(call)
+            elif isinstance(call.message, dict) and "fail" in call.message:
+                call.fail(call.message["fail"])
             else:
-                letter.reply(letter.message)
+                call.reply(call.message)
 
     def close(self) -> None:
         self.inbox.close()
@@ -56,12 +54,12 @@ class Echo:
 
 
 @pytest.fixture
-def server(wires: Wires) -> Wire:
+def server(wires: Wires) -> Node:
     return wires()
 
 
 @pytest.fixture
-def inbox(server: Wire) -> Inbox:
+def inbox(server: Node) -> Inbox:
     return server.open("echo")
 
 
@@ -74,7 +72,7 @@ def echo(inbox: Inbox) -> Iterator[Echo]:
 
 @pytest.fixture
 def peer(wires: Wires, inbox: Inbox) -> Peer:
-    return wires().reach(inbox.wire.address, "echo", target=inbox.wire.id)
+    return wires().reach(inbox.node.address, "echo", target=inbox.node.id)
 
 
 class TestContract:
@@ -101,10 +99,10 @@ class TestContract:
         array = np.zeros(3)
         future = peer.ask(array, 10)
         array[:] = 1
-        letter = inbox.receive(10)
-        assert letter is not None
-        assert letter.message.tolist() == [0, 0, 0]
-        letter.reply()
+        call = inbox.receive(10)
+        assert call is not None
+        assert call.message.tolist() == [0, 0, 0]
+        call.reply()
         future.result()
 
     def test_arrays_that_arrive_are_read_only(self, peer: Peer, echo: Echo) -> None:
@@ -120,7 +118,10 @@ class TestContract:
     def test_tuples_arrive_as_lists_and_numpy_scalars_as_numbers(self, peer: Peer, echo: Echo) -> None:
         assert peer.ask((1, np.float32(0.5), np.int64(7)), 10).result() == [1, 0.5, 7]
 
-    def test_a_large_array_is_refused_at_once(self, peer: Peer, echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_large_array_is_refused_at_once(
+        self, wires: Wires, peer: Peer, echo: Echo, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        wires.mend()
         monkeypatch.setattr(messages, "MOST_BYTES", 2**20)
         array = np.zeros(2**20, np.uint8)
         assert peer.ask(array, 20).result().nbytes == 2**20
@@ -146,11 +147,13 @@ class TestContract:
         with pytest.raises(ClusterError):
             peer.ask(message, 10).result()
 
-    def test_a_large_array_arrives(self, peer: Peer, echo: Echo) -> None:
+    def test_a_large_array_arrives(self, wires: Wires, peer: Peer, echo: Echo) -> None:
+        wires.mend()
         array = np.arange(2_000_000, dtype=np.int32)
         assert (peer.ask(array, 20).result() == array).all()
 
-    def test_many_arrays_arrive(self, peer: Peer, echo: Echo) -> None:
+    def test_many_arrays_arrive(self, wires: Wires, peer: Peer, echo: Echo) -> None:
+        wires.mend()
         arrays = [np.arange(i, dtype=np.float64) for i in range(300)]  # the first ones go into the header
         reply = peer.ask(arrays, 20).result()
         assert [array.tolist() for array in reply] == [array.tolist() for array in arrays]
@@ -159,10 +162,10 @@ class TestContract:
 
     def test_replies_may_come_in_any_order(self, peer: Peer, inbox: Inbox) -> None:
         futures = [peer.ask(i, 10) for i in range(5)]
-        letters = [inbox.receive(10) for _ in range(5)]
-        for letter in reversed(letters):
-            assert letter is not None
-            letter.reply(letter.message * 10)
+        calls = [inbox.receive(10) for _ in range(5)]
+        for call in reversed(calls):
+            assert call is not None
+            call.reply(call.message * 10)
         assert [future.result() for future in futures] == [0, 10, 20, 30, 40]
 
     def test_a_failure_reaches_the_sender(self, peer: Peer, echo: Echo) -> None:
@@ -184,23 +187,23 @@ class TestContract:
 
     def test_a_slow_reply_is_waited_for(self, peer: Peer, inbox: Inbox) -> None:
         future = peer.ask("work", 20)
-        letter = inbox.receive(10)
-        assert letter is not None
+        call = inbox.receive(10)
+        assert call is not None
         assert wait_for([future], 1.2).done == set()  # several probes are answered meanwhile
-        letter.reply("done")
+        call.reply("done")
         assert future.result() == "done"
 
-    def test_a_letter_is_answered_once(self, peer: Peer, inbox: Inbox) -> None:
+    def test_a_request_is_answered_once(self, peer: Peer, inbox: Inbox) -> None:
         future = peer.ask("x", 10)
-        letter = inbox.receive(10)
-        assert letter is not None
-        letter.reply(1)
+        call = inbox.receive(10)
+        assert call is not None
+        call.reply(1)
         with pytest.raises(ClusterError, match="answered already"):
-            letter.reply(2)
+            call.reply(2)
         assert future.result() == 1
 
     def test_several_senders_have_their_own_replies(self, wires: Wires, echo: Echo) -> None:
-        peers = [wires().reach(echo.inbox.wire.address, "echo") for _ in range(4)]
+        peers = [wires().reach(echo.inbox.node.address, "echo") for _ in range(4)]
         futures = [peer.ask([i, j], 20) for j in range(20) for i, peer in enumerate(peers)]
         assert [future.result() for future in futures] == [[i, j] for j in range(20) for i in range(4)]
 
@@ -223,11 +226,11 @@ class TestContract:
         threads = [threading.Thread(target=lambda f=future: results.append(f.result())) for future in futures]
         for thread in threads:
             thread.start()
-        letters = [inbox.receive(10) for _ in threads]
-        for letter in sorted(letters, key=lambda letter: letter.message if letter is not None else -1):
-            assert letter is not None
-            letter.reply(letter.message)
-            threads[letter.message].join(10)
+        calls = [inbox.receive(10) for _ in threads]
+        for call in sorted(calls, key=lambda call: call.message if call is not None else -1):
+            assert call is not None
+            call.reply(call.message)
+            threads[call.message].join(10)
         assert results == [0, 1, 2, 3]
 
     def test_ctrl_c_ends_a_wait_and_nothing_else(self, peer: Peer, echo: Echo) -> None:
@@ -252,15 +255,15 @@ class TestContract:
         assert done.wait(10)
         assert second == ["second"]
 
-    def test_a_wire_reaches_its_own_inbox(self, server: Wire, echo: Echo) -> None:
+    def test_a_wire_reaches_its_own_inbox(self, server: Node, echo: Echo) -> None:
         assert server.reach(server.address, "echo").ask(1, 10).result() == 1
 
-    def test_two_inboxes_of_one_wire_are_separate(self, wires: Wires, server: Wire, echo: Echo) -> None:
+    def test_two_inboxes_of_one_wire_are_separate(self, wires: Wires, server: Node, echo: Echo) -> None:
         other = server.open("other")
         future = wires().reach(server.address, "other").ask("x", 10)
-        letter = other.receive(10)
-        assert letter is not None
-        letter.reply("from the other")
+        call = other.receive(10)
+        assert call is not None
+        call.reply("from the other")
         assert future.result() == "from the other"
         assert echo.n_calls == 0
 
@@ -273,18 +276,18 @@ class TestContract:
         for _ in range(30):
             wait_for([peer.ask(1, 60) for _ in range(10)])
         peer.ask(1, 60).result()
-        (sender,) = echo.inbox._senders.values()
+        (sender,) = echo.inbox.node._senders.values()
         assert len(sender.replies) <= 20
 
     def test_a_peer_knows_how_many_requests_wait_and_whether_it_is_silent(self, peer: Peer, inbox: Inbox) -> None:
         with pytest.raises(BadMessageError):
             peer.ask(object(), 10)
         futures = [peer.ask(i, 20) for i in range(3)]
-        letters = [inbox.receive(10) for _ in futures]
+        calls = [inbox.receive(10) for _ in futures]
         assert (peer.n_waiting, peer.is_silent) == (3, False)
-        for letter in letters:
-            assert letter is not None
-            letter.reply()
+        for call in calls:
+            assert call is not None
+            call.reply()
         wait_for(futures, 20)
         assert (peer.n_waiting, peer.is_silent) == (0, False)
 
@@ -306,40 +309,40 @@ class TestContract:
         with pytest.raises(PeerLostError):
             future.result()
 
-    def test_an_inbox_that_does_not_exist_is_lost(self, wires: Wires, server: Wire) -> None:
+    def test_an_inbox_that_does_not_exist_is_lost(self, wires: Wires, server: Node) -> None:
         with pytest.raises(PeerLostError):
             wires().reach(server.address, "nobody").ask(1, 30).result()
 
-    def test_a_silent_address_is_lost(self, wires: Wires, server: Wire) -> None:
+    def test_a_silent_address_is_lost(self, wires: Wires, server: Node) -> None:
         gone = wires()
         address = gone.address
         gone.close()
-        with pytest.raises(PeerLostError, match="silent"):
+        with pytest.raises(PeerLostError, match="no connection"):
             wires().reach(address, "echo", lost_after=0.5).ask(1, 30).result()
 
     def test_a_peer_after_a_pause_is_not_lost(self, wires: Wires, echo: Echo) -> None:
-        peer = wires().reach(echo.inbox.wire.address, "echo", lost_after=2.0)
+        peer = wires().reach(echo.inbox.node.address, "echo", lost_after=2.0)
         for _ in range(3):
             assert peer.ask(1, 10).result() == 1
             with pytest.raises(NoReplyError):
                 peer.ask("drop", 0.4).result()
 
     def test_another_process_at_the_same_address_is_somebody_else(self, wires: Wires, echo: Echo) -> None:
-        peer = wires().reach(echo.inbox.wire.address, "echo", target="another wire")
+        peer = wires().reach(echo.inbox.node.address, "echo", target="another wire")
         with pytest.raises(PeerLostError):
             peer.ask(1, 30).result()
         assert echo.n_calls == 0
 
     def test_closing_a_wire_ends_its_requests_and_receivers(self, wires: Wires, peer: Peer, echo: Echo) -> None:
         future = peer.ask("drop", 30)
-        mine = peer._wire.open("mine")
-        peer._wire.close()
+        mine = peer._node.open("mine")
+        peer._node.close()
         with pytest.raises(PeerLostError):
             future.result()
         assert mine.receive(10) is None
-        peer._wire.close()  # again
+        peer._node.close()  # again
 
-    def test_an_inbox_name_is_used_once(self, server: Wire, inbox: Inbox) -> None:
+    def test_an_inbox_name_is_used_once(self, server: Node, inbox: Inbox) -> None:
         with pytest.raises(ClusterError, match="has an inbox 'echo' already"):
             server.open("echo")
         inbox.close()
@@ -356,54 +359,72 @@ def test_ten_thousand_increments_count_ten_thousand(wires: Wires) -> None:
 
     def serve() -> None:
         nonlocal count
-        while (letter := inbox.receive()) is not None:
+        while (call := inbox.receive()) is not None:
             count += 1
-            letter.reply(count)
+            call.reply(count)
 
     thread = threading.Thread(target=serve)
     thread.start()
-    peer = wires().reach(inbox.wire.address, "counter")
+    peer = wires().reach(inbox.node.address, "counter")
     for _ in range(n // 2000):
         futures = [peer.ask("increment", 100) for _ in range(2000)]
         assert not wait_for(futures, 100).not_done
         assert all(future.exception() is None for future in futures)
     assert count == n
-    if isinstance(wires.hub, FaultyHub):
-        assert wires.hub.n_dropped > n // 10
+    if wires.make == "cut":
+        assert inbox.node.counts["again"] > n // 10
+        assert sum(proxy.n for proxy in wires.proxies) > 5
     inbox.close()
     thread.join()
 
 
-@pytest.mark.parametrize("wires", ["zmq"], indirect=True)
-def test_the_thread_of_a_socket_sleeps_while_another_thread_receives(server: Wire, echo: Echo, peer: Peer) -> None:
-    assert peer.ask(1, 10).result() == 1
-    transport, ticks, polls = server.transport, list[float](), list[float]()
-    quiet = transport._quiet
-    transport._quiet = SimpleNamespace(
-        poll=lambda seconds: polls.append(seconds) or quiet.poll(seconds), modify=quiet.modify, close=quiet.close
-    )
-    server.on_tick.append(ticks.append)
-    transport._attending.acquire()  # as a thread that is about to receive, or has just stopped
-    future = peer.ask(2, 10)
-    wait_until(lambda: len(ticks) >= 5)
-    assert len(polls) < 20
-    assert echo.n_calls == 1
-    transport._attending.release()
-    transport._rearm()
-    assert future.result() == 2
-
-
-@pytest.mark.parametrize("wires", ["zmq"], indirect=True)
+@pytest.mark.parametrize("wires", ["direct"], indirect=True)
 def test_a_connection_may_be_left_while_large_replies_come(wires: Wires) -> None:
     servers = [wires() for _ in range(3)]
     for server in servers:
-        server.open("large", lambda letter: letter.reply(np.zeros(3 * 2**20, np.uint8)))
+        server.open("large", lambda call: call.reply(np.zeros(3 * 2**20, np.uint8)))
     mine = wires()
     for _ in range(scaled(300, 10)):
         peers = [mine.reach(server.address, "large") for server in servers]
         futures = [peer.ask("more", 30) for peer in peers for _ in range(3)]
         futures[0].result()
-        peers[1].release()  # its replies, and those of the others, are on the way
+        peers[1].lose("left")  # its replies, and those of the others, are on the way
         assert all(future.result().nbytes == 3 * 2**20 for future in (*futures[:3], *futures[6:]))
-        peers[0].release()
-        peers[2].release()
+        peers[0].lose("left")
+        peers[2].lose("left")
+
+
+@pytest.mark.parametrize("wires", ["cut"], indirect=True)
+def test_a_link_that_stays_cut_is_lost_and_one_that_comes_back_runs_each_request_once(
+    wires: Wires, server: Node, echo: Echo
+) -> None:
+    (proxy,) = wires.proxies
+    wires.mend()
+    peer = wires().reach(server.address, "echo", target=server.id, lost_after=3.0)
+    assert peer.ask(1, 20).result() == 1
+    proxy.is_cut = True
+    proxy.cut()
+    future = peer.ask(2, 60)
+    time.sleep(1.5)
+    proxy.is_cut = False
+    assert future.result() == 2
+    assert echo.n_calls == 2
+    proxy.is_cut = True
+    proxy.cut()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="no connection to it for 3 s"):
+        peer.ask(3, 60).result()
+    assert 2 < time.monotonic() - began < 10
+
+
+def test_an_answer_that_cannot_be_read_fails_its_request_alone(
+    wires: Wires, server: Node, peer: Peer, echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send(*arguments: object) -> None:
+        raise KeyError("something is wrong in the thread of the node")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peer._node, "send", send)
+        with pytest.raises(NoReplyError):
+            peer.ask(1, 0.3).result()
+    assert peer.ask(2, 20).result() == 2

@@ -201,6 +201,26 @@ def test_places_of_ports_are_filled() -> None:
 
 
 @pytest.mark.slow
+def test_a_game_gets_only_the_variables_that_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLOUD_SECRET", "key")
+    monkeypatch.setenv("WANTED", "yes")
+    for inherit_env, kept in ((None, {"CLOUD_SECRET", "WANTED"}), (["WANTED", "MISSING"], {"WANTED"}), ((), set())):
+        with GameProcess(
+            ["sh", "-c", "env; echo done; sleep 60"],
+            ready=re.compile("done"),
+            environ={"OWN": "1"},
+            inherit_env=inherit_env,
+        ) as own:
+            own.wait_ready()
+            entries = Path(f"/proc/{own.pid}/environ").read_text().split("\0")
+            found = {entry.partition("=")[0] for entry in entries if entry}
+            assert found & {"CLOUD_SECRET", "WANTED", "MISSING"} == kept
+            assert {"OWN", "PENSTOCK_PORTS"} <= found
+            for mark in ("PENSTOCK_PROCESS_", "PENSTOCK_GAME_"):
+                assert any(name.startswith(mark) for name in found), "it ends with this process"
+            assert len(found) == 4 + len(kept) or inherit_env is None
+
+
 def test_a_port_that_is_taken_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     thieves: list[socket.socket] = []
     steals = 1
@@ -361,6 +381,8 @@ def test_a_deadline_frees_a_library_that_blocks() -> None:
         (["sh"], {"environ": ["DISPLAY"]}, r"environ must have names and texts, such as .*, got \['DISPLAY'\]"),
         (["sh"], {"environ": {"DISPLAY": 1}}, "environ must have names and texts"),
         (["sh"], {"environ": {"A=B": "1"}}, "environ must have names and texts"),
+        (["sh"], {"inherit_env": "PATH"}, r"inherit_env must be a list of names, such as .*, got \'PATH\'"),
+        (["sh"], {"inherit_env": [1]}, "inherit_env must have names of environment variables"),
         (["sh"], {"cwd": 3}, "cwd must be a path or None, got 3"),
         (["sh"], {"cwd": b"/"}, "cwd must be a path or None, got b'/'"),
         (["sh"], {"log_file": ["log"]}, "log_file must be a path or None"),

@@ -510,8 +510,11 @@ def test_nobody_but_the_game_that_the_environment_starts_can_be_the_client(serve
         goal = walk(env, 6)
         assert stranger.read() == {"error": "its token is wrong: it must be the text in the variable PENSTOCK_TOKEN"}
     env.close()
-    again = served(*LINE, command=STARTED, wait=10, token="secret")
+    again = served(*LINE, command=STARTED, wait=10, token="secret", inherit_env=["PATH"])
     assert walk(again, 6) == goal
+    names = {entry.partition("=")[0] for entry in Path(f"/proc/{again._game.pid}/environ").read_text().split("\0")}
+    assert "PENSTOCK_TOKEN" in names
+    assert "HOME" not in names
 
 
 def env_pid(text: str) -> str:

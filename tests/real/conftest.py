@@ -5,7 +5,7 @@ from __future__ import annotations
 import cloudpickle
 
 from ..envs import space_strategies
-from . import comparing, environments, reference
+from . import environments
 
-for module in (comparing, environments, reference, space_strategies):
+for module in (environments, space_strategies):
     cloudpickle.register_pickle_by_value(module)

@@ -21,6 +21,7 @@ from penstock import (
     NamedArrays,
     RecurrentCategoricalPgAgent,
     RecurrentGaussianPgAgent,
+    TrajInfo,
 )
 
 # ---- environments ------------------------------------------------------------------------------
@@ -154,3 +155,23 @@ def _size(space: Any) -> int:
     if isinstance(space, spaces.Tuple):
         return sum(map(_size, space))
     return int(np.prod(space.shape))
+
+
+# ---- trajectories ------------------------------------------------------------------------------
+
+
+class Diary(TrajInfo):
+    """Keeps every argument of its calls."""
+
+    def __init__(self, discount: float = 1.0) -> None:
+        super().__init__(discount)
+        self.steps: list[Any] = []
+        self.end: Any = None
+
+    def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
+        super().step(observation, action, reward, *rest)
+        terminated, truncated, _, info = rest
+        self.steps.append((observation, action, reward, terminated, truncated, info))
+
+    def terminate(self, final_observation: Any) -> None:
+        self.end = final_observation

@@ -1,15 +1,15 @@
-"""On real environments, in both reset modes, every field of a batch equals the reference."""
+"""On real environments, in both reset modes, every field of a batch equals the reference loop."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock import ParallelSampler, ResetCollector, SerialSampler, TrajInfo, WaitResetCollector
+from penstock import ParallelSampler, SerialSampler, TrajInfo
 
+from ..against_loop import compare
 from ..scale import FULL, pairs
-from .comparing import Diary, compare
-from .environments import ENVIRONMENTS, agent_maker, env_fns
+from .environments import ENVIRONMENTS, Diary, agent_maker, env_fns
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,6 @@ T = 8
 #: Time limits within a batch, at its end, and beyond it.
 LIMITS = dict.fromkeys(ENVIRONMENTS, (3, 8, 11)) | {"Blackjack": (1, 2, 3)}  # most hands end within two steps
 
-MODES = [ResetCollector, WaitResetCollector]
 #: Slow environments. Daily each runs in one test: Atari in the first, dm_control in the last.
 HEAVY = ("Atari", "dm_control")
 
@@ -27,21 +26,21 @@ def cases(*heavy: str) -> list[str]:
     return [name for name in ENVIRONMENTS if FULL or name not in HEAVY or name in heavy]
 
 
-def compare_on(sampler_cls: Any, name: str, recurrent: bool, **kwargs: Any) -> list[list[dict[str, Any]]]:
+def compare_on(sampler_cls: Any, name: str, recurrent: bool, **kwargs: Any) -> list[Any]:
     pytest.importorskip(ENVIRONMENTS[name].needs)
     fns = env_fns(name, LIMITS[name])
     env = fns[0]()
     make_agent = agent_maker(env.observation_space, env.action_space, recurrent)
     env.close()
-    return compare(sampler_cls, fns, make_agent, T=T, env_info=True, **kwargs)
+    return compare(sampler_cls, fns, make_agent, batch_T=T, batch_B=len(fns), env_info=True, **kwargs)
 
 
-@pytest.mark.parametrize(("name", "collector_cls"), pairs(cases("Atari"), MODES))
-def test_a_stateless_agent(name: str, collector_cls: Any) -> None:
-    found = compare_on(SerialSampler, name, recurrent=False, n_batches=4, collector_cls=collector_cls)
+@pytest.mark.parametrize(("name", "wait_reset"), pairs(cases("Atari"), [False, True]))
+def test_a_stateless_agent(name: str, wait_reset: bool) -> None:
+    found = compare_on(SerialSampler, name, recurrent=False, n_batches=4, wait_reset=wait_reset)
     # The compared data must hold all kinds of episode ends: [environment, batch, T].
     terminated, truncated, value = (
-        np.array([[batch[name] for batch in column] for column in found])
+        np.array([batch[name] for batch, _ in found]).transpose(2, 0, 1)
         for name in ("terminated", "truncated", "final_value")
     )
     np.testing.assert_array_equal(value != 0, truncated & ~terminated)
@@ -55,11 +54,10 @@ def test_a_stateless_agent(name: str, collector_cls: Any) -> None:
         assert truncated[2, 1].any()
 
 
-@pytest.mark.parametrize(("name", "collector_cls"), pairs(cases(), reversed(MODES)))
-def test_a_recurrent_agent_on_environments_out_of_phase(name: str, collector_cls: Any) -> None:
-    traj_info_cls = TrajInfo if collector_cls is ResetCollector else Diary
-    options: dict[str, Any] = {"n_batches": 3, "warm_up": 7, "traj_info_cls": traj_info_cls}
-    compare_on(SerialSampler, name, recurrent=True, collector_cls=collector_cls, **options)
+@pytest.mark.parametrize(("name", "wait_reset"), pairs(cases(), [True, False]))
+def test_a_recurrent_agent(name: str, wait_reset: bool) -> None:
+    traj_info_cls = Diary if wait_reset else TrajInfo
+    compare_on(SerialSampler, name, recurrent=True, wait_reset=wait_reset, n_batches=3, traj_info_cls=traj_info_cls)
 
 
 @pytest.mark.parametrize("name", cases("dm_control"))
@@ -67,6 +65,5 @@ def test_a_recurrent_agent_on_environments_out_of_phase(name: str, collector_cls
 def test_in_processes(name: str) -> None:
     # Every second environment with the other mode and the other kind of agent. The tests above have the rest.
     odd = list(ENVIRONMENTS).index(name) % 2 == 1
-    options: dict[str, Any] = {"n_batches": 4, "n_workers": 2, "warm_up": 7}
-    options |= {"collector_cls": WaitResetCollector if odd else ResetCollector}
+    options: dict[str, Any] = {"n_batches": 4, "sampler": {"n_workers": 2}, "wait_reset": odd}
     compare_on(ParallelSampler, name, recurrent=odd, traj_info_cls=TrajInfo if odd else Diary, **options)

@@ -1,4 +1,4 @@
-"""With any spaces, nested or of unusual types, batches equal the reference."""
+"""With any spaces, nested or of unusual types, batches equal the reference loop."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import ParallelSampler, RandomAgent, ResetCollector, SerialSampler, WaitResetCollector
+from penstock import ParallelSampler, RandomAgent, SerialSampler
+from penstock.testing.reference_envs import row_of
 
+from ..against_loop import compare
 from ..envs.space_strategies import any_space, discrete, sample
 from ..scale import examples, pairs
-from .comparing import Diary, compare
-from .reference import row
+from .environments import Diary
 
 pytestmark = pytest.mark.slow
-
-MODES = [ResetCollector, WaitResetCollector]
-both_modes = pytest.mark.parametrize("collector_cls", MODES)
 
 ODD = {
     "float16": spaces.Box(-np.inf, np.inf, (3,), np.float16),
@@ -56,7 +54,7 @@ class Drawn(gym.Env[Any, Any]):
         return self.next_observation(), {}
 
     def step(self, action: Any) -> Any:
-        leaves = row(self.action_space, action)  # with the recorded dtype
+        leaves = row_of(self.action_space, action)  # with the recorded dtype
         arrays = [leaf for _, leaf in leaves.leaves()] if hasattr(leaves, "leaves") else [leaves]
         code = zlib.crc32(b"".join(array.tobytes() for array in arrays))
         self.age += 1
@@ -70,26 +68,30 @@ class Drawn(gym.Env[Any, Any]):
 
 def compare_with(sampler_cls: Any, observation_space: Any, action_space: Any, **kwargs: Any) -> None:
     env_fns = [lambda b=b: Drawn(observation_space, action_space, b) for b in range(3)]
-    options = {"env_info": {"code": 0}, "n_batches": 3, "warm_up": 6, "traj_info_cls": Diary}
+    options = {"batch_B": 3, "env_info": {"code": 0}, "n_batches": 3, "traj_info_cls": Diary}
     compare(sampler_cls, env_fns, RandomAgent, **(options | kwargs))
+
+
+both_modes = pytest.mark.parametrize("wait_reset", [False, True])
 
 
 @both_modes
 @examples(8, 50)
 @given(observation_space=any_space, action_space=any_space, T=st.integers(1, 9))
 def test_batches_equal_what_a_plain_loop_records(
-    collector_cls: Any, observation_space: Any, action_space: Any, T: int
+    wait_reset: bool, observation_space: Any, action_space: Any, T: int
 ) -> None:
-    compare_with(SerialSampler, observation_space, action_space, T=T, collector_cls=collector_cls)
+    compare_with(SerialSampler, observation_space, action_space, batch_T=T, wait_reset=wait_reset)
 
 
-@pytest.mark.parametrize(("name", "collector_cls"), pairs(ODD, MODES))
-def test_odd_spaces(name: str, collector_cls: Any) -> None:
-    compare_with(SerialSampler, ODD[name], ODD[name], T=7, collector_cls=collector_cls)
+@pytest.mark.parametrize(("name", "wait_reset"), pairs(ODD, [False, True]))
+def test_odd_spaces(name: str, wait_reset: bool) -> None:
+    compare_with(SerialSampler, ODD[name], ODD[name], batch_T=7, wait_reset=wait_reset)
 
 
 @both_modes
 @pytest.mark.timeout(60)
-def test_all_odd_spaces_at_once_in_processes(collector_cls: Any) -> None:
+def test_all_odd_spaces_at_once_in_processes(wait_reset: bool) -> None:
     together = spaces.Dict(ODD)
-    compare_with(ParallelSampler, together, together, T=7, n_workers=2, collector_cls=collector_cls)
+    n_workers = {"sampler": {"n_workers": 2}}
+    compare_with(ParallelSampler, together, together, batch_T=7, wait_reset=wait_reset, **n_workers)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections import deque
-from itertools import count
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from penstock import ParallelSampler, RandomAgent, SerialSampler
 from penstock.errors import ConfigError
 from penstock.vector import ShmVectorEnv
-from tests.samplers.test_turns import check_batch, loops, recorded
+from tests.against_loop import compare
 from tests.scale import FULL, scaled
 from tests.seats_support import assert_same, batches_of
-from tests.turns_support import PlainLoop, Scripted
+from tests.turns_support import Scripted
 
 pytest.importorskip("pettingzoo.classic.tictactoe_v3", exc_type=ImportError)
 
@@ -31,6 +31,9 @@ GAMES: dict[str, tuple[dict[str, Any], str | None, int, int]] = {
 }
 
 
+MOST_MOVES = 20  # of all agents in most games
+
+
 def game(name: str) -> Any:
     module = pytest.importorskip(f"pettingzoo.classic.{name}", exc_type=ImportError)
     path, kwargs = module.__name__, GAMES[name][0]
@@ -40,40 +43,19 @@ def game(name: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(scaled(7200, 120))  # 1,000 games of chess take longer
 @pytest.mark.parametrize("name", [name for name in GAMES if FULL or GAMES[name][3]])
-def test_rewards_are_those_of_a_plain_loop(name: str) -> None:
+def test_batches_are_those_of_a_plain_loop(name: str) -> None:
     """And the sum of each game is zero, and no move is illegal: an illegal one would end the game with a loss."""
     env_fn, (_, mask_key, T, n_daily) = game(name), GAMES[name]
-    wanted, B, n_games, before = scaled(1_000, n_daily), 4, 0, None
-    with SerialSampler(env_fn, batch_T=T, batch_B=B, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(NoValue(mask_key=mask_key), seed=3, bootstrap_value=True)
-        seats = sampler.seats()["agent"]
-        column_of = {seat: b for b, seat in enumerate(seats)}
-        queues: Any = {seat: deque() for seat in seats}
-
-        def loop_of(rank: int) -> PlainLoop:
-            return PlainLoop(env_fn(), T, lambda agent: queues[rank, agent].popleft())
-
-        each = [loop_of(rank) for rank in range(B)]
-        for itr in count():
-            samples, infos = sampler.obtain_samples(itr)
-            samples = samples.copy().numpy()
-            for seat, b in column_of.items():
-                queues[seat] += samples.agent.action[:, b][samples.env.valid[:, b]].tolist()
-            if before is not None:  # this batch says what the open decisions of the one before were
-                check_batch(before, each, column_of, T)
-            before, env = samples, samples.env
-            if mask_key:
-                legal = np.take_along_axis(env.observation.action_mask, samples.agent.action[..., None], -1)
-                assert legal[env.valid].all()
-            games = [info for info in infos if info.agent_id is None]
-            assert all(info.Return == 0 for info in games)
-            assert all(info.Return in (-1, 0, 1) for info in infos if info.agent_id is not None) or not mask_key
-            n_games += len(games)
-            if n_games >= wanted:
-                break
-    assert sum(len(loop.games) for loop in each) >= wanted - 2 * B
-    for loop in each:
-        assert all(sum(own.values()) == 0 for own in loop.games)
+    wanted, B = scaled(1_000, n_daily), 4
+    agent = partial(NoValue, mask_key=mask_key)
+    found = compare(SerialSampler, env_fn, agent, batch_T=T, batch_B=B, n_batches=-(-wanted * MOST_MOVES // (T * B)))
+    for batch, infos in found:
+        if mask_key:
+            legal = np.take_along_axis(batch.observation.action_mask, batch.action[..., None], -1)
+            assert legal[batch.valid].all()
+            assert all(info.Return in (-1, 0, 1) for info in infos if info.agent_id is not None)
+        assert all(info.Return == 0 for info in infos if info.agent_id is None)
+    assert sum(info.agent_id is None for _, infos in found for info in infos) >= wanted - 2 * B
 
 
 class NoValue(RandomAgent):
@@ -158,15 +140,6 @@ def test_a_vector_environment_refuses_turns() -> None:
         ShmVectorEnv([game("rps_v2")] * 2)
 
 
-def test_the_plain_loop_is_plain() -> None:
-    """The loop of these tests, for one game: it must not repeat an error of the sampler."""
-    moves = iter([0, 1, 3, 4, 6])
-    loop = PlainLoop(game("tictactoe_v3")(), 3, lambda agent: next(moves, 8))
-    closed, _ = loop.batch()
-    assert [(own.action, own.reward) for own in closed["player_1"]] == [(0, 0), (3, 0), (6, 1)]
-    assert [(own.action, own.reward) for own in closed["player_2"]] == [(1, 0), (4, -1)]
-
-
 @pytest.mark.parametrize("name", ["kuhn_poker", "leduc_poker", "goofspiel", "matrix_rps", "tic_tac_toe"])
 def test_openspiel_through_shimmy_equals_a_plain_loop(name: str) -> None:
     """Cards that are dealt and simultaneous moves too."""
@@ -180,19 +153,18 @@ def test_openspiel_through_shimmy_equals_a_plain_loop(name: str) -> None:
             self.seed = self.seed + 1 if seed is None else seed
             super().reset(self.seed, options)
 
-    def env_fn() -> Any:
-        return Seeded(game_name=name)
+    class Masked(Seeded):
+        """The mask is a part of the observation."""
 
-    T = 6
-    batches, seats, _ = recorded(env_fn, NoValue(mask_key="info.action_mask"), 12, B=3, T=T)
-    each, column_of = loops(batches, seats, env_fn, T)
-    for samples, _ in batches[:-1]:
-        env = samples.env
-        for rank, loop in enumerate(each):
-            for seat, decisions in loop.batch()[0].items():
-                b, n = column_of[rank, seat], len(decisions)
-                assert env.valid[:, b].tolist() == [True] * n + [False] * (T - n)
-                assert env.reward[:n, b].tolist() == [own.reward for own in decisions]
-                assert env.truncated[:n, b].tolist() == [own.truncated for own in decisions]
-                for t, own in enumerate(decisions):
-                    np.testing.assert_allclose(env.observation.observation[t, b], own.observation, rtol=1e-6)
+        def observation_space(self, agent: Any) -> Any:
+            n = self.action_space(agent).n
+            return spaces.Dict(
+                {"observation": super().observation_space(agent), "action_mask": spaces.Box(0, 1, (n,), np.int8)}
+            )
+
+        def last(self, observe: bool = True) -> Any:
+            seen, *others, info = super().last(observe)
+            return {"observation": seen, "action_mask": np.array(info["action_mask"], np.int8)}, *others, info
+
+    agent = partial(NoValue, mask_key=MASKED)
+    compare(SerialSampler, partial(Masked, game_name=name), agent, batch_T=6, batch_B=3, n_batches=12)

@@ -1,8 +1,7 @@
-"""One seed, one batch, with every stock agent: however the environments are spread over processes."""
+"""Recurrent states and exploration rates across batches and workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,25 +13,18 @@ from torch import nn
 
 from penstock import (
     Agent,
-    CategoricalPgAgent,
-    DeterministicPgAgent,
     EpsilonGreedyAgent,
-    FunctionAgent,
-    GaussianPgAgent,
-    LinearSchedule,
     ParallelSampler,
     RecurrentCategoricalPgAgent,
-    RecurrentEpsilonGreedyAgent,
     RecurrentGaussianPgAgent,
     Sampler,
     SerialSampler,
-    SquashedGaussianAgent,
 )
-from penstock.envs import CountingEnv, NestedEnv
+from penstock.envs import CountingEnv
 
-from ..models import Modes, Net
+from ..models import Lstm, Net
 from ..scale import scaled
-from ..support import Batch, assert_same, batches_of, run
+from ..support import batches_of, run
 
 pytestmark = pytest.mark.slow
 
@@ -41,67 +33,14 @@ PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=12)
 COUNTING = partial(CountingEnv, truncate=True)
 
 
-class Lstm(nn.Module):
-    state_shape = ((8,), (8,))
-
-    def __init__(self, n_inputs: int, n_outputs: int) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(n_inputs + 2, 8)
-        self.policy, self.critic = nn.Linear(8, n_outputs), nn.Linear(8, 1)
-        self.double()
-
-    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
-        action = prev_action.reshape(len(observation), -1)[:, 0].to(observation.dtype)
-        h, c = self.cell(torch.cat([observation, torch.stack([action, prev_reward], 1)], 1), state)
-        return self.policy(h), self.critic(h), (h, c)
-
-
-class LstmQ(Lstm):
-    def forward(self, *inputs: Any) -> Any:
-        logits, _, state = super().forward(*inputs)
-        return logits, state
-
-
-def scripted(observation: Any, rngs: Any) -> Any:
-    mode = np.stack([rng.integers(0, [2, 3]) for rng in rngs])
-    return {"move": 0.9 * observation.position.astype(np.float32), "mode": mode}
-
-
-CASES: dict[str, tuple[Any, Callable[[], Agent]]] = {
-    "categorical": (CARTPOLE, lambda: CategoricalPgAgent(lambda: Net(4, 2, 0))),
-    "multi-discrete": (Modes, lambda: CategoricalPgAgent(lambda: Net(3, 5, 0))),
-    "gaussian": (PENDULUM, lambda: GaussianPgAgent(lambda: Net(3, 1, 0))),
-    "epsilon-greedy": (COUNTING, lambda: EpsilonGreedyAgent(lambda: Net(2, 3), epsilon=LinearSchedule(1, 0.1, 4))),
-    "deterministic": (
-        PENDULUM,
-        lambda: DeterministicPgAgent(lambda: Net(3, 1), noise="ou", squash=True, warmup_random_itrs=2),
-    ),
-    "squashed": (PENDULUM, lambda: SquashedGaussianAgent(lambda: Net(3, 1, 1), warmup_random_itrs=1)),
-    "recurrent categorical": (CARTPOLE, lambda: RecurrentCategoricalPgAgent(lambda: Lstm(4, 2))),
-    "recurrent gaussian": (PENDULUM, lambda: RecurrentGaussianPgAgent(lambda: Lstm(3, 1), record_state="batch")),
-    "recurrent epsilon-greedy": (COUNTING, lambda: RecurrentEpsilonGreedyAgent(lambda: LstmQ(2, 3), epsilon=0.3)),
-    "function": (NestedEnv, lambda: FunctionAgent(scripted)),
-}
-
-
-def batches(cls: type[Sampler], case: str, **kwargs: Any) -> list[Batch]:
+def recorded(agent: Agent, env_fn: Any) -> list[Any]:
     """Five batches, with an evaluation between them."""
-    env_fn, make_agent = CASES[case]
     sizes = {"batch_T": 20, "batch_B": 5, "eval_n_envs": 2, "eval_max_steps": 60}
-    how = {"bootstrap_value": case not in ("deterministic", "squashed", "function")}
-    return run(cls, env_fn, make_agent(), 5, (2,), how, **sizes, **kwargs)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_any_number_of_workers_gives_the_same(case: str) -> None:
-    reference = batches(SerialSampler, case)
-    assert any(batch is not None and batch.env.done.any() for batch, _ in reference)
-    for n_workers in scaled((1, 2, 3), (3,)):
-        assert_same(batches(ParallelSampler, case, n_workers=n_workers), reference, rtol=1e-6, atol=1e-9)
+    return batches_of(run(SerialSampler, env_fn, agent, 5, (2,), **sizes))
 
 
 def test_the_state_of_a_recurrent_agent_goes_on_across_batches_and_ends_with_the_episode() -> None:
-    found = batches_of(batches(SerialSampler, "recurrent categorical"))
+    found = recorded(RecurrentCategoricalPgAgent(lambda: Lstm(4, 2)), CARTPOLE)
     state = np.concatenate([batch.agent.agent_info.prev_rnn_state._0 for batch in found])
     done = np.concatenate([batch.env.done for batch in found])
     begins = np.vstack([np.ones((1, 5), bool), done[:-1]])
@@ -110,7 +49,7 @@ def test_the_state_of_a_recurrent_agent_goes_on_across_batches_and_ends_with_the
 
 
 def test_a_state_recorded_once_a_batch_is_that_of_its_first_row() -> None:
-    found = batches_of(batches(SerialSampler, "recurrent gaussian"))
+    found = recorded(RecurrentGaussianPgAgent(lambda: Lstm(3, 1), record_state="batch"), PENDULUM)
     for itr, batch in enumerate(found):
         for leaf in batch.agent.agent_info.prev_rnn_state:
             assert (leaf[1:] == 0).all()

@@ -28,7 +28,7 @@ from penstock import (
 )
 from penstock.buffers import Samples
 from penstock.columns.builder import EnvBuilder
-from penstock.envs import CountingEnv, NestedEnv
+from penstock.envs import CountingEnv
 from penstock.envs.factory import EnvContext
 from penstock.envs.seeding import Purpose
 from penstock.learning import gae
@@ -36,7 +36,7 @@ from penstock.workers.control import ControlBlock
 
 from .. import support
 from ..models import CartPoleNet
-from ..scale import START_METHODS, methods, pairs, scaled, some
+from ..scale import some
 from ..support import assert_same, sampler_of
 
 CARTPOLE = partial(gym.make, "CartPole-v1")
@@ -49,53 +49,6 @@ def run(cls: type[Sampler], env_fn: Any, make_agent: Any, n: int = 5, evaluate: 
     found = support.run(cls, env_fn, make_agent(), n, (0, 2) if evaluate else (), {"seed": 11}, **sizes, **kwargs)
     assert all(infos for batch, infos in found if batch is None)
     return [(batch, infos) for batch, infos in found if batch is not None]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("env_fn", "evaluate"), pairs([CARTPOLE, PENDULUM, NestedEnv], [False, True]))
-def test_the_random_agent_gives_bit_identical_batches_with_any_number_of_workers(env_fn: Any, evaluate: bool) -> None:
-    reference = run(SerialSampler, env_fn, RandomAgent)
-    assert any(batch.env.done.any() for batch, _ in reference)
-    for n_workers in scaled((1, 2, 3, 5), (1, 3)):
-        assert_same(reference, run(ParallelSampler, env_fn, RandomAgent, n_workers=n_workers, evaluate=evaluate))
-
-
-@methods(*START_METHODS)
-def test_every_start_method_gives_the_same(start_method: str) -> None:
-    reference = run(SerialSampler, CARTPOLE, RandomAgent, n=2)
-    assert_same(reference, run(ParallelSampler, CARTPOLE, RandomAgent, 2, n_workers=2, start_method=start_method))
-
-
-@pytest.mark.slow
-def test_two_runs_of_one_configuration_with_a_policy_are_identical() -> None:
-    first = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(CartPoleNet), n_workers=2)
-    second = run(ParallelSampler, CARTPOLE, lambda: CategoricalPgAgent(CartPoleNet), n_workers=2, evaluate=True)
-    assert_same(first, second)
-
-
-def test_a_policy_acts_alike_in_serial_and_in_parallel() -> None:
-    # In float64 the last bit, in which matrix products of other batch shapes may differ, decides nothing.
-    def agent() -> CategoricalPgAgent:
-        return CategoricalPgAgent(lambda: CartPoleNet(32).double())
-
-    serial = run(SerialSampler, CARTPOLE, agent)
-    for n_workers in scaled((1, 2, 3), (3,)):
-        parallel = run(ParallelSampler, CARTPOLE, agent, n_workers=n_workers)
-        assert_same(parallel, serial, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_evaluations_are_the_same_with_any_number_of_workers() -> None:
-    def evaluate(cls: type[Sampler], **kwargs: Any) -> list[list[dict[str, Any]]]:
-        with cls(CARTPOLE, batch_T=4, batch_B=5, eval_n_envs=4, eval_max_steps=400, **kwargs) as sampler:
-            sampler.initialize(RandomAgent(), seed=3)
-            return [[vars(info) for info in sampler.evaluate_agent(itr)] for itr in range(3)]
-
-    reference = evaluate(SerialSampler)
-    assert all(reference)
-    assert reference[0] != reference[1], "each evaluation has streams of its own"
-    for n_workers in (1, 2, 5):
-        assert evaluate(ParallelSampler, n_workers=n_workers) == reference
 
 
 @pytest.mark.slow

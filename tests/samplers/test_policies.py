@@ -27,7 +27,7 @@ from penstock.buffers import PolicySamples
 from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.learning import Replay, Steps, gae
 
-from ..scale import quick_first, scaled, some
+from ..scale import quick_first, some
 from ..seats_support import Book, Numbered, Published, Roles, Valued, assert_same, batches_of, check_rules, serial
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
@@ -50,22 +50,6 @@ def two(cls: type[Any] = Book) -> dict[str, Any]:
 
 
 # ---- one seed, one batch -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", quick_first(POLICY_OF))
-def test_any_number_of_workers_gives_the_same_batches(name: str) -> None:
-    options = {"policy_of": POLICY_OF[name], "env_kwargs": MIXED, "evaluate": True}
-    wanted = serial(ScriptedGame, two(), **options)
-    for n_workers in scaled((2, 5), (3,)):
-        assert_same(wanted, batches_of(ParallelSampler, ScriptedGame, two(), n_workers=n_workers, **options))
-    assert_same(wanted, serial(ScriptedGame, two(), n_slots=3, debug=True, **options))
-
-
-@pytest.mark.slow
-def test_an_asynchronous_sampler_of_policies_without_parameters_gives_the_same() -> None:
-    options = {"policy_of": odd_or_even, "env_kwargs": MIXED}
-    wanted = serial(ScriptedGame, two(), **options)
-    assert_same(wanted, batches_of(AsyncSampler, ScriptedGame, two(), n_workers=2, **options))
 
 
 def test_each_policy_plays_as_the_shared_one_does() -> None:
@@ -384,23 +368,6 @@ def test_evaluations_do_not_show_in_batches() -> None:
     plain = serial(ScriptedGame, two(), policy_of=odd_or_even, env_kwargs=MIXED)
     between = serial(ScriptedGame, two(), policy_of=odd_or_even, env_kwargs=MIXED, evaluate=True)
     assert_same(plain, [each for each in between if each[0] is not None])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["agents", "one"])
-def test_evaluations_are_alike_in_any_number_of_workers(kind: str) -> None:
-    agents, policy_of = (two, odd_or_even) if kind == "agents" else (Book, None)
-
-    def evaluated(n_workers: int) -> Any:
-        with ParallelSampler(
-            ScriptedGame, batch_T=7, batch_B=4, eval_n_envs=4, eval_episodes=11, n_workers=n_workers
-        ) as sampler:
-            sampler.initialize(agents(), policy_of=policy_of, seed=4)
-            return [[vars(info) for info in sampler.evaluate_agent(itr)] for itr in range(2)]
-
-    wanted = evaluated(1)
-    for n_workers in scaled((3, 4), (3,)):
-        assert evaluated(n_workers) == wanted
 
 
 def test_an_agent_sees_its_rewards_in_an_evaluation_too() -> None:

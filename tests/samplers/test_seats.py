@@ -6,7 +6,6 @@ import copy
 import functools
 import time
 from functools import partial
-from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -31,7 +30,7 @@ from penstock.envs.seeding import eval_seed
 from penstock.envs.toy import ScriptedGame
 from penstock.learning import Ratio, Replay, Sequences, Steps, gae
 
-from ..scale import pairs, quick_first, scaled, with_start_methods
+from ..scale import quick_first, scaled
 from ..seats_support import (
     OPENING,
     STORY,
@@ -75,31 +74,6 @@ def reference(name: str) -> list[tuple[Any, Any]]:
 
 
 # ---- one seed, one batch -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "how"), quick_first(scaled(list(product(AGENTS, SAMPLERS)), pairs(AGENTS, SAMPLERS)), 2)
-)
-def test_every_sampler_gives_the_same_batches(name: str, how: str) -> None:
-    wanted = reference(name)
-    assert any(batch is not None and not batch.env.valid.all() for batch, _ in wanted)
-    cls, kwargs = SAMPLERS[how]
-    assert_same(wanted, batches_of(cls, ScriptedGame, AGENTS[name](), evaluate=True, **options_of(name), **kwargs))
-
-
-@pytest.mark.slow
-@with_start_methods("how", ["parallel 3", "central, process"])
-def test_every_start_method_gives_the_same(how: str, start_method: str) -> None:
-    cls, kwargs = SAMPLERS[how]
-    found = batches_of(cls, ScriptedGame, Book(), evaluate=True, start_method=start_method, **options_of(""), **kwargs)
-    assert_same(reference("book"), found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_workers", [2, 3])
-def test_an_asynchronous_sampler_with_lag_gives_the_same(n_workers: int) -> None:
-    found = batches_of(AsyncSampler, ScriptedGame, Book(), lag=1, n_workers=n_workers, env_kwargs=MIXED)
-    assert_same([each for each in reference("book") if each[0] is not None], found)
 
 
 @pytest.mark.slow
@@ -236,16 +210,6 @@ def test_every_step_may_be_taken_the_careful_way() -> None:
         assert_same(fast, careful)
         watched = serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, traj_info_cls=Plain)
         assert_same([(batch, 0) for batch, _ in fast], [(batch, 0) for batch, _ in watched])
-
-
-@pytest.mark.slow
-def test_an_environment_that_reuses_its_memory_gives_the_batches_of_one_that_does_not() -> None:
-    kwargs = [{**each, "shuffle": False} for each in MIXED]
-    plain = serial(ScriptedGame, Book(), env_kwargs=MIXED, batch_T=40)
-    assert_same(plain, serial(Odd, Book(), env_kwargs=kwargs, batch_T=40))
-    copies = [{**each, "reuse": False} for each in MIXED]
-    shuffled = serial(Odd, Book(), env_kwargs=copies, batch_T=40)
-    assert_same(shuffled, serial(Odd, Book(), env_kwargs=MIXED, batch_T=40))
 
 
 # ---- values and advantages ---------------------------------------------------------------------

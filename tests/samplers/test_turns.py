@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,10 +16,6 @@ from torch import nn
 
 from penstock import (
     AgentStep,
-    AlternatingSampler,
-    AsyncSampler,
-    GpuSampler,
-    NamedArrays,
     ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
@@ -30,14 +25,14 @@ from penstock import (
 from penstock.columns.interface import Start
 from penstock.columns.turn_columns import TurnColumns, TurnSeats
 from penstock.envs.seats import SeatRank, TurnView
-from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SpaceError, WorkerError
 from penstock.learning import Prioritized, Replay, Steps, gae, lambda_return, n_step_return, vtrace
 from penstock.learning.compiled import PYTHON
 from penstock.workers.control import ControlBlock, UntimedProgress
-from tests.scale import examples, quick_first, scaled, some
+from tests.against_loop import compare
+from tests.scale import examples, quick_first, scaled
 from tests.seats_support import Book, Valued, assert_same, batches_of
-from tests.turns_support import PlainLoop, TurnGame, Valuing
+from tests.turns_support import TurnGame, Valuing
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
@@ -56,101 +51,9 @@ def recorded(
         return found, sampler.seats()["agent"], sampler.stats().late_rewards
 
 
-def loops(batches: Any, seats: Any, env_fn: Any, T: int, seed: int | None = 3) -> tuple[Any, dict[Any, int]]:
-    """For each environment, a plain loop with the recorded actions; and the column of each seat."""
-    column_of = {seat: b for b, seat in enumerate(seats)}
-    n_envs = 1 + max(rank for rank, _ in seats)
-    seeds = [None] * n_envs if seed is None else ColumnStreams(seed, range(n_envs)).env_seeds(Purpose.TRAIN)
-
-    def plain(rank: int) -> PlainLoop:
-        actions = {
-            agent: deque(
-                action
-                for samples, _ in batches
-                for action in samples.agent.action[:, b][samples.env.valid[:, b]].tolist()
-            )
-            for (own, agent), b in column_of.items()
-            if own == rank
-        }
-        return PlainLoop(env_fn(), T, lambda agent: actions[agent].popleft(), seeds[rank])
-
-    return [plain(rank) for rank in range(n_envs)], column_of
-
-
-def check_batch(samples: Any, each: list[Any], column_of: dict[Any, int], T: int) -> int:
-    """Every cell of a batch is what the plain loops say. Returns how many decisions it has."""
-    env, agent, n_valid = samples.env, samples.agent, 0
-    following = samples.transitions().next_observation
-    row_of = np.cumsum(env.valid.reshape(-1)).reshape(env.valid.shape) - 1
-    for rank, loop in enumerate(each):
-        closed, after = loop.batch()
-        assert max(map(len, closed.values())) == T, "one seat has all rows"
-        for seat, decisions in closed.items():
-            b, n = column_of[rank, seat], len(decisions)
-            n_valid += n
-            assert env.valid[:, b].tolist() == [True] * n + [False] * (T - n)
-            for t, decision in enumerate(decisions):
-                ends = decision.terminated or decision.truncated
-                np.testing.assert_equal(_row(env.observation, t, b), decision.observation)
-                assert agent.action[t, b] == decision.action
-                assert env.reward[t, b] == decision.reward
-                assert (env.terminated[t, b], env.truncated[t, b]) == (decision.terminated, decision.truncated)
-                assert env.done[t, b] == ends
-                assert env.prev_done[t, b] == decision.start
-                expected = decision.after if ends else _next(decisions, t, after, seat)
-                np.testing.assert_equal(_row(following, row_of[t, b]), expected)
-                if ends:
-                    np.testing.assert_equal(_row(env.final_obs, t, b), decision.after)
-            zero = NamedArrays(o=env.observation)[:, b].map(np.zeros_like)[0]
-            kept = NamedArrays(o=env.observation)[n:, b]
-            if n < T and seat in loop.open:  # the open decision keeps its observation
-                np.testing.assert_equal(_row(env.observation, n, b), loop.open[seat].observation)
-                kept = kept[1:]
-            for path, leaf in kept.leaves():
-                assert (leaf == zero[path]).all() if "." not in path else not leaf.any()
-            for field in (agent.action, env.reward, env.done, *(leaf for _, leaf in agent.agent_info.leaves())):
-                assert not field[n:, b].any()
-            if seat in after:
-                np.testing.assert_equal(_row(env.bootstrap_obs, b), after[seat])
-            else:
-                assert not any(leaf[b].any() for _, leaf in NamedArrays(o=env.bootstrap_obs).leaves())
-                assert agent.bootstrap_value[b] == 0
-    return n_valid
-
-
-def _row(tree: Any, *at: int) -> Any:
-    found = tree[at]
-    return found.to_dict() if isinstance(found, NamedArrays) else found
-
-
-def _next(decisions: list[Any], t: int, after: Any, seat: Any) -> Any:
-    return decisions[t + 1].observation if t + 1 < len(decisions) else after[seat]
-
-
 @pytest.mark.parametrize("k", quick_first([2, 1, 5]))
 def test_every_cell_is_what_a_plain_loop_says(k: int) -> None:
-    env_fn, T = partial(TurnGame, k), 7
-    batches, seats, late = recorded(env_fn, Valuing(), 31, B=4, T=T)
-    each, column_of = loops(batches, seats, env_fn, T)
-    before = dict.fromkeys(column_of.values(), (0, 0.0, True))  # own steps, reward, whether an episode has ended
-    for samples, infos in batches[:-1]:
-        n_games = [len(loop.games) for loop in each]
-        check_batch(samples, each, column_of, T)
-        games = [info for info in infos if info.agent_id is None]
-        expected = {rank: loop.games[n:] for rank, (loop, n) in enumerate(zip(each, n_games, strict=True))}
-        assert sorted(info.env_rank for info in games) == sorted(r for r, own in expected.items() for _ in own)
-        for info in games:
-            assert info.Return == sum(expected[info.env_rank].pop(0).values())
-        assert len(infos) - len(games) == samples.env.done.sum()
-        # A recurrent state goes on only when its seat decides, and begins at zero after the end of its episode.
-        info, env = samples.agent.agent_info, samples.env
-        for b in range(len(seats)):
-            for t in np.flatnonzero(env.valid[:, b]):
-                own, reward, has_ended = before[b]
-                assert info.own[t, b] == (0 if has_ended else own)
-                assert info.prev_reward[t, b] == (0 if has_ended else reward)
-                before[b] = info.own[t, b] + 1, env.reward[t, b], env.done[t, b]
-    assert (late > 0) == (k > 1) or not any(loop.late for loop in each)
+    compare(SerialSampler, partial(TurnGame, k), Valuing, batch_T=7, batch_B=4, n_batches=30)
 
 
 def test_the_number_of_the_game_of_each_agent() -> None:
@@ -233,31 +136,6 @@ def test_a_gap_between_two_steps_is_refused() -> None:
     samples.env.valid[2, 1] = False
     with pytest.raises(ConfigError, match=r"the step \[2, 1\] is not valid, but no episode ends at \[1, 1\]"):
         gae(samples, 0.9, 0.9)
-
-
-SAMPLERS: list[tuple[type[Sampler], dict[str, Any]]] = [
-    (ParallelSampler, {"n_workers": 1}),
-    (ParallelSampler, {"n_workers": 2}),
-    (ParallelSampler, {"n_workers": 3}),
-    (ParallelSampler, {"n_workers": 5}),
-    (GpuSampler, {"n_workers": 2}),
-    (GpuSampler, {"n_workers": 3, "server": "process"}),
-    (GpuSampler, {"n_workers": 3, "min_ready": 1}),
-    (AlternatingSampler, {"n_workers": 2}),
-    (AsyncSampler, {"n_workers": 2}),
-]
-
-
-@pytest.fixture(scope="module")
-def wanted() -> Any:
-    return batches_of(SerialSampler, partial(TurnGame, 3), Valuing(), evaluate=True)
-
-
-@pytest.mark.parametrize(
-    ("cls", "options"), quick_first(some([*SAMPLERS[::4], *SAMPLERS[1::4], *SAMPLERS[2::4], *SAMPLERS[3::4]], 6), 2)
-)
-def test_one_batch_whatever_the_sampler(cls: type[Sampler], options: Any, wanted: Any) -> None:
-    assert_same(wanted, batches_of(cls, partial(TurnGame, 3), Valuing(), evaluate=True, **options))
 
 
 @pytest.mark.slow
