@@ -21,31 +21,36 @@ class _Pickling(threading.local):
 _pickling = _Pickling()
 
 
-class _Fd:
+class _ClosedFd:
     """A descriptor that was closed. It has no `__del__`, in which Python would drop the exception of a Ctrl-C."""
 
-    fd = -1  # if an exception of a signal handler comes before the first line of `__init__`
-    _close = staticmethod(os.close)  # at the end of the interpreter, `os` may have been cleared before `__del__` runs
+    fd = -1
 
     def fileno(self) -> int:
         return self.fd
+
+    def close(self) -> None:
+        """Nothing is left to close."""
+
+
+class InheritedFd(_ClosedFd):
+    """Owns one descriptor. A forked child inherits it.
+
+    `dumps` pickles it as a place in its list of descriptors. At any other time pickling fails.
+    """
+
+    # At the end of the interpreter, the names of this module may have been cleared before `__del__` runs.
+    _close, _closed = staticmethod(os.close), _ClosedFd
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd  # an exception of a signal handler may come before: then it is -1
 
     def close(self) -> None:
         """Close the descriptor; harmless when repeated."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             self._close(fd)
-        self.__class__ = _Fd
-
-
-class InheritedFd(_Fd):
-    """Owns one descriptor. A forked child inherits it.
-
-    `dumps` pickles it as a place in its list of descriptors. At any other time pickling fails.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+        self.__class__ = self._closed  # type: ignore[assignment]
 
     def __del__(self) -> None:
         self.close()

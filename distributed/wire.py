@@ -434,7 +434,8 @@ class Node:
         self._caller.disable_monitor()
         self._context.destroy(linger=_LINGER)
         self._poll.close()
-        os.close(self._wake)
+        with self.lock:  # `close` may be about to write to it
+            os.close(self._wake)
 
     def connect(self, line: Line) -> None:
         """Begin to connect."""

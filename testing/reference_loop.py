@@ -272,7 +272,8 @@ class ReferenceLoop:
         """What the column gets for its last action, if it has made one."""
         if (cell := column.cell) is None:
             return
-        policy, ended, before = column.policy, bool(terminated or truncated), column.seen
+        terminated, truncated = bool(terminated), bool(truncated)
+        policy, ended, before = column.policy, terminated or truncated, column.seen
         column.seen = element_of(policy.spaces[0], policy.blank["observation"]) if seen is None else copy.deepcopy(seen)
         cell |= {"reward": np.float32(reward), "terminated": np.bool_(terminated), "truncated": np.bool_(truncated)}
         cell |= {"done": np.bool_(ended), "env_info": cell["env_info"].map(np.array)}
