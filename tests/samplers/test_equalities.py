@@ -325,7 +325,11 @@ def test_every_start_method(sampler: str, start_method: str) -> None:
 )
 def test_any_shape_and_any_number_of_workers(batch_T: int, batch_B: int, n_workers: int, kind: str, ready: Any) -> None:
     env_fn, of_kind = KINDS[kind]
-    only_ours = {"n_workers": n_workers, "start_method": "fork", **({} if ready is None else {"min_ready": ready})}
+    only_ours = {
+        "n_workers": n_workers,
+        "start_method": "fork",
+        **({} if ready is None else {"min_ready": min(ready, batch_B) if isinstance(ready, int) else ready}),
+    }
     cls = ParallelSampler if ready is None else GpuSampler
     sizes = {"batch_T": batch_T, "batch_B": batch_B, "n_batches": 3}
     compare(cls, env_fn, Stateful, sampler=only_ours, **of_kind, **sizes)
