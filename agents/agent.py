@@ -482,7 +482,7 @@ def _save(path: str | os.PathLike[str], state: Mapping[str, Any], agent: str) ->
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         part.unlink(missing_ok=True)
-        with open(part, "xb") as file:  # a new file, never one to which somebody has put a link there
+        with open(part, "xb") as file:  # a new file, never one that somebody has linked to another place
             torch.save({"agent": agent, "state": packed(state)}, file)
         part.replace(target)
     finally:

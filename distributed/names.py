@@ -40,15 +40,13 @@ class NameTable:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._id, self.version = clock, uuid.uuid4().hex[:12], 0
-        self.entries: dict[
-            str, tuple[bytes, str, bool, float]
-        ] = {}  # value, owner, whether it is lasting, when it came
+        #: By key: value, owner, whether it is lasting, when it came.
+        self.entries: dict[str, tuple[bytes, str, bool, float]] = {}
         self._keys: list[str] = []  # sorted
         self._until: dict[str, float] = {}  # the leases, by owner
         self._next_end, self._n_ended = 0.0, 0  # no lease ends before; how many have ended
-        self._changed: dict[
-            str, int
-        ] = {}  # the last version that has changed something below a first part, or below ""
+        # By the first part of a key: the last version that has changed something there; for "", that of all.
+        self._changed: dict[str, int] = {}
 
     def serve(self, node: Node) -> Inbox:
         """Answer the requests to the inbox "names" of `node`, in its thread."""
@@ -140,8 +138,9 @@ class NameTable:
         """Renew the lease of `owner`, and keep its `entries`: value and whether it is lasting. The answer has names at
         `roots` and below, as `find`, if they have changed after the version `since`.
 
-        A beat may be old: the system sends what a process has sent before it died when a link is there again. So an
-        owner that is not known must repeat how many leases have ended, which only somebody alive has been told."""
+        A beat may be old: when a broken link works again, the system delivers what a process had sent before it died.
+        So an owner without a lease must send `n_ended`, the number of leases that have ended. Only a living owner has
+        got it, in an answer with `is_kept` False."""
         if type(owner) is not str:
             raise NameTableError(f"an owner is text, got {owner!r}")
         self.expire()
@@ -155,8 +154,8 @@ class NameTable:
         table, number = since
         news = [root for root in roots if self._changed.get(root.partition("/")[0], 0) > number or table != self._id]
         found, last = self.find(roots, after) if news or after else (None, None)
-        news_of = {"since": [self._id, self.version], "found": found, "last": last}
-        return {"is_kept": True, "n_ended": self._n_ended, "pace": self.pace, **news_of}
+        answer = {"is_kept": True, "n_ended": self._n_ended, "pace": self.pace}
+        return {**answer, "since": [self._id, self.version], "found": found, "last": last}
 
     def expire(self) -> None:
         """Delete the names whose leases have ended."""

@@ -8,7 +8,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
@@ -289,8 +289,8 @@ class InferenceClient:
                 session = {"session": f"{self._wire.id}.{self.n_moves}", "generation": self.generation}
                 future = server.ask({**message, **session}, left)
                 while not self._is_over():
-                    with contextlib.suppress(TimeoutError):
-                        return future.result(_LOOK_SECONDS)
+                    if wait([future], _LOOK_SECONDS).done:
+                        return future.result()
                     self._servers.live()  # if the server has ended, this ends the future with a PeerLostError
             except PeerLostError:
                 # Ask another server. If it is the same one, it may have acted for this request already: then its

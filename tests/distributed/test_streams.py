@@ -313,6 +313,17 @@ def test_a_client_without_servers_gives_up() -> None:
         trial.close()
 
 
+def test_a_client_gives_up_a_server_that_does_not_answer() -> None:
+    trial = Trial("direct")
+    try:
+        server = InferenceInbox(*trial.join(), "policy", "a")
+        with pytest.raises(NoReplyError, match="did not answer in time"):
+            InferenceClient(*trial.join(), "policy", "actor/0", timeout=0.7).ask({})
+        server.close()
+    finally:
+        trial.close()
+
+
 def test_published_parameters_do_not_change_with_the_trainers(trial: Trial) -> None:
     server = ParameterServer(*trial.join(), "policy")
     weight = np.zeros(2**18)  # ZMQ copies small ones in any case
