@@ -207,7 +207,7 @@ class Run:
         cls, ends, evaluation = self.config.traj_info_cls, ends_of_trajectories(found), slot == EVALUATION
         infos = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
         games = Counter[int]() if evaluation else self.games
-        self.seating.name_infos(infos, [key for _, key in ends], games, evaluation=evaluation)
+        self.seating.name_infos(infos, ends, games, evaluation=evaluation)
         if evaluation:
             return self._with_seeds(infos)
         if self.episodes is not None and self.seating.has_games:

@@ -93,18 +93,18 @@ class Seating:
         }
 
     def name_infos(
-        self, infos: Iterable[TrajInfo], keys: Iterable[int], games: Counter[int], *, evaluation: bool
+        self, infos: Iterable[TrajInfo], ends: Iterable[tuple[int, int]], games: Counter[int], *, evaluation: bool
     ) -> None:
-        """Write into each info whose trajectory it is. `games` counts the finished games of each environment, or its
+        """Write into each info whose trajectory it is. `ends`: the last time step and the `key` of each. `games` counts the finished games of each environment, or its
         finished trajectories, if it has one agent."""
-        side = self.evaluation if evaluation else self.train
-        for info, key in zip(infos, keys, strict=True):
-            info.env_rank, seat = divmod(key, self.width)
-            info.episode = games[info.env_rank]
-            if seat == self.width - 1:
-                games[info.env_rank] += 1
+        side, width = self.evaluation if evaluation else self.train, self.width
+        for info, (_, key) in zip(infos, ends, strict=True):
+            env_rank, seat = divmod(key, width)
+            info.env_rank, info.episode = env_rank, games[env_rank]
+            if seat == width - 1:
+                games[env_rank] += 1
             else:
-                b = info.env_rank - side.first_env_rank
+                b = env_rank - side.first_env_rank
                 if self.chooser is None:
                     p = side.policy[b][seat]
                 else:

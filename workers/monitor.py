@@ -31,6 +31,7 @@ POLL_SECONDS = 1.0  # how often a wait looks again, whatever happens
 _WARN_SECONDS = 60.0  # without step_timeout: how long a worker may make no progress before a warning
 _CHECKS_PER_LIMIT = 20  # how often progress is checked within one limit
 _CHECK_SECONDS = 0.25  # the longest time between two checks, if there is a limit
+_GAP_CHECKS = 5  # the longest time between two looks at progress that counts, in times between two checks
 _DEATH_CHECK_SECONDS = 0.1  # spinning does not notice deaths: poll at least this often
 _GATHER_SECONDS = 0.001  # how long to wait after a death for others that have the same cause
 _INTERRUPT_SECONDS = 0.1  # how soon Ctrl-C is noticed while workers close environments
@@ -64,6 +65,7 @@ class Monitor:
         # For each worker: its last progress, and when that began. It is kept between waits: a worker may hang longer
         # than one wait lasts.
         self._seen: dict[int, tuple[tuple[ProgressSnapshot, int], float]] = {}
+        self._last_look = time.monotonic()  # when progress was last looked at, by the main process or by the logger
         self._starting: set[int] = set()
         self._warned: dict[int, int] = {}  # by rank: the command (its number) in which a warning has named the worker
         self._set_next_check()
@@ -127,7 +129,7 @@ class Monitor:
         """Sleep until something happens, at most `seconds`; not at all if the wait is over. Reads messages. Returns the
         workers that have failed."""
         dead, control, server = [], self._control, self._server
-        self._last_poll = asleep = time.monotonic()
+        self._last_poll = time.monotonic()
         control.main_asleep[0] = wake_for
         try:
             full_fence()
@@ -139,10 +141,6 @@ class Monitor:
                 ready = self._poll.poll(milliseconds)
         finally:
             control.main_asleep[0] = AWAKE
-        late = time.monotonic() - asleep - seconds
-        # This process was suspended, and the workers perhaps too: this time does not count.
-        if late > self._check_seconds:
-            self._seen = {rank: (row, since + late) for rank, (row, since) in list(self._seen.items())}
         for fd, _ in ready:
             kind, handle = self._sources[fd]
             if kind == "gate":
@@ -268,7 +266,7 @@ class Monitor:
     def _overdue(self, ranks: Sequence[int]) -> list[tuple[int, str, float]]:
         """Check progress. Returns the workers of `ranks` that made no progress for longer than their limit, each with
         the name of the limit and its seconds."""
-        now = time.monotonic()
+        now = self._look_again()
         self._set_next_check()
         overdue = []
         for rank in ranks:
@@ -283,6 +281,15 @@ class Monitor:
             elif silence > limit:
                 overdue.append((rank, name, limit))
         return overdue
+
+    def _look_again(self) -> float:
+        """The time now. If nothing has looked at progress for long, this process was suspended, and the workers perhaps
+        too: then most of that time does not count, wherever it was suspended."""
+        last, self._last_look = self._last_look, time.monotonic()
+        late = self._last_look - last - _GAP_CHECKS * self._check_seconds
+        if late > 0:
+            self._seen = {rank: (row, since + late) for rank, (row, since) in list(self._seen.items())}
+        return self._last_look
 
     def _silence(self, rank: int, now: float, *, is_excused: bool = False) -> float:
         """For how many seconds this worker has made no progress; 0 if it `is_excused`."""
@@ -311,7 +318,7 @@ class Monitor:
     def note_progress(self) -> None:
         """The death logger, every `_check_seconds`: note which workers make progress, so that the next wait knows since
         when one hangs."""
-        now, control = time.monotonic(), self._control
+        now, control = self._look_again(), self._control
         for handle in self._handles:
             # It waits for a command, or until a wait of the main process reads its pipe.
             is_excused = control.has_arrived(handle.rank) or control.snapshot(handle.rank).phase is Phase.SENDING

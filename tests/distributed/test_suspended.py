@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -181,7 +182,7 @@ def test_a_trainer_that_is_not_its_panels_own_saves_itself_waits_and_ends_after_
         finally:
             trainer.kill()
             panel.kill()
-    error = (
-        "the name table was silent for 9 s, and this worker waits for 9 s: its control panel has ended or was suspended"
-    )
-    assert error in capfd.readouterr().err
+    errors = capfd.readouterr().err
+    found = re.search(r"was silent for (\d+) s, and this worker waits for 9 s: its control panel has ended or", errors)
+    assert found, errors
+    assert int(found[1]) >= 9

@@ -54,6 +54,44 @@ def test_a_suspended_job_continues(tmp_path: Path, start_method: str) -> None:
         assert script.end(BOUND) == ("", "")
 
 
+SUSPENDED_WHILE_ACTING = """
+class Slow(CountingEnv):
+    def step(self, action):
+        time.sleep(0.2)
+        return super().step(action)
+class Stopping(RandomAgent):
+    def step(self, *args):
+        calls.append(None)
+        if len(calls) == 6:
+            for pid in sampler.worker_pids:
+                os.kill(pid, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().step(*args)
+calls = []
+from penstock import AlternatingSampler
+with AlternatingSampler(
+    Slow, batch_T=8, batch_B=4, n_workers=4, start_method=METHOD, step_timeout=1.0, max_decorrelation_steps=0
+) as sampler:
+    sampler.initialize(Stopping())
+    say(*sampler.worker_pids)
+    sampler.obtain_samples(0)
+    say("batch", len(calls))
+"""
+
+
+@methods("fork", "forkserver")
+def test_a_job_that_is_suspended_while_its_server_acts_continues(tmp_path: Path, start_method: str) -> None:
+    """The main process is not at its wait then, and the workers of the other half are at their steps."""
+    with Script(tmp_path, SUSPENDED_WHILE_ACTING, METHOD=start_method) as script:
+        pids = [script.pid, *script.pids()]
+        until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))
+        pause(2.5)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert script.line()[0] == "batch"
+        assert script.end(BOUND) == ("", "")
+
+
 # ---- refused system calls ----------------------------------------------------------------------
 
 SAMPLES = """

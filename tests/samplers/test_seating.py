@@ -45,7 +45,7 @@ def test_its_streams_and_keys_are_those_of_the_environments(evaluation: bool) ->
 
 def test_its_trajectories_are_counted_by_environment() -> None:
     infos, games = [TrajInfo() for _ in range(3)], Counter({8: 4})
-    SEATING.name_infos(infos, [8, 7, 8], games, evaluation=False)
+    SEATING.name_infos(infos, [(0, 8), (1, 7), (2, 8)], games, evaluation=False)
     assert [(info.env_rank, info.episode, info.agent_id) for info in infos] == [
         (8, 4, None),
         (7, 0, None),
