@@ -95,8 +95,8 @@ class Seating:
     def name_infos(
         self, infos: Iterable[TrajInfo], ends: Iterable[tuple[int, int]], games: Counter[int], *, evaluation: bool
     ) -> None:
-        """Write into each info whose trajectory it is. `ends`: the last time step and the `key` of each. `games` counts the finished games of each environment, or its
-        finished trajectories, if it has one agent."""
+        """Write into each info whose trajectory it is. `ends`: the last time step and the `key` of each. `games` counts
+        the finished games of each environment, or its finished trajectories, if it has one agent."""
         side, width = self.evaluation if evaluation else self.train, self.width
         for info, (_, key) in zip(infos, ends, strict=True):
             env_rank, seat = divmod(key, width)
