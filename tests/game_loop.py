@@ -19,6 +19,11 @@ def first_seeds(n: int, seed: int, generation: int = 0) -> list[int]:
     return ColumnStreams(seed, range(n), generation).env_seeds(Purpose.TRAIN)
 
 
+def by_policy(batch: Any) -> dict[str, Any]:
+    """The samples of each policy; those of the only one are called "agent"."""
+    return {"agent": batch} if hasattr(batch, "env") else dict(batch.items())
+
+
 class GameLoop:
     """One game after the other in each environment, each stepped by itself: what `follow` must find in a batch.
 
@@ -64,7 +69,7 @@ class GameLoop:
     def follow(self, batch: Any) -> list[Trajectory]:
         """Compare a batch, of one policy or of several (numpy), with the next steps of the games. Returns the
         trajectories that end in it, sorted."""
-        own = {"agent": batch} if hasattr(batch, "env") else dict(batch.items())
+        own = by_policy(batch)
         wanted = {name: self._blank(samples) for name, samples in own.items()}
         found: list[Trajectory] = []
         for e, game in enumerate(self.games):

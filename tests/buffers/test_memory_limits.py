@@ -42,7 +42,7 @@ class CgroupTree:
             (folder / name).write_text(f"{content}".rstrip() + "\n")
 
     def headrooms(self) -> list[int]:
-        return list(memory_limits._cgroup_headrooms(self.root, self.own))
+        return list(memory_limits.cgroup_headrooms(self.root, self.own))
 
 
 def test_v2_headroom_is_the_limit_less_what_is_used(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_group_that_cannot_be_read_does_not_count(tmp_path: Path, missing: str
 
 
 def test_without_cgroups_nothing_counts(tmp_path: Path) -> None:
-    assert list(memory_limits._cgroup_headrooms(tmp_path, tmp_path / "missing")) == []
+    assert list(memory_limits.cgroup_headrooms(tmp_path, tmp_path / "missing")) == []
 
 
 @pytest.mark.parametrize(("available", "headrooms", "free"), [(500, [], 500), (500, [900, 300, 400], 300), (5, [9], 5)])
@@ -144,7 +144,7 @@ def test_free_memory_is_the_least_of_machine_and_cgroups(
     monkeypatch: pytest.MonkeyPatch, available: int, headrooms: list[int], free: int
 ) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
-    monkeypatch.setattr(memory_limits, "_cgroup_headrooms", lambda: iter(headrooms))
+    monkeypatch.setattr(memory_limits, "cgroup_headrooms", lambda: iter(headrooms))
     assert free_memory() == free
 
 

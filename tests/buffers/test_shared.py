@@ -25,6 +25,7 @@ from penstock.buffers.shared import shared_mappings
 from penstock.errors import ConfigError
 from penstock.workers.supervisor import SupervisedProcess, Supervisor
 
+from ..children import exit_code_of_fork
 from ..scale import START_METHODS, examples, methods
 
 MIB = 2**20
@@ -308,15 +309,13 @@ def test_a_private_mapping_keeps_its_values_and_sends_none() -> None:
     with opened(NamedMemory(specs_of((4,), (0,)), shared=True, purpose="a test")) as memory:
         array = memory.arrays.a0
         array[:] = 7
-        pid = os.fork()
-        if pid == 0:
-            try:
-                for mapping in list(shared_mappings):
-                    mapping.make_private()
-                is_kept = array.tolist() == [7] * 4
-                array[:] = 8
-                os._exit(0 if is_kept and array.tolist() == [8] * 4 else 1)
-            finally:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+        def in_fork() -> None:
+            for mapping in list(shared_mappings):
+                mapping.make_private()
+            assert array.tolist() == [7] * 4
+            array[:] = 8
+            assert array.tolist() == [8] * 4
+
+        assert exit_code_of_fork(in_fork) == 0
         assert array.tolist() == [7] * 4

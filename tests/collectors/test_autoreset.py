@@ -29,10 +29,9 @@ from penstock import (
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.learning import Replay, Sequences, gae
 
-from ..batched_support import assert_as_plain_loop, env_seeds
 from ..models import Memory
 from ..scale import mostly_first, scaled
-from ..support import assert_same, batches_of, run
+from ..support import assert_as_plain_loop, assert_same, collect_with, env_seeds, without_infos
 
 pytestmark = pytest.mark.slow
 
@@ -50,12 +49,12 @@ cartpole = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 
 def batches(env_fn: Any, cls: Any = SerialSampler, agent: Any = None, **kwargs: Any) -> Any:
     sizes = {"batch_T": 30, "batch_B": 5, "eval_n_envs": 3, "eval_max_steps": 300, "batched": True}
-    return run(cls, env_fn, agent, 4, scaled(range(4), (1,)), **{**sizes, **kwargs})
+    return collect_with(cls, env_fn, agent, 4, scaled(range(4), (1,)), **{**sizes, **kwargs})
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_records_what_a_plain_loop_sees(mode: AutoresetMode) -> None:
-    found = batches_of(batches(partial(synced, cartpole, mode=mode)))
+    found = without_infos(batches(partial(synced, cartpole, mode=mode)))
     assert assert_as_plain_loop(synced(cartpole, 5, mode), env_seeds(5, small=False), found) > 10
 
 
@@ -89,7 +88,7 @@ def test_a_reset_row_is_zero() -> None:
 
     found = batches(partial(synced, Told), agent=CategoricalPgAgent(Values), env_info={"count": 0})
     n_resets = 0
-    for samples in batches_of(found):
+    for samples in without_infos(found):
         idle = ~samples.env.valid
         n_resets += int(idle.sum())
         for field in (samples.env.observation, samples.env.reward, samples.agent.action, samples.env.done):
@@ -238,9 +237,9 @@ def test_a_central_server_gives_the_same(n_workers: int) -> None:
     env_fn = partial(synced, partial(TwoActions, length=4))
     kwargs: dict[str, Any] = {"agent": RecurrentCategoricalPgAgent(Memory), "eval_n_envs": 0}
     sizes = {"batch_T": 30, "batch_B": 4, "batched": True}
-    found = run(SerialSampler, env_fn, kwargs["agent"], 3, **sizes)
-    other = run(GpuSampler, env_fn, RecurrentCategoricalPgAgent(Memory), 3, n_workers=n_workers, **sizes)
-    assert_same(batches_of(found), batches_of(other), rtol=1e-5, atol=1e-5)
+    found = collect_with(SerialSampler, env_fn, kwargs["agent"], 3, **sizes)
+    other = collect_with(GpuSampler, env_fn, RecurrentCategoricalPgAgent(Memory), 3, n_workers=n_workers, **sizes)
+    assert_same(without_infos(found), without_infos(other), rtol=1e-5, atol=1e-5)
 
 
 class Into(SyncVectorEnv):
@@ -267,7 +266,7 @@ def test_an_environment_id_means_its_batched_environment() -> None:
     found = batches("CartPole-v1", **kwargs)
     assert_same(found, batches("CartPole-v1", ParallelSampler, n_workers=1, **kwargs))
     env: Any = gym.make_vec("CartPole-v1", 5, "vector_entry_point", max_episode_steps=25)
-    assert assert_as_plain_loop(env, env_seeds(5)[0], batches_of(found)) > 10
+    assert assert_as_plain_loop(env, env_seeds(5)[0], without_infos(found)) > 10
 
 
 def test_an_id_without_a_batched_environment_is_refused() -> None:
@@ -290,8 +289,8 @@ def test_an_environment_that_does_not_tell_its_mode_is_refused() -> None:
 
 def test_single_environments_waste_no_step() -> None:
     """The valid steps are those of single environments."""
-    found = batches_of(batches(partial(synced, partial(CountingEnv, length=4))))
-    single = batches_of(batches(partial(CountingEnv, length=4), batched=False, max_decorrelation_steps=0))
+    found = without_infos(batches(partial(synced, partial(CountingEnv, length=4))))
+    single = without_infos(batches(partial(CountingEnv, length=4), batched=False, max_decorrelation_steps=0))
     for b in range(5):
         ours = np.concatenate([samples.env.observation[:, b][samples.env.valid[:, b]] for samples in found])
         theirs = np.concatenate([samples.env.observation[:, b] for samples in single])

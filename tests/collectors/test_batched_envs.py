@@ -28,7 +28,7 @@ from penstock import (
 from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
 
 from ..scale import mostly_first, scaled
-from ..support import assert_same, run
+from ..support import assert_same, collect_with
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def collect(env_fn: Any, n_workers: int | None = None, agent: Any = None, **kwar
     the others without seeds."""
     cls, workers = (SerialSampler, {}) if n_workers is None else (ParallelSampler, {"n_workers": n_workers})
     sizes = {"batch_T": 40, "batch_B": 6, "max_decorrelation_steps": 0, "eval_n_envs": 2, "eval_max_steps": 80}
-    kept = run(cls, env_fn, agent, scaled(3, 2), range(3), **{"batched": True, **sizes, **workers, **kwargs})
+    kept = collect_with(cls, env_fn, agent, scaled(3, 2), range(3), **{"batched": True, **sizes, **workers, **kwargs})
     first = [[info for info in more if info["episode"] == 0] for _, more in kept[1::2]]
     return [(batch, infos + more) for (batch, infos), more in zip(kept[::2], first, strict=True)]
 

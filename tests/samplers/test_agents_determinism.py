@@ -24,7 +24,7 @@ from penstock.envs import CountingEnv
 
 from ..models import Lstm, Net
 from ..scale import scaled
-from ..support import batches_of, run
+from ..support import collect_with, without_infos
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ COUNTING = partial(CountingEnv, truncate=True)
 def recorded(agent: Agent, env_fn: Any) -> list[Any]:
     """Five batches, with an evaluation between them."""
     sizes = {"batch_T": 20, "batch_B": 5, "eval_n_envs": 2, "eval_max_steps": 60}
-    return batches_of(run(SerialSampler, env_fn, agent, 5, (2,), **sizes))
+    return without_infos(collect_with(SerialSampler, env_fn, agent, 5, (2,), **sizes))
 
 
 def test_the_state_of_a_recurrent_agent_goes_on_across_batches_and_ends_with_the_episode() -> None:

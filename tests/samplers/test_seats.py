@@ -31,20 +31,8 @@ from penstock.envs.toy import ScriptedGame
 from penstock.learning import Ratio, Replay, Sequences, Steps, gae
 
 from ..scale import quick_first, scaled
-from ..seats_support import (
-    OPENING,
-    STORY,
-    Book,
-    Follower,
-    Numbered,
-    Odd,
-    Valued,
-    assert_same,
-    batches_of,
-    check_rules,
-    serial,
-)
-from ..turns_support import TurnGame
+from ..support import EVALUATING, Follower, assert_same, check_rules, collect_with
+from ..toy_games import OPENING, STORY, Book, Numbered, Odd, TurnGame, Valued
 
 pytestmark = pytest.mark.timeout(scaled(3600, 120))
 
@@ -70,7 +58,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 @functools.cache
 def reference(name: str) -> list[tuple[Any, Any]]:
-    return serial(ScriptedGame, AGENTS[name](), evaluate=True, **options_of(name))
+    return collect_with(SerialSampler, ScriptedGame, AGENTS[name](), **EVALUATING, **options_of(name))
 
 
 # ---- one seed, one batch -----------------------------------------------------------------------
@@ -83,10 +71,12 @@ def test_rewards_are_added_up_alike_in_any_number_of_workers() -> None:
             observations, rewards, *rest = super().step(actions)
             return observations, {a: r + self.np_random.normal() * 10**5 for a, r in rewards.items()}, *rest
 
-    wanted = serial(Fractions, RandomAgent(), env_kwargs={"k": 37}, bootstrap_value=False, batch_T=30)
+    wanted = collect_with(
+        SerialSampler, Fractions, RandomAgent(), env_kwargs={"k": 37}, bootstrap_value=False, batch_T=30
+    )
     assert sum(len(infos) for _, infos in wanted) > 100
     for n_workers in scaled((2, 5), (3,)):
-        found = batches_of(
+        found = collect_with(
             ParallelSampler,
             Fractions,
             RandomAgent(),
@@ -204,11 +194,13 @@ def test_every_step_may_be_taken_the_careful_way() -> None:
 
     for env_fn in (ScriptedGame, Odd):
         fast, careful = (
-            serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, **kwargs)
+            collect_with(SerialSampler, env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, **kwargs)
             for kwargs in ({}, {"debug": True})
         )
         assert_same(fast, careful)
-        watched = serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, traj_info_cls=Plain)
+        watched = collect_with(
+            SerialSampler, env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, traj_info_cls=Plain
+        )
         assert_same([(batch, 0) for batch, _ in fast], [(batch, 0) for batch, _ in watched])
 
 
@@ -437,9 +429,12 @@ def test_a_traj_info_of_one_s_own_has_the_figures_of_the_stock_one() -> None:
         "env_kwargs": MIXED,
         "traj_info_kwargs": {"discount": 0.9},
         "batch_T": 25,
-        "evaluate": True,
+        **EVALUATING,
     }
-    stock, own = serial(ScriptedGame, Book(), **kwargs), serial(ScriptedGame, Book(), traj_info_cls=Own, **kwargs)
+    stock, own = (
+        collect_with(SerialSampler, ScriptedGame, Book(), **kwargs),
+        collect_with(SerialSampler, ScriptedGame, Book(), traj_info_cls=Own, **kwargs),
+    )
     assert sum(len(infos) for _, infos in stock) > 100
     for (_, infos), (_, others) in zip(stock, own, strict=True):
         assert infos == others
@@ -523,9 +518,9 @@ def test_the_length_of_a_trajectory_contains_its_random_steps(length: int) -> No
 
 @pytest.mark.slow
 def test_ids_may_be_integers_and_actions_dicts() -> None:
-    wanted = serial(Numbered, RandomAgent(), bootstrap_value=False, evaluate=True)
+    wanted = collect_with(SerialSampler, Numbered, RandomAgent(), bootstrap_value=False, **EVALUATING)
     assert_same(
-        wanted, batches_of(ParallelSampler, Numbered, RandomAgent(), bootstrap_value=False, evaluate=True, n_workers=3)
+        wanted, collect_with(ParallelSampler, Numbered, RandomAgent(), bootstrap_value=False, **EVALUATING, n_workers=3)
     )
     with SerialSampler(Numbered, batch_T=12, batch_B=2, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
@@ -571,13 +566,13 @@ class Nested(ScriptedGame):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, np.float32])
 def test_observations_and_actions_may_have_many_parts(dtype: Any) -> None:
-    options: dict[str, Any] = {"bootstrap_value": False, "evaluate": True, "observation_dtype": dtype}
-    wanted = serial(Nested, RandomAgent(), **options)
+    options: dict[str, Any] = {"bootstrap_value": False, **EVALUATING, "observation_dtype": dtype}
+    wanted = collect_with(SerialSampler, Nested, RandomAgent(), **options)
     careful: Any = (SerialSampler, {"debug": True, "check_finite": True})
     parallel: Any = (ParallelSampler, {"n_workers": 3})
     central: Any = (GpuSampler, {"n_workers": 3, "min_ready": 1})
     for cls, kwargs in scaled([careful, parallel, central], [parallel] if dtype is None else [careful, central]):
-        assert_same(wanted, batches_of(cls, Nested, RandomAgent(), **options, **kwargs))
+        assert_same(wanted, collect_with(cls, Nested, RandomAgent(), **options, **kwargs))
     for batch, _ in wanted:
         if batch is None:
             continue
@@ -640,7 +635,10 @@ def test_an_agent_may_copy_itself_in_a_worker() -> None:
             assert list(copy.deepcopy(self).env_ranks or []) == list(self.env_ranks or [])
             return super().step(observation, prev_action, prev_reward)
 
-    assert_same(serial(ScriptedGame, Valued(), n=2), serial(ScriptedGame, Copying(), n=2))
+    assert_same(
+        collect_with(SerialSampler, ScriptedGame, Valued(), n=2),
+        collect_with(SerialSampler, ScriptedGame, Copying(), n=2),
+    )
 
 
 @pytest.mark.slow
@@ -792,9 +790,9 @@ def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, 
 @pytest.mark.parametrize("record_final_obs", [True, False])
 def test_extra_checks_accept_idle_seats(record_final_obs: bool) -> None:
     options = {"env_kwargs": MIXED, "record_final_obs": record_final_obs}
-    plain = serial(ScriptedGame, Book(), **options)
+    plain = collect_with(SerialSampler, ScriptedGame, Book(), **options)
     assert any(not batch.env.valid.all() for batch, _ in plain)
-    checked = serial(ScriptedGame, Book(), debug=True, check_finite=True, **options)
+    checked = collect_with(SerialSampler, ScriptedGame, Book(), debug=True, check_finite=True, **options)
     assert_same(plain, checked)
 
 
@@ -814,7 +812,7 @@ def test_env_info_is_recorded_for_each_seat() -> None:
                 info, valid = env.env_info, env.valid
                 np.testing.assert_array_equal(info.own, np.where(valid, env.observation[..., 2] + 1, 0))
                 np.testing.assert_array_equal(info.who[valid], env.observation[..., 0][valid] - 1)
-                assert (info._own == valid).all()
+                assert (info["_own"] == valid).all()
 
 
 def test_slots_keep_batches_readable() -> None:
