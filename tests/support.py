@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from penstock import RandomAgent, Sampler
-from penstock.buffers import NamedArrays
+from penstock import RandomAgent, Sampler, TrajInfo
+from penstock.buffers import NamedArrays, memory_limits
 from penstock.envs import CountingEnv
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.testing import Fault, FaultyEnv
@@ -79,6 +80,42 @@ def collect_with(
         if hasattr(sampler, "start"):
             sampler.start()
         return collect(sampler, n, evaluate)
+
+
+class Diary(TrajInfo):
+    """Keeps every argument of its calls, as it is given."""
+
+    def __init__(self, discount: float = 1.0) -> None:
+        super().__init__(discount)
+        #: (observation, action, reward, terminated, truncated, agent_info, env_info) of each step.
+        self.steps: list[Any] = []
+        self.end: Any = None
+
+    def step(self, *given: Any) -> None:
+        super().step(*given)
+        self.steps.append(given)
+
+    def terminate(self, final_observation: Any) -> None:
+        self.end = final_observation
+
+    @property
+    def observations(self) -> list[Any]:
+        return [step[0] for step in self.steps]
+
+    @property
+    def actions(self) -> list[Any]:
+        return [step[1] for step in self.steps]
+
+    @property
+    def agent_infos(self) -> list[Any]:
+        return [step[5] for step in self.steps]
+
+
+def leave_memory(monkeypatch: pytest.MonkeyPatch, free: int, *, small: int | None = None) -> None:
+    """Let only so many bytes be free. `small`: sizes below it are not checked."""
+    monkeypatch.setattr(memory_limits, "free_memory", lambda: free)
+    if small is not None:
+        monkeypatch.setattr(memory_limits, "SMALL_BYTES", small)
 
 
 # ---- comparisons ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from penstock.buffers import ArraySpec, NamedArrays, NamedMemory, memory_limits
+from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
 from penstock.buffers.descriptors import InheritedFd, dumps, loads
 from penstock.buffers.shared import shared_mappings
 from penstock.errors import ConfigError
@@ -27,6 +27,7 @@ from penstock.workers.supervisor import SupervisedProcess, Supervisor
 
 from ..children import exit_code_of_fork
 from ..scale import START_METHODS, examples, methods
+from ..support import leave_memory
 
 MIB = 2**20
 
@@ -228,7 +229,7 @@ def test_arrays_of_no_bytes_can_be_had() -> None:
 def test_too_large_a_block_is_refused_before_anything_is_allocated(
     monkeypatch: pytest.MonkeyPatch, fallback: bool
 ) -> None:
-    monkeypatch.setattr(memory_limits, "free_memory", lambda: MIB)
+    leave_memory(monkeypatch, MIB)
     if fallback:
         monkeypatch.delattr(os, "memfd_create")
         monkeypatch.setattr("tempfile.TemporaryFile", None)

@@ -18,7 +18,6 @@ from penstock import (
     AsyncSampler,
     CategoricalPgAgent,
     ConfigError,
-    GpuSampler,
     ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
@@ -26,7 +25,7 @@ from penstock import (
     TrajInfo,
     WorkerError,
 )
-from penstock.envs import CountingEnv, NestedEnv
+from penstock.envs import CountingEnv
 from penstock.learning import Replay, Sequences, gae
 
 from ..models import Memory
@@ -56,16 +55,6 @@ def batches(env_fn: Any, cls: Any = SerialSampler, agent: Any = None, **kwargs: 
 def test_every_mode_records_what_a_plain_loop_sees(mode: AutoresetMode) -> None:
     found = without_infos(batches(partial(synced, cartpole, mode=mode)))
     assert assert_as_plain_loop(synced(cartpole, 5, mode), env_seeds(5, small=False), found) > 10
-
-
-@pytest.mark.parametrize(
-    ("env_fn", "mode", "debug"), [*((cartpole, mode, False) for mode in MODES), (NestedEnv, NEXT, True)]
-)
-def test_the_number_of_workers_changes_nothing(env_fn: Any, mode: AutoresetMode, debug: bool) -> None:
-    env_fn = partial(synced, env_fn, mode=mode)
-    found = batches(env_fn, debug=debug)
-    for n_workers in scaled((1, 2, 3), (3,)):
-        assert_same(found, batches(env_fn, ParallelSampler, n_workers=n_workers, debug=debug))
 
 
 class Own(TrajInfo):
@@ -230,34 +219,6 @@ def test_an_observation_that_allows_no_action_may_end_an_episode() -> None:
             valid = samples.env.valid
             assert not valid.all()
             assert (samples.agent.action[valid] == samples.env.observation.at[valid] % 3).all()
-
-
-@pytest.mark.parametrize("n_workers", [1, 2])
-def test_a_central_server_gives_the_same(n_workers: int) -> None:
-    env_fn = partial(synced, partial(TwoActions, length=4))
-    kwargs: dict[str, Any] = {"agent": RecurrentCategoricalPgAgent(Memory), "eval_n_envs": 0}
-    sizes = {"batch_T": 30, "batch_B": 4, "batched": True}
-    found = collect_with(SerialSampler, env_fn, kwargs["agent"], 3, **sizes)
-    other = collect_with(GpuSampler, env_fn, RecurrentCategoricalPgAgent(Memory), 3, n_workers=n_workers, **sizes)
-    assert_same(without_infos(found), without_infos(other), rtol=1e-5, atol=1e-5)
-
-
-class Into(SyncVectorEnv):
-    """Writes in place."""
-
-    def step(self, actions: Any) -> Any:
-        return super().step(actions)
-
-    def step_into(self, out: Any, actions: Any) -> Any:
-        out[...], *rest = super().step(actions)
-        return tuple(rest)
-
-
-def test_an_environment_that_writes_in_place_gives_the_same() -> None:
-    def env_fn(num_envs: int) -> Any:
-        return Into([cartpole] * num_envs)
-
-    assert_same(batches(partial(synced, cartpole)), batches(env_fn))
 
 
 def test_an_environment_id_means_its_batched_environment() -> None:

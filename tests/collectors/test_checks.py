@@ -31,8 +31,6 @@ from ..support import sampler_of
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 NAN, INF = float("nan"), float("inf")
 
-Result = tuple[Any, Any, Any, Any, Any]
-
 
 class Spoilt(CountingEnv):
     """Counts like its base, but `spoil` has a go at what the third step, and `spoil_reset` at what the

@@ -25,7 +25,7 @@ from penstock import (
     WaitResetCollector,
 )
 from penstock.buffers.reports import ReportBoard
-from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, NestedEnv
+from penstock.envs import BatchedCartPole, CountingEnv, EnvContext
 from penstock.workers.control import ControlBlock
 from penstock.workers.monitor import Monitor
 from penstock.workers.plan import PoolOptions
@@ -216,15 +216,6 @@ def test_observations_of_every_space_travel(name: str, how: str) -> None:
     )
 
 
-@ways(6)
-def test_nested_actions_travel(how: str) -> None:
-    cls, kwargs = HOW[how]
-    assert_same(
-        collect_and_evaluate(cls, RandomAgent(), NestedEnv, **kwargs),
-        collect_and_evaluate(SerialSampler, RandomAgent(), NestedEnv),
-    )
-
-
 def test_observations_may_be_recorded_in_another_dtype() -> None:
     for dtype in (np.float32, np.float16):
         arguments: dict[str, Any] = {"observation_dtype": dtype, "n_workers": 2}
@@ -313,15 +304,6 @@ def test_calls_reach_every_environment_between_batches(how: str) -> None:
         assert sampler.get_attr("level") == [10, 11, 12, 13, 14]
         assert sampler.get_attr("level", evaluation=True) == [1, 1, 1]
         sampler.obtain_samples(2)
-
-
-@pytest.mark.parametrize(("sizes", "how"), pairs([(2, 5), (5, 4), (7, 3)], HOW))
-def test_uneven_shares_and_more_workers_than_environments(sizes: tuple[int, int], how: str) -> None:
-    batch_B, n_workers = sizes
-    cls, kwargs = HOW[how]
-    arguments: dict[str, Any] = {**kwargs, "n_workers": n_workers, "batch_B": batch_B}
-    found = collect_and_evaluate(cls, Attentive(), CountingEnv, 2, **arguments)
-    assert_same(found, collect_and_evaluate(SerialSampler, Attentive(), CountingEnv, 2, batch_B=batch_B))
 
 
 @ways(1)

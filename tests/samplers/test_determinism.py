@@ -39,7 +39,6 @@ from ..scale import some
 from ..support import assert_same, collect_with, sampler_of
 
 CARTPOLE = partial(gym.make, "CartPole-v1")
-PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=30)
 
 
 def training_batches(

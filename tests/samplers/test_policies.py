@@ -28,7 +28,7 @@ from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.learning import Replay, Steps, gae
 
 from ..scale import quick_first, some
-from ..support import EVALUATING, assert_same, check_rules, collect_with
+from ..support import assert_same, check_rules, collect_with
 from ..toy_games import Book, Numbered, Published, Roles, Valued
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
@@ -41,9 +41,6 @@ def odd_or_even(agent_id: str) -> str:
 def by_env(agent_id: str, env_rank: int) -> str:
     """The first agent is another policy's in every second environment."""
     return "odd" if env_rank % 2 and agent_id == "a0" else "even"
-
-
-POLICY_OF = {"by agent": odd_or_even, "by environment": by_env}
 
 
 def two(cls: type[Any] = Book) -> dict[str, Any]:
@@ -146,24 +143,6 @@ def test_the_columns_of_an_environment_can_be_seen_together() -> None:
         samples, _ = sampler.obtain_samples(0)
         with pytest.raises(ConfigError, match=r"the same number of agents in each environment.* it differs between"):
             samples.even.by_env()
-
-
-@pytest.mark.slow
-def test_policies_may_have_unlike_spaces() -> None:
-    agents = {"leader": RandomAgent(), "others": RandomAgent()}
-
-    def leads(agent_id: str) -> str:
-        return "leader" if agent_id == "a0" else "others"
-
-    wanted = collect_with(SerialSampler, Roles, agents, policy_of=leads, bootstrap_value=False)
-    agents = {"leader": RandomAgent(), "others": RandomAgent()}
-    found = collect_with(ParallelSampler, Roles, agents, policy_of=leads, bootstrap_value=False, n_workers=3)
-    assert_same(wanted, found)
-    for batch, _ in wanted:
-        assert batch.leader.env.observation.shape[-1] == 5
-        assert batch.others.env.observation.shape[-1] == 4
-        assert (batch.leader.env.observation[..., 4] == 7 * batch.leader.env.valid).all()
-    assert max(batch.leader.agent.action.max() for batch, _ in wanted) == 3
 
 
 @pytest.mark.parametrize(
@@ -366,13 +345,6 @@ def test_evaluations_count_games(n_workers: int) -> None:
                         assert max(info.Length for info in own) <= game.Length
                 assert all(info.policy == odd_or_even(info.agent_id) for info in agents)
     assert found[0] != found[1], "each evaluation has streams of its own"
-
-
-@pytest.mark.slow
-def test_evaluations_do_not_show_in_batches() -> None:
-    plain = collect_with(SerialSampler, ScriptedGame, two(), policy_of=odd_or_even, env_kwargs=MIXED)
-    between = collect_with(SerialSampler, ScriptedGame, two(), policy_of=odd_or_even, env_kwargs=MIXED, **EVALUATING)
-    assert_same(plain, [each for each in between if each[0] is not None])
 
 
 def test_an_agent_sees_its_rewards_in_an_evaluation_too() -> None:
