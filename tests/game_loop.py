@@ -43,7 +43,7 @@ class GameLoop:
         each reset after the first."""
         self.games, self._waits, self._seed_of = [make(e) for e in range(len(seeds))], waits, seed_of
         self._cell = {seat: (name, b) for name, own in seats.items() for b, seat in enumerate(own)}
-        self._episodes = [0] * len(seeds)
+        self.episodes = [0] * len(seeds)
         self._lengths: dict[Any, int] = {}
         self._returns: dict[Any, float] = {}
         self._seen = [dict[Any, Any]() for _ in seeds]
@@ -63,8 +63,8 @@ class GameLoop:
         self._reset(e, seed)
 
     def _next(self, e: int) -> None:
-        self._episodes[e] += 1
-        self._reset(e, self._seed_of(e, self._episodes[e]))
+        self.episodes[e] += 1
+        self._reset(e, self._seed_of(e, self.episodes[e]))
 
     def follow(self, batch: Any) -> list[Trajectory]:
         """Compare a batch, of one policy or of several (numpy), with the next steps of the games. Returns the

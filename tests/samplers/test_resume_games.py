@@ -165,7 +165,7 @@ def test_a_run_continues_as_if_it_had_never_ended(
         if collector_cls is Counting:
             for name, seats in sampler.seats().items():
                 for b, (e, _) in enumerate(seats):
-                    assert by_policy(batches[-1])[name].env.extra.games[-1, b] == loop._episodes[e]
+                    assert by_policy(batches[-1])[name].env.extra.games[-1, b] == loop.episodes[e]
     with of_games(SerialSampler, env_fn, **options) as sampler:  # the actions too are those of one long run
         sampler.initialize(**split_agents(n_policies, Kept), seed=SEED)
         for itr, (batch, infos) in enumerate(before + after):
