@@ -21,7 +21,7 @@ from ray import exceptions as ray_errors
 from penstock.distributed.keys import Connection
 from penstock.distributed.placement import actor_options
 from penstock.distributed.role import Worker
-from penstock.distributed.wire import Header, Line, Node
+from penstock.distributed.wire import Header, Line, Node, Peer
 
 _START_SECONDS = 120.0
 _LARGE = 4 * 2**20  # bytes of a message from which on the object store takes less CPU time than sockets
@@ -40,14 +40,15 @@ class RayNode(Node):
         super().__init__(keys, host, port)
         self.address += f"#{_own_name}"
         self._actors: dict[str, Any] = {}  # by name
-        self._ways_back: dict[str, Line] = {}  # to the senders of large messages, by address
         _nodes[self.address] = self
 
     def send(self, route: Any, header: Header, packed: list[Any]) -> None:
         """Send a packet. A way back is the address of its sender, if the request has come through Ray."""
         if isinstance(route, str):
-            if (line := self._ways_back.get(route)) is None:
-                self._ways_back[route] = line = Line(route)
+            with self.lock:
+                line = self._lines.setdefault(route, Line(route))
+                line.peers.setdefault("", _WayBack(self, "", line, "", float("inf")))
+            if not line.route:
                 self.connect(line)
             route = line  # ZeroMQ keeps what is sent until it is connected
         name = route.address.partition("#")[2] if isinstance(route, Line) and route.address != self.address else ""
@@ -72,6 +73,18 @@ class RayNode(Node):
         """As `Node.close`."""
         _nodes.pop(self.address, None)
         super().close()
+
+
+class _WayBack(Peer):
+    """In the place of a peer, for the senders of large messages: their requests have not come through the connection
+    that their replies take. If it was lost and made anew, only this end knows that replies may have been lost."""
+
+    def send(self, *numbers: int) -> None:
+        """Send all replies again that the senders at this address may not have."""
+        for key, sender in self._node._senders.items():
+            for number, reply in sender.replies.items() if sender.route == self._line.address else ():
+                if reply is not None:
+                    self._node.send(sender.route, (reply[0], "", sender.inbox, key, number, 0), reply[1])
 
 
 class RayConnection(Connection):

@@ -135,18 +135,18 @@ def _array(frame: object, dtype: object, shape: object) -> np.ndarray[Any, Any]:
 
 def _check_tree(value: Any, depth: int = 0) -> None:
     """Raise `BadMessageError` for too many levels, and for keys that are not str."""
-    if depth > _MOST_DEPTH:
+    if depth > _MOST_DEPTH and isinstance(value, _NODES):
         raise BadMessageError(f"a message is nested at most {_MOST_DEPTH} levels deep")
     items = value
     if isinstance(value, dict):
         items = value.values()
         for key in value:
-            if not isinstance(key, str):
+            if type(key) is not str and not isinstance(key, str):
                 raise BadMessageError(f"the keys of a dict in a message must be str, got {key!r}")
-    elif not isinstance(value, list | tuple):
+    elif not isinstance(value, _NODES):
         return
     for item in items:
-        if type(item) not in _LEAVES and isinstance(item, _NODES):
+        if type(item) not in _LEAVES:
             _check_tree(item, depth + 1)
 
 

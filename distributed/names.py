@@ -1,7 +1,7 @@
 """The name table: addresses of workers, and their figures.
 
 The owner of names sends all of them at each *beat*, and so renews its lease. A beat comes twice a second, or less often
-if there are more than 150 owners. The answer has the names that the owner follows, if they have changed.
+if there are more than 75 owners. The answer has the names that the owner follows, if they have changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEASE_SECONDS = 3.0  # the least
 MOST_BYTES = 2**16  #: of the value of a name
 PAGE = 2**17  #: bytes of names in one message, which is limited
 _BEAT_SECONDS = 0.5
-_MOST_BEATS = 300  # a second, of all owners, as long as each has one within `_LONGEST_SECONDS`
+_MOST_BEATS = 150  # a second, of all owners, as long as each has one within `_LONGEST_SECONDS`
 _LONGEST_SECONDS = 10.0  # a third of the silence after which a worker ends
 _RETRY_SECONDS = 0.25  # after a beat that has failed
 
@@ -62,16 +62,19 @@ class NameTable:
     def add(self, key: str, value: bytes, owner: str, lasting: bool = False, replace: bool = False) -> None:
         """Add a name, and renew the lease of its owner. Raises `NameTableError` if another owner has the key, unless
         `replace`, and for what is no name."""
+        self.expire()
+        self._put(key, value, owner, lasting, replace)
+        self._renew(owner)
+
+    def _put(self, key: str, value: bytes, owner: str, lasting: bool, replace: bool = False) -> None:
         if not isinstance(key, str) or not all(key.split("/")) or len(key) > 500:
             text = "a name is a path such as 'trial0/workers/actor/3', at most 500 characters"
             raise NameTableError(f"{text}, got {key!r}")
         if [type(value), type(owner), type(lasting)] != [bytes, str, bool] or len(value) > MOST_BYTES:
             raise NameTableError(f"the name {key!r} has no value, or no owner")
-        self.expire()
         old = self.entries.get(key)
         if old is not None and old[1] != owner and not replace:
             raise NameTableError(f"the name {key!r} is taken by {old[1]}: choose another one, or wait until that ends")
-        self._renew(owner)
         if old is None:
             insort(self._keys, key)
         if old is None or old[:3] != (value, owner, lasting):
@@ -148,9 +151,9 @@ class NameTable:
             return {"is_kept": False, "n_ended": self._n_ended, "pace": self.pace}
         self._renew(owner)
         for key, (value, lasting) in entries.items():
-            with contextlib.suppress(NameTableError):  # another owner has it now
-                self.add(key, value, owner, lasting)
-        self.expire()
+            if self.entries.get(key, ())[:3] != (value, owner, lasting):
+                with contextlib.suppress(NameTableError):  # another owner has it now
+                    self._put(key, value, owner, lasting)
         table, number = since
         news = [root for root in roots if self._changed.get(root.partition("/")[0], 0) > number or table != self._id]
         found, last = self.find(roots, after) if news or after else (None, None)
@@ -232,10 +235,6 @@ class NameClient:
         """How many seconds the table was silent while this process ran: the time in which it was suspended, or C code
         held the interpreter lock, does not count."""
         return float("inf") if self._wire.is_closed else self._wire.clock - self._heard
-
-    def patience(self, least: float) -> float:
-        """How many seconds of silence are no sign that the table has ended: at least so many."""
-        return max(least, 3 * self.pace)
 
     # ---- calls -----------------------------------------------------------------------------
 

@@ -285,7 +285,7 @@ class ControlPanel(Closing):
 
     def stats(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, dict[str, Any]]:
         """The figures of these workers (by default all), by name, as they have arrived: each worker sends them twice a
-        second and when its status changes, or less often if there are more than 150 workers. `age` is how many seconds
+        second and when its status changes, or less often if there are more than 75 workers. `age` is how many seconds
         ago they came. For a worker that sends none: `status`, and the error that ended it as `text`.
 
         Raises `NoReplyError` if the name table was silent for more than `timeout` + 9 seconds.

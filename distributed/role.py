@@ -156,7 +156,7 @@ class Worker:
         """Join a trial, and work until a command or an error ends this worker. Returns the final status.
 
         Something else ends it with its panel if `ends_with_panel`. Otherwise it ends when the name table was silent for
-        30 s, for longer if there are more than 3,000 workers, or for as long as `_on_silence` returns.
+        30 s, or for as long as `_on_silence` returns.
         """
         self._worker_ends_with_panel = ends_with_panel
         self._worker_heard: float | None = None  # by `clock`, when the table was heard last, if it is silent
@@ -237,14 +237,14 @@ class Worker:
     def _misses_panel(self, share: float = 1.0) -> bool:
         """Whether the panel was silent for this share of the time after which this worker ends, or waits. False if this
         worker goes on in any case."""
-        return not self._worker_ends_with_panel and self.names.silence > share * self.names.patience(ORPHAN_SECONDS)
+        return not self._worker_ends_with_panel and self.names.silence > share * ORPHAN_SECONDS
 
     def _check_silence(self) -> None:
         """Raise `ClusterError` if the panel was silent for too long."""
         if self.wire.is_closed:
             raise ClusterError("the name table is lost: the wire of this worker was closed")
-        silence, least = self.names.silence, self.names.patience(ORPHAN_SECONDS)
-        if silence <= least:
+        silence = self.names.silence
+        if silence <= ORPHAN_SECONDS:
             if self._worker_heard is not None:
                 _log.warning("worker %s: the name table answers again", self.name)
             self._worker_heard = None

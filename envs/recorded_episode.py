@@ -115,11 +115,15 @@ class RecordedEpisode:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write this into a file, with cloudpickle. Raises `ConfigError` if the environment's factory cannot be
         pickled."""
+        Path(path).write_bytes(self.pickled())
+
+    def pickled(self) -> bytes:
+        """What `save` writes."""
         try:
-            pickled = cloudpickle.dumps(self)
+            pickled: bytes = cloudpickle.dumps(self)
         except Exception as error:  # pickling runs the user's code
             raise ConfigError(f"the episode cannot be pickled: {in_one_line(error)}") from error
-        Path(path).write_bytes(pickled)
+        return pickled
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> RecordedEpisode:

@@ -94,7 +94,9 @@ class RecordedEpisodes:
         path = self._crash_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{self._n_saved}.episode"
         found = replace(found, path=os.fspath(path))
         try:
-            found.save(path)
+            pickled = found.pickled()
+            with open(path, "xb") as file:  # a new file: somebody else may have put a link there
+                file.write(pickled)
         except (OSError, ConfigError) as error:  # the failure itself must be reported in any case
             return replace(found, path=f"not written: {error}")
         return found

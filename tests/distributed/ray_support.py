@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from penstock import Sampler
 
 # Ray's own processes. A shard's process is called ray::ShardHost.
@@ -43,7 +41,7 @@ def wait_for_none(
     return left
 
 
-def run(
+def rollouts(
     cls: type[Sampler],
     env_fn: Any,
     make_agent: Any,
@@ -66,11 +64,3 @@ def run(
             batches.append(sampler.samples_np.copy())
             infos.append([vars(info) for info in traj_infos])
     return batches, infos
-
-
-def assert_same(a: tuple[list[Any], Any], b: tuple[list[Any], Any], columns: slice = slice(None)) -> None:
-    for itr, (x, y) in enumerate(zip(a[0], b[0], strict=True)):
-        for (name, left), (_, right) in zip(x[:, columns].leaves(), y[:, columns].leaves(), strict=True):
-            np.testing.assert_array_equal(left, right, err_msg=f"{name}, itr {itr}")
-    if columns == slice(None):
-        assert a[1] == b[1]

@@ -62,7 +62,7 @@ from penstock.learning import gae
 from ..models import Net, small_model
 from ..scale import FULL, scaled
 from ..toy_games import Published, TurnGame
-from .support import MAKES, SAMPLER, need, wait_until
+from .support import MAKES, SAMPLER, need, odd_or_even, wait_until
 
 pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]
 
@@ -426,10 +426,6 @@ def test_one_policy_plays_games_in_turns_in_the_actors(wire: Any) -> None:
     asked = replace(games, actors=replace(games.actors, inference="policy"), policies=Policies(1))
     with pytest.raises(ConfigError, match="policy workers act for environments of one agent, and env_fn returns one"):
         asked.run(wire=wire)
-
-
-def odd_or_even(agent_id: str) -> str:
-    return "odd" if int(agent_id[1:]) % 2 else "even"
 
 
 def two_agents() -> dict[str, Any]:

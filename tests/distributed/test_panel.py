@@ -21,7 +21,8 @@ import pytest
 
 from penstock import ClusterError, ConfigError, NameTableError, NoReplyError, PeerLostError, RequestError
 from penstock.__main__ import main
-from penstock.distributed import ControlPanel, PollResult, Status, Worker
+from penstock.distributed import ControlPanel, PollResult, Status, Worker, role
+from penstock.distributed import names as names_module
 from penstock.distributed.messages import BadMessageError
 
 from ..process.support import is_running
@@ -622,9 +623,11 @@ def test_a_request_to_a_suspended_worker_waits_and_is_run_once() -> None:
 def test_no_worker_ends_although_the_name_table_answers_seldom(
     local: ControlPanel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with very many workers: one sync a second in place of 300, and all times are shorter."""
-    monkeypatch.setattr("penstock.distributed.names._MOST_BEATS", 1)
-    monkeypatch.setattr("penstock.distributed.role.ORPHAN_SECONDS", 2.5)
+    """As with very many workers: at most one beat a second in place of 150, and all times are shorter."""
+    assert 3 * names_module._LONGEST_SECONDS <= role.ORPHAN_SECONDS
+    monkeypatch.setattr(names_module, "_MOST_BEATS", 1)
+    monkeypatch.setattr(names_module, "_LONGEST_SECONDS", 1.0)
+    monkeypatch.setattr(role, "ORPHAN_SECONDS", 3.0)
     names = started(local, 5, sleep=0.05)
     time.sleep(8)
     assert local.pulse() == dict.fromkeys(names, Status.RUNNING)

@@ -28,7 +28,8 @@ from penstock.distributed import RaySampler  # noqa: E402
 from penstock.envs import EnvContext  # noqa: E402
 
 from ..scale import scaled  # noqa: E402
-from .ray_support import assert_same, our_processes, run, wait_for_none  # noqa: E402
+from ..support import assert_same  # noqa: E402
+from .ray_support import our_processes, rollouts, wait_for_none  # noqa: E402
 
 pytestmark = [
     pytest.mark.ray,
@@ -121,10 +122,10 @@ def with_kill(kill_at: int, n_batches: int = 5) -> tuple[list[Any], Any]:
 
 def test_runs_that_lose_the_same_shard_at_the_same_batch_are_equal() -> None:
     first, second = with_kill(3), with_kill(3)
-    plain = run(SerialSampler, CARTPOLE, RandomAgent, iterations=5, seed=5, batch_T=20, batch_B=5)
+    plain = rollouts(SerialSampler, CARTPOLE, RandomAgent, iterations=5, seed=5, batch_T=20, batch_B=5)
     assert_same(first, second)
-    assert_same(first, plain, columns=slice(0, 3))
-    assert_same((first[0][:3], None), (plain[0][:3], None))
+    assert_same([batch[:, :3] for batch in first[0]], [batch[:, :3] for batch in plain[0]])
+    assert_same(first[0][:3], plain[0][:3])
     assert not (first[0][3].env.observation[:, 3:] == plain[0][3].env.observation[:, 3:]).all(), "a new generation"
     assert first[0][3].env.valid.all()
 
@@ -296,14 +297,14 @@ def test_a_suspended_shard_is_named() -> None:
 def test_a_suspended_shard_is_built_again_and_a_short_pause_is_only_a_delay() -> None:
     before = our_processes()
     options: dict[str, Any] = {**SUSPENDED, "on_node_failure": "restart", "sampler_cls": SerialSampler}
-    plain = run(SerialSampler, CARTPOLE, RandomAgent, iterations=1, batch_T=20, batch_B=3)
+    plain = rollouts(SerialSampler, CARTPOLE, RandomAgent, iterations=1, batch_T=20, batch_B=3)
     with RaySampler(CARTPOLE, **options, unavailable_timeout=8.0) as sampler:
         sampler.initialize(RandomAgent(), seed=11, bootstrap_value=True)
         waker = threading.Timer(2.0, os.kill, (suspend(sampler), signal.SIGCONT))
         waker.start()
         sampler.obtain_samples(0)
         waker.join()
-        assert_same(([sampler.samples_np], None), (plain[0], None), columns=slice(0, 3))
+        assert_same(sampler.samples_np[:, :3], plain[0][0][:, :3])
         assert sampler.stats().restarts == 0
         suspend(sampler)
         samples, _ = sampler.obtain_samples(1)
@@ -325,7 +326,7 @@ class Sleeping(gym.Wrapper[Any, Any, Any, Any]):
 
 def test_ctrl_c_ends_a_wait_which_may_be_made_again() -> None:
     options: dict[str, Any] = {"batch_T": 20, "batch_B": 3, "max_decorrelation_steps": 0}
-    plain = run(SerialSampler, CARTPOLE, RandomAgent, iterations=1, **options)
+    plain = rollouts(SerialSampler, CARTPOLE, RandomAgent, iterations=1, **options)
     with RaySampler(Sleeping, **options, n_shards=2, n_workers=1) as sampler:
         sampler.initialize(RandomAgent(), seed=11, bootstrap_value=True)
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
@@ -334,7 +335,7 @@ def test_ctrl_c_ends_a_wait_which_may_be_made_again() -> None:
             sampler.obtain_samples(0)
         timer.join()
         sampler.wait_samples()
-        assert_same(([sampler.samples_np], None), (plain[0], None), columns=slice(0, 3))
+        assert_same(sampler.samples_np[:, :3], plain[0][0][:, :3])
 
 
 @pytest.mark.parametrize("state", ["ready", "sampling", "streaming", "suspended"])

@@ -20,7 +20,8 @@ from penstock import ConfigError, NodeLostError, RandomAgent, SerialSampler, Tra
 from penstock.distributed import RaySampler
 
 from ..scale import scaled
-from .ray_support import assert_same, our_processes, run, wait_for_none
+from ..support import assert_same
+from .ray_support import our_processes, rollouts, wait_for_none
 from .test_ray_sampler import CARTPOLE, Own
 
 pytestmark = [
@@ -68,8 +69,8 @@ def test_the_same_seed_gives_the_same_batches_on_three_nodes(
         assert len(nodes_of(sampler)) == min(n_shards, 3)
 
     options: dict[str, Any] = {"batch_B": batch_B, "traj_info_cls": traj_info_cls, "eval_n_envs": 2, "eval_episodes": 5}
-    reference = run(SerialSampler, CARTPOLE, RandomAgent, iterations=5, **options)
-    found = run(
+    reference = rollouts(SerialSampler, CARTPOLE, RandomAgent, iterations=5, **options)
+    found = rollouts(
         RaySampler, CARTPOLE, RandomAgent, iterations=5, n_shards=n_shards, before=check, **on("far"), **options
     )
     assert_same(reference, found)
@@ -84,9 +85,9 @@ def test_a_node_that_joins_changes_nothing(ray_cluster: Any) -> None:
         assert len(nodes_of(sampler)) == 1, "shards that run stay where they are"
 
     try:
-        reference = run(SerialSampler, CARTPOLE, RandomAgent, iterations=5)
+        reference = rollouts(SerialSampler, CARTPOLE, RandomAgent, iterations=5)
         options: dict[str, Any] = {"n_shards": 2, "before": join, **on("joined")}
-        assert_same(reference, run(RaySampler, CARTPOLE, RandomAgent, iterations=5, **options))
+        assert_same(reference, rollouts(RaySampler, CARTPOLE, RandomAgent, iterations=5, **options))
         assert len(nodes) == 2
     finally:
         for node in nodes:

@@ -45,7 +45,8 @@ from .. import models
 from ..against_loop import compare
 from ..samplers import digest_cases, test_equalities
 from ..scale import scaled
-from .ray_support import assert_same, run
+from ..support import assert_same
+from .ray_support import rollouts
 
 for module in (models, digest_cases, test_equalities):  # nodes cannot import them
     cloudpickle.register_pickle_by_value(sys.modules[module.__name__])
@@ -101,10 +102,10 @@ def test_the_same_seed_gives_the_same_batches_for_any_number_of_shards(
     n_shards: int, batch_B: int, traj_info_cls: type[TrajInfo]
 ) -> None:
     options: dict[str, Any] = {"batch_B": batch_B, "traj_info_cls": traj_info_cls, "eval_n_envs": 2, "eval_episodes": 5}
-    reference = run(SerialSampler, CARTPOLE, RandomAgent, **options)
+    reference = rollouts(SerialSampler, CARTPOLE, RandomAgent, **options)
     assert any(batch.env.done.any() for batch in reference[0])
     cls = SerialSampler if n_shards == 3 else ParallelSampler  # which starts fewer processes
-    assert_same(reference, run(RaySampler, CARTPOLE, RandomAgent, n_shards=n_shards, sampler_cls=cls, **options))
+    assert_same(reference, rollouts(RaySampler, CARTPOLE, RandomAgent, n_shards=n_shards, sampler_cls=cls, **options))
 
 
 class Cost(ResetCollector):
@@ -161,8 +162,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def test_it_equals_a_parallel_sampler(name: str) -> None:
     env_fn, make_agent, options = CASES[name]
     own = {key: value for key, value in options.items() if key != "sampler_cls"}
-    reference = run(ParallelSampler, env_fn, make_agent, **own)
-    found = run(RaySampler, env_fn, make_agent, n_shards=2, **options)
+    reference = rollouts(ParallelSampler, env_fn, make_agent, **own)
+    found = rollouts(RaySampler, env_fn, make_agent, n_shards=2, **options)
     if name != "central":
         assert_same(reference, found)
         return
@@ -331,7 +332,7 @@ def test_a_stream_hands_over_the_pieces_as_they_come() -> None:
         # Its pieces are the columns of the batches that obtain_samples would have given.
         own = [piece for piece in pieces if piece.shard == 0 and piece.policy_version == 1]
         assert [piece.itr for piece in own] == list(range(10, 10 + len(own)))
-        reference, _ = run(SerialSampler, CARTPOLE, model_agent, iterations=1, seed=3, batch_T=8, batch_B=5)
+        reference, _ = rollouts(SerialSampler, CARTPOLE, model_agent, iterations=1, seed=3, batch_T=8, batch_B=5)
         np.testing.assert_array_equal(own[0].samples.env.observation, reference[0].env.observation[:, :3])
 
 

@@ -23,7 +23,9 @@ from tests.support import assert_same as assert_same_policies
 from tests.toy_games import Book, Published, TurnGame, Valuing
 
 from ..scale import scaled
-from .ray_support import assert_same, run
+from ..support import assert_same
+from .ray_support import rollouts
+from .support import odd_or_even
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # shards cannot import what is here
 
@@ -41,8 +43,8 @@ GAMES: dict[str, Any] = {"env_kwargs": [{"k": k} for k in (3, 4, 2, 3, 1, 5, 3)]
 @pytest.mark.parametrize("n_shards", scaled([1, 3], [3]))
 def test_seats_of_shards_are_those_of_one_machine(n_shards: int) -> None:
     options = {**GAMES, "eval_n_envs": 4, "eval_episodes": 6}
-    wanted = run(SerialSampler, ScriptedGame, RandomAgent, **options)
-    found = run(RaySampler, ScriptedGame, RandomAgent, n_shards=n_shards, sampler_cls=SerialSampler, **options)
+    wanted = rollouts(SerialSampler, ScriptedGame, RandomAgent, **options)
+    found = rollouts(RaySampler, ScriptedGame, RandomAgent, n_shards=n_shards, sampler_cls=SerialSampler, **options)
     assert_same(found, wanted)
     assert any(info["agent_id"] == "a4" for own in found[1] for info in own if "agent_id" in info)
 
@@ -52,8 +54,8 @@ def test_games_in_turns_are_those_of_one_machine(n_shards: int) -> None:
     """Rows, open decisions, values after the last row, and the numbers of the games."""
     options: dict[str, Any] = {"env_kwargs": [{"k": k} for k in (3, 2, 1, 4, 2, 3, 2)]}
     options |= {"eval_n_envs": 4, "eval_episodes": 6, "eval_max_steps": 2_000, "batch_T": 9, "iterations": 5}
-    wanted = run(SerialSampler, TurnGame, Valuing, **options)
-    found = run(RaySampler, TurnGame, Valuing, n_shards=n_shards, **options)
+    wanted = rollouts(SerialSampler, TurnGame, Valuing, **options)
+    found = rollouts(RaySampler, TurnGame, Valuing, n_shards=n_shards, **options)
     assert_same(found, wanted)
     assert not wanted[0][0].env.valid.all()
 
@@ -69,10 +71,6 @@ def test_pieces_of_a_stream_have_the_seats_of_their_shard() -> None:
 
 
 # ---- several policies --------------------------------------------------------------------------
-
-
-def odd_or_even(agent_id: str) -> str:
-    return "odd" if int(agent_id[1:]) % 2 else "even"
 
 
 def alone(agent_id: str, env_rank: int) -> str:

@@ -23,7 +23,7 @@ pytest.importorskip("zmq", reason="the wire over sockets needs pyzmq")
 pytest.importorskip("msgpack", reason="the wire over sockets needs msgpack")
 
 from penstock import RandomAgent
-from penstock.distributed import TrainerWorker, Training, Worker, role
+from penstock.distributed import PollResult, TrainerWorker, Training, Worker, role
 from penstock.distributed.keys import Connection
 from penstock.distributed.launched import LaunchedProcess
 
@@ -121,11 +121,11 @@ PANEL = """
 import sys
 from penstock.distributed import ControlPanel
 with ControlPanel("test", wire="zmq", file=sys.argv[1]) as panel:
-    panel.connect(["trainer/0"], timeout=60)
-    panel.request("trainer/0", "configure")
-    panel.request("trainer/0", "start")
+    name, = panel.connect([sys.argv[2]], timeout=60)
+    panel.request(name, "configure")
+    panel.request(name, "start")
     while True:
-        print(panel.stats()["trainer/0"]["status"], flush=True)
+        print(panel.stats()[name]["status"], flush=True)
         sys.stdin.readline()
 """
 
@@ -144,6 +144,41 @@ class Idle:
         pass
 
 
+class Going(Worker):
+    def _poll(self) -> PollResult:
+        time.sleep(0.01)
+        return PollResult(1)
+
+
+def short_lived() -> Worker:
+    role.ORPHAN_SECONDS = 3.0
+    return Going()
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_worker_that_has_joined_ends_when_its_killed_panel_was_silent_for_long(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The limit is 3 s in place of 30."""
+    file = tmp_path / "trial.json"
+    command = [sys.executable, "-c", PANEL, str(file), "going/0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as panel:
+        assert panel.stdout is not None
+        wait_until(file.exists, 60)
+        worker = LaunchedProcess(short_lived, Connection.read(file), "going/0", has_joined=True)
+        try:
+            assert panel.stdout.readline() in ("READY\n", "RUNNING\n")
+            panel.kill()
+            began = time.monotonic()
+            assert worker.wait(40)
+            assert 2 < time.monotonic() - began < 20  # it also tries to report its end
+            assert worker.ending() == "exit code 1"
+        finally:
+            worker.kill()
+            panel.kill()
+    assert "the name table was silent for 3 s: its control panel has ended" in capfd.readouterr().err
+
+
 def patient(path: Path, panel_timeout: float, plan: Any) -> Worker:
     role.ORPHAN_SECONDS = 1.0
     return TrainerWorker(Training(Idle, checkpoint=path, panel_timeout=panel_timeout), plan)
@@ -155,7 +190,7 @@ def test_a_trainer_that_is_not_its_panels_own_saves_itself_waits_and_ends_after_
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path, file, plan = tmp_path / "trainer.pt", tmp_path / "trial.json", experiment(agent=RandomAgent)._plan()
-    command = [sys.executable, "-c", PANEL, str(file)]
+    command = [sys.executable, "-c", PANEL, str(file), "trainer/0"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as panel:
         assert panel.stdin is not None
         assert panel.stdout is not None
@@ -173,7 +208,7 @@ def test_a_trainer_that_is_not_its_panels_own_saves_itself_waits_and_ends_after_
             panel.stdin.flush()
             assert panel.stdout.readline() == "RUNNING\n", "it has waited"
             path.unlink()
-            panel.send_signal(signal.SIGSTOP)
+            panel.kill()
             began = time.monotonic()
             assert trainer.wait(40)
             assert time.monotonic() - began > 8

@@ -1,5 +1,6 @@
 """seed_episodes=True: any step of the last batch, and any failure, can be repeated in another environment."""
 
+import os
 import pickle
 from functools import partial
 from pathlib import Path
@@ -203,6 +204,22 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Path)
         for itr in range(50):
             sampler.obtain_samples(itr)
     assert caught.value.episode.step == 17
+
+
+def test_a_crash_file_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda _: "now")
+    victim, folder = tmp_path / "victim", tmp_path / "crashes"
+    victim.write_text("mine")
+    with make(Walk, cls=SerialSampler, env_kwargs={"fails_at": 17}, crash_dir=folder) as sampler:
+        sampler.initialize(RandomAgent(), seed=1)
+        for env_rank in range(B):
+            for episode in range(20):
+                name = f"env_rank_{env_rank}-episode_{episode}-step_17-now-{os.getpid()}-1.episode"
+                (folder / name).symlink_to(victim)
+        with pytest.raises(WorkerError, match=r"not written: .*File exists"):
+            for itr in range(50):
+                sampler.obtain_samples(itr)
+    assert victim.read_text() == "mine"
 
 
 @pytest.mark.slow
