@@ -17,7 +17,7 @@ def free_memory() -> int:
     """Bytes that can still be allocated without swapping or being killed by a cgroup's limit."""
     import psutil  # here, because to import it takes 9 ms, and few starts need it
 
-    return min([int(psutil.virtual_memory().available), *_cgroup_headrooms()])
+    return min([int(psutil.virtual_memory().available), *cgroup_headrooms()])
 
 
 BATCH_REMEDY = "free some memory, lower batch_T or batch_B, or record smaller observations"
@@ -80,7 +80,8 @@ def enclosing_cgroups(controller: str, root: Path = _CGROUPS, own: Path = _OWN_C
             yield place, bool(controllers)
 
 
-def _cgroup_headrooms(*where: Path) -> Iterator[int]:
+def cgroup_headrooms(*where: Path) -> Iterator[int]:
+    """How many bytes each enclosing cgroup with a limit has left."""
     v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     for folder, left in left_in_cgroups("memory", ("memory.max", "memory.current"), v1, *where):
         try:

@@ -27,7 +27,7 @@ def flat_step_of(env: gym.Env[Any, Any]) -> Callable[[Any], Any]:
     Returns `env.step` for other wrappers, if one of them has a `step` of its own, or with another release of Gymnasium.
     """
     plain: Callable[[Any], Any] = env.step
-    if type(env) is not TimeLimit or type(env.env) is not OrderEnforcing or not _are_known():
+    if type(env) is not TimeLimit or type(env.env) is not OrderEnforcing or not are_known():
         return plain
     limit: Any = env
     order: Any = env.env
@@ -52,7 +52,7 @@ def flat_step_of(env: gym.Env[Any, Any]) -> Callable[[Any], Any]:
     return step
 
 
-def _are_known() -> bool:
+def are_known() -> bool:
     """Whether Gymnasium's wrappers have their own methods, of a known release."""
     codes = [getattr(cls.step, "__code__", None) for cls in (*_CLASSES, gym.Wrapper)]
     are_own = all(code is not None and code.co_filename.startswith(gym.__path__[0]) for code in codes)

@@ -104,7 +104,7 @@ def default_ports() -> range:
 
     The kernel may take a port for an outgoing connection at any moment. Raises `ConfigError` if too few ports are left.
     """
-    low, high = _ephemeral_ports()
+    low, high = ephemeral_ports()
     longest = max(range(_LOWEST_DEFAULT, low), range(max(high + 1, _LOWEST_DEFAULT), _MAX_STOP), key=len)
     if len(longest) < _FEWEST_DEFAULT:
         raise ConfigError(
@@ -114,7 +114,8 @@ def default_ports() -> range:
     return longest
 
 
-def _ephemeral_ports() -> tuple[int, int]:
+def ephemeral_ports() -> tuple[int, int]:
+    """The first and the last port that the kernel gives to outgoing connections."""
     try:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     except OSError:
@@ -163,7 +164,7 @@ class PortSearch:
 
     def _search_once(self, found: list[Claim]) -> bool:
         """Search the range once and add claims to `found`. Returns whether there are `n` now."""
-        for port in self._order():
+        for port in self.order():
             if self.consecutive and found and port != found[-1].number + 1:
                 _release(found)
             # Claim first, then bind: binding another owner's port could stop the owner's server from starting.
@@ -179,7 +180,7 @@ class PortSearch:
             _release(found)
         return False
 
-    def _order(self) -> Iterator[int]:
+    def order(self) -> Iterator[int]:
         """All ports, beginning at a random one. So a lease rarely gets a port that was just released, and simultaneous
         searches rarely try the same port.
 
@@ -223,7 +224,7 @@ def describe_ports(ports: Sequence[int], address: ServerAddress) -> str:
             user = f"not leased, but bound by {process(bound.get(port))}" if is_bound else "free now"
         ports_by_user[user].append(port)
     lines = [
-        f"  {_intervals(used)}: {user}"
+        f"  {intervals(used)}: {user}"
         + (time.strftime(", since %Y-%m-%d %H:%M:%S", time.localtime(since[user])) if user in since else "")
         for user, used in ports_by_user.items()
     ]
@@ -241,7 +242,7 @@ def describe_process(pid: int | None) -> str:
     return f"{text}, this process" if pid == os.getpid() else text
 
 
-def _intervals(ports: Sequence[int]) -> str:
+def intervals(ports: Sequence[int]) -> str:
     """Sorted numbers as text. Numbers in a row become "first-last"."""
     numbers = set(ports)
     firsts = [port for port in ports if port - 1 not in numbers]

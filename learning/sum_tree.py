@@ -108,7 +108,8 @@ class SumTree:
     def __init__(self, n_leaves: int) -> None:
         self._size = 1 << max(n_leaves - 1, 0).bit_length()
         self._n_leaves = n_leaves
-        self._sum, self._max = np.zeros(2 * self._size), np.zeros(2 * self._size)
+        #: Two trees, each as an array: the root at 1, and below i the nodes 2i and 2i + 1.
+        self.sums, self.maxima = np.zeros(2 * self._size), np.zeros(2 * self._size)
 
     @staticmethod
     def nbytes(n_leaves: int) -> int:
@@ -118,21 +119,21 @@ class SumTree:
     @property
     def total(self) -> float:
         """The sum of all leaves."""
-        return float(self._sum[1])
+        return float(self.sums[1])
 
     @property
     def largest(self) -> float:
         """The largest leaf."""
-        return float(self._max[1])
+        return float(self.maxima[1])
 
     @property
     def leaves(self) -> _Floats:
         """A view of all leaves."""
-        return self._sum[self._size : self._size + self._n_leaves]
+        return self.sums[self._size : self._size + self._n_leaves]
 
     def update(self, places: _Ints, values: _Floats) -> None:
         """Set the leaves of `places` to `values`. If one leaf comes several times, the last value counts."""
-        tree_update(self._sum, self._max, places % self._n_leaves, values)
+        tree_update(self.sums, self.maxima, places % self._n_leaves, values)
 
     def assign(self, low: int, high: int, places: _Ints, priorities: _Floats, values: _Floats) -> int:
         """Set the leaves of `places` `[n]` to `values` `[n]`, except places below `low`. Returns how many these are.
@@ -141,24 +142,24 @@ class SumTree:
         not be 0. `priorities` `[n]` must be finite and above 0, and values above 0 and at most `MOST`. Otherwise this
         returns -1, and changes nothing.
         """
-        return tree_assign(self._sum, self._max, self._n_leaves, low, high, places, priorities, values)
+        return tree_assign(self.sums, self.maxima, self._n_leaves, low, high, places, priorities, values)
 
     def set_range(self, first: int, values: _Floats) -> None:
         """Set the leaves of the places from `first` on to `values`."""
         first %= self._n_leaves
         fits = min(len(values), self._n_leaves - first)
-        tree_range(self._sum, self._max, first, values[:fits])
-        tree_range(self._sum, self._max, 0, values[fits:])
+        tree_range(self.sums, self.maxima, first, values[:fits])
+        tree_range(self.sums, self.maxima, 0, values[fits:])
 
     def draw(self, mass: _Floats, low: int = 0) -> _Ints:
         """The places `[n]`, from `low` on, into whose leaves the masses `[n]` fall. These are from 0 to `total`, and
         are overwritten. A leaf of 0 is never drawn."""
         places = np.empty(len(mass), np.int64)
-        tree_draw(self._sum, mass, self._n_leaves, low, places)
+        tree_draw(self.sums, mass, self._n_leaves, low, places)
         return places
 
     def ratios(self, places: _Ints) -> _Floats:
         """The leaves of `places` `[n]`, divided by the smallest of these."""
         ratios = np.empty(len(places))
-        tree_ratios(self._sum, self._n_leaves, places, ratios)
+        tree_ratios(self.sums, self._n_leaves, places, ratios)
         return ratios

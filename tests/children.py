@@ -1,9 +1,10 @@
-"""Child processes: one that runs a few lines of code with objects that are sent to it, and a fork that only waits."""
+"""Child processes: one that runs a few lines of code with objects that are sent to it, and forks of this process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -19,6 +20,20 @@ def exit_code_of(start_method: str, code: str, **objects: Any) -> int | None:
         child.start(supervisor)
         child.join(SECONDS)
         return child.exitcode
+
+
+def exit_code_of_fork(body: Callable[[], object]) -> int:
+    """Run `body` in a fork of this process. Returns 0 if it has returned, and 1 if it has raised."""
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            body()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @contextmanager

@@ -201,7 +201,7 @@ def _not_mapped_by_others(names: set[str]) -> set[str]:
 def _holdings() -> list[set[object]]:
     from penstock.workers import claims
 
-    return [set(_children()), set(_descriptors()), set(_shm_names()), set(threading.enumerate()), set(claims._claims)]
+    return [set(_children()), set(_descriptors()), set(_shm_names()), set(threading.enumerate()), set(claims.held)]
 
 
 @pytest.fixture(autouse=True)

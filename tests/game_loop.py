@@ -19,6 +19,11 @@ def first_seeds(n: int, seed: int, generation: int = 0) -> list[int]:
     return ColumnStreams(seed, range(n), generation).env_seeds(Purpose.TRAIN)
 
 
+def by_policy(batch: Any) -> dict[str, Any]:
+    """The samples of each policy; those of the only one are called "agent"."""
+    return {"agent": batch} if hasattr(batch, "env") else dict(batch.items())
+
+
 class GameLoop:
     """One game after the other in each environment, each stepped by itself: what `follow` must find in a batch.
 
@@ -38,7 +43,7 @@ class GameLoop:
         each reset after the first."""
         self.games, self._waits, self._seed_of = [make(e) for e in range(len(seeds))], waits, seed_of
         self._cell = {seat: (name, b) for name, own in seats.items() for b, seat in enumerate(own)}
-        self._episodes = [0] * len(seeds)
+        self.episodes = [0] * len(seeds)
         self._lengths: dict[Any, int] = {}
         self._returns: dict[Any, float] = {}
         self._seen = [dict[Any, Any]() for _ in seeds]
@@ -58,13 +63,13 @@ class GameLoop:
         self._reset(e, seed)
 
     def _next(self, e: int) -> None:
-        self._episodes[e] += 1
-        self._reset(e, self._seed_of(e, self._episodes[e]))
+        self.episodes[e] += 1
+        self._reset(e, self._seed_of(e, self.episodes[e]))
 
     def follow(self, batch: Any) -> list[Trajectory]:
         """Compare a batch, of one policy or of several (numpy), with the next steps of the games. Returns the
         trajectories that end in it, sorted."""
-        own = {"agent": batch} if hasattr(batch, "env") else dict(batch.items())
+        own = by_policy(batch)
         wanted = {name: self._blank(samples) for name, samples in own.items()}
         found: list[Trajectory] = []
         for e, game in enumerate(self.games):

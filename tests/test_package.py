@@ -71,7 +71,7 @@ for method in ("fork", "spawn"):
 FAST = {"CFLAGS": "-O0"}  # for the compiler: what is tested here is what is built, not how fast it is
 
 
-def run(*command: object, cwd: Path, **env: str) -> str:
+def output_of(*command: object, cwd: Path, **env: str) -> str:
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -106,7 +106,7 @@ def checkout(target: Path, *, links: bool) -> Path:
 
 def build_wheel(source: Path, out: Path, **env: str) -> Path:
     command = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", out, source)
-    run(*command, cwd=out.parent, **env)
+    output_of(*command, cwd=out.parent, **env)
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -134,7 +134,7 @@ def test_a_wheel_holds_penstock_and_nothing_else(tmp_path: Path, links: bool) ->
         (record,) = [name for name in archive.namelist() if name.endswith("top_level.txt")]
         assert archive.read(record).decode().split() == ["penstock"]
     sample = scaled(SAMPLE, SMALL_SAMPLE) if links else SMALL_SAMPLE
-    assert str(site) in run(sys.executable, "-c", sample, cwd=tmp_path, PYTHONPATH=str(site))
+    assert str(site) in output_of(sys.executable, "-c", sample, cwd=tmp_path, PYTHONPATH=str(site))
 
 
 def test_without_a_compiler_a_wheel_works_all_the_same(tmp_path: Path) -> None:
@@ -144,36 +144,36 @@ def test_without_a_compiler_a_wheel_works_all_the_same(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     sample = scaled(SAMPLE, SMALL_SAMPLE)
-    assert str(site) in run(sys.executable, "-c", sample, cwd=tmp_path, PYTHONPATH=str(site))
+    assert str(site) in output_of(sys.executable, "-c", sample, cwd=tmp_path, PYTHONPATH=str(site))
 
 
 @pytest.mark.skipif(not FULL, reason="full scale; `make dist` tries it too")
 def test_a_wheel_built_from_an_sdist_is_the_same(tmp_path: Path) -> None:
     source = checkout(tmp_path / "checkout", links=True)
-    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", tmp_path / "sdist", cwd=source)
+    output_of(sys.executable, "-m", "build", "--sdist", "--no-isolation", "-o", tmp_path / "sdist", cwd=source)
     (sdist,) = (tmp_path / "sdist").glob("*.tar.gz")
     assert modules(build_wheel(sdist, tmp_path / "wheels")) == expected_modules()
 
 
 def test_a_checkout_works_uninstalled(tmp_path: Path) -> None:
     source = checkout(tmp_path / "checkout", links=True)
-    assert str(source) in run(sys.executable, "-c", SMALL_SAMPLE, cwd=tmp_path, PYTHONPATH=str(source / "src"))
+    assert str(source) in output_of(sys.executable, "-c", SMALL_SAMPLE, cwd=tmp_path, PYTHONPATH=str(source / "src"))
 
 
 @pytest.mark.parametrize("links", scaled([True, False], [False]))
 def test_an_editable_install_works(tmp_path: Path, links: bool) -> None:
     source = checkout(tmp_path / "checkout", links=links)
     # A virtual environment with everything that is installed here, except penstock.
-    run(sys.executable, "-m", "venv", "--without-pip", "venv", cwd=tmp_path)
+    output_of(sys.executable, "-m", "venv", "--without-pip", "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    site = Path(output_of(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
     for folder in (Path(path) for path in sys.path if path.endswith("site-packages")):
         for entry in folder.iterdir():
             if "penstock" not in entry.name and not (site / entry.name).exists():
                 (site / entry.name).symlink_to(entry)
     install = ["-m", "pip", "--python", python, "install", "--no-deps", "--no-build-isolation", "-e", source]
-    run(sys.executable, *install, cwd=tmp_path)
-    assert str(source) in run(python, "-c", SAMPLE if links else SMALL_SAMPLE, cwd=tmp_path)
+    output_of(sys.executable, *install, cwd=tmp_path)
+    assert str(source) in output_of(python, "-c", SAMPLE if links else SMALL_SAMPLE, cwd=tmp_path)
     top_level = {path.name for path in site.iterdir()} & set(ROOMS)
     assert not top_level
 

@@ -2,7 +2,7 @@
 
 A claim is a `fasteners.InterProcessLock` on a file that holds the owner's pid. It is a POSIX lock: it ends with its
 process, and a fork does not inherit it. It protects against other processes only, and this process loses it when it
-closes any descriptor of the file. So `_claims` decides within the process, and a file is opened only for a claim in it.
+closes any descriptor of the file. So `held` decides within the process, and a file is opened only for a claim in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from penstock.workers.plan import Affinity, assign_cpus
 
 Owner = tuple[int, float]  # the pid (0 if unknown), and since when (seconds since the epoch)
 # The garbage collector may call `release` at any moment. So it waits for no lock, and each change here is atomic.
-_claims: dict[tuple[str, int], Claim] = {}
+#: What this process owns, by kind and number.
+held: dict[tuple[str, int], Claim] = {}
 _swept: set[str] = set()  # the kinds of which this process has removed the files of killed processes
 _cpu_users: WeakKeyDictionary[CpuClaims, Collection[int]] = WeakKeyDictionary()
 _cpu_lock = threading.RLock()
@@ -54,7 +55,7 @@ class Claim:
             finally:
                 if self._lock.lockfile is not None:
                     self._lock.lockfile.close()  # ends the lock
-                del _claims[self.kind, self.number]  # last: only now may this process open the file again
+                del held[self.kind, self.number]  # last: only now may this process open the file again
 
     def take(self) -> Owner | None:
         """Lock the file. Returns the owner if another process has locked it."""
@@ -82,7 +83,7 @@ def claim(kind: str, number: int) -> Claim | Owner:
             if isinstance(stale := claim(kind, old), Claim):
                 stale.release()
     new = Claim(kind, number)
-    if (own := _claims.setdefault((kind, number), new)) is not new:
+    if (own := held.setdefault((kind, number), new)) is not new:
         return os.getpid(), own.since
     with contextlib.ExitStack() as undo:
         undo.callback(new.release)
@@ -124,7 +125,7 @@ class CpuClaims:
     def _hold(self, cpus: Collection[int]) -> None:
         with _cpu_lock:
             _cpu_users[self] = cpus
-            for each in list(_claims.values()):
+            for each in list(held.values()):
                 if each.kind == "cpu" and each.number not in chain.from_iterable(_cpu_users.values()):
                     each.release()
 
@@ -132,7 +133,7 @@ class CpuClaims:
 def _is_ours(cpu: int) -> bool:
     """Claim the CPU if no other process has claimed it. Returns whether this process may use it."""
     try:
-        return ("cpu", cpu) in _claims or isinstance(claim("cpu", cpu), Claim)
+        return ("cpu", cpu) in held or isinstance(claim("cpu", cpu), Claim)
     except (OSError, RuntimeError):  # files cannot be locked here: every process may use every CPU
         return True
 
@@ -140,10 +141,10 @@ def _is_ours(cpu: int) -> bool:
 def _forget_in_fork() -> None:
     global _cpu_lock  # noqa: PLW0603 - another thread of the parent may hold it
     _cpu_lock = threading.RLock()
-    for each in list(_claims.values()):
+    for each in list(held.values()):
         each._lock.acquired = False  # the file is the parent's; an open one could later end a lock of this process
         each.release()
-    for table in (_claims, _swept, _cpu_users):
+    for table in (held, _swept, _cpu_users):
         table.clear()
 
 

@@ -215,7 +215,7 @@ def check_limits(n_workers: int) -> None:
             f"{max(left, 0)} more: lower n_workers, or raise the limit (ulimit -n)"
         )
     processes = n_workers + _PROCESSES_BESIDE
-    left = min(_processes_left(), default=None)
+    left = min(processes_left(), default=None)
     if left is not None and processes > left:
         raise ConfigError(
             f"{n_workers} workers need {processes} processes and only {left} more are allowed here: lower n_workers, "
@@ -251,7 +251,7 @@ def _descriptor_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _processes_left(*where: Path) -> list[int]:
+def processes_left(*where: Path) -> list[int]:
     """How many processes each enclosing cgroup still allows. The user's own limit (ulimit -u) counts the threads of all
     sessions, which only the system can do; a start that reaches it says so."""
     names = ("pids.max", "pids.current")

@@ -26,7 +26,7 @@ from ..scale import examples
 quick = examples(20, 60)
 
 
-def agent_for(
+def acting_categorical(
     n: int, columns: range = range(2), *, start: int = 0, model: Any = LogitsAndFirst, seed: int = 0, **options: Any
 ) -> CategoricalPgAgent:
     agent = CategoricalPgAgent(model, **options)
@@ -54,7 +54,7 @@ logit_rows = st.integers(1, 6).flatmap(
 )
 def test_frequencies_are_those_of_the_softmax(logits: list[float]) -> None:
     columns, n_steps = range(64), 400
-    agent = agent_for(len(logits), columns)
+    agent = acting_categorical(len(logits), columns)
     rows = np.tile(np.float32(logits), (64, 1))
     actions = np.concatenate([act(agent, rows).action for _ in range(n_steps)])
     p = torch.tensor(logits, dtype=torch.float64).softmax(0).numpy()
@@ -63,13 +63,13 @@ def test_frequencies_are_those_of_the_softmax(logits: list[float]) -> None:
 
 
 def test_each_column_samples_from_its_own_row() -> None:
-    agent = agent_for(3, range(3))
+    agent = acting_categorical(3, range(3))
     for _ in range(20):
         assert act(agent, 100 * np.eye(3)).action.tolist() == [0, 1, 2]
 
 
 def test_an_action_of_no_probability_is_never_sampled() -> None:
-    agent = agent_for(5, range(16))
+    agent = acting_categorical(5, range(16))
     rows = np.tile(np.float32([-np.inf, 0, -np.inf, 1, -np.inf]), (16, 1))
     assert {int(a) for _ in range(200) for a in act(agent, rows).action} == {1, 3}
 
@@ -80,7 +80,7 @@ def test_the_smallest_and_the_largest_noise_still_choose_what_has_a_probability(
         def random(self, n: int) -> Any:
             return np.full(n, noise)
 
-    agent = agent_for(6, range(1))
+    agent = acting_categorical(6, range(1))
     agent.seed_columns([Fixed()])  # type: ignore[list-item]
     logits = np.float32([[-np.inf, 0.3, 0.1, 0.7, -200, -np.inf]])
     assert act(agent, logits).action.tolist() == ([1] if noise == 0 else [3])
@@ -91,7 +91,7 @@ def test_the_smallest_and_the_largest_noise_still_choose_what_has_a_probability(
 @given(logit_rows, st.integers(-5, 5), st.integers(0, 100))
 def test_actions_are_whole_numbers_of_the_space(logits: Any, start: int, seed: int) -> None:
     rows, n = logits.shape
-    action = act(agent_for(n, range(rows), start=start, seed=seed), logits).action
+    action = act(acting_categorical(n, range(rows), start=start, seed=seed), logits).action
     space = spaces.Discrete(n, start=start)
     assert action.shape == (rows,)
     assert all(space.contains(a) for a in action)
@@ -99,7 +99,7 @@ def test_actions_are_whole_numbers_of_the_space(logits: Any, start: int, seed: i
 
 def test_a_space_that_starts_elsewhere_shifts_the_actions_and_nothing_else() -> None:
     logits = np.random.default_rng(0).normal(size=(8, 4))
-    plain, shifted = (act(agent_for(4, range(8), start=start), logits) for start in (0, -7))
+    plain, shifted = (act(acting_categorical(4, range(8), start=start), logits) for start in (0, -7))
     assert (shifted.action + 7).tolist() == plain.action.tolist()
     assert shifted.agent_info.log_prob.tolist() == plain.agent_info.log_prob.tolist()
 
@@ -109,7 +109,7 @@ def test_a_space_that_starts_elsewhere_shifts_the_actions_and_nothing_else() -> 
 @given(logit_rows, st.integers(0, 5), st.integers(0, 100))
 def test_log_prob_is_that_of_torchs_categorical(logits: Any, start: int, seed: int) -> None:
     rows, n = logits.shape
-    step = act(agent_for(n, range(rows), start=start, seed=seed), logits)
+    step = act(acting_categorical(n, range(rows), start=start, seed=seed), logits)
     index = torch.from_numpy(step.action - start)
     expected = torch.distributions.Categorical(logits=torch.from_numpy(logits).double()).log_prob(index)
     assert step.agent_info.log_prob.dtype == np.float32
@@ -117,7 +117,7 @@ def test_log_prob_is_that_of_torchs_categorical(logits: Any, start: int, seed: i
 
 
 def test_log_prob_is_finite_for_logits_of_any_size() -> None:
-    step = act(agent_for(3, range(2)), [[1e30, -1e30, 0], [-1e30, -1e30, -1e30]])
+    step = act(acting_categorical(3, range(2)), [[1e30, -1e30, 0], [-1e30, -1e30, -1e30]])
     np.testing.assert_allclose(step.agent_info.log_prob, [0, -np.log(3)], rtol=1e-6)
 
 
@@ -129,7 +129,7 @@ def test_actions_are_the_same_however_columns_are_split(widths: list[int], seed:
     rows = np.random.default_rng(seed).normal(size=(150, bounds[-1], 4))
 
     def trajectory(columns: range) -> Any:
-        agent = agent_for(4, columns, seed=seed)
+        agent = acting_categorical(4, columns, seed=seed)
         return np.stack([act(agent, row[columns.start : columns.stop]).action for row in rows])
 
     parts = [trajectory(range(a, b)) for a, b in pairwise(bounds)]
@@ -137,7 +137,7 @@ def test_actions_are_the_same_however_columns_are_split(widths: list[int], seed:
 
 
 def test_valuing_does_not_disturb_the_actions() -> None:
-    agents = [agent_for(100, range(4)) for _ in range(2)]
+    agents = [acting_categorical(100, range(4)) for _ in range(2)]
     agents[0].value(np.zeros((9, 100), np.float32), np.zeros(9, np.int64), np.zeros(9, np.float32))
     assert len({tuple(act(agent, np.zeros((4, 100))).action.tolist()) for agent in agents}) == 1
 
@@ -146,7 +146,7 @@ def test_valuing_does_not_disturb_the_actions() -> None:
 
 
 def test_greedy_eval_takes_the_most_probable_action_in_evaluation_alone() -> None:
-    agent = agent_for(3, range(32), greedy_eval=True)
+    agent = acting_categorical(3, range(32), greedy_eval=True)
     rows = np.tile(np.float32([0, 0.1, 0.05]), (32, 1))
     sampled = [act(agent, rows).action]
     agent.eval_mode(0)
@@ -160,13 +160,13 @@ def test_greedy_eval_takes_the_most_probable_action_in_evaluation_alone() -> Non
 
 
 def test_without_greedy_eval_evaluation_samples_too() -> None:
-    agent = agent_for(3, range(32))
+    agent = acting_categorical(3, range(32))
     agent.eval_mode(0)
     assert set(act(agent, np.zeros((32, 3))).action.tolist()) == {0, 1, 2}
 
 
 def test_greedy_eval_honours_the_start_of_the_space() -> None:
-    agent = agent_for(3, range(1), start=10, greedy_eval=True)
+    agent = acting_categorical(3, range(1), start=10, greedy_eval=True)
     agent.eval_mode(0)
     assert act(agent, [[0, 0, 1]]).action.tolist() == [12]
 
@@ -189,7 +189,7 @@ class Outputs(nn.Module):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_values_are_recorded_and_returned_one_per_row(shape: Any, rows: int) -> None:
     model = Outputs(lambda b: (torch.zeros(b, 4), torch.arange(1.0, b + 1).reshape(shape(b))))
-    agent = agent_for(4, range(rows), model=lambda: model)
+    agent = acting_categorical(4, range(rows), model=lambda: model)
     step = act(agent, np.zeros((rows, 4)))
     value = agent.value(np.zeros((rows, 4), np.float32), np.zeros(rows, np.int64), np.zeros(rows, np.float32))
     for recorded in (step.agent_info.value, value):
@@ -201,7 +201,7 @@ def test_values_are_recorded_and_returned_one_per_row(shape: Any, rows: int) -> 
     ("logits", "got"), [((3, 5), "(3, 5)"), ((3, 1, 4), "(3, 1, 4)"), ((4,), "(4,)"), ((2, 4), "(2, 4)")]
 )
 def test_logits_of_a_wrong_shape_name_both_shapes(logits: tuple[int, ...], got: str) -> None:
-    agent = agent_for(4, range(3), model=lambda: Outputs(lambda b: (torch.zeros(logits), torch.zeros(b))))
+    agent = acting_categorical(4, range(3), model=lambda: Outputs(lambda b: (torch.zeros(logits), torch.zeros(b))))
     with pytest.raises(SpaceError) as caught:
         act(agent, np.zeros((3, 4)))
     assert f"logits must have shape (3, 4), got {got}" in str(caught.value)
@@ -209,7 +209,7 @@ def test_logits_of_a_wrong_shape_name_both_shapes(logits: tuple[int, ...], got: 
 
 @pytest.mark.parametrize("value", [(), (2,), (3, 2), (1, 3), (3, 1, 1)], ids=str)
 def test_values_of_a_wrong_shape_name_all_shapes(value: tuple[int, ...]) -> None:
-    agent = agent_for(4, range(3), model=lambda: Outputs(lambda b: (torch.zeros(b, 4), torch.zeros(value))))
+    agent = acting_categorical(4, range(3), model=lambda: Outputs(lambda b: (torch.zeros(b, 4), torch.zeros(value))))
     with pytest.raises(SpaceError) as caught:
         act(agent, np.zeros((3, 4)))
     assert f"value must have shape (3,) or (3, 1), got {value}" in str(caught.value)
@@ -225,7 +225,7 @@ def test_values_of_a_wrong_shape_name_all_shapes(value: tuple[int, ...]) -> None
     ids=["a tensor", "a list", "a tuple of one"],
 )
 def test_anything_but_logits_and_value_is_refused(output: Any, named: str) -> None:
-    agent = agent_for(4, range(3), model=lambda: Outputs(lambda b: output))
+    agent = acting_categorical(4, range(3), model=lambda: Outputs(lambda b: output))
     with pytest.raises(SpaceError, match=rf"must return a tuple \(logits, value\), got {named}"):
         act(agent, np.zeros((3, 4)))
 
@@ -233,7 +233,7 @@ def test_anything_but_logits_and_value_is_refused(output: Any, named: str) -> No
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
 @pytest.mark.parametrize("greedy", [False, True])
 def test_logits_that_are_not_finite_are_an_error_that_shows_them(bad: float, greedy: bool) -> None:
-    agent = agent_for(3, range(2), greedy_eval=greedy)
+    agent = acting_categorical(3, range(2), greedy_eval=greedy)
     agent.eval_mode(0)
     with pytest.raises(FloatingPointError, match=r"logits that are not finite: \[ ?0.*(nan|inf)"):
         act(agent, [[1, 2, 3], [0, bad, 0]])
@@ -241,7 +241,7 @@ def test_logits_that_are_not_finite_are_an_error_that_shows_them(bad: float, gre
 
 def test_logits_that_allow_no_action_are_an_error() -> None:
     with pytest.raises(FloatingPointError, match="not finite"):
-        act(agent_for(2), [[0, 0], [-np.inf, -np.inf]])
+        act(acting_categorical(2), [[0, 0], [-np.inf, -np.inf]])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ WIDE = spaces.Box(-1000, 1000, (2,), np.float64)
 UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,), np.float64)
 
 
-def agent_for(space: Any, columns: range = range(2), itr: int = 0, **options: Any) -> Any:
+def acting_deterministic(space: Any, columns: range = range(2), itr: int = 0, **options: Any) -> Any:
     twin = acting(DeterministicPgAgent(Echo, **options), spaces.Box(-np.inf, np.inf, space.shape), space, columns)
     twin.sample_mode(itr)
     return twin
@@ -45,7 +45,7 @@ def rows(agent: Any, n: int, columns: int = 64, reset: bool = False) -> Any:
 
 @pytest.mark.parametrize(("space", "unit"), [(WIDE, 1000), (UNBOUNDED, 1), (spaces.Box(-1000, 3000, (2,)), 2000)])
 def test_noise_is_in_units_of_half_the_range(space: Any, unit: float) -> None:
-    noise = rows(agent_for(space, range(64), sigma=0.1), 300)
+    noise = rows(acting_deterministic(space, range(64), sigma=0.1), 300)
     np.testing.assert_allclose(noise.std(axis=(0, 1)), 0.1 * unit, rtol=0.03)
     assert (np.abs(noise.mean(axis=(0, 1))) < 0.003 * unit).all()
 
@@ -62,7 +62,7 @@ def test_noise_is_in_units_of_half_the_range(space: Any, unit: float) -> None:
 )
 @pytest.mark.parametrize("noise", ["gaussian", "ou"])
 def test_actions_lie_in_the_space_with_its_dtype(space: Any, noise: Any) -> None:
-    agent = agent_for(space, range(3), sigma=1.0, noise=noise)
+    agent = acting_deterministic(space, range(3), sigma=1.0, noise=noise)
     for _ in range(30):
         action = act(agent, np.random.default_rng(0).normal(0, 3, (3, *space.shape)))
         assert action.dtype == space.dtype
@@ -70,7 +70,7 @@ def test_actions_lie_in_the_space_with_its_dtype(space: Any, noise: Any) -> None
 
 
 def test_evaluations_have_no_noise() -> None:
-    agent, wanted = agent_for(WIDE, sigma=1.0, noise="ou"), [[1.0, 2.0], [5000.0, 4.0]]
+    agent, wanted = acting_deterministic(WIDE, sigma=1.0, noise="ou"), [[1.0, 2.0], [5000.0, 4.0]]
     agent.eval_mode(0)
     assert act(agent, wanted).tolist() == [[1, 2], [1000, 4]]
     agent.sample_mode(0)
@@ -78,7 +78,7 @@ def test_evaluations_have_no_noise() -> None:
 
 
 def test_sigma_may_hang_on_the_environment_and_on_itr() -> None:
-    agent = agent_for(UNBOUNDED, range(3), sigma=lambda itr: np.array([0.0, 1.0, 2.0, 3.0]) / (1 + itr))
+    agent = acting_deterministic(UNBOUNDED, range(3), sigma=lambda itr: np.array([0.0, 1.0, 2.0, 3.0]) / (1 + itr))
     agent.runtime.set_columns(range(1, 4), 4)
     for itr in (0, 1):
         agent.sample_mode(itr)
@@ -87,7 +87,7 @@ def test_sigma_may_hang_on_the_environment_and_on_itr() -> None:
 
 
 def test_a_schedule_travels() -> None:
-    agent = cloudpickle.loads(cloudpickle.dumps(agent_for(WIDE, sigma=LinearSchedule(0.5, 0.0, n_itrs=2))))
+    agent = cloudpickle.loads(cloudpickle.dumps(acting_deterministic(WIDE, sigma=LinearSchedule(0.5, 0.0, n_itrs=2))))
     agent.sample_mode(2)
     assert act(agent, [[1.0, 2.0]] * 2).tolist() == [[1, 2]] * 2
 
@@ -97,7 +97,7 @@ def test_actions_are_the_same_however_columns_are_split(options: Any) -> None:
     bounds = [0, 1, 3, 6]
 
     def trajectory(columns: range) -> Any:
-        agent, found = agent_for(WIDE, columns, **options), []
+        agent, found = acting_deterministic(WIDE, columns, **options), []
         for itr in range(3):
             agent.sample_mode(itr)
             found.append(rows(agent, 70, len(columns)))
@@ -108,7 +108,7 @@ def test_actions_are_the_same_however_columns_are_split(options: Any) -> None:
 
 
 def test_ornstein_uhlenbeck_noise_is_correlated_until_its_column_is_reset() -> None:
-    noise = rows(agent_for(UNBOUNDED, range(3), noise="ou", sigma=0.3, ou_theta=0.2), 3000, 3, reset=True)
+    noise = rows(acting_deterministic(UNBOUNDED, range(3), noise="ou", sigma=0.3, ou_theta=0.2), 3000, 3, reset=True)
 
     def correlation(b: int) -> Any:
         return np.corrcoef(noise[:-1, b, 0], noise[1:, b, 0])[0, 1]
@@ -120,14 +120,14 @@ def test_ornstein_uhlenbeck_noise_is_correlated_until_its_column_is_reset() -> N
 
 
 def test_reset_forgets_the_noise_of_all_columns_and_copies_have_their_own() -> None:
-    agent = agent_for(UNBOUNDED, range(2), noise="ou", ou_theta=0.0, sigma=1.0)
+    agent = acting_deterministic(UNBOUNDED, range(2), noise="ou", ou_theta=0.0, sigma=1.0)
     before = rows(agent, 10, 2)[-1]
     other = of_columns(agent, range(2), seed=1)
     other.sample_mode(0)
     rows(other, 5, 2)
     agent.reset()
     jump = rows(agent, 1, 2)[0]
-    twin = agent_for(UNBOUNDED, range(2), noise="ou", ou_theta=0.0, sigma=1.0)
+    twin = acting_deterministic(UNBOUNDED, range(2), noise="ou", ou_theta=0.0, sigma=1.0)
     steps = np.diff(rows(twin, 11, 2), axis=0)
     np.testing.assert_allclose(jump, steps[-1], rtol=1e-9, err_msg="from zero, not from where it was")
     assert not np.allclose(before, 0)
@@ -135,7 +135,7 @@ def test_reset_forgets_the_noise_of_all_columns_and_copies_have_their_own() -> N
 
 def test_warming_up_is_random() -> None:
     space = spaces.Box(-1, 3, (2,))
-    agent = agent_for(space, range(64), sigma=0.0, warmup_random_itrs=2)
+    agent = acting_deterministic(space, range(64), sigma=0.0, warmup_random_itrs=2)
     random = RandomAgent()
     random.initialize(space, space)
     random = of_columns(random, range(64))
@@ -154,12 +154,12 @@ def test_warming_up_is_random() -> None:
 
 def test_squashing_takes_the_tanh_and_scales_it() -> None:
     space = spaces.Box(np.array([-1.0, 0.0]), np.array([3.0, 10.0]), dtype=np.float64)
-    agent = agent_for(space, sigma=0.0, squash=True)
+    agent = acting_deterministic(space, sigma=0.0, squash=True)
     output = np.array([[0.0, 0.5], [-99.0, 99.0]])
     expected = [[1, 5 + 5 * np.tanh(0.5)], [-1, 10]]
     np.testing.assert_allclose(act(agent, output), expected)
     np.testing.assert_allclose(agent.action_of(torch.from_numpy(output)), expected)
-    plain = agent_for(space, sigma=0.0)
+    plain = acting_deterministic(space, sigma=0.0)
     np.testing.assert_array_equal(plain.action_of(torch.from_numpy(output)), output)
 
 
@@ -175,12 +175,12 @@ def test_used_without_a_sampler_it_explores_as_in_the_first_iteration() -> None:
 
 def test_squashing_needs_bounds() -> None:
     with pytest.raises(SpaceError, match="DeterministicPgAgent squashes actions into their bounds"):
-        agent_for(UNBOUNDED, squash=True)
+        acting_deterministic(UNBOUNDED, squash=True)
 
 
 def test_other_spaces_are_refused() -> None:
     with pytest.raises(SpaceError, match="DeterministicPgAgent needs a Box action space"):
-        agent_for(spaces.Discrete(2))
+        acting_deterministic(spaces.Discrete(2))
 
 
 def test_other_noise_is_refused() -> None:
@@ -190,9 +190,9 @@ def test_other_noise_is_refused() -> None:
 
 def test_an_action_of_a_wrong_shape_names_both() -> None:
     with pytest.raises(SpaceError, match=r"action must have shape \(2, 2\), got \(2, 3\)"):
-        act(agent_for(WIDE), np.zeros((2, 3)))
+        act(acting_deterministic(WIDE), np.zeros((2, 3)))
 
 
 def test_an_action_that_is_not_finite_is_an_error() -> None:
     with pytest.raises(FloatingPointError, match="not finite"):
-        act(agent_for(WIDE), [[0, 0], [np.nan, 0]])
+        act(acting_deterministic(WIDE), [[0, 0], [np.nan, 0]])

@@ -17,20 +17,20 @@ from penstock.errors import ConfigError, SpaceError
 from ..models import Echo, act, acting
 
 
-def agent_for(n: int, columns: range = range(2), start: int = 0, model: Any = Echo, **options: Any) -> Any:
+def acting_greedy(n: int, columns: range = range(2), start: int = 0, model: Any = Echo, **options: Any) -> Any:
     agent = EpsilonGreedyAgent(model, **options)
     return acting(agent, spaces.Box(-np.inf, np.inf, (n,)), spaces.Discrete(n, start=start), columns)
 
 
 def test_without_exploration_the_first_of_the_best_is_taken() -> None:
-    step = act(agent_for(3, range(3), epsilon=0.0, start=5), [[0, 2, 1], [1, 1, 0], [0, 3, 3]])
+    step = act(acting_greedy(3, range(3), epsilon=0.0, start=5), [[0, 2, 1], [1, 1, 0], [0, 3, 3]])
     assert step.action.tolist() == [6, 5, 6]
     assert step.agent_info.q.tolist() == [2, 1, 3]
     assert step.agent_info.explored.tolist() == [False] * 3
 
 
 def test_epsilon_is_the_probability_to_draw_any_action() -> None:
-    agent, n, rows = agent_for(4, range(64), epsilon=0.3), 300, np.tile([0.0, 1, 0, 0], (64, 1))
+    agent, n, rows = acting_greedy(4, range(64), epsilon=0.3), 300, np.tile([0.0, 1, 0, 0], (64, 1))
     steps = [act(agent, rows) for _ in range(n)]
     actions = np.concatenate([step.action for step in steps])
     explored = np.concatenate([step.agent_info.explored for step in steps])
@@ -40,7 +40,7 @@ def test_epsilon_is_the_probability_to_draw_any_action() -> None:
 
 
 def test_what_is_recorded() -> None:
-    agent, q = agent_for(3, epsilon=0.5), np.float32([[1, 2, 3], [6, 5, 4]])
+    agent, q = acting_greedy(3, epsilon=0.5), np.float32([[1, 2, 3], [6, 5, 4]])
     for _ in range(30):
         step = act(agent, q)
         info = step.agent_info
@@ -52,7 +52,7 @@ def test_what_is_recorded() -> None:
 
 
 def test_the_value_is_the_largest_q_and_draws_nothing() -> None:
-    agent, other = agent_for(3, epsilon=0.5), agent_for(3, epsilon=0.5)
+    agent, other = acting_greedy(3, epsilon=0.5), acting_greedy(3, epsilon=0.5)
     value = agent.value(np.float32([[1, 2, 3]] * 5), None, np.zeros(5, np.float32))
     assert (value.tolist(), value.dtype) == ([3] * 5, np.float32)
     rows = np.zeros((2, 3))
@@ -70,7 +70,7 @@ def epsilons(agent: Any, n: int = 2) -> list[float]:
 
 def test_each_environment_has_its_own_of_a_list_whichever_worker_has_it() -> None:
     listed = [0.5, 0.25, 0.125, 0.0]
-    agents = [agent_for(3, range(4), epsilon=listed), agent_for(3, range(2, 4), epsilon=listed)]
+    agents = [acting_greedy(3, range(4), epsilon=listed), acting_greedy(3, range(2, 4), epsilon=listed)]
     agents[0].runtime.set_columns(range(4), 4)
     agents[1].runtime.set_columns(range(2, 4), 4)
     for agent in agents:
@@ -79,21 +79,21 @@ def test_each_environment_has_its_own_of_a_list_whichever_worker_has_it() -> Non
 
 
 def test_a_spread_over_the_environments() -> None:
-    agent = agent_for(3, range(3), epsilon=0.4, spread=7)
+    agent = acting_greedy(3, range(3), epsilon=0.4, spread=7)
     agent.runtime.set_columns(range(1, 4), 4)
     agent.sample_mode(0)
     np.testing.assert_allclose(epsilons(agent, 3), [0.4 ** (1 + 7 * i / 3) for i in (1, 2, 3)], rtol=1e-6)
 
 
 def test_until_it_is_told_all_environments_have_the_same() -> None:
-    agent = agent_for(3, epsilon=[0.5, 0.25])
+    agent = acting_greedy(3, epsilon=[0.5, 0.25])
     agent.sample_mode(0)
     assert epsilons(agent) == [0.5, 0.5]
 
 
 def test_a_schedule_is_followed_by_itr_and_travels() -> None:
     for schedule in (LinearSchedule(1.0, 0.0, n_itrs=4), lambda itr: 1 - itr / 4):
-        agent = cloudpickle.loads(cloudpickle.dumps(agent_for(3, epsilon=schedule)))
+        agent = cloudpickle.loads(cloudpickle.dumps(acting_greedy(3, epsilon=schedule)))
         seen = []
         for itr in (0, 1, 3, 4):
             agent.sample_mode(itr)
@@ -102,7 +102,7 @@ def test_a_schedule_is_followed_by_itr_and_travels() -> None:
 
 
 def test_evaluations_have_their_own() -> None:
-    agent = agent_for(3, epsilon=1.0, eval_epsilon=0.125)
+    agent = acting_greedy(3, epsilon=1.0, eval_epsilon=0.125)
     seen = []
     for mode in (agent.eval_mode, agent.sample_mode, agent.eval_mode):
         mode(0)
@@ -121,7 +121,7 @@ def test_probabilities_beyond_one_are_refused(name: str) -> None:
 
 def test_q_of_a_wrong_shape_names_both() -> None:
     with pytest.raises(SpaceError, match=r"q must have shape \(2, 3\), got \(2, 4\)"):
-        act(agent_for(3), np.zeros((2, 4)))
+        act(acting_greedy(3), np.zeros((2, 4)))
 
 
 def test_a_tuple_is_not_taken_for_q() -> None:
@@ -130,12 +130,12 @@ def test_a_tuple_is_not_taken_for_q() -> None:
             return observation, observation
 
     with pytest.raises(SpaceError, match=r"q must be a tensor of shape \(2, 3\), got tuple"):
-        act(agent_for(3, model=Two), np.zeros((2, 3)))
+        act(acting_greedy(3, model=Two), np.zeros((2, 3)))
 
 
 def test_q_that_is_not_a_number_is_an_error() -> None:
     with pytest.raises(FloatingPointError, match=r"returned NaN as q: .*nan"):
-        act(agent_for(2), [[0, 0], [0, np.nan]])
+        act(acting_greedy(2), [[0, 0], [0, np.nan]])
 
 
 @pytest.mark.parametrize("space", [spaces.Box(0, 1, (2,)), spaces.MultiDiscrete([2, 2])], ids=str)

@@ -45,7 +45,9 @@ class Outputs(nn.Module):
         return self.outputs
 
 
-def agent_for(space: Any, columns: range = range(2), model: Any = MeanAndSum, seed: int = 0, **options: Any) -> Any:
+def acting_gaussian(
+    space: Any, columns: range = range(2), model: Any = MeanAndSum, seed: int = 0, **options: Any
+) -> Any:
     agent = GaussianPgAgent(model, **options)
     return acting(agent, spaces.Box(-np.inf, np.inf, space.shape), space, columns, seed)
 
@@ -64,7 +66,7 @@ SPACES = [
 @pytest.mark.parametrize("model", [MeanAndSum, WithDeviation])
 def test_what_is_recorded_fits_the_space_and_torchs_normal(space: Any, model: Any) -> None:
     rng = np.random.default_rng(0)
-    agent = agent_for(space, range(4), model, initial_log_std=-0.5)
+    agent = acting_gaussian(space, range(4), model, initial_log_std=-0.5)
     for _ in range(20):
         mean, log_std = rng.normal(size=(4, *space.shape)), rng.normal(size=(4, *space.shape))
         observation = mean if model is MeanAndSum else np.stack([mean, log_std], axis=1)
@@ -85,7 +87,7 @@ def test_what_is_recorded_fits_the_space_and_torchs_normal(space: Any, model: An
 
 
 def test_draws_have_the_mean_and_the_deviation_of_the_model() -> None:
-    agent = agent_for(UNBOUNDED, range(64), initial_log_std=[np.log(0.5), np.log(3.0)])
+    agent = acting_gaussian(UNBOUNDED, range(64), initial_log_std=[np.log(0.5), np.log(3.0)])
     raw = np.concatenate([act(agent, np.tile([1.0, -2.0], (64, 1))).action for _ in range(300)])
     np.testing.assert_allclose(raw.mean(0), [1, -2], atol=0.1)
     np.testing.assert_allclose(raw.std(0), [0.5, 3], rtol=0.03)
@@ -94,7 +96,7 @@ def test_draws_have_the_mean_and_the_deviation_of_the_model() -> None:
 
 def test_bounds_clip_the_action_and_leave_the_raw_one() -> None:
     space = spaces.Box(np.float32([-1, -np.inf]), np.float32([1, np.inf]))
-    step = act(agent_for(space), [[50.0, 50.0], [-50.0, -50.0]])
+    step = act(acting_gaussian(space), [[50.0, 50.0], [-50.0, -50.0]])
     assert step.action[:, 0].tolist() == [1, -1]
     np.testing.assert_array_equal(step.action[:, 1], step.agent_info.raw_action[:, 1])
     assert (np.abs(step.agent_info.raw_action) > 40).all()
@@ -102,7 +104,7 @@ def test_bounds_clip_the_action_and_leave_the_raw_one() -> None:
 
 def test_float64_actions_keep_their_digits() -> None:
     space = spaces.Box(-10, 10, (1,), np.float64)
-    step = act(agent_for(space, initial_log_std=-30.0), [[1 / 3], [2 / 3]])
+    step = act(acting_gaussian(space, initial_log_std=-30.0), [[1 / 3], [2 / 3]])
     np.testing.assert_allclose(step.action, [[1 / 3], [2 / 3]], rtol=1e-12)
 
 
@@ -114,7 +116,7 @@ def test_actions_are_the_same_however_columns_are_split(widths: list[int], seed:
     rows = np.random.default_rng(seed).normal(size=(150, bounds[-1], 2))
 
     def trajectory(columns: range) -> Any:
-        agent = agent_for(UNBOUNDED, columns, seed=seed)
+        agent = acting_gaussian(UNBOUNDED, columns, seed=seed)
         return np.stack([act(agent, row[columns.start : columns.stop]).action for row in rows])
 
     parts = [trajectory(range(a, b)) for a, b in pairwise(bounds)]
@@ -122,12 +124,12 @@ def test_actions_are_the_same_however_columns_are_split(widths: list[int], seed:
 
 
 def test_greedy_eval_takes_the_mean_in_evaluation_alone() -> None:
-    agent, mean = agent_for(UNBOUNDED, greedy_eval=True), [[1.0, 2.0], [3.0, 4.0]]
+    agent, mean = acting_gaussian(UNBOUNDED, greedy_eval=True), [[1.0, 2.0], [3.0, 4.0]]
     agent.eval_mode(0)
     assert act(agent, mean).action.tolist() == mean
     agent.sample_mode(0)
     assert act(agent, mean).action.tolist() != mean
-    other = agent_for(UNBOUNDED)
+    other = acting_gaussian(UNBOUNDED)
     other.eval_mode(0)
     assert act(other, mean).action.tolist() != mean
 
@@ -159,7 +161,7 @@ def test_a_deviation_that_the_model_has_is_used() -> None:
             super().__init__()
             self.log_std = nn.Parameter(torch.tensor([0.25, 0.5]))
 
-    step = act(agent_for(UNBOUNDED, model=Own), np.zeros((2, 2)))
+    step = act(acting_gaussian(UNBOUNDED, model=Own), np.zeros((2, 2)))
     assert step.agent_info.log_std.tolist() == [[0.25, 0.5]] * 2
 
 
@@ -172,20 +174,20 @@ def test_the_model_may_return_its_own_parameter() -> None:
         def forward(self, observation: torch.Tensor) -> Any:
             return observation, self.deviation, observation[:, 0]
 
-    agent = agent_for(UNBOUNDED, model=Returning, initial_log_std=None)
+    agent = acting_gaussian(UNBOUNDED, model=Returning, initial_log_std=None)
     assert act(agent, np.zeros((2, 2))).agent_info.log_std.tolist() == [[0.25, 0.5]] * 2
     assert not hasattr(agent.model, "log_std")
 
 
 def test_with_none_nothing_is_added_and_the_model_must_give_it() -> None:
-    agent = agent_for(UNBOUNDED, initial_log_std=None)
+    agent = acting_gaussian(UNBOUNDED, initial_log_std=None)
     with pytest.raises(SpaceError, match=r"returned \(mean, value\) and has no parameter log_std of shape \(2,\)"):
         act(agent, np.zeros((2, 2)))
 
 
 def test_an_initial_deviation_of_a_wrong_shape_is_refused() -> None:
     with pytest.raises(SpaceError, match=r"initial_log_std must be one number, or .* \(2,\), got shape \(3,\)"):
-        agent_for(UNBOUNDED, initial_log_std=[0, 0, 0])
+        acting_gaussian(UNBOUNDED, initial_log_std=[0, 0, 0])
 
 
 # ---- the model's output ------------------------------------------------------------------------
@@ -205,7 +207,7 @@ def test_an_initial_deviation_of_a_wrong_shape_is_refused() -> None:
     ],
 )
 def test_outputs_of_a_wrong_shape_name_both(outputs: Any, message: str) -> None:
-    agent = agent_for(UNBOUNDED, model=lambda: Outputs(*outputs))
+    agent = acting_gaussian(UNBOUNDED, model=lambda: Outputs(*outputs))
     with pytest.raises(SpaceError, match=message):
         act(agent, np.zeros((2, 2)))
 
@@ -213,7 +215,7 @@ def test_outputs_of_a_wrong_shape_name_both(outputs: Any, message: str) -> None:
 @pytest.mark.parametrize("mean", [np.nan, np.inf])
 def test_a_mean_that_is_not_finite_is_an_error(mean: float) -> None:
     with pytest.raises(FloatingPointError, match="not finite: mean"):
-        act(agent_for(UNBOUNDED), [[0, 0], [0, mean]])
+        act(acting_gaussian(UNBOUNDED), [[0, 0], [0, mean]])
 
 
 @pytest.mark.parametrize("space", [spaces.Discrete(2), spaces.Box(0, 3, (2,), np.int64)], ids=str)

@@ -48,7 +48,7 @@ ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-def run(kind: str, model: nn.Module, *inputs: Any) -> Any:
+def outputs_of(kind: str, model: nn.Module, *inputs: Any) -> Any:
     """The outputs of a fast model for numpy inputs, as arrays."""
     if kind == "numpy":
         return NumpyModel(model)(len(inputs[0]), *inputs)
@@ -64,7 +64,7 @@ def assert_equals_torch(kind: str, model: nn.Module, *inputs: Any, tolerance: fl
     model.eval()
     with torch.inference_mode():
         expected = plain(model(*map(torch.from_numpy, inputs)))
-    found = run(kind, model, *inputs)
+    found = outputs_of(kind, model, *inputs)
     assert isinstance(found, tuple) == isinstance(expected, tuple)
     for ours, wanted in zip(*((x,) if isinstance(x, np.ndarray) else x for x in (found, expected)), strict=True):
         assert ours.shape == wanted.shape

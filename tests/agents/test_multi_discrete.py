@@ -19,7 +19,7 @@ from ..models import LogitsAndFirst, act, acting
 from ..scale import examples
 
 
-def agent_for(space: spaces.MultiDiscrete, columns: range, **options: Any) -> Any:
+def acting_multi_discrete(space: spaces.MultiDiscrete, columns: range, **options: Any) -> Any:
     logits = spaces.Box(-np.inf, np.inf, (int(space.nvec.sum()),))
     return acting(CategoricalPgAgent(LogitsAndFirst, **options), logits, space, columns)
 
@@ -48,7 +48,7 @@ SPACES = [
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_actions_are_of_the_space_and_log_prob_is_the_sum_of_torchs(space: spaces.MultiDiscrete) -> None:
     logits = np.random.default_rng(0).normal(0, 2, (6, int(space.nvec.sum())))
-    agent = agent_for(space, range(6))
+    agent = acting_multi_discrete(space, range(6))
     for _ in range(30):
         step = act(agent, logits)
         assert step.action.dtype == space.dtype
@@ -61,7 +61,7 @@ def test_actions_are_of_the_space_and_log_prob_is_the_sum_of_torchs(space: space
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_frequencies_are_those_of_each_components_softmax(space: spaces.MultiDiscrete) -> None:
     row = np.random.default_rng(1).normal(size=int(space.nvec.sum()))
-    logits, agent = np.tile(row, (64, 1)), agent_for(space, range(64))
+    logits, agent = np.tile(row, (64, 1)), acting_multi_discrete(space, range(64))
     actions = np.concatenate([act(agent, logits).action for _ in range(200)]).astype(np.int64)
     for distribution, index in components(space, np.tile(row, (len(actions), 1)), actions):
         p = distribution.probs[0].numpy()
@@ -70,7 +70,7 @@ def test_frequencies_are_those_of_each_components_softmax(space: spaces.MultiDis
 
 
 def test_components_are_independent() -> None:
-    agent = agent_for(spaces.MultiDiscrete([2, 2]), range(64))
+    agent = acting_multi_discrete(spaces.MultiDiscrete([2, 2]), range(64))
     actions = np.concatenate([act(agent, np.zeros((64, 4))).action for _ in range(200)])
     assert abs(np.corrcoef(actions.T)[0, 1]) < 0.04
 
@@ -82,7 +82,7 @@ def test_actions_are_the_same_however_columns_are_split(at: int) -> None:
     space = spaces.MultiDiscrete([2, 4])
 
     def trajectory(columns: range) -> Any:
-        agent = agent_for(space, columns)
+        agent = acting_multi_discrete(space, columns)
         return np.stack([act(agent, row[columns.start : columns.stop]).action for row in rows])
 
     parts = [trajectory(range(at)), trajectory(range(at, 6))]
@@ -90,18 +90,18 @@ def test_actions_are_the_same_however_columns_are_split(at: int) -> None:
 
 
 def test_greedy_eval_takes_each_components_most_probable() -> None:
-    agent = agent_for(spaces.MultiDiscrete([2, 3], start=[0, 10]), range(2), greedy_eval=True)
+    agent = acting_multi_discrete(spaces.MultiDiscrete([2, 3], start=[0, 10]), range(2), greedy_eval=True)
     agent.eval_mode(0)
     assert act(agent, [[0, 1, 2, 1, 0], [1, 0, 0, 0, 3]]).action.tolist() == [[1, 10], [0, 12]]
 
 
 def test_a_component_without_a_possible_action_is_an_error() -> None:
-    agent = agent_for(spaces.MultiDiscrete([1, 2]), range(1))
+    agent = acting_multi_discrete(spaces.MultiDiscrete([1, 2]), range(1))
     with pytest.raises(FloatingPointError, match="not finite"):
         act(agent, [[0, -np.inf, -np.inf]])
 
 
 def test_logits_of_a_wrong_shape_name_both_shapes() -> None:
-    agent = agent_for(spaces.MultiDiscrete([2, 3]), range(2))
+    agent = acting_multi_discrete(spaces.MultiDiscrete([2, 3]), range(2))
     with pytest.raises(SpaceError, match=r"logits must have shape \(2, 5\), got \(2, 6\)"):
         act(agent, np.zeros((2, 6)))

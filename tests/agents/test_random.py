@@ -23,7 +23,7 @@ from ..support import leaves
 OBSERVATIONS = spaces.Box(0, 1, (2,))
 
 
-def agent_for(space: Any, columns: range, seed: int = 0) -> Any:
+def acting_at_random(space: Any, columns: range, seed: int = 0) -> Any:
     return acting(RandomAgent(), OBSERVATIONS, space, columns, seed)
 
 
@@ -33,7 +33,7 @@ def act(agent: Any, columns: range) -> Any:
 
 def trajectory(space: Any, columns: range, n_steps: int, seed: int = 0) -> list[Any]:
     """For each leaf of the action space, `[T, B, ...]`."""
-    agent = agent_for(space, columns, seed)
+    agent = acting_at_random(space, columns, seed)
     rows = [leaves(act(agent, columns).copy()) for _ in range(n_steps)]
     return [np.stack(leaf) for leaf in zip(*rows, strict=True)]
 
@@ -56,7 +56,7 @@ def test_columns_and_seeds_have_actions_of_their_own() -> None:
 
 def test_actions_are_contained_in_a_nested_space_and_reported_without_further_ado() -> None:
     space, columns = NestedEnv().action_space, range(3)
-    agent = agent_for(space, columns)
+    agent = acting_at_random(space, columns)
     step = agent.step(None, None, np.zeros(3, np.float32))
     assert all(space.contains(action) for action in action_splitter(space)(step.action))
     assert len(step.agent_info) == 0
@@ -64,12 +64,12 @@ def test_actions_are_contained_in_a_nested_space_and_reported_without_further_ad
 
 @pytest.mark.parametrize("n", [1, 5])
 def test_values_are_zero_one_per_row(n: int) -> None:
-    value = agent_for(spaces.Discrete(2), range(2)).value(None, None, np.zeros(n, np.float32))
+    value = acting_at_random(spaces.Discrete(2), range(2)).value(None, None, np.zeros(n, np.float32))
     assert (value.tolist(), value.dtype) == ([0.0] * n, np.float32)
 
 
 def test_valuing_does_not_disturb_the_actions() -> None:
-    agents = [agent_for(spaces.Discrete(1000), range(4)) for _ in range(2)]
+    agents = [acting_at_random(spaces.Discrete(1000), range(4)) for _ in range(2)]
     agents[0].value(None, None, np.zeros(4, np.float32))
     assert act(agents[0], range(4)).tolist() == act(agents[1], range(4)).tolist()
 

@@ -65,7 +65,7 @@ class Lstm(nn.Module):
         return out[:, :3], out[:, 3], (h.transpose(0, 1), c.transpose(0, 1))
 
 
-def agent_for(model: Any, columns: range = range(3), space: Any = DISCRETE, **options: Any) -> Any:
+def acting_recurrent(model: Any, columns: range = range(3), space: Any = DISCRETE, **options: Any) -> Any:
     cls = RecurrentCategoricalPgAgent if space is DISCRETE else RecurrentGaussianPgAgent
     twin = acting(cls(model, **options), OBSERVATIONS, space, columns)
     twin.sample_mode(0)
@@ -84,7 +84,7 @@ def counts(agent: Any) -> list[float]:
 
 
 def test_the_state_goes_on_until_its_column_is_reset() -> None:
-    agent = agent_for(Counting)
+    agent = acting_recurrent(Counting)
     assert [counts(agent), counts(agent)] == [[0, 0, 0], [1, 1, 1]]
     agent.reset_one(1)
     assert [counts(agent), counts(agent)] == [[2, 0, 2], [3, 1, 3]]
@@ -93,7 +93,7 @@ def test_the_state_goes_on_until_its_column_is_reset() -> None:
 
 
 def test_a_new_batch_and_an_evaluation_mode_leave_the_state_alone() -> None:
-    agent = agent_for(Counting)
+    agent = acting_recurrent(Counting)
     counts(agent)
     for mode in (agent.sample_mode, agent.eval_mode):
         mode(1)
@@ -101,7 +101,7 @@ def test_a_new_batch_and_an_evaluation_mode_leave_the_state_alone() -> None:
 
 
 def test_copies_have_a_state_of_their_own() -> None:
-    agent = agent_for(Counting)
+    agent = acting_recurrent(Counting)
     counts(agent)
     other = agent.runtime.column_copy(ColumnStreams(1, range(3)).rngs(Purpose.EVAL_ACTION))
     assert (counts(other), counts(agent), counts(other)) == ([0] * 3, [1] * 3, [1] * 3)
@@ -111,7 +111,7 @@ def test_copies_have_a_state_of_their_own() -> None:
 
 @pytest.mark.parametrize("record_state", ["step", "batch"])
 def test_seeding_anew_takes_another_number_of_columns(record_state: Any) -> None:
-    agent = agent_for(Counting, record_state=record_state)
+    agent = acting_recurrent(Counting, record_state=record_state)
     counts(agent)
     agent.seed_columns(ColumnStreams(0, range(5)).rngs(Purpose.ACTION))
     for t in range(2):
@@ -122,7 +122,7 @@ def test_seeding_anew_takes_another_number_of_columns(record_state: Any) -> None
 
 @pytest.mark.parametrize("space", [DISCRETE, BOX], ids=["discrete", "box"])
 def test_asking_for_values_changes_nothing(space: Any) -> None:
-    asked, plain = agent_for(Lstm, space=space), agent_for(Lstm, space=space)
+    asked, plain = acting_recurrent(Lstm, space=space), acting_recurrent(Lstm, space=space)
     for t in range(5):
         values = [asked.value(*inputs(t=t)) for _ in range(2)]
         steps = [agent.step(*inputs(t=t)) for agent in (asked, plain)]
@@ -140,7 +140,7 @@ def test_a_model_that_updates_its_state_in_place_does_no_harm() -> None:
             state += 1
             return torch.zeros(3, 3), value, state
 
-    agent = agent_for(InPlace)
+    agent = acting_recurrent(InPlace)
     recorded = []
     for _ in range(3):
         agent.value(*inputs())
@@ -149,7 +149,7 @@ def test_a_model_that_updates_its_state_in_place_does_no_harm() -> None:
 
 
 def test_the_model_gets_the_previous_action_and_reward() -> None:
-    agent = agent_for(Counting)
+    agent = acting_recurrent(Counting)
     agent.step(np.zeros((3, 2)), np.array([2, 0, 1]), np.float32([0.5, 0, 1]))
     prev_action, prev_reward, state = agent.model.seen[-1]
     assert (prev_action.tolist(), prev_reward.tolist()) == ([2, 0, 1], [0.5, 0, 1])
@@ -178,7 +178,7 @@ def test_actions_are_those_of_the_agent_without_recurrence() -> None:
     plain = CategoricalPgAgent(Plain)
     plain.initialize(OBSERVATIONS, DISCRETE, seed=0)
     plain = of_columns(plain, range(3))
-    recurrent = agent_for(WithState)
+    recurrent = acting_recurrent(WithState)
     for t in range(150):
         one, other = plain.step(*inputs(t=t)), recurrent.step(*inputs(t=t))
         np.testing.assert_array_equal(one.action, other.action)
@@ -187,14 +187,14 @@ def test_actions_are_those_of_the_agent_without_recurrence() -> None:
 
 
 def test_the_gaussian_one_records_what_its_sibling_does() -> None:
-    step = agent_for(Lstm, space=BOX, initial_log_std=-1.0, record_state=None).step(*inputs())
+    step = acting_recurrent(Lstm, space=BOX, initial_log_std=-1.0, record_state=None).step(*inputs())
     assert [*step.agent_info.keys()] == ["raw_action", "mean", "log_std", "log_prob", "value"]
     assert step.agent_info.log_std.tolist() == [[-1.0] * 3] * 3
     assert (np.abs(step.action) <= 1).all()
 
 
 def test_greedy_evaluation() -> None:
-    agent = agent_for(Lstm, greedy_eval=True)
+    agent = acting_recurrent(Lstm, greedy_eval=True)
     agent.eval_mode(0)
     first = agent.step(*inputs()).action.tolist()
     agent.reset()
@@ -205,7 +205,7 @@ def test_greedy_evaluation() -> None:
 
 
 def test_the_state_with_which_each_step_was_begun_is_recorded() -> None:
-    agent = agent_for(Lstm)
+    agent = acting_recurrent(Lstm)
     model = agent.model
     h = c = np.zeros((3, 2, 5))
     for t in range(4):
@@ -223,7 +223,7 @@ def test_the_state_with_which_each_step_was_begun_is_recorded() -> None:
 
 
 def test_once_a_batch_means_in_its_first_row() -> None:
-    agent, rows, has_state = agent_for(Counting, record_state="batch"), [], []
+    agent, rows, has_state = acting_recurrent(Counting, record_state="batch"), [], []
     for t in range(6):
         if t % 3 == 0:
             agent.sample_mode(t // 3)
@@ -255,7 +255,7 @@ def test_a_state_that_stays_zero_is_recorded_all_the_same() -> None:
 
 
 def test_nothing_is_recorded_on_request() -> None:
-    assert "prev_rnn_state" not in agent_for(Counting, record_state=None).step(*inputs()).agent_info
+    assert "prev_rnn_state" not in acting_recurrent(Counting, record_state=None).step(*inputs()).agent_info
     with pytest.raises(ConfigError, match='record_state must be "step", "batch" or None, got \'all\''):
         RecurrentCategoricalPgAgent(Counting, record_state="all")  # type: ignore[arg-type]
 
@@ -268,7 +268,7 @@ def test_states_of_half_precision_are_recorded_in_float32() -> None:
         def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
             return torch.zeros(3, 3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16), state
 
-    agent = agent_for(lambda: Half().bfloat16())
+    agent = acting_recurrent(lambda: Half().bfloat16())
     info = agent.step(*inputs()).agent_info
     assert (info.prev_rnn_state.tolist(), info.prev_rnn_state.dtype) == ([[0.5]] * 3, np.float32)
 
@@ -308,7 +308,7 @@ STRUCTURES = {
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_the_state_keeps_the_structure_that_the_model_gives(kind: str) -> None:
     attributes, cls, shapes = STRUCTURES[kind]
-    agent = agent_for(lambda: Giving(**attributes))
+    agent = acting_recurrent(lambda: Giving(**attributes))
     for _ in range(3):
         recorded = agent.step(*inputs()).agent_info.prev_rnn_state
         agent.reset_one(0)
@@ -325,7 +325,7 @@ def test_a_learned_initial_state_travels_and_is_taken_at_each_reset() -> None:
             super().__init__()
             self.initial_state = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
-    agent = agent_for(Learned)
+    agent = acting_recurrent(Learned)
     counts(agent)
     agent.write_parameters({**agent.read_parameters(), "initial_state": np.full(1, 50.0)})
     agent.reset_one(2)
@@ -356,20 +356,20 @@ def test_a_state_that_was_handed_out_is_not_changed_by_a_reset() -> None:
     ],
 )
 def test_a_new_state_unlike_the_old_names_both(change: Any, got: str) -> None:
-    agent = agent_for(lambda: Giving(change, state_shape=(4,)))
+    agent = acting_recurrent(lambda: Giving(change, state_shape=(4,)))
     with pytest.raises(SpaceError, match=rf"new state must have .*: expected \(3, 4\) float32, {got}"):
         agent.step(*inputs())
 
 
 def test_a_model_that_does_not_say_what_its_state_is() -> None:
     with pytest.raises(ConfigError, match=r"give Giving an attribute state_shape, .* or method initial_state"):
-        agent_for(Giving)
+        acting_recurrent(Giving)
 
 
 @pytest.mark.parametrize("wrong", [{"state_shape": "big"}, {"initial_state": 3}, {"initial_state": ()}], ids=str)
 def test_what_is_no_state_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="state"):
-        agent_for(lambda: Giving(**wrong))
+        acting_recurrent(lambda: Giving(**wrong))
 
 
 def test_a_model_without_a_state_is_refused() -> None:
@@ -380,7 +380,7 @@ def test_a_model_without_a_state_is_refused() -> None:
             return observation, observation[:, 0]
 
     with pytest.raises(ConfigError, match=r"prev_reward, state\), but the forward of Plain takes \(observation\)"):
-        agent_for(Plain)
+        acting_recurrent(Plain)
 
 
 def test_outputs_without_the_new_state_are_refused() -> None:
@@ -389,6 +389,6 @@ def test_outputs_without_the_new_state_are_refused() -> None:
             return torch.zeros(3, 3), torch.zeros(3)
 
     with pytest.raises(SpaceError, match=r"must return a tuple \(logits, value, new_state\), got tuple of 2"):
-        agent_for(lambda: Short(state_shape=1)).step(*inputs())
+        acting_recurrent(lambda: Short(state_shape=1)).step(*inputs())
     with pytest.raises(SpaceError, match=r"\(mean, value, new_state\) or \(mean, log_std, value, new_state\)"):
-        agent_for(lambda: Short(state_shape=1), space=BOX).step(*inputs())
+        acting_recurrent(lambda: Short(state_shape=1), space=BOX).step(*inputs())

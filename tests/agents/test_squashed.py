@@ -33,7 +33,7 @@ class MeanAndLogStd(Echo):
         return observation[:, 0], observation[:, 1]
 
 
-def agent_for(space: Any, columns: range = range(2), model: Any = MeanAndLogStd, **options: Any) -> Any:
+def acting_squashed(space: Any, columns: range = range(2), model: Any = MeanAndLogStd, **options: Any) -> Any:
     observations = spaces.Box(-np.inf, np.inf, (2, *space.shape))
     return acting(SquashedGaussianAgent(model, **options), observations, space, columns)
 
@@ -44,7 +44,7 @@ def act(agent: Any, mean: Any, log_std: Any) -> Any:
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_log_prob_is_that_of_torchs_transformed_distribution(space: Any) -> None:
-    rng, agent = np.random.default_rng(0), agent_for(space, range(4))
+    rng, agent = np.random.default_rng(0), acting_squashed(space, range(4))
     low, high = (torch.from_numpy(np.asarray(bound, np.float64)) for bound in (space.low, space.high))
     for _ in range(20):
         mean, log_std = rng.normal(size=(2, 4, *space.shape))
@@ -67,7 +67,7 @@ def test_log_prob_is_that_of_torchs_transformed_distribution(space: Any) -> None
 
 
 def test_draws_have_the_distribution_of_the_model() -> None:
-    agent = agent_for(SPACES[0], range(64))
+    agent = acting_squashed(SPACES[0], range(64))
     raw = np.concatenate(
         [act(agent, np.tile([0.5, -1.0], (64, 1)), np.zeros((64, 2))).agent_info.raw_action for _ in range(300)]
     )
@@ -76,7 +76,7 @@ def test_draws_have_the_distribution_of_the_model() -> None:
 
 
 def test_far_out_the_action_is_the_bound_and_log_prob_finite() -> None:
-    step = act(agent_for(spaces.Box(-1, 3, (1,))), [[500.0], [-500.0]], [[0.0], [0.0]])
+    step = act(acting_squashed(spaces.Box(-1, 3, (1,))), [[500.0], [-500.0]], [[0.0], [0.0]])
     assert step.action.tolist() == [[3], [-1]]
     assert np.isfinite(step.agent_info.log_prob).all()
 
@@ -84,7 +84,7 @@ def test_far_out_the_action_is_the_bound_and_log_prob_finite() -> None:
 def test_evaluations_take_the_mean_unless_told() -> None:
     mean, log_std = np.zeros((2, 2)), np.zeros((2, 2))
     for greedy in (True, False):
-        agent = agent_for(SPACES[0], greedy_eval=greedy)
+        agent = acting_squashed(SPACES[0], greedy_eval=greedy)
         agent.eval_mode(0)
         assert (act(agent, mean, log_std).action == 0).all() == greedy
         agent.sample_mode(0)
@@ -92,7 +92,7 @@ def test_evaluations_take_the_mean_unless_told() -> None:
 
 
 def test_warming_up_is_uniform() -> None:
-    agent = agent_for(spaces.Box(-1, 3, (1,)), range(64), warmup_random_itrs=1)
+    agent = acting_squashed(spaces.Box(-1, 3, (1,)), range(64), warmup_random_itrs=1)
     agent.sample_mode(0)
     steps = [act(agent, np.zeros((64, 1)), np.zeros((64, 1))) for _ in range(200)]
     actions = np.concatenate([step.action for step in steps])
@@ -107,7 +107,7 @@ def test_warming_up_is_uniform() -> None:
 
 def test_actions_are_the_same_however_columns_are_split() -> None:
     def trajectory(columns: range) -> Any:
-        agent, found = agent_for(SPACES[1], columns, warmup_random_itrs=1), []
+        agent, found = acting_squashed(SPACES[1], columns, warmup_random_itrs=1), []
         for itr in range(3):
             agent.sample_mode(itr)
             zeros = np.zeros((len(columns), 2))
@@ -121,7 +121,7 @@ def test_actions_are_the_same_however_columns_are_split() -> None:
 @pytest.mark.parametrize("space", [spaces.Box(0, np.inf, (2,)), spaces.Discrete(2)], ids=str)
 def test_other_spaces_are_refused(space: Any) -> None:
     with pytest.raises(SpaceError, match=r"SquashedGaussianAgent (squashes|needs)"):
-        agent_for(space)
+        acting_squashed(space)
 
 
 @pytest.mark.parametrize(
@@ -138,4 +138,4 @@ def test_outputs_of_a_wrong_shape_name_both(outputs: Any, message: str) -> None:
             return outputs(observation)
 
     with pytest.raises(SpaceError, match=message):
-        act(agent_for(SPACES[0], model=Wrong), np.zeros((2, 2)), np.zeros((2, 2)))
+        act(acting_squashed(SPACES[0], model=Wrong), np.zeros((2, 2)), np.zeros((2, 2)))

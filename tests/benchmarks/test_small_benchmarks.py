@@ -54,7 +54,7 @@ def run_program(folder: Path, name: str, *options: object) -> tuple[str, Any]:
     return done.stdout, json.loads(file.read_text(encoding="utf-8"))
 
 
-def run(folder: Path, name: str, *options: object, starts: str = "") -> tuple[str, Any]:
+def run_benchmark(folder: Path, name: str, *options: object, starts: str = "") -> tuple[str, Any]:
     """The same in this process, whose supervisor has imported torch. `starts`: a module that starts programs. Daily,
     these are forks of a process that has imported torch."""
     file, printed, before = folder / f"{name}.json", io.StringIO(), set(sys.modules)
@@ -104,14 +104,14 @@ def test_batched_atari(folder: Path) -> None:
 
 def test_spaces(folder: Path) -> None:
     options = ["--batch-B", 4, "--batch-T", 8, "--seconds", 0.02, "--repeats", 2]
-    printed, content = run(folder, "spaces", *options)
+    printed, content = run_benchmark(folder, "spaces", *options)
     assert "observations of 288 bytes" in printed
     assert content["figures"].keys() == {"flat", "flat again", "nested, 4 leaves", "nested, 16 leaves"}
     assert all(len(v) == 2 and min(v) > 0 for figures in content["figures"].values() for v in figures.values())
 
 
 def test_noise(folder: Path) -> None:
-    printed, content = run(folder, "noise", "--columns", 2, 3, "--rows", 10, "--repeats", 2)
+    printed, content = run_benchmark(folder, "noise", "--columns", 2, 3, "--rows", 10, "--repeats", 2)
     assert "ns per environment step" in printed
     assert len(content["results"]) == 3 * 2 * 3
     assert all(len(result["ns"]) == 2 and min(result["ns"]) > 0 for result in content["results"])
@@ -121,11 +121,11 @@ def test_noise(folder: Path) -> None:
 def central(folder: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, list[float]]]:
     """Figures by measurement and contestant."""
     sizes = ["--seconds", 0.02, "--batch-T", 8, "--n-envs", 2]
-    _, content = run(folder, "central", "uneven", "alternating", "--repeats", 2, *sizes)
+    _, content = run_benchmark(folder, "central", "uneven", "alternating", "--repeats", 2, *sizes)
     if not FULL:
         return content["results"]
     request.getfixturevalue("_fork_server")
-    _, other = run(
+    _, other = run_benchmark(
         folder, "central", "vector", "deadline", "sync", "--repeats", 1, *sizes
     )  # which start processes with torch
     return {**content["results"], **other["results"]}
@@ -147,7 +147,7 @@ def test_vector_env(folder: Path, request: pytest.FixtureRequest) -> None:
     if FULL:
         request.getfixturevalue("_fork_server")
     options = ["--repeats", 2, "--seconds", 0.01, "--n-envs", 2, "--batch-T", 8]
-    printed, content = run(folder, "vector_env", *options)
+    printed, content = run_benchmark(folder, "vector_env", *options)
     assert "steps/s" in printed
     assert content["results"].keys() == {"cartpole", "pixels", "sleeping"}
     for figures in content["results"].values():
@@ -172,10 +172,10 @@ def test_connect_four(folder: Path) -> None:
     """Peers that are not installed are left out; the games alone and penstock are always measured."""
     pytest.importorskip("pettingzoo")
     options = ["--repeats", scaled(2, 1), "--seconds", 0.05]
-    _, written = run(folder, "connect_four", "rates", *options, starts="peer_process")
+    _, written = run_benchmark(folder, "connect_four", "rates", *options, starts="peer_process")
     (rates,) = written["results"]
     assert all({"penstock ParallelSampler", "bare loops in step"} <= set(turn) for turn in rates["rounds"])
-    printed, written = run(folder, "connect_four", "record", "--repeats", scaled(2, 1))
+    printed, written = run_benchmark(folder, "connect_four", "record", "--repeats", scaled(2, 1))
     (record,) = written["results"]
     assert record["main"]["batch_bytes"] < record["all"]["batch_bytes"]
     assert "CPU of main, beside all: " in printed
@@ -194,7 +194,7 @@ def test_startup(folder: Path) -> None:
 
 
 def test_checks(folder: Path) -> None:
-    printed, content = run(folder, "checks", "--n-envs", 2, "--rows", 300, "--repeats", 2)
+    printed, content = run_benchmark(folder, "checks", "--n-envs", 2, "--rows", 300, "--repeats", 2)
     assert "ns per environment step" in printed
     assert len(content["ns_per_step"]) == 9
     assert all(len(values) == 2 for values in content["ns_per_step"].values())
@@ -202,7 +202,7 @@ def test_checks(folder: Path) -> None:
 
 def test_replay(folder: Path) -> None:
     sizes = ["--capacity", 20000, "--pictures", 1100]
-    printed, content = run(folder, "replay", *sizes, "--seconds", 0.001, "--repeats", 2)
+    printed, content = run_benchmark(folder, "replay", *sizes, "--seconds", 0.001, "--repeats", 2)
     assert "penstock" in printed
     results = content["results"]
     assert results.keys() == {"sample", "prioritized", "append [128, 32]", "append [1, 32]", "pixels"}
@@ -212,7 +212,7 @@ def test_replay(folder: Path) -> None:
 
 @pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 def test_waits(folder: Path) -> None:
-    printed, content = run(folder, "waits", "--workers", 1, 2, "--seconds", 0.02, "--repeats", 2)
+    printed, content = run_benchmark(folder, "waits", "--workers", 1, 2, "--seconds", 0.02, "--repeats", 2)
     assert "more than the hub" in printed
     for figures in content["results"].values():
         assert figures.keys() == {"hub", "ParallelSampler", "GpuSampler", "ShmVectorEnv"}
@@ -222,7 +222,7 @@ def test_waits(folder: Path) -> None:
 def test_native(folder: Path) -> None:
     cases = ["CartPole, random", "CartPole, mlp", "Dict of 16", "pixels"]
     sizes = scaled([], ["--batch-T", 8, "--turn", 1])
-    printed, content = run(folder, "native", "--cases", *cases, "--repeats", 2, *sizes)
+    printed, content = run_benchmark(folder, "native", "--cases", *cases, "--repeats", 2, *sizes)
     assert "saved" in printed
     assert content["results"].keys() == set(cases)
     for figures in content["results"].values():
@@ -234,7 +234,7 @@ def test_native(folder: Path) -> None:
 def test_inference(folder: Path) -> None:
     site = Path(penstock.__file__).parent.parent
     options = ["--before", site, "--repeats", 2, "--seconds", 0.01, "--subjects", "one row of 16"]
-    printed, content = run(folder, "inference", *options)
+    printed, content = run_benchmark(folder, "inference", *options)
     assert "of before" in printed
     (turns,) = content["results"].values()
     assert turns.keys() == {"before", '"torch"', '"traced"', '"numpy"'}
@@ -242,7 +242,7 @@ def test_inference(folder: Path) -> None:
 
 
 def test_layers(folder: Path) -> None:
-    printed, content = run(folder, "inference", "--layers", "--n-envs", 1, "--repeats", 2, "--seconds", 0.001)
+    printed, content = run_benchmark(folder, "inference", "--layers", "--n-envs", 1, "--repeats", 2, "--seconds", 0.001)
     assert "torch / traced" in printed
     results = content["results"]
     assert all(len(turns) == 2 and min(turns) > 0 for figures in results.values() for turns in figures.values())
@@ -252,7 +252,7 @@ def test_layers(folder: Path) -> None:
 
 @pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
 def test_cluster_wire(folder: Path) -> None:
-    printed, content = run(folder, "cluster_wire", "--repeats", 2, "--seconds", 0.01)
+    printed, content = run_benchmark(folder, "cluster_wire", "--repeats", 2, "--seconds", 0.01)
     assert "time of bare, CURVE" in printed
     assert content["results"].keys() == {"bare", "bare, CURVE", "penstock", "penstock, arrays"}
     for turns in content["results"].values():
@@ -263,7 +263,7 @@ def test_compare(folder: Path) -> None:
     site = Path(penstock.__file__).parent.parent
     sizes = ["--repeats", 2, "--starts", 1, "--seconds", 0.01]
     cases = {"ShmVectorEnv, copy=False", *scaled(["first start, ShmVectorEnv"], [])}
-    printed, content = run(folder, "compare", site, site, *sizes, "--cases", *cases, starts="compare")
+    printed, content = run_benchmark(folder, "compare", site, site, *sizes, "--cases", *cases, starts="compare")
     assert "OLD and NEW in turns" in printed
     assert content["results"].keys() == cases
     for case, turns in content["results"].items():
@@ -276,7 +276,7 @@ def test_compare(folder: Path) -> None:
 def test_the_cost_of_evaluate(folder: Path) -> None:
     sizes = scaled([], ["--rows", 32, 64, "--batch-B", 1])
     few, many = scaled((256, 1024), (32, 64))
-    printed, content = run(folder, "learner", "--repeats", 2, *sizes)
+    printed, content = run_benchmark(folder, "learner", "--repeats", 2, *sizes)
     for setting in (f"Discrete, {few} rows", f"Box, {many} rows", f"LSTM, {few} rows"):
         assert f"{setting}, CPU time of evaluate beside lean" in printed
         ratios = content["results"][setting]
@@ -285,6 +285,6 @@ def test_the_cost_of_evaluate(folder: Path) -> None:
 
 
 def test_game_requests(folder: Path) -> None:
-    printed, figures = run(folder, "game_requests", "--requests", 20, "--repeats", 2)
+    printed, figures = run_benchmark(folder, "game_requests", "--requests", 20, "--repeats", 2)
     assert list(figures) == ["bare blocking socket", "GameSocket.request", "settimeout"]
     assert all(name in printed and 0 < figures[name]["least"] <= figures[name]["median"] for name in figures)

@@ -17,6 +17,7 @@ from penstock.buffers.memory_limits import check_memory, free_memory
 from penstock.errors import ConfigError
 
 from ..scale import examples
+from ..support import leave_memory
 
 MIB = 2**20
 
@@ -42,7 +43,7 @@ class CgroupTree:
             (folder / name).write_text(f"{content}".rstrip() + "\n")
 
     def headrooms(self) -> list[int]:
-        return list(memory_limits._cgroup_headrooms(self.root, self.own))
+        return list(memory_limits.cgroup_headrooms(self.root, self.own))
 
 
 def test_v2_headroom_is_the_limit_less_what_is_used(tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_a_group_that_cannot_be_read_does_not_count(tmp_path: Path, missing: str
 
 
 def test_without_cgroups_nothing_counts(tmp_path: Path) -> None:
-    assert list(memory_limits._cgroup_headrooms(tmp_path, tmp_path / "missing")) == []
+    assert list(memory_limits.cgroup_headrooms(tmp_path, tmp_path / "missing")) == []
 
 
 @pytest.mark.parametrize(("available", "headrooms", "free"), [(500, [], 500), (500, [900, 300, 400], 300), (5, [9], 5)])
@@ -144,7 +145,7 @@ def test_free_memory_is_the_least_of_machine_and_cgroups(
     monkeypatch: pytest.MonkeyPatch, available: int, headrooms: list[int], free: int
 ) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
-    monkeypatch.setattr(memory_limits, "_cgroup_headrooms", lambda: iter(headrooms))
+    monkeypatch.setattr(memory_limits, "cgroup_headrooms", lambda: iter(headrooms))
     assert free_memory() == free
 
 
@@ -153,20 +154,20 @@ def test_this_machine_has_some_memory_free() -> None:
 
 
 def test_the_check_passes_up_to_the_last_free_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_limits, "free_memory", lambda: MIB)
+    leave_memory(monkeypatch, MIB)
     check_memory(MIB, "a test")
     with pytest.raises(ConfigError):
         check_memory(MIB + 1, "a test")
 
 
 def test_small_memory_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_limits, "free_memory", None)  # a call would raise
+    leave_memory(monkeypatch, 0)
     check_memory(memory_limits.SMALL_BYTES - 1, "a test")
 
 
 @pytest.mark.parametrize(("needed", "free"), [(1536 * MIB, 20 * MIB), (2 * MIB, 3 * MIB // 2), (12_207_031 * MIB, 0)])
 def test_the_error_names_purpose_needed_and_free_size(monkeypatch: pytest.MonkeyPatch, needed: int, free: int) -> None:
-    monkeypatch.setattr(memory_limits, "free_memory", lambda: free)
+    leave_memory(monkeypatch, free)
     with pytest.raises(ConfigError, match=r"^the replay of a test needs .* batch_T or batch_B") as caught:
         check_memory(needed, "the replay of a test")
     found = re.findall(r"([\d.,]+) (bytes|MiB|GiB|TiB)", str(caught.value))

@@ -31,74 +31,72 @@ def test_the_fence_is_compiled_where_that_is_possible() -> None:
     assert ordering.fence.__name__ == ("fence" if native.COMPILED else "fence_of_locks")
 
 
-class Recorder:
-    """Stands for `fence`, and notes what other processes see at that moment."""
+@pytest.fixture
+def seen_at_fences(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """`seen_at_fences(module, look)` returns a list, to which each fence of the module adds what `look()` then returns:
+    what other processes see at that moment."""
 
-    def __init__(self, look: Callable[[], Any]) -> None:
-        self.look, self.seen = look, list[Any]()
+    def watch(module: Any, look: Callable[[], Any] = lambda: None) -> list[Any]:
+        seen: list[Any] = []
+        monkeypatch.setattr(module, "fence", lambda: seen.append(look()))
+        return seen
 
-    def __call__(self) -> None:
-        self.seen.append(self.look())
+    return watch
 
 
-def test_a_command_is_there_before_its_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_there_before_its_opening(seen_at_fences: Any) -> None:
     block = ControlBlock(1, 1, shared=False)
-    recorder = Recorder(lambda: (block.command(0, 1).itr, block.opened[0]))
-    monkeypatch.setattr(control, "fence", recorder)
+    seen = seen_at_fences(control, lambda: (block.command(0, 1).itr, block.opened[0]))
     block.open(Command(7), [0])
-    assert recorder.seen == [(7, 0)]
+    assert seen == [(7, 0)]
     assert block.opened[0] == 1
 
 
-def test_what_a_worker_writes_is_there_before_it_arrives_or_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_worker_writes_is_there_before_it_arrives_or_requests(seen_at_fences: Any) -> None:
     block = ControlBlock(1, 1, shared=False)
     row = block.progress(0)
-    recorder = Recorder(lambda: (row.arrived, block.last_request(0)[0]))
-    monkeypatch.setattr(control, "fence", recorder)
+    seen = seen_at_fences(control, lambda: (row.arrived, block.last_request(0)[0]))
     row.arrived = 1
     row.request(1)
-    assert recorder.seen == [(0, 0), (1, 0)]
+    assert seen == [(0, 0), (1, 0)]
     assert (row.arrived, block.last_request(0)[0]) == (1, 1)
 
 
-def test_actions_are_there_before_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actions_are_there_before_the_reply(seen_at_fences: Any) -> None:
     block = ControlBlock(1, 1, shared=False)
-    recorder = Recorder(lambda: block.replied(0))
-    monkeypatch.setattr(control, "fence", recorder)
+    seen = seen_at_fences(control, lambda: block.replied(0))
     block.reply([0], [1])
-    assert recorder.seen == [0]
+    assert seen == [0]
     assert block.replied(0) == 1
 
 
-def test_parameters_are_fenced_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_fenced_on_both_sides(seen_at_fences: Any) -> None:
     parameters = shared_parameters.SharedParameters({"w": np.zeros(2)}, shared=False)
     slot = parameters.memory.arrays.slots.s1.p0
 
     def look() -> Any:
         return parameters._stamps[1], slot.tolist(), parameters.version
 
-    recorder = Recorder(look)
-    monkeypatch.setattr(shared_parameters, "fence", recorder)
+    seen = seen_at_fences(shared_parameters, look)
     parameters.publish({"w": np.ones(2)})
-    assert recorder.seen == [(1, [0, 0], 0), (1, [1, 1], 0), (2, [1, 1], 0)]
-    recorder.seen.clear()
+    assert seen == [(1, [0, 0], 0), (1, [1, 1], 0), (2, [1, 1], 0)]
+    seen.clear()
     parameters.read()
-    assert len(recorder.seen) == 2
+    assert len(seen) == 2
 
 
-def test_both_waits_end_with_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(lambda: None)
-    monkeypatch.setattr(monitor, "fence", recorder)
+def test_both_waits_end_with_a_fence(seen_at_fences: Any) -> None:
+    seen = seen_at_fences(monitor)
     with ShmVectorEnv([CountingEnv]) as envs:
         envs.reset()
-        recorder.seen.clear()
+        seen.clear()
         envs.step([0])
-    assert recorder.seen == [None]
+    assert len(seen) == 1
     block = ControlBlock(1, 1, shared=False)
     gate = gates.Gate(block, 0, spin_seconds=0.1)
     block.open(Command(), [0])
-    monkeypatch.setattr(gates, "fence", recorder)
+    seen = seen_at_fences(gates)
     gate.wait_in(block.progress(0))
-    assert recorder.seen == [None, None]
+    assert len(seen) == 1
     gate.go.close()
     gate.done.close()

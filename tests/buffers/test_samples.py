@@ -14,6 +14,7 @@ from penstock.buffers import AgentSamples, BatchColumns, EnvSamples, NamedArrays
 from penstock.buffers.named import map_leaves
 
 from ..scale import examples
+from ..support import leave_memory
 
 T, B = 5, 4
 PER_COLUMN = ("agent.bootstrap_value", "env.bootstrap_obs")
@@ -159,8 +160,7 @@ def test_the_torch_view_shows_what_columns_write_later() -> None:
 
 
 def test_the_error_for_too_large_a_buffer_names_its_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.buffers.memory_limits.free_memory", lambda: 10)
-    monkeypatch.setattr("penstock.buffers.memory_limits.SMALL_BYTES", 0)
+    leave_memory(monkeypatch, 10, small=0)
     with pytest.raises(ValueError, match="batch_T=5, batch_B=4 needs"):
         buffer_of(shared=True)
 

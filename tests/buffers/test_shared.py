@@ -19,13 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from penstock.buffers import ArraySpec, NamedArrays, NamedMemory, memory_limits
+from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
 from penstock.buffers.descriptors import InheritedFd, dumps, loads
 from penstock.buffers.shared import shared_mappings
 from penstock.errors import ConfigError
 from penstock.workers.supervisor import SupervisedProcess, Supervisor
 
+from ..children import exit_code_of_fork
 from ..scale import START_METHODS, examples, methods
+from ..support import leave_memory
 
 MIB = 2**20
 
@@ -227,7 +229,7 @@ def test_arrays_of_no_bytes_can_be_had() -> None:
 def test_too_large_a_block_is_refused_before_anything_is_allocated(
     monkeypatch: pytest.MonkeyPatch, fallback: bool
 ) -> None:
-    monkeypatch.setattr(memory_limits, "free_memory", lambda: MIB)
+    leave_memory(monkeypatch, MIB)
     if fallback:
         monkeypatch.delattr(os, "memfd_create")
         monkeypatch.setattr("tempfile.TemporaryFile", None)
@@ -308,15 +310,13 @@ def test_a_private_mapping_keeps_its_values_and_sends_none() -> None:
     with opened(NamedMemory(specs_of((4,), (0,)), shared=True, purpose="a test")) as memory:
         array = memory.arrays.a0
         array[:] = 7
-        pid = os.fork()
-        if pid == 0:
-            try:
-                for mapping in list(shared_mappings):
-                    mapping.make_private()
-                is_kept = array.tolist() == [7] * 4
-                array[:] = 8
-                os._exit(0 if is_kept and array.tolist() == [8] * 4 else 1)
-            finally:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+        def in_fork() -> None:
+            for mapping in list(shared_mappings):
+                mapping.make_private()
+            assert array.tolist() == [7] * 4
+            array[:] = 8
+            assert array.tolist() == [8] * 4
+
+        assert exit_code_of_fork(in_fork) == 0
         assert array.tolist() == [7] * 4

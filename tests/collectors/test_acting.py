@@ -107,12 +107,8 @@ BAD_LATER: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
-def make(cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Any:
-    return sampler_of(cls, **{"batch_T": 4, **kwargs})
-
-
 def later(cls: type[Sampler], returned: Callable[[int], Any], message: str, **kwargs: Any) -> None:
-    with make(cls, **kwargs) as sampler:
+    with sampler_of(cls, **{"batch_T": 4, **kwargs}) as sampler:
         sampler.initialize(Scripted(returned, first=3))
         with pytest.raises(WorkerError, match=message) as caught:
             sampler.obtain_samples(0)
@@ -123,7 +119,7 @@ def later(cls: type[Sampler], returned: Callable[[int], Any], message: str, **kw
 @pytest.mark.parametrize("name", NO_STEPS)
 def test_what_is_no_agent_step_is_refused_by_name(name: str) -> None:
     returned, message = NO_STEPS[name], r"Scripted\.step must return AgentStep\(action, agent_info\): got "
-    with make() as sampler, pytest.raises(SpaceError, match=message):
+    with sampler_of(SerialSampler, batch_T=4) as sampler, pytest.raises(SpaceError, match=message):
         sampler.initialize(Scripted(returned))
     with pytest.raises(SpaceError, match=message):
         check_agent(lambda: Scripted(returned), CountingEnv)
@@ -135,7 +131,7 @@ def test_what_is_no_agent_step_is_refused_by_name(name: str) -> None:
 def test_so_it_is_in_workers_and_in_evaluation(cls: type[Sampler]) -> None:
     message = r"Scripted\.step must return AgentStep"
     later(cls, NO_STEPS["an array"], message)
-    with make(cls, eval_n_envs=2, eval_max_steps=20) as sampler:
+    with sampler_of(cls, batch_T=4, eval_n_envs=2, eval_max_steps=20) as sampler:
         sampler.initialize(Scripted(NO_STEPS["a tuple"], first=6))
         sampler.obtain_samples(0)
         with pytest.raises(WorkerError, match=message):
@@ -145,7 +141,7 @@ def test_so_it_is_in_workers_and_in_evaluation(cls: type[Sampler]) -> None:
 @pytest.mark.parametrize("name", BAD_INFO)
 def test_a_bad_agent_info_is_named_in_the_first_step_and_later(name: str) -> None:
     returned, at_first, afterwards = BAD_INFO[name]
-    with make() as sampler, pytest.raises(SpaceError, match=at_first):
+    with sampler_of(SerialSampler, batch_T=4) as sampler, pytest.raises(SpaceError, match=at_first):
         sampler.initialize(Scripted(lambda B: AgentStep(zeros(B), returned(B))))
     later(SerialSampler, lambda B: AgentStep(zeros(B), returned(B)), afterwards)
 
@@ -162,7 +158,7 @@ class Own(TrajInfo):
 
 @both
 def test_so_it_is_in_evaluation(cls: type[Sampler]) -> None:
-    with make(cls, eval_n_envs=2, eval_max_steps=20, traj_info_cls=Own) as sampler:
+    with sampler_of(cls, batch_T=4, eval_n_envs=2, eval_max_steps=20, traj_info_cls=Own) as sampler:
         sampler.initialize(Scripted(lambda B: AgentStep(zeros(B), info(B, x=1.0)), first=6))
         sampler.obtain_samples(0)
         with pytest.raises(WorkerError, match=r"agent_info\.x with shape"):
@@ -175,7 +171,7 @@ def test_a_report_that_comes_later_is_not_lost_in_silence() -> None:
             step = super().step(observation, prev_action, prev_reward)
             return AgentStep(step.action) if self.n_steps < 3 else step
 
-    with make() as sampler:
+    with sampler_of(SerialSampler, batch_T=4) as sampler:
         sampler.initialize(Late(lambda B: None, first=99))
         with pytest.raises(
             WorkerError, match=r"with the fields \[\], as in the agent's first step, got the fields \['x', 'd"
@@ -219,5 +215,5 @@ def test_a_model_that_cannot_be_copied_is_told_with_its_attribute(cls: type[Samp
     message = (
         r"the model, a WithHandle, cannot be copied for the workers, .* its attribute layer\.handle raised TypeError"
     )
-    with make(cls) as sampler, pytest.raises(ConfigError, match=message):
+    with sampler_of(cls, batch_T=4) as sampler, pytest.raises(ConfigError, match=message):
         sampler.initialize(CategoricalPgAgent(WithHandle))

@@ -18,7 +18,6 @@ from penstock import (
     AsyncSampler,
     CategoricalPgAgent,
     ConfigError,
-    GpuSampler,
     ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
@@ -26,13 +25,12 @@ from penstock import (
     TrajInfo,
     WorkerError,
 )
-from penstock.envs import CountingEnv, NestedEnv
+from penstock.envs import CountingEnv
 from penstock.learning import Replay, Sequences, gae
 
-from ..batched_support import assert_as_plain_loop, env_seeds
 from ..models import Memory
 from ..scale import mostly_first, scaled
-from ..support import assert_same, batches_of, run
+from ..support import assert_as_plain_loop, assert_same, collect_with, env_seeds, without_infos
 
 pytestmark = pytest.mark.slow
 
@@ -50,23 +48,13 @@ cartpole = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 
 def batches(env_fn: Any, cls: Any = SerialSampler, agent: Any = None, **kwargs: Any) -> Any:
     sizes = {"batch_T": 30, "batch_B": 5, "eval_n_envs": 3, "eval_max_steps": 300, "batched": True}
-    return run(cls, env_fn, agent, 4, scaled(range(4), (1,)), **{**sizes, **kwargs})
+    return collect_with(cls, env_fn, agent, 4, scaled(range(4), (1,)), **{**sizes, **kwargs})
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_records_what_a_plain_loop_sees(mode: AutoresetMode) -> None:
-    found = batches_of(batches(partial(synced, cartpole, mode=mode)))
+    found = without_infos(batches(partial(synced, cartpole, mode=mode)))
     assert assert_as_plain_loop(synced(cartpole, 5, mode), env_seeds(5, small=False), found) > 10
-
-
-@pytest.mark.parametrize(
-    ("env_fn", "mode", "debug"), [*((cartpole, mode, False) for mode in MODES), (NestedEnv, NEXT, True)]
-)
-def test_the_number_of_workers_changes_nothing(env_fn: Any, mode: AutoresetMode, debug: bool) -> None:
-    env_fn = partial(synced, env_fn, mode=mode)
-    found = batches(env_fn, debug=debug)
-    for n_workers in scaled((1, 2, 3), (3,)):
-        assert_same(found, batches(env_fn, ParallelSampler, n_workers=n_workers, debug=debug))
 
 
 class Own(TrajInfo):
@@ -89,7 +77,7 @@ def test_a_reset_row_is_zero() -> None:
 
     found = batches(partial(synced, Told), agent=CategoricalPgAgent(Values), env_info={"count": 0})
     n_resets = 0
-    for samples in batches_of(found):
+    for samples in without_infos(found):
         idle = ~samples.env.valid
         n_resets += int(idle.sum())
         for field in (samples.env.observation, samples.env.reward, samples.agent.action, samples.env.done):
@@ -233,41 +221,13 @@ def test_an_observation_that_allows_no_action_may_end_an_episode() -> None:
             assert (samples.agent.action[valid] == samples.env.observation.at[valid] % 3).all()
 
 
-@pytest.mark.parametrize("n_workers", [1, 2])
-def test_a_central_server_gives_the_same(n_workers: int) -> None:
-    env_fn = partial(synced, partial(TwoActions, length=4))
-    kwargs: dict[str, Any] = {"agent": RecurrentCategoricalPgAgent(Memory), "eval_n_envs": 0}
-    sizes = {"batch_T": 30, "batch_B": 4, "batched": True}
-    found = run(SerialSampler, env_fn, kwargs["agent"], 3, **sizes)
-    other = run(GpuSampler, env_fn, RecurrentCategoricalPgAgent(Memory), 3, n_workers=n_workers, **sizes)
-    assert_same(batches_of(found), batches_of(other), rtol=1e-5, atol=1e-5)
-
-
-class Into(SyncVectorEnv):
-    """Writes in place."""
-
-    def step(self, actions: Any) -> Any:
-        return super().step(actions)
-
-    def step_into(self, out: Any, actions: Any) -> Any:
-        out[...], *rest = super().step(actions)
-        return tuple(rest)
-
-
-def test_an_environment_that_writes_in_place_gives_the_same() -> None:
-    def env_fn(num_envs: int) -> Any:
-        return Into([cartpole] * num_envs)
-
-    assert_same(batches(partial(synced, cartpole)), batches(env_fn))
-
-
 def test_an_environment_id_means_its_batched_environment() -> None:
     """It has one random stream, so only runs with the same number of workers are equal."""
     kwargs: dict[str, Any] = {"env_kwargs": {"max_episode_steps": 25}}
     found = batches("CartPole-v1", **kwargs)
     assert_same(found, batches("CartPole-v1", ParallelSampler, n_workers=1, **kwargs))
     env: Any = gym.make_vec("CartPole-v1", 5, "vector_entry_point", max_episode_steps=25)
-    assert assert_as_plain_loop(env, env_seeds(5)[0], batches_of(found)) > 10
+    assert assert_as_plain_loop(env, env_seeds(5)[0], without_infos(found)) > 10
 
 
 def test_an_id_without_a_batched_environment_is_refused() -> None:
@@ -290,8 +250,8 @@ def test_an_environment_that_does_not_tell_its_mode_is_refused() -> None:
 
 def test_single_environments_waste_no_step() -> None:
     """The valid steps are those of single environments."""
-    found = batches_of(batches(partial(synced, partial(CountingEnv, length=4))))
-    single = batches_of(batches(partial(CountingEnv, length=4), batched=False, max_decorrelation_steps=0))
+    found = without_infos(batches(partial(synced, partial(CountingEnv, length=4))))
+    single = without_infos(batches(partial(CountingEnv, length=4), batched=False, max_decorrelation_steps=0))
     for b in range(5):
         ours = np.concatenate([samples.env.observation[:, b][samples.env.valid[:, b]] for samples in found])
         theirs = np.concatenate([samples.env.observation[:, b] for samples in single])

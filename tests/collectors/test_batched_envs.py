@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space
@@ -20,28 +18,16 @@ from penstock import (
     ConfigError,
     ParallelSampler,
     RandomAgent,
-    RecurrentCategoricalPgAgent,
     SerialSampler,
     WaitResetCollector,
     WorkerError,
 )
 from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
 
-from ..scale import mostly_first, scaled
-from ..support import assert_same, run
+from ..scale import scaled
+from ..support import assert_same, collect_with
 
 pytestmark = pytest.mark.slow
-
-
-class Memory(nn.Module):
-    """Values and logits depend on the number of steps in the episode, and on the observation."""
-
-    state_shape = (1,)
-
-    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
-        state = state + 1
-        value = state[:, 0] + observation.sum(dim=1) + 10 * prev_action + prev_reward
-        return torch.stack([state[:, 0], -observation[:, 0]], dim=1), value, state
 
 
 class Values(nn.Module):
@@ -54,7 +40,7 @@ def collect(env_fn: Any, n_workers: int | None = None, agent: Any = None, **kwar
     the others without seeds."""
     cls, workers = (SerialSampler, {}) if n_workers is None else (ParallelSampler, {"n_workers": n_workers})
     sizes = {"batch_T": 40, "batch_B": 6, "max_decorrelation_steps": 0, "eval_n_envs": 2, "eval_max_steps": 80}
-    kept = run(cls, env_fn, agent, scaled(3, 2), range(3), **{"batched": True, **sizes, **workers, **kwargs})
+    kept = collect_with(cls, env_fn, agent, scaled(3, 2), range(3), **{"batched": True, **sizes, **workers, **kwargs})
     first = [[info for info in more if info["episode"] == 0] for _, more in kept[1::2]]
     return [(batch, infos + more) for (batch, infos), more in zip(kept[::2], first, strict=True)]
 
@@ -72,12 +58,6 @@ def test_batched_cartpole_goes_the_way_of_single_ones(agent_cls: Any) -> None:
     batched = partial(BatchedCartPole, max_episode_steps=25)
     assert_same(single, collect(batched, agent=agent_cls()), **CLOSE)
     assert_same(single, collect(batched, 2, agent=agent_cls()), **CLOSE)
-
-
-def test_the_workers_number_does_not_matter_to_batched_cartpole() -> None:
-    one, three = (collect(BatchedCartPole, n) for n in (1, 3))
-    assert_same(one, three)
-    assert any(infos for _, infos in one)
 
 
 def test_the_rows_of_a_batched_environment_cannot_wait_for_their_resets() -> None:
@@ -172,28 +152,6 @@ class Wordy(CountingEnv):
 def test_env_info_that_does_not_fit_names_the_environment(mode: AutoresetMode) -> None:
     with pytest.raises(WorkerError, match=r"info\['count'\] of env_rank 0 must have"):
         collect(partial(synced, Wordy, mode), env_info={"count": 0})
-
-
-@pytest.mark.parametrize(
-    ("how", "kind"),
-    mostly_first(
-        product([True, False], MODES),
-        product([partial(CategoricalPgAgent, Values), partial(RecurrentCategoricalPgAgent, Memory)], [True, False]),
-    ),
-)
-def test_final_values_are_those_of_single_environments(how: tuple[bool, AutoresetMode], kind: tuple[Any, bool]) -> None:
-    (record_final_obs, mode), (agent_cls, truncate) = how, kind
-    env_fn = partial(TwoActions, length=7, truncate=truncate)
-    kwargs: dict[str, Any] = {"record_final_obs": record_final_obs}
-    expected = collect(env_fn, batched=False, agent=agent_cls(), **kwargs)
-    assert_same(expected, collect(partial(synced, env_fn, mode), agent=agent_cls(), **kwargs))
-    assert any((samples.agent.final_value != 0).any() for samples, _ in expected) == truncate
-
-
-class TwoActions(CountingEnv):
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.action_space = spaces.Discrete(2)
 
 
 # ---- one's own ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Data that does not fit: a SpaceError naming field and environment, within the batch in which it happened."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +30,6 @@ from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 NAN, INF = float("nan"), float("inf")
-
-Result = tuple[Any, Any, Any, Any, Any]
 
 
 class Spoilt(CountingEnv):
@@ -83,6 +82,14 @@ def nested(grid: Any = (0.0, 0.0), goal: Any = (3, (0.0,)), **more: Any) -> dict
     return {"spoil": replacing(0, made), "nested": True}
 
 
+def tupled(*goal: Any) -> dict[str, Any]:
+    return {"spoil": replacing(0, {"grid": np.zeros(2), "goal": goal}), "nested": True}
+
+
+TOO_LARGE = np.array([1.0, 1e300])
+HOLD = r"must have values that float32 can hold, got 1e\+300"
+KEYS = r"observation of env_rank 3 must have the entries \['goal', 'grid'\], got "
+PAIR = r"observation\['goal'\] of env_rank 3 must have the entries \[0, 1\], got "
 FINITE, DEBUG = {"check_finite": True}, {"debug": True}
 VALUES = r"env\.step of env_rank 3 must return five values \(observation, reward, terminated, truncated, info\)"
 NUMBER = "the reward of env_rank 3 must be a single number, got "
@@ -216,11 +223,31 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "six values": ({"spoil": lambda result: (*result, 1)}, {}, VALUES + ": too many values to unpack"),
     "no values": ({"spoil": lambda result: None}, {}, VALUES + ": cannot unpack non-iterable NoneType"),
     "info None": ({"spoil": replacing(4, None)}, {}, r"the info that env\.step of env_rank 3 returned must be a dict"),
+    "too large": (observation(TOO_LARGE), {}, f"observation of env_rank 3 {HOLD}"),
+    "too large in a list": (observation(TOO_LARGE.tolist()), {}, f"observation of env_rank 3 {HOLD}"),
+    "too large at an end": (
+        {**observation(TOO_LARGE), "short": True},
+        {},
+        f"the final observation of env_rank 3 {HOLD}",
+    ),
+    "too large in a nested leaf": (
+        {"spoil": replacing(0, {"grid": TOO_LARGE, "goal": (3, np.zeros(1))}), "nested": True},
+        {},
+        rf"observation\['grid'\] of env_rank 3 {HOLD}",
+    ),
+    "reward too large": (reward(1e300), {}, r"the reward of env_rank 3 must be a number that float32 can hold, got 1e"),
+    "reward in an array": (reward(np.ones(1)), {}, NUMBER + r".*: return reward\.item\(\)"),
+    "reward in a list": (reward([1.0]), {}, NUMBER + r"\[1\.0\]$"),
+    "dict": (observation({"a": 1.0, "b": 2.0}), {}, r"observation of env_rank 3 must have shape \(2,\), got a dict"),
+    "a key too many": (nested(extra=1), {}, KEYS + r"\['grid', 'goal', 'extra'\]"),
+    "no dict": ({**observation(np.zeros(2)), "nested": True}, {}, KEYS + "a ndarray"),
+    "a tuple too long": (tupled(1, np.zeros(1), 2), {}, PAIR + "a tuple of 3"),
+    "a tuple too short": (tupled(1), {}, PAIR + "a tuple of 1"),
 }
 
 
-def make(cls: type[Sampler], env_kwargs: Any, **options: Any) -> Any:
-    return sampler_of(cls, Spoilt, env_kwargs=env_kwargs, **{"batch_T": 2, **options})
+def spoilt_envs(cls: type[Sampler], env_kwargs: Any, **options: Any) -> Any:
+    return sampler_of(cls, Spoilt, env_kwargs=env_kwargs, batch_T=2, **options)
 
 
 def check_named(error: pytest.ExceptionInfo[WorkerError], message: str) -> None:
@@ -238,7 +265,7 @@ def others(wrong: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("cls", "name"), mostly_first([SerialSampler, *[ParallelSampler] * scaled(1, 4)], BAD))
 def test_bad_data_is_named_in_its_batch(cls: type[Sampler], name: str) -> None:
     wrong, options, message = BAD[name]
-    with make(cls, [others(wrong)] * 3 + [wrong], **options) as sampler:
+    with spoilt_envs(cls, [others(wrong)] * 3 + [wrong], **options) as sampler:
         sampler.initialize(RandomAgent(), bootstrap_value=True)
         sampler.obtain_samples(0)  # two steps, with which nothing is wrong
         with pytest.raises(WorkerError) as error:
@@ -254,7 +281,7 @@ IN_EVALUATION = [name for name in BAD if "not recorded" not in name]
 def test_bad_data_is_named_in_evaluations_too(name: str) -> None:
     wrong, options, message = BAD[name]
     size = {"eval_n_envs": 2, "eval_max_steps": 20, "eval_env_kwargs": [others(wrong), wrong]}
-    with make(SerialSampler, others(wrong), **size, **options) as sampler:
+    with spoilt_envs(SerialSampler, others(wrong), **size, **options) as sampler:
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
         with pytest.raises(WorkerError, match=r"env_rank 1, t=\d \(.*itr=3\)") as error:
@@ -272,7 +299,7 @@ def test_evaluations_in_processes(name: str) -> None:
         wrong, options, agent = MARKED, DEBUG, Wild()
         message = r"the action of env_rank 3, given by the agent, must be in Discrete\(3\) \(debug=True\), got 7"
     size = {"eval_n_envs": 2, "eval_max_steps": 20, "eval_env_kwargs": [others(wrong), wrong]}
-    with make(ParallelSampler, others(wrong), **size, **options) as sampler:
+    with spoilt_envs(ParallelSampler, others(wrong), **size, **options) as sampler:
         sampler.initialize(agent)
         with pytest.raises(WorkerError, match=r"\(evaluation, itr=3\)") as error:
             sampler.evaluate_agent(3)
@@ -287,8 +314,10 @@ def test_evaluations_in_processes(name: str) -> None:
 def test_bad_data_is_named_while_decorrelating(cls: type[Sampler], name: str) -> None:
     wrong, options, message = BAD[name]
     with (
-        make(cls, [{}] * 3 + [wrong], max_decorrelation_steps=1000, **options) as sampler,
-        pytest.raises(WorkerError, match=r"while decorrelating env_rank 3") as error,
+        sampler_of(
+            cls, Spoilt, batch_T=2, env_kwargs=[{}] * 3 + [wrong], max_decorrelation_steps=1000, **options
+        ) as sampler,
+        pytest.raises(WorkerError, match=r"while decorrelating env_rank 3 \(start-up\): ") as error,
     ):
         sampler.initialize(RandomAgent(), seed=0)
     check_named(error, message)
@@ -309,6 +338,39 @@ def test_a_misshapen_first_observation_is_named_at_start_up(cls: type[Sampler], 
     ):
         sampler.initialize(RandomAgent())
     check_named(error, r"observation of env_rank 2 must have shape \(2,\), got \(1,\)")
+
+
+@pytest.mark.slow
+@both
+def test_infinity_itself_is_recorded_as_it_is(cls: type[Sampler]) -> None:
+    with sampler_of(cls, Spoilt, env_kwargs=observation(np.array([1.0, -INF]))) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+        assert sampler.samples_np.env.observation[3, :, 1].tolist() == [-INF] * 4
+
+
+class Silent(Spoilt):
+    """Ignores all warnings, as many simulators do, and numpy's errors too."""
+
+    def step(self, action: Any) -> Any:
+        warnings.filterwarnings("ignore")
+        np.seterr(all="ignore")
+        return super().step(action)
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("has_c", [True, False])
+@pytest.mark.parametrize("name", ["too large", "reward too large"])
+def test_no_infinity_is_recorded_where_warnings_are_ignored(
+    cls: type[Sampler], name: str, has_c: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_c:  # in this process, so it counts for a SerialSampler
+        monkeypatch.setattr("penstock.envs.rows.put_row", lambda *_: False)
+    with warnings.catch_warnings(), np.errstate(), sampler_of(cls, Silent, env_kwargs=BAD[name][0]) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.raises(WorkerError, match="can hold, got"):
+            sampler.obtain_samples(0)
 
 
 # ---- agents ------------------------------------------------------------------------------------
@@ -369,7 +431,7 @@ class Fractional(Wild):
 def test_bad_actions_are_named_in_their_batch(
     cls: type[Sampler], agent: Agent, options: dict[str, Any], message: str
 ) -> None:
-    with make(cls, [{}] * 3 + [MARKED], **options) as sampler:
+    with spoilt_envs(cls, [{}] * 3 + [MARKED], **options) as sampler:
         sampler.initialize(agent)
         sampler.obtain_samples(0)
         with pytest.raises(WorkerError, match=r"t=1 \(itr=1\)") as error:
@@ -385,7 +447,7 @@ class Dividing(Agent):
 @both
 def test_actions_of_another_kind_are_refused_before_any_worker_starts(cls: type[Sampler]) -> None:
     with (
-        make(cls, {}) as sampler,
+        spoilt_envs(cls, {}) as sampler,
         pytest.raises(SpaceError, match="action of column 0 must have dtype int64, as in the action space, got"),
     ):
         sampler.initialize(Dividing())
@@ -420,7 +482,9 @@ class Adding(TrajInfo):
 @pytest.mark.parametrize("name", ["reward None", "final observation of wrong shape"])
 def test_a_traj_info_gets_only_what_has_been_checked(name: str) -> None:
     wrong, options, message = BAD[name]
-    with make(SerialSampler, [others(wrong)] * 3 + [wrong], traj_info_cls=Adding, **options) as sampler:
+    with sampler_of(
+        SerialSampler, Spoilt, batch_T=2, env_kwargs=[others(wrong)] * 3 + [wrong], traj_info_cls=Adding, **options
+    ) as sampler:
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
         with pytest.raises(WorkerError) as error:

@@ -235,7 +235,7 @@ def require_kept(batch: Any, observation: Any) -> None:
     count = observation[..., 1] + 1
     assert torch.equal(batch.extra.cost, 2 * count)
     assert torch.equal(batch.env_info.count.to(count), count)
-    assert batch.env_info._count.all()
+    assert batch.env_info["_count"].all()
     assert batch.extra.goal.shape == (*count.shape, 2)
 
 

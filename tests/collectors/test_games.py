@@ -17,7 +17,7 @@ from penstock.envs.toy import ScriptedGame
 from penstock.workers.control import ControlBlock, Progress
 
 from ..scale import scaled
-from ..seats_support import OPENING, STORY, Odd
+from ..toy_games import OPENING, STORY, Odd
 
 
 class Table:

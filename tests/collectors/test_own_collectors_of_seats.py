@@ -27,9 +27,8 @@ from penstock.columns.interface import Events
 from penstock.envs.seeding import eval_seed
 from penstock.envs.toy import ScriptedGame
 
-from ..game_loop import GameLoop, ends_of, first_seeds
-from ..seats_support import Book
-from ..turns_support import TurnGame
+from ..game_loop import GameLoop, by_policy, ends_of, first_seeds
+from ..toy_games import TurnGame, split_agents
 
 T, B, SEED = 7, 3, 5
 KINDS = [{"k": k} for k in (3, 4, 2)]
@@ -40,23 +39,11 @@ SAMPLERS: dict[str, Any] = {
 }
 
 
-def first_or_other(agent_id: str) -> str:
-    return "first" if agent_id == "a0" else "other"
+SIZES: dict[str, Any] = {"batch_T": T, "batch_B": B, "env_kwargs": KINDS, "max_decorrelation_steps": 0}
 
 
-def agents_of(n_policies: int, cls: Any = Book) -> dict[str, Any]:
-    if n_policies == 1:
-        return {"agent": cls()}
-    return {"agent": {"first": cls(), "other": cls()}, "policy_of": first_or_other}
-
-
-def make(e: int) -> ScriptedGame:
+def game_of(e: int) -> ScriptedGame:
     return ScriptedGame(**KINDS[e])
-
-
-def sampler_of(cls: Any = SerialSampler, **options: Any) -> Any:
-    options = {"batch_T": T, "batch_B": B, "env_kwargs": KINDS, "max_decorrelation_steps": 0, **options}
-    return cls(ScriptedGame, **options)
 
 
 class Traced(ResetCollector):
@@ -87,10 +74,6 @@ class Traced(ResetCollector):
         return super().begin_episodes(events, going)
 
 
-def own(batch: Any) -> dict[str, Any]:
-    return {"agent": batch} if hasattr(batch, "env") else dict(batch.items())
-
-
 def follow(sampler: Any, loop: GameLoop, n: int = 5) -> int:
     """Compare n batches with the loop. Returns how many trajectories have ended."""
     n_ended = 0
@@ -99,7 +82,9 @@ def follow(sampler: Any, loop: GameLoop, n: int = 5) -> int:
         ended = loop.follow(sampler.samples_np)
         assert ends_of(infos) == ended
         n_ended += len(ended)
-        for samples in own(sampler.samples_np).values():  # the state of the agent begins again where its agent joins
+        for samples in by_policy(
+            sampler.samples_np
+        ).values():  # the state of the agent begins again where its agent joins
             valid = samples.env.valid
             seen = samples.agent.agent_info.own
             np.testing.assert_array_equal(seen[valid], samples.env.observation[..., 2][valid])
@@ -109,14 +94,14 @@ def follow(sampler: Any, loop: GameLoop, n: int = 5) -> int:
 @pytest.mark.parametrize("n_policies", [1, 2])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_collector_that_waits(kind: str, n_policies: int) -> None:
-    with sampler_of(SAMPLERS[kind], collector_cls=WaitResetCollector) as sampler:
-        sampler.initialize(**agents_of(n_policies), seed=SEED)
-        loop = GameLoop(make, first_seeds(B, SEED), sampler.seats(), waits=True)
+    with SAMPLERS[kind](ScriptedGame, **SIZES, collector_cls=WaitResetCollector) as sampler:
+        sampler.initialize(**split_agents(n_policies), seed=SEED)
+        loop = GameLoop(game_of, first_seeds(B, SEED), sampler.seats(), waits=True)
         n_steps = 0
         for itr in range(6):
             _, infos = sampler.obtain_samples(itr)
             assert ends_of(infos) == loop.follow(sampler.samples_np)
-            each = own(sampler.samples_np)
+            each = by_policy(sampler.samples_np)
             for t in range(T):
                 envs = dict.fromkeys(range(B), False)
                 for name, samples in each.items():
@@ -129,15 +114,15 @@ def test_a_collector_that_waits(kind: str, n_policies: int) -> None:
 @pytest.mark.parametrize("n_policies", [1, 2])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_collector_of_the_users_own(kind: str, n_policies: int) -> None:
-    with sampler_of(SAMPLERS[kind], collector_cls=Traced) as sampler:
-        sampler.initialize(**agents_of(n_policies), seed=SEED)
-        loop, seats = GameLoop(make, first_seeds(B, SEED), sampler.seats()), sampler.seats()
+    with SAMPLERS[kind](ScriptedGame, **SIZES, collector_cls=Traced) as sampler:
+        sampler.initialize(**split_agents(n_policies), seed=SEED)
+        loop, seats = GameLoop(game_of, first_seeds(B, SEED), sampler.seats()), sampler.seats()
         n_games = 0
         for itr in range(5):
             samples, infos = sampler.obtain_samples(itr)
             assert ends_of(infos) == loop.follow(sampler.samples_np)
             n_games += sum(info.agent_id is None for info in infos)
-            for name, each in own(samples.numpy() if hasattr(samples, "env") else sampler.samples_np).items():
+            for name, each in by_policy(samples.numpy() if hasattr(samples, "env") else sampler.samples_np).items():
                 extra, action = each.env.extra, each.agent.action
                 np.testing.assert_array_equal(extra.twice, 2 * each.env.reward)
                 assert (extra.own[..., 0] == [e for e, _ in seats[name]]).all()
@@ -155,11 +140,11 @@ def test_a_collector_of_the_users_own(kind: str, n_policies: int) -> None:
 )
 @pytest.mark.parametrize("collector_cls", [Traced, WaitResetCollector])
 def test_other_samplers_take_them_too(cls: Any, collector_cls: Any) -> None:
-    with sampler_of(cls, collector_cls=collector_cls) as sampler:
+    with cls(ScriptedGame, **SIZES, collector_cls=collector_cls) as sampler:
         sampler.initialize(RandomAgent(), seed=SEED)
         if hasattr(sampler, "start"):
             sampler.start()
-        loop = GameLoop(make, first_seeds(B, SEED), sampler.seats(), waits=collector_cls is WaitResetCollector)
+        loop = GameLoop(game_of, first_seeds(B, SEED), sampler.seats(), waits=collector_cls is WaitResetCollector)
         for itr in range(4):
             samples, infos = sampler.obtain_samples(itr)
             assert ends_of(infos) == loop.follow(samples.numpy())
@@ -178,16 +163,16 @@ def test_extra_fields_of_several_policies_need_a_name(cls: Any) -> None:
         policy = ("furst",)
 
     for collector_cls, got in ((Wrong, "None"), (Misspelt, "'furst'")):
-        with sampler_of(cls, collector_cls=collector_cls) as sampler:
-            sampler.initialize(**agents_of(2, RandomAgent), seed=SEED)
+        with cls(ScriptedGame, **SIZES, collector_cls=collector_cls) as sampler:
+            sampler.initialize(**split_agents(2, RandomAgent), seed=SEED)
             message = rf"record_extra needs the name of one of the policies \['first', 'other'\].*, got {got}: call"
             with pytest.raises((SpaceError, WorkerError), match=message):
                 sampler.obtain_samples(0)
 
 
 def test_a_policy_that_is_not_recorded_has_extra_fields_of_its_own() -> None:
-    with sampler_of(collector_cls=Traced) as sampler:
-        sampler.initialize(**agents_of(2, RandomAgent), seed=SEED, record=["other"])
+    with SerialSampler(ScriptedGame, **SIZES, collector_cls=Traced) as sampler:
+        sampler.initialize(**split_agents(2, RandomAgent), seed=SEED, record=["other"])
         batch, _ = sampler.obtain_samples(0)
         assert [name for name, _ in batch.items()] == ["other"]
         np.testing.assert_array_equal(batch.other.env.extra.twice, 2 * batch.other.env.reward)
@@ -204,13 +189,13 @@ class Twice(EvalCollector):
 def test_an_evaluation_of_the_users_own(cls: Any) -> None:
     """The games are those of a plain loop that resets with the same seed again."""
     evaluation = {"eval_n_envs": 2, "eval_episodes": 6, "eval_env_kwargs": KINDS[:2], "eval_max_steps": 2000}
-    with sampler_of(cls, eval_collector_cls=Twice, **evaluation) as sampler:
+    with cls(ScriptedGame, **SIZES, eval_collector_cls=Twice, **evaluation) as sampler:
         sampler.initialize(Still(), seed=SEED)
         found = ends_of(sampler.evaluate_agent(0))
     wanted = []
     for e in range(2):
         for _ in range(3):
-            game = make(e)
+            game = game_of(e)
             game.reset(seed=eval_seed(SEED, e))
             lengths, returns = Counter[Any](), Counter[Any]()
             while game.agents:

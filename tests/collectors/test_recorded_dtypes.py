@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from penstock import (
     AgentStep,
     GpuSampler,
     ParallelSampler,
-    Sampler,
     SerialSampler,
     SpaceError,
     WorkerError,
@@ -22,20 +22,17 @@ from penstock import (
 from penstock.envs import BatchedCartPole, CountingEnv
 
 from ..scale import mostly_first
+from ..support import sampler_of
 
 pytestmark = pytest.mark.slow
 
-SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
-    "serial": (SerialSampler, {}),
-    "parallel": (ParallelSampler, {}),
-    "gpu": (GpuSampler, {}),
-    "gpu parts": (GpuSampler, {"min_ready": 1}),
+SIZES: dict[str, Any] = {"batch_T": 4, "batch_B": 3}
+SAMPLERS: dict[str, Any] = {
+    "serial": SerialSampler,
+    "parallel": ParallelSampler,
+    "gpu": GpuSampler,
+    "gpu parts": partial(GpuSampler, min_ready=1),
 }
-
-
-def sampler_of(kind: str, env_fn: Any, **kwargs: Any) -> Sampler:
-    cls, own = SAMPLERS[kind]
-    return cls(env_fn, **{"batch_T": 4, "batch_B": 3, "n_workers": 2, "max_decorrelation_steps": 0, **own, **kwargs})
 
 
 class Reporting(Agent):
@@ -70,7 +67,7 @@ CHANGED = [
 @pytest.mark.parametrize(("kind", "changed"), mostly_first(SAMPLERS, CHANGED))
 def test_agent_info(kind: str, changed: Any) -> None:
     first, later, message = changed
-    with sampler_of(kind, CountingEnv) as sampler:
+    with sampler_of(SAMPLERS[kind], CountingEnv, **SIZES) as sampler:
         sampler.initialize(Reporting(first, later))
         with pytest.raises(WorkerError, match=message) as caught:
             sampler.obtain_samples(0)
@@ -82,7 +79,7 @@ def test_agent_info(kind: str, changed: Any) -> None:
     [(np.float64(0), 7, 7.0), (np.float32(0), 0.1, np.float32(0.1)), (5, np.int8(3), 3), (np.int8(5), 7, 7)],
 )
 def test_agent_info_that_fits_is_converted(first: Any, later: Any, recorded: Any) -> None:
-    with sampler_of("serial", CountingEnv) as sampler:
+    with sampler_of(SAMPLERS["serial"], CountingEnv, **SIZES) as sampler:
         sampler.initialize(Reporting(first, later))
         samples, _ = sampler.obtain_samples(0)
         assert sampler.samples_np.agent.agent_info.eps[-1, 2] == recorded
@@ -123,7 +120,7 @@ WRONG = [
 @pytest.mark.parametrize(("kind", "wrong"), mostly_first(SAMPLERS, WRONG))
 def test_actions(kind: str, wrong: Any) -> None:
     space, action, message = wrong
-    with sampler_of(kind, lambda: Acting(space)) as sampler:
+    with sampler_of(SAMPLERS[kind], lambda: Acting(space), **SIZES) as sampler:
         sampler.initialize(Fixed(lambda _: action))
         with pytest.raises(WorkerError, match=message):
             sampler.obtain_samples(0)
@@ -152,7 +149,7 @@ class Informing(CountingEnv):
 )
 def test_env_info(first: Any, later: Any, dtypes: str) -> None:
     factories = [*[lambda: Informing(first, first)] * 2, lambda: Informing(first, later)]
-    with sampler_of("parallel", factories, n_workers=1, env_info=["n"]) as sampler:
+    with sampler_of(SAMPLERS["parallel"], factories, n_workers=1, env_info=["n"], **SIZES) as sampler:
         sampler.initialize(Reporting(0, 0))
         message = rf"env_rank 2, t=\d \(.*\): info\['n'\] of env_rank 2 must have shape \(\) and dtype {dtypes}"
         with pytest.raises(WorkerError, match=message):
@@ -161,7 +158,7 @@ def test_env_info(first: Any, later: Any, dtypes: str) -> None:
 
 def test_an_error_in_env_info_names_one_environment() -> None:
     factories = [lambda: Informing(0, "text"), *[lambda: Informing(0, 0)] * 2]
-    with sampler_of("parallel", factories, n_workers=1, env_info=["n"]) as sampler:
+    with sampler_of(SAMPLERS["parallel"], factories, n_workers=1, env_info=["n"], **SIZES) as sampler:
         sampler.initialize(Reporting(0, 0))
         with pytest.raises(
             WorkerError, match=r"while stepping env_rank 0, t=\d \(.*\): info\['n'\] of env_rank 0 must "

@@ -24,6 +24,7 @@ from penstock.agents import draw
 from penstock.envs import CountingEnv, Purpose
 from penstock.envs.seeding import ColumnStreams, stream
 
+from ..against_loop import compare
 from ..scale import examples, quick_first
 
 SEED = 4
@@ -75,115 +76,35 @@ class Jumpy(CountingEnv):
         return observation, reward + action, over and self.kind != 1, over and self.kind != 0, info
 
 
-def reference(  # noqa: C901
-    env_fn: Any, agent: Agent, b: int, T: int, iterations: int, warm_up: int, wait: bool
-) -> list[dict[str, Any]]:
-    """One environment, one step at a time, everything written down; a list of batches of lists. `wait`: no
-    reset before the batch has ended."""
-    env = env_fn()
-    streams = ColumnStreams(SEED, range(b, b + 1))
-    agent.initialize(env.observation_space, env.action_space)
-    agent.seed_columns(streams.rngs(Purpose.ACTION))
-    observation, _ = env.reset(seed=streams.env_seeds(Purpose.TRAIN)[0])
-    prev_action, prev_reward, episode = 0, 0.0, []
-    rng = stream(SEED, Purpose.DECORRELATE, b)
-    for action in draw(env.action_space, rng, int(rng.integers(0, warm_up + 1))).tolist():
-        observation, prev_reward, terminated, truncated, _ = env.step(action)
-        prev_action = action
-        episode.append(prev_reward)
-        if terminated or truncated:
-            observation, prev_action, prev_reward, episode = env.reset()[0], 0, 0.0, []
-    recorded_action, recorded_reward = prev_action, prev_reward
-
-    def ask(method: Any, seen: Any) -> Any:
-        return method(np.array([seen]), np.array([prev_action]), np.array([prev_reward], np.float32))
-
-    batches = []
-    for _ in range(iterations):
-        rows: dict[str, Any] = {"infos": []}
-
-        def write(**fields: Any) -> None:
-            for name, value in fields.items():
-                rows.setdefault(name, []).append(value)  # noqa: B023
-
-        parked = False
-        for t in range(T):
-            write(prev_done=rows["done"][-1] if t else not episode)
-            if parked:
-                step = ask(agent.step, np.zeros_like(observation))
-                write(observation=np.zeros_like(observation), prev_action=recorded_action, prev_reward=recorded_reward)
-                write(action=0, reward=0, terminated=False, truncated=False, done=False, valid=False)
-                write(final_obs=np.zeros_like(observation), final_value=0, value=0, age=0)
-                recorded_action, recorded_reward = 0, 0.0
-                continue
-            write(observation=observation, prev_action=recorded_action, prev_reward=recorded_reward)
-            step = ask(agent.step, observation)
-            action = int(step.action[0])
-            observation, reward, terminated, truncated, _ = env.step(action)
-            done = terminated or truncated
-            recorded_action, recorded_reward, prev_action, prev_reward = action, reward, action, reward
-            episode.append(reward)
-            final_obs, final_value = np.zeros_like(observation), 0.0
-            if done:
-                final_obs = observation
-                final_value = float(ask(agent.value, observation)[0]) if truncated and not terminated else 0.0
-                rows["infos"].append((t, b, len(episode), sum(episode)))
-                prev_action, prev_reward, episode, parked = 0, 0.0, [], wait
-                if not wait:
-                    agent.reset_one(0)
-                    observation = env.reset()[0]
-            write(action=action, reward=reward, terminated=terminated, truncated=truncated, done=done, valid=True)
-            write(final_obs=final_obs, final_value=final_value)
-            write(value=step.agent_info["value"][0], age=step.agent_info["age"][0])
-        rows["bootstrap_obs"] = np.zeros_like(observation) if parked else observation
-        rows["bootstrap_value"] = 0.0 if parked else float(ask(agent.value, observation)[0])
-        if parked:
-            agent.reset_one(0)
-            observation = env.reset()[0]
-        batches.append(rows)
-    return batches
-
-
-def compare(
-    cls: Any, env_fn: Any, recurrent: bool, T: int, B: int, iterations: int, warm_up: int, **kwargs: Any
-) -> None:
-    wait = kwargs.get("collector_cls") is WaitResetCollector
-    expected = [reference(env_fn, Attentive(recurrent), b, T, iterations, warm_up, wait) for b in range(B)]
-    with cls(env_fn, batch_T=T, batch_B=B, max_decorrelation_steps=warm_up, **kwargs) as sampler:
-        sampler.initialize(Attentive(recurrent), seed=SEED, bootstrap_value=True)
-        for itr in range(iterations):
-            _, infos = sampler.obtain_samples(itr)
-            env, agent = sampler.samples_np.env, sampler.samples_np.agent
-            assert (agent.policy_version == 1).all()
-            fields = {**dict(env.items()), **dict(agent.items()), **dict(agent.agent_info.items())}
-            for b in range(B):
-                wanted = expected[b][itr]
-                for name in wanted.keys() - {"infos", "bootstrap_obs", "bootstrap_value"}:
-                    np.testing.assert_array_equal(fields[name][:, b], np.array(wanted[name], fields[name].dtype), name)
-                np.testing.assert_array_equal(env.bootstrap_obs[b], wanted["bootstrap_obs"])
-                assert agent.bootstrap_value[b] == np.float32(wanted["bootstrap_value"])
-            finished = sorted(row for column in expected for row in column[itr]["infos"])
-            assert [(i.Length, i.Return) for i in infos] == [row[2:] for row in finished]
-            assert len(fields) == len(wanted) - 1 + 2, "every field is compared"  # policy_version, agent_info; infos
-
-
 both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
 
 
 @both_modes
 @pytest.mark.parametrize("recurrent", quick_first([True, False]))
 @examples(10, 15)
-@given(T=st.integers(1, 20), B=st.integers(1, 4), warm_up=st.integers(0, 12))
-def test_every_field_equals_a_plain_loop(collector_cls: Any, recurrent: bool, T: int, B: int, warm_up: int) -> None:
-    compare(SerialSampler, Jumpy, recurrent, T, B, iterations=4, warm_up=warm_up, collector_cls=collector_cls)
+@given(T=st.integers(1, 20), B=st.integers(1, 4))
+def test_every_field_equals_a_plain_loop(collector_cls: Any, recurrent: bool, T: int, B: int) -> None:
+    sizes = {"batch_T": T, "batch_B": B, "n_batches": 4, "wait_reset": collector_cls is WaitResetCollector}
+    compare(SerialSampler, Jumpy, partial(Attentive, recurrent), **sizes)
 
 
-@pytest.mark.slow
-@both_modes
-@pytest.mark.parametrize("recurrent", [False, True])
-def test_the_same_in_processes(collector_cls: Any, recurrent: bool) -> None:
-    settings = {"iterations": 5, "warm_up": 10, "n_workers": 3, "collector_cls": collector_cls}
-    compare(ParallelSampler, Jumpy, recurrent, T=13, B=5, **settings)
+def test_the_first_batch_goes_on_after_the_random_steps() -> None:
+    n_envs, most, n_ends = 8, 12, 0
+    with SerialSampler(Jumpy, batch_T=1, batch_B=n_envs, max_decorrelation_steps=most) as sampler:
+        sampler.initialize(Attentive(), seed=SEED)
+        samples = sampler.obtain_samples(0)[0].numpy()
+    for b in range(n_envs):
+        env, rng = Jumpy(), stream(SEED, Purpose.DECORRELATE, b)
+        seen, before, begins = env.reset(seed=ColumnStreams(SEED, [b]).env_seeds(Purpose.TRAIN)[0])[0], (0, 0.0), True
+        for action in draw(env.action_space, rng, int(rng.integers(0, most + 1))).tolist():
+            seen, reward, terminated, truncated, _ = env.step(action)
+            before, begins = (action, reward), False
+            if terminated or truncated:
+                seen, before, begins, n_ends = env.reset()[0], (0, 0.0), True, n_ends + 1
+        assert samples.env.observation[0, b].tolist() == seen.tolist()
+        assert (samples.agent.prev_action[0, b], samples.env.prev_reward[0, b]) == before
+        assert samples.env.prev_done[0, b] == begins
+    assert n_ends > 3
 
 
 def test_an_environment_that_waits_is_reset_between_the_batches_and_not_within() -> None:

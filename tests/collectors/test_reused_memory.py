@@ -16,7 +16,6 @@ from penstock import (
     ResetCollector,
     Sampler,
     SerialSampler,
-    TrajInfo,
     WaitResetCollector,
 )
 from penstock.columns.interface import Start, snapshot
@@ -27,7 +26,7 @@ from penstock.vector import ShmVectorEnv
 from penstock.workers.control import ControlBlock, Progress
 
 from ..scale import quick_first
-from ..support import sampler_of
+from ..support import Diary, sampler_of
 
 
 class Plain(gym.Env[Any, Any]):
@@ -47,26 +46,6 @@ class Plain(gym.Env[Any, Any]):
 
     def observe(self) -> Any:
         return {"count": np.full(1, self.count, np.float32), "n": self.count}
-
-
-class Diary(TrajInfo):
-    """Keeps all that it is given, as it is given."""
-
-    def __init__(self, discount: float = 1.0) -> None:
-        super().__init__(discount)
-        self.Observations: list[Any] = []
-        self.Actions: list[Any] = []
-        self.AgentInfos: list[Any] = []
-        self.Last: Any = None
-
-    def step(self, observation: Any, action: Any, reward: float, *rest: Any) -> None:
-        super().step(observation, action, reward, *rest)
-        self.Observations.append(observation)
-        self.Actions.append(action)
-        self.AgentInfos.append(rest[2])
-
-    def terminate(self, final_observation: Any) -> None:
-        self.Last = final_observation
 
 
 class Counting(RandomAgent):
@@ -94,14 +73,14 @@ def test_what_a_trajectory_info_keeps_is_what_was_there(cls: type[Sampler], coll
         evaluated = sampler.evaluate_agent(0)
         for info in [*infos[:2], *evaluated]:
             assert isinstance(info, Diary)
-            assert [int(observation["count"][0]) for observation in info.Observations] == [0, 1, 2, 3, 4]
-            assert [observation["n"] for observation in info.Observations] == [0, 1, 2, 3, 4]
-            assert (info.Last["count"].tolist(), info.Last["n"]) == ([5.0], 5)
-            assert all(np.any(action["push"]) for action in info.Actions)
+            assert [int(observation["count"][0]) for observation in info.observations] == [0, 1, 2, 3, 4]
+            assert [observation["n"] for observation in info.observations] == [0, 1, 2, 3, 4]
+            assert (info.end["count"].tolist(), info.end["n"]) == ([5.0], 5)
+            assert all(np.any(action["push"]) for action in info.actions)
         for b, info in enumerate(infos[:2]):
             assert isinstance(info, Diary)
-            np.testing.assert_array_equal([action["push"] for action in info.Actions[:4]], pushed[b])
-            assert [int(each.n_steps[0]) for each in info.AgentInfos] == [1, 2, 3, 4, 5], "of two batches"
+            np.testing.assert_array_equal([action["push"] for action in info.actions[:4]], pushed[b])
+            assert [int(each.n_steps[0]) for each in info.agent_infos] == [1, 2, 3, 4, 5], "of two batches"
 
 
 def test_so_it_is_in_the_random_steps_before_the_first_batch() -> None:
@@ -113,8 +92,8 @@ def test_so_it_is_in_the_random_steps_before_the_first_batch() -> None:
     assert len(infos) >= 8
     for info in infos:
         assert isinstance(info, Diary)
-        assert [observation["n"] for observation in info.Observations] == [0, 1, 2, 3, 4]
-        assert all(np.any(action["push"]) for action in info.Actions)
+        assert [observation["n"] for observation in info.observations] == [0, 1, 2, 3, 4]
+        assert all(np.any(action["push"]) for action in info.actions)
 
 
 class OneArray(gym.vector.VectorEnv[Any, Any, Any]):
@@ -148,10 +127,10 @@ def test_so_it_is_in_batched_environments() -> None:
     assert len(infos) == 4
     for i, info in enumerate(infos):
         assert isinstance(info, Diary)
-        assert [float(observation[0]) for observation in info.Observations] == [0, 1, 2]
-        assert float(info.Last[0]) == 3
+        assert [float(observation[0]) for observation in info.observations] == [0, 1, 2]
+        assert float(info.end[0]) == 3
         rows = slice(3 * (i // 2), 3 * (i // 2) + 3)
-        np.testing.assert_array_equal(info.Actions, samples.agent.action[rows, i % 2])
+        np.testing.assert_array_equal(info.actions, samples.agent.action[rows, i % 2])
 
 
 @pytest.mark.slow
@@ -303,9 +282,9 @@ def test_so_they_are_evaluated(debug: bool) -> None:
         infos = sampler.evaluate_agent(0)
     assert len(infos) == 6
     for info in infos:
-        i = info.Last[0]
-        for seen in (info.Observations, [each.seen for each in info.AgentInfos], [info.Last]):
-            first = 3 if seen[0] is info.Last else 0
+        i = info.end[0]
+        for seen in (info.observations, [each.seen for each in info.agent_infos], [info.end]):
+            first = 3 if seen[0] is info.end else 0
             assert [each.tolist() for each in seen] == [[i, first + t] for t in range(len(seen))]
 
 

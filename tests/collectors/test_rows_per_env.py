@@ -20,7 +20,7 @@ from penstock import (
 from penstock.envs import SameStep
 
 from ..scale import some
-from ..support import assert_same, run
+from ..support import assert_same, collect_with
 
 pytestmark = pytest.mark.slow
 
@@ -79,8 +79,8 @@ SIZES: dict[str, Any] = {"batch_T": 25, "batch_B": 12, "eval_n_envs": 6, "eval_m
     ),
 )
 def test_rows_that_belong_together_are_never_cut(cls: Any, kwargs: Any) -> None:
-    found = run(SerialSampler, Games, None, 3, range(3), **THREES, **SIZES)
-    assert_same(found, run(cls, Games, None, 3, range(3), **THREES, **SIZES, **kwargs))
+    found = collect_with(SerialSampler, Games, None, 3, range(3), **THREES, **SIZES)
+    assert_same(found, collect_with(cls, Games, None, 3, range(3), **THREES, **SIZES, **kwargs))
     for samples, infos in found:
         assert infos
         if samples is not None:

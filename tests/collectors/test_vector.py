@@ -22,7 +22,7 @@ from penstock import (
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
 
 from ..scale import pairs, scaled, some
-from ..support import Batch, assert_same, run
+from ..support import Batch, assert_same, collect_with
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ def batched(env_fn: Any, mode: AutoresetMode, num_envs: int) -> Any:
 
 def batches(cls: type[Sampler], env_fn: Any, **kwargs: Any) -> list[Batch]:
     sizes = {"batch_T": 30, "batch_B": 5, "max_decorrelation_steps": 0, "eval_n_envs": 3, "eval_max_steps": 300}
-    found = run(cls, env_fn, None, 4, scaled(range(4), (1,)), **{**sizes, **kwargs})
+    found = collect_with(cls, env_fn, None, 4, scaled(range(4), (1,)), **{**sizes, **kwargs})
     # A batched environment that resets itself has no seeds for the further episodes of an evaluation.
     return [(own, [i for i in infos if own is not None or i["episode"] == 0]) for own, infos in found]
 

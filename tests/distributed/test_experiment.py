@@ -61,8 +61,7 @@ from penstock.learning import gae
 
 from ..models import Net, small_model
 from ..scale import FULL, scaled
-from ..seats_support import Published
-from ..turns_support import TurnGame
+from ..toy_games import Published, TurnGame
 from .support import MAKES, SAMPLER, need, wait_until
 
 pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]

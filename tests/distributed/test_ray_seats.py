@@ -18,9 +18,9 @@ from penstock import ConfigError, GpuSampler, ParallelSampler, RandomAgent, Seri
 from penstock.buffers import PolicySamples
 from penstock.distributed import RaySampler
 from penstock.envs import ScriptedGame
-from tests.seats_support import Book, Published, batches_of
-from tests.seats_support import assert_same as assert_same_policies
-from tests.turns_support import TurnGame, Valuing
+from tests.support import EVALUATING, collect_with
+from tests.support import assert_same as assert_same_policies
+from tests.toy_games import Book, Published, TurnGame, Valuing
 
 from ..scale import scaled
 from .ray_support import assert_same, run
@@ -99,11 +99,11 @@ def two(cls: type[Any] = Book) -> dict[str, Any]:
 )
 def test_policies_of_shards_are_those_of_one_machine(policy_of: Any, options: dict[str, Any], n_shards: int) -> None:
     """Also where a shard has no seat of a policy, or of any that is recorded."""
-    kwargs = {**GAMES, "batch_B": 7, "global_state": False, "evaluate": True, "policy_of": policy_of}
+    kwargs = {**GAMES, "batch_B": 7, "global_state": False, **EVALUATING, "policy_of": policy_of}
     own = {name: value for name, value in options.items() if name != "sampler_cls"}
-    wanted = batches_of(ParallelSampler, ScriptedGame, two(), n_workers=2, **kwargs, **own)
+    wanted = collect_with(ParallelSampler, ScriptedGame, two(), n_workers=2, **kwargs, **own)
     kwargs |= {"n_workers": 1, "n_shards": n_shards, "sampler_cls": SerialSampler, **options}
-    assert_same_policies(wanted, batches_of(RaySampler, ScriptedGame, two(), **kwargs))
+    assert_same_policies(wanted, collect_with(RaySampler, ScriptedGame, two(), **kwargs), but="policy_version")
     assert sum(batch.odd.env.valid.sum() for batch, _ in wanted if batch is not None) > 10
 
 
@@ -111,10 +111,10 @@ def test_policies_of_shards_are_those_of_one_machine(policy_of: Any, options: di
 def test_players_of_games_in_turns_are_those_of_one_machine(n_shards: int) -> None:
     """The largest game is in one shard: the seats of all shards are numbered with it."""
     options: dict[str, Any] = {"env_kwargs": [{"k": k} for k in (3, 2, 1, 4, 2, 3, 2)], "eval_env_kwargs": {"k": 4}}
-    options |= {"batch_B": 7, "evaluate": True, "policy_of": drawn}
-    wanted = batches_of(ParallelSampler, TurnGame, two(Valuing), n_workers=2, **options)
-    found = batches_of(RaySampler, TurnGame, two(Valuing), n_workers=1, n_shards=n_shards, **options)
-    assert_same_policies(wanted, found)
+    options |= {"batch_B": 7, **EVALUATING, "policy_of": drawn}
+    wanted = collect_with(ParallelSampler, TurnGame, two(Valuing), n_workers=2, **options)
+    found = collect_with(RaySampler, TurnGame, two(Valuing), n_workers=1, n_shards=n_shards, **options)
+    assert_same_policies(wanted, found, but="policy_version")
     played = {info["policy"] for _, infos in wanted for info in infos if info.get("agent_id") is not None}
     assert played == {"even", "odd"}
 

@@ -16,7 +16,7 @@ from ..support import assert_same
 pytestmark = pytest.mark.slow
 
 
-def run(env: Any, n: int, seed: Any, columns: Any = slice(None), width: int = 4) -> list[Any]:
+def stepped(env: Any, n: int, seed: Any, columns: Any = slice(None), width: int = 4) -> list[Any]:
     """`n` steps with the actions of `width` columns; `env` has `columns` of them."""
     actions = np.random.default_rng(0).integers(0, 2, (n, width))[:, columns]
     seen = [env.reset(seed=seed)[0].copy()]
@@ -52,10 +52,10 @@ def test_the_mode_is_same_step(make: Any) -> None:
 def test_a_row_depends_only_on_its_seed(make: Any) -> None:
     seeds = [2**32 - 1, 7, 0, 2**31]
     env, part = make(4), make(2)
-    whole = run(env, 200, seeds)
-    assert_same(whole, run(env, 200, seeds))
-    assert_same([row[1:3] for row in whole], run(part, 200, seeds[1:3], slice(1, 3)))
-    assert_same(run(make(4), 5, 7), run(make(4), 5, [7, 8, 9, 10]))
+    whole = stepped(env, 200, seeds)
+    assert_same(whole, stepped(env, 200, seeds))
+    assert_same([row[1:3] for row in whole], stepped(part, 200, seeds[1:3], slice(1, 3)))
+    assert_same(stepped(make(4), 5, 7), stepped(make(4), 5, [7, 8, 9, 10]))
     assert not np.array_equal(whole[0][0], whole[0][1])
 
 

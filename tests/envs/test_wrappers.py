@@ -112,7 +112,7 @@ def stack(results: list[Any], layers: list[int]) -> list[Any]:
     return envs
 
 
-def run(envs: list[Any], step: Any, operations: list[Any]) -> list[Any]:
+def outcomes_of(envs: list[Any], step: Any, operations: list[Any]) -> list[Any]:
     """What each operation returns or raises, and the attributes of all wrappers afterwards."""
     log: list[Any] = []
     inner = envs[-1]
@@ -171,7 +171,7 @@ def test_a_flat_step_does_what_the_wrappers_do(
     assert (flat_step != flat[0].step) == (layers[-2:] in ([0, 1], [0, 2]))
     operations = [("reset", {"seed": 1}), *operations] if starts else operations
     step = plain[0].step  # looked up once, as collectors do
-    assert run(plain, step, operations) == run(flat, flat_step, operations)
+    assert outcomes_of(plain, step, operations) == outcomes_of(flat, flat_step, operations)
 
 
 def test_no_python_frame_of_a_known_wrapper_is_left() -> None:
@@ -179,7 +179,7 @@ def test_no_python_frame_of_a_known_wrapper_is_left() -> None:
 
     class Deep(CountingEnv):
         def step(self, action: Any) -> Any:
-            frame: Any = __import__("sys")._getframe()
+            frame: Any = inspect.currentframe()
             while frame is not None:
                 depth[-1] += "gymnasium" in frame.f_code.co_filename
                 frame = frame.f_back
@@ -261,7 +261,7 @@ def step(self, action):
 @pytest.mark.parametrize(("cls", "name"), CODE)
 def test_this_release_of_gymnasium_is_known_and_has_the_same_code(cls: Any, name: str) -> None:
     """`make floors` runs this with the lowest release. If it fails for a new one, compare its code."""
-    assert direct_steps._are_known()
+    assert direct_steps.are_known()
     if cls is PassiveEnvChecker and not hasattr(PassiveEnvChecker(CountingEnv()), "checked_data_reuse"):
         return
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(getattr(cls, name)))).body

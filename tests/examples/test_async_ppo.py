@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run(folder: Path, *options: object) -> tuple[list[dict[str, str]], dict[str, Any]]:
+def trained(folder: Path, *options: object) -> tuple[list[dict[str, str]], dict[str, Any]]:
     sizes = ["--n-workers", 2, *scaled([], ["--eval-max-steps", 3200])]
     done = starter.run("examples/async_ppo.py", "--out", folder, *sizes, *options, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -25,8 +25,8 @@ def run(folder: Path, *options: object) -> tuple[list[dict[str, str]], dict[str,
 
 
 def test_a_short_run_learns_and_can_be_repeated(tmp_path: Path) -> None:
-    first, summary = run(tmp_path / "first", "--goal", 45)
-    again, _ = run(tmp_path / "again", "--goal", scaled(45, 1), "--n-slots", 4)  # 1: two evaluations
+    first, summary = trained(tmp_path / "first", "--goal", 45)
+    again, _ = trained(tmp_path / "again", "--goal", scaled(45, 1), "--n-slots", 4)  # 1: two evaluations
     returns = [[(row["train_return_mean"], row["eval_return_mean"]) for row in rows] for rows in (first, again)]
     assert len(again) == scaled(len(first), 5)
     assert returns[0][: len(again)] == returns[1]

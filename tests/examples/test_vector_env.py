@@ -12,14 +12,16 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run(*command: object) -> str:
+def printed_by(*command: object) -> str:
     done = starter.run(*command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_ppo_learns_the_same_on_ours_and_on_gymnasiums() -> None:
-    ours, theirs = (run("examples/vector_ppo.py", "--vector", kind, "--total-steps", 3072) for kind in ("shm", "sync"))
+    ours, theirs = (
+        printed_by("examples/vector_ppo.py", "--vector", kind, "--total-steps", 3072) for kind in ("shm", "sync")
+    )
     outcome = re.compile(r"return +([\d.]+)|magnitudes: ([\d.]+)")
     assert outcome.findall(ours) == outcome.findall(theirs)
     assert len(outcome.findall(ours)) == 2
@@ -28,5 +30,6 @@ def test_ppo_learns_the_same_on_ours_and_on_gymnasiums() -> None:
 def test_stable_baselines3_trains_on_it() -> None:
     pytest.importorskip("stable_baselines3")
     assert re.search(
-        r"return \d+\.\d \+- \d+\.\d after 512 steps", run("examples/vector_sb3.py", "--steps", 512, "--num-envs", 4)
+        r"return \d+\.\d \+- \d+\.\d after 512 steps",
+        printed_by("examples/vector_sb3.py", "--steps", 512, "--num-envs", 4),
     )

@@ -20,7 +20,7 @@ from penstock import AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampl
 from penstock.envs.seeding import Purpose
 from penstock.games import GameProcess
 
-from ..support import PROGRAMS, batches_of, collect, sampler_of
+from ..support import PROGRAMS, collect, sampler_of, without_infos
 
 SAMPLERS = (SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler, AsyncSampler)
 
@@ -103,4 +103,4 @@ def undisturbed_games(collector_cls: Any = None) -> list[Any]:
         options["collector_cls"] = collector_cls
     with sampler_of(SerialSampler, partial(Played, ""), **options) as sampler:
         sampler.initialize(RandomAgent(), seed=7)
-        return batches_of(collect(sampler, 5))
+        return without_infos(collect(sampler, 5))

@@ -13,7 +13,7 @@ import pytest
 from penstock import AsyncSampler, GameError, RandomAgent, WaitResetCollector, WorkerError
 
 from ..scale import USUAL_METHODS, scaled
-from ..support import assert_same, batches_of, collect, sampler_of, until
+from ..support import assert_same, collect, sampler_of, until, without_infos
 from .games_support import SAMPLERS, Played, processes, undisturbed_games
 
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.slow, pytest.mark.timeout(scaled(3600, 120))]
@@ -59,5 +59,5 @@ def test_nothing_hangs_and_nothing_is_left(trial: int, tmp_path: Path) -> None:
         assert stats.restarts == 0
         others = [rank for rank, (_, fault) in faults.items() if fault in HARMLESS]
         wanted = undisturbed_games(options.get("collector_cls"))
-        assert_same(batches_of(found, others), [batch[:, others] for batch in wanted])
+        assert_same(without_infos(found, others), [batch[:, others] for batch in wanted])
     until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)

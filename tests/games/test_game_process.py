@@ -25,6 +25,7 @@ from penstock import ConfigError, GameError, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
 from penstock.games import GameProcess, lease_port, leases
 
+from ..children import exit_code_of_fork
 from ..scale import quick_first, scaled
 from ..support import BOUND, until
 from .games_support import COMMAND, SERVER, SHORT, game, play, processes
@@ -466,15 +467,13 @@ def test_a_game_that_is_dropped_ends_with_a_warning() -> None:
 def test_a_fork_does_not_touch_the_game() -> None:
     with game() as own:
         connection = own.connect()
-        if (pid := os.fork()) == 0:
-            try:
-                own.close()
+
+        def in_fork() -> None:
+            own.close()
+            with pytest.raises(GameError):
                 own.connect()
-            except GameError:
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitpid(pid, 0)[1] == 0
+
+        assert exit_code_of_fork(in_fork) == 0
         assert play(connection, 2) == [1, 2]
 
 

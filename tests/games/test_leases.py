@@ -19,6 +19,8 @@ from penstock.games.lease import resolve
 from penstock.workers import claims
 from penstock.workers.claims import lock_folder
 
+from ..children import exit_code_of_fork
+
 pytestmark = pytest.mark.xdist_group("ports")
 
 
@@ -92,7 +94,7 @@ def test_every_row_is_searched_from_every_starting_port(size: int, data: st.Data
     ports = range(20_000, 20_000 + size)
     n = data.draw(st.integers(1, size))
     search = lease_module.PortSearch(n, ports, resolve("127.0.0.1", "tcp"), True, 0)
-    order = list(search._order())
+    order = list(search.order())
     runs = [order[i : i + n] for i in range(len(order) - n + 1)]
     for first in ports[: size - n + 1]:
         assert list(range(first, first + n)) in runs
@@ -101,7 +103,7 @@ def test_every_row_is_searched_from_every_starting_port(size: int, data: st.Data
 @given(st.sets(st.integers(1, 40), min_size=1))
 def test_intervals_name_each_port_once(ports: set[int]) -> None:
     named: list[int] = []
-    for part in lease_module._intervals(sorted(ports)).split(", "):
+    for part in lease_module.intervals(sorted(ports)).split(", "):
         first, _, last = part.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(ports)
@@ -243,18 +245,16 @@ def test_threads_get_different_ports(stretch: range) -> None:
 
 def test_a_fork_owns_nothing(stretch: range) -> None:
     with lease(stretch[:1]) as mine:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                mine.release()
-                with pytest.raises(PortLeaseError, match=f"leased by pid {os.getppid()} "):
-                    lease(stretch[:1])
-                with lease(stretch[1:2]) as own:
-                    code = 0 if own.is_active and not mine.is_active else 2
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def in_fork() -> None:
+            mine.release()
+            with pytest.raises(PortLeaseError, match=f"leased by pid {os.getppid()} "):
+                lease(stretch[:1])
+            with lease(stretch[1:2]) as own:
+                assert own.is_active
+                assert not mine.is_active
+
+        assert exit_code_of_fork(in_fork) == 0
         assert mine.is_active
         assert ports_with_lock_file() == [mine.port]
         with pytest.raises(PortLeaseError, match="this process"):
@@ -266,7 +266,7 @@ def test_a_folder_that_cannot_be_used(stretch: range, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PENSTOCK_PORT_FOLDER", "/dev/null")
     with pytest.raises(PortLeaseError, match=r"/dev/null is not a folder that only .*PENSTOCK_PORT_FOLDER"):
         lease(stretch)
-    assert not claims._claims
+    assert not claims.held
 
 
 def test_a_file_system_without_locks(stretch: range, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_a_file_system_without_locks(stretch: range, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(InterProcessLock, "trylock", refuse)
     with pytest.raises(PortLeaseError, match=r"No locks available.*PENSTOCK_PORT_FOLDER"):
         lease(stretch)
-    assert not claims._claims
+    assert not claims.held
 
 
 def test_a_lease_cannot_be_pickled(stretch: range) -> None:
@@ -287,7 +287,7 @@ def test_a_lease_cannot_be_pickled(stretch: range) -> None:
 @pytest.fixture
 def ephemeral(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     between = [0, 0]
-    monkeypatch.setattr(lease_module, "_ephemeral_ports", lambda: tuple(between))
+    monkeypatch.setattr(lease_module, "ephemeral_ports", lambda: tuple(between))
     return between
 
 
@@ -315,6 +315,6 @@ def test_a_kernel_that_uses_all_ports(ephemeral: list[int], stretch: range) -> N
 
 
 def test_the_default_on_this_machine() -> None:
-    low, high = lease_module._ephemeral_ports()
+    low, high = lease_module.ephemeral_ports()
     with lease_port() as mine:
         assert not low <= mine.port <= high

@@ -30,7 +30,7 @@ from penstock.games import GameProcess
 
 from ..scale import pairs, scaled
 from ..support import PROGRAMS, assert_same, collect, sampler_of, until
-from ..turns_support import TurnGame
+from ..toy_games import TurnGame
 from .games_support import SAMPLERS, SHORT, Played, game, play, processes
 
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.slow]

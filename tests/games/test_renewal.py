@@ -31,7 +31,7 @@ from penstock.learning import Replay
 
 from ..models import Net
 from ..scale import FULL, USUAL_METHODS, pairs, scaled
-from ..support import assert_same, batches_of, collect, sampler_of, until
+from ..support import assert_same, collect, sampler_of, until, without_infos
 from .games_support import SAMPLERS, Played, processes, undisturbed_games
 
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.timeout(scaled(3600, 120))]
@@ -45,7 +45,9 @@ def no_game_left(tmp_path: Path) -> Any:
     until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)
 
 
-def run(cls: Any, folder: Path, faults: dict[int, tuple[int, str]], n: int = 3, **options: Any) -> tuple[Any, Any]:
+def batches_and_stats(
+    cls: Any, folder: Path, faults: dict[int, tuple[int, str]], n: int = 3, **options: Any
+) -> tuple[Any, Any]:
     """`n` batches, and the statistics."""
     env_fn = partial(Played, str(folder), faults)
     with sampler_of(cls, env_fn, **{**RENEW, **options}) as sampler:
@@ -63,14 +65,14 @@ CUTS = (3, 1, 8, 9, 16)
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     faults = {column: (at, "exit") for column, at in enumerate(CUTS)}
-    return run(SerialSampler, tmp_path_factory.mktemp("cut"), faults, batch_B=len(CUTS) + 1)
+    return batches_and_stats(SerialSampler, tmp_path_factory.mktemp("cut"), faults, batch_B=len(CUTS) + 1)
 
 
 @pytest.mark.slow
 def test_a_column_without_a_cut_stays_as_it_is(cut: tuple[Any, Any]) -> None:
     found, stats = cut
     assert (stats.renewals, stats.cut_episodes) == (5, 5)
-    assert_same(batches_of(found, 5), [batch[:, 5] for batch in undisturbed_games()[:3]])
+    assert_same(without_infos(found, 5), [batch[:, 5] for batch in undisturbed_games()[:3]])
     lengths = [info["Length"] for _, infos in found for info in infos]
     assert set(lengths) == {7}, "no trajectory of a cut episode"
     assert len(lengths) == sum(int(batch.env.terminated.sum()) for batch, _ in found)
@@ -80,7 +82,7 @@ def test_a_column_without_a_cut_stays_as_it_is(cut: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("at", CUTS, ids=["inside", "first", "after an end", "t=0", "t=T-1"])
 def test_a_cut_invents_no_transition(at: int, cut: tuple[Any, Any]) -> None:
     """The fault strikes in step `at`, so in row at - 1."""
-    column = batches_of(cut[0], CUTS.index(at))
+    column = without_infos(cut[0], CUTS.index(at))
     before = [batch[:, CUTS.index(at)] for batch in undisturbed_games()[:3]]
 
     def joined(batches: Any, name: str) -> Any:
@@ -110,9 +112,11 @@ def test_a_cut_invents_no_transition(at: int, cut: tuple[Any, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("traj_info_cls", [TrajInfo, type("OwnTrajInfo", (TrajInfo,), {})])
 def test_the_next_trajectories_of_the_column_are_whole(traj_info_cls: Any, tmp_path: Path) -> None:
-    found, _ = run(SerialSampler, tmp_path, {1: (3, "crash"), 2: (9, "vanish")}, traj_info_cls=traj_info_cls)
+    found, _ = batches_and_stats(
+        SerialSampler, tmp_path, {1: (3, "crash"), 2: (9, "vanish")}, traj_info_cls=traj_info_cls
+    )
     lengths = [info["Length"] for _, infos in found for info in infos]
-    assert lengths == [7] * sum(int(batch.env.terminated.sum()) for batch in batches_of(found))
+    assert lengths == [7] * sum(int(batch.env.terminated.sum()) for batch in without_infos(found))
     assert len(lengths) > 8
 
 
@@ -133,7 +137,7 @@ def test_final_values_and_seeds(tmp_path: Path) -> None:
     assert first.env.truncated[2, 1]
     assert first.agent.final_value[2, 1] == pytest.approx(first.agent.agent_info.value[3, 1], rel=1e-4)
     for other in results[1:]:
-        assert_same(batches_of(other), batches_of(results[0]), rtol=1e-5, atol=1e-6)
+        assert_same(without_infos(other), without_infos(results[0]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -147,10 +151,10 @@ def test_other_columns_stay_with_every_sampler(cls: Any, start_method: str, coll
         options["collector_cls"] = collector_cls
     faults = {1: (5, "exit"), 2: (11, "hang")}
     wanted = undisturbed_games(collector_cls)[:4]
-    found, stats = run(cls, tmp_path, faults, n=4, **options)
+    found, stats = batches_and_stats(cls, tmp_path, faults, n=4, **options)
     assert (stats.renewals, stats.cut_episodes, stats.restarts) == (2, 2, 0)
-    assert_same(batches_of(found, [0, 3]), [batch[:, [0, 3]] for batch in wanted])
-    ours, theirs = ([batch.env.reward[:, [1, 2]] for batch in each] for each in (batches_of(found), wanted))
+    assert_same(without_infos(found, [0, 3]), [batch[:, [0, 3]] for batch in wanted])
+    ours, theirs = ([batch.env.reward[:, [1, 2]] for batch in each] for each in (without_infos(found), wanted))
     assert not np.array_equal(ours, theirs)
 
 
@@ -401,11 +405,11 @@ def test_errors_of_other_libraries(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_restart_of_the_worker_is_the_other_policy(tmp_path: Path) -> None:
-    found, stats = run(
+    found, stats = batches_and_stats(
         ParallelSampler, tmp_path, {1: (5, "exit")}, on_game_failure="raise", on_worker_failure="restart"
     )
     assert (stats.renewals, stats.restarts) == (0, 1)
-    assert all(batch.env.valid.all() for batch in batches_of(found))
+    assert all(batch.env.valid.all() for batch in without_infos(found))
 
 
 @pytest.mark.parametrize(

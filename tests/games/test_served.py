@@ -335,7 +335,7 @@ def test_a_client_plays_in(
     process = program(env, command)
     for _ in range(3):
         if goals:
-            env._client._socket.shutdown(socket.SHUT_RDWR)  # it comes back
+            lose_connection(env)  # it comes back
         goals.append(walk(env, 20))
     assert goals[0] == goals[1] == goals[2]
     assert len(set(goals[0])) > 3
@@ -351,6 +351,14 @@ def test_a_killed_client_is_an_error_and_another_may_come_to_the_same_port(serve
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert "was lost after message " in _error(lambda: walk(env, 2))
+
+
+def lose_connection(env: Any) -> None:
+    env._client._socket.shutdown(socket.SHUT_RDWR)
+
+
+def pid_of_game(env: Any) -> int:
+    return int(env._game.pid)
 
 
 # ---- clients that do not come, stall, vanish, come back ---------------------------------------
@@ -492,8 +500,8 @@ def test_the_environment_starts_its_game_and_starts_it_again(served: Any) -> Non
     pids = set()
     for _ in range(2):
         goals.append(walk(env, 6))
-        pids.add(env._game.pid)
-        os.kill(env._game.pid, signal.SIGKILL)
+        pids.add(pid_of_game(env))
+        os.kill(pid_of_game(env), signal.SIGKILL)
         text = _error(lambda: walk(env, 2))
         assert re.match(rf"the game \(pid {env_pid(text)}, port \d+\) ended with SIGKILL\n  command: ", text)
     assert goals[0] == goals[1]
@@ -512,7 +520,7 @@ def test_nobody_but_the_game_that_the_environment_starts_can_be_the_client(serve
     env.close()
     again = served(*LINE, command=STARTED, wait=10, token="secret", inherit_env=["PATH"])
     assert walk(again, 6) == goal
-    names = {entry.partition("=")[0] for entry in Path(f"/proc/{again._game.pid}/environ").read_text().split("\0")}
+    names = {entry.partition("=")[0] for entry in Path(f"/proc/{pid_of_game(again)}/environ").read_text().split("\0")}
     assert "PENSTOCK_TOKEN" in names
     assert "HOME" not in names
 
@@ -553,7 +561,7 @@ class Killing(gym.Wrapper[Any, Any, Any, Any]):
         if self.left is not None:
             self.left -= 1
             if self.left == 0:
-                os.kill(self.unwrapped._game.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                os.kill(pid_of_game(self.unwrapped), signal.SIGKILL)
         return super().step(action)
 
 
@@ -677,7 +685,7 @@ def test_a_client_waits_after_a_loss_and_not_only_after_its_call(served: Any) ->
     with game(play) as seen:
         env.reset(seed=1)
         threading.Event().wait(0.8)
-        env._client._socket.shutdown(socket.SHUT_RDWR)
+        lose_connection(env)
         env.step(2)
         env._reply(action=3)
         env.close()

@@ -9,9 +9,15 @@ import numpy as np
 
 from penstock import NamedArrays, Samples
 from penstock.buffers import AgentSamples, EnvSamples
-from penstock.learning import Frames, Sequences
+from penstock.learning import Frames, Replay, Sequences
 
 DISCOUNT = 0.9
+
+
+def storage_of(replay: Replay) -> Any:
+    """What a replay has allocated. Its parts have tests of their own: what they promise does not show in every draw."""
+    assert replay._storage is not None
+    return replay._storage
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from penstock.learning.compiled import PYTHON
 from penstock.learning.ring import BEGINS, TERMINATED, TRUNCATED, VALID, copy_rows
 
 from ..scale import quick_first
-from .streams import Stream
+from .streams import Stream, storage_of
 
 BITS = (VALID, TERMINATED, TRUNCATED, BEGINS)
 LEAVES = [((), "float32"), ((3,), "float64"), ((2, 1), "int64"), ((), "bool"), ((4, 3), "uint8")]
@@ -107,8 +107,7 @@ def test_a_writer_knows_which_batches_it_has_written() -> None:
     for n_batches in range(3):
         if n_batches:
             replay.append(stream.batch(5))
-            assert replay._storage is not None
-            appender = replay._storage.appender
+            appender = storage_of(replay).appender
             assert [appender.has_batch(number, 5) for number in range(3)] == [number < n_batches for number in range(3)]
 
 

@@ -30,7 +30,7 @@ from penstock.learning import Frames, Prioritized, Replay, Sequences, checkpoint
 from ..scale import quick_first, scaled
 from ..support import assert_same
 from . import test_sequences, test_transitions
-from .streams import DISCOUNT, Stream
+from .streams import DISCOUNT, Stream, storage_of
 
 KINDS: dict[str, dict[str, Any]] = {
     "uniform": {},
@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def make(kind: str, n_batches: int = 12) -> tuple[Stream, Replay]:
+def filled_replay(kind: str, n_batches: int = 12) -> tuple[Stream, Replay]:
     options = KINDS[kind]
     stream = Stream(0, 3, frames=options.get("frames"), nested="frames" not in options and "sequences" not in options)
     replay = Replay(3 * 50, 2, DISCOUNT, **options, max_truncations=99, seed=5)
@@ -60,7 +60,7 @@ def use(replay: Replay, rng: np.random.Generator) -> Any:
 @kinds
 @pytest.mark.parametrize("n_batches", quick_first([12, 3]))
 def test_after_load_the_draws_are_the_same(tmp_path: Path, kind: str, n_batches: int) -> None:
-    stream, replay = make(kind, n_batches)
+    stream, replay = filled_replay(kind, n_batches)
     rng = np.random.default_rng(0)
     for _ in range(20):
         use(replay, rng)
@@ -79,7 +79,7 @@ def test_after_load_the_draws_are_the_same(tmp_path: Path, kind: str, n_batches:
 
 
 def test_only_states_of_steps_that_are_kept_are_saved(tmp_path: Path) -> None:
-    stream, replay = make("sequences", n_batches=11)
+    stream, replay = filled_replay("sequences", n_batches=11)
     replay.save(tmp_path)
     index = json.loads((tmp_path / "replay.json").read_text())
     first, end = index["first"], index["end"]
@@ -104,7 +104,7 @@ def test_only_final_observations_that_are_kept_are_saved(tmp_path: Path, n_batch
 
 
 def test_another_capacity_is_rounded_up(tmp_path: Path) -> None:
-    _, replay = make("sequences")
+    _, replay = filled_replay("sequences")
     replay.save(tmp_path)
     # Three columns, and the recurrent state of every second row.
     assert [len(Replay.load(tmp_path, capacity=capacity)) for capacity in (60, 61, 66, 67)] == [60, 66, 66, 72]
@@ -113,21 +113,21 @@ def test_another_capacity_is_rounded_up(tmp_path: Path) -> None:
 @kinds
 @pytest.mark.parametrize("capacity", quick_first([3 * 20, 3 * 90]))
 def test_the_capacity_may_change(tmp_path: Path, kind: str, capacity: int) -> None:
-    stream, replay = make(kind)
+    stream, replay = filled_replay(kind)
     first, rng = replay.n_steps // 3 - 50, np.random.default_rng(0)
     for _ in range(20):
         use(replay, rng)
     replay.save(tmp_path)
     loaded = Replay.load(tmp_path, capacity=capacity)
     if loaded.prioritized:
-        draws: list[Any] = [each._storage.draw for each in (replay, loaded)]  # type: ignore[union-attr]
+        draws: list[Any] = [storage_of(each).draw for each in (replay, loaded)]
         newest = draws[1].leaves()
         assert len(newest) == min(len(draws[0].leaves()), draws[1].high - draws[1].low) > 10
         assert len(set(newest)) > 5
         assert newest.tolist() == draws[0].leaves()[len(draws[0].leaves()) - len(newest) :].tolist()
     assert loaded.n_steps == replay.n_steps
     assert len(loaded) == min(len(replay), capacity)
-    assert len(loaded._storage.ring.arrays.final_step[0]) == 99 * (capacity // 3) // 50  # type: ignore[union-attr]
+    assert len(storage_of(loaded).ring.arrays.final_step[0]) == 99 * (capacity // 3) // 50
     check: Any = test_sequences if loaded.sequences else test_transitions
     if capacity < 150:
         check.check_all(loaded, stream, 2)
@@ -156,7 +156,7 @@ def test_in_a_larger_ring_lost_final_observations_stay_lost(tmp_path: Path) -> N
 
 
 def test_a_new_sampler_does_not_continue_the_saved_episodes(tmp_path: Path) -> None:
-    stream, replay = make("uniform")
+    stream, replay = filled_replay("uniform")
     replay.save(tmp_path)
     loaded = Replay.load(tmp_path)
     stream.batch(3, lost=True)
@@ -165,7 +165,7 @@ def test_a_new_sampler_does_not_continue_the_saved_episodes(tmp_path: Path) -> N
 
 
 def test_a_second_save_replaces_the_first_and_removes_it(tmp_path: Path) -> None:
-    stream, replay = make("uniform")
+    stream, replay = filled_replay("uniform")
     replay.save(tmp_path)
     replay.append(stream.batch(7))
     replay.save(tmp_path)
@@ -175,7 +175,7 @@ def test_a_second_save_replaces_the_first_and_removes_it(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("n_bytes", [0, 50, None], ids=["empty", "cut off", "missing"])
 def test_a_damaged_checkpoint_names_the_file(tmp_path: Path, n_bytes: int | None) -> None:
-    make("priorities", 3)[1].save(tmp_path)
+    filled_replay("priorities", 3)[1].save(tmp_path)
     index = json.loads((tmp_path / "replay.json").read_text())
     files = [f"{index['data']}/{index['arrays'][name]}" for name in ("priorities", "flags")]
     for path in (tmp_path / "replay.json", *(tmp_path / file for file in files)):
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_names_the_file(tmp_path: Path, n_bytes: int | None
 def saved_files(kind: str) -> dict[str, bytes]:
     """The names and contents of the files of a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
-        make(kind)[1].save(folder)
+        filled_replay(kind)[1].save(folder)
         return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
@@ -291,7 +291,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 def test_a_save_that_fails_leaves_nothing_and_names_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, replay = make("priorities", 3)
+    stream, replay = filled_replay("priorities", 3)
     replay.save(tmp_path / "replay")
     n_steps = replay.n_steps
     for _ in range(9):
@@ -317,7 +317,7 @@ def test_a_save_that_fails_leaves_nothing_and_names_the_disk(tmp_path: Path, mon
 def test_what_a_killed_save_has_left_is_removed_before_the_next_one_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, replay = make("uniform", 3)
+    _, replay = filled_replay("uniform", 3)
     replay.save(tmp_path)
     left, other = tmp_path / f"data-{'0a' * 16}", tmp_path / "data-of-the-user"
     left.mkdir()
@@ -340,7 +340,7 @@ def test_what_a_killed_save_has_left_is_removed_before_the_next_one_writes(
 def test_a_save_that_is_interrupted_leaves_one_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, replay = make("priorities", 3)
+    stream, replay = filled_replay("priorities", 3)
     replay.save(tmp_path)
     sync, n_calls, found = os.fsync, 0, set()
 
@@ -370,7 +370,7 @@ def test_a_save_that_is_interrupted_leaves_one_whole_checkpoint(
 def test_folders_without_a_checkpoint_say_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no saved replay"):
         Replay.load(tmp_path)
-    _, replay = make("uniform")
+    _, replay = filled_replay("uniform")
     replay.save(tmp_path)
     index = json.loads((tmp_path / "replay.json").read_text())
     (tmp_path / "replay.json").write_text(json.dumps({**index, "format": 99}))
@@ -384,7 +384,7 @@ def test_folders_without_a_checkpoint_say_so(tmp_path: Path) -> None:
 
 
 def _save_for_ever(folder: str, n_saved: Any) -> None:
-    stream, replay = make("priorities")
+    stream, replay = filled_replay("priorities")
     while True:
         replay.append(stream.batch(7))
         replay.sample(8)
@@ -412,7 +412,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, n_kills: 
         child.join()
         child.close()
         loaded = Replay.load(tmp_path)
-        stream, twin = make("priorities", loaded.n_steps // 3 // 7)
+        stream, twin = filled_replay("priorities", loaded.n_steps // 3 // 7)
         for _ in range(2):
             assert torch.isfinite(loaded.sample(8).weight).all()
         test_transitions.check_all(loaded, stream, 2)

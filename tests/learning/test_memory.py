@@ -20,13 +20,13 @@ from penstock.buffers import AgentSamples, EnvSamples, memory_limits
 from penstock.learning import Frames, Prioritized, Replay
 
 from ..scale import scaled
-from .streams import Stream
+from .streams import Stream, storage_of
 
 _MADV_PAGEOUT = 21  # mmap has it from Python 3.12 on
 
 
 def test_a_limit_of_a_cgroup_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_limits, "_cgroup_headrooms", lambda: iter([2**40, 2**20]))
+    monkeypatch.setattr(memory_limits, "cgroup_headrooms", lambda: iter([2**40, 2**20]))
     with pytest.raises(ConfigError, match=r"only 1\.00 MiB are free"):
         Replay(10**6).append(Stream(0, 2).batch(9))
     Replay(1000).append(Stream(0, 2).batch(9))
@@ -99,7 +99,7 @@ def _sample_from_a_file(path: Path, n_bytes: int) -> None:
     replay = Replay(n_rows * B, 3, 1.0, file=path, max_truncations=1, seed=0)
     for start in range(0, n_rows + 5 * T, T):  # wraps
         replay.append(pictures(start, T, B, 1, (n_numbers,)))
-    ring = replay._storage.ring  # type: ignore[union-attr]
+    ring = storage_of(replay).ring
     block = ring.observation
     while not isinstance(block, mmap.mmap):
         block = block.base if isinstance(block, np.ndarray) else block.obj

@@ -16,26 +16,27 @@ from penstock.learning import position_draws as drawing
 from penstock.learning.priorities import PriorityDraw
 from penstock.learning.ring import Ring
 
-from .streams import DISCOUNT, Stream
+from .streams import DISCOUNT, Stream, storage_of
 from .test_drawing import p_value
 
 
-def make(seed: int = 0, *, T: int = 50, n: int = 3, p_end: float = 0.1, **options: float) -> tuple[Stream, Replay]:
+def prioritized_replay(
+    seed: int = 0, *, T: int = 50, n: int = 3, p_end: float = 0.1, **options: float
+) -> tuple[Stream, Replay]:
     stream = Stream(seed, 2, p_end=p_end, wait=True)
     replay = Replay(2 * T, n, DISCOUNT, Prioritized(**options), max_truncations=2 * T, seed=seed)
     return stream, replay
 
 
 def draw_of(replay: Replay) -> PriorityDraw:
-    assert replay._storage is not None
-    draw = replay._storage.draw
+    draw = storage_of(replay).draw
     assert isinstance(draw, PriorityDraw)
     return draw
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_draws_are_in_proportion_to_the_power_of_the_priority(seed: int) -> None:
-    stream, replay = make(seed, alpha=0.7)
+    stream, replay = prioritized_replay(seed, alpha=0.7)
     for _ in range(30):
         replay.append(stream.batch(7))
     index = replay.contents.index
@@ -51,7 +52,7 @@ def test_draws_are_in_proportion_to_the_power_of_the_priority(seed: int) -> None
 
 @pytest.mark.parametrize("alphas", [(0.3,), (1.0,), (0.2, 1.3, 0.5)])
 def test_an_alpha_that_is_set_later_counts_for_all_steps(alphas: tuple[float, ...], tmp_path: Path) -> None:
-    stream, replay = make(alpha=0.7)
+    stream, replay = prioritized_replay(alpha=0.7)
     for _ in range(30):
         replay.append(stream.batch(7))
     index = replay.contents.index
@@ -74,7 +75,7 @@ def test_an_alpha_that_is_set_later_counts_for_all_steps(alphas: tuple[float, ..
 
 
 def test_an_alpha_of_zero_keeps_the_priorities(tmp_path: Path) -> None:
-    stream, replay = make(alpha=0.7)
+    stream, replay = prioritized_replay(alpha=0.7)
     replay.alpha = 0.5  # there are no steps yet
     replay.append(stream.batch(40))
     index, draw = replay.contents.index, draw_of(replay)
@@ -101,7 +102,7 @@ def test_an_alpha_of_zero_keeps_the_priorities(tmp_path: Path) -> None:
 
 
 def test_weights_follow_the_formula() -> None:
-    stream, replay = make(alpha=0.7, beta=0.4)
+    stream, replay = prioritized_replay(alpha=0.7, beta=0.4)
     replay.append(stream.batch(50))
     index = replay.contents.index
     priority = np.random.default_rng(0).exponential(size=len(index)) + 0.1
@@ -116,7 +117,7 @@ def test_weights_follow_the_formula() -> None:
 
 
 def test_every_eligible_step_and_no_other_has_a_leaf() -> None:
-    stream, replay = make(T=23)
+    stream, replay = prioritized_replay(T=23)
     rng = np.random.default_rng(0)
     for _ in range(60):
         replay.append(stream.batch(int(rng.integers(1, 20))))
@@ -131,7 +132,7 @@ def test_every_eligible_step_and_no_other_has_a_leaf() -> None:
 
 @pytest.mark.parametrize("name", ["first", "end"])
 def test_rows_may_be_written_while_the_bounds_are_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, replay = make(T=20)
+    stream, replay = prioritized_replay(T=20)
     replay.append(stream.batch(20))
     draw, read, waiting = draw_of(replay), getattr(Ring, name).fget, []
 
@@ -154,7 +155,7 @@ def test_rows_may_be_written_while_the_bounds_are_read(name: str, monkeypatch: p
 
 
 def test_new_steps_get_the_largest_live_priority_which_sinks() -> None:
-    stream, replay = make(T=40, n=1, p_end=0.0, alpha=1.0)
+    stream, replay = prioritized_replay(T=40, n=1, p_end=0.0, alpha=1.0)
     replay.append(stream.batch(20))
     draw = draw_of(replay)
     draw.catch_up()
@@ -172,7 +173,7 @@ def test_new_steps_get_the_largest_live_priority_which_sinks() -> None:
 
 
 def test_an_update_for_overwritten_steps_changes_nothing_and_is_counted() -> None:
-    stream, replay = make(T=40, p_end=0.0)
+    stream, replay = prioritized_replay(T=40, p_end=0.0)
     replay.append(stream.batch(40))
     batch = replay.sample(64)
     replay.append(stream.batch(20))
@@ -192,7 +193,7 @@ def test_an_update_for_overwritten_steps_changes_nothing_and_is_counted() -> Non
 
 
 def test_the_whole_ring_may_be_overwritten_between_two_samples() -> None:
-    stream, replay = make(T=20)
+    stream, replay = prioritized_replay(T=20)
     replay.append(stream.batch(20))
     replay.sample(4)
     for _ in range(9):
@@ -202,14 +203,14 @@ def test_the_whole_ring_may_be_overwritten_between_two_samples() -> None:
 
 @pytest.mark.parametrize("other", [1.0, 0.0])
 def test_of_equal_indices_the_largest_priority_counts(other: float) -> None:
-    stream, replay = make(T=40, p_end=0.0, alpha=1.0)
+    stream, replay = prioritized_replay(T=40, p_end=0.0, alpha=1.0)
     replay.append(stream.batch(30))
     replay.update(np.array([4, 7, 4, 4, 20]), np.array([2.0, 1.0, 9.0, 3.0, other]))
     assert draw_of(replay).tree.leaves[[4, 7]].tolist() == [9, 1]
 
 
 def test_a_step_with_an_error_of_zero_is_drawn_again() -> None:
-    stream, replay = make(T=40, p_end=0.0)
+    stream, replay = prioritized_replay(T=40, p_end=0.0)
     replay.append(stream.batch(30))
     index = replay.contents.index
     replay.update(index, np.zeros(len(index)))
@@ -221,7 +222,7 @@ def test_a_step_with_an_error_of_zero_is_drawn_again() -> None:
 
 
 def test_with_a_least_priority_of_zero_a_priority_of_zero_is_not_drawn_and_can_be_raised_again() -> None:
-    stream, replay = make(T=40, p_end=0.0, min_priority=0.0)
+    stream, replay = prioritized_replay(T=40, p_end=0.0, min_priority=0.0)
     replay.append(stream.batch(30))
     index = replay.contents.index
     replay.update(index, np.zeros(len(index)))
@@ -256,7 +257,7 @@ def test_lost_final_observations_are_not_drawn() -> None:
     ],
 )
 def test_wrong_updates_are_refused(index: Any, priority: Any, message: str) -> None:
-    stream, replay = make()
+    stream, replay = prioritized_replay()
     replay.append(stream.batch(20))
     with pytest.raises(ConfigError, match=message):
         replay.update(np.array(index), np.array(priority))
@@ -264,7 +265,7 @@ def test_wrong_updates_are_refused(index: Any, priority: Any, message: str) -> N
 
 @pytest.mark.parametrize(("alpha", "priority"), [(1.0, 1e308), (1.0, 1e295), (40.0, 1e10)])
 def test_priorities_whose_powers_or_sum_would_overflow_are_refused(alpha: float, priority: float) -> None:
-    stream, replay = make(alpha=alpha)
+    stream, replay = prioritized_replay(alpha=alpha)
     replay.append(stream.batch(20))
     draw_of(replay).catch_up()
     before = draw_of(replay).leaves()
@@ -281,7 +282,7 @@ def test_what_needs_priorities_says_so() -> None:
     replay.append(stream.batch(9))
     with pytest.raises(ConfigError, match="prioritized=Prioritized"):
         replay.update(np.arange(2), np.ones(2))
-    stream, replay = make()
+    stream, replay = prioritized_replay()
     replay.append(stream.batch(9))
     with pytest.raises(ConfigError, match="without priorities"):
         replay.sample(1, newer_than=0)
@@ -296,7 +297,7 @@ def test_what_needs_priorities_says_so() -> None:
 
 @pytest.mark.parametrize("other", [1.0, 0.0])
 def test_the_first_and_the_last_index_that_count_are_exact(other: float) -> None:
-    stream, replay = make(T=40, n=1, p_end=0.0, min_priority=0.0)
+    stream, replay = prioritized_replay(T=40, n=1, p_end=0.0, min_priority=0.0)
     for _ in range(5):
         replay.append(stream.batch(10))
     # Steps 10 to 49 are in the ring. Step 49 has no next one yet.
@@ -310,7 +311,7 @@ def test_the_first_and_the_last_index_that_count_are_exact(other: float) -> None
 
 
 def test_before_a_window_is_complete_no_index_counts() -> None:
-    stream, replay = make(T=40, n=3)
+    stream, replay = prioritized_replay(T=40, n=3)
     replay.append(stream.batch(2))
     with pytest.raises(ConfigError, match="index 0 was never drawn"):
         replay.update(np.array([0]), np.ones(1))
@@ -322,8 +323,7 @@ def test_places_that_were_overwritten_or_are_not_eligible_are_drawn_again(priori
     replay = Replay(100, 2, DISCOUNT, prioritized, max_truncations=100)
     for _ in range(9):
         replay.append(stream.batch(20))
-    storage = replay._storage
-    assert storage is not None
+    storage = storage_of(replay)
     low, high = storage.places.bounds()
     found, rng = replay.contents.index, np.random.default_rng(0)
     bad = np.setdiff1d(np.arange(low - 100, high), found)
@@ -340,15 +340,14 @@ def test_a_place_that_was_overwritten_is_not_replaced_by_the_oldest_one(prioriti
     replay = Replay(100, 1, DISCOUNT, prioritized)
     for _ in range(3):
         replay.append(stream.batch(40))
-    storage = replay._storage
-    assert storage is not None
+    storage = storage_of(replay)
     low, _ = storage.places.bounds()
     found = storage.draw.redraw(np.full(4000, low - 2), np.random.default_rng(0), None)
     assert (found == low).mean() < 0.1
 
 
 def test_a_writer_may_overwrite_rows_while_others_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, replay = make(T=40, n=1, p_end=0.0)
+    stream, replay = prioritized_replay(T=40, n=1, p_end=0.0)
     replay.append(stream.batch(40))
     draw = draw_of(replay)
     draw.catch_up()
@@ -368,7 +367,7 @@ def test_a_writer_may_overwrite_rows_while_others_are_drawn_again(monkeypatch: p
 
 @pytest.mark.parametrize("n_at_once", [1, 7, 30])
 def test_many_places_are_examined_in_parts(n_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    stream, replay = make(T=23)
+    stream, replay = prioritized_replay(T=23)
     replay.append(stream.batch(23))
     whole = replay.contents.index.tolist()
     for module in (drawing, priorities):
@@ -379,13 +378,13 @@ def test_many_places_are_examined_in_parts(n_at_once: int, monkeypatch: pytest.M
 
 
 def test_priorities_move_to_the_workers_of_a_sampler() -> None:
-    stream, replay = make()
+    stream, replay = prioritized_replay()
     for _ in range(10):
         replay.append(stream.batch(7))
     index = replay.contents.index
     replay.update(index, np.random.default_rng(0).exponential(size=len(index)))
     before = draw_of(replay)
-    replay._feed_from(replay._storage, stream.batch(7), [range(1), range(1, 2)], rows_ahead=0)  # type: ignore[arg-type]
+    replay._feed_from(storage_of(replay), stream.batch(7), [range(1), range(1, 2)], rows_ahead=0)
     after = draw_of(replay)
     assert after is not before
     assert (after.low, after.high) == (before.low, before.high)

@@ -42,7 +42,7 @@ def test_both_versions_are_equal_to_the_last_bit(size: int, data: st.DataObject)
         results = []
         for tree, fn in zip(trees, (compiled, PYTHON[name]), strict=True):
             own = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
-            returned = fn(tree._sum, *([] if name in ("tree_draw", "tree_ratios") else [tree._max]), *own)
+            returned = fn(tree.sums, *([] if name in ("tree_draw", "tree_ratios") else [tree.maxima]), *own)
             results.append((returned if name == "tree_assign" else None, own[-1].tobytes()))
         return results
 
@@ -58,8 +58,8 @@ def test_both_versions_are_equal_to_the_last_bit(size: int, data: st.DataObject)
             "tree_assign", size, low, low + size, places, priorities, priorities.copy() ** 0.5
         )
         assert first_result == second_result
-        assert trees[0]._sum.tobytes() == trees[1]._sum.tobytes()
-        assert trees[0]._max.tobytes() == trees[1]._max.tobytes()
+        assert trees[0].sums.tobytes() == trees[1].sums.tobytes()
+        assert trees[0].maxima.tobytes() == trees[1].maxima.tobytes()
         mass = np.array(data.draw(st.lists(st.floats(0, 1), max_size=9)), np.float64) * trees[0].total
         first_result, second_result = on_both("tree_draw", mass, size, low, np.zeros(len(mass), np.int64))
         assert first_result == second_result
@@ -73,7 +73,7 @@ def test_both_versions_are_equal_to_the_last_bit(size: int, data: st.DataObject)
 @pytest.mark.parametrize("n_leaves", [1, 2, 3, 4, 5, 64, 65])
 def test_the_size_is_as_estimated(n_leaves: int) -> None:
     tree = SumTree(n_leaves)
-    assert tree._sum.nbytes + tree._max.nbytes == SumTree.nbytes(n_leaves) < 64 * (n_leaves + 1)
+    assert tree.sums.nbytes + tree.maxima.nbytes == SumTree.nbytes(n_leaves) < 64 * (n_leaves + 1)
     assert len(tree.leaves) == n_leaves
 
 
@@ -133,7 +133,7 @@ def test_assigned_places_wrap_and_the_largest_of_equal_ones_counts(version: str)
     assert tree.draw(np.array([0.0, 1.0, 2.0, 5.0, 14.5]), 13).tolist() == [15, 16, 17, 13, 14]
     assert tree.ratios(np.array([14, 17])).tolist() == [3, 1]
     tree.set_range(13, np.zeros(1))
-    before = tree._sum.copy(), tree._max.copy()
+    before = tree.sums.copy(), tree.maxima.copy()
     # A leaf of 0, a place that is too high or negative, and numbers that are not above 0 and finite.
     for place, priority, value in (
         (13, 1.0, 1.0),
@@ -144,24 +144,24 @@ def test_assigned_places_wrap_and_the_largest_of_equal_ones_counts(version: str)
     ):
         places = np.array([16, place])
         assert tree.assign(13, 18, places, np.array([1.0, priority]), np.array([5.0, value])) == -1
-    assert all((a == b).all() for a, b in zip(before, (tree._sum, tree._max), strict=True))
+    assert all((a == b).all() for a, b in zip(before, (tree.sums, tree.maxima), strict=True))
 
 
 @pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
     tree, one = SumTree(4), np.ones(1)
     with pytest.raises(IndexError):
-        sum_tree.tree_update(tree._sum, tree._max, np.array([4]), one)
+        sum_tree.tree_update(tree.sums, tree.maxima, np.array([4]), one)
     with pytest.raises(IndexError):
-        sum_tree.tree_update(tree._sum, tree._max, np.array([0, 1]), one)
+        sum_tree.tree_update(tree.sums, tree.maxima, np.array([0, 1]), one)
     with pytest.raises(IndexError):
-        sum_tree.tree_range(tree._sum, tree._max, 4, one)
+        sum_tree.tree_range(tree.sums, tree.maxima, 4, one)
     place = np.zeros(1, np.int64)
     with pytest.raises(TypeError):
-        sum_tree.tree_draw(tree._sum, one.astype(np.float32), 4, 0, place)
+        sum_tree.tree_draw(tree.sums, one.astype(np.float32), 4, 0, place)
     for n_leaves, low, places in ((4, 0, np.zeros(2, np.int64)), (5, 0, place), (0, 0, place), (4, -1, place)):
         with pytest.raises(ValueError):
-            sum_tree.tree_draw(tree._sum, one, n_leaves, low, places)
+            sum_tree.tree_draw(tree.sums, one, n_leaves, low, places)
     for n_leaves, low, high, value in (
         (5, 0, 4, one),
         (0, 0, 0, one),
@@ -170,7 +170,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
         (4, 0, 4, one[:0]),
     ):
         with pytest.raises(ValueError):
-            sum_tree.tree_assign(tree._sum, tree._max, n_leaves, low, high, place, one, value)
+            sum_tree.tree_assign(tree.sums, tree.maxima, n_leaves, low, high, place, one, value)
     with pytest.raises(ValueError):
-        sum_tree.tree_ratios(tree._sum, 5, place, one)
+        sum_tree.tree_ratios(tree.sums, 5, place, one)
     assert tree.total == 0

@@ -26,8 +26,8 @@ from penstock.testing import Fault
 from penstock.testing.faults import Trigger
 
 from ..scale import pairs, scaled, with_start_methods
-from ..seats_support import Book, Follower, Valued, check_rules
-from ..turns_support import TurnGame
+from ..support import Follower, check_rules
+from ..toy_games import Book, TurnGame, Valued
 from .support import ERROR_SECONDS, generator, killer, note
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]

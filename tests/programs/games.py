@@ -53,7 +53,7 @@ def sampler(cls: Any, **how: Any) -> Any:
     return cls(Game, batch_T=5, batch_B=2, start_method=given["start_method"], **how)
 
 
-def make() -> Any:
+def new_owner() -> Any:
     makers: dict[str, Any] = {
         "serial": lambda: sampler(SerialSampler),
         "parallel": lambda: sampler(ParallelSampler, n_workers=1),
@@ -75,12 +75,12 @@ own.returncode = 0
 if given["end"] == "building":
     print(own.pid, flush=True)
 if given["end"] == "shutdown":
-    with make() as envs:
+    with new_owner() as envs:
         work(envs)
         print(own.pid, flush=True)
         sys.stdin.read()
 else:
-    envs = make()
+    envs = new_owner()
     work(envs)
     print(own.pid, flush=True)
     time.sleep(600)

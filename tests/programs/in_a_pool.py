@@ -20,7 +20,7 @@ class MyEnv(gym.Env[Any, Any]):
         return np.zeros(2, np.float32), 1.0, False, False, {"of": MyEnv}
 
 
-def run(i: int) -> float:
+def rewards_in_pool(i: int) -> float:
     start_method: Any = sys.argv[2]
     with ShmVectorEnv([MyEnv], context=start_method) as envs:
         envs.reset()
@@ -35,14 +35,14 @@ if __name__ == "__main__":
     if sys.argv[1] == "loky":
         from joblib import Parallel, delayed  # type: ignore[import-untyped]
 
-        print(Parallel(n_jobs=2)(delayed(run)(i) for i in range(2)))
+        print(Parallel(n_jobs=2)(delayed(rewards_in_pool)(i) for i in range(2)))
     elif sys.argv[1] == "torch":
         import torch.multiprocessing
 
-        torch.multiprocessing.spawn(run, nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+        torch.multiprocessing.spawn(rewards_in_pool, nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
         print([6.0, 6.0])
     else:
         import multiprocessing
 
         with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
-            print(pool.map(run, range(2)))
+            print(pool.map(rewards_in_pool, range(2)))

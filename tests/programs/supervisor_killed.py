@@ -23,11 +23,11 @@ class Game(CountingEnv):
         return observation, {**info, "game": getattr(self, "game", 0)}
 
 
-def make() -> ShmVectorEnv:
+def vector_env() -> ShmVectorEnv:
     return ShmVectorEnv([partial(Game, os.getpid())] * 2)
 
 
-with make() as first, make() as second:
+with vector_env() as first, vector_env() as second:
     games = [int(game) for envs in (first, second) for game in envs.reset()[1]["game"]]
     workers = [*first.worker_pids, *second.worker_pids]
     print(*workers, *games, flush=True)
@@ -38,7 +38,7 @@ with make() as first, make() as second:
                 envs.step([0, 0])
         except WorkerDiedError as error:
             print(str(error).splitlines()[0], flush=True)
-with make() as third:
+with vector_env() as third:
     third.reset()
     third.step([0, 0])
     print("next start", flush=True)

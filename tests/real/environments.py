@@ -21,7 +21,6 @@ from penstock import (
     NamedArrays,
     RecurrentCategoricalPgAgent,
     RecurrentGaussianPgAgent,
-    TrajInfo,
 )
 
 # ---- environments ------------------------------------------------------------------------------
@@ -158,20 +157,3 @@ def _size(space: Any) -> int:
 
 
 # ---- trajectories ------------------------------------------------------------------------------
-
-
-class Diary(TrajInfo):
-    """Keeps every argument of its calls."""
-
-    def __init__(self, discount: float = 1.0) -> None:
-        super().__init__(discount)
-        self.steps: list[Any] = []
-        self.end: Any = None
-
-    def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
-        super().step(observation, action, reward, *rest)
-        terminated, truncated, _, info = rest
-        self.steps.append((observation, action, reward, terminated, truncated, info))
-
-    def terminate(self, final_observation: Any) -> None:
-        self.end = final_observation

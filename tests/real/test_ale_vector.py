@@ -10,9 +10,8 @@ import pytest
 
 from penstock import ParallelSampler, SerialSampler
 
-from ..batched_support import assert_as_plain_loop, env_seeds
 from ..scale import FULL, scaled
-from ..support import assert_same, batches_of, run
+from ..support import assert_as_plain_loop, assert_same, collect_with, env_seeds, without_infos
 
 pytest.importorskip("ale_py")
 pytestmark = pytest.mark.slow
@@ -33,12 +32,12 @@ def compare(env_fn: Any, mode: str, *all_workers: int, **kwargs: Any) -> int:
     """The batches are those of a plain loop, and at full scale the same for every number of workers. Returns the number
     of episodes that ended."""
     sizes = {"batch_T": T, "batch_B": B, "batched": True, **kwargs}
-    found = run(ParallelSampler, env_fn, None, 2, n_workers=2, **sizes)
+    found = collect_with(ParallelSampler, env_fn, None, 2, n_workers=2, **sizes)
     for n_workers in scaled(all_workers, ()):
-        assert_same(found, run(ParallelSampler, env_fn, None, 2, n_workers=n_workers, **sizes))
+        assert_same(found, collect_with(ParallelSampler, env_fn, None, 2, n_workers=n_workers, **sizes))
     if FULL:
-        assert_same(found, run(SerialSampler, env_fn, None, 2, **sizes))
-    return assert_as_plain_loop(pong(B, mode), np.array(env_seeds(B)), batches_of(found))
+        assert_same(found, collect_with(SerialSampler, env_fn, None, 2, **sizes))
+    return assert_as_plain_loop(pong(B, mode), np.array(env_seeds(B)), without_infos(found))
 
 
 def test_an_environment_id_means_the_batched_environment() -> None:

@@ -10,9 +10,8 @@ import pytest
 from penstock import ParallelSampler, SerialSampler
 from penstock.envs import BatchedEnvPool
 
-from ..batched_support import assert_as_plain_loop, env_seeds
 from ..scale import scaled
-from ..support import assert_same, batches_of, run
+from ..support import assert_as_plain_loop, assert_same, collect_with, env_seeds, without_infos
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +33,7 @@ def test_one_batch_per_seed_whatever_the_workers(task: str) -> None:
     sizes: dict[str, Any] = {"batch_T": 30, "batch_B": 4, "eval_n_envs": 3, "eval_max_steps": 120}
     # Daily a fork, which need not import EnvPool.
     sizes |= {"batched": True, "start_method": scaled("forkserver", "fork")}
-    found = run(SerialSampler, env_fn, None, 2, range(2), **sizes)
+    found = collect_with(SerialSampler, env_fn, None, 2, range(2), **sizes)
     for n_workers in scaled((1, 2, 3), (2,)):
-        assert_same(found, run(ParallelSampler, env_fn, None, 2, range(2), n_workers=n_workers, **sizes))
-    assert assert_as_plain_loop(env_fn(4), env_seeds(4, small=False), batches_of(found)) > 8
+        assert_same(found, collect_with(ParallelSampler, env_fn, None, 2, range(2), n_workers=n_workers, **sizes))
+    assert assert_as_plain_loop(env_fn(4), env_seeds(4, small=False), without_infos(found)) > 8

@@ -9,7 +9,8 @@ from penstock import ParallelSampler, SerialSampler, TrajInfo
 
 from ..against_loop import compare
 from ..scale import FULL, pairs
-from .environments import ENVIRONMENTS, Diary, agent_maker, env_fns
+from ..support import Diary
+from .environments import ENVIRONMENTS, agent_maker, env_fns
 
 pytestmark = pytest.mark.slow
 

@@ -88,7 +88,7 @@ ENVIRONMENTS: dict[str, tuple[str, Callable[[], Any]]] = {
 NO_SAMPLER = {"MiniGrid raw"}
 
 
-def make(name: str) -> Callable[[], Any]:
+def reproducible_env_fn(name: str) -> Callable[[], Any]:
     modules, env_fn = ENVIRONMENTS[name]
     for module in modules.split():
         pytest.importorskip(module, exc_type=ImportError)
@@ -130,7 +130,7 @@ def digest_of_sampling(cls: type[Sampler], env_fn: Any, **kwargs: Any) -> tuple[
 
 @pytest.mark.parametrize("name", [name for name in ENVIRONMENTS if name not in NO_SAMPLER])
 def test_any_number_of_workers_gives_the_same(name: str) -> None:
-    env_fn = make(name)
+    env_fn = reproducible_env_fn(name)
     reference = digest_of_sampling(SerialSampler, env_fn)
     for n_workers in (1, 2, 4):
         assert digest_of_sampling(ParallelSampler, env_fn, n_workers=n_workers) == reference, n_workers
@@ -166,7 +166,7 @@ def trajectory(envs: Any) -> str:
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_a_vector_environment_gives_the_same(name: str) -> None:
-    env_fn = make(name)
+    env_fn = reproducible_env_fn(name)
     mode = AutoresetMode.SAME_STEP
     expected = trajectory(SyncVectorEnv([env_fn] * N_ENVS, autoreset_mode=mode))
     assert trajectory(ShmVectorEnv([env_fn] * N_ENVS, n_workers=2, autoreset_mode=mode)) == expected

@@ -17,8 +17,7 @@ from gymnasium.vector.utils import batch_space
 
 from penstock import ParallelSampler, SerialSampler
 
-from ..batched_support import assert_as_plain_loop, env_seeds
-from ..support import assert_same, batches_of, run
+from ..support import assert_as_plain_loop, assert_same, collect_with, env_seeds, without_infos
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")]
 
@@ -100,8 +99,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_batch_per_seed_whatever_the_workers(library: Path) -> None:
     env_fn = partial(Engine, library)
     sizes = {"batch_T": 30, "batch_B": 6, "eval_n_envs": 3, "eval_max_steps": 90, "batched": True}
-    found = run(SerialSampler, env_fn, None, 3, range(2), **sizes)
+    found = collect_with(SerialSampler, env_fn, None, 3, range(2), **sizes)
     for n_workers in (1, 2, 3):
-        assert_same(found, run(ParallelSampler, env_fn, None, 3, range(2), n_workers=n_workers, **sizes))
+        assert_same(found, collect_with(ParallelSampler, env_fn, None, 3, range(2), n_workers=n_workers, **sizes))
     seeds = [each % 2**63 for each in env_seeds(6, small=False)]
-    assert assert_as_plain_loop(env_fn(6), seeds, batches_of(found)) > 30
+    assert assert_as_plain_loop(env_fn(6), seeds, without_infos(found)) > 30

@@ -27,7 +27,7 @@ from penstock import (
 
 from ..against_loop import compare
 from ..scale import scaled
-from ..seats_support import assert_same, batches_of, serial
+from ..support import assert_same, collect_with
 
 BaseParallelWrapper = pytest.importorskip("pettingzoo.utils", exc_type=ImportError).BaseParallelWrapper
 pytestmark = pytest.mark.filterwarnings("ignore")  # the games' own warnings are not penstock's
@@ -127,8 +127,8 @@ def test_simple_world_comm_has_three_policies() -> None:
         return {name: RandomAgent() for name in ("leadadversary", "adversary", "agent")}
 
     options: dict[str, Any] = {"policy_of": prefix, "bootstrap_value": False, "n": scaled(5, 3)}
-    wanted = serial(env_fn, agents(), **options)
-    assert_same(wanted, batches_of(ParallelSampler, env_fn, agents(), n_workers=3, **options))
+    wanted = collect_with(SerialSampler, env_fn, agents(), **options)
+    assert_same(wanted, collect_with(ParallelSampler, env_fn, agents(), n_workers=3, **options))
     sampler_cls: Any = scaled(partial(ParallelSampler, n_workers=2), SerialSampler)
     with sampler_cls(env_fn, batch_T=9, batch_B=5) as sampler:
         sampler.initialize(agents(), policy_of=prefix, seed=0)
@@ -266,10 +266,12 @@ def test_the_state_of_a_game_is_recorded(name: str) -> None:
 def test_an_id_of_pettingzoo_is_an_env_fn(env_id: str) -> None:
     namespace, name = env_id.split("/")
     pytest.importorskip(f"pettingzoo.{namespace}.{name}", exc_type=ImportError)
-    wanted = serial(env_id, RandomAgent(), bootstrap_value=False, n=2, env_kwargs={"max_cycles": 8})
+    wanted = collect_with(
+        SerialSampler, env_id, RandomAgent(), bootstrap_value=False, n=2, env_kwargs={"max_cycles": 8}
+    )
     assert_same(
         wanted,
-        batches_of(
+        collect_with(
             ParallelSampler,
             env_id,
             RandomAgent(),
@@ -317,8 +319,10 @@ def test_the_example_environments_of_pettingzoo_are_refused_with_the_reason(name
 
 def same_without_wrapper(wrap: Callable[[Any], Any], **options: Any) -> None:
     make = spread()
-    plain = serial(make, RandomAgent(), bootstrap_value=False, n=2, **options)
-    assert_same(plain, serial(lambda: wrap(make()), RandomAgent(), bootstrap_value=False, n=2, **options))
+    plain = collect_with(SerialSampler, make, RandomAgent(), bootstrap_value=False, n=2, **options)
+    assert_same(
+        plain, collect_with(SerialSampler, lambda: wrap(make()), RandomAgent(), bootstrap_value=False, n=2, **options)
+    )
 
 
 @pytest.mark.slow
@@ -385,9 +389,9 @@ def test_unlike_numbers_of_agents_in_one_sampler() -> None:
         return padded
 
     options: dict[str, Any] = {"env_kwargs": kwargs, "batch_B": 3, "bootstrap_value": False, "n": 3}
-    wanted = serial(env_fn, RandomAgent(), **options)
+    wanted = collect_with(SerialSampler, env_fn, RandomAgent(), **options)
     assert wanted[0][0].env.reward.shape == (9, 8)
-    assert_same(wanted, batches_of(ParallelSampler, env_fn, RandomAgent(), n_workers=3, **options))
+    assert_same(wanted, collect_with(ParallelSampler, env_fn, RandomAgent(), n_workers=3, **options))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from penstock.testing.reference_envs import row_of
 from ..against_loop import compare
 from ..envs.space_strategies import any_space, discrete, sample
 from ..scale import examples, pairs
-from .environments import Diary
+from ..support import Diary
 
 pytestmark = pytest.mark.slow
 

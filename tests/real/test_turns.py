@@ -15,8 +15,8 @@ from penstock.errors import ConfigError
 from penstock.vector import ShmVectorEnv
 from tests.against_loop import compare
 from tests.scale import FULL, scaled
-from tests.seats_support import assert_same, batches_of
-from tests.turns_support import Scripted
+from tests.support import assert_same, collect_with
+from tests.toy_games import Scripted
 
 pytest.importorskip("pettingzoo.classic.tictactoe_v3", exc_type=ImportError)
 
@@ -70,9 +70,9 @@ class NoValue(RandomAgent):
 def test_ids_of_the_registry_and_numbers_of_workers(env_id: str) -> None:
     options: Any = {"bootstrap_value": False, "n": 3, "batch_B": 5}
     agent: Any = RandomAgent(mask_key=None if "rps" in env_id else MASKED)
-    wanted = batches_of(SerialSampler, env_id, agent, **options)
+    wanted = collect_with(SerialSampler, env_id, agent, **options)
     for n_workers in scaled((1, 2, 3, 5), (3,)):
-        assert_same(wanted, batches_of(ParallelSampler, env_id, agent, n_workers=n_workers, **options))
+        assert_same(wanted, collect_with(ParallelSampler, env_id, agent, n_workers=n_workers, **options))
 
 
 def moves_of(seed: int) -> tuple[list[int], int]:

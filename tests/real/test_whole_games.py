@@ -16,8 +16,8 @@ import pytest
 
 from penstock import ParallelSampler, RandomAgent
 
-from ..batched_support import env_seeds
 from ..scale import scaled
+from ..support import env_seeds
 
 ale_py = pytest.importorskip("ale_py")
 pytest.importorskip("cv2")

@@ -21,7 +21,7 @@ import penstock
 from penstock import Agent, AgentStep, GameError, NamedArrays, RandomAgent, SerialSampler, TrajInfo
 from penstock.envs.toy import ScriptedGame
 from penstock.vector import ShmVectorEnv
-from tests.turns_support import TurnGame
+from tests.toy_games import TurnGame
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 

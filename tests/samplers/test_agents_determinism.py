@@ -8,14 +8,11 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from penstock import (
     Agent,
     EpsilonGreedyAgent,
     ParallelSampler,
-    RecurrentCategoricalPgAgent,
     RecurrentGaussianPgAgent,
     Sampler,
     SerialSampler,
@@ -24,11 +21,10 @@ from penstock.envs import CountingEnv
 
 from ..models import Lstm, Net
 from ..scale import scaled
-from ..support import batches_of, run
+from ..support import collect_with, without_infos
 
 pytestmark = pytest.mark.slow
 
-CARTPOLE = partial(gym.make, "CartPole-v1", max_episode_steps=25)
 PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=12)
 COUNTING = partial(CountingEnv, truncate=True)
 
@@ -36,16 +32,7 @@ COUNTING = partial(CountingEnv, truncate=True)
 def recorded(agent: Agent, env_fn: Any) -> list[Any]:
     """Five batches, with an evaluation between them."""
     sizes = {"batch_T": 20, "batch_B": 5, "eval_n_envs": 2, "eval_max_steps": 60}
-    return batches_of(run(SerialSampler, env_fn, agent, 5, (2,), **sizes))
-
-
-def test_the_state_of_a_recurrent_agent_goes_on_across_batches_and_ends_with_the_episode() -> None:
-    found = recorded(RecurrentCategoricalPgAgent(lambda: Lstm(4, 2)), CARTPOLE)
-    state = np.concatenate([batch.agent.agent_info.prev_rnn_state._0 for batch in found])
-    done = np.concatenate([batch.env.done for batch in found])
-    begins = np.vstack([np.ones((1, 5), bool), done[:-1]])
-    assert begins[1:].any()
-    assert ((np.abs(state).max(axis=2) == 0) == begins).all()
+    return without_infos(collect_with(SerialSampler, env_fn, agent, 5, (2,), **sizes))
 
 
 def test_a_state_recorded_once_a_batch_is_that_of_its_first_row() -> None:
@@ -54,27 +41,6 @@ def test_a_state_recorded_once_a_batch_is_that_of_its_first_row() -> None:
         for leaf in batch.agent.agent_info.prev_rnn_state:
             assert (leaf[1:] == 0).all()
             assert np.any(leaf[0] != 0) == (itr > 0)
-
-
-def test_values_of_truncated_episodes_are_those_of_the_state_at_their_end() -> None:
-    """The value of what the environment ended with is asked for before the state is reset."""
-
-    class Age(nn.Module):
-        state_shape = (1,)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
-
-        def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
-            return state.expand(-1, 3) * 0, observation[:, 1] + 1000 * state[:, 0], state + 1
-
-    with SerialSampler(COUNTING, batch_T=14, batch_B=2, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RecurrentCategoricalPgAgent(Age), seed=0, bootstrap_value=True)
-        samples, _ = sampler.obtain_samples(0)
-        assert samples.agent.final_value[samples.env.done].unique().tolist() == [5005]
-        assert samples.agent.bootstrap_value.tolist() == [4004, 4004]
-        assert samples.agent.agent_info.value[:7, 0].tolist() == [0, 1001, 2002, 3003, 4004, 0, 1001]
 
 
 @pytest.mark.parametrize(

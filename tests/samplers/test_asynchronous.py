@@ -49,12 +49,12 @@ SERVERS = (None, "process")
 servers = pytest.mark.parametrize("server", SERVERS, ids=["workers act", "server acts"])
 
 
-def make(env_fn: Any = CountingEnv, **kwargs: Any) -> AsyncSampler:
+def async_sampler(env_fn: Any = CountingEnv, **kwargs: Any) -> AsyncSampler:
     return AsyncSampler(env_fn, **{"batch_T": T, "batch_B": B, "n_workers": 2, **kwargs})
 
 
 def started(env_fn: Any = CountingEnv, agent: Any = None, **kwargs: Any) -> AsyncSampler:
-    sampler = make(env_fn, **kwargs)
+    sampler = async_sampler(env_fn, **kwargs)
     sampler.initialize(agent or RandomAgent(), seed=7)
     sampler.start()
     return sampler
@@ -80,7 +80,7 @@ def test_lag_1_equals_a_serial_loop_that_trains_one_batch_late(sizes: tuple[int,
     n_workers, n_slots = sizes
     expected = one_batch_late(partial(CountingEnv, length=4), TabularAgent(), 12)
     rng = random.SystemRandom()
-    with make(Slow, n_workers=n_workers, n_slots=n_slots, lag=1, server=server) as sampler:
+    with async_sampler(Slow, n_workers=n_workers, n_slots=n_slots, lag=1, server=server) as sampler:
         found = sample(sampler, TabularAgent(), 12, between=lambda itr: time.sleep(rng.choice([0, 0, 0.004])))
     assert found == expected
     versions = [np.frombuffer(batch["agent.policy_version"], np.int64) for batch, _ in found]
@@ -133,7 +133,7 @@ def test_a_batch_is_complete_before_the_resets_that_follow_it(tmp_path: Path, mo
 def test_an_evaluation_and_calls_change_no_batch_with_lag_1(server: Any) -> None:
     expected = one_batch_late(partial(CountingEnv, length=4), TabularAgent(), 8)
     options: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 20}
-    with make(partial(CountingEnv, length=4), lag=1, server=server, **options) as sampler:
+    with async_sampler(partial(CountingEnv, length=4), lag=1, server=server, **options) as sampler:
 
         def between(itr: int) -> None:
             assert len(sampler.evaluate_agent(itr)) == 2 * (10 // 4)
@@ -243,7 +243,7 @@ def test_states_at_the_start_of_a_batch_need_environments_that_begin_together() 
 def test_lag_1_with_a_server_that_waits_for_nobody() -> None:
     """Each batch has its own version of the parameters, so batches are not mixed."""
     expected = one_batch_late(partial(CountingEnv, length=4), TabularAgent(), 12)
-    with make(Slow, n_workers=3, lag=1, server="process", max_wait=1e-4) as sampler:
+    with async_sampler(Slow, n_workers=3, lag=1, server="process", max_wait=1e-4) as sampler:
         assert sample(sampler, TabularAgent(), 12) == expected
 
 
@@ -376,7 +376,7 @@ def test_the_itr_of_the_agent_is_that_of_the_calls() -> None:
 
 
 def started_at(itr: int, agent: Any) -> AsyncSampler:
-    sampler = make()
+    sampler = async_sampler()
     sampler.initialize(agent, seed=7)
     sampler.start(itr)
     return sampler
@@ -400,7 +400,7 @@ def started_at(itr: int, agent: Any) -> AsyncSampler:
 )
 def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make(**arguments)
+        async_sampler(**arguments)
 
 
 def test_calls_out_of_order_name_the_call_that_was_meant() -> None:
@@ -409,7 +409,7 @@ def test_calls_out_of_order_name_the_call_that_was_meant() -> None:
             call()
         assert "\n" not in str(caught.value)
 
-    sampler = make()
+    sampler = async_sampler()
     refused(sampler.start, "start was called out of order: the call expected now is initialize")
     with sampler:
         sampler.initialize(RandomAgent())

@@ -124,7 +124,7 @@ def batches(sampler: Any, agent: Any) -> list[Any]:
 SIZES: dict[str, Any] = {"batch_T": 6, "batch_B": 4, "eval_n_envs": 2, "eval_max_steps": 20}
 
 
-def assert_same(ours: list[Any], theirs: list[Any], offset: float = 0.0) -> None:
+def assert_same_actions_and_values(ours: list[Any], theirs: list[Any], offset: float = 0.0) -> None:
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(one.agent.action, other.agent.action)
         np.testing.assert_array_equal(one.env.observation, other.env.observation)
@@ -141,7 +141,9 @@ def test_a_compiled_model_acts_as_it_would_otherwise(server: Any, min_ready: Any
     """Traced by torch, and run without a compiler of machine code."""
     kwargs: dict[str, Any] = {"n_workers": 2, "min_ready": min_ready, "compile_model": {"backend": "eager"}}
     found = batches(GpuSampler(CountingEnv, server=server, **SIZES, **kwargs), CategoricalPgAgent(Net))
-    assert_same(found, batches(SerialSampler(CountingEnv, **SIZES), CategoricalPgAgent(Net)), offset=1000)
+    assert_same_actions_and_values(
+        found, batches(SerialSampler(CountingEnv, **SIZES), CategoricalPgAgent(Net)), offset=1000
+    )
 
 
 @compiling
@@ -258,7 +260,7 @@ def test_a_gpu_acts_as_the_cpu_does(recurrent: bool, kwargs: Any, server: Any) -
 
     found = batches(GpuSampler(CountingEnv, n_workers=2, server=server, **SIZES, **kwargs), make("cuda"))
     offset = 1000 if kwargs.get("compile_model") and not recurrent else 0
-    assert_same(found, batches(SerialSampler(CountingEnv, **SIZES), make("cpu")), offset)
+    assert_same_actions_and_values(found, batches(SerialSampler(CountingEnv, **SIZES), make("cpu")), offset)
 
 
 # ---- with a GPU, each way to act and to train ----------------------------------------------
@@ -285,7 +287,7 @@ def agent(device: Any, recurrent: bool = False) -> Any:
 def test_each_sampler_collects_what_it_collects_without_a_gpu(cls: Any, recurrent: bool) -> None:
     kwargs = {} if cls is SerialSampler else {"n_workers": 2}
     found = batches(cls(CountingEnv, **SIZES, **kwargs), agent("cuda", recurrent))
-    assert_same(found, batches(SerialSampler(CountingEnv, **SIZES), agent(None, recurrent)))
+    assert_same_actions_and_values(found, batches(SerialSampler(CountingEnv, **SIZES), agent(None, recurrent)))
 
 
 @needs_cuda
@@ -311,7 +313,7 @@ def test_a_compiled_model(mode: str) -> None:
     """ "reduce-overhead" records CUDA graphs, which write each result where they wrote the last one."""
     sampler = GpuSampler(CountingEnv, n_workers=2, compile_model={"mode": mode}, **SIZES)
     found = batches(sampler, agent("cuda"))
-    assert_same(found, batches(SerialSampler(CountingEnv, **SIZES), agent(None)), offset=1000)
+    assert_same_actions_and_values(found, batches(SerialSampler(CountingEnv, **SIZES), agent(None)), offset=1000)
 
 
 @needs_cuda
@@ -466,7 +468,7 @@ def test_several_agents_of_a_game_act_on_the_gpu() -> None:
             sampler.initialize(learner, seed=3, bootstrap_value=True)
             return [(sampler.obtain_samples(itr), sampler.samples_np.copy())[1] for itr in range(3)]
 
-    assert_same(found(GpuSampler, "cuda", n_workers=2), found(SerialSampler, None))
+    assert_same_actions_and_values(found(GpuSampler, "cuda", n_workers=2), found(SerialSampler, None))
 
 
 class Heads(Net):

@@ -98,7 +98,7 @@ def check_batch(sampler: GpuSampler, infos: list[Any]) -> None:
     assert [info.Length for info in infos] == [5] * 2 * sampler.batch_B
 
 
-def sampler_of(cls: type[GpuSampler], env_kwargs: list[dict[str, Any]], **kwargs: Any) -> Any:
+def gated_sampler(cls: type[GpuSampler], env_kwargs: list[dict[str, Any]], **kwargs: Any) -> Any:
     arguments: dict[str, Any] = {"n_workers": len(env_kwargs), "start_method": "fork", **kwargs}
     return cls(Gated, env_kwargs=env_kwargs, batch_T=T, batch_B=len(env_kwargs), max_decorrelation_steps=0, **arguments)
 
@@ -171,7 +171,7 @@ def test_a_slow_environment_holds_up_nobody(kwargs: dict[str, Any]) -> None:
                 gate.let(0, T)
 
         itr = 0
-        with sampler_of(GpuSampler, [{"gate": gate.pipes[0][0]}, {}, {}], **kwargs) as sampler:
+        with gated_sampler(GpuSampler, [{"gate": gate.pipes[0][0]}, {}, {}], **kwargs) as sampler:
             agent = begin(sampler, let_the_slow_one_go)
             for itr in range(3):
                 before = len(agent.log)
@@ -192,7 +192,7 @@ def test_the_agent_waits_for_as_many_as_it_was_told() -> None:
             if max(agent.counts().values()) == T:  # whichever came first: the slow one may be among the first three
                 gate.let(0, T)
 
-        with sampler_of(GpuSampler, [{"gate": gate.pipes[0][0]}, {}, {}, {}], min_ready=3) as sampler:
+        with gated_sampler(GpuSampler, [{"gate": gate.pipes[0][0]}, {}, {}, {}], min_ready=3) as sampler:
             agent = begin(sampler, let_go)
             _, infos = sampler.obtain_samples(0)
             check_batch(sampler, infos)
@@ -245,7 +245,7 @@ def test_both_halves_may_step_at_once() -> None:
     with gates(2) as gate:
         (read_0, write_0), (read_1, write_1) = gate.pipes
         kwargs = [{"gate": read_1, "sign": write_0}, {"gate": read_0, "sign": write_1}]
-        with sampler_of(AlternatingSampler, kwargs) as sampler:
+        with gated_sampler(AlternatingSampler, kwargs) as sampler:
             begin(sampler)
             for itr in range(2):
                 check_batch(sampler, sampler.obtain_samples(itr)[1])
@@ -262,7 +262,9 @@ def test_a_half_steps_while_the_others_actions_are_computed(overlap: bool) -> No
             if len(agent.log) == 2 * T:
                 gate.let(columns[0])  # nobody acts after it
 
-        with sampler_of(AlternatingSampler, [{"gate": gate.pipes[b][0]} for b in range(2)], overlap=overlap) as sampler:
+        with gated_sampler(
+            AlternatingSampler, [{"gate": gate.pipes[b][0]} for b in range(2)], overlap=overlap
+        ) as sampler:
             agent = begin(sampler, let)
             check_batch(sampler, sampler.obtain_samples(0)[1])
             assert sampler.server_stats.served == {1: 2 * T}

@@ -34,19 +34,19 @@ from penstock.envs.seeding import Purpose
 from penstock.learning import gae
 from penstock.workers.control import ControlBlock
 
-from .. import support
 from ..models import CartPoleNet
 from ..scale import some
-from ..support import assert_same, sampler_of
+from ..support import assert_same, collect_with, sampler_of
 
 CARTPOLE = partial(gym.make, "CartPole-v1")
-PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=30)
 
 
-def run(cls: type[Sampler], env_fn: Any, make_agent: Any, n: int = 5, evaluate: bool = False, **kwargs: Any) -> Any:
+def training_batches(
+    cls: type[Sampler], env_fn: Any, make_agent: Any, n: int = 5, evaluate: bool = False, **kwargs: Any
+) -> Any:
     """Batches with their infos. `evaluate`: there are evaluations between them."""
     sizes = {"batch_T": 40, "batch_B": 7, "eval_n_envs": 3, "eval_max_steps": 150}
-    found = support.run(cls, env_fn, make_agent(), n, (0, 2) if evaluate else (), {"seed": 11}, **sizes, **kwargs)
+    found = collect_with(cls, env_fn, make_agent(), n, (0, 2) if evaluate else (), seed=11, **sizes, **kwargs)
     assert all(infos for batch, infos in found if batch is None)
     return [(batch, infos) for batch, infos in found if batch is not None]
 
@@ -151,8 +151,11 @@ def test_trajectory_infos_come_in_a_fixed_order() -> None:
     class Where(TrajInfo):
         pass
 
-    stock = [infos for _, infos in run(ParallelSampler, CARTPOLE, RandomAgent, 3, n_workers=3)]
-    own = [infos for _, infos in run(ParallelSampler, CARTPOLE, RandomAgent, 3, n_workers=2, traj_info_cls=Where)]
+    stock = [infos for _, infos in training_batches(ParallelSampler, CARTPOLE, RandomAgent, 3, n_workers=3)]
+    own = [
+        infos
+        for _, infos in training_batches(ParallelSampler, CARTPOLE, RandomAgent, 3, n_workers=2, traj_info_cls=Where)
+    ]
     public = [[{k: v for k, v in info.items() if not k.startswith("_")} for info in infos] for infos in own]
     assert public == stock
 

@@ -83,14 +83,14 @@ def wrapped(context: EnvContext) -> gym.Env[Any, Any]:
     return gym.wrappers.TimeLimit(Levelled(context), 50)
 
 
-def make(cls: type[Sampler], **kwargs: Any) -> Sampler:
+def wrapped_sampler(cls: type[Sampler], **kwargs: Any) -> Sampler:
     return cls(wrapped, batch_T=6, batch_B=5, n_workers=2, eval_n_envs=3, eval_max_steps=60, **kwargs)
 
 
 @both
 @pytest.mark.parametrize("traj_info_cls", quick_first([TrajInfo, Own]))
 def test_methods_and_attributes_are_reached_through_wrappers_in_order(cls: type[Sampler], traj_info_cls: Any) -> None:
-    with make(cls, traj_info_cls=traj_info_cls) as sampler:
+    with wrapped_sampler(cls, traj_info_cls=traj_info_cls) as sampler:
         sampler.initialize(RandomAgent(), seed=3)
         for itr in range(2):
             samples, infos = sampler.obtain_samples(itr)
@@ -110,13 +110,13 @@ def test_methods_and_attributes_are_reached_through_wrappers_in_order(cls: type[
 
 @both
 def test_results_of_any_size_arrive(cls: type[Sampler]) -> None:
-    with make(cls) as sampler:
+    with wrapped_sampler(cls) as sampler:
         sampler.initialize(RandomAgent())
         assert sampler.call("big") == [bytes(300_000)] * 5
 
 
 def test_a_result_may_be_of_a_class_of_the_script(start_method: str) -> None:
-    with make(ParallelSampler, start_method=start_method) as sampler:
+    with wrapped_sampler(ParallelSampler, start_method=start_method) as sampler:
         sampler.initialize(RandomAgent())
         found = sampler.call("point")
         assert [type(point) for point in found] == [Point] * 5
@@ -127,7 +127,7 @@ def test_a_result_may_be_of_a_class_of_the_script(start_method: str) -> None:
 
 @both
 def test_an_exception_names_its_environment_and_harms_nobody(cls: type[Sampler]) -> None:
-    with make(cls) as sampler:
+    with wrapped_sampler(cls) as sampler:
         sampler.initialize(RandomAgent())
         with pytest.raises(
             EnvCallError, match="call 'fail_on' on env_rank 3 raised ArithmeticError: not here"
@@ -162,7 +162,7 @@ def test_an_exception_names_its_environment_and_harms_nobody(cls: type[Sampler])
 
 @both
 def test_a_new_attribute_is_created_with_a_warning(cls: type[Sampler]) -> None:
-    with make(cls) as sampler:
+    with wrapped_sampler(cls) as sampler:
         sampler.initialize(RandomAgent())
         with pytest.warns(RuntimeWarning, match=r"created the attribute 'lenght': 5 of 5 .*; did you mean 'length'\?$"):
             sampler.set_attr("lenght", 2)
@@ -172,7 +172,7 @@ def test_a_new_attribute_is_created_with_a_warning(cls: type[Sampler]) -> None:
 
 
 def test_calls_have_their_time() -> None:
-    sampler = make(SerialSampler)
+    sampler = wrapped_sampler(SerialSampler)
     with pytest.raises(SamplerStateError, match="initialize"):
         sampler.call("add", 1)
     sampler.initialize(RandomAgent())
@@ -186,7 +186,7 @@ def test_calls_have_their_time() -> None:
 
 @both
 def test_a_factory_that_asks_for_it_is_told_where_and_for_what(cls: type[Sampler]) -> None:
-    with make(cls) as sampler:
+    with wrapped_sampler(cls) as sampler:
         sampler.initialize(RandomAgent(), seed=3, rank=1, world_size=2)
         contexts = sampler.get_attr("context")
         evals = sampler.get_attr("context", evaluation=True)

@@ -49,8 +49,7 @@ from penstock.envs.toy import ScriptedGame
 from ..against_loop import compare
 from ..models import Lstm, LstmQ, Modes, Net
 from ..scale import FULL, START_METHODS, examples
-from ..seats_support import Numbered, Odd, Roles
-from ..turns_support import TurnGame, Valuing
+from ..toy_games import Numbered, Odd, Roles, TurnGame, Valuing
 from .digest_cases import IntoWalk, LongInfo, Nested, Plain, Stateful, Walk, rows_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here

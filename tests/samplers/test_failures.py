@@ -34,7 +34,7 @@ from penstock.testing.faults import Trigger
 
 from ..scale import with_start_methods
 from ..support import BOUND, crashing_env, sampler_of, until
-from ..turns_support import TurnGame
+from ..toy_games import TurnGame
 
 pytestmark = pytest.mark.slow
 

@@ -31,7 +31,7 @@ REFUSED = r"observation_space of env_rank 0 is .* or of the argument `spaces`"
 OTHER = spaces.Box(0, 1, (3,)), SPACES[1]
 
 
-def make(context: EnvContext, main: int = -1) -> CountingEnv:
+def env_in_a_worker(context: EnvContext, main: int = -1) -> CountingEnv:
     assert context.worker_rank >= 0, "an example environment"
     assert os.getpid() != main
     return CountingEnv()
@@ -40,7 +40,7 @@ def make(context: EnvContext, main: int = -1) -> CountingEnv:
 @pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler, GpuSampler]))
 def test_no_example_environment_is_built_and_the_batch_is_the_same(cls: Any) -> None:
     batches = []
-    for env_fn, given in ((CountingEnv, None), (make, SPACES)):
+    for env_fn, given in ((CountingEnv, None), (env_in_a_worker, SPACES)):
         with cls(env_fn, spaces=given, **SIZE) as sampler:
             sampler.initialize(RandomAgent(), seed=0)
             assert (sampler.observation_space, sampler.action_space) == SPACES
@@ -51,7 +51,7 @@ def test_no_example_environment_is_built_and_the_batch_is_the_same(cls: Any) -> 
 
 @pytest.mark.slow
 def test_a_vector_environment(start_method: str) -> None:
-    envs = ShmVectorEnv([partial(make, main=os.getpid())] * 2, spaces=SPACES, context=start_method)
+    envs = ShmVectorEnv([partial(env_in_a_worker, main=os.getpid())] * 2, spaces=SPACES, context=start_method)
     assert (envs.single_observation_space, envs.single_action_space) == SPACES
     assert envs.reset()[0].tolist() == [[0, 0], [0, 0]]
     assert (envs.spec, envs.render_mode) == (None, None)

@@ -24,7 +24,7 @@ from penstock.testing import DelegatingAgent
 
 from ..models import CartPoleNet as Net
 from ..scale import START_METHODS, pairs, scaled, some
-from ..support import Batch, assert_same, run
+from ..support import Batch, assert_same, collect_with
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def test_an_agent_around_it_follows_publications(kind: str) -> None:
 
 def batches(cls: Any, kind: Any, **options: Any) -> list[Batch]:
     sizes = {"batch_T": 30, "batch_B": 6}
-    return run(cls, CARTPOLE, CategoricalPgAgent(Net, inference=kind), 3, initialize={"seed": 4}, **sizes, **options)
+    return collect_with(cls, CARTPOLE, CategoricalPgAgent(Net, inference=kind), 3, seed=4, **sizes, **options)
 
 
 @pytest.mark.parametrize("kind", ["torch", *FAST])

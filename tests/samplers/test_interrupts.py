@@ -16,8 +16,9 @@ from penstock.workers import control, sigint
 from penstock.workers import pool as pool_module
 from penstock.workers.monitor import Monitor
 
-from .. import support
+from ..children import exit_code_of_fork
 from ..scale import START_METHODS, methods
+from ..support import sampler_of
 
 
 def ctrl_c() -> None:
@@ -115,13 +116,9 @@ def test_another_thread_holds_nothing_back() -> None:
 # ---- samplers at their worst moments -----------------------------------------------------------
 
 
-def sampler_of(**kwargs: Any) -> Any:
-    return support.sampler_of(ParallelSampler, batch_T=4, **kwargs)
-
-
 def test_between_two_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every batch is given exactly once: nothing is skipped, nothing comes twice."""
-    with sampler_of() as sampler:
+    with sampler_of(ParallelSampler, batch_T=4) as sampler:
         sampler.initialize(RandomAgent())
         with monkeypatch.context() as patched:
             between = []
@@ -154,7 +151,7 @@ def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: st
         return process
 
     monkeypatch.setattr(pool_module.Launcher, "start", interrupted)
-    with sampler_of(start_method=start_method) as sampler, pytest.raises(KeyboardInterrupt):
+    with sampler_of(ParallelSampler, batch_T=4, start_method=start_method) as sampler, pytest.raises(KeyboardInterrupt):
         sampler.initialize(RandomAgent())
     assert len(started) == 1  # the suite's own check finds that it is gone
 
@@ -178,13 +175,13 @@ def test_a_start_whose_end_is_interrupted_too(monkeypatch: pytest.MonkeyPatch, s
 
     monkeypatch.setattr(pool_module.Launcher, "start", twice)
     monkeypatch.setattr(Monitor, "await_deaths", interrupted)
-    with sampler_of(start_method=start_method) as sampler, pytest.raises(KeyboardInterrupt):
+    with sampler_of(ParallelSampler, batch_T=4, start_method=start_method) as sampler, pytest.raises(KeyboardInterrupt):
         sampler.initialize(RandomAgent())
     assert Monitor.await_deaths is await_deaths
 
 
 def test_shutdown_that_is_cut_short_is_done_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = sampler_of()
+    sampler = sampler_of(ParallelSampler, batch_T=4)
     sampler.initialize(RandomAgent())
     plain = Monitor.await_deaths
 
@@ -203,19 +200,13 @@ def test_shutdown_that_is_cut_short_is_done_by_the_next(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_a_fork_may_not_drive_its_parents_workers() -> None:
-    with sampler_of() as sampler:
+    with sampler_of(ParallelSampler, batch_T=4) as sampler:
         sampler.initialize(RandomAgent())
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
+
+        def in_fork() -> None:
+            whose = f"was called in process {os.getpid()}, a fork of process {os.getppid()}"
+            with pytest.raises(SamplerStateError, match=whose):
                 sampler.obtain_samples(0)
-            except SamplerStateError as error:
-                os.write(write, str(error).encode())
-            os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            said = pipe.read()
-        os.waitpid(child, 0)
-        assert f"was called in process {child}, a fork of process {os.getpid()}" in said
+
+        assert exit_code_of_fork(in_fork) == 0
         assert len(sampler.obtain_samples(0)[0].env.reward) == 4

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ..children import exit_code_of_fork
 from ..process.support import is_running
 from ..scale import FULL, START_METHODS, USUAL_METHODS, pairs, scaled, with_start_methods
 from ..starter import Program
@@ -189,9 +190,5 @@ def test_a_fork_of_the_main_process_owns_nothing() -> None:
 
     with ParallelSampler(CountingEnv, batch_T=4, batch_B=1) as sampler:
         sampler.initialize(RandomAgent())
-        child = os.fork()
-        if child == 0:
-            sampler.shutdown()
-            os._exit(0)
-        os.waitpid(child, 0)
+        assert exit_code_of_fork(sampler.shutdown) == 0
         sampler.obtain_samples(0)

@@ -18,7 +18,7 @@ from penstock.columns import stepping
 from penstock.envs import NestedEnv, ScriptedGame
 
 from ..scale import quick_first
-from ..support import Batch, assert_same, run
+from ..support import Batch, assert_same, collect_with
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="was built without a C compiler")
 
@@ -71,7 +71,7 @@ def calls_of_native(*, compiled: bool) -> Iterator[list[str]]:
 def sample(env_fn: Any, make_agent: Any, **kwargs: Any) -> list[Batch]:
     how = {"seed": 3, "traj_info_kwargs": {"discount": 0.9}}
     sizes = {"batch_T": 30, "batch_B": 5, "eval_n_envs": 2, "eval_max_steps": 100}
-    return run(SerialSampler, env_fn, make_agent(), 4, range(4), how, **sizes, **kwargs)
+    return collect_with(SerialSampler, env_fn, make_agent(), 4, range(4), **how, **sizes, **kwargs)
 
 
 CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [

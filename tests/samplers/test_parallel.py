@@ -17,13 +17,10 @@ import psutil
 import pytest
 import threadpoolctl
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from penstock import (
     Affinity,
-    AgentStep,
     AsyncSampler,
     CategoricalPgAgent,
     ConfigError,
@@ -42,8 +39,8 @@ from penstock.agents.joint import DelegatingAgent
 from penstock.envs import CountingEnv
 from penstock.workers.affinity import usable_cpus
 
-from ..scale import START_METHODS, examples, methods, scaled
-from ..support import sampler_of
+from ..scale import START_METHODS, methods, scaled
+from ..support import leave_memory, sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 
@@ -82,21 +79,6 @@ def test_every_one_step_episode_is_delivered_in_its_batch(cls: type[Sampler], tr
 
 
 @pytest.mark.slow
-@examples(4, 8)
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), T=st.integers(1, 30), n_workers=st.integers(1, 4))
-def test_as_many_infos_as_dones_with_any_episode_lengths(lengths: list[int], T: int, n_workers: int) -> None:
-    how = {"env_kwargs": [{"length": n} for n in lengths], "start_method": "fork", "max_decorrelation_steps": 5}
-    with ParallelSampler(CountingEnv, batch_T=T, batch_B=len(lengths), n_workers=n_workers, **how) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        for itr in range(4):
-            samples, infos = sampler.obtain_samples(itr)
-            assert len(infos) == int(samples.env.done.sum())
-            _, b = np.nonzero(sampler.samples_np.env.done)
-            assert [info.Length for info in infos] == [lengths[column] for column in b]
-            assert all(info.Return == sum(range(1, info.Length + 1)) for info in infos)
-
-
-@pytest.mark.slow
 @methods("fork", "forkserver")
 def test_a_subclass_keeps_constants_attributes_and_class(start_method: str) -> None:
     how = {"start_method": start_method, "traj_info_cls": OwnTrajInfo}
@@ -113,16 +95,6 @@ def test_a_subclass_keeps_constants_attributes_and_class(start_method: str) -> N
         # Ordered by time step, then env_rank: first the three that ended at t=4.
         for b, info in enumerate(infos[:3]):
             assert info.actions == samples.agent.action[:5, b].tolist()
-
-
-@both
-def test_discount_is_a_constant_of_the_stock_info(cls: type[Sampler]) -> None:
-    with cls(CountingEnv, batch_T=7, batch_B=1, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), traj_info_kwargs={"discount": 0.5})
-        infos = [info for itr in range(5) for info in sampler.obtain_samples(itr)[1]]
-        assert len(infos) == 7
-        for info in infos:  # batches of 7 steps cut episodes of 5 at every place
-            assert info.DiscountedReturn == pytest.approx(1 + 2 / 2 + 3 / 4 + 4 / 8 + 5 / 16)
 
 
 @pytest.mark.slow
@@ -539,12 +511,6 @@ def test_final_observations_can_be_left_out(cls: type[Sampler]) -> None:
             _ = samples.env.final_obs
 
 
-class Fickle(RandomAgent):
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        action, info = super().step(observation, prev_action, prev_reward)
-        return AgentStep(action[:1] if observation.max() > 3 else action, info)
-
-
 class Misshapen(CountingEnv):
     def step(self, action: Any) -> Any:
         observation, *rest = super().step(action)
@@ -566,8 +532,7 @@ def test_an_observation_of_the_wrong_shape_is_named(cls: type[Sampler]) -> None:
 
 
 def test_memory_beyond_the_limit_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.buffers.memory_limits.free_memory", lambda: 10_000)
-    monkeypatch.setattr("penstock.buffers.memory_limits.SMALL_BYTES", 0)
+    leave_memory(monkeypatch, 10_000, small=0)
     with (
         ParallelSampler(CountingEnv, batch_T=1000, batch_B=8) as sampler,
         pytest.raises(ConfigError, match="KiB are free"),

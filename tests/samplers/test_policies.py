@@ -28,7 +28,8 @@ from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.learning import Replay, Steps, gae
 
 from ..scale import quick_first, some
-from ..seats_support import Book, Numbered, Published, Roles, Valued, assert_same, batches_of, check_rules, serial
+from ..support import assert_same, check_rules, collect_with
+from ..toy_games import Book, Numbered, Published, Roles, Valued
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
 
@@ -42,9 +43,6 @@ def by_env(agent_id: str, env_rank: int) -> str:
     return "odd" if env_rank % 2 and agent_id == "a0" else "even"
 
 
-POLICY_OF = {"by agent": odd_or_even, "by environment": by_env}
-
-
 def two(cls: type[Any] = Book) -> dict[str, Any]:
     return {"even": cls(), "odd": cls()}
 
@@ -55,7 +53,7 @@ def two(cls: type[Any] = Book) -> dict[str, Any]:
 def test_each_policy_plays_as_the_shared_one_does() -> None:
     """Who plays an agent changes neither its random numbers nor its cells."""
     # The random steps before the first batch are drawn policy by policy, so there are none.
-    shared = serial(ScriptedGame, Book(), env_kwargs=MIXED, max_decorrelation_steps=0)
+    shared = collect_with(SerialSampler, ScriptedGame, Book(), env_kwargs=MIXED, max_decorrelation_steps=0)
     with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=9, batch_B=5, max_decorrelation_steps=0) as sampler:
         sampler.initialize(two(), policy_of=odd_or_even, seed=7, bootstrap_value=True)
         seats = sampler.seats()
@@ -147,24 +145,6 @@ def test_the_columns_of_an_environment_can_be_seen_together() -> None:
             samples.even.by_env()
 
 
-@pytest.mark.slow
-def test_policies_may_have_unlike_spaces() -> None:
-    agents = {"leader": RandomAgent(), "others": RandomAgent()}
-
-    def leads(agent_id: str) -> str:
-        return "leader" if agent_id == "a0" else "others"
-
-    wanted = serial(Roles, agents, policy_of=leads, bootstrap_value=False)
-    agents = {"leader": RandomAgent(), "others": RandomAgent()}
-    found = batches_of(ParallelSampler, Roles, agents, policy_of=leads, bootstrap_value=False, n_workers=3)
-    assert_same(wanted, found)
-    for batch, _ in wanted:
-        assert batch.leader.env.observation.shape[-1] == 5
-        assert batch.others.env.observation.shape[-1] == 4
-        assert (batch.leader.env.observation[..., 4] == 7 * batch.leader.env.valid).all()
-    assert max(batch.leader.agent.action.max() for batch, _ in wanted) == 3
-
-
 @pytest.mark.parametrize(
     ("cls", "kwargs"),
     quick_first(
@@ -178,8 +158,10 @@ def test_policies_may_have_unlike_spaces() -> None:
     ),
 )
 def test_a_dict_may_have_one_policy(cls: type[Any], kwargs: dict[str, Any]) -> None:
-    wanted = serial(ScriptedGame, Book(), env_kwargs=MIXED)
-    found = batches_of(cls, ScriptedGame, {"main": Book()}, policy_of=lambda agent: "main", env_kwargs=MIXED, **kwargs)
+    wanted = collect_with(SerialSampler, ScriptedGame, Book(), env_kwargs=MIXED)
+    found = collect_with(
+        cls, ScriptedGame, {"main": Book()}, policy_of=lambda agent: "main", env_kwargs=MIXED, **kwargs
+    )
     for (batch, infos), (own, others) in zip(wanted, found, strict=True):
         assert list(own.keys()) == ["main"]
         assert_same([(batch, 0)], [(own.main, 0)])
@@ -225,10 +207,12 @@ def test_a_worker_may_have_no_seat_of_a_policy() -> None:
     def alone(agent_id: str, env_rank: int) -> str:
         return "odd" if (agent_id, env_rank) == ("a1", 4) else "even"
 
-    wanted = serial(ScriptedGame, two(), policy_of=alone, env_kwargs=MIXED)
+    wanted = collect_with(SerialSampler, ScriptedGame, two(), policy_of=alone, env_kwargs=MIXED)
     assert wanted[0][0].odd.env.reward.shape == (9, 1)
     for n_workers in (2, 5):
-        found = batches_of(ParallelSampler, ScriptedGame, two(), policy_of=alone, env_kwargs=MIXED, n_workers=n_workers)
+        found = collect_with(
+            ParallelSampler, ScriptedGame, two(), policy_of=alone, env_kwargs=MIXED, n_workers=n_workers
+        )
         assert_same(wanted, found)
 
 
@@ -361,13 +345,6 @@ def test_evaluations_count_games(n_workers: int) -> None:
                         assert max(info.Length for info in own) <= game.Length
                 assert all(info.policy == odd_or_even(info.agent_id) for info in agents)
     assert found[0] != found[1], "each evaluation has streams of its own"
-
-
-@pytest.mark.slow
-def test_evaluations_do_not_show_in_batches() -> None:
-    plain = serial(ScriptedGame, two(), policy_of=odd_or_even, env_kwargs=MIXED)
-    between = serial(ScriptedGame, two(), policy_of=odd_or_even, env_kwargs=MIXED, evaluate=True)
-    assert_same(plain, [each for each in between if each[0] is not None])
 
 
 def test_an_agent_sees_its_rewards_in_an_evaluation_too() -> None:

@@ -312,6 +312,6 @@ def test_a_server_sleeps_until_its_rule_is_due(left: float, seconds: float, monk
     """In whole milliseconds, as `poll` takes them."""
     monkeypatch.setattr(inference_server.time, "monotonic", lambda: 100.0)
     server = object.__new__(inference_server.InferenceServer)
-    server._rule = FirstReady(2, lambda rank: 1)
-    server._rule.due = 100.0 + left
+    server._rule = rule = FirstReady(2, lambda rank: 1)
+    rule.due = 100.0 + left
     assert server.sleep_seconds == pytest.approx(seconds)

@@ -35,7 +35,7 @@ from ..support import assert_same, collect
 T, B = 12, 4
 
 
-def make(env_fn: Any = "CartPole-v1", cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Sampler:
+def recording_sampler(env_fn: Any = "CartPole-v1", cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Sampler:
     arguments = {"batch_T": T, "batch_B": B, "n_workers": 2, "max_decorrelation_steps": 30, "seed_episodes": True}
     return cls(env_fn, **{**arguments, **kwargs})
 
@@ -78,7 +78,7 @@ def test_any_step_of_the_last_batch_is_repeated(env_fn: Any, cls: type[Sampler],
     rng = np.random.default_rng(0)
     collector = {"collector_cls": WaitResetCollector} if wait_reset else {}
     n_long = 0
-    with make(env_fn, cls, **collector) as sampler:
+    with recording_sampler(env_fn, cls, **collector) as sampler:
         sampler.initialize(RandomAgent(), seed=4)
         for itr in range(6):
             sampler.obtain_samples(itr)
@@ -100,7 +100,7 @@ def test_any_step_of_the_last_batch_is_repeated(env_fn: Any, cls: type[Sampler],
 def test_the_seeds_of_the_episodes_depend_on_env_rank_and_episode_only() -> None:
     batches = []
     for cls, kwargs in ((SerialSampler, {}), (ParallelSampler, {"n_workers": 3}), (GpuSampler, {"n_workers": 2})):
-        with make(Walk, cls, **kwargs) as sampler:
+        with recording_sampler(Walk, cls, **kwargs) as sampler:
             sampler.initialize(RandomAgent(), seed=4)
             batches.append(collect(sampler, 4))
     for other in batches[1:]:
@@ -110,7 +110,7 @@ def test_the_seeds_of_the_episodes_depend_on_env_rank_and_episode_only() -> None
 def test_only_later_episodes_differ_from_a_run_without_the_option() -> None:
     starts = []
     for seed_episodes in (False, True):
-        with make(Walk, batch_T=50, max_decorrelation_steps=0, seed_episodes=seed_episodes) as sampler:
+        with recording_sampler(Walk, batch_T=50, max_decorrelation_steps=0, seed_episodes=seed_episodes) as sampler:
             sampler.initialize(RandomAgent(), seed=4)
             sampler.obtain_samples(0)
             env = sampler.samples_np.env
@@ -137,7 +137,9 @@ def failure(sampler: Sampler, n_batches: int = 50, agent: Any = None) -> WorkerE
 def test_run_stops_before_the_step_that_failed(cls: type[Sampler], where: str, tmp_path: Path) -> None:
     n = 400 if where == "decorrelation" else 0
     error = failure(
-        make(Walk, cls, batch_T=5, max_decorrelation_steps=n, env_kwargs={"fails_at": 17}, crash_dir=tmp_path)
+        recording_sampler(
+            Walk, cls, batch_T=5, max_decorrelation_steps=n, env_kwargs={"fails_at": 17}, crash_dir=tmp_path
+        )
     )
     assert ("decorrelating" in str(error)) == (where == "decorrelation")
     assert "error.episode.run() repeats episode" in str(error)
@@ -153,7 +155,7 @@ def test_run_stops_before_the_step_that_failed(cls: type[Sampler], where: str, t
 
 
 def test_run_stops_before_a_reset_that_failed() -> None:
-    error = failure(make(faulty_env(Walk, Fault("raise", at=4), "reset")))
+    error = failure(recording_sampler(faulty_env(Walk, Fault("raise", at=4), "reset")))
     env, action = error.episode.run()
     assert action is None
     assert (error.episode.is_reset, error.episode.step, error.episode.episode) == (True, 0, 3)
@@ -167,13 +169,13 @@ def test_data_that_do_not_fit_are_replayed_too() -> None:
             observation, *rest = super().step(action)
             return (observation[:1] if self.count == 9 else observation), *rest
 
-    error = failure(make(Wrong, max_decorrelation_steps=0))
+    error = failure(recording_sampler(Wrong, max_decorrelation_steps=0))
     env, action = error.episode.run()
     assert len(env.step(action)[0]) == 1
 
 
 def test_every_later_call_raises_the_error_with_its_replay() -> None:
-    sampler = make(Walk, env_kwargs={"fails_at": 17})
+    sampler = recording_sampler(Walk, env_kwargs={"fails_at": 17})
     with sampler, pytest.raises(WorkerError) as caught:
         sampler.initialize(RandomAgent(), seed=1)
         for itr in range(50):
@@ -184,9 +186,9 @@ def test_every_later_call_raises_the_error_with_its_replay() -> None:
 
 
 def test_a_failure_outside_of_training_environments_has_no_replay() -> None:
-    assert failure(make(Walk), agent=FaultyAgent(RandomAgent(), Fault("raise", at=3))).episode is None
-    assert failure(make(Walk, env_kwargs={"fails_at": 17}, seed_episodes=False)).episode is None
-    sampler = make(Walk, eval_n_envs=2, eval_env_kwargs={"fails_at": 3})
+    assert failure(recording_sampler(Walk), agent=FaultyAgent(RandomAgent(), Fault("raise", at=3))).episode is None
+    assert failure(recording_sampler(Walk, env_kwargs={"fails_at": 17}, seed_episodes=False)).episode is None
+    sampler = recording_sampler(Walk, eval_n_envs=2, eval_env_kwargs={"fails_at": 3})
     with sampler, pytest.raises(WorkerError) as caught:
         sampler.initialize(RandomAgent())
         sampler.evaluate_agent(0)
@@ -194,7 +196,7 @@ def test_a_failure_outside_of_training_environments_has_no_replay() -> None:
 
 
 def test_a_file_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Path) -> None:
-    sampler = make(Walk, env_kwargs={"fails_at": 17}, crash_dir=tmp_path / "crashes")
+    sampler = recording_sampler(Walk, env_kwargs={"fails_at": 17}, crash_dir=tmp_path / "crashes")
     with sampler, pytest.raises(WorkerError, match=r"step 17 fails(.|\n)*not written: .*No such file") as caught:
         sampler.initialize(RandomAgent(), seed=1)
         (tmp_path / "crashes").rmdir()
@@ -207,7 +209,9 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Path)
 def test_a_replaced_worker_leaves_a_file(tmp_path: Path) -> None:
     fault = Fault("raise", at=60, marker=str(tmp_path / "marker"))
     folder = tmp_path / "crashes"
-    with make(faulty_env(Walk, fault), ParallelSampler, on_worker_failure="restart", crash_dir=folder) as sampler:
+    with recording_sampler(
+        faulty_env(Walk, fault), ParallelSampler, on_worker_failure="restart", crash_dir=folder
+    ) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         for itr in range(10):
             sampler.obtain_samples(itr)
@@ -225,7 +229,7 @@ def test_episodes_after_one_that_was_cut_are_repeated() -> None:
                 raise GameError("the game has failed")
             return super().step(action)
 
-    with make(Failing, batch_T=60, on_game_failure="renew", max_renewals=1000) as sampler:
+    with recording_sampler(Failing, batch_T=60, on_game_failure="renew", max_renewals=1000) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
         env = sampler.samples_np.env
@@ -239,12 +243,14 @@ def test_episodes_after_one_that_was_cut_are_repeated() -> None:
 
 
 def test_an_environment_that_is_not_deterministic_is_named_with_its_first_step_that_differs() -> None:
-    with make(Walk, env_kwargs={"noise": 1.0}, max_decorrelation_steps=0) as sampler:
+    with recording_sampler(Walk, env_kwargs={"noise": 1.0}, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
         with pytest.raises(RepeatError, match=r"of env_rank 2 differs .* of its 4 steps: the reward of step 0 is"):
             sampler.episode(2, 4).run()
-    with make(CountingEnv, max_decorrelation_steps=0) as sampler:  # it counts episodes, so they are not alike
+    with recording_sampler(
+        CountingEnv, max_decorrelation_steps=0
+    ) as sampler:  # it counts episodes, so they are not alike
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
         sampler.episode(1, 4).run()
@@ -264,7 +270,7 @@ def test_a_step_that_raises_or_ends_too_early_is_named() -> None:
                 raise KeyError("x")
             return observation, reward, terminated or (Other.how == "end" and self.count == 2), truncated, info
 
-    with make(Other, max_decorrelation_steps=0) as sampler:
+    with recording_sampler(Other, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
         episode = sampler.episode(0, 4)
@@ -278,7 +284,7 @@ def test_a_step_that_raises_or_ends_too_early_is_named() -> None:
 
 def test_an_episode_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode_log, "_MOST_STEPS", 7)
-    with make("Pendulum-v1", max_decorrelation_steps=0) as sampler:
+    with recording_sampler("Pendulum-v1", max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         for itr in range(4):
             sampler.obtain_samples(itr)
@@ -291,7 +297,7 @@ def test_an_episode_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pyt
 def test_an_episode_is_repeated_across_the_place_where_the_log_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode_log, "_MOST_STEPS", 7)  # 19 rows: an episode may have 7 steps before the last batch
     lengths = []
-    with make(Walk, batch_B=20, max_decorrelation_steps=0) as sampler:
+    with recording_sampler(Walk, batch_B=20, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         for itr in range(5):
             sampler.obtain_samples(itr)
@@ -304,19 +310,19 @@ def test_an_episode_is_repeated_across_the_place_where_the_log_begins_again(monk
 
 def test_calls_and_arguments_that_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="seed_episodes=True and batched environments do not go together"):
-        make(BatchedCartPole, batched=True)
+        recording_sampler(BatchedCartPole, batched=True)
     with pytest.raises(ConfigError, match="crash_dir needs seed_episodes=True"):
-        make(seed_episodes=False, crash_dir=tmp_path)
+        recording_sampler(seed_episodes=False, crash_dir=tmp_path)
     with pytest.raises(ConfigError, match="crash_dir must be the path of a folder"):
-        make(crash_dir=3)
+        recording_sampler(crash_dir=3)
     (tmp_path / "file").touch()
-    with make(crash_dir=tmp_path / "file") as sampler, pytest.raises(ConfigError, match="cannot be made"):
+    with recording_sampler(crash_dir=tmp_path / "file") as sampler, pytest.raises(ConfigError, match="cannot be made"):
         sampler.initialize(RandomAgent())
-    with make(seed_episodes=False) as sampler:
+    with recording_sampler(seed_episodes=False) as sampler:
         sampler.initialize(RandomAgent())
         with pytest.raises(ConfigError, match="construct the sampler with seed_episodes=True"):
             sampler.episode(0, 0)
-    with make(collector_cls=WaitResetCollector, batch_T=60) as sampler:
+    with recording_sampler(collector_cls=WaitResetCollector, batch_T=60) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         with pytest.raises(SamplerStateError, match="before the first batch"):
             sampler.episode(0, 0)
@@ -327,7 +333,7 @@ def test_calls_and_arguments_that_cannot_work(tmp_path: Path) -> None:
         t, b = np.argwhere(~sampler.samples_np.env.valid)[0]
         with pytest.raises(ConfigError, match=f"env_rank {b} made no step at t={t}"):
             sampler.episode(int(b), int(t))
-    with make(cls=AsyncSampler) as sampler:
+    with recording_sampler(cls=AsyncSampler) as sampler:
         sampler.initialize(RandomAgent())
         with pytest.raises(ConfigError, match=r"episode\(\) and AsyncSampler do not go together"):
             sampler.episode(0, 0)
@@ -346,7 +352,7 @@ def test_a_file_that_is_no_episode_and_a_factory_that_cannot_be_pickled(tmp_path
             raise TypeError("not this one")
 
     env = Unpicklable()
-    with make(lambda: env) as sampler:
+    with recording_sampler(lambda: env) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
         with pytest.raises(ConfigError, match="the episode cannot be pickled"):

@@ -31,8 +31,7 @@ from penstock import (
 from penstock.columns import episode_log
 from penstock.envs.toy import ScriptedGame
 
-from ..seats_support import Odd
-from ..turns_support import TurnGame
+from ..toy_games import Odd, TurnGame
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
@@ -123,7 +122,7 @@ def policies_of(n: int) -> dict[str, Any]:
     return {"agent": {name: RandomAgent() for name in names}, "policy_of": lambda agent: names[int(agent[1:])]}
 
 
-def sampler_of(cls: Any, env_fn: Any = Plain, **options: Any) -> Any:
+def recording_sampler(cls: Any, env_fn: Any = Plain, **options: Any) -> Any:
     given = {"batch_T": T, "batch_B": B, "env_kwargs": KINDS, "max_decorrelation_steps": 0, "seed_episodes": True}
     given |= {} if cls is SerialSampler else {"n_workers": 2}
     return cls(env_fn, **{**given, **options})
@@ -190,7 +189,7 @@ def test_a_plain_loop_plays_the_same_games_with_the_seeds_of_the_trajectories(
     cls: Any, n_policies: int, waits: bool
 ) -> None:
     options: dict[str, Any] = {"collector_cls": WaitResetCollector} if waits else {"traj_info_cls": OwnInfo}
-    with sampler_of(cls, **options) as sampler:
+    with recording_sampler(cls, **options) as sampler:
         sampler.initialize(seed=4, **policies_of(n_policies))
         batches, infos = [], []
         for itr in range(N):
@@ -242,7 +241,7 @@ def check_episode(sampler: Any, e: int, t: int) -> int:
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int) -> None:
     rng, n_before = np.random.default_rng(0), []
-    with sampler_of(cls, max_decorrelation_steps=30) as sampler:
+    with recording_sampler(cls, max_decorrelation_steps=30) as sampler:
         sampler.initialize(seed=4, **policies_of(n_policies))
         for itr in range(4):
             sampler.obtain_samples(itr)
@@ -256,7 +255,7 @@ def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int) -> No
 def test_masks_states_and_games_that_return_the_same_arrays(options: dict[str, Any]) -> None:
     is_masked = "global_state" in options
     agent = RandomAgent(mask_key="info.action_mask") if is_masked else RandomAgent()
-    with sampler_of(SerialSampler, **{"env_kwargs": {"k": 3}, **options}) as sampler:
+    with recording_sampler(SerialSampler, **{"env_kwargs": {"k": 3}, **options}) as sampler:
         sampler.initialize(agent, seed=1)
         for itr in range(3):
             sampler.obtain_samples(itr)
@@ -271,7 +270,7 @@ def test_masks_states_and_games_that_return_the_same_arrays(options: dict[str, A
 def test_the_seeds_are_the_same_in_every_sampler() -> None:
     found = []
     for cls, options in ((SerialSampler, {}), (GpuSampler, {}), (AsyncSampler, {"n_slots": 3})):
-        with sampler_of(cls, **options, eval_n_envs=2, eval_episodes=4, eval_env_kwargs={"k": 3}) as sampler:
+        with recording_sampler(cls, **options, eval_n_envs=2, eval_episodes=4, eval_env_kwargs={"k": 3}) as sampler:
             sampler.initialize(RandomAgent(), seed=4)
             if isinstance(sampler, AsyncSampler):
                 sampler.start()
@@ -284,7 +283,7 @@ def test_the_seeds_are_the_same_in_every_sampler() -> None:
 def test_without_the_option_nothing_changes_but_the_games_after_the_first() -> None:
     evaluations, firsts = [], []
     for seed_episodes in (False, True):
-        with sampler_of(
+        with recording_sampler(
             SerialSampler, seed_episodes=seed_episodes, eval_n_envs=2, eval_episodes=4, eval_env_kwargs={"k": 3}
         ) as sampler:
             sampler.initialize(RandomAgent(), seed=4)
@@ -305,7 +304,7 @@ def test_without_the_option_nothing_changes_but_the_games_after_the_first() -> N
 def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where: str, tmp_path: Path) -> None:
     n = 400 if where == "decorrelation" else 0
     with (
-        sampler_of(cls, Failing, crash_dir=tmp_path, max_decorrelation_steps=n) as sampler,
+        recording_sampler(cls, Failing, crash_dir=tmp_path, max_decorrelation_steps=n) as sampler,
         pytest.raises(WorkerError, match="the game has failed at") as caught,
     ):
         sampler.initialize(seed=1, **policies_of(n_policies))
@@ -323,7 +322,7 @@ def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where:
 
 def test_run_stops_before_a_reset_that_failed() -> None:
     with (
-        sampler_of(SerialSampler, partial(FailsOnce, "reset", 4)) as sampler,
+        recording_sampler(SerialSampler, partial(FailsOnce, "reset", 4)) as sampler,
         pytest.raises(WorkerError) as caught,
     ):
         sampler.initialize(RandomAgent(), seed=1)
@@ -337,7 +336,7 @@ def test_run_stops_before_a_reset_that_failed() -> None:
 
 def test_games_of_a_worker_that_was_replaced_have_new_seeds(tmp_path: Path) -> None:
     env_fn = partial(FailsOnce, "step", 60, tmp_path / "marker")
-    with sampler_of(ParallelSampler, env_fn, on_worker_failure="restart", traj_info_cls=OwnInfo) as sampler:
+    with recording_sampler(ParallelSampler, env_fn, on_worker_failure="restart", traj_info_cls=OwnInfo) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         seeds = defaultdict(set)
         for itr in range(10):
@@ -352,7 +351,7 @@ def test_games_of_a_worker_that_was_replaced_have_new_seeds(tmp_path: Path) -> N
 @pytest.mark.parametrize("waits", [False, True])
 def test_games_that_are_built_again_are_repeated_too(waits: bool) -> None:
     options = {"collector_cls": WaitResetCollector} if waits else {}
-    with sampler_of(SerialSampler, Failing, on_game_failure="renew", max_renewals=1000, **options) as sampler:
+    with recording_sampler(SerialSampler, Failing, on_game_failure="renew", max_renewals=1000, **options) as sampler:
         sampler.initialize(seed=1, **policies_of(3))
         n = 0
         for itr in range(4):
@@ -380,14 +379,14 @@ def test_a_run_continues_with_the_seeds_of_its_games(env_fn: Any, n_policies: in
             found.append(([(info.env_rank, info.agent_id, info.seed) for info in infos], sampler.samples_np.copy()))
         return found
 
-    with sampler_of(ParallelSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=OwnInfo) as sampler:
+    with recording_sampler(ParallelSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=OwnInfo) as sampler:
         sampler.initialize(seed=3, **policies_of(n_policies))
         collect(sampler, range(2))
         state = sampler.state_dict()
         wanted = collect(sampler, range(2, 5))
     kinds = {column["kind"] for column in state["columns"].values()}
     assert kinds == {"repeat" if env_fn is Unpicklable else "pickle"}
-    with sampler_of(SerialSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=OwnInfo) as sampler:
+    with recording_sampler(SerialSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=OwnInfo) as sampler:
         sampler.initialize(seed=3, **policies_of(n_policies))
         assert sampler.load_state_dict(state).exact == (0, 1, 2, 3)
         for (infos, batch), (wanted_infos, wanted_batch) in zip(collect(sampler, range(2, 5)), wanted, strict=True):
@@ -402,7 +401,7 @@ def test_a_run_continues_with_the_seeds_of_its_games(env_fn: Any, n_policies: in
 
 
 def test_a_game_that_is_not_deterministic_is_named_with_its_first_step_that_differs() -> None:
-    with sampler_of(SerialSampler, Drifting) as sampler:
+    with recording_sampler(SerialSampler, Drifting) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
         with pytest.raises(RepeatError, match=r"of env_rank 2 differs .* of its 2 steps: the reward of step 0 is \["):
@@ -411,7 +410,7 @@ def test_a_game_that_is_not_deterministic_is_named_with_its_first_step_that_diff
 
 def test_a_game_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode_log, "_MOST_STEPS", 7)
-    with sampler_of(SerialSampler, ScriptedGame, env_kwargs={"script": [{}] * 60}) as sampler:
+    with recording_sampler(SerialSampler, ScriptedGame, env_kwargs={"script": [{}] * 60}) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         for itr in range(4):
             sampler.obtain_samples(itr)
@@ -428,7 +427,7 @@ def test_games_in_turns_and_policies_that_are_not_recorded_are_refused() -> None
     ):
         sampler.initialize(RandomAgent())
     with (
-        sampler_of(SerialSampler) as sampler,
+        recording_sampler(SerialSampler) as sampler,
         pytest.raises(ConfigError, match=r"seed_episodes=True and a policy that is not recorded \(record\) do not go"),
     ):
         sampler.initialize(**policies_of(3), record=["even"])

@@ -40,13 +40,15 @@ SERVERS = (None, "process")
 servers = pytest.mark.parametrize("server", SERVERS, ids=["workers act", "server acts"])
 
 
-def make(replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, **kwargs: Any) -> AsyncSampler:
+def feeding_sampler(
+    replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, **kwargs: Any
+) -> AsyncSampler:
     options: dict[str, Any] = {"batch_T": T, "batch_B": B, "n_workers": 2, "max_decorrelation_steps": 0, **kwargs}
     return AsyncSampler(env_fn, replay=replay, ratio=ratio, **options)
 
 
 def started(replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, **kwargs: Any) -> AsyncSampler:
-    sampler = make(replay, env_fn, ratio, **kwargs)
+    sampler = feeding_sampler(replay, env_fn, ratio, **kwargs)
     sampler.initialize(RandomAgent(), seed=1)
     sampler.start()
     return sampler
@@ -131,7 +133,7 @@ def test_sequences_with_stored_states() -> None:
             return self.layer(observation), observation[:, 0], observation + 0.25
 
     replay = Replay(B * 64, sequences=Sequences(6, 2, 2), prioritized=Prioritized(), seed=0)
-    with make(replay, CountingEnv, Ratio(2)) as sampler:
+    with feeding_sampler(replay, CountingEnv, Ratio(2)) as sampler:
         sampler.initialize(RecurrentCategoricalPgAgent(Memory), seed=1)
         sampler.start()
         for _ in range(50):
@@ -171,7 +173,7 @@ def test_frames_and_what_is_no_stack() -> None:
 
 def test_policy_versions_and_newer_than() -> None:
     agent, replay = VersionAgent(), Replay(B * 60, seed=0)
-    with make(replay, ratio=Ratio(4)) as sampler:
+    with feeding_sampler(replay, ratio=Ratio(4)) as sampler:
         sampler.initialize(agent, seed=1)
         sampler.start()
         for itr in itertools.count():
@@ -355,7 +357,7 @@ def test_lost_final_observations_are_counted_and_warned_of() -> None:
 
 def test_calls_that_do_not_fit() -> None:
     replay = Replay(B * 80, seed=0)
-    with make(replay, ratio=Ratio(1)) as sampler:
+    with feeding_sampler(replay, ratio=Ratio(1)) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         with pytest.raises(SamplerStateError, match=r"replay\.sample was called out of order.*start"):
             replay.sample(1)
@@ -366,7 +368,10 @@ def test_calls_that_do_not_fit() -> None:
         samples = sampler.run.batches.views[0]
         with pytest.raises(ConfigError, match="workers of a sampler write into this replay"):
             replay.append(samples)
-        with make(replay) as other, pytest.raises(ConfigError, match="another sampler writes into this replay"):
+        with (
+            feeding_sampler(replay) as other,
+            pytest.raises(ConfigError, match="another sampler writes into this replay"),
+        ):
             other.initialize(RandomAgent(), seed=1)
         replay.sample(10)
     with AsyncSampler(CountingEnv, batch_T=T, batch_B=B) as sampler:
@@ -393,7 +398,7 @@ def test_settings_that_cannot_work(options: dict[str, Any], message: str) -> Non
 
 def test_a_replay_that_is_too_small() -> None:
     message = "workers may be writing 12 others: raise capacity"
-    with make(Replay(B * 12)) as sampler, pytest.raises(ConfigError, match=message):
+    with feeding_sampler(Replay(B * 12)) as sampler, pytest.raises(ConfigError, match=message):
         sampler.initialize(RandomAgent())
 
 

@@ -106,7 +106,7 @@ class Rebuilt(gym.Wrapper[Any, Any, Any, Any], EzPickle):
         gym.Wrapper.__init__(self, gym.make("Pendulum-v1"))
 
 
-def make(env_fn: Any = "CartPole-v1", cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Sampler:
+def resumable_sampler(env_fn: Any = "CartPole-v1", cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Sampler:
     arguments = {"batch_T": 9, "batch_B": 5, "n_workers": 2, "max_decorrelation_steps": 15}
     return cls(env_fn, **{**arguments, **kwargs})
 
@@ -132,13 +132,13 @@ def through_a_file(state: Any) -> Any:
 
 def resumed(make_agent: Any, cls: type[Sampler], other_cls: type[Sampler], **kwargs: Any) -> ResumeReport:
     """Check that N + N batches are the same as 2N; returns what `load_state_dict` has said."""
-    with started(make(cls=cls, **kwargs), make_agent()) as sampler:
+    with started(resumable_sampler(cls=cls, **kwargs), make_agent()) as sampler:
         expected = collect(sampler, 0, 2 * N)
-    with started(make(cls=cls, **kwargs), make_agent()) as sampler:
+    with started(resumable_sampler(cls=cls, **kwargs), make_agent()) as sampler:
         found = collect(sampler, 0, N)
         state = through_a_file(sampler.state_dict())
         assert_same(collect(sampler, N, 2 * N), expected[len(found) :])  # saving changes nothing
-    with started(make(cls=other_cls, **{**kwargs, "n_workers": 3}), make_agent()) as sampler:
+    with started(resumable_sampler(cls=other_cls, **{**kwargs, "n_workers": 3}), make_agent()) as sampler:
         report = sampler.load_state_dict(state)
         found += collect(sampler, N, 2 * N)
         assert sampler.samples_np is not None
@@ -204,7 +204,7 @@ def test_a_run_with_central_inference_continues_exactly(name: str, kwargs: dict[
 
 def saved(n_batches: int = N, agent: Any = None, env_state: Any = "auto", state: Any = None, **kwargs: Any) -> Any:
     """The state after some batches, and these batches."""
-    with started(make(**kwargs), agent or RandomAgent()) as sampler:
+    with started(resumable_sampler(**kwargs), agent or RandomAgent()) as sampler:
         if state is not None:
             sampler.load_state_dict(state)
         batches = collect(sampler, 0, n_batches)
@@ -236,12 +236,12 @@ def test_new_episodes_never_repeat_old_ones(seed_episodes: bool) -> None:
 def test_exact_and_reseeded_environments_side_by_side(cls: type[Sampler]) -> None:
     fns = [partial(gym.make, "Pendulum-v1"), Rebuilt, partial(gym.make, "Pendulum-v1"), Rebuilt, Rebuilt]
     kwargs = {"env_fn": fns, "cls": cls, "batch_T": 30}
-    with started(make(**kwargs), RandomAgent()) as sampler:
+    with started(resumable_sampler(**kwargs), RandomAgent()) as sampler:
         expected = collect(sampler, 0, 4)
     state, _ = saved(2, **kwargs)
     runs = []
     for n_workers in (1, 3):
-        with started(make(**kwargs | {"n_workers": n_workers}), RandomAgent()) as sampler:
+        with started(resumable_sampler(**kwargs | {"n_workers": n_workers}), RandomAgent()) as sampler:
             report = sampler.load_state_dict(state)
             runs.append(collect(sampler, 2, 4))
     assert report.exact == (0, 2)
@@ -260,7 +260,7 @@ def test_a_worker_that_is_replaced_later_gets_new_streams() -> None:
     env_fn = faulty_env("CartPole-v1", Fault("raise", at=200))
     runs, state = [], None
     for _ in range(3):
-        with started(make(env_fn, **kwargs), RandomAgent()) as sampler:
+        with started(resumable_sampler(env_fn, **kwargs), RandomAgent()) as sampler:
             if state is not None:
                 sampler.load_state_dict(state)
             runs.append(first_observations(collect(sampler, 0, 4)))
@@ -282,7 +282,7 @@ def test_an_environment_that_does_not_repeat_its_episode_is_reseeded() -> None:
     state, _ = saved(env_fn=Drifts, seed_episodes=True)
     assert {column["kind"] for column in state["columns"].values()} == {"repeat"}
     Drifts.drift = 1.0
-    with started(make(Drifts, seed_episodes=True), RandomAgent()) as sampler:
+    with started(resumable_sampler(Drifts, seed_episodes=True), RandomAgent()) as sampler:
         report = sampler.load_state_dict(state)
         assert report.exact == ()
         assert "env_rank 0 differs from the recording of its" in report.reseeded[0]
@@ -291,7 +291,7 @@ def test_an_environment_that_does_not_repeat_its_episode_is_reseeded() -> None:
 
 def test_a_failure_after_a_resume_is_replayed_from_the_start_of_its_episode() -> None:
     state, _ = saved(env_fn="Pendulum-v1", seed_episodes=True)
-    with started(make("Pendulum-v1", seed_episodes=True), RandomAgent()) as sampler:
+    with started(resumable_sampler("Pendulum-v1", seed_episodes=True), RandomAgent()) as sampler:
         sampler.load_state_dict(state)
         with pytest.raises(SamplerStateError, match="episode was called before the first batch"):
             sampler.episode(0, 0)
@@ -344,7 +344,7 @@ def test_classes_that_may_keep_more_are_not_trusted() -> None:
         with pytest.raises(ConfigError, match=f'env_state="require".*env_rank 0, 1, 2, 3, 4: {why}'):
             saved(2, env_state="require", **kwargs)
     state, _ = saved(2, env_state="require", collector_cls=Trusted)
-    with started(make(collector_cls=Trusted), RandomAgent()) as sampler:
+    with started(resumable_sampler(collector_cls=Trusted), RandomAgent()) as sampler:
         assert len(sampler.load_state_dict(state).exact) == 5
         assert len(sampler.run.pool._in_place._program._collector.last) == 5
 
@@ -354,8 +354,8 @@ def test_classes_that_may_keep_more_are_not_trusted() -> None:
 
 def test_samplers_that_cannot_be_saved_say_so() -> None:
     for sampler, error, message in (
-        (make(cls=AsyncSampler), ConfigError, r"load_state_dict\(\) and AsyncSampler do not go together"),
-        (make(cls=GpuSampler, server="process"), ConfigError, 'or server="caller"'),
+        (resumable_sampler(cls=AsyncSampler), ConfigError, r"load_state_dict\(\) and AsyncSampler do not go together"),
+        (resumable_sampler(cls=GpuSampler, server="process"), ConfigError, 'or server="caller"'),
     ):
         with started(sampler, RandomAgent()):
             with pytest.raises(error, match=message):
@@ -367,18 +367,26 @@ def test_samplers_that_cannot_be_saved_say_so() -> None:
 def test_a_state_of_another_run_is_refused() -> None:
     state, _ = saved(1)
     for sampler, seed, message in (
-        (make(), 4, r"the state has seed=3, this sampler has 4: initialize\(agent, seed=3\)"),
-        (make(batch_B=6), 3, r"the state has env_ranks=\[0, 1, 2, 3, 4\], this sampler has"),
-        (make("FrozenLake-v1"), 3, r"the state has environments=\['make\[CartPole-v1, max_episode_steps=500"),
-        (make(env_kwargs={"sutton_barto_reward": True}), 3, r"this sampler has .*sutton_barto_reward: True"),
-        (make(collector_cls=WaitResetCollector), 3, "the state has classes="),
-        (make(seed_episodes=True), 3, "the state has seed_episodes=False"),
-        (make(cls=GpuSampler), 3, "that of a SerialSampler or ParallelSampler, this is a GpuSampler"),
+        (resumable_sampler(), 4, r"the state has seed=3, this sampler has 4: initialize\(agent, seed=3\)"),
+        (resumable_sampler(batch_B=6), 3, r"the state has env_ranks=\[0, 1, 2, 3, 4\], this sampler has"),
+        (
+            resumable_sampler("FrozenLake-v1"),
+            3,
+            r"the state has environments=\['make\[CartPole-v1, max_episode_steps=500",
+        ),
+        (
+            resumable_sampler(env_kwargs={"sutton_barto_reward": True}),
+            3,
+            r"this sampler has .*sutton_barto_reward: True",
+        ),
+        (resumable_sampler(collector_cls=WaitResetCollector), 3, "the state has classes="),
+        (resumable_sampler(seed_episodes=True), 3, "the state has seed_episodes=False"),
+        (resumable_sampler(cls=GpuSampler), 3, "that of a SerialSampler or ParallelSampler, this is a GpuSampler"),
     ):
         with sampler, pytest.raises(ConfigError, match=message):
             sampler.initialize(RandomAgent(), seed=seed)
             sampler.load_state_dict(state)
-    with started(make(), RandomAgent()) as sampler:
+    with started(resumable_sampler(), RandomAgent()) as sampler:
         for other in ({}, None, {**state, "format": 0}):
             with pytest.raises(ConfigError, match="needs what state_dict has returned"):
                 sampler.load_state_dict(other)
@@ -395,14 +403,14 @@ def test_a_state_of_another_run_is_refused() -> None:
 
 
 def test_a_run_that_is_saved_before_its_first_batch() -> None:
-    with started(make(), RandomAgent()) as sampler:
+    with started(resumable_sampler(), RandomAgent()) as sampler:
         state = sampler.state_dict()
         expected = collect(sampler, 0, 3)
-    with started(make(), RandomAgent()) as sampler:
+    with started(resumable_sampler(), RandomAgent()) as sampler:
         sampler.load_state_dict(state)
         again = sampler.state_dict()  # loading and saving at once
         assert_same(collect(sampler, 0, 3), expected)
-    with started(make(), RandomAgent()) as sampler:
+    with started(resumable_sampler(), RandomAgent()) as sampler:
         sampler.load_state_dict(again)
         assert_same(collect(sampler, 0, 3), expected)
 
@@ -410,14 +418,14 @@ def test_a_run_that_is_saved_before_its_first_batch() -> None:
 def test_the_version_of_the_parameters_continues() -> None:
     versions = []
     agent = CategoricalPgAgent(LogitsAndValue(2))
-    with started(make(), agent) as sampler:
+    with started(resumable_sampler(), agent) as sampler:
         for itr in range(4):
             agent.sync_shared_memory()
             sampler.obtain_samples(itr)
             versions.append(int(sampler.samples_np.agent.policy_version[0, 0]))
         state = sampler.state_dict()
     agent = CategoricalPgAgent(LogitsAndValue(2))
-    with started(make(), agent) as sampler:
+    with started(resumable_sampler(), agent) as sampler:
         sampler.load_state_dict(state)
         for itr in range(2):
             agent.sync_shared_memory()

@@ -25,9 +25,8 @@ from penstock import (
 from penstock.envs.toy import ScriptedGame
 from penstock.testing import check_env_state
 
-from ..game_loop import GameLoop, ends_of, first_seeds
-from ..seats_support import Book
-from ..turns_support import TurnGame
+from ..game_loop import GameLoop, by_policy, ends_of, first_seeds
+from ..toy_games import Book, TurnGame, split_agents
 
 T, B, SEED = 6, 4, 5
 KINDS = [{"k": k} for k in (3, 4, 2, 3)]
@@ -108,23 +107,9 @@ class Stateful(ScriptedGame):
         self.np_random.bit_generator.state = state["np_random"]
 
 
-def first_or_other(agent_id: str) -> str:
-    return "first" if agent_id == "a0" else "other"
-
-
-def agents_of(n_policies: int, cls: Any = Kept) -> dict[str, Any]:
-    if n_policies == 1:
-        return {"agent": cls()}
-    return {"agent": {"first": cls(), "other": cls()}, "policy_of": first_or_other}
-
-
-def sampler_of(cls: Any, env_fn: Any = ScriptedGame, **options: Any) -> Any:
+def of_games(cls: Any, env_fn: Any = ScriptedGame, **options: Any) -> Any:
     options = {"batch_T": T, "batch_B": B, "env_kwargs": KINDS, "max_decorrelation_steps": 0, **options}
     return cls(env_fn, **options)
-
-
-def own(batch: Any) -> dict[str, Any]:
-    return {"agent": batch} if hasattr(batch, "env") else dict(batch.items())
 
 
 def follow(sampler: Any, loop: GameLoop, itrs: range) -> list[Any]:
@@ -139,10 +124,10 @@ def follow(sampler: Any, loop: GameLoop, itrs: range) -> list[Any]:
 
 def check_agents(batches: Sequence[Any]) -> None:
     """The agents have counted their own steps as the games have, and have drawn no number twice."""
-    for name in own(batches[0]):
+    for name in by_policy(batches[0]):
         noise = []
         for batch in batches:
-            samples = own(batch)[name]
+            samples = by_policy(batch)[name]
             valid = samples.env.valid
             seen = samples.agent.agent_info
             np.testing.assert_array_equal(seen.own[valid], samples.env.observation[..., 2][valid])
@@ -161,16 +146,16 @@ def test_a_run_continues_as_if_it_had_never_ended(
     first: Any, second: Any, n_policies: int, collector_cls: Any, env_fn: Any
 ) -> None:
     options = {"collector_cls": collector_cls}
-    with sampler_of(first, env_fn, **options) as sampler:
-        sampler.initialize(**agents_of(n_policies), seed=SEED)
+    with of_games(first, env_fn, **options) as sampler:
+        sampler.initialize(**split_agents(n_policies, Kept), seed=SEED)
         waits = collector_cls is WaitResetCollector
         loop = GameLoop(lambda e: ScriptedGame(**KINDS[e]), first_seeds(B, SEED), sampler.seats(), waits=waits)
         before = follow(sampler, loop, range(3))
         state = sampler.state_dict(env_state="require")
         kind = {column["kind"] for column in state["columns"].values()}
         assert kind == {"pickle" if env_fn is ScriptedGame else "get_state"}
-    with sampler_of(second, env_fn, **options) as sampler:
-        sampler.initialize(**agents_of(n_policies), seed=SEED)
+    with of_games(second, env_fn, **options) as sampler:
+        sampler.initialize(**split_agents(n_policies, Kept), seed=SEED)
         assert list(sampler.load_state_dict(state).exact) == list(range(B))
         again = sampler.state_dict(env_state="require")
         after = follow(sampler, loop, range(3, 6))
@@ -180,9 +165,9 @@ def test_a_run_continues_as_if_it_had_never_ended(
         if collector_cls is Counting:
             for name, seats in sampler.seats().items():
                 for b, (e, _) in enumerate(seats):
-                    assert own(batches[-1])[name].env.extra.games[-1, b] == loop._episodes[e]
-    with sampler_of(SerialSampler, env_fn, **options) as sampler:  # the actions too are those of one long run
-        sampler.initialize(**agents_of(n_policies), seed=SEED)
+                    assert by_policy(batches[-1])[name].env.extra.games[-1, b] == loop.episodes[e]
+    with of_games(SerialSampler, env_fn, **options) as sampler:  # the actions too are those of one long run
+        sampler.initialize(**split_agents(n_policies, Kept), seed=SEED)
         for itr, (batch, infos) in enumerate(before + after):
             _, others = sampler.obtain_samples(itr)
             assert [repr(info) for info in others] == infos
@@ -193,15 +178,15 @@ def test_a_run_continues_as_if_it_had_never_ended(
 @pytest.mark.parametrize("n_policies", [1, 2])
 def test_what_cannot_be_saved_is_reseeded_game_by_game(n_policies: int) -> None:
     env_fns = [ScriptedGame, Unsaved, ScriptedGame, Unsaved]
-    with sampler_of(two, env_fns) as sampler:
-        sampler.initialize(**agents_of(n_policies), seed=SEED)
+    with of_games(two, env_fns) as sampler:
+        sampler.initialize(**split_agents(n_policies, Kept), seed=SEED)
         loop = GameLoop(lambda e: ScriptedGame(**KINDS[e]), first_seeds(B, SEED), sampler.seats())
         before = follow(sampler, loop, range(3))
         state = sampler.state_dict()
         with pytest.raises(ConfigError, match=r"env_rank 1.*it has a socket"):
             sampler.state_dict(env_state="require")
-    with sampler_of(SerialSampler, env_fns) as sampler:
-        sampler.initialize(**agents_of(n_policies), seed=SEED)
+    with of_games(SerialSampler, env_fns) as sampler:
+        sampler.initialize(**split_agents(n_policies, Kept), seed=SEED)
         report = sampler.load_state_dict(state)
         assert report.exact == (0, 2)
         assert "socket" in report.reseeded[1]
@@ -214,12 +199,12 @@ def test_what_cannot_be_saved_is_reseeded_game_by_game(n_policies: int) -> None:
 @pytest.mark.parametrize("cls", [partial(GpuSampler, n_workers=2), partial(AlternatingSampler, n_workers=2)])
 def test_a_central_sampler_continues(cls: Any) -> None:
     env_fns, found = [ScriptedGame, ScriptedGame, Unsaved, ScriptedGame], []
-    with sampler_of(cls, env_fns) as sampler:
+    with of_games(cls, env_fns) as sampler:
         sampler.initialize(Kept(), seed=SEED)
         loop = GameLoop(lambda e: ScriptedGame(**KINDS[e]), first_seeds(B, SEED), sampler.seats())
         found += follow(sampler, loop, range(3))
         state = sampler.state_dict()
-    with sampler_of(partial(GpuSampler, n_workers=3), env_fns) as sampler:
+    with of_games(partial(GpuSampler, n_workers=3), env_fns) as sampler:
         sampler.initialize(Kept(), seed=SEED)
         assert sampler.load_state_dict(state).exact == (0, 1, 3)
         loop.restart(2, first_seeds(B, SEED, state["generation"] + 1)[2])
@@ -227,12 +212,12 @@ def test_a_central_sampler_continues(cls: Any) -> None:
 
 
 def test_trajectories_of_a_subclass_continue() -> None:
-    with sampler_of(SerialSampler, traj_info_cls=Own) as sampler:
+    with of_games(SerialSampler, traj_info_cls=Own) as sampler:
         sampler.initialize(Kept(), seed=SEED)
         columns = {seat: list[int]() for seat in sampler.seats()["agent"]}
         infos = [_actions_of(sampler, itr, columns) for itr in range(2)]
         state = sampler.state_dict(env_state="require")
-    with sampler_of(two, traj_info_cls=Own) as sampler:
+    with of_games(two, traj_info_cls=Own) as sampler:
         sampler.initialize(Kept(), seed=SEED)
         sampler.load_state_dict(state)
         infos += [_actions_of(sampler, itr, columns) for itr in range(2, 6)]
@@ -286,12 +271,12 @@ class Pair(Agent):
 def test_a_joint_agent_continues() -> None:
     script: Any = [{}] * 10
     options: dict[str, Any] = {"env_kwargs": {"k": 2, "script": script}}
-    with sampler_of(SerialSampler, **options) as sampler:
+    with of_games(SerialSampler, **options) as sampler:
         sampler.initialize(Pair(), seed=SEED)
         for itr in range(2):
             sampler.obtain_samples(itr)
         state = sampler.state_dict(env_state="require")
-    with sampler_of(two, **options) as sampler:
+    with of_games(two, **options) as sampler:
         sampler.initialize(Pair(), seed=SEED)
         sampler.load_state_dict(state)
         for itr in range(2, 5):
@@ -303,10 +288,10 @@ def test_a_joint_agent_continues() -> None:
 
 
 def test_other_policies_are_refused() -> None:
-    with sampler_of(SerialSampler) as sampler:
-        sampler.initialize(**agents_of(2), seed=SEED)
+    with of_games(SerialSampler) as sampler:
+        sampler.initialize(**split_agents(2, Kept), seed=SEED)
         state = sampler.state_dict()
-    with sampler_of(SerialSampler) as sampler:
+    with of_games(SerialSampler) as sampler:
         sampler.initialize(
             {"first": Kept(), "other": Kept()}, policy_of=lambda a: "first" if a > "a0" else "other", seed=SEED
         )
@@ -374,11 +359,11 @@ def test_what_observations_get_beside_their_own_continues(options: dict[str, Any
     found: list[Any] = []
     options = {"env_kwargs": None, **options}
     for n_first in (4, 2):
-        with sampler_of(SerialSampler, env_fn, **options) as sampler:
+        with of_games(SerialSampler, env_fn, **options) as sampler:
             sampler.initialize(agent(), seed=SEED)
             found.append([sampler.obtain_samples(itr)[0].copy() for itr in range(n_first)])
             state = sampler.state_dict(env_state="require")
-    with sampler_of(two, env_fn, **options) as sampler:
+    with of_games(two, env_fn, **options) as sampler:
         sampler.initialize(agent(), seed=SEED)
         sampler.load_state_dict(state)
         for itr in (2, 3):

@@ -17,7 +17,7 @@ from ..support import sampler_of
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 
 
-def make(cls: type[Sampler] = SerialSampler, **options: Any) -> Any:
+def started_sampler(cls: type[Sampler] = SerialSampler, **options: Any) -> Any:
     sampler = sampler_of(cls, batch_T=4, **options)
     sampler.initialize(RandomAgent(), seed=1)
     return sampler
@@ -32,11 +32,11 @@ def state_of(sampler: Sampler, n_batches: int = 2, **options: Any) -> dict[str, 
 
 @pytest.mark.parametrize("env_state", ["auto", "never"])
 def test_torch_reads_a_state_as_documented(env_state: Any) -> None:
-    state, file = state_of(make(), env_state=env_state), io.BytesIO()
+    state, file = state_of(started_sampler(), env_state=env_state), io.BytesIO()
     torch.save(state, file)
     file.seek(0)
     read = torch.load(file)  # with weights_only=True, its default
-    with make() as sampler:
+    with started_sampler() as sampler:
         report = sampler.load_state_dict(read)
     assert len(report.exact if env_state == "auto" else report.reseeded) == 4
 
@@ -44,10 +44,10 @@ def test_torch_reads_a_state_as_documented(env_state: Any) -> None:
 @pytest.mark.slow
 @both
 def test_a_column_that_cannot_be_loaded_breaks_the_sampler(cls: type[Sampler]) -> None:
-    state = state_of(make(), env_state="require")
+    state = state_of(started_sampler(), env_state="require")
     state["columns"][2]["data"] = state["columns"][2]["data"][:20]
     state["checksum"] = checksum(state["columns"])
-    with make(cls) as sampler:
+    with started_sampler(cls) as sampler:
         with pytest.raises(SamplerBrokenError, match=r"load_state_dict failed.*UnpicklingError.*make a new sampler"):
             sampler.load_state_dict(state)
         with pytest.raises(SamplerBrokenError, match="load_state_dict failed"):
@@ -56,8 +56,8 @@ def test_a_column_that_cannot_be_loaded_breaks_the_sampler(cls: type[Sampler]) -
 
 @both
 def test_counts_continue_after_a_resume(cls: type[Sampler]) -> None:
-    state = state_of(make(), 3)
-    with make(cls) as sampler:
+    state = state_of(started_sampler(), 3)
+    with started_sampler(cls) as sampler:
         sampler.load_state_dict(state)
         before = sampler.metrics()
         sampler.obtain_samples(3)
@@ -67,7 +67,7 @@ def test_counts_continue_after_a_resume(cls: type[Sampler]) -> None:
     assert (after["sampler/env_steps"], after["sampler/batches"]) == (4 * 16, 4)
     assert after["sampler/trajectories"] >= before["sampler/trajectories"] == state["counts"]["trajectories"] > 0
     assert after["sampler/seconds"] > state["counts"]["seconds"]
-    with make() as sampler:  # a resume of a resume
+    with started_sampler() as sampler:  # a resume of a resume
         sampler.load_state_dict(again)
         assert sampler.metrics()["sampler/env_steps"] == 4 * 16
 
@@ -98,8 +98,8 @@ def test_counts_continue_after_a_resume(cls: type[Sampler]) -> None:
     ),
 )
 def test_a_damaged_state_changes_nothing(part: str, damaged: Any, message: str) -> None:
-    state = state_of(make())
-    with make() as sampler:
+    state = state_of(started_sampler())
+    with started_sampler() as sampler:
         version = sampler.run.memory.parameters[0].version
         with pytest.raises(ConfigError, match=f"this state is damaged: {message}"):
             sampler.load_state_dict({**state, part: damaged})
@@ -108,11 +108,14 @@ def test_a_damaged_state_changes_nothing(part: str, damaged: Any, message: str) 
 
 
 def test_changed_bytes_in_a_column_are_found() -> None:
-    state = state_of(make())
+    state = state_of(started_sampler())
     data = bytearray(state["columns"][1]["data"])
     data[len(data) // 2] ^= 1
     state["columns"][1]["data"] = bytes(data)
-    with make() as sampler, pytest.raises(ConfigError, match="this state is damaged: the checksum of its columns"):
+    with (
+        started_sampler() as sampler,
+        pytest.raises(ConfigError, match="this state is damaged: the checksum of its columns"),
+    ):
         sampler.load_state_dict(state)
 
 
@@ -121,8 +124,8 @@ def test_changed_bytes_in_a_column_are_found() -> None:
     pairs(["seed", "env_ranks", "spaces", "central", "seed_episodes"], [np.arange(4), torch.arange(4), np.arange(1)]),
 )
 def test_an_array_in_a_state_is_refused_by_name(name: str, array: Any) -> None:
-    state = state_of(make(), 0)
-    with make() as sampler:
+    state = state_of(started_sampler(), 0)
+    with started_sampler() as sampler:
         for value in (array, [array, array]):
             with pytest.raises(ConfigError, match=f"^the state has {name}=.*(array|tensor).*, this sampler has"):
                 sampler.load_state_dict({**state, name: value})
@@ -131,6 +134,9 @@ def test_an_array_in_a_state_is_refused_by_name(name: str, array: Any) -> None:
 
 
 def test_a_state_of_other_classes_says_what_to_use() -> None:
-    state = pickle.loads(pickle.dumps(state_of(make())))
-    with make() as sampler, pytest.raises(ConfigError, match="use an agent, a collector and a TrajInfo of the same"):
+    state = pickle.loads(pickle.dumps(state_of(started_sampler())))
+    with (
+        started_sampler() as sampler,
+        pytest.raises(ConfigError, match="use an agent, a collector and a TrajInfo of the same"),
+    ):
         sampler.load_state_dict({**state, "classes": ["Other", "ResetCollector", "TrajInfo"]})

@@ -31,7 +31,8 @@ from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.learning import Replay, gae
 
 from ..scale import pairs, quick_first, scaled
-from ..seats_support import Book, Valued, serial
+from ..support import collect_with
+from ..toy_games import Book, Valued
 
 LONG: Any = [{}] * 30
 SAVED = ("env_steps", "batches", "trajectories", "agent_steps", "late_rewards")  # counts that a resumed run continues
@@ -414,7 +415,7 @@ def test_debug_accepts_idle_seats_whose_zeros_are_not_in_the_space() -> None:
             return spaces.Discrete(3, start=2)  # 0 is no action
 
     for options in ({}, {"debug": True, "check_finite": True}):
-        found = serial(Positive, RandomAgent(), bootstrap_value=False, **options)
+        found = collect_with(SerialSampler, Positive, RandomAgent(), bootstrap_value=False, **options)
         assert any(not batch.env.valid.all() for batch, _ in found)
         for batch, _ in found:
             assert (batch.agent.action[batch.env.valid] >= 2).all()

@@ -31,7 +31,8 @@ from penstock.agents import ObservationNorm, RewardNorm
 from penstock.envs.toy import ScriptedGame
 
 from ..scale import FULL, pairs, quick_first
-from ..seats_support import OPENING, STORY, Valued, assert_same, batches_of, serial
+from ..support import EVALUATING, assert_same, collect_with
+from ..toy_games import OPENING, STORY, Valued
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
 
@@ -116,13 +117,13 @@ def test_the_state_stands_beside_each_observation(record_final_obs: bool) -> Non
 @pytest.mark.slow
 def test_states_are_alike_in_every_sampler() -> None:
     options = {"env_kwargs": MIXED, "global_state": True}
-    wanted = serial(Stated, Valued(), **options)
+    wanted = collect_with(SerialSampler, Stated, Valued(), **options)
     for cls, kwargs in (
         (ParallelSampler, {"n_workers": 3}),
         (GpuSampler, {"n_workers": 2, "min_ready": 1}),
         (SerialSampler, {"debug": True}),
     ):
-        assert_same(wanted, batches_of(cls, Stated, Valued(), **options, **kwargs))
+        assert_same(wanted, collect_with(cls, Stated, Valued(), **options, **kwargs))
 
 
 def test_a_dict_gets_one_more_entry() -> None:
@@ -305,8 +306,8 @@ def legal_of(samples: Any) -> Any:
 def test_no_illegal_action_is_taken(name: str, where: str) -> None:
     make = partial(MASKED[name], mask_key=f"{where}.rules.legal")
     env_fn = partial(Ruled, where)
-    options = {"env_kwargs": MIXED, "bootstrap_value": name in ("categorical", "recurrent"), "evaluate": True}
-    wanted = serial(env_fn, make(), **options)
+    options = {"env_kwargs": MIXED, "bootstrap_value": name in ("categorical", "recurrent"), **EVALUATING}
+    wanted = collect_with(SerialSampler, env_fn, make(), **options)
     for batch, _ in wanted:
         if batch is None:
             continue
@@ -319,9 +320,9 @@ def test_no_illegal_action_is_taken(name: str, where: str) -> None:
                 assert not leaf[~valid].any(), path
     central = name in ("random", "recurrent")
     if FULL or not central:
-        assert_same(wanted, batches_of(ParallelSampler, env_fn, make(), n_workers=3, **options), rtol=1e-6)
+        assert_same(wanted, collect_with(ParallelSampler, env_fn, make(), n_workers=3, **options), rtol=1e-6)
     if central:
-        assert_same(wanted, batches_of(GpuSampler, env_fn, make(), n_workers=2, min_ready=1, **options), rtol=1e-6)
+        assert_same(wanted, collect_with(GpuSampler, env_fn, make(), n_workers=2, min_ready=1, **options), rtol=1e-6)
 
 
 def test_the_learner_may_evaluate_idle_cells() -> None:

@@ -30,8 +30,8 @@ from penstock.envs.toy import ScriptedGame
 from penstock.errors import ConfigError, SpaceError, WorkerError
 from penstock.learning import gae
 from tests.scale import examples, quick_first, scaled, some
-from tests.seats_support import assert_same, batches_of
-from tests.turns_support import TurnGame, Valuing
+from tests.support import EVALUATING, assert_same, collect_with
+from tests.toy_games import TurnGame, Valuing
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
@@ -151,7 +151,7 @@ def test_each_decision_has_the_rewards_and_steps_until_the_next_one(k: int, chan
                     row |= {"reward": env.reward[t, b], "steps": env.env_info.steps[t, b]}
                     row |= {"flags": (env.terminated[t, b], env.truncated[t, b]), "done": env.done[t, b]}
                     rows[seat].append({**row, "last": env.final_obs[t, b], "start": env.prev_done[t, b]})
-                    assert env.env_info._own[t, b], "the environment's own entries are recorded too"
+                    assert env.env_info["_own"][t, b], "the environment's own entries are recorded too"
         n_late = sampler.stats().late_rewards
         games = sampler.metrics()["train/trajectories"]
     assert games > 3
@@ -450,10 +450,10 @@ SAMPLERS: list[tuple[type[Sampler], dict[str, Any]]] = [
 
 @pytest.mark.slow
 def test_one_batch_whatever_the_sampler() -> None:
-    options: dict[str, Any] = {"evaluate": True, "env_info": {"steps": 0}, "n": 3}
-    wanted = batches_of(SerialSampler, lambda: OwnClocks(Clocks()), Valuing(), **options)
+    options: dict[str, Any] = {**EVALUATING, "env_info": {"steps": 0}, "n": 3}
+    wanted = collect_with(SerialSampler, lambda: OwnClocks(Clocks()), Valuing(), **options)
     for cls, own in some(SAMPLERS, 3, 1):
-        assert_same(wanted, batches_of(cls, lambda: OwnClocks(Clocks()), Valuing(), **own, **options))
+        assert_same(wanted, collect_with(cls, lambda: OwnClocks(Clocks()), Valuing(), **own, **options))
 
 
 def test_targets_use_the_steps_of_each_decision() -> None:

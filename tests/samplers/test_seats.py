@@ -15,13 +15,11 @@ import torch
 from gymnasium import spaces
 
 from penstock import (
-    AlternatingSampler,
     AsyncSampler,
     ConfigError,
     GpuSampler,
     ParallelSampler,
     RandomAgent,
-    Sampler,
     SerialSampler,
     TrajInfo,
 )
@@ -31,37 +29,14 @@ from penstock.envs.toy import ScriptedGame
 from penstock.learning import Ratio, Replay, Sequences, Steps, gae
 
 from ..scale import quick_first, scaled
-from ..seats_support import (
-    OPENING,
-    STORY,
-    Book,
-    Follower,
-    Numbered,
-    Odd,
-    Valued,
-    assert_same,
-    batches_of,
-    check_rules,
-    serial,
-)
-from ..turns_support import TurnGame
+from ..support import EVALUATING, Diary, Follower, assert_same, check_rules, collect_with
+from ..toy_games import OPENING, STORY, Book, Numbered, Odd, TurnGame, Valued
 
 pytestmark = pytest.mark.timeout(scaled(3600, 120))
 
 AGENTS = {"random": RandomAgent, "book": Book, "valued": Valued}
 #: Environments with 4, 2, 5, 3 and 4 agents in one sampler.
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
-
-SAMPLERS: dict[str, tuple[type[Sampler], dict[str, Any]]] = {
-    **{f"parallel {n}": (ParallelSampler, {"n_workers": n}) for n in (1, 2, 3, 5)},
-    "central": (GpuSampler, {"n_workers": 2}),
-    "central, process": (GpuSampler, {"n_workers": 3, "server": "process"}),
-    "central, first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1}),
-    "alternating": (AlternatingSampler, {"n_workers": 3}),
-    "serial, debug": (SerialSampler, {"debug": True}),
-    "serial, slots": (SerialSampler, {"n_slots": 3}),
-    "parallel, slots": (ParallelSampler, {"n_workers": 2, "n_slots": 3, "debug": True}),
-}
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -70,7 +45,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 @functools.cache
 def reference(name: str) -> list[tuple[Any, Any]]:
-    return serial(ScriptedGame, AGENTS[name](), evaluate=True, **options_of(name))
+    return collect_with(SerialSampler, ScriptedGame, AGENTS[name](), **EVALUATING, **options_of(name))
 
 
 # ---- one seed, one batch -----------------------------------------------------------------------
@@ -83,10 +58,12 @@ def test_rewards_are_added_up_alike_in_any_number_of_workers() -> None:
             observations, rewards, *rest = super().step(actions)
             return observations, {a: r + self.np_random.normal() * 10**5 for a, r in rewards.items()}, *rest
 
-    wanted = serial(Fractions, RandomAgent(), env_kwargs={"k": 37}, bootstrap_value=False, batch_T=30)
+    wanted = collect_with(
+        SerialSampler, Fractions, RandomAgent(), env_kwargs={"k": 37}, bootstrap_value=False, batch_T=30
+    )
     assert sum(len(infos) for _, infos in wanted) > 100
     for n_workers in scaled((2, 5), (3,)):
-        found = batches_of(
+        found = collect_with(
             ParallelSampler,
             Fractions,
             RandomAgent(),
@@ -156,19 +133,6 @@ def test_the_cells_of_a_scripted_game() -> None:
         ]
 
 
-@pytest.mark.parametrize("env_fn", quick_first([ScriptedGame, Odd]))
-def test_the_rules_hold_in_random_games(env_fn: Any) -> None:
-    for n_workers, T in ((1, 13), (2, 4)):
-        with ParallelSampler(env_fn, env_kwargs=MIXED, batch_T=T, batch_B=5, n_workers=n_workers) as sampler:
-            sampler.initialize(Book(), seed=n_workers, bootstrap_value=True)
-            n_ends = 0
-            for itr in range(scaled(500, 12)):
-                sampler.obtain_samples(itr)
-                check_rules(sampler.samples_np)
-                n_ends += int(sampler.samples_np.env.done.sum())
-            assert n_ends > 50
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("env_fn", [ScriptedGame, Odd])
 def test_every_reward_is_in_one_cell_or_is_late(env_fn: Any) -> None:
@@ -204,36 +168,17 @@ def test_every_step_may_be_taken_the_careful_way() -> None:
 
     for env_fn in (ScriptedGame, Odd):
         fast, careful = (
-            serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, **kwargs)
+            collect_with(SerialSampler, env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, **kwargs)
             for kwargs in ({}, {"debug": True})
         )
         assert_same(fast, careful)
-        watched = serial(env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, traj_info_cls=Plain)
+        watched = collect_with(
+            SerialSampler, env_fn, Book(), env_kwargs=MIXED, n=scaled(400, 4), batch_T=30, traj_info_cls=Plain
+        )
         assert_same([(batch, 0) for batch, _ in fast], [(batch, 0) for batch, _ in watched])
 
 
 # ---- values and advantages ---------------------------------------------------------------------
-
-
-def test_values_stand_where_learners_need_them() -> None:
-    agent = Valued()
-    with ParallelSampler(ScriptedGame, env_kwargs=MIXED, batch_T=11, batch_B=5, n_workers=2) as sampler:
-        sampler.initialize(agent, seed=4, bootstrap_value=True)
-        n_cut = n_idle = 0
-        for itr in range(8):
-            sampler.obtain_samples(itr)
-            env, own = sampler.samples_np.env, sampler.samples_np.agent
-            at = env.truncated & ~env.terminated
-            assert (own.final_value != 0).tolist() == at.tolist()
-            np.testing.assert_array_equal(own.final_value[at], agent.value(env.final_obs[at], None, None))
-            is_alive = env.bootstrap_obs[:, 0] != 0  # an agent's number + 1
-            assert (own.bootstrap_value != 0).tolist() == is_alive.tolist()
-            np.testing.assert_array_equal(
-                own.bootstrap_value[is_alive], agent.value(env.bootstrap_obs[is_alive], None, None)
-            )
-            n_cut, n_idle = n_cut + int(at.sum()), n_idle + int((~is_alive).sum())
-        assert n_cut > 10
-        assert n_idle > 10
 
 
 @pytest.mark.parametrize("record_final_obs", quick_first([True, False]))
@@ -347,25 +292,6 @@ def test_late_rewards_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "stats().late_rewards" in told[0]
 
 
-class Diary(TrajInfo):
-    """Keeps every argument of its calls."""
-
-    def __init__(self, discount: float = 1.0) -> None:
-        super().__init__(discount)
-        self.steps: list[Any] = []
-        self.end: Any = None
-
-    def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
-        super().step(observation, action, reward, *rest)
-        terminated, truncated, agent_info, info = rest
-        self.steps.append(
-            (observation.tolist(), action, reward, terminated, truncated, int(agent_info.own), dict(info))
-        )
-
-    def terminate(self, final_observation: Any) -> None:
-        self.end = final_observation.tolist()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("env_fn", [ScriptedGame, Odd])
 @pytest.mark.parametrize("n_workers", [2, 1])
@@ -389,7 +315,16 @@ def test_a_traj_info_of_one_s_own_follows_each_agent(env_fn: Any, n_workers: int
                     if env.done[t, b]:
                         finished.append((*seats[b], open_steps[seats[b]], env.final_obs[t, b].tolist()))
                         open_steps[seats[b]] = []
-            found = [(i.env_rank, i.agent_id, i.steps, i.end) for i in infos if i.agent_id is not None]
+            found = [
+                (
+                    i.env_rank,
+                    i.agent_id,
+                    [(seen.tolist(), *rest, int(told.own), info) for seen, *rest, told, info in i.steps],
+                    i.end.tolist(),
+                )
+                for i in infos
+                if i.agent_id is not None
+            ]
             assert found == finished
             games = [info for info in infos if info.agent_id is None]
             assert all(info.steps == [] and info.end is None and info.Length > 0 for info in games)
@@ -428,57 +363,7 @@ def test_trajectories_of_a_long_evaluation_are_in_the_order_of_their_episodes(
         assert (by_agent["a0"], by_agent["a1"]) == ([100] * 10, [150] * 10)
 
 
-@pytest.mark.slow
-def test_a_traj_info_of_one_s_own_has_the_figures_of_the_stock_one() -> None:
-    class Own(TrajInfo):
-        """Nothing is added."""
-
-    kwargs: dict[str, Any] = {
-        "env_kwargs": MIXED,
-        "traj_info_kwargs": {"discount": 0.9},
-        "batch_T": 25,
-        "evaluate": True,
-    }
-    stock, own = serial(ScriptedGame, Book(), **kwargs), serial(ScriptedGame, Book(), traj_info_cls=Own, **kwargs)
-    assert sum(len(infos) for _, infos in stock) > 100
-    for (_, infos), (_, others) in zip(stock, own, strict=True):
-        assert infos == others
-
-
 # ---- what policies remember --------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["parallel 2", "central, first-ready", "central, process", "alternating"])
-def test_a_seat_s_state_counts_its_own_steps(how: str) -> None:
-    cls, kwargs = SAMPLERS[how]
-    before: Any = None
-    with cls(ScriptedGame, env_kwargs=MIXED, batch_T=15, batch_B=5, max_decorrelation_steps=0, **kwargs) as sampler:
-        sampler.initialize(Book(), seed=5, bootstrap_value=True)
-        n_returns = 0
-        for itr in range(6):
-            sampler.obtain_samples(itr)
-            env, agent = sampler.samples_np.env, sampler.samples_np.agent
-            info, valid = agent.agent_info, env.valid
-            np.testing.assert_array_equal(info.own[valid], env.observation[..., 2][valid])
-            starts, within = env.prev_done, valid & ~env.prev_done
-            # At a start nothing is left of before, neither of an earlier game nor of idle rows.
-            assert not info.prev_action[starts].any()
-            assert not info.prev_reward[starts].any()
-            np.testing.assert_array_equal(info.prev_action[within], agent.prev_action[within])
-            np.testing.assert_array_equal(info.prev_reward[within], env.prev_reward[within])
-            at = env.truncated & ~env.terminated
-            last = env.final_obs[at]
-            np.testing.assert_allclose(agent.final_value[at], last[:, 1] + last[:, 3] + 10 * last[:, 2] + 1)
-            after = env.bootstrap_obs
-            is_alive = after[:, 0] != 0
-            wanted = after[:, 1] + after[:, 3] + 10 * after[:, 2] + 1
-            np.testing.assert_allclose(agent.bootstrap_value, np.where(is_alive, wanted, 0))
-            n_returns += int((starts[1:] & ~valid[:-1]).sum())
-            if before is not None:  # the row after the last batch is this one's first
-                np.testing.assert_array_equal(before, env.observation[0])
-            before = after.copy()
-        assert n_returns > 20
 
 
 @pytest.mark.slow
@@ -523,10 +408,6 @@ def test_the_length_of_a_trajectory_contains_its_random_steps(length: int) -> No
 
 @pytest.mark.slow
 def test_ids_may_be_integers_and_actions_dicts() -> None:
-    wanted = serial(Numbered, RandomAgent(), bootstrap_value=False, evaluate=True)
-    assert_same(
-        wanted, batches_of(ParallelSampler, Numbered, RandomAgent(), bootstrap_value=False, evaluate=True, n_workers=3)
-    )
     with SerialSampler(Numbered, batch_T=12, batch_B=2, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         _, infos = sampler.obtain_samples(0)
@@ -571,13 +452,13 @@ class Nested(ScriptedGame):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, np.float32])
 def test_observations_and_actions_may_have_many_parts(dtype: Any) -> None:
-    options: dict[str, Any] = {"bootstrap_value": False, "evaluate": True, "observation_dtype": dtype}
-    wanted = serial(Nested, RandomAgent(), **options)
+    options: dict[str, Any] = {"bootstrap_value": False, **EVALUATING, "observation_dtype": dtype}
+    wanted = collect_with(SerialSampler, Nested, RandomAgent(), **options)
     careful: Any = (SerialSampler, {"debug": True, "check_finite": True})
     parallel: Any = (ParallelSampler, {"n_workers": 3})
     central: Any = (GpuSampler, {"n_workers": 3, "min_ready": 1})
     for cls, kwargs in scaled([careful, parallel, central], [parallel] if dtype is None else [careful, central]):
-        assert_same(wanted, batches_of(cls, Nested, RandomAgent(), **options, **kwargs))
+        assert_same(wanted, collect_with(cls, Nested, RandomAgent(), **options, **kwargs))
     for batch, _ in wanted:
         if batch is None:
             continue
@@ -640,7 +521,10 @@ def test_an_agent_may_copy_itself_in_a_worker() -> None:
             assert list(copy.deepcopy(self).env_ranks or []) == list(self.env_ranks or [])
             return super().step(observation, prev_action, prev_reward)
 
-    assert_same(serial(ScriptedGame, Valued(), n=2), serial(ScriptedGame, Copying(), n=2))
+    assert_same(
+        collect_with(SerialSampler, ScriptedGame, Valued(), n=2),
+        collect_with(SerialSampler, ScriptedGame, Copying(), n=2),
+    )
 
 
 @pytest.mark.slow
@@ -792,9 +676,9 @@ def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, 
 @pytest.mark.parametrize("record_final_obs", [True, False])
 def test_extra_checks_accept_idle_seats(record_final_obs: bool) -> None:
     options = {"env_kwargs": MIXED, "record_final_obs": record_final_obs}
-    plain = serial(ScriptedGame, Book(), **options)
+    plain = collect_with(SerialSampler, ScriptedGame, Book(), **options)
     assert any(not batch.env.valid.all() for batch, _ in plain)
-    checked = serial(ScriptedGame, Book(), debug=True, check_finite=True, **options)
+    checked = collect_with(SerialSampler, ScriptedGame, Book(), debug=True, check_finite=True, **options)
     assert_same(plain, checked)
 
 
@@ -814,7 +698,7 @@ def test_env_info_is_recorded_for_each_seat() -> None:
                 info, valid = env.env_info, env.valid
                 np.testing.assert_array_equal(info.own, np.where(valid, env.observation[..., 2] + 1, 0))
                 np.testing.assert_array_equal(info.who[valid], env.observation[..., 0][valid] - 1)
-                assert (info._own == valid).all()
+                assert (info["_own"] == valid).all()
 
 
 def test_slots_keep_batches_readable() -> None:

@@ -28,11 +28,9 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 
+from ..support import sampler_of
+
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-
-
-def make(cls: type[Sampler] = SerialSampler, env_fn: Any = CountingEnv, **kwargs: Any) -> Sampler:
-    return cls(env_fn, **{"batch_T": 4, "batch_B": 3, "n_workers": 2, **kwargs})
 
 
 @pytest.mark.parametrize(
@@ -57,7 +55,7 @@ def make(cls: type[Sampler] = SerialSampler, env_fn: Any = CountingEnv, **kwargs
 )
 def test_constructor_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        make(**arguments)
+        sampler_of(SerialSampler, **arguments)
     assert "\n" not in str(caught.value)
 
 
@@ -83,8 +81,8 @@ def raising_factory() -> gym.Env[Any, Any]:
         ({"env_fn": OldGymEnv}, ConfigError, "must return a gymnasium.Env, got .*OldGymEnv.*shimmy"),
         ({"env_fn": 7}, ConfigError, "env_fn must be a callable, an environment id or a list"),
         ({"env_fn": "NoSuchEnv-v0"}, ConfigError, "'NoSuchEnv-v0' is not a registered environment id"),
-        ({"env_fn": [CountingEnv]}, ConfigError, "a list of 1 callables for 3 environments"),
-        ({"env_kwargs": [{}, {}]}, ConfigError, "a list of 2 dicts for 3 environments"),
+        ({"env_fn": [CountingEnv]}, ConfigError, "a list of 1 callables for 4 environments"),
+        ({"env_kwargs": [{}, {}]}, ConfigError, "a list of 2 dicts for 4 environments"),
         ({"env_fn": raising_factory}, ConfigError, "its spaces: FileNotFoundError: no such game"),
         ({"env_kwargs": {"no_such": 1}}, ConfigError, "its spaces: TypeError"),
         ({"env_fn": TextEnv}, SpaceError, "Text space.*TransformObservation"),
@@ -93,7 +91,7 @@ def raising_factory() -> gym.Env[Any, Any]:
 def test_bad_environments_are_refused_before_any_worker_starts(
     cls: type[Sampler], arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with make(cls, **arguments) as sampler, pytest.raises(error, match=message) as caught:
+    with sampler_of(cls, **arguments) as sampler, pytest.raises(error, match=message) as caught:
         sampler.initialize(RandomAgent())
     assert "\n" not in str(caught.value)
 
@@ -130,20 +128,20 @@ class NoValue(Agent):
 def test_bad_agents_are_refused_before_any_worker_starts(
     cls: type[Sampler], agent: Any, error: type[Exception], message: str
 ) -> None:
-    with make(cls) as sampler, pytest.raises(error, match=message) as caught:
+    with sampler_of(cls) as sampler, pytest.raises(error, match=message) as caught:
         sampler.initialize(agent, bootstrap_value=True)
     assert "\n" not in str(caught.value)
 
 
 def test_an_agent_on_the_wrong_space_is_refused() -> None:
-    pendulum = make(env_fn=partial(gym.make, "Pendulum-v1"))
+    pendulum = sampler_of(SerialSampler, env_fn=partial(gym.make, "Pendulum-v1"))
     with (
         pendulum,
         pytest.raises(SpaceError, match="needs a Discrete or MultiDiscrete action space, the env"),
     ):
         pendulum.initialize(CategoricalPgAgent(nn.Linear(3, 2)))
     agent = RandomAgent()
-    with make() as first, make(env_fn="CartPole-v1") as second:
+    with sampler_of(SerialSampler) as first, sampler_of(SerialSampler, env_fn="CartPole-v1") as second:
         first.initialize(agent)
         with pytest.raises(SpaceError, match="the agent was initialized for"):
             second.initialize(agent)
@@ -156,12 +154,12 @@ def test_what_cannot_be_pickled_is_named() -> None:
         return CountingEnv(length=5 if lock else 6)
 
     with (
-        make(ParallelSampler, env_fn=factory) as sampler,
+        sampler_of(ParallelSampler, env_fn=factory) as sampler,
         pytest.raises(ConfigError, match=r"env_fn .* cannot be pickled") as caught,
     ):
         sampler.initialize(RandomAgent())
     assert "\n" not in str(caught.value)
-    with make(SerialSampler, env_fn=factory) as sampler:
+    with sampler_of(SerialSampler, env_fn=factory) as sampler:
         sampler.initialize(RandomAgent())  # pickles nothing
         sampler.obtain_samples(0)
 
@@ -179,12 +177,12 @@ def test_what_cannot_be_pickled_is_named() -> None:
     ],
 )
 def test_initialize_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
-    with make(ParallelSampler) as sampler, pytest.raises(ConfigError, match=message):
+    with sampler_of(ParallelSampler) as sampler, pytest.raises(ConfigError, match=message):
         sampler.initialize(RandomAgent(), **arguments)
 
 
 def test_a_failed_initialize_can_be_tried_again() -> None:
-    with make(ParallelSampler) as sampler:
+    with sampler_of(ParallelSampler) as sampler:
         with pytest.raises(ConfigError):
             sampler.initialize(RandomAgent(), seed=-1)
         sampler.initialize(RandomAgent(), seed=1)
@@ -192,7 +190,7 @@ def test_a_failed_initialize_can_be_tried_again() -> None:
 
 
 def test_too_large_a_batch_names_needed_and_free_memory() -> None:
-    with make(ParallelSampler, batch_T=10**10) as sampler, pytest.raises(ConfigError) as caught:
+    with sampler_of(ParallelSampler, batch_T=10**10) as sampler, pytest.raises(ConfigError) as caught:
         sampler.initialize(RandomAgent())
     assert "needs" in str(caught.value)
     assert "iB are free" in str(caught.value)
@@ -214,7 +212,7 @@ def test_calls_out_of_order_name_the_expected_call(cls: type[Sampler]) -> None:
             with pytest.raises(error, match=f"{name} was called.*{expected}"):
                 CALLS[name](sampler)
 
-    sampler = make(cls, eval_n_envs=1, eval_max_steps=10)
+    sampler = sampler_of(cls, eval_n_envs=1, eval_max_steps=10)
     refused(sampler, {"initialize"}, "initialize")
     for look in (sampler.stats, sampler.timeline):
         with pytest.raises(SamplerStateError, match=r"call sampler.initialize\(agent\) first"):
@@ -234,7 +232,7 @@ def test_calls_out_of_order_name_the_expected_call(cls: type[Sampler]) -> None:
 
 @both
 def test_evaluation_without_evaluation_environments_says_so(cls: type[Sampler]) -> None:
-    with make(cls) as sampler:
+    with sampler_of(cls) as sampler:
         sampler.initialize(RandomAgent())
         with pytest.raises(ConfigError, match="eval_n_envs"):
             sampler.evaluate_agent(0)
@@ -250,7 +248,7 @@ def test_two_calls_at_once_are_refused() -> None:
             self.leave.wait(20)
             return super().step(action)
 
-    with make(SerialSampler, env_fn=Blocking, max_decorrelation_steps=0) as sampler:
+    with sampler_of(SerialSampler, env_fn=Blocking, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent())
         thread = threading.Thread(target=sampler.obtain_samples, args=(0,))
         thread.start()
@@ -263,14 +261,14 @@ def test_two_calls_at_once_are_refused() -> None:
 
 @both
 def test_shutdown_is_idempotent_and_allowed_in_every_state(cls: type[Sampler]) -> None:
-    make(cls).shutdown()
-    sampler = make(cls)
+    sampler_of(cls).shutdown()
+    sampler = sampler_of(cls)
     sampler.initialize(RandomAgent())
     samples, _ = sampler.obtain_samples(0)
     sampler.start_samples(1)
     sampler.shutdown()
     sampler.shutdown()
-    assert samples.env.observation.shape == (4, 3, 2), "the last samples stay readable"
+    assert samples.env.observation.shape == (8, 4, 2), "the last samples stay readable"
     assert torch.isfinite(samples.env.observation).all()
 
 
@@ -280,7 +278,7 @@ def test_shutdown_from_another_thread_ends_a_waiting_call() -> None:
         def step(self, action: Any) -> Any:
             threading.Event().wait(60)
 
-    sampler = make(ParallelSampler, env_fn=Endless, max_decorrelation_steps=0)
+    sampler = sampler_of(ParallelSampler, env_fn=Endless, max_decorrelation_steps=0)
     sampler.initialize(RandomAgent())
     sampler.start_samples(0)
 
@@ -309,18 +307,18 @@ def test_an_environment_that_raises_in_close_is_named(error: BaseException) -> N
             if self.raises:
                 raise error
 
-    sampler = make(env_fn=[lambda: Raising(False), lambda: Raising(True), lambda: Raising(False)])
+    sampler = sampler_of(SerialSampler, env_fn=[lambda e=e: Raising(e == 1) for e in range(4)])
     sampler.initialize(RandomAgent())
     closed.clear()  # the example
     with pytest.warns(RuntimeWarning, match=f"raised {type(error).__name__} while closing env_rank 1: "):
         sampler.shutdown()
-    assert len(closed) == 3
+    assert len(closed) == 4
 
 
 @both
 def test_repr_shows_state_and_workers(cls: type[Sampler]) -> None:
-    sampler = make(cls, eval_n_envs=1, eval_max_steps=10)
-    assert repr(sampler) == f"<{cls.__name__} created: batch_T=4, batch_B=3>"
+    sampler = sampler_of(cls, eval_n_envs=1, eval_max_steps=10)
+    assert repr(sampler) == f"<{cls.__name__} created: batch_T=8, batch_B=4>"
     sampler.initialize(RandomAgent(), seed=8)
     assert "ready" in repr(sampler)
     assert "seed=8" in repr(sampler)
@@ -344,5 +342,5 @@ def test_the_example_environment_is_closed_even_if_a_space_cannot_be_recorded(cl
             closed.append(which)
 
     with pytest.raises(SpaceError, match="Text space"):
-        make(cls, env_fn=WithText).initialize(RandomAgent())
+        sampler_of(cls, env_fn=WithText).initialize(RandomAgent())
     assert closed == [which]

@@ -31,8 +31,8 @@ from penstock.learning.compiled import PYTHON
 from penstock.workers.control import ControlBlock, UntimedProgress
 from tests.against_loop import compare
 from tests.scale import examples, quick_first, scaled
-from tests.seats_support import Book, Valued, assert_same, batches_of
-from tests.turns_support import TurnGame, Valuing
+from tests.support import assert_same, collect_with
+from tests.toy_games import Book, TurnGame, Valued, Valuing
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
@@ -147,9 +147,9 @@ def test_several_policies_play_against_each_other() -> None:
         return {"main": Valuing(), "other": RandomAgent()}
 
     options: Any = {"policy_of": policy_of, "bootstrap_value": False}
-    one = batches_of(SerialSampler, partial(TurnGame, 2), agents(), **options)
+    one = collect_with(SerialSampler, partial(TurnGame, 2), agents(), **options)
     for n_workers in (2, 3):
-        assert_same(one, batches_of(ParallelSampler, partial(TurnGame, 2), agents(), n_workers=n_workers, **options))
+        assert_same(one, collect_with(ParallelSampler, partial(TurnGame, 2), agents(), n_workers=n_workers, **options))
     for samples, _ in one:
         # In each environment, the seat that was asked last has all rows.
         most = np.maximum(*(samples[name].env.valid.sum(0) for name in ("main", "other")))
@@ -475,7 +475,7 @@ def test_env_info_is_that_of_the_end_of_a_decision() -> None:
         for itr in range(6):
             env = sampler.obtain_samples(itr)[0].copy().numpy().env
             info, valid = env.env_info, env.valid
-            assert (info._moves == valid).all()
+            assert (info["_moves"] == valid).all()
             assert not info.moves[~valid].any()
             for b, number in enumerate([0, 1, 0, 1]):
                 assert (info.who.number[:, b] == number * valid[:, b]).all()

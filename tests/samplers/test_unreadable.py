@@ -34,12 +34,8 @@ class KeepsErrors(TrajInfo):
         self.Error = NeedsTwo(1, 2)
 
 
-def make(cls: type[TrajInfo]) -> Any:
-    return sampler_of(ParallelSampler, batch_T=12, traj_info_cls=cls)
-
-
 def test_an_attribute_that_cannot_be_unpickled_is_named_in_that_batch_and_no_other() -> None:
-    with make(KeepsErrors) as sampler:
+    with sampler_of(ParallelSampler, batch_T=12, traj_info_cls=KeepsErrors) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         n_batches = 0
         for itr in range(3):
@@ -57,7 +53,7 @@ def test_an_attribute_that_cannot_be_unpickled_is_named_in_that_batch_and_no_oth
 
 
 def test_another_number_than_promised_breaks_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
-    with make(KeepsErrors) as sampler:
+    with sampler_of(ParallelSampler, batch_T=12, traj_info_cls=KeepsErrors) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
 
         def lose(self: ObjectPipe, promised: int, **options: Any) -> Any:

@@ -26,8 +26,8 @@ from penstock import (
 from penstock.envs import ScriptedGame
 from penstock.errors import ConfigError, SamplerBrokenError
 from tests.models import Net
-from tests.seats_support import Published, assert_same, batches_of
-from tests.turns_support import TurnGame, Valuing
+from tests.support import EVALUATING, assert_same, collect_with
+from tests.toy_games import Published, TurnGame, Valuing
 
 from ..scale import mostly_first, quick_first, some
 
@@ -68,9 +68,9 @@ def agents() -> dict[str, Any]:
     quick_first(some([(ParallelSampler, 2), (AsyncSampler, 3), (ParallelSampler, 1), (ParallelSampler, 4)], 2)),
 )
 def test_the_same_players_for_any_number_of_workers(cls: type[Sampler], n_workers: int) -> None:
-    options: Any = {"policy_of": drawn, "bootstrap_value": False, "evaluate": True}
-    one = batches_of(SerialSampler, TurnGame, agents(), **options)
-    assert_same(one, batches_of(cls, TurnGame, agents(), n_workers=n_workers, **options))
+    options: Any = {"policy_of": drawn, "bootstrap_value": False, **EVALUATING}
+    one = collect_with(SerialSampler, TurnGame, agents(), **options)
+    assert_same(one, collect_with(cls, TurnGame, agents(), n_workers=n_workers, **options))
     # Each policy has a column for each seat. The seats that it does not play have no rows.
     played = {
         name: sum(samples[name].env.valid.sum() for samples, _ in one if samples is not None) for name in agents()
@@ -212,9 +212,9 @@ def test_without_the_others_the_batch_is_the_same(in_turns: bool, kind: Any) -> 
     cls, options = kind
     env_fn: Any = TurnGame if in_turns else ScriptedGame
     policy_of: Any = drawn if in_turns else {"a0": "main", "a1": "past", "a2": "other"}.get
-    given: Any = {"policy_of": policy_of, "bootstrap_value": False, "evaluate": True}
-    every = batches_of(SerialSampler, env_fn, agents(), **given)
-    found = batches_of(cls, env_fn, agents(), **given, **options, record=["main"])
+    given: Any = {"policy_of": policy_of, "bootstrap_value": False, **EVALUATING}
+    every = collect_with(SerialSampler, env_fn, agents(), **given)
+    found = collect_with(cls, env_fn, agents(), **given, **options, record=["main"])
     assert_same([(None if own is None else NamedArrays(main=own.main), infos) for own, infos in every], found)
 
 

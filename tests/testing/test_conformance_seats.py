@@ -10,7 +10,7 @@ import pytest
 from penstock.envs import CountingEnv, ScriptedGame
 from penstock.errors import ConfigError
 from penstock.testing import ConformanceError, check_aec_env, check_parallel_env
-from tests.turns_support import TurnGame
+from tests.toy_games import TurnGame
 
 from ..scale import quick_first
 

@@ -62,7 +62,9 @@ PLACES: dict[str, tuple[Place, str]] = {
 }
 
 
-def run(cls: type[Sampler], env_fn: Any = CountingEnv, agent: Any = None, batches: int = 1, **arguments: Any) -> Any:
+def last_batch_and_evaluation(
+    cls: type[Sampler], env_fn: Any = CountingEnv, agent: Any = None, batches: int = 1, **arguments: Any
+) -> Any:
     """One worker with two environments; a batch in which an episode ends, and an evaluation."""
     sizes = {"batch_T": 6, "batch_B": 2, "n_workers": 1, "eval_n_envs": 1, "eval_max_steps": 12}
     with sampler_of(cls, env_fn, **sizes, **arguments) as sampler:
@@ -84,21 +86,21 @@ PICKLED = ("env step", "agent step", "collect_batch", "evaluation", "terminate",
 def test_an_exception_from_every_place_in_a_process(where: str, start_method: str) -> None:
     place, words = PLACES[where]
     with pytest.raises(WorkerError, match=f"(?s)InjectedFault.*{words}.*raise at call 1") as caught:
-        run(ParallelSampler, start_method=start_method, **place(Fault("raise")))
+        last_batch_and_evaluation(ParallelSampler, start_method=start_method, **place(Fault("raise")))
     assert isinstance(caught.value.__cause__, InjectedFault)
 
 
 @pytest.mark.parametrize("where", [where for where in PLACES if where != "sending"])
 def test_an_exception_from_every_place_in_this_process(where: str) -> None:
     with pytest.raises(WorkerError, match="InjectedFault"):
-        run(SerialSampler, **PLACES[where][0](Fault("raise")))
+        last_batch_and_evaluation(SerialSampler, **PLACES[where][0](Fault("raise")))
 
 
 @pytest.mark.parametrize("where", scaled(list(PLACES), ["env init", "agent reset_one", "collect_batch", "sending"]))
 def test_a_kill_in_every_place(where: str) -> None:
     place, words = PLACES[where]
     with pytest.raises(WorkerDiedError, match=f"(?s)SIGKILL.*{words}"):
-        run(ParallelSampler, **place(Fault("kill", spare_pid=os.getpid())))
+        last_batch_and_evaluation(ParallelSampler, **place(Fault("kill", spare_pid=os.getpid())))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +112,8 @@ def test_a_fault_that_never_fires_changes_nothing(cls: type[Sampler], where: str
     late = Fault("raise", at=1 if where in ("env init", "start_envs") else 1000, spare_pid=os.getpid())
     if where in ("env init", "start_envs") and cls is ParallelSampler:
         late = Fault("delay", seconds=0)
-    samples, infos = run(cls, **PLACES[where][0](late))
-    plain, plain_infos = run(SerialSampler)
+    samples, infos = last_batch_and_evaluation(cls, **PLACES[where][0](late))
+    plain, plain_infos = last_batch_and_evaluation(SerialSampler)
     assert_same(samples, plain)
     assert [info.Length for info in infos] == [info.Length for info in plain_infos]
 
@@ -120,7 +122,7 @@ def test_a_fault_that_never_fires_changes_nothing(cls: type[Sampler], where: str
 @pytest.mark.parametrize("where", ["env step", "sending"])
 def test_unusual_exceptions_are_reported(how: str, where: str) -> None:
     with pytest.raises(WorkerError, match=how.capitalize()):
-        run(ParallelSampler, **PLACES[where][0](Fault(how)))
+        last_batch_and_evaluation(ParallelSampler, **PLACES[where][0](Fault(how)))
 
 
 def test_an_environment_that_fails_to_close_is_one_warning() -> None:
@@ -148,23 +150,23 @@ def test_an_environment_that_fails_to_close_is_one_warning() -> None:
 )
 def test_only_the_chosen_call_fails(where: str, at: int, words: str) -> None:
     with pytest.raises(WorkerError, match=f"(?s)InjectedFault.*{words}.*at call {at}"):
-        run(ParallelSampler, batches=3, **PLACES[where][0](Fault("raise", at=at)))
+        last_batch_and_evaluation(ParallelSampler, batches=3, **PLACES[where][0](Fault("raise", at=at)))
 
 
 def test_with_a_marker_only_one_environment_fails_and_only_once(tmp_path: Path) -> None:
     fault = Fault("raise", at=2, marker=str(tmp_path / "marker"))
     with pytest.raises(WorkerError, match="t=1"):
-        run(ParallelSampler, env_fn=faulty_env(CountingEnv, fault))
-    run(ParallelSampler, env_fn=faulty_env(CountingEnv, fault))
+        last_batch_and_evaluation(ParallelSampler, env_fn=faulty_env(CountingEnv, fault))
+    last_batch_and_evaluation(ParallelSampler, env_fn=faulty_env(CountingEnv, fault))
 
 
 def test_two_faults_in_one_collector() -> None:
     twice = faulty_collector(faulty_collector(ResetCollector, Fault("raise", at=9)), Fault("raise", at=2))
     with pytest.raises(WorkerError, match=r"itr=1.*at call 2"):
-        run(SerialSampler, batches=3, collector_cls=twice)
+        last_batch_and_evaluation(SerialSampler, batches=3, collector_cls=twice)
     swapped = faulty_collector(faulty_collector(ResetCollector, Fault("raise", at=2)), Fault("raise", at=9))
     with pytest.raises(WorkerError, match=r"itr=1.*at call 2"):
-        run(SerialSampler, batches=3, collector_cls=swapped)
+        last_batch_and_evaluation(SerialSampler, batches=3, collector_cls=swapped)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch
     assert "torch not installed" in describe_machine()["packages"]
 
 
-def run(*arguments: str) -> str:
+def doctor_says(*arguments: str) -> str:
     command = [sys.executable, "-m", "penstock", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     return done.stdout
@@ -86,15 +86,15 @@ def run(*arguments: str) -> str:
 
 @pytest.mark.slow
 def test_the_command_line() -> None:
-    assert run("--version").split() == ["penstock", penstock.__version__]
-    text = run("--help")
+    assert doctor_says("--version").split() == ["penstock", penstock.__version__]
+    text = doctor_says("--help")
     for command in ("doctor", "machine", "tune"):
         assert command in text
 
 
 @pytest.mark.slow
 def test_the_doctor_starts_a_sampler_and_finds_it_well() -> None:
-    text = run("doctor")
+    text = doctor_says("doctor")
     assert "usable CPUs" in text
     assert "does not run here" not in text
     assert any(line.startswith("- ") for line in text.splitlines())

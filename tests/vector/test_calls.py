@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from functools import partial
 from typing import Any, ClassVar
@@ -14,6 +13,8 @@ import pytest
 from penstock import ConfigError, EnvCallError, SamplerClosedError, SamplerStateError, SpaceError, WorkerError
 from penstock.envs import CountingEnv, EnvContext, EpisodicLife, MaskInObservation, ScriptedGame, Seats
 from penstock.vector import ShmVectorEnv, tile
+
+from ..children import exit_code_of_fork
 
 pytestmark = pytest.mark.slow
 
@@ -197,22 +198,13 @@ def test_calls_out_of_order() -> None:
 def test_a_fork_of_the_main_process_may_not_use_it() -> None:
     with five() as envs:
         envs.reset()
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
+
+        def in_fork() -> None:
+            message = "reset was called in process.*make a vector environment in this process"
+            with pytest.raises(SamplerStateError, match=message):
                 envs.reset()
-                said = "nothing"
-            except BaseException as error:
-                said = f"{type(error).__name__}: {error}"
-            os.write(write, said.encode())
-            os._exit(0)
-        os.waitpid(pid, 0)
-        said = os.read(read, 1000).decode()
-        os.close(read)
-        os.close(write)
-        assert "SamplerStateError: reset was called in process" in said
-        assert "make a vector environment in this process" in said
+
+        assert exit_code_of_fork(in_fork) == 0
         assert envs.step(np.zeros(5, int))[1].tolist() == [1] * 5
 
 

@@ -30,8 +30,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMoni
 from penstock.vector import Sb3VecEnv  # noqa: E402
 
 from ..scale import pairs, scaled  # noqa: E402
-from ..seats_support import ScriptedGame  # noqa: E402
 from ..support import assert_same  # noqa: E402
+from ..toy_games import ScriptedGame  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,9 @@ import torch
 
 from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
 from penstock.arguments import seconds
-from penstock.envs import CountingEnv
 from penstock.errors import brief
+
+from ..support import sampler_of
 
 INTEGERS = (
     "batch_T", "batch_B", "n_workers", "max_decorrelation_steps", "eval_n_envs", "eval_max_steps", "eval_episodes",
@@ -21,23 +22,19 @@ NO_INTEGERS = [
 ]  # fmt: skip
 
 
-def make(cls: type[Sampler] = SerialSampler, env_fn: Any = CountingEnv, **kwargs: Any) -> Sampler:
-    return cls(env_fn, **{"batch_T": 4, "batch_B": 2, "max_decorrelation_steps": 0, **kwargs})
-
-
 @pytest.mark.parametrize("value", NO_INTEGERS, ids=brief)
 @pytest.mark.parametrize("name", INTEGERS)
 def test_what_is_no_integer_is_refused_by_name(name: str, value: Any) -> None:
     if value is None and name in ("n_workers", "eval_episodes", "eval_max_trajectories"):
         return  # which leaves it to penstock
     with pytest.raises(ConfigError, match=rf"\A{name} must be (an integer of at least \d|at most [\d,]+), got .*\Z"):
-        make(**{"eval_n_envs": 2, name: value})
+        sampler_of(SerialSampler, **{"eval_n_envs": 2, name: value})
 
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 def test_numpys_scalars_are_numbers(cls: type[Sampler]) -> None:
     numbers = {name: np.int64(2) for name in INTEGERS if name != "eval_max_trajectories"}
-    with make(cls, **{**numbers, "eval_max_steps": np.uint16(20), "step_timeout": np.float32(60)}) as sampler:
+    with sampler_of(cls, **{**numbers, "eval_max_steps": np.uint16(20), "step_timeout": np.float32(60)}) as sampler:
         assert type(sampler.batch_T) is type(sampler.config.batch_B) is int
         sampler.initialize(RandomAgent(), seed=np.int64(3), rank=np.int64(1), world_size=np.int64(2))  # type: ignore[arg-type]
         assert sampler.seed == 3
@@ -48,7 +45,7 @@ def test_numpys_scalars_are_numbers(cls: type[Sampler]) -> None:
 @pytest.mark.parametrize("value", ["1", float("nan"), True, 0, np.array(3.0), None], ids=brief)
 def test_what_is_no_time_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ConfigError, match="start_timeout must be a positive number of seconds, got"):
-        make(start_timeout=value)
+        sampler_of(SerialSampler, start_timeout=value)
 
 
 def test_a_time_may_be_zero_if_its_meaning_allows_it() -> None:
@@ -60,7 +57,7 @@ def test_a_time_may_be_zero_if_its_meaning_allows_it() -> None:
 
 @pytest.mark.parametrize("value", [1.5, "x", None, 10**30, -(10**30), np.array([1]), True], ids=brief)
 def test_an_itr_that_is_no_integer_is_refused_and_harms_nobody(value: Any) -> None:
-    with make(eval_n_envs=1) as sampler:
+    with sampler_of(SerialSampler, eval_n_envs=1) as sampler:
         sampler.initialize(RandomAgent())
         for call in (sampler.obtain_samples, sampler.start_samples, sampler.evaluate_agent):
             with pytest.raises(ConfigError, match=r"itr must be (an integer|at (most|least) -?[0-9,]+), got"):
@@ -82,7 +79,7 @@ def test_an_itr_that_is_no_integer_is_refused_and_harms_nobody(value: Any) -> No
     ],
 )
 def test_arguments_of_initialize_are_told_by_name(arguments: dict[str, Any], message: str) -> None:
-    with make() as sampler, pytest.raises(ConfigError, match=message):
+    with sampler_of(SerialSampler) as sampler, pytest.raises(ConfigError, match=message):
         sampler.initialize(RandomAgent(), **arguments)
 
 
@@ -101,13 +98,13 @@ def test_arguments_of_initialize_are_told_by_name(arguments: dict[str, Any], mes
 )
 def test_arguments_of_the_constructor_are_told_by_name(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make(**arguments)
+        sampler_of(SerialSampler, **arguments)
 
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 @pytest.mark.parametrize("size", [{"batch_T": 10**12}, {"batch_T": 2**62}])
 def test_a_batch_that_no_machine_holds_is_told_with_its_size(cls: type[Sampler], size: dict[str, int]) -> None:
-    with make(cls, **size) as sampler, pytest.raises(ConfigError, match=r"needs [\d,.]+ TiB .* [MG]iB are free"):
+    with sampler_of(cls, **size) as sampler, pytest.raises(ConfigError, match=r"needs [\d,.]+ TiB .* [MG]iB are free"):
         sampler.initialize(RandomAgent())
 
 
@@ -115,7 +112,7 @@ def test_a_batched_environment_is_told_where_it_belongs() -> None:
     def batched() -> Any:
         return gym.make_vec("CartPole-v1", 2)
 
-    with make(env_fn=batched) as sampler, pytest.raises(ConfigError, match="with batched=True"):
+    with sampler_of(SerialSampler, env_fn=batched) as sampler, pytest.raises(ConfigError, match="with batched=True"):
         sampler.initialize(RandomAgent())
 
 

@@ -21,7 +21,7 @@ from penstock.workers import claims
 from penstock.workers.claims import Claim, CpuClaims, claim, lock_folder
 from penstock.workers.plan import Affinity
 
-from ..children import waiting_fork
+from ..children import exit_code_of_fork, waiting_fork
 from ..scale import scaled
 from ..support import BOUND, until
 
@@ -83,7 +83,7 @@ def test_a_claim_is_refused_to_all_others_and_they_learn_the_owner(folder: Path)
     with another_owner(1) as (has_it, pid):
         assert has_it
         assert claim(KIND, 1) == (pid, (folder / "1.lock").stat().st_mtime)
-    assert not claims._claims
+    assert not claims.held
 
 
 @pytest.mark.slow
@@ -131,17 +131,19 @@ def test_it_is_released_after_its_folder_was_removed(folder: Path) -> None:
     shutil.rmtree(folder)
     mine.release()
     assert not folder.exists()
-    assert not claims._claims
+    assert not claims.held
 
 
 @pytest.mark.slow
 def test_a_fork_owns_nothing(folder: Path) -> None:
     mine = own(1)
-    child = os.fork()
-    if child == 0:
+
+    def in_fork() -> None:
         mine.release()
-        os._exit(mine.is_active or claim(KIND, 1) != (os.getppid(), (folder / "1.lock").stat().st_mtime))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not mine.is_active
+        assert claim(KIND, 1) == (os.getppid(), (folder / "1.lock").stat().st_mtime)
+
+    assert exit_code_of_fork(in_fork) == 0
     with another_owner(1) as (has_it, _):
         assert not has_it
     mine.release()
@@ -201,7 +203,7 @@ def test_a_folder_that_is_not_safe_is_refused_and_no_file_is_made(folder: Path, 
     spoil(folder)
     with pytest.raises(OSError, match=str(folder)):
         claim(KIND, 1)
-    assert not claims._claims
+    assert not claims.held
     for path in (folder, folder.parent / "elsewhere"):
         assert not path.is_dir() or not any(each.is_file() for each in path.iterdir())
 
@@ -213,7 +215,7 @@ def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterProcessLock, "trylock", refuse)
     with pytest.raises(RuntimeError, match="No locks available"):
         claim(KIND, 1)
-    assert not claims._claims
+    assert not claims.held
     assert chosen(2)[0] == [100, 101], "every process may use every CPU"
 
 
@@ -268,7 +270,7 @@ def chosen(n: int) -> tuple[list[int], CpuClaims]:
 
 
 def claimed() -> set[int]:
-    return {number for kind, number in claims._claims if kind == "cpu"}
+    return {number for kind, number in claims.held if kind == "cpu"}
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from penstock.vector import ShmVectorEnv
 from ..process.support import is_running
 from ..samplers.async_support import VersionAgent
 from ..scale import USUAL_METHODS, pairs, quick_first
-from ..support import assert_same, run, until
+from ..support import assert_same, collect_with, until
 
 T, B, AT = 6, 4, 15  # episodes have 5 steps; step 15 ends one
 WRONG = -100.0
@@ -73,7 +73,7 @@ def child_of(folder: Path) -> int:
 
 def expected(agent: Any, n_batches: int) -> list[Any]:
     how = {"seed": 0, "bootstrap_value": False}
-    return [batch for batch, _ in run(SerialSampler, CountingEnv, agent, n_batches, (), how, **SIZE)]
+    return [batch for batch, _ in collect_with(SerialSampler, CountingEnv, agent, n_batches, **how, **SIZE)]
 
 
 def check(sampler: Any, folder: Path, agent: Any, n_batches: int = 12) -> None:

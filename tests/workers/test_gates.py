@@ -32,19 +32,19 @@ def closed(gate: Gate) -> None:
     gate.done.close()
 
 
-def _is_readable(fd: int) -> bool:
-    return bool(select.select([fd], [], [], 0)[0])
+def is_woken(side: WakeUp) -> bool:
+    return bool(select.select([side.reader.fd], [], [], 0)[0])
 
 
 def test_a_wake_up_is_readable_until_it_is_cleared(wake_up_kind: str) -> None:
     wake_up = WakeUp()
     gates.clear(wake_up.reader.fd)  # nothing there: no harm, no wait
-    assert not _is_readable(wake_up.reader.fd)
+    assert not is_woken(wake_up)
     for _ in range(100_000 if wake_up_kind == "pipe" else 3):  # a full pipe must not block
         gates.notify(wake_up.writer.fd)
-    assert _is_readable(wake_up.reader.fd)
+    assert is_woken(wake_up)
     gates.clear(wake_up.reader.fd)
-    assert not _is_readable(wake_up.reader.fd)
+    assert not is_woken(wake_up)
     wake_up.close()
 
 
@@ -79,9 +79,8 @@ def test_every_opening_is_answered_once(wake_up_kind: str, spin: bool) -> None:
 def test_sides_that_are_awake_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     control = ControlBlock(2, 1, shared=False)
     progress, gate = control.progress(0), Gate(control, 0, spin_seconds=1.0)
-    calls = []
-    monkeypatch.setattr(gates, "notify", lambda fd: calls.append("notify"))
-    monkeypatch.setattr(gates, "clear", lambda fd: calls.append("clear"))
+    cleared: list[int] = []
+    monkeypatch.setattr(gates, "clear", cleared.append)
     for itr in range(3):
         opened(gate, Command(itr))
         gate.wait_in(progress)
@@ -90,39 +89,38 @@ def test_sides_that_are_awake_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> 
         control.reply([0], [progress.n_requests + 1])
         gate.request(progress, 1)
         progress.arrived += 1
-    assert calls == []
+        assert not any(map(is_woken, (gate.go, gate.done)))
+    assert cleared == []
     closed(gate)
 
 
 def test_where_no_fence_orders_a_load_behind_a_store_everybody_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     control = ControlBlock(1, 1, shared=False)
-    gate, woken = Gate(control, 0, spin_seconds=1.0), list[int]()
+    gate = Gate(control, 0, spin_seconds=1.0)
     monkeypatch.setattr(gates, "HAS_FULL_FENCE", False)
     monkeypatch.setattr(control_module, "HAS_FULL_FENCE", False)
-    monkeypatch.setattr(gates, "notify", woken.append)
     opened(gate)
+    assert is_woken(gate.go)
     gate.wait_in(control.progress(0))
     gate.arrive(control.progress(0))
-    assert woken == [gate.go.writer.fd, gate.done.writer.fd]
+    assert is_woken(gate.done)
     closed(gate)
 
 
-def test_a_main_process_that_waits_for_all_is_woken_by_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_main_process_that_waits_for_all_is_woken_by_the_last() -> None:
     control = ControlBlock(3, 1, shared=False)
     all_gates = [Gate(control, rank, spin_seconds=0.0) for rank in range(3)]
     for gate in all_gates:
         opened(gate)
-    arrived, woken = list[int](), list[int]()
-    monkeypatch.setattr(gates, "notify", lambda fd: woken.append(len(arrived)))
     control.main_asleep[0] = 3
     for rank in (2, 0, 1):
-        arrived.append(rank)
+        assert not any(is_woken(gate.done) for gate in all_gates)
         all_gates[rank].arrive(control.progress(rank))
-    assert woken == [3]
+    assert [is_woken(gate.done) for gate in all_gates] == [False, True, False]
     control.main_asleep[0] = FOR_ANY
     opened(all_gates[0])
     all_gates[0].arrive(control.progress(0))
-    assert woken == [3, 3]
+    assert is_woken(all_gates[0].done)
     for gate in all_gates:
         closed(gate)
 

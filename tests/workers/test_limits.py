@@ -38,18 +38,18 @@ def test_every_enclosing_cgroup_counts(tmp_path: Path) -> None:
     own.write_text("0::/outer/inner\n")
     cgroup(root / "outer" / "inner", "max", 3)
     cgroup(root / "outer", "40\n", 30)
-    assert list(launcher._processes_left(root, own)) == [10]
+    assert list(launcher.processes_left(root, own)) == [10]
 
 
 def test_the_older_hierarchy_is_understood_too(tmp_path: Path) -> None:
     root, own = tmp_path / "cgroup", tmp_path / "own"
     own.write_text("12:memory:/x\n11:pids:/job\n")
     cgroup(root / "pids" / "job", "64\n", 60)
-    assert list(launcher._processes_left(root, own)) == [4]
+    assert list(launcher.processes_left(root, own)) == [4]
 
 
 def test_too_few_processes_are_an_error_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_processes_left", lambda: [500, 4])
+    monkeypatch.setattr(launcher, "processes_left", lambda: [500, 4])
     with pytest.raises(
         ConfigError, match=r"3 workers need 6 processes and only 4 more are allowed here: lower n_workers"
     ):

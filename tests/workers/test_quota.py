@@ -12,6 +12,8 @@ from penstock.buffers import memory_limits
 from penstock.workers import affinity
 from penstock.workers.affinity import cpu_quota, cpus_to_fill
 
+from ..children import exit_code_of_fork
+
 V2 = "0::/job/inner\n"
 V1 = "4:memory:/job\n3:cpu,cpuacct:/job/inner\n"
 
@@ -62,13 +64,11 @@ def test_a_real_quota() -> None:
     folder.mkdir()
     try:
         (folder / "cpu.cfs_quota_us").write_text("150000")
-        pid = os.fork()
-        if not pid:
-            try:
-                (folder / "tasks").write_text(str(os.getpid()))
-                os._exit(0 if cpu_quota() == 1.5 else 1)
-            finally:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+        def in_fork() -> None:
+            (folder / "tasks").write_text(str(os.getpid()))
+            assert cpu_quota() == 1.5
+
+        assert exit_code_of_fork(in_fork) == 0
     finally:
         folder.rmdir()

@@ -54,9 +54,9 @@ def test_it_sleeps_after_another_program_has_taken_the_cpu_for_long() -> None:
     assert after([50e-6], spin_time) > 0, "it tries again"
 
 
-def test_processes_are_a_crowd_if_there_are_more_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spinning, "usable_cpus", lambda: (0, 3))
-    assert not is_crowded(2)
-    assert is_crowded(3)
-    monkeypatch.setattr(spinning, "usable_cpus", tuple)
-    assert is_crowded(1), "the system does not say how many CPUs there are"
+@pytest.mark.parametrize(("cpus", "crowds"), [((0, 3), [3]), ((), [1, 2, 3])], ids=["two", "how many is not said"])
+def test_processes_are_a_crowd_if_there_are_more_than_cpus(
+    monkeypatch: pytest.MonkeyPatch, cpus: tuple[int, ...], crowds: list[int]
+) -> None:
+    monkeypatch.setattr(spinning, "usable_cpus", lambda: cpus)
+    assert [n for n in (1, 2, 3) if is_crowded(n)] == crowds

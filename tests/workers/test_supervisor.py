@@ -27,6 +27,7 @@ from penstock.buffers.descriptors import InheritedFd
 from penstock.buffers.native import COMPILED
 from penstock.workers.supervisor import SUPERVISOR_ENDED, SupervisedProcess, Supervisor
 
+from ..children import waiting_fork
 from ..process.support import SLACK, gone_after, is_running
 from ..scale import pairs, quick_first, scaled, some
 from ..support import BOUND, until
@@ -392,16 +393,9 @@ def test_a_fork_of_the_main_process_keeps_nothing_alive(how: str) -> None:
 def test_a_worker_is_closed_beside_a_fork_that_has_its_leash(supervisor: Supervisor) -> None:
     worker = start(supervisor, sleep)
     assert worker.pid is not None
-    fork = os.fork()
-    if fork == 0:
-        signal.pause()
-        os._exit(0)
-    try:
+    with waiting_fork():
         worker.close()
         gone_after([worker.pid], time.monotonic(), LEFT_SECONDS)
-    finally:
-        os.kill(fork, signal.SIGKILL)
-        os.waitpid(fork, 0)
 
 
 @pytest.mark.slow

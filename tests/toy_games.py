@@ -1,9 +1,8 @@
-"""What the tests of several agents share: agents that tell what they saw, odd environments, comparisons, an oracle."""
+"""Games of several agents, and agents that tell what they saw: they share what the tests of such games need."""
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from penstock import Agent, AgentStep, NamedArrays, Sampler, SerialSampler
+from penstock import Agent, AgentStep, NamedArrays
 from penstock.envs.toy import ScriptedGame
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
@@ -81,6 +80,14 @@ class Valued(Agent):
         return sum(np.tanh(leaf).reshape(len(leaf), -1).astype(np.float32).sum(1) for leaf in leaves) + np.float32(1.5)
 
 
+def split_agents(n_policies: int, cls: Any = Book) -> dict[str, Any]:
+    """What `initialize` gets for one policy, or for two: a0 has one of its own."""
+    if n_policies == 1:
+        return {"agent": cls()}
+    policy_of = {"a0": "first"}.get
+    return {"agent": {"first": cls(), "other": cls()}, "policy_of": lambda agent: policy_of(agent, "other")}
+
+
 class Published(Agent):
     """Acts with its only parameter, the number of times that it was published."""
 
@@ -103,6 +110,33 @@ class Published(Agent):
     def publish(self) -> None:
         self.number = self.number + 1
         self.sync_shared_memory()
+
+
+class Scripted(Agent):
+    """Plays given actions, one list for each column."""
+
+    def __init__(self, actions: Sequence[Sequence[int]]) -> None:
+        self._actions = actions
+
+    def reset(self) -> None:
+        self._at = [0] * len(self._actions)
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        columns = range(len(prev_reward)) if self.selected is None else self.selected.tolist()
+        found = []
+        for column in columns:
+            found.append(self._actions[column][self._at[column] % len(self._actions[column])])
+            self._at[column] += 1
+        return AgentStep(np.array(found))
+
+
+class Valuing(Book):
+    """A `Book` that reports its value, as a recurrent agent must."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        value = self.value(observation, prev_action, prev_reward)
+        action, info = super().step(observation, prev_action, prev_reward)
+        return AgentStep(action, NamedArrays(**dict(info.items()), value=value))
 
 
 # ---- environments ------------------------------------------------------------------------------
@@ -200,130 +234,73 @@ class Numbered:
         """There is nothing to close."""
 
 
-# ---- batches -----------------------------------------------------------------------------------
+class TurnGame:
+    """A random game, as an `AECEnv`. Agents move in any order, also twice in a row. After each move, some agents get a
+    reward, also those that have not moved yet; sometimes one dies or is cut off.
 
+    An observation is (agent's number + 1, move, the agent's own moves, random number).
+    """
 
-def batches_of(
-    cls: type[Sampler],
-    env_fn: Any,
-    agents: Any,
-    *,
-    n: int = 5,
-    evaluate: bool = False,
-    policy_of: Any = None,
-    record: Any = None,
-    traj_info_kwargs: Any = None,
-    bootstrap_value: bool = True,
-    **options: Any,
-) -> list[tuple[Any, list[dict[str, Any]]]]:
-    """Copies of `n` batches, each with the attributes of the finished trajectories; and those of evaluations between
-    the batches, as (None, trajectories)."""
-    options = {"batch_T": 9, "batch_B": 5, "max_decorrelation_steps": 12, **options}
-    is_async, found = hasattr(cls, "start"), list[tuple[Any, list[dict[str, Any]]]]()
-    if evaluate:
-        options |= {"eval_n_envs": 3, "eval_max_steps": 60}
-    with cls(env_fn, **options) as sampler:
-        sampler.initialize(
-            agents,
-            seed=7,
-            bootstrap_value=bootstrap_value,
-            policy_of=policy_of,
-            record=record,
-            traj_info_kwargs=traj_info_kwargs,
-        )
-        if is_async:
-            sampler.start()
-        for itr in range(n):
-            samples, infos = sampler.obtain_samples(itr)
-            found.append((samples.copy().numpy() if hasattr(samples, "env") else _copied(samples), _public(infos)))
-            if evaluate and itr % 2:
-                found.append((None, _public(sampler.evaluate_agent(itr))))
-    return found
+    metadata: dict[str, Any] = {"name": "turn_game"}  # noqa: RUF012
+    render_mode = None
 
+    def __init__(self, k: int = 3, mask: bool = False, ends: bool = True) -> None:
+        self.possible_agents = [f"a{i}" for i in range(k)]
+        self.agents: list[str] = []
+        self._mask, self._has_ends, self._rng, self.ledger = mask, ends, np.random.default_rng(0), 0.0
 
-def _copied(samples: Any) -> NamedArrays:
-    return NamedArrays({name: own.copy().numpy() for name, own in samples.items()})
+    def observation_space(self, agent: str) -> gym.Space[Any]:
+        return spaces.Box(-np.inf, np.inf, (4,), np.float32)
 
+    def action_space(self, agent: str) -> gym.Space[Any]:
+        return spaces.Discrete(3)
 
-def _public(infos: list[Any]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in vars(info).items() if name[0] != "_"} for info in infos]
+    def agent_iter(self) -> Iterator[str]:
+        while self.agents:
+            yield self.agent_selection
 
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        if seed is not None:
+            self._rng = np.random.default_rng(seed)
+        self.agents = list(self.possible_agents)
+        self.t, self._most = 0, int(self._rng.integers(1, 25))
+        self._own = dict.fromkeys(self.agents, 0)
+        self._rewards = dict.fromkeys(self.agents, 0.0)
+        self._terminated, self._truncated = dict.fromkeys(self.agents, False), dict.fromkeys(self.agents, False)
+        self._choose()
 
-def assert_same(wanted: Sequence[tuple[Any, Any]], found: Sequence[tuple[Any, Any]], rtol: float = 0) -> None:
-    """All fields of all batches, and all trajectories."""
-    assert len(wanted) == len(found)
-    for i, ((x, infos), (y, others)) in enumerate(zip(wanted, found, strict=True)):
-        assert infos == others, i
-        assert (x is None) == (y is None)
-        for (name, left), (other, right) in zip(x.leaves(), y.leaves(), strict=True) if x is not None else ():
-            assert name == other
-            if name.endswith("policy_version"):
-                continue
-            np.testing.assert_allclose(left, right, rtol=rtol, atol=0, err_msg=f"{name}, {i}")
+    def _choose(self) -> None:
+        ended = [agent for agent in self.agents if self._terminated[agent] or self._truncated[agent]]
+        if self.agents:
+            self.agent_selection = ended[0] if ended else self.agents[self._rng.integers(len(self.agents))]
+        self._draw = np.float32(self._rng.random())
 
+    def last(self, observe: bool = True) -> Any:
+        agent = self.agent_selection
+        info = {"action_mask": np.array([1, 1, self.t % 2], np.int8)} if self._mask else {}
+        seen = np.array([int(agent[1:]) + 1, self.t, self._own[agent], self._draw], np.float32)
+        return seen, self._rewards[agent], self._terminated[agent], self._truncated[agent], info
 
-def serial(env_fn: Any, agents: Any, **options: Any) -> list[tuple[Any, list[dict[str, Any]]]]:
-    return batches_of(SerialSampler, env_fn, agents, **options)
+    def step(self, action: Any) -> None:
+        agent, rng = self.agent_selection, self._rng
+        if self._terminated[agent] or self._truncated[agent]:
+            assert action is None
+            self.agents.remove(agent)
+            self._choose()
+            return
+        assert action in (0, 1, 2)
+        assert not self._mask or action < 2 or self.t % 2
+        self.t, self._own[agent], self._rewards[agent] = self.t + 1, self._own[agent] + 1, 0.0
+        for other in self.agents:
+            if rng.random() < 0.4:
+                reward = float(rng.integers(-3, 4)) + action
+                self._rewards[other] += reward
+                self.ledger += reward
+        is_over = self.t >= self._most
+        for other in self.agents:
+            if is_over or (self._has_ends and rng.random() < 0.06):
+                (self._terminated if rng.random() < 0.6 else self._truncated)[other] = True
+        self._choose()
 
-
-def cells(column: Any) -> Iterator[tuple[int, bool]]:
-    """The valid rows of one column of `valid` `[T]`."""
-    yield from (int(t) for t in np.flatnonzero(column))
-
-
-def check_rules(samples: Any) -> None:
-    """The rules that hold in every batch of a `ScriptedGame`: idle cells are zero, episodes have no gap, starts and
-    ends are where they are said to be. Observations are (agent's number + 1, step, own steps, draw)."""
-    env, agent = samples.env, samples.agent
-    valid, done = np.asarray(env.valid), np.asarray(env.done)
-    for name, field in [*env.items(), *agent.items()]:
-        if name in ("bootstrap_obs", "bootstrap_value", "policy_version", "prev_reward", "prev_action"):
-            continue
-        for path, leaf in NamedArrays({name: field}).leaves():
-            assert not np.asarray(leaf)[~valid].any(), f"{path} of an idle cell"
-    assert not np.asarray(env.prev_done)[~valid].any()
-    goes_on = valid[:-1] & ~done[:-1]
-    assert valid[1:][goes_on].all(), "a gap in an episode"
-    observation = np.asarray(env.observation)
-    observation = observation[..., :4]
-    own = observation[..., 2]
-    assert (np.asarray(env.prev_done) == (valid & (own == 0)))[valid].all(), "own steps are 0 where an episode begins"
-    assert (own[1:] == own[:-1] + 1)[goes_on].all()
-    assert (done == (np.asarray(env.terminated) | np.asarray(env.truncated))).all()
-    action = np.asarray(agent.action)
-    np.testing.assert_array_equal(np.asarray(env.reward)[valid], (observation[..., 1] + 1 + action)[valid])
-    if "final_obs" in env:
-        final = np.asarray(env.final_obs)
-        assert (final[done][:, 2] == own[done] + 1).all()
-        assert (final[done][:, 0] == observation[done][:, 0]).all()
-        assert not final[~done].any()
-    after = np.asarray(env.bootstrap_obs)
-    assert (after[..., 2] == own[-1] + 1)[valid[-1] & ~done[-1]].all()
-
-
-class Follower:
-    """Follows every column over batches: the rewards of each trajectory, by (env_rank, agent)."""
-
-    def __init__(self, seats: Sequence[tuple[int, Any]]) -> None:
-        self.seats = list(seats)
-        self.running: dict[Any, list[float]] = defaultdict(list)
-        self.finished: list[tuple[int, Any, int, float]] = []
-        self.total = 0.0
-
-    def follow(self, samples: Any) -> list[tuple[int, Any, int, float]]:
-        """The trajectories that end in this batch: (env_rank, agent, length, return), ordered by time, then column."""
-        env, found = samples.env, []
-        valid, done, reward = (np.asarray(each) for each in (env.valid, env.done, env.reward))
-        starts = np.asarray(env.prev_done)
-        for t in range(len(valid)):
-            for b in np.flatnonzero(valid[t]):
-                seat = self.seats[b]
-                if starts[t, b]:
-                    self.running[seat] = []
-                self.running[seat].append(float(reward[t, b]))
-                self.total += float(reward[t, b])
-                if done[t, b]:
-                    rewards = self.running.pop(seat)
-                    found.append((*seat, len(rewards), sum(rewards)))
-        self.finished += found
-        return found
+    def close(self) -> None:
+        """There is nothing to close."""
