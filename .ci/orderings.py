@@ -3,8 +3,8 @@
     python .ci/orderings.py WHEEL
 
 Prints for each compiled part how many of its instructions load with acquire (ldar), store with release (stlr) or are a
-fence (dmb). Fails if the gates in `workers` do not load with acquire, or `buffers.ordering.full_fence` is no fence. Needs
-pyelftools, which auditwheel brings.
+fence (dmb). Fails if the gates in `workers` do not load with acquire, or `buffers.ordering.full_fence` is no fence.
+Needs pyelftools, which auditwheel brings.
 """
 
 import io
