@@ -11,7 +11,7 @@ PYTEST := pytest --dist loadgroup
 # Keep compiled test modules, even where this variable is set: otherwise each process compiles them again.
 quick test: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run quick test check coverage floors pythons docs docs-test dist gpu bench sanitize ray chaos faults cases mutants real peers clean
+.PHONY: run quick test check coverage floors pythons docs docs-test dist arm gpu bench sanitize ray chaos faults cases mutants real peers clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -31,6 +31,7 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/mypy tests/type_checks/surface.py tests/programs
 	@if [ -x $(BIN)/pyright ]; then $(BIN)/pyright --pythonpath $(BIN)/python tests/type_checks/surface.py; fi
+	.ci/darwin $(BIN)/mypy
 	$(BIN)/lint-imports
 
 # The site in site/: open site/index.html. A warning, for example about a link without a target, is an error.
@@ -43,10 +44,15 @@ docs: $(VENV)/.dependencies
 docs-test: $(VENV)/.installed
 	$(BIN)/pytest tests/docs/test_sources.py tests/docs/test_site.py tests/docs/test_browser.py
 
-# An sdist, and a wheel for each version of Python that is installed. Each is installed in a new environment and tried.
-DIST_PYTHONS ?= 3.10 3.11 3.12 3.13
-dist: $(VENV)/.dependencies
-	.ci/dist $(BIN)/python $(DIST_PYTHONS)
+# An sdist, and wheels for x86_64 and aarch64, for each version of Python that is installed. Each wheel for this processor
+# is installed in a new environment and tried. Where Python 3.14 is not installed: `.ci/python_of_debian 3.14 sid`.
+DIST_PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
+dist:
+	PYTHON=$(PYTHON) .ci/dist $(DIST_PYTHONS)
+
+# After `make dist`: the wheel for aarch64 in an emulator, and what orders memory in its machine code.
+arm:
+	.ci/arm 3.13 trixie
 
 # The whole suite, that of Ray too, and the lines of each room that it runs, in whichever process. Fails below the share
 # in pyproject.toml. A test with a limit of time may fail, since measured code is slower.
@@ -148,7 +154,7 @@ floors:
 	.ci/versions floors
 
 # The tests that need no torch, with each of these versions of Python that is installed. -floors: with the lowest versions.
-PYTHONS ?= 3.10 3.10-floors 3.12 3.13
+PYTHONS ?= 3.10 3.10-floors 3.12 3.13 3.14
 pythons:
 	.ci/versions $(PYTHONS)
 
@@ -189,4 +195,4 @@ real: $(VENV)/.installed
 	PENSTOCK_REAL_STEPS=20000 $(BIN)/pytest -n 2 tests/real/test_long.py
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(RAY) build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(RAY) .pythons build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -98,7 +98,6 @@ DEV = [
     "setuptools>=69",
     "wheel",
     "build>=1.2",
-    "twine>=5.1",
     "playwright>=1.45",  # it drives the Chromium that is installed; `playwright install` is not needed
     "pillow>=10",  # looks at screenshots
     "joblib>=1.3",  # its processes are one more place where users start samplers
@@ -164,7 +163,7 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: C",
-        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

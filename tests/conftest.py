@@ -9,9 +9,11 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -106,7 +108,7 @@ def _lock_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _servers(_lock_folders: None) -> None:
-    """Start the supervisor and the resource tracker, which live as long as the process."""
+    """Start the supervisor, the resource tracker and Python's own fork server, which live as long as the process."""
     from penstock.envs import CountingEnv
 
     if HAS_TORCH:  # then the supervisor imports torch
@@ -118,6 +120,8 @@ def _servers(_lock_folders: None) -> None:
         from penstock.vector import ShmVectorEnv
 
         ShmVectorEnv([CountingEnv]).close()
+    if sys.version_info >= (3, 14):  # Gymnasium's vector environments use it
+        forkserver.ensure_running()
     gc.collect()
     gc.freeze()  # a collection after a test need not search what was imported
     gc.enable()

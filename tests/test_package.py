@@ -222,3 +222,12 @@ def test_no_room_has_a_circle_of_imports_and_no_two_files_have_one_name() -> Non
         for module in free:
             del imports[module]
     assert not imports
+
+
+def test_the_recipe_for_conda_needs_what_setup_needs() -> None:
+    keywords = [node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if isinstance(node, ast.keyword)]
+    wanted = next(ast.literal_eval(node.value) for node in keywords if node.arg == "install_requires")
+    recipe = (ROOT / ".ci/conda/recipe.yaml").read_text(encoding="utf-8")
+    run = re.findall(r"    - (\S+) (>=\S+)", recipe.split("  run:\n")[1].split("\n\n")[0])
+    assert {f"{name}{bound}".replace("pytorch", "torch") for name, bound in run} == {*wanted, "python>=3.10"}
+    assert f'version: "{penstock.__version__}"' in recipe

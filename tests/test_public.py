@@ -2,9 +2,11 @@
 
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -110,10 +112,15 @@ def test_every_error_is_one_of_the_tree() -> None:
         assert issubclass(tree[name], errors.SamplerBrokenError)
 
 
-def test_windows_is_refused_with_a_remedy() -> None:
-    code = "import os; del os.fork; import penstock"
+@pytest.mark.parametrize("system", ["win32", "darwin"])
+def test_a_system_that_is_not_linux_is_refused_with_a_remedy(system: str) -> None:
+    code = f"import sys; sys.platform = {system!r}; import penstock"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stderr.endswith("ImportError: penstock needs Linux: on Windows, use it in WSL 2\n")
+    assert (
+        "ImportError: penstock needs Linux. On Windows, use it in WSL 2; on macOS, in a virtual machine" in done.stderr
+    )
+    (page,) = re.findall(r"The page (\S+) says why, under Systems", done.stderr)
+    assert "## Systems" in (Path(__file__).parent.parent / page).read_text(encoding="utf-8")
 
 
 def test_importing_penstock_imports_neither_torch_nor_what_many_machines_need() -> None:

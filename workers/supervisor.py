@@ -80,8 +80,7 @@ _dropped: list[int] = []
 
 
 def _prctl(option: int, value: int | bytes) -> None:
-    if sys.platform == "linux":
-        _libc.prctl(option, value)
+    _libc.prctl(option, value)
 
 
 def _boot_command(name: str, arguments: Sequence[Any], parent: int) -> list[str]:

@@ -1,10 +1,14 @@
 """penstock: sample reinforcement-learning environments in parallel, straight into shared memory."""
 
-import os
+import sys
 from typing import TYPE_CHECKING, Any
 
-if not hasattr(os, "fork"):
-    raise ImportError("penstock needs Linux: on Windows, use it in WSL 2")
+# The only test of the system. mypy does not follow this form, so `.ci/darwin` checks the rest as for macOS.
+if "linux" not in sys.platform:
+    raise ImportError(
+        "penstock needs Linux. On Windows, use it in WSL 2; on macOS, in a virtual machine or a container with Linux. "
+        "The page docs/install.md says why, under Systems"
+    )
 
 if TYPE_CHECKING:  # of these, `penstock` offers what `__all__` lists
     from penstock import errors

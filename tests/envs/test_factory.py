@@ -228,6 +228,7 @@ def test_an_own_argument_named_context_stays(env_fn: Any, env_kwargs: Any, wante
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 def test_so_it_is_with_samplers_and_their_evaluations(cls: Any) -> None:
+    pytest.importorskip("torch", reason="samplers need torch")
     evaluation = {"eval_n_envs": 1, "eval_max_steps": 9, "eval_env_fn": partial(OfRain, context="rain")}
     with sampler_of(cls, OfRain, env_kwargs={"context": "rain"}, **evaluation) as sampler:
         sampler.initialize(RandomAgent(), seed=0)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="samplers need torch")
+
 from penstock import AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, SerialSampler, TrajInfo
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv

@@ -163,6 +163,7 @@ def test_stray_wake_ups_open_nothing(wake_up_kind: str) -> None:
 
 
 def test_a_worker_in_place_is_never_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="samplers need torch")
     monkeypatch.setattr(control_module, "HAS_FULL_FENCE", False)
     with SerialSampler(CountingEnv, batch_T=2, batch_B=2) as sampler:
         sampler.initialize(RandomAgent(), seed=0)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch", reason="samplers need torch")
+
 from penstock import AsyncSampler, GpuSampler, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
