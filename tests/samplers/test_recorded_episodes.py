@@ -210,7 +210,7 @@ def test_a_crash_file_follows_no_link(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("time.strftime", lambda _: "now")
     victim, folder = tmp_path / "victim", tmp_path / "crashes"
     victim.write_text("mine")
-    with make(Walk, cls=SerialSampler, env_kwargs={"fails_at": 17}, crash_dir=folder) as sampler:
+    with recording_sampler(Walk, env_kwargs={"fails_at": 17}, crash_dir=folder) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         for env_rank in range(B):
             for episode in range(20):
