@@ -97,19 +97,6 @@ def test_an_agent_that_raises_in_evaluation(how: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-def test_what_an_agent_returns_is_checked() -> None:
-    class TooFew(RandomAgent):
-        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-            action, info = super().step(observation, prev_action, prev_reward)
-            return AgentStep(action[:-1] if observation.max() > 3 else action, info)
-
-    with (
-        central_sampler("lock-step") as sampler,
-        pytest.raises(WorkerError, match=r"the inference server raised .*SpaceError"),
-    ):
-        sample_and_evaluate(sampler, TooFew())
-
-
 # ---- who is slow, or is stopped ------------------------------------------------------------
 
 LIMIT = scaled(2.0, 0.5)

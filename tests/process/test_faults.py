@@ -277,6 +277,8 @@ def doing(where: str, when: str, pool: str) -> str:
     itr = {"start-up": "start-up", "first batch": "itr=0", "later": "itr=1"}[when]
     if pool == "experiment" and when != "start-up":
         itr = r"itr=\d+"  # the version of the parameters
+    if pool.startswith("ahead") and when == "later" and where != "evaluation":
+        itr = "itr=[01]"  # of the call that reports it: the workers may be ahead
     if pool == "vector":
         itr = {"build": "start-up", "step": "step", "between": "step"}.get(where, r"reset|step")
         return {"build": "building env_rank 3", "reset": "resetting env_rank 3", "step": "stepping env_rank 3"}.get(

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from penstock import (
-    AgentStep,
     CategoricalPgAgent,
     ConfigError,
     GpuSampler,
@@ -284,20 +283,6 @@ def test_an_agent_that_cannot_travel_is_named() -> None:
 
     with served_sampler() as sampler, pytest.raises(ConfigError, match="agent cannot be pickled"):
         sampler.initialize(Open())
-
-
-def test_what_an_agent_returns_is_checked() -> None:
-    class TooFew(RandomAgent):
-        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-            action, info = super().step(observation, prev_action, prev_reward)
-            return AgentStep(action[:-1] if observation.max() > 3 else action, info)
-
-    with (
-        served_sampler() as sampler,
-        pytest.raises(WorkerError, match=r"the inference server \(pid \d+\) raised .*SpaceError while acting \(.*\): "),
-    ):
-        sampler.initialize(TooFew(), seed=0)
-        sampler.obtain_samples(0)
 
 
 @pytest.mark.filterwarnings("ignore:.* did not exit while:RuntimeWarning")  # there are many processes for few CPUs

@@ -11,10 +11,8 @@ import psutil
 import pytest
 
 from penstock import (
-    AgentStep,
     ParallelSampler,
     RandomAgent,
-    ResetCollector,
     SamplerClosedError,
     SamplerState,
     SerialSampler,
@@ -28,7 +26,7 @@ from penstock.envs.toy import ScriptedGame
 from penstock.testing import Fault
 from penstock.testing.faults import Trigger
 
-from ..support import BOUND, crashing_env, sampler_of, until
+from ..support import crashing_env, sampler_of, until
 from ..turns_support import TurnGame
 
 pytestmark = pytest.mark.slow
@@ -46,63 +44,16 @@ def test_all_workers_killed_at_once_are_all_listed() -> None:
         assert [f"worker {i} (pid" in str(caught.value) for i in range(3)] == [True] * 3
 
 
-class Abrupt(RandomAgent):
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        if observation.max() > 2:
-            raise ArithmeticError("the agent cannot go on")
-        return super().step(observation, prev_action, prev_reward)
-
-
-class AbruptCollector(ResetCollector):
-    def collect_batch(self, itr: int) -> None:
-        if itr == 1:
-            raise SystemExit("the collector leaves")
-        super().collect_batch(itr)
-
-
-class Unspeakable(Exception):
-    def __init__(self, first: Any, second: Any) -> None:
-        super().__init__("x" * 1_000_000)
-
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-
-class UnspeakableEnv(CountingEnv):
-    def step(self, action: Any) -> Any:
-        raise Unspeakable(1, 2)
-
-
 class TerseTrajInfo(TrajInfo):
     def terminate(self, final_observation: Any) -> None:
         raise KeyError("nothing to say")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "agent", "message"),
-    [
-        ({}, Abrupt(), r"ArithmeticError while acting, t=3 \(.*\): the agent cannot go on"),
-        ({"collector_cls": AbruptCollector}, RandomAgent(), "SystemExit while .*: the collector leaves"),
-        ({"env_fn": UnspeakableEnv}, RandomAgent(), "Unspeakable.* while stepping env_rank 0, t=0"),
-        (
-            {"traj_info_cls": TerseTrajInfo},
-            RandomAgent(),
-            r"KeyError while stepping env_rank 0, t=4 \(.*\): 'nothing to say'",
-        ),
-    ],
-)
-def test_agents_collectors_and_strange_exceptions_are_reported_too(
-    arguments: dict[str, Any], agent: Any, message: str
-) -> None:
-    arguments = {"env_fn": CountingEnv, "batch_T": 6, "batch_B": 2, "n_workers": 1, **arguments}
-    with (
-        ParallelSampler(max_decorrelation_steps=0, **arguments) as sampler,
-        pytest.raises(WorkerError, match=message) as caught,
-    ):
-        sampler.initialize(agent)
-        for itr in range(3):
-            sampler.obtain_samples(itr)
-    assert len(str(caught.value)) < 64_000
+def test_a_trajectory_info_that_raises_is_named_with_the_step_that_ended_it() -> None:
+    with sampler_of(ParallelSampler, traj_info_cls=TerseTrajInfo) as sampler:
+        sampler.initialize(RandomAgent())
+        with pytest.raises(WorkerError, match=r"KeyError while stepping env_rank \d, t=4 \(.*\): 'nothing to say'"):
+            sampler.obtain_samples(0)
 
 
 class Wordless(Exception):
@@ -204,25 +155,6 @@ def test_where_warnings_are_errors_close_leaves_nothing_open_either() -> None:
     assert links() <= before
     with pytest.raises(SamplerClosedError):
         sampler.obtain_samples(0)
-
-
-def test_what_an_environment_started_dies_with_its_worker() -> None:
-    import subprocess
-    import sys
-
-    class WithChild(CountingEnv):
-        def reset(self, **kwargs: Any) -> Any:
-            self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-            return super().reset(**kwargs)
-
-    with ParallelSampler(WithChild, batch_T=2, batch_B=1, n_workers=1) as sampler:
-        sampler.initialize(RandomAgent())
-        worker = psutil.Process(sampler.worker_pids[0])
-        assert (children := worker.children())
-        worker.kill()
-        with pytest.raises(WorkerDiedError):
-            sampler.obtain_samples(0)
-    assert psutil.wait_procs(children, BOUND)[1] == []
 
 
 def _stuck(game: Any) -> Any:
