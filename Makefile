@@ -174,7 +174,7 @@ $(RAY)/.installed: setup.py constraints.txt $(SOURCES)
 chaos: $(VENV)/.installed
 	$(BIN)/python benchmarks/chaos.py --seconds 600
 
-# The failure tests at full scale, with many more trials each; takes some 45 minutes. No traceback after 100 s: Python
+# The failure tests at full scale, with many more trials each; takes some 90 minutes. No traceback after 100 s: Python
 # prints it without stopping the thread that it describes, and the process can crash on the way.
 FULL_SCALE = PENSTOCK_FAULTS=full $(BIN)/$(PYTEST) -n 3 -o faulthandler_timeout=0
 faults: $(VENV)/.installed

@@ -320,8 +320,9 @@ class Monitor:
         when one hangs."""
         now, control = self._look_again(), self._control
         for handle in self._handles:
-            # It waits for a command, or until a wait of the main process reads its pipe.
-            is_excused = control.has_arrived(handle.rank) or control.snapshot(handle.rank).phase is Phase.SENDING
+            # It waits for a command, or until a wait of the main process reads its pipe. A wait that runs does read it.
+            is_sending = control.snapshot(handle.rank).phase is Phase.SENDING and not self.is_waiting
+            is_excused = is_sending or control.has_arrived(handle.rank)
             silence = self._silence(handle.rank, now, is_excused=is_excused)
             is_starting = handle.rank in self._starting and not self._has_started(handle.rank)
             if self._options.step_timeout is None and not (is_starting or self.is_waiting):

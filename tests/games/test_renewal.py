@@ -403,15 +403,6 @@ def test_errors_of_other_libraries(tmp_path: Path) -> None:
         assert "1 environments built again, 1 episodes cut" in repr(sampler.stats())
 
 
-@pytest.mark.slow
-def test_a_restart_of_the_worker_is_the_other_policy(tmp_path: Path) -> None:
-    found, stats = batches_and_stats(
-        ParallelSampler, tmp_path, {1: (5, "exit")}, on_game_failure="raise", on_worker_failure="restart"
-    )
-    assert (stats.renewals, stats.restarts) == (0, 1)
-    assert all(batch.env.valid.all() for batch in without_infos(found))
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -91,10 +91,13 @@ class NotedFault(Fault):
     """Writes down when it strikes, and whom."""
 
     notebook: str = ""
+    raises: type[Exception] | None = None  #: with "raise", in place of `InjectedFault`
 
     def fire(self) -> None:
         if os.getpid() != self.spare_pid and self._take_marker():
             Path(self.notebook).write_text(f"{time.monotonic()} {os.getpid()}")
+            if self.raises is not None:
+                raise self.raises(f"a fault was injected: {self.raises.__name__}")
             Fault(self.how, at=self.at, seconds=self.seconds).fire()
 
 
@@ -105,9 +108,12 @@ class Notebook:
         self._path = folder / "note"
         self._marker = folder / "marker"
 
-    def fault(self, how: str, at: int = 1) -> NotedFault:
-        """A fault that strikes once, in whichever worker comes there first."""
-        return NotedFault(how, at, marker=str(self._marker), spare_pid=os.getpid(), notebook=str(self._path))
+    def fault(
+        self, how: str, at: int = 1, raises: type[Exception] | None = None, spares_main: bool = True
+    ) -> NotedFault:
+        """A fault that strikes once, in whichever worker comes there first, or in this process if it is not spared."""
+        spared = os.getpid() if spares_main else None
+        return NotedFault(how, at, marker=str(self._marker), spare_pid=spared, notebook=str(self._path), raises=raises)
 
     def read(self) -> tuple[float, int]:
         """When it struck, and the process."""

@@ -50,7 +50,7 @@ class Told(TrajInfo):
         self.final = tuple(np.asarray(final_observation).tolist())
 
 
-def sampler_of(cls: type[Sampler] = ParallelSampler, **kwargs: Any) -> Sampler:
+def accounted_sampler(cls: type[Sampler] = ParallelSampler, **kwargs: Any) -> Sampler:
     arguments: dict[str, Any] = {"batch_T": T, "batch_B": B, "n_workers": 3, "max_decorrelation_steps": 0, **kwargs}
     return cls(Signed, env_kwargs=[{"column": b} for b in range(B)], **arguments)
 
@@ -66,7 +66,7 @@ def test_every_done_has_its_info_in_order(traj_info_cls: type[TrajInfo]) -> None
     n_batches = N_BATCHES if traj_info_cls is TrajInfo else N_BATCHES // 3
     n_episodes = 0
     last = np.full(B, -1.0)
-    with sampler_of(traj_info_cls=traj_info_cls) as sampler:
+    with accounted_sampler(traj_info_cls=traj_info_cls) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         for itr in range(n_batches):
             _, infos = sampler.obtain_samples(itr)
@@ -89,7 +89,7 @@ def test_every_done_has_its_info_in_order(traj_info_cls: type[TrajInfo]) -> None
 def test_evaluation_is_accounted_for_too(traj_info_cls: type[TrajInfo]) -> None:
     """Each evaluation is the same, whatever came between; infos are those of whole episodes, once each."""
     kwargs: dict[str, Any] = {"eval_n_envs": 5, "eval_max_steps": 5 * 40, "traj_info_cls": traj_info_cls}
-    with sampler_of(**kwargs, eval_env_kwargs={"column": 1}) as sampler:
+    with accounted_sampler(**kwargs, eval_env_kwargs={"column": 1}) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         for itr in range(scaled(1000, 40)):
             lengths = [info.Length for info in sampler.evaluate_agent(itr)]
@@ -104,7 +104,7 @@ def test_evaluation_is_accounted_for_too(traj_info_cls: type[TrajInfo]) -> None:
 @pytest.mark.parametrize("traj_info_cls", [TrajInfo, Told], ids=["ring", "pipe"])
 def test_a_bounded_evaluation_neither_loses_nor_repeats(traj_info_cls: type[TrajInfo]) -> None:
     kwargs: dict[str, Any] = {"eval_n_envs": 4, "eval_max_steps": 10**9, "eval_max_trajectories": 30}
-    with sampler_of(**kwargs, eval_env_kwargs={"column": 1}, traj_info_cls=traj_info_cls) as sampler:
+    with accounted_sampler(**kwargs, eval_env_kwargs={"column": 1}, traj_info_cls=traj_info_cls) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         for itr in range(scaled(300, 20)):
             returns = Counter(info.Return for info in sampler.evaluate_agent(itr))
@@ -117,7 +117,7 @@ def test_a_bounded_evaluation_neither_loses_nor_repeats(traj_info_cls: type[Traj
 
 def test_all_samplers_deliver_the_same_in_the_same_order() -> None:
     def run(cls: type[Sampler], n_workers: int, traj_info_cls: type[TrajInfo]) -> list[list[float]]:
-        with sampler_of(cls, n_workers=n_workers, traj_info_cls=traj_info_cls) as sampler:
+        with accounted_sampler(cls, n_workers=n_workers, traj_info_cls=traj_info_cls) as sampler:
             sampler.initialize(RandomAgent(), seed=1)
             return [[info.Return for info in sampler.obtain_samples(itr)[1]] for itr in range(5)]
 

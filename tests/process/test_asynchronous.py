@@ -57,7 +57,7 @@ class Detailed(TrajInfo):
         self.final = np.asarray(final_observation).copy()
 
 
-def sampler_of(env_fn: Any = CountingEnv, **kwargs: Any) -> AsyncSampler:
+def async_sampler(env_fn: Any = CountingEnv, **kwargs: Any) -> AsyncSampler:
     arguments = {"batch_T": T, "batch_B": B, "n_workers": N_WORKERS, "max_decorrelation_steps": 0, **kwargs}
     return AsyncSampler(env_fn, **arguments)
 
@@ -88,7 +88,7 @@ def test_a_worker_killed_at_a_random_moment(
     with killer() as kill:
         for i in range(scaled(50, 4)):
             caplog.clear()
-            with sampler_of(server=server, traj_info_cls=traj_info_cls, eval_n_envs=3, eval_max_steps=60) as sampler:
+            with async_sampler(server=server, traj_info_cls=traj_info_cls, eval_n_envs=3, eval_max_steps=60) as sampler:
                 begin(sampler)
                 rank = rng.randrange(N_WORKERS)
                 kill.kill([pid_of(sampler, rank)], rng.uniform(0, 0.03))
@@ -139,7 +139,7 @@ def test_a_death_is_logged_while_the_learner_is_in_its_own_code(
     listener = Listener()
     logging.getLogger("penstock").addHandler(listener)
     try:
-        with sampler_of(CountingEnv if is_idle else SlowEnv) as sampler:
+        with async_sampler(CountingEnv if is_idle else SlowEnv) as sampler:
             begin(sampler)
             sampler.obtain_samples(0)
             if is_idle:
@@ -162,7 +162,7 @@ def test_a_death_is_logged_while_the_learner_is_in_its_own_code(
 def test_a_fork_while_another_sampler_runs(caplog: pytest.LogCaptureFixture) -> None:
     """The thread that watches the workers stands still meanwhile, and continues."""
     forked: dict[str, Any] = {"start_method": "fork"}
-    with sampler_of(**forked, n_workers=2) as first, sampler_of(**forked, n_workers=2) as second:
+    with async_sampler(**forked, n_workers=2) as first, async_sampler(**forked, n_workers=2) as second:
         begin(first)
         begin(second)
         for itr in range(3):
@@ -177,7 +177,7 @@ def test_a_fork_while_another_sampler_runs(caplog: pytest.LogCaptureFixture) -> 
 
 def test_the_end_of_a_sampler_logs_no_death(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(scaled(50, 3)):
-        with sampler_of() as sampler:
+        with async_sampler() as sampler:
             begin(sampler)
             sampler.obtain_samples(0)
     assert caplog.records == []
@@ -187,7 +187,7 @@ def test_the_end_of_a_sampler_logs_no_death(caplog: pytest.LogCaptureFixture) ->
 def test_publishing_reports_a_death_of_a_worker_that_it_waits_for(server: Any) -> None:
     """With lag=1, the second `sync_shared_memory` overwrites parameters that the next batch is pinned to."""
     agent = RandomAgent()
-    with sampler_of(lag=1, server=server) as sampler:
+    with async_sampler(lag=1, server=server) as sampler:
         sampler.initialize(agent, seed=1)
         sampler.start()
         sampler.obtain_samples(0)
@@ -214,7 +214,7 @@ def test_publishing_reports_a_death_of_a_worker_that_it_waits_for(server: Any) -
 def test_an_exception_while_the_learner_is_in_its_own_code(tmp_path: Path) -> None:
     notebook = Notebook(tmp_path)
     fns = [*[CountingEnv] * 5, faulty_env(CountingEnv, notebook.fault("raise", at=20))]
-    with sampler_of(fns) as sampler:
+    with async_sampler(fns) as sampler:
         begin(sampler)
         until(lambda: is_dead(sampler, 2))
         message = "worker 2 .* raised .*InjectedFault.*while stepping env_rank 5, t=3"
@@ -227,7 +227,7 @@ def test_a_hang_while_the_learner_is_in_its_own_code_is_reported_by_the_next_cal
     limit = 0.5
     notebook = Notebook(tmp_path)
     fns = [*[CountingEnv] * 5, faulty_env(CountingEnv, notebook.fault("hang", at=20))]
-    with sampler_of(fns, step_timeout=limit) as sampler:
+    with async_sampler(fns, step_timeout=limit) as sampler:
         begin(sampler)
         control = sampler.run.memory.control
         until(lambda: all(control.has_arrived(rank) for rank in (0, 1)))
@@ -241,7 +241,7 @@ def test_a_hang_while_the_learner_is_in_its_own_code_is_reported_by_the_next_cal
 
 def test_waiting_for_a_slot_is_no_hang() -> None:
     limit = 0.3
-    with sampler_of(step_timeout=limit) as sampler:
+    with async_sampler(step_timeout=limit) as sampler:
         begin(sampler)
         for itr in range(3):
             sampler.obtain_samples(itr)
@@ -260,7 +260,7 @@ def test_a_full_pipe_is_no_hang() -> None:
             self.cargo = bytes(20_000)
 
     limit = 0.3
-    with sampler_of(step_timeout=limit, traj_info_cls=Talkative) as sampler:
+    with async_sampler(step_timeout=limit, traj_info_cls=Talkative) as sampler:
         begin(sampler)
         for itr in range(3):
             _, infos = sampler.obtain_samples(itr)
@@ -276,7 +276,7 @@ def test_a_replacement_collects_the_interrupted_batch_again(server: Any, traj_in
     rng = generator("async restart", server, traj_info_cls.__name__)
     endless: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000}
     wanted = scaled(75, 3)
-    with killer() as kill, sampler_of(server=server, traj_info_cls=traj_info_cls, **endless) as sampler:
+    with killer() as kill, async_sampler(server=server, traj_info_cls=traj_info_cls, **endless) as sampler:
         begin(sampler)
         itr = 0
         for n_kills in range(1, wanted + 1):
@@ -336,7 +336,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_run(call: str) -> None:
         "evaluate_agent": lambda sampler: sampler.evaluate_agent(1),
     }
     slow = {"seconds": 0.02, "length": 5}
-    with sampler_of(SlowEnv, env_kwargs=slow, batch_T=8, batch_B=3, eval_n_envs=3, eval_max_steps=150) as sampler:
+    with async_sampler(SlowEnv, env_kwargs=slow, batch_T=8, batch_B=3, eval_n_envs=3, eval_max_steps=150) as sampler:
         begin(sampler)
         sampler.obtain_samples(0)
         sent: list[float] = []
@@ -362,7 +362,7 @@ def test_ctrl_c_ends_the_wait_and_not_the_run(call: str) -> None:
 
 def test_workers_that_wait_for_a_slot_use_no_cpu() -> None:
     seconds = scaled(10.0, 1.0)
-    with sampler_of() as sampler:
+    with async_sampler() as sampler:
         begin(sampler)
         sampler.obtain_samples(0)
         until(lambda: all(awaiting_credit(sampler, rank) for rank in range(N_WORKERS)))
@@ -376,7 +376,7 @@ def test_workers_that_wait_for_a_slot_use_no_cpu() -> None:
 
 @pytest.mark.skipif(not FULL, reason="full scale: 10,000 batches")
 def test_ten_thousand_batches() -> None:
-    with sampler_of() as sampler:
+    with async_sampler() as sampler:
         begin(sampler)
         steps = np.zeros(B)
         for itr in range(10_000):

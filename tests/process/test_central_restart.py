@@ -67,7 +67,7 @@ AGENTS: dict[str, Callable[[], Agent]] = {
 TOLERANCE: dict[str, dict[str, float]] = {name: {"rtol": 1e-6, "atol": 1e-9} for name in AGENTS} | {"random": {}}
 
 
-def sampler_of(mode: str, env_fn: Any, **kwargs: Any) -> GpuSampler:
+def restarting_sampler(mode: str, env_fn: Any, **kwargs: Any) -> GpuSampler:
     cls, options = {**MODES, **ELSEWHERE, **PARALLEL}[mode]
     arguments: dict[str, Any] = {"batch_T": T, "batch_B": B, "n_workers": 3, "on_worker_failure": "restart"}
     arguments.update(eval_n_envs=3, eval_max_steps=3 * 60, max_decorrelation_steps=0, eval_env_kwargs={})
@@ -91,7 +91,7 @@ def batches(sampler: GpuSampler, agent: Agent, n: int = 4) -> list[Any]:
 
 @functools.cache
 def undisturbed(agent: str) -> list[Any]:
-    with sampler_of("lock-step", faulty_env(CARTPOLE, Fault("delay", at=10**9))) as sampler:
+    with restarting_sampler("lock-step", faulty_env(CARTPOLE, Fault("delay", at=10**9))) as sampler:
         return batches(sampler, AGENTS[agent]())
 
 
@@ -101,7 +101,7 @@ def test_a_replacement_changes_no_other_column(agent: str, at: int, mode: str, t
     """env_rank 3 kills its worker, of columns 2 and 3: at once, or in the second batch."""
     fns = [faulty_env(CARTPOLE, Fault("delay", at=10**9))] * B
     fns[3] = faulty_env(CARTPOLE, Notebook(tmp_path).fault("kill", at))
-    with sampler_of(mode, fns) as sampler:
+    with restarting_sampler(mode, fns) as sampler:
         found = batches(sampler, AGENTS[agent]())
         assert [worker.restarts for worker in sampler.stats().workers] == [0, 1, 0]
     others = [0, 1, 4, 5]
@@ -120,7 +120,7 @@ def test_a_replacement_changes_no_other_column(agent: str, at: int, mode: str, t
 def test_what_is_redone_is_complete_and_valid_wherever_it_was_cut(mode: str, start_method: str) -> None:
     rng = generator("central", mode, start_method)
     kwargs: dict[str, Any] = {"max_restarts": 10**6, "start_method": start_method}
-    with killer() as kill, sampler_of(mode, CountingEnv, **kwargs) as sampler:
+    with killer() as kill, restarting_sampler(mode, CountingEnv, **kwargs) as sampler:
         sampler.initialize(RandomAgent(), seed=5)
         itr = 0
         for wanted in range(1, scaled(30, 3) + 1):
@@ -139,7 +139,7 @@ def disturbed(mode: str, agent: Agent, seed: int, n: int) -> list[Any]:
     """Batches, with evaluations, calls, pauses and killed workers between them, in an order that `seed` draws."""
     rng, found, n_kills = random.Random(seed), [], 0
     kwargs: dict[str, Any] = {"batch_T": 3, "max_restarts": n}
-    with sampler_of(mode, CARTPOLE, **kwargs) as sampler:
+    with restarting_sampler(mode, CARTPOLE, **kwargs) as sampler:
         sampler.initialize(agent, seed=9)
         for itr in range(n):
             what = rng.choice(["batch", "batch", "pause", "evaluation", "call", "kill", "parameters", "change"])
@@ -184,7 +184,7 @@ def evaluations(folder: Path | None, mode: str, seed: int = 9) -> list[list[floa
     kwargs: dict[str, Any] = {}
     if folder is not None:
         kwargs["eval_collector_cls"] = faulty_eval_collector(EvalCollector, Notebook(folder).fault("kill", 4))
-    with sampler_of(mode, Telling, **kwargs) as sampler:
+    with restarting_sampler(mode, Telling, **kwargs) as sampler:
         sampler.initialize(RandomAgent(), seed=seed)
         return [[info.Return for info in sampler.evaluate_agent(itr)] for itr in range(2)]
 
@@ -202,7 +202,7 @@ def test_an_evaluation_is_made_good(mode: str, tmp_path: Path) -> None:
 
 def test_the_quota_ends_it() -> None:
     fns = [CountingEnv] * 5 + [faulty_env(CountingEnv, Fault("kill", at=3))]
-    with sampler_of("lock-step", fns, max_restarts=1) as sampler:
+    with restarting_sampler("lock-step", fns, max_restarts=1) as sampler:
         sampler.initialize(RandomAgent())
         with pytest.raises(WorkerDiedError, match=r"(?s)^worker 2 .*max_restarts=1 in 60 s are used up"):
             sampler.obtain_samples(0)
@@ -244,7 +244,7 @@ def test_ctrl_c_while_the_agent_acts_changes_nothing(mode: str, moment: str) -> 
     agent, when = moment.split(", ")
     late, interrupted = when == "late", 0
     found = []
-    with sampler_of(mode, faulty_env(CARTPOLE, Fault("delay", at=10**9))) as sampler:
+    with restarting_sampler(mode, faulty_env(CARTPOLE, Fault("delay", at=10**9))) as sampler:
         sampler.initialize(Interrupting(AGENTS[agent](), {1, 10, 70, 200}, late=late), seed=9, bootstrap_value=True)
         for itr in range(4):
             try:
@@ -266,7 +266,7 @@ def test_ctrl_c_while_the_agent_acts_changes_nothing(mode: str, moment: str) -> 
 def test_ctrl_c_in_an_evaluation_changes_nothing_that_follows(mode: str) -> None:
     def run(at: set[int]) -> list[Any]:
         found = []
-        with sampler_of(mode, CARTPOLE, eval_max_steps=3 * 10**6) as sampler:
+        with restarting_sampler(mode, CARTPOLE, eval_max_steps=3 * 10**6) as sampler:
             agent = Interrupting(RandomAgent(), at, late=True)
             sampler.initialize(agent, seed=9)
             for itr in range(3):
@@ -285,7 +285,7 @@ def test_ctrl_c_in_an_evaluation_changes_nothing_that_follows(mode: str) -> None
 def test_ctrl_c_at_any_moment_changes_nothing() -> None:
     def run(delay: float | None) -> list[Any]:
         found = []
-        with sampler_of("lock-step", CARTPOLE, batch_T=400, eval_n_envs=0) as sampler:
+        with restarting_sampler("lock-step", CARTPOLE, batch_T=400, eval_n_envs=0) as sampler:
             sampler.initialize(RandomAgent(), seed=9)
             for itr in range(2):
                 sampler.start_samples(itr)
@@ -305,7 +305,7 @@ def test_ctrl_c_at_any_moment_changes_nothing() -> None:
 
 def test_a_later_ctrl_c_ends_a_step_that_hangs_and_the_sampler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sigint, "_PATIENCE_SECONDS", 0.0)
-    with sampler_of("lock-step", CARTPOLE) as sampler:
+    with restarting_sampler("lock-step", CARTPOLE) as sampler:
         sampler.initialize(Interrupting(RandomAgent(), {5}, late=True, times=2), seed=9)
         with pytest.raises(KeyboardInterrupt):
             sampler.obtain_samples(0)

@@ -32,13 +32,13 @@ from penstock.vector import ShmVectorEnv
 from .. import support
 from ..scale import START_METHODS, methods, pairs, scaled
 from ..support import PROGRAMS, until
-from .support import SLACK, Notebook, Script, note
+from .support import SLACK, Script, note
 
 CLOSE_SECONDS = 2.5 * SLACK
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
-sampler_of = functools.partial(support.sampler_of, ParallelSampler)
+parallel_sampler = functools.partial(support.sampler_of, ParallelSampler)
 
 
 def close(sampler: ParallelSampler, kind: str) -> list[str]:
@@ -53,7 +53,7 @@ def close(sampler: ParallelSampler, kind: str) -> list[str]:
 
 
 def test_three_times(start_method: str) -> None:
-    sampler = sampler_of(start_method=start_method)
+    sampler = parallel_sampler(start_method=start_method)
     sampler.initialize(RandomAgent())
     samples, _ = sampler.obtain_samples(0)
     for _ in range(3):
@@ -64,8 +64,8 @@ def test_three_times(start_method: str) -> None:
 
 
 def test_before_initialize_and_after_half_of_it() -> None:
-    assert close(sampler_of(), "not initialized") == []
-    failing = sampler_of(faulty_env(CountingEnv, Fault("raise", at=2), "reset"), env_kwargs={"length": 1})
+    assert close(parallel_sampler(), "not initialized") == []
+    failing = parallel_sampler(faulty_env(CountingEnv, Fault("raise", at=2), "reset"), env_kwargs={"length": 1})
     with pytest.raises(SamplerBrokenError):
         failing.initialize(RandomAgent())
         failing.obtain_samples(0)
@@ -73,7 +73,7 @@ def test_before_initialize_and_after_half_of_it() -> None:
 
 
 def test_from_another_thread_while_a_call_waits(start_method: str) -> None:
-    sampler = sampler_of(SlowEnv, start_method=start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
+    sampler = parallel_sampler(SlowEnv, start_method=start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
     sampler.initialize(RandomAgent())
     complaints: list[list[str]] = []
     closer = threading.Thread(target=lambda: complaints.append(close(sampler, "from another thread")))
@@ -88,7 +88,7 @@ def test_from_another_thread_while_a_call_waits(start_method: str) -> None:
 
 
 def test_from_many_threads_at_once() -> None:
-    sampler = sampler_of()
+    sampler = parallel_sampler()
     sampler.initialize(RandomAgent())
     barrier, errors = threading.Barrier(8), []
 
@@ -108,7 +108,7 @@ def test_from_many_threads_at_once() -> None:
 
 
 def test_with_a_batch_outstanding(start_method: str) -> None:
-    sampler = sampler_of(SlowEnv, start_method=start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
+    sampler = parallel_sampler(SlowEnv, start_method=start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
     sampler.initialize(RandomAgent())
     sampler.start_samples(0)
     assert close(sampler, "with a batch outstanding") == []
@@ -120,7 +120,7 @@ class Huge(TrajInfo):
 
 
 def test_while_a_worker_is_writing_into_a_full_pipe() -> None:
-    sampler = sampler_of(traj_info_cls=Huge, env_kwargs={"length": 2})
+    sampler = parallel_sampler(traj_info_cls=Huge, env_kwargs={"length": 2})
     sampler.initialize(RandomAgent())
     sampler.start_samples(0)
     until(lambda: "sending" in repr(sampler))
@@ -128,24 +128,10 @@ def test_while_a_worker_is_writing_into_a_full_pipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "where"), pairs(["raise", "kill", "segfault", "exit", "hang", "hold the gil", "stop"], ["step", "init"])
-)
-def test_after_each_kind_of_error(where: str, how: str, tmp_path: Path) -> None:
-    fault = Notebook(tmp_path).fault(how)
-    fns = [CountingEnv] * 3 + [faulty_env(CountingEnv, fault, where)]
-    sampler = sampler_of(fns, step_timeout=0.3, start_timeout=scaled(5.0, 1.0))
-    with pytest.raises(SamplerBrokenError):
-        sampler.initialize(RandomAgent())
-        sampler.obtain_samples(0)
-    assert close(sampler, "after an error") == []
-    assert sampler.state is SamplerState.BROKEN
-
-
-@pytest.mark.parametrize(
     ("ending", "start_method"), pairs(["del", "gc"], scaled(START_METHODS, ("fork", "forkserver")))
 )
 def test_in_del(ending: str, start_method: str) -> None:
-    sampler = sampler_of(start_method=start_method)
+    sampler = parallel_sampler(start_method=start_method)
     sampler.initialize(RandomAgent())
     sampler.obtain_samples(0)
     pids = list(sampler.worker_pids)
@@ -158,22 +144,8 @@ def test_in_del(ending: str, start_method: str) -> None:
     assert not any(map(psutil.pid_exists, pids))
 
 
-HANGS = scaled(["hang", "hold the gil", "spin", "stop"], ["hang", "hold the gil"])
-
-
-@pytest.mark.parametrize("how", HANGS)
-def test_with_an_environment_whose_close_hangs(how: str, tmp_path: Path) -> None:
-    notebook = Notebook(tmp_path)
-    sampler = sampler_of([CountingEnv] * 3 + [faulty_env(CountingEnv, notebook.fault(how), "close")], close_timeout=0.2)
-    sampler.initialize(RandomAgent())
-    sampler.obtain_samples(0)
-    (complaint,) = close(sampler, "with a close that hangs")
-    _, pid = notebook.read()
-    assert complaint.startswith(f"worker 1 (pid {pid}, env_rank 2 to 3) did not exit while closing env_rank 3")
-
-
 def test_all_environments_hang_in_close() -> None:
-    sampler = sampler_of(
+    sampler = parallel_sampler(
         [CountingEnv] + [faulty_env(CountingEnv, Fault("hold the gil"), "close")] * 7,
         batch_B=8,
         n_workers=8,
@@ -209,14 +181,16 @@ def test_each_environment_has_its_time_to_close(is_vector: bool, tmp_path: Path)
         envs.reset()
         envs.close()
     else:
-        with sampler_of(fn, spaces=SPACES, n_workers=1, close_timeout=1.2) as sampler:
+        with parallel_sampler(fn, spaces=SPACES, n_workers=1, close_timeout=1.2) as sampler:
             sampler.initialize(RandomAgent())
             sampler.obtain_samples(0)
     assert len(list(tmp_path.glob("closed-*"))) == 4, "2.4 s in all, half of the limit for each"
 
 
 def test_ctrl_c_ends_the_time_to_close(tmp_path: Path) -> None:
-    sampler = sampler_of(Leaves, env_kwargs={"folder": tmp_path, "seconds": 600}, spaces=SPACES, close_timeout=300)
+    sampler = parallel_sampler(
+        Leaves, env_kwargs={"folder": tmp_path, "seconds": 600}, spaces=SPACES, close_timeout=300
+    )
     sampler.initialize(RandomAgent())
     pids = sampler.worker_pids
 
@@ -238,7 +212,7 @@ def test_ctrl_c_ends_the_time_to_close(tmp_path: Path) -> None:
 
 def test_after_a_failure_there_is_little_time_to_close(tmp_path: Path) -> None:
     fns = [functools.partial(Leaves, tmp_path, 600), faulty_env(CountingEnv, Fault("raise"), "step")]
-    sampler = sampler_of(fns, batch_B=2, spaces=SPACES, close_timeout=300)
+    sampler = parallel_sampler(fns, batch_B=2, spaces=SPACES, close_timeout=300)
     sampler.initialize(RandomAgent())
     began = time.monotonic()
     with pytest.raises(WorkerError):
@@ -248,7 +222,7 @@ def test_after_a_failure_there_is_little_time_to_close(tmp_path: Path) -> None:
 
 
 def test_a_stopped_worker_does_not_keep_it() -> None:
-    sampler = sampler_of()
+    sampler = parallel_sampler()
     sampler.initialize(RandomAgent())
     psutil.Process(sampler.worker_pids[0]).suspend()
     (complaint,) = close(sampler, "with a stopped worker")

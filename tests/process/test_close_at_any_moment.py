@@ -48,7 +48,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 N_TIMES = scaled(30, 1)
 
 
-def sampler_of(kind: str, env_fn: Any = CountingEnv, **kwargs: Any) -> Sampler:
+def sampler_of_kind(kind: str, env_fn: Any = CountingEnv, **kwargs: Any) -> Sampler:
     cls, own = KINDS[kind]
     arguments = {"batch_T": 64, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0, **own, **kwargs}
     return cls(env_fn, eval_n_envs=2, eval_max_steps=100, **arguments)
@@ -94,7 +94,7 @@ def shut_down(sampler: Sampler) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_in_the_middle_of_calls(kind: str, name: str) -> None:
     for _ in range(N_TIMES):
-        sampler, done = sampler_of(kind), [0]
+        sampler, done = sampler_of_kind(kind), [0]
         sampler.initialize(RandomAgent())
 
         def repeat(sampler: Sampler = sampler, done: list[int] = done) -> None:
@@ -113,7 +113,7 @@ def test_while_initialize_builds_the_example(kind: str) -> None:
     """It cannot be interrupted there: it closes what it has made when the user's code returns."""
     entered, leave = threading.Event(), threading.Event()
 
-    sampler = sampler_of(kind, _Blocking(entered, leave))
+    sampler = sampler_of_kind(kind, _Blocking(entered, leave))
     call = Call(lambda: sampler.initialize(RandomAgent()))
     assert entered.wait(BOUND)
     shut_down(sampler)
@@ -139,7 +139,7 @@ class _Blocking:
 
 @pytest.mark.parametrize("kind", ["parallel", "gpu"])
 def test_while_the_workers_are_started(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler, started = sampler_of(kind), []
+    sampler, started = sampler_of_kind(kind), []
     plain = pool_module.Launcher.start
 
     def start(*args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ def test_while_the_workers_are_started(kind: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("kind", ["parallel", "gpu", "gpu process"])
 def test_while_the_workers_are_awaited(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler, waits = sampler_of(kind, env_kwargs={"length": 5}), threading.Event()
+    sampler, waits = sampler_of_kind(kind, env_kwargs={"length": 5}), threading.Event()
     plain = Monitor.wait
 
     def wait(monitor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ def test_a_step_in_the_main_process_that_does_not_end() -> None:
         def close(self) -> None:
             closed.append(self)
 
-    sampler = sampler_of("serial", Endless)
+    sampler = sampler_of_kind("serial", Endless)
     sampler.initialize(RandomAgent())
     closed.clear()  # the example
     call = Call(lambda: sampler.obtain_samples(0))
@@ -210,7 +210,7 @@ def test_a_step_in_the_main_process_that_does_not_end() -> None:
 @pytest.mark.parametrize("name", ["obtain_samples", "get_attr"])
 def test_from_a_signal_handler(kind: str, name: str) -> None:
     for _ in range(N_TIMES):
-        sampler = sampler_of(kind)
+        sampler = sampler_of_kind(kind)
         sampler.initialize(RandomAgent())
         previous = signal.signal(signal.SIGALRM, lambda *_, sampler=sampler: shut_down(sampler))
         signal.setitimer(signal.ITIMER_REAL, 0.02)

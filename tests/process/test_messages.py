@@ -190,18 +190,6 @@ def test_a_segfault_shows_its_python_stack(start_method: str) -> None:
     assert len(message) <= MOST_BYTES
 
 
-@methods("forkserver")
-def test_exit_code_zero_is_a_failure_unless_it_was_asked_for(start_method: str) -> None:
-    fns = [CountingEnv, faulty_env(CountingEnv, Fault("exit", at=3))]
-    kwargs: dict[str, Any] = {"batch_T": 4, "batch_B": 2, "n_workers": 2, "start_method": start_method}
-    with (
-        ParallelSampler(fns, max_decorrelation_steps=0, **kwargs) as sampler,
-        pytest.raises(WorkerDiedError, match=r"worker 1 .* exited with code 0 while stepping env_rank 1, t=2"),
-    ):
-        sampler.initialize(RandomAgent())
-        sampler.obtain_samples(0)
-
-
 def test_a_cpu_that_is_not_there_is_refused() -> None:
     first = usable_cpus()[0]
     with (

@@ -85,7 +85,7 @@ for cell in notebook.cells:
 """
 
 
-def run(code: str, folder: Path, **environ: str) -> list[str]:
+def run_cells(code: str, folder: Path, **environ: str) -> list[str]:
     """What this script prints, in `folder`."""
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -100,7 +100,7 @@ def run(code: str, folder: Path, **environ: str) -> list[str]:
 
 
 def test_cells_in_a_running_event_loop_without_a_file(tmp_path: Path) -> None:
-    assert run(PLAIN, tmp_path) == EXPECTED
+    assert run_cells(PLAIN, tmp_path) == EXPECTED
 
 
 def test_a_kernel_of_jupyter(tmp_path: Path) -> None:
@@ -108,4 +108,4 @@ def test_a_kernel_of_jupyter(tmp_path: Path) -> None:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"needs {name}")
     folders = ("JUPYTER_PATH", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")
-    assert run(KERNEL, tmp_path, **dict.fromkeys(folders, str(tmp_path))) == EXPECTED
+    assert run_cells(KERNEL, tmp_path, **dict.fromkeys(folders, str(tmp_path))) == EXPECTED

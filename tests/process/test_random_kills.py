@@ -34,7 +34,7 @@ class Talkative(TrajInfo):
         self.cargo = bytes(50_000)
 
 
-def sampler_of(start_method: str, env_fn: Any = CountingEnv, **kwargs: Any) -> ParallelSampler:
+def mortal_sampler(start_method: str, env_fn: Any = CountingEnv, **kwargs: Any) -> ParallelSampler:
     arguments = {"batch_T": 16, "batch_B": 6, "n_workers": 3, "eval_n_envs": 3, "eval_max_steps": 3 * 30, **kwargs}
     return ParallelSampler(env_fn, start_method=start_method, **arguments)
 
@@ -102,7 +102,7 @@ def _seconds_to_die(start_method: str) -> float:
 
 
 def _kill_one(kill: Killer, rng: Any, start_method: str, traj_info_cls: type[TrajInfo]) -> float:
-    with sampler_of(start_method, traj_info_cls=traj_info_cls) as sampler:
+    with mortal_sampler(start_method, traj_info_cls=traj_info_cls) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         rank = rng.randrange(3)
         pid = pid_of(sampler, rank)
@@ -124,7 +124,7 @@ def test_a_worker_that_is_being_started(cargo: int, start_method: str) -> None:
     longest = {"fork": 0.02, "forkserver": 0.02, "spawn": 0.3}[start_method]
     with killer() as kill:
         for i in range(scaled(30, 2)):
-            with sampler_of(start_method, partial(WithCargo, cargo=bytes(cargo))) as sampler:
+            with mortal_sampler(start_method, partial(WithCargo, cargo=bytes(cargo))) as sampler:
                 kill.kill_newborn(rng.randrange(3), rng.uniform(0, longest) if i else 0.0, start_method)
                 error, seen = work_until_it_breaks(sampler, RandomAgent())
                 killed, pids = kill.deed()
@@ -138,7 +138,7 @@ def test_all_workers_at_once(n_workers: int, start_method: str) -> None:
     rng = generator("all", start_method)
     with killer() as kill:
         for _ in range(scaled({"fork": 20, "forkserver": 20, "spawn": 10}, {"fork": 1, "forkserver": 2})[start_method]):
-            with sampler_of(start_method, n_workers=n_workers, batch_B=n_workers) as sampler:
+            with mortal_sampler(start_method, n_workers=n_workers, batch_B=n_workers) as sampler:
                 sampler.initialize(RandomAgent())
                 pids = sampler.worker_pids
                 kill.kill(rng.sample(pids, n_workers), rng.uniform(0, LONGEST_DELAY))
@@ -157,7 +157,7 @@ def test_a_child_that_lives_on_delays_nothing_and_is_ended(how: str, tmp_path: P
             folder = tmp_path / str(i)
             folder.mkdir()
             kwargs = {"folder": str(folder), "how": how, "spare_pid": os.getpid()}
-            with sampler_of(start_method, WithChildren, env_kwargs=kwargs, eval_n_envs=0) as sampler:
+            with mortal_sampler(start_method, WithChildren, env_kwargs=kwargs, eval_n_envs=0) as sampler:
                 _kill_a_parent(kill, rng, sampler, folder)
 
 

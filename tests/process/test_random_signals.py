@@ -17,7 +17,7 @@ CLASSES = ["serial", "parallel", "gpu", "alternating", "async", "vector"]
 pytestmark = [pytest.mark.timeout(LIMIT + 100), pytest.mark.slow]
 
 
-def run(folder: Path, what: str, start_method: str, sig: str, n: int) -> tuple[int, int, str]:
+def trials(folder: Path, what: str, start_method: str, sig: str, n: int) -> tuple[int, int, str]:
     """Returns how often a new sampler was needed, how many descriptors are left, and what was said on stderr."""
     given = {"start_method": start_method, "what": what, "sig": sig, "n": n}
     with Script(folder, PROGRAMS / "random_signals.py", **given) as script:
@@ -34,7 +34,7 @@ def run(folder: Path, what: str, start_method: str, sig: str, n: int) -> tuple[i
 )
 def test_ctrl_c_gives_no_wrong_number_and_leaves_nothing(tmp_path: Path, what: str, start_method: str) -> None:
     """Each class goes on with the right numbers; a step in the main process ends, and then the sampler says so."""
-    n_broken, n_descriptors, errors = run(tmp_path, what, start_method, "SIGINT", scaled(34, 5))
+    n_broken, n_descriptors, errors = trials(tmp_path, what, start_method, "SIGINT", scaled(34, 5))
     assert n_broken == 0 or what == "serial"
     assert n_descriptors == 0
     assert errors == ""
@@ -45,4 +45,4 @@ def test_ctrl_c_gives_no_wrong_number_and_leaves_nothing(tmp_path: Path, what: s
 def test_an_exception_of_another_handler_may_break_a_sampler_and_the_next_call_says_so(
     tmp_path: Path, what: str, start_method: str
 ) -> None:
-    run(tmp_path, what, start_method, "SIGALRM", scaled(100, 5))
+    trials(tmp_path, what, start_method, "SIGALRM", scaled(100, 5))

@@ -28,7 +28,7 @@ N_WORKERS, B, T, LENGTH, N_STEP = 3, 6, 8, 5, 2
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 
-def sampler_of(replay: Replay, env_fn: Any, **kwargs: Any) -> AsyncSampler:
+def feeding_sampler(replay: Replay, env_fn: Any, **kwargs: Any) -> AsyncSampler:
     arguments = {"batch_T": T, "batch_B": B, "n_workers": N_WORKERS, "max_decorrelation_steps": 0, **kwargs}
     return AsyncSampler(env_fn, replay=replay, ratio=Ratio(1.0), **arguments)
 
@@ -55,7 +55,7 @@ def test_a_worker_killed_at_a_random_moment(server: Any, truncate: bool) -> None
     with killer() as kill:
         for i in range(scaled(50, 2)):
             replay = replay_of()
-            with sampler_of(replay, partial(CountingEnv, truncate=truncate), server=server) as sampler:
+            with feeding_sampler(replay, partial(CountingEnv, truncate=truncate), server=server) as sampler:
                 sampler.initialize(RandomAgent(), seed=1)
                 sampler.start()
                 replay.sample(32)
@@ -80,7 +80,7 @@ def test_a_replacement_goes_on_in_the_same_columns(server: Any, truncate: bool) 
     rng, wanted = generator("feed restart", server, truncate), scaled(75, 3)
     endless: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000, "server": server}
     replay = replay_of()
-    with killer() as kill, sampler_of(replay, partial(CountingEnv, truncate=truncate), **endless) as sampler:
+    with killer() as kill, feeding_sampler(replay, partial(CountingEnv, truncate=truncate), **endless) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         sampler.start()
         for n_kills in range(1, wanted + 1):
@@ -181,7 +181,7 @@ def started_with(replay: Replay, start_method: str) -> Iterator[list[float]]:
             seconds[0] -= time.monotonic() - began
 
     replay._feed_from = feed_from  # type: ignore[method-assign]
-    with sampler_of(replay, CountingEnv, start_method=start_method) as sampler:
+    with feeding_sampler(replay, CountingEnv, start_method=start_method) as sampler:
         began = time.monotonic()
         sampler.initialize(RandomAgent(), seed=1)
         seconds[0] += time.monotonic() - began
@@ -228,7 +228,7 @@ def test_the_memory_is_freed_with_the_last_reference() -> None:
     import torch.autograd.graph  # noqa: F401 - its first import keeps the frames of its caller until then
 
     replay = replay_of()
-    sampler = sampler_of(replay, CountingEnv)
+    sampler = feeding_sampler(replay, CountingEnv)
     sampler.initialize(RandomAgent(), seed=0)
     sampler.start()
     replay.sample(8)

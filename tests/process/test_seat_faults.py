@@ -95,7 +95,7 @@ def kinds(agent_id: str) -> str:
     return "one" if agent_id == "a0" else "two"
 
 
-def sampler_of(env_fns: Any, cls: Any = ParallelSampler, **kwargs: Any) -> Any:
+def game_sampler(env_fns: Any, cls: Any = ParallelSampler, **kwargs: Any) -> Any:
     arguments = {"batch_T": T, "batch_B": B, "n_workers": N_WORKERS, "max_decorrelation_steps": 0, **kwargs}
     return cls(env_fns, **arguments)
 
@@ -108,7 +108,7 @@ def test_the_environment_that_was_stepped_is_named(what: str, start_method: str)
     env_fns[3] = partial(FaultyGame, fault(how, 3 if where == "step" else 2), where, script=script)
     error, message = HOWS[how]
     limit = {"step_timeout": 1.0} if how == "hang" else {}
-    with sampler_of(env_fns, start_method=start_method, **limit) as sampler:
+    with game_sampler(env_fns, start_method=start_method, **limit) as sampler:
         sampler.initialize(Valued(), seed=0)
         began = time.monotonic()
         with pytest.raises(error, match=message) as told:
@@ -125,7 +125,7 @@ def test_the_policy_that_was_acting_is_named(what: str, start_method: str) -> No
     error, message = HOWS[how]
     limit = {"step_timeout": 1.0} if how == "hang" else {}
     agents = {"one": Valued(), "two": FaultyPolicy(fault(how, 4 if where == "step" else 2), where)}
-    with sampler_of(ScriptedGame, start_method=start_method, **limit) as sampler:
+    with game_sampler(ScriptedGame, start_method=start_method, **limit) as sampler:
         sampler.initialize(agents, policy_of=kinds, seed=0, bootstrap_value=True)
         with pytest.raises(error, match=message) as told:
             for itr in range(3):
@@ -139,7 +139,7 @@ def test_other_samplers_name_the_environment_too(cls: Any, how: str) -> None:
     env_fns[4] = partial(FaultyGame, fault(how), script=LONG)
     error, message = HOWS[how]
     limit = {"step_timeout": 1.0} if how == "hang" else {}
-    with sampler_of(env_fns, cls, **limit) as sampler:
+    with game_sampler(env_fns, cls, **limit) as sampler:
         sampler.initialize(Valued(), seed=0)
         if cls is AsyncSampler:
             sampler.start()
@@ -155,10 +155,12 @@ def parts(samples: Any) -> dict[str, Any]:
     return {"agent": samples} if hasattr(samples, "env") else dict(samples.items())
 
 
-def run(env_fns: Any, n: int, *, several: bool, **kwargs: Any) -> tuple[list[dict[str, Any]], Any, int]:
+def batches_with_restarts(
+    env_fns: Any, n: int, *, several: bool, **kwargs: Any
+) -> tuple[list[dict[str, Any]], Any, int]:
     """Copies of `n` batches by policy, the seats, and how often a worker was replaced."""
     agents: Any = {"one": Book(), "two": Book()} if several else Book()
-    with sampler_of(env_fns, on_worker_failure="restart", max_restarts=1000, **kwargs) as sampler:
+    with game_sampler(env_fns, on_worker_failure="restart", max_restarts=1000, **kwargs) as sampler:
         sampler.initialize(agents, policy_of=kinds if several else None, seed=4, bootstrap_value=True)
         found = []
         for itr in range(n):
@@ -173,12 +175,12 @@ def run(env_fns: Any, n: int, *, several: bool, **kwargs: Any) -> tuple[list[dic
 
 @pytest.mark.parametrize(("how", "several"), pairs(["kill", "raise", "hang"], [True, False]))
 def test_a_restart_touches_only_the_columns_of_its_worker(how: str, several: bool, tmp_path: Path) -> None:
-    wanted, seats, restarts = run(FaultyGame, 5, several=several)
+    wanted, seats, restarts = batches_with_restarts(FaultyGame, 5, several=several)
     assert restarts == 0
     env_fns = [FaultyGame] * B
     env_fns[3] = partial(FaultyGame, fault(how, T * 2 + 5, tmp_path / "marker"))
     limit = {"step_timeout": 1.0} if how == "hang" else {}
-    found, _, restarts = run(env_fns, 5, several=several, **limit)
+    found, _, restarts = batches_with_restarts(env_fns, 5, several=several, **limit)
     assert restarts == 1
     lost = (2, 3)  # the environments of worker 1
     differs = set()
@@ -206,7 +208,7 @@ def test_workers_may_be_killed_at_any_moment(several: bool) -> None:
     n_batches = scaled(400, 30)
     with (
         killer() as kill,
-        sampler_of(
+        game_sampler(
             ScriptedGame,
             env_kwargs=[{"k": k} for k in (4, 2, 5, 3, 4, 2)],
             on_worker_failure="restart",
@@ -239,7 +241,7 @@ def test_lengths_are_right_after_restarts(tmp_path: Path) -> None:
     """A trajectory that a restart cuts is not reported, and none contains parts of two."""
     env_fns = [FaultyGame] * B
     env_fns[0] = partial(FaultyGame, fault("kill", T + 5, tmp_path / "marker"))
-    with sampler_of(env_fns, on_worker_failure="restart") as sampler:
+    with game_sampler(env_fns, on_worker_failure="restart") as sampler:
         sampler.initialize(Book(), seed=4)
         follower = Follower(sampler.seats()["agent"])
         for itr in range(6):
@@ -251,7 +253,7 @@ def test_lengths_are_right_after_restarts(tmp_path: Path) -> None:
 
 def test_an_evaluation_that_fails_is_told(tmp_path: Path) -> None:
     eval_fn = partial(FaultyGame, fault("kill", 6), script=LONG)
-    with sampler_of(ScriptedGame, eval_env_fn=eval_fn, eval_n_envs=2, eval_episodes=4) as sampler:
+    with game_sampler(ScriptedGame, eval_env_fn=eval_fn, eval_n_envs=2, eval_episodes=4) as sampler:
         sampler.initialize(Valued(), seed=0)
         with pytest.raises(WorkerDiedError, match=r"stepping env_rank \d, t=\d \(evaluation, itr=3\)"):
             sampler.evaluate_agent(3)
@@ -296,7 +298,7 @@ def test_the_game_in_turns_that_failed_is_named(what: str, start_method: str) ->
     env_fns[3] = partial(FaultyTurns, fault(how, at), where)
     error, message = HOWS[how]
     limit = {"step_timeout": 1.0} if how == "hang" else {}
-    with sampler_of(env_fns, start_method=start_method, **limit) as sampler:
+    with game_sampler(env_fns, start_method=start_method, **limit) as sampler:
         sampler.initialize(Valued(), seed=0)
         began = time.monotonic()
         with pytest.raises(error, match=message) as told:
@@ -314,7 +316,7 @@ def test_the_policy_that_was_acting_in_turns_is_named(how: str, record: Any) -> 
     error, message = HOWS[how]
     limit = {"step_timeout": 1.0} if how == "hang" else {}
     agents = {"one": Valued(), "two": FaultyPolicy(fault(how, generator("turn policy", how).randint(3, 29)))}
-    with sampler_of(FaultyTurns, **limit) as sampler:
+    with game_sampler(FaultyTurns, **limit) as sampler:
         sampler.initialize(agents, policy_of=seat, record=record, seed=0)
         with pytest.raises(error, match=message) as told:
             for itr in range(20):
@@ -340,7 +342,7 @@ def test_workers_of_games_in_turns_may_be_killed_at_any_moment(record: Any) -> N
     rng, n_batches, ended, games = generator("turns", str(record)), scaled(400, 30), 0, 0
     with (
         killer() as kill,
-        sampler_of(partial(TurnGame, 2), on_worker_failure="restart", max_restarts=10**6) as sampler,
+        game_sampler(partial(TurnGame, 2), on_worker_failure="restart", max_restarts=10**6) as sampler,
     ):
         agents = {"one": Book(), "two": Book()}
         sampler.initialize(agents, policy_of=seat, record=record, seed=4)
@@ -372,7 +374,7 @@ def test_a_failed_worker_of_games_in_turns_is_replaced(kind: str, tmp_path: Path
     found = []
     restart: Any = {"on_worker_failure": "restart", "step_timeout": 1.0 if kind == "hang" else None}
     for env_kwargs, options in (([{}] * 6, {}), (kwargs, restart)):
-        with sampler_of(FaultyTurns, env_kwargs=env_kwargs, **options) as sampler:
+        with game_sampler(FaultyTurns, env_kwargs=env_kwargs, **options) as sampler:
             sampler.initialize(Valued(), seed=4, bootstrap_value=True)
             found.append([sampler.obtain_samples(itr)[0].copy().numpy() for itr in range(8)])
             assert sampler.stats().restarts == (1 if options else 0)

@@ -1,7 +1,6 @@
 """The inference server as a process of its own: what ends it, what it ends, and what goes on meanwhile."""
 
 import os
-import re
 import signal
 import time
 from pathlib import Path
@@ -13,8 +12,6 @@ import pytest
 import torch
 
 from penstock import (
-    AgentStep,
-    AlternatingSampler,
     CategoricalPgAgent,
     ConfigError,
     GpuSampler,
@@ -25,11 +22,11 @@ from penstock import (
     WorkerTimeoutError,
 )
 from penstock.envs import CountingEnv, SlowEnv
-from penstock.testing import FaultyAgent, InjectedFault, faulty_env
+from penstock.testing import FaultyAgent
 
 from .. import support
 from ..models import Constant
-from ..scale import FULL, START_METHODS, methods, pairs, scaled
+from ..scale import FULL, methods, scaled
 from ..support import Held, assert_same, until
 from .support import ERROR_SECONDS, SLACK, Notebook, Script, check_counting, gone_after, is_running, killer, note, pause
 from .test_main_process import Interrupts
@@ -39,7 +36,7 @@ pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
 SERVER_RANK = 2
 
 
-def sampler_of(env_fn: Any = CountingEnv, cls: type[GpuSampler] = GpuSampler, **kwargs: Any) -> GpuSampler:
+def served_sampler(env_fn: Any = CountingEnv, cls: type[GpuSampler] = GpuSampler, **kwargs: Any) -> GpuSampler:
     return support.sampler_of(cls, env_fn, server="process", **kwargs)
 
 
@@ -56,54 +53,10 @@ def is_idle(sampler: GpuSampler) -> bool:
 
 # ---- failures of the server ----------------------------------------------------------------
 
-HOWS = {
-    "raise": "raised .*InjectedFault",
-    "kill": "was killed by SIGKILL",
-    "segfault": "was killed by SIGSEGV",
-    "exit": "exited with code 0",
-}
-PLACES = {"step": (5, "acting"), "sample_mode": (2, "beginning"), "value": (1, "acting")}
-
-
-@pytest.mark.parametrize(
-    ("start_method", "where", "how"),
-    [
-        (method, where, how)
-        for i, method in enumerate(("fork", "forkserver", "spawn"))
-        for j, where in enumerate(PLACES)
-        for k, how in enumerate(HOWS)
-        if FULL or (method == "forkserver" and ((j == 0 and k < 3) or k == 0)) or (i, j, k) == (0, 0, 3)
-    ],
-)
-def test_every_failure_of_the_server_is_named_at_once(tmp_path: Path, start_method: str, where: str, how: str) -> None:
-    at, doing = PLACES[where]
-    notebook = Notebook(tmp_path)
-    agent = FaultyAgent(RandomAgent(), notebook.fault(how, at), where)
-    with (
-        sampler_of(start_method=start_method, on_worker_failure="restart") as sampler,
-        pytest.raises(WorkerError if how == "raise" else WorkerDiedError) as caught,
-    ):
-        sampler.initialize(agent, seed=0, bootstrap_value=True)
-        pids = sampler.worker_pids
-        for itr in range(3):
-            sampler.obtain_samples(itr)
-    seen = time.monotonic()
-    struck, pid = notebook.read()
-    message = str(caught.value)
-    assert re.match(rf"the inference server \(pid {pid}\) {HOWS[how]}.* while {doing} \(itr=\d\)", message), message
-    assert "the inference server is not replaced" in message
-    assert re.search(r"^the others: worker 0 .*; worker 1 ", message, re.MULTILINE)
-    assert pid == pids[SERVER_RANK]
-    if how == "raise":
-        assert isinstance(caught.value.__cause__, InjectedFault)
-    assert sampler.state is SamplerState.BROKEN
-    assert not any(map(psutil.pid_exists, pids))
-    note("server process, fault to error, s", seen - struck, ERROR_SECONDS)
-
 
 @methods("fork", "forkserver")
 def test_a_server_killed_between_two_batches(start_method: str) -> None:
-    with killer() as kill, sampler_of(start_method=start_method) as sampler:
+    with killer() as kill, served_sampler(start_method=start_method) as sampler:
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
         pid = server_pid(sampler)
@@ -131,7 +84,7 @@ class NotHere(RandomAgent):
 @methods("forkserver")
 def test_a_server_that_cannot_be_started(start_method: str) -> None:
     with (
-        sampler_of(start_method=start_method) as sampler,
+        served_sampler(start_method=start_method) as sampler,
         pytest.raises(
             WorkerError, match=r"the inference server \(pid \d+\) raised RuntimeError while starting \(.*\): not in "
         ),
@@ -142,30 +95,9 @@ def test_a_server_that_cannot_be_started(start_method: str) -> None:
 LIMIT = scaled(2.0, 0.5)
 
 
-@pytest.mark.parametrize("how", ["hang", "stop", "hold the gil"])
-def test_a_server_that_hangs_is_named_and_no_worker_is(how: str, tmp_path: Path) -> None:
-    notebook = Notebook(tmp_path)
-    agent = FaultyAgent(RandomAgent(), notebook.fault(how, at=4))
-    with sampler_of(step_timeout=LIMIT) as sampler:
-        sampler.initialize(agent, seed=0)
-        with pytest.raises(WorkerTimeoutError) as caught:
-            sampler.obtain_samples(0)
-    seen = time.monotonic()
-    struck, pid = notebook.read()
-    first = str(caught.value).splitlines()[0]
-    stopped = " and is stopped by a signal" if how == "stop" else ""
-    limit = f"{LIMIT:g} s (step_timeout={LIMIT:g})"
-    assert first == f"the inference server (pid {pid}) made no progress for {limit}{stopped} while acting (itr=0)"
-    if how != "stop":  # to be asked for its stack, a stopped one is continued
-        assert re.search(r"^  worker 0: waiting for actions, t=3, last heartbeat", str(caught.value), re.MULTILINE)
-    assert re.search(r"^  the inference server: acting, last heartbeat", str(caught.value), re.MULTILINE)
-    assert "the stack of the inference server:" in str(caught.value)
-    note("server process, step_timeout: limit to error, s", seen - struck - LIMIT, 0.5 * SLACK)
-
-
 @pytest.mark.parametrize("serving", [False, True], ids=["parked", "waiting for requests"])
 def test_a_server_that_is_stopped_while_it_waits(serving: bool) -> None:
-    with sampler_of(SlowEnv, env_kwargs={"seconds": 0.05}, step_timeout=LIMIT) as sampler:
+    with served_sampler(SlowEnv, env_kwargs={"seconds": 0.05}, step_timeout=LIMIT) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         if serving:
             sampler.start_samples(0)
@@ -179,29 +111,13 @@ def test_who_waits_for_slow_environments_is_not_overdue() -> None:
     """One worker is at work all the time; the other, and the server, have nothing to do for longer than they may."""
     env_fns = [CountingEnv] * 3 + [lambda: SlowEnv(seconds=0.6 * LIMIT)]
     kwargs: dict[str, Any] = {"batch_T": 3, "step_timeout": LIMIT}
-    with sampler_of(env_fns, n_workers=2, min_ready=1, **kwargs) as sampler:
+    with served_sampler(env_fns, n_workers=2, min_ready=1, **kwargs) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         samples, _ = sampler.obtain_samples(0)
         check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
 
 
 # ---- failures of others --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("cls", "start_method"), pairs([GpuSampler, AlternatingSampler], scaled(START_METHODS, ("forkserver", "fork")))
-)
-def test_a_dead_worker_ends_the_server_too(tmp_path: Path, cls: type[GpuSampler], start_method: str) -> None:
-    notebook = Notebook(tmp_path)
-    fns = [CountingEnv] * 3 + [faulty_env(CountingEnv, notebook.fault("kill", at=4))]
-    with sampler_of(fns, cls, start_method=start_method) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        pids = sampler.worker_pids
-        with pytest.raises(WorkerDiedError, match=r"(?s)worker 1 .* was killed by SIGKILL .*; the inference server "):
-            sampler.obtain_samples(0)
-        seen = time.monotonic()
-        assert not any(map(psutil.pid_exists, pids))
-    note("server process, worker killed to error, s", seen - notebook.read()[0], ERROR_SECONDS)
 
 
 @methods("forkserver")
@@ -235,7 +151,7 @@ def test_a_killed_main_process_leaves_no_server(tmp_path: Path, start_method: st
 def test_a_shutdown_in_the_middle_of_a_batch(how: str, tmp_path: Path) -> None:
     notebook = Notebook(tmp_path)
     agent = FaultyAgent(RandomAgent(), notebook.fault("hang", at=2)) if how == "agent hangs" else RandomAgent()
-    sampler = sampler_of(SlowEnv, env_kwargs={"seconds": 0.02}, batch_T=1000)
+    sampler = served_sampler(SlowEnv, env_kwargs={"seconds": 0.02}, batch_T=1000)
     with sampler:
         sampler.initialize(agent)
         sampler.start_samples(0)
@@ -258,7 +174,7 @@ def test_a_shutdown_in_the_middle_of_a_batch(how: str, tmp_path: Path) -> None:
 
 @methods("forkserver")
 def test_a_batch_is_run_while_the_caller_does_something_else(start_method: str) -> None:
-    with sampler_of(start_method=start_method) as sampler:
+    with served_sampler(start_method=start_method) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         assert sampler.server_stats.served == {}
         for itr in range(3):
@@ -278,7 +194,7 @@ def test_ctrl_c_leaves_the_batch_to_wait_samples() -> None:
     def batches(interrupt: bool) -> list[Any]:
         found = []
         kwargs: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 10**6, "eval_env_kwargs": {"seconds": 0.005}}
-        with sampler_of(SlowEnv, env_kwargs={"seconds": 0.005}, **kwargs) as sampler:
+        with served_sampler(SlowEnv, env_kwargs={"seconds": 0.005}, **kwargs) as sampler:
             sampler.initialize(RandomAgent(), seed=4)
             for itr in range(3):
                 sampler.start_samples(itr)
@@ -307,7 +223,7 @@ def test_policy_version_is_that_which_acted_whenever_the_learner_publishes() -> 
         agent.sync_shared_memory()
 
     rng = np.random.default_rng(0)
-    with sampler_of(eval_n_envs=2, eval_max_steps=20) as sampler:
+    with served_sampler(eval_n_envs=2, eval_max_steps=20) as sampler:
         sampler.initialize(agent, seed=0)
         assert sampler.policy_version is None
         for itr in range(scaled(300, 40)):
@@ -329,7 +245,7 @@ def test_nobody_burns_cpu_while_nothing_can_be_done(spin_seconds: float | None) 
     read, write = os.pipe()
     kwargs: dict[str, Any] = {"start_method": "fork", "step_timeout": 2.0, "spin_seconds": spin_seconds}
     try:
-        with sampler_of(Held, env_kwargs={"gate": read}, batch_T=2, **kwargs) as sampler:
+        with served_sampler(Held, env_kwargs={"gate": read}, batch_T=2, **kwargs) as sampler:
             sampler.initialize(RandomAgent())
             processes = [psutil.Process(), *map(psutil.Process, sampler.worker_pids)]
             sampler.start_samples(0)
@@ -365,22 +281,8 @@ def test_an_agent_that_cannot_travel_is_named() -> None:
         def __init__(self) -> None:
             self.file = (line for line in ())
 
-    with sampler_of() as sampler, pytest.raises(ConfigError, match="agent cannot be pickled"):
+    with served_sampler() as sampler, pytest.raises(ConfigError, match="agent cannot be pickled"):
         sampler.initialize(Open())
-
-
-def test_what_an_agent_returns_is_checked() -> None:
-    class TooFew(RandomAgent):
-        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-            action, info = super().step(observation, prev_action, prev_reward)
-            return AgentStep(action[:-1] if observation.max() > 3 else action, info)
-
-    with (
-        sampler_of() as sampler,
-        pytest.raises(WorkerError, match=r"the inference server \(pid \d+\) raised .*SpaceError while acting \(.*\): "),
-    ):
-        sampler.initialize(TooFew(), seed=0)
-        sampler.obtain_samples(0)
 
 
 @pytest.mark.filterwarnings("ignore:.* did not exit while:RuntimeWarning")  # there are many processes for few CPUs

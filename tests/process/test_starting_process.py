@@ -87,7 +87,7 @@ def test_workers_share_what_the_starting_process_has_imported() -> None:
 # ---- a stopped supervisor ------------------------------------------------------------------------
 
 
-def sampler_of(**kwargs: Any) -> ParallelSampler:
+def new_sampler(**kwargs: Any) -> ParallelSampler:
     return ParallelSampler(CountingEnv, batch_T=4, batch_B=2, n_workers=2, **kwargs)
 
 
@@ -105,7 +105,7 @@ def stopped_supervisor() -> Iterator[None]:
 def test_a_stopped_supervisor_is_named() -> None:
     message = r"worker 0 could not be started within \d+ s: the supervisor \(pid \d+\) is stopped .* kill -CONT"
     began = time.monotonic()
-    with sampler_of(start_timeout=0.5) as sampler, stopped_supervisor():
+    with new_sampler(start_timeout=0.5) as sampler, stopped_supervisor():
         with pytest.raises(WorkerTimeoutError, match=message) as caught:
             sampler.initialize(RandomAgent())
         assert time.monotonic() - began < 10
@@ -114,7 +114,7 @@ def test_a_stopped_supervisor_is_named() -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_a_stopped_supervisor_cannot_replace() -> None:
-    with sampler_of(start_timeout=0.5, on_worker_failure="restart") as sampler:
+    with new_sampler(start_timeout=0.5, on_worker_failure="restart") as sampler:
         sampler.initialize(RandomAgent())
         with stopped_supervisor():
             os.kill(sampler.worker_pids[0], signal.SIGKILL)
@@ -126,7 +126,7 @@ def test_a_worker_that_a_stopped_supervisor_cannot_replace() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_wait_for_a_stopped_supervisor() -> None:
-    with sampler_of() as sampler, stopped_supervisor():
+    with new_sampler() as sampler, stopped_supervisor():
         timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):

@@ -1,11 +1,9 @@
-"""A vector environment fails as samplers do: at once, by name, once and for all, or not at all if it may restart."""
+"""Failures of a vector environment beyond the table of `test_faults.py`: what replacements give, kills, Ctrl-C."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,87 +13,33 @@ import psutil
 import pytest
 from gymnasium.vector import AutoresetMode
 
-from penstock import WorkerDiedError, WorkerError, WorkerTimeoutError
+from penstock import WorkerDiedError, WorkerError
 from penstock.envs import CountingEnv
-from penstock.testing import Fault, InjectedFault, faulty_env
+from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
-from ..scale import methods, pairs, scaled
+from ..scale import scaled
 from ..support import until
-from .crashes import HOWS
-from .support import ERROR_SECONDS, note
 
 pytestmark = [pytest.mark.timeout(scaled(600, 60)), pytest.mark.slow]
 
 N = 4
 
 
-def make(where: str, fault: Fault, **kwargs: Any) -> ShmVectorEnv:
-    """The last of four environments, in the second of two workers, has the fault."""
-    fns = [CountingEnv] * (N - 1) + [faulty_env(CountingEnv, fault, where)]  # type: ignore[list-item]
+def failing_envs(fault: Fault, **kwargs: Any) -> ShmVectorEnv:
+    """The last of four environments, in the second of two workers, has the fault in its step."""
+    fns = [CountingEnv] * (N - 1) + [faulty_env(CountingEnv, fault)]  # type: ignore[list-item]
     return ShmVectorEnv(fns, in_series=2, **kwargs)
 
 
-def run(envs: ShmVectorEnv, n_steps: int = 8) -> None:
+def reset_and_step(envs: ShmVectorEnv, n_steps: int = 8) -> None:
     envs.reset(seed=1)
     for _ in range(n_steps):
         envs.step(np.zeros(N, int))
 
 
-def _workers(envs: ShmVectorEnv) -> list[int]:
-    return envs.worker_pids
-
-
-PLACES = {
-    "init": r"building env_rank 3 \(start-up\)",
-    "reset": r"resetting env_rank 3 \((reset|step)\)",
-    "step": r"stepping env_rank 3 \(step\)",
-}
-
-
-@methods("forkserver")
-@pytest.mark.parametrize(("how", "where"), pairs(HOWS, ["step", "reset", "init"]))
-def test_every_failure_has_a_name(where: str, how: str, start_method: str) -> None:
-    kind = WorkerError if how in ("raise", "unpicklable", "system exit") else WorkerDiedError
-    fault = Fault(how, at=1 if where == "init" else 2, spare_pid=os.getpid())
-    told = rf"worker 1 \(pid \d+, env_rank 2 to 3\) {HOWS[how]}(.|\n)*{PLACES[where]}"
-    with pytest.raises(kind, match=told) as error, make(where, fault, context=start_method) as envs:
-        run(envs)
-    if how == "raise":
-        assert isinstance(error.value.__cause__, InjectedFault)
-
-
-def test_once_broken_it_gives_the_same_error_ever_after() -> None:
-    with make("step", Fault("raise", at=3)) as envs:
-        with pytest.raises(WorkerError) as first:
-            run(envs)
-        for call in (lambda: envs.step(np.zeros(N, int)), envs.reset, lambda: envs.get_attr("count"), envs.recv):
-            with pytest.raises(WorkerError, match=re.escape(str(first.value))):
-                call()
-
-
-def test_a_kill_between_two_calls_is_found_by_the_next() -> None:
-    with make("step", Fault("raise", at=999)) as envs:
-        run(envs)
-        os.kill(_workers(envs)[0], signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(WorkerDiedError, match=r"was killed by SIGKILL"):
-            for _ in range(10**6):
-                envs.step(np.zeros(N, int))
-        note("vector environment, killed between two calls: call to error, s", time.monotonic() - began, ERROR_SECONDS)
-
-
-@pytest.mark.parametrize("how", scaled(["hang", "hold the gil", "spin", "stop"], ["hang", "hold the gil"]))
-def test_a_hang_ends_at_its_limit(how: str) -> None:
-    began = time.monotonic()
-    told = r"(?s)worker 1 .* made no progress for 0\.5 s.*stepping env_rank 3"
-    with make("step", Fault(how, at=3), step_timeout=0.5) as envs, pytest.raises(WorkerTimeoutError, match=told):
-        run(envs)
-    assert time.monotonic() - began < 20
-
-
 def test_first_ready_stepping_fails_as_loudly() -> None:
-    with make("step", Fault("kill", at=2)) as envs:
+    with failing_envs(Fault("kill", at=2)) as envs:
         envs.reset()
         with pytest.raises(WorkerDiedError, match=r"was killed by SIGKILL.*while stepping env_rank 3"):
             for _ in range(100):
@@ -106,7 +50,7 @@ def test_first_ready_stepping_fails_as_loudly() -> None:
 @pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
 def test_a_replaced_workers_episodes_are_cut_where_they_were(mode: AutoresetMode, tmp_path: Path) -> None:
     fault = Fault("kill", at=3, marker=str(tmp_path / "marker"))
-    with make("step", fault, autoreset_mode=mode, on_worker_failure="restart") as envs:
+    with failing_envs(fault, autoreset_mode=mode, on_worker_failure="restart") as envs:
         envs.reset(seed=1)
         for _ in range(2):
             envs.step(np.zeros(N, int))
@@ -157,7 +101,7 @@ def test_first_ready_steps_survive_kills() -> None:
         n_kills, n_received = 0, 0
         while n_kills < scaled(200, 12) or n_received < 600:
             if n_received >= 50 * (n_kills + 1):
-                workers = _workers(envs)  # without those that are dead and not replaced yet
+                workers = envs.worker_pids  # without those that are dead and not replaced yet
                 os.kill(workers[n_kills % len(workers)], signal.SIGKILL)
                 n_kills += 1
             _, reward, _, truncated, infos = envs.recv()
@@ -176,8 +120,8 @@ def test_first_ready_steps_survive_kills() -> None:
 def test_the_quota_of_replacements_ends_with_the_history() -> None:
     told = r"(?s)max_restarts=2 in 60 s are used up, earlier:.*InjectedFault"
     restarting: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 2}
-    with make("step", Fault("raise", at=2), **restarting) as envs, pytest.raises(WorkerError, match=told):
-        run(envs, 100)
+    with failing_envs(Fault("raise", at=2), **restarting) as envs, pytest.raises(WorkerError, match=told):
+        reset_and_step(envs, 100)
 
 
 class Interrupting(CountingEnv):
@@ -205,19 +149,8 @@ def test_ctrl_c_can_be_gone_on_from() -> None:
 
 
 def test_forgotten_it_ends_its_workers() -> None:
-    envs = make("step", Fault("raise", at=999))
-    run(envs)
-    pids = _workers(envs)
+    envs = failing_envs(Fault("raise", at=999))
+    reset_and_step(envs)
+    pids = envs.worker_pids
     del envs
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of the workers")
-
-
-def test_a_close_that_raises_warns_and_one_that_hangs_is_bounded() -> None:
-    envs = make("close", Fault("raise", spare_pid=os.getpid()))
-    with pytest.warns(RuntimeWarning, match="InjectedFault.*while closing env_rank 3"):
-        envs.close()
-    envs = make("close", Fault("hang", spare_pid=os.getpid()), close_timeout=0.2)
-    began = time.monotonic()
-    with pytest.warns(RuntimeWarning, match="did not exit while closing env_rank 3 and was killed"):
-        envs.close()
-    note("vector environment: a close that hangs, s", time.monotonic() - began, 5)
