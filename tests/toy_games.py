@@ -21,6 +21,11 @@ STORY = [{"a2": "join"}, {"a0": "die"}, {}, {"a1": "cut"}, {}]
 OPENING = ["a0", "a1"]
 
 
+def odd_or_even(agent_id: str) -> str:
+    """Two policies, for the agents of a game."""
+    return "odd" if int(agent_id[1:]) % 2 else "even"
+
+
 # ---- agents ------------------------------------------------------------------------------------
 
 

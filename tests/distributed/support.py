@@ -23,11 +23,6 @@ MAKES = ("local", "zmq", pytest.param("ray", marks=pytest.mark.ray))
 SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)
 
 
-def odd_or_even(agent_id: str) -> str:
-    """Two policies, for the agents of a game."""
-    return "odd" if int(agent_id[1:]) % 2 else "even"
-
-
 def note(what: str, value: float, limit: float) -> None:
     """Hold `value` to `limit`. `pytest -s` shows it."""
     print(f"\n{what}: {value:.3g}, at most {limit:g}")

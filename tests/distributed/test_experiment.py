@@ -61,8 +61,8 @@ from penstock.learning import gae
 
 from ..models import Net, small_model
 from ..scale import FULL, scaled
-from ..toy_games import Published, TurnGame
-from .support import MAKES, SAMPLER, need, odd_or_even, wait_until
+from ..toy_games import Published, TurnGame, odd_or_even
+from .support import MAKES, SAMPLER, need, wait_until
 
 pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]
 

@@ -18,14 +18,11 @@ from penstock import ConfigError, GpuSampler, ParallelSampler, RandomAgent, Seri
 from penstock.buffers import PolicySamples
 from penstock.distributed import RaySampler
 from penstock.envs import ScriptedGame
-from tests.support import EVALUATING, collect_with
-from tests.support import assert_same as assert_same_policies
-from tests.toy_games import Book, Published, TurnGame, Valuing
+from tests.support import EVALUATING, assert_same, collect_with
+from tests.toy_games import Book, Published, TurnGame, Valuing, odd_or_even
 
 from ..scale import scaled
-from ..support import assert_same
 from .ray_support import rollouts
-from .support import odd_or_even
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # shards cannot import what is here
 
@@ -101,7 +98,7 @@ def test_policies_of_shards_are_those_of_one_machine(policy_of: Any, options: di
     own = {name: value for name, value in options.items() if name != "sampler_cls"}
     wanted = collect_with(ParallelSampler, ScriptedGame, two(), n_workers=2, **kwargs, **own)
     kwargs |= {"n_workers": 1, "n_shards": n_shards, "sampler_cls": SerialSampler, **options}
-    assert_same_policies(wanted, collect_with(RaySampler, ScriptedGame, two(), **kwargs), but="policy_version")
+    assert_same(wanted, collect_with(RaySampler, ScriptedGame, two(), **kwargs), but="policy_version")
     assert sum(batch.odd.env.valid.sum() for batch, _ in wanted if batch is not None) > 10
 
 
@@ -112,7 +109,7 @@ def test_players_of_games_in_turns_are_those_of_one_machine(n_shards: int) -> No
     options |= {"batch_B": 7, **EVALUATING, "policy_of": drawn}
     wanted = collect_with(ParallelSampler, TurnGame, two(Valuing), n_workers=2, **options)
     found = collect_with(RaySampler, TurnGame, two(Valuing), n_workers=1, n_shards=n_shards, **options)
-    assert_same_policies(wanted, found, but="policy_version")
+    assert_same(wanted, found, but="policy_version")
     played = {info["policy"] for _, infos in wanted for info in infos if info.get("agent_id") is not None}
     assert played == {"even", "odd"}
 

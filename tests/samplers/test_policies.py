@@ -29,13 +29,9 @@ from penstock.learning import Replay, Steps, gae
 
 from ..scale import quick_first, some
 from ..support import assert_same, check_rules, collect_with
-from ..toy_games import Book, Numbered, Published, Roles, Valued
+from ..toy_games import Book, Numbered, Published, Roles, Valued, odd_or_even
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
-
-
-def odd_or_even(agent_id: str) -> str:
-    return "odd" if int(agent_id[1:]) % 2 else "even"
 
 
 def by_env(agent_id: str, env_rank: int) -> str:
