@@ -165,7 +165,7 @@ def vector_env(**options: Any) -> Any:
 STEPS: dict[str, Callable[[], Any]] = {
     **{
         f"{name}, {make_agent.__name__.removesuffix('_agent')}, T={T}": sampling(name, make_agent, T)
-        for name in ("SerialSampler", "ParallelSampler")
+        for name in ("SerialSampler", "ParallelSampler", "AsyncSampler")
         for make_agent in (random_agent, mlp)
         for T in (128, 5)
     },

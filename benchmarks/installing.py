@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import statistics
 import subprocess
 import sys
@@ -101,23 +102,29 @@ def shown(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--libraries", nargs="+", metavar="LIBRARY", help="parts of names; default: all")
     parser.add_argument("--repeats", type=int, default=7, help="processes for each figure")
     parser.add_argument("--wheels", type=Path, default=Path("dist"), help="where the wheels of `make dist` are")
+    parser.add_argument("--json", type=Path, help="write the seconds of all processes to this file")
     args = parser.parse_args()
     here = {
         name: entry
         for name, entry in LIBRARIES.items()
         if importlib.util.find_spec(entry[1].split()[1].split(".")[0]) is not None
+        and (args.libraries is None or any(part in name for part in args.libraries))
     }
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in here}
-    for _ in range(args.repeats + 1):  # the first turn fills caches of files
-        for name, (_, imports, starts) in here.items():
-            for kept, program in zip(times[name], (imports, starts), strict=True):
-                kept.append(seconds(program))
+    times: dict[str, dict[str, list[float]]] = {name: {"import": [], "first step": []} for name in here}
+    for turn in range(args.repeats + 1):  # the first turn fills caches of files
+        for name, (_, *programs) in here.items():
+            for kept, program in zip(times[name].values(), programs, strict=True):
+                taken = seconds(program)
+                if turn:
+                    kept.append(taken)
     print("| library | wheel, MB | import, s | first step, s |\n| --- | ---: | ---: | ---: |")
-    for name, (package, _, _) in here.items():
-        imports, starts = (kept[1:] for kept in times[name])
-        print(f"| {name} | {megabytes(package, args.wheels)} | {shown(imports)} | {shown(starts)} |")
+    for name, (package, *_) in here.items():
+        print(f"| {name} | {megabytes(package, args.wheels)} | {' | '.join(map(shown, times[name].values()))} |")
+    if args.json is not None:
+        args.json.write_text(json.dumps(times, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -259,6 +259,16 @@ def test_cluster_wire(folder: Path) -> None:
         assert all(len(turns[kind]) == 2 and min(turns[kind]) > 0 for kind in ("wall_us", "cpu_us"))
 
 
+def test_what_a_user_waits_for(folder: Path) -> None:
+    wheel = folder / f"penstock-1-cp{sys.version_info[0]}{sys.version_info[1]}-any-linux_x86_64.whl"
+    wheel.write_bytes(bytes(1_500_000))
+    options = ["--libraries", "penstock, vector", "--repeats", 1, "--wheels", folder]
+    printed, content = run_benchmark(folder, "installing", *options)
+    assert "| penstock, vector environment | 1.5 | " in printed
+    (turns,) = content.values()
+    assert 0 < turns["import"][0] < turns["first step"][0]
+
+
 def test_compare(folder: Path) -> None:
     site = Path(penstock.__file__).parent.parent
     sizes = ["--repeats", 2, "--starts", 1, "--seconds", 0.01]
