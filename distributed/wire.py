@@ -219,8 +219,10 @@ class Call:
             return self.reply(handlers[command](**self.message.get("kwargs", {})))
         except (RequestError, NameTableError) as error:
             return self.fail(str(error))
-        except Exception as error:  # the user's handler may raise anything
-            return self.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
+        except BaseException as error:  # the user's handler may raise anything
+            self.fail(f"{command} raised {type(error).__name__}: {error}\n{traceback.format_exc()}")
+            if not isinstance(error, Exception):  # SystemExit ends this process, and the sender knows why
+                raise
 
 
 class Inbox:

@@ -96,6 +96,16 @@ def test_a_server_is_polled_in_a_loop_of_ones_own() -> None:
         server.handle_requests()
 
 
+def test_who_asked_knows_why_the_server_ends() -> None:
+    with RpcServer() as server, RpcClient(server.connection) as client:
+        server.register_handler("leave", sys.exit)
+        future = client.async_request("leave")
+        with pytest.raises(SystemExit):
+            server.handle_requests(10)
+        with pytest.raises(RequestError, match="leave raised SystemExit"):
+            future.result(10)
+
+
 @pytest.mark.parametrize("port", [-1, 65536, "5555", True])
 def test_a_wrong_port_is_refused(port: Any) -> None:
     with pytest.raises(ConfigError, match="port must be"):

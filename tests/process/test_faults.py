@@ -106,9 +106,6 @@ IMPOSSIBLE: dict[str, Callable[[Cell], bool]] = {
     "a start of such a worker has two minutes": lambda c: (
         c.pool == "experiment" and c.where == "build" and c.how in HANGS
     ),
-    "such a worker is told to be lost, without a reason": lambda c: (
-        c.pool == "experiment" and c.where == "build" and c.how == "system exit"
-    ),
     "daily, these are enough: each new process takes a second of CPU time": lambda c: (
         not FULL and c.pool in FAR and c.how not in ("raise", "kill", "stop")
     ),
@@ -230,6 +227,8 @@ def expected_of_experiment(where: str, how: str, when: str, policy: str) -> Expe
     else:  # env_rank counts the environments of all actors
         text = f"{RAISES[how]} while {doing(where, when, 'experiment').replace('env_rank 3', 'env_rank [37]')}"
     if where == "build":  # nothing has run yet
+        if how == "system exit":  # it ends the actor itself: no worker of a pool is there
+            return Expected(ClusterError, (r"^worker/actor/\d", "configure raised SystemExit"))
         return Expected(ClusterError, (r"^worker/actor/\d", "is lost" if how in DIES else "configure raised", text))
     if policy == "restart":
         return Expected(None, limit=limit, restarts=1)
