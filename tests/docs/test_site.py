@@ -53,7 +53,7 @@ def public_classes() -> dict[type, str]:
         for name in module.__all__:
             with contextlib.suppress(ImportError):
                 if inspect.isclass(cls := getattr(module, name)):
-                    found[cls] = f"penstock.{package}.{name}"
+                    found.setdefault(cls, f"penstock.{package}.{name}")  # the second name of a class is an alias
     return found
 
 
