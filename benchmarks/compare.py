@@ -55,6 +55,8 @@ class Sampling:
         bootstrap_value = bootstrap_value and make_agent is not random_agent
         self._sampler = getattr(penstock, name)(env, batch_T=T, batch_B=B, **options)
         self._sampler.initialize(make_agent(), seed=0, bootstrap_value=bootstrap_value)
+        if name == "AsyncSampler":
+            self._sampler.start()
         self._steps, self._itr = T * B, 0
 
     def batch(self) -> int:
