@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from itertools import cycle, islice, product
+from collections.abc import Iterable, Sequence
+from itertools import combinations, cycle, islice, product
 from typing import Any, TypeVar
 
 import pytest
 
 T = TypeVar("T")
+Cell = TypeVar("Cell", bound=tuple[object, ...])
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"
 START_METHODS = ("fork", "forkserver", "spawn")
@@ -65,3 +66,22 @@ def mostly_first(kinds: Iterable[Any], cases: Iterable[Any]) -> list[tuple[Any, 
     every = list(cases)
     few = every[:: max(1, len(every) // max(1, len(others)))]
     return [*product([first], every), *(product(others, every) if FULL else zip(others, few, strict=False))]
+
+
+def covering(cells: Sequence[Cell], always: Sequence[Cell] = ()) -> list[Cell]:
+    """`always`, and some of these cells of a table, so that each two values of two axes meet, where they can.
+
+    Greedy: each time the cell that has most of the pairs that are missing; of equal ones the first.
+    """
+    numbers: dict[object, int] = {}
+    pairs = {  # as bits
+        cell: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in combinations(enumerate(cell), 2))
+        for cell in cells
+    }
+    missing, chosen = (1 << len(numbers)) - 1, list(always)
+    for cell in chosen:
+        missing &= ~pairs[cell]
+    while missing:
+        chosen.append(max(cells, key=lambda cell: (pairs[cell] & missing).bit_count()))
+        missing &= ~pairs[chosen[-1]]
+    return chosen

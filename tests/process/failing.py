@@ -11,6 +11,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -151,6 +152,10 @@ def env_fns_of(cell: Cell, fault: NotedFault) -> list[Any]:
     return [CountingEnv] * 3 + [garbling(failing) if cell.how == "garbage" else failing]
 
 
+def failing_agent(cell: Cell, fault: NotedFault) -> FaultyAgent:
+    return (GarblingAgent if cell.how == "garbage" else FaultyAgent)(RandomAgent(), fault)
+
+
 # ---- samplers ------------------------------------------------------------------------------
 
 OWN_PROCESS = {"server": "process"}
@@ -191,7 +196,7 @@ def sampler_with(cell: Cell, folder: Path) -> tuple[Sampler, Any]:
     elif cell.where in IN_ENVIRONMENT:
         env_fn = env_fns_of(cell, fault)
     elif cell.where == "act":
-        agent = (GarblingAgent if cell.how == "garbage" else FaultyAgent)(agent, fault)
+        agent = failing_agent(cell, fault)
     elif cell.where == "send":
         arguments["traj_info_cls"] = faulty_traj_info(TrajInfo, fault, "sending")
     else:
@@ -217,6 +222,16 @@ def limits_of(cell: Cell) -> dict[str, float]:
 HANGS = ("hang", "spin", "hold the gil", "stop")
 
 
+@contextmanager
+def watched(outcome: Outcome) -> Iterator[None]:
+    """Notes the warnings of this block, and its end, if no error was seen before."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    outcome.seen = outcome.seen or time.monotonic()
+    outcome.warnings = [str(each.message) for each in caught]
+
+
 def use_sampler(cell: Cell, folder: Path) -> Outcome:
     return run_until_it_fails(cell, *sampler_with(cell, folder))
 
@@ -234,8 +249,7 @@ def run_until_it_fails(cell: Cell, sampler: Any, agent: Any) -> Outcome:
             if cell.where == "evaluation" and itr < 2:
                 yield partial(sampler.evaluate_agent, itr)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with watched(outcome):
         try:
             for call in calls():
                 outcome.called = time.monotonic()
@@ -250,8 +264,6 @@ def run_until_it_fails(cell: Cell, sampler: Any, agent: Any) -> Outcome:
         if cell.where == "close":
             outcome.called = time.monotonic()
         sampler.shutdown()
-    outcome.seen = outcome.seen or time.monotonic()
-    outcome.warnings = [str(each.message) for each in caught]
     return outcome
 
 
@@ -283,8 +295,7 @@ def use_vector_env(cell: Cell, folder: Path) -> Outcome:
     outcome, restarts = Outcome(), {"on_worker_failure": "restart"} if cell.policy == "restart" else {}
     at = CALLS[cell.where, cell.when] - (cell.where == "reset")  # it is built without a reset
     fns: Any = [CountingEnv] * 4 if cell.where == "between" else env_fns_of(cell, fault_of(cell, folder, at))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with watched(outcome):
         envs = None
         try:
             outcome.called = time.monotonic()
@@ -306,8 +317,6 @@ def use_vector_env(cell: Cell, folder: Path) -> Outcome:
             if cell.where == "close":
                 outcome.called = time.monotonic()
             envs.close()
-    outcome.seen = outcome.seen or time.monotonic()
-    outcome.warnings = [str(each.message) for each in caught]
     return outcome
 
 
@@ -373,7 +382,7 @@ def use_ray(cell: Cell, folder: Path) -> Outcome:
     fault = fault_of(cell, folder, CALLS[cell.where, cell.when])
     env_fn, agent = CountingEnv, RandomAgent()
     if cell.where == "act":
-        agent = (GarblingAgent if cell.how == "garbage" else FaultyAgent)(agent, fault)
+        agent = failing_agent(cell, fault)
     else:
         env_fn = env_fns_of(cell, fault)
     sizes: dict[str, Any] = {"batch_T": 8, "batch_B": 4, "n_shards": 2, "n_workers": 1, "max_decorrelation_steps": 0}

@@ -26,7 +26,7 @@ from penstock import ClusterError, GameError, PenstockError, WorkerDiedError, Wo
 from penstock.testing import InjectedFault
 
 from ..distributed.conftest import forked_workers, nothing_left, ray_cluster  # noqa: F401 - fixtures
-from ..scale import FULL, USUAL_METHODS, scaled
+from ..scale import FULL, USUAL_METHODS, covering, scaled
 from . import failing
 from .failing import ACTS_IN_MAIN, CLOSE_TIMEOUT, HANGS, SAMPLERS, START_TIMEOUT, STEP_TIMEOUT, USES, Cell, Outcome, use
 from .support import note
@@ -134,22 +134,11 @@ def with_one_start_method() -> list[Cell]:
     return [cells[k % len(cells)] for k, cells in enumerate(groups.values())]
 
 
-def covering() -> list[Cell]:
-    """Some cells in which each two values of two axes meet, where they can. Greedy: each time the cell that has most of
-    the pairs that are missing."""
-    numbers: dict[object, int] = {}
-    cells = {  # each with its pairs, as bits
-        cell: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in combinations(enumerate(cell), 2))
-        for cell in every_cell()
-    }
-    missing, chosen = (1 << len(numbers)) - 1, list(DAILY)
-    for cell in chosen:
-        missing &= ~cells[cell]
-    order = random.Random(1).sample(list(cells), len(cells))  # of equal ones, not always those with the first values
-    while missing:
-        chosen.append(max(order, key=lambda cell: (cells[cell] & missing).bit_count()))
-        missing &= ~cells[chosen[-1]]
-    return chosen
+def daily() -> list[Cell]:
+    """`DAILY`, and cells in which each two values of two axes meet."""
+    cells = every_cell()
+    order = random.Random(1).sample(cells, len(cells))  # of equal ones, not always those with the first values
+    return covering(order, DAILY)
 
 
 #: They run in any case.
@@ -311,7 +300,7 @@ def as_parameter(cell: Cell) -> Any:
     return pytest.param(cell, id="-".join(cell).replace(" ", "_"), marks=pytest.mark.ray if cell.pool == "ray" else ())
 
 
-@pytest.mark.parametrize("cell", [as_parameter(cell) for cell in (with_one_start_method() if FULL else covering())])
+@pytest.mark.parametrize("cell", [as_parameter(cell) for cell in (with_one_start_method() if FULL else daily())])
 def test_what_the_user_sees(cell: Cell, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if cell.pool == "experiment":
         pytest.importorskip("zmq", reason="a wire needs pyzmq")
@@ -366,6 +355,6 @@ def lock_files() -> Iterator[Path]:
 
 
 def test_each_two_values_of_the_table_that_can_meet_do_so_daily() -> None:
-    found = {pair for cell in covering() for pair in combinations(enumerate(cell), 2)}
+    found = {pair for cell in daily() for pair in combinations(enumerate(cell), 2)}
     assert found == {pair for cell in every_cell() for pair in combinations(enumerate(cell), 2)}
-    assert {value for cell in covering() for value in cell} == {value for axis in AXES for value in axis}
+    assert {value for cell in daily() for value in cell} == {value for axis in AXES for value in axis}
