@@ -11,7 +11,7 @@ PYTEST := pytest --dist loadgroup
 # Keep compiled test modules, even where this variable is set: otherwise each process compiles them again.
 quick test: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run quick test check coverage floors pythons docs docs-test dist arm gpu bench sanitize ray chaos faults cases mutants real peers clean
+.PHONY: run quick test check coverage floors pythons docs docs-test dist arm gpu bench sanitize ray chaos faults cases mutants real peers scale clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -89,6 +89,10 @@ peers: $(PEERS)/.installed
 		$(PEERS_RUN) $$work $(PEER_OPTIONS) --json $(PEERS)/figures-$$work.json > /dev/null || exit 1; \
 	done
 	$(MAKE) --no-print-directory peers-report
+
+# From one worker to all CPUs, and from 16 sleeping workers to 512: the table, and the picture of docs/choosing.md.
+scale: $(PEERS)/.installed
+	$(PEERS)/bin/python benchmarks/scale.py --json $(PEERS)/scale.json --picture docs/scale.svg
 
 # The tables and the picture of the last `make peers`.
 peers-report:

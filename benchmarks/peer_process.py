@@ -74,11 +74,13 @@ def serve(work_name: str, name: str, whole_batches: bool, module: str = "peer_ad
         work = adapters.WORKS[work_name]
         if whole_batches:
             work = replace(work, rows=work.T)
+        began = time.perf_counter()
         contestant = adapters.CONTESTANTS[name][0](work)
+        start_seconds = time.perf_counter() - began
         one_turn(contestant, 0.05, 0.0, "sleep", whole_batches=whole_batches)
     except Exception as error:  # a peer may raise anything: the table says what
         return answer({"missing": f"{type(error).__name__}: {error}"})
-    answer({"ready": True})
+    answer({"start_seconds": start_seconds})
     for line in sys.stdin:
         answer(one_turn(contestant, **json.loads(line), whole_batches=whole_batches))
     contestant.close()
@@ -177,6 +179,7 @@ class Contestant:
         self._buffer = b""
         hello = self._read()
         self.missing: str | None = hello.get("missing")  #: why it takes no part (any more)
+        self.start_seconds: float = hello.get("start_seconds", 0.0)  #: until its workers were ready
         if self.missing is None:
             self._signal(signal.SIGSTOP)
         else:
@@ -238,6 +241,11 @@ class Contestant:
             # What others used while this contestant's processes did not wait for a CPU did not disturb them.
             "others": min(others, (ready_seconds(pids) - ready) / took),
         }
+
+    def memory(self) -> float:
+        """The megabytes that only one process has (unique set size), the mean over all but the main process."""
+        own = [psutil.Process(pid).memory_full_info().uss / 2**20 for pid in self._tree()[1:]]
+        return sum(own) / max(1, len(own))
 
     def close(self) -> None:
         """End the tree: first its main process, then what is left."""

@@ -193,6 +193,20 @@ def test_startup(folder: Path) -> None:
     assert not FULL or figures["worker"] < figures["server"] / 4, "a process with torch takes more than one without"
 
 
+def test_scale(folder: Path) -> None:
+    picture, points = folder / "scale.svg", [("computing", 2), ("sleeping", 3)]
+    options: list[object] = [option for kind, n in points for option in (f"--{kind}", n)]
+    options += ["--repeats", 1, "--seconds", 0.05, "--only", "ShmVectorEnv", "--picture", picture]
+    printed, content = run_program(folder, "scale", *options)
+    assert [(point["kind"], point["workers"]) for point in content["points"]] == points
+    for point in content["points"]:
+        own, bare = point["rounds"][0]
+        assert min(own["rate"], bare["in_step"], own["cpu_us"], point["ready"], point["memory"]) > 0
+        who, share = f"{point['kind']} | {point['workers']} | penstock ShmVectorEnv", own["rate"] / bare["in_step"]
+        assert f"| {who} | {share:.2f} |" in printed
+    assert "bare loops" in picture.read_text(encoding="utf-8")
+
+
 def test_checks(folder: Path) -> None:
     printed, content = run_benchmark(folder, "checks", "--n-envs", 2, "--rows", 300, "--repeats", 2)
     assert "ns per environment step" in printed
