@@ -374,6 +374,15 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             raise ConfigError(f"to_sb3 needs Stable-Baselines3: pip install '.[sb3]' ({error})") from error
         return Sb3VecEnv.around(self, reward_dtype)
 
+    def to_tianshou(self) -> Any:
+        """The same environments as a `TianshouVectorEnv`, for tianshou's `Collector`. Needs the mode "DISABLED".
+
+        Raises `ConfigError` in another `autoreset_mode`, with `copy=False`, and for environments of several agents.
+        """
+        from penstock.vector.tianshou import TianshouVectorEnv
+
+        return TianshouVectorEnv(self)
+
     def check_fit_for_sb3(self) -> None:
         """Raise `ConfigError` unless Stable-Baselines3 can work with these arguments."""
         if not self.copy:

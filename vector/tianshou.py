@@ -1,0 +1,82 @@
+"""A ShmVectorEnv with the interface of tianshou's vector environments, which its `Collector` expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import iterate
+
+from penstock.errors import ConfigError
+from penstock.vector.env import ShmVectorEnv
+from penstock.vector.vector_arguments import as_seeds
+from penstock.vector.vector_infos import listed_infos
+
+Ids = Any  #: an index, several, or None for all
+
+
+class TianshouVectorEnv:
+    """Runs a `ShmVectorEnv` as tianshou's `SubprocVectorEnv`: a collector resets each environment whose episode has
+    ended. Make it with `envs.to_tianshou()`. `close` closes both.
+
+    Rows are those of `id`, in its order: observations `[k, ...]` (with a Dict space, `k` dicts), rewards, terminations
+    and truncations `[k]`, and `k` infos.
+    """
+
+    is_async = False  #: for tianshou's `Collector`: its `AsyncCollector` needs another one
+
+    def __init__(self, envs: ShmVectorEnv) -> None:
+        if envs.autoreset_mode is not AutoresetMode.DISABLED or envs.seats is not None or not envs.copy:
+            raise ConfigError(
+                "to_tianshou: tianshou resets environments itself and keeps observations: construct ShmVectorEnv with "
+                'autoreset_mode="DISABLED" and copy=True, on environments of one agent'
+            )
+        self.envs, self.env_num = envs, envs.num_envs
+        self.observation_space = [envs.single_observation_space] * envs.num_envs
+        self.action_space = [envs.single_action_space] * envs.num_envs
+
+    def __len__(self) -> int:
+        return self.env_num
+
+    def seed(self, seed: int | list[int] | None = None) -> list[int | None]:
+        """Reset all environments with these seeds, or with `seed`, `seed + 1` and so on. Returns the seeds."""
+        seeds = as_seeds(seed, self.env_num)
+        self.envs.reset(seed=seeds)
+        return seeds
+
+    def reset(self, env_id: Ids = None, *, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
+        """Begin an episode in these environments, as with tianshou all with the same seed. Returns observations and
+        infos."""
+        ids, mask = self._ids(env_id), np.zeros(self.env_num, np.bool_)
+        mask[ids] = True
+        seeds = None if seed is None else [seed] * self.env_num
+        observation, infos = self.envs.reset(seed=seeds, options={**(options or {}), "reset_mask": mask})
+        return self._rows(observation, ids), self._infos(infos, ids)
+
+    def step(self, action: Any, id: Ids = None) -> tuple[Any, Any, Any, Any, Any]:
+        """Step these environments, each with one of the actions. Each info has its index as `env_id`."""
+        ids = self._ids(id)
+        order = np.argsort(ids)
+        self.envs.send(np.asarray(action)[order], ids[order])
+        observation, *results, infos = self.envs.recv(len(ids))
+        back = np.argsort(order)
+        return self._rows(observation, back), *(each[back] for each in results), self._infos(infos, back)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.envs.close()
+
+    def _ids(self, which: Ids) -> Any:
+        return np.arange(self.env_num) if which is None else np.atleast_1d(which)
+
+    def _rows(self, observation: Any, rows: Any) -> Any:
+        if isinstance(self.envs.single_observation_space, spaces.Dict):
+            each = list(iterate(self.envs.observation_space, observation))
+            return np.array([each[i] for i in rows.tolist()], object)
+        return observation[rows]
+
+    def _infos(self, infos: dict[str, Any], rows: Any) -> Any:
+        listed = dict(listed_infos(infos, 1 + int(rows.max())))
+        return np.array([listed.get(i, {}) for i in rows.tolist()], object)
