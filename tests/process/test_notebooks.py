@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from ..scale import scaled
 from .support import python_path
+
+ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 
@@ -52,12 +57,15 @@ with ShmVectorEnv([make] * 2) as envs:
 RUN = [*CELLS, CELLS[0], CELLS[1], "sampler.shutdown()\nprint(sampler.state.name)"]
 EXPECTED = ["reward 2.0", "in a thread 12.0", "vector 4.0", "reward 2.0", "CLOSED"]
 
-# As IPython runs cells: in the module `__main__`, inside a running event loop, with `await` at the top level.
-PLAIN = f"""
+
+def plain(cells: Sequence[str]) -> str:
+    """A script that runs cells as IPython does: in the module `__main__`, inside a running event loop, with `await` at
+    the top level."""
+    return f"""
 import ast, asyncio, inspect
 
 async def notebook():
-    for number, cell in enumerate({RUN!r}):
+    for number, cell in enumerate({cells!r}):
         code = compile(cell, f"<cell {{number}}>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         if inspect.iscoroutine(result := eval(code, globals())):
             await result
@@ -100,7 +108,22 @@ def run_cells(code: str, folder: Path, **environ: str) -> list[str]:
 
 
 def test_cells_in_a_running_event_loop_without_a_file(tmp_path: Path) -> None:
-    assert run_cells(PLAIN, tmp_path) == EXPECTED
+    assert run_cells(plain(RUN), tmp_path) == EXPECTED
+
+
+def test_the_notebook_of_the_first_run_is_its_page_and_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("docs_notebook", ROOT / ".ci/notebook.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    content = (ROOT / "docs/first_run.ipynb").read_text(encoding="utf-8")
+    assert content == module.notebook(), "python .ci/notebook.py writes it again"
+    cells = ["".join(cell["source"]) for cell in json.loads(content)["cells"] if cell["cell_type"] == "code"]
+    cells[-2] = cells[-2].replace("range(1, 41)", f"range(1, {scaled(41, 11)})")
+    printed = run_cells(plain(cells), tmp_path)
+    assert "torch.Size([64, 16, 4])" in printed
+    assert float(printed[-1].split()[1]) > 15
 
 
 def test_a_kernel_of_jupyter(tmp_path: Path) -> None:
