@@ -11,7 +11,7 @@ PYTEST := pytest --dist loadgroup
 # Keep compiled test modules, even where this variable is set: otherwise each process compiles them again.
 quick test: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: run quick test check coverage floors pythons docs docs-test dist arm gpu bench sanitize ray chaos faults cases mutants real peers scale clean
+.PHONY: run quick test check coverage floors pythons docs docs-test dist arm gpu bench sanitize ray chaos faults cases mutants real peers peers-docs scale clean
 
 run: $(VENV)/.installed
 	$(BIN)/python examples/ppo.py --out runs/cartpole
@@ -120,6 +120,11 @@ $(PEERS)/.installed: $(PEERS)/.dependencies $(SOURCES)
 	rm -rf build
 	$(PEERS)/bin/python $(PIP) --no-deps --no-build-isolation --force-reinstall .
 	touch $@
+
+# The names of other libraries in docs/migration and the code there, each with its library.
+PEER_PAGES ?= torchrl tianshou skrl sb3 sample_factory rllib pufferlib
+peers-docs: $(VENV)/.installed
+	PYTHON=$(PYTHON) .ci/peers_docs $(PEER_PAGES)
 
 # torch first, under its pin: otherwise pip would fetch gigabytes of another build.
 $(VENV)/.dependencies: setup.py constraints.txt

@@ -226,7 +226,7 @@ class TorchAgent(Agent):
 
     `inference` says how workers run the module on a CPU. "torch" calls it. "traced" and "numpy" take less time for
     small networks: the module is traced once, with `torch.fx`. "traced" calls torch's functions without the layers.
-    "numpy" does not use torch: `forward` returns numpy arrays. `docs/extending.md` lists the layers that it knows.
+    "numpy" does not use torch: `forward` returns numpy arrays. `docs/agents.md` lists the layers that it knows.
     `sampler.initialize` compares the outputs with torch's. It raises `ConfigError` for a module that cannot be run in
     this way.
 

@@ -502,7 +502,7 @@ CONTESTANTS: dict[str, tuple[Callable[[Work], Any], Sequence[str]]] = {
     "ALE AtariVectorEnv, send and recv": (partial(ale, is_async=True), ("pong",)),
     "Sample Factory": (SampleFactory, SERVED),
     "PufferLib": (pufferlib, PROCESSES),
-    "rlpyt's loop": (RlpytLoop, ("random", "mlp", "pixels", "sleeping", "short", "pong")),
+    "a loop in rlpyt's style": (RlpytLoop, ("random", "mlp", "pixels", "sleeping", "short", "pong")),
 }
 
 

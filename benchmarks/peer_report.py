@@ -19,11 +19,11 @@ AIMS: dict[str, list[tuple[str, str, float, bool]]] = {
         ("penstock ParallelSampler", _SERIAL, 0.95, True),
         ("penstock ShmVectorEnv", _SYNC, 1.35, False),
         ("penstock ParallelSampler, BatchedCartPole", "EnvPool (its own CartPole in C++)", 1.0, False),
-        ("penstock ParallelSampler", "rlpyt's loop", 1.5, False),
+        ("penstock ParallelSampler", "a loop in rlpyt's style", 1.5, False),
     ],
     "mlp": [
         ("penstock ParallelSampler", _SERIAL, 0.95, True),
-        ("penstock ParallelSampler", "rlpyt's loop", 1.5, False),
+        ("penstock ParallelSampler", "a loop in rlpyt's style", 1.5, False),
     ],
     "pixels": [
         ("penstock ParallelSampler", _SERIAL, 0.95, True),
@@ -276,12 +276,14 @@ def tables(results: Sequence[dict[str, Any]], skipped: Path | None = None) -> st
     return "\n".join(lines)
 
 
+#: The bars of the short picture: the fastest of penstock and of three peers.
+_SHORT = ("penstock ParallelSampler", "a loop in rlpyt's style", "Gymnasium SyncVectorEnv", "SB3 DummyVecEnv")
 _GREY, _OWN, _OTHER = "#808080", "#0f9d8c", "#9aa5b1"  # can be read on white and on black
 
 
 def draw(results: Sequence[dict[str, Any]], file: Path, only: str | None = None) -> None:
     """One panel for each work: the steps per second of all contestants, the fastest at the top. With `only`, the panel
-    of this work, with one contestant of each kind."""
+    of this work, with the bars in `_SHORT`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -292,7 +294,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path, only: str | None = None)
     shown = [result for result in results if only in (None, result["work"]) and any(result["rounds"])]
     panels = [rates(result["rounds"]) for result in shown]
     if only:
-        panels = [{name: rate for name, rate in panel.items() if does_same_work(name)} for panel in panels]
+        panels = [{name: rate for name, rate in panel.items() if name in _SHORT} for panel in panels]
     heights = [len(panel) + 2 for panel in panels]
     picture, parts = plt.subplots(
         len(panels), 1, figsize=(5, 0.5 * sum(heights)), squeeze=False, layout="constrained", height_ratios=heights

@@ -68,6 +68,23 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return re.sub(r"\]\(([^)#\s]+)((?:#[^)]*)?)\)", of_the_site, markdown)
 
 
+SIGNATURE = r'<div class="[^"]*doc-signature.*?</code></pre></div>'
+BASES = r'(?:\s*<p class="doc doc-class-bases">.*?</p>)?'
+SENTENCE = r"\s*<p>.*?</p>"
+CLASS = re.compile(
+    rf'(doc-class-name">.*?</h2>\s*)({SIGNATURE})'
+    rf'(\s*<div class="doc doc-contents[^"]*">{BASES}{SENTENCE})',
+    re.DOTALL,
+)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """A class begins with its sentence: its signature may have 40 lines."""
+    if page.file.src_uri.startswith("reference/"):
+        html = CLASS.sub(r"\1\3\2", html)
+    return html
+
+
 @cache
 def _lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
@@ -106,9 +123,8 @@ class Reference(griffe.Extension):
             config.docstring.value,
         )
         first, raises = own.value.split("\n\n", 1)
-        own.value = (
-            f"{first}\n\nArgs:\n{table.partition('Args:')[2]}\n\n{raises}"
-        )
+        listed = table.partition("Args:\n")[2]
+        own.value = f"{first}\n\nArgs:\n{listed}\n\n{raises}"
         options = pkg["samplers.config.SamplerOptions"].attributes
         for field in config.attributes.values():
             if field.name in options:

@@ -135,7 +135,7 @@ def test_peers(peers: Callable[..., Any], tmp_path: Path) -> None:
     assert "PufferLib took no part: " in printed, "a missing peer is named with the reason"
     (result,) = content["results"]
     (turns,) = result["rounds"]
-    names = {"bare loop, 1 process", "bare loops", "penstock ParallelSampler", *scaled(["rlpyt's loop"], [])}
+    names = {"bare loop, 1 process", "bare loops", "penstock ParallelSampler", *scaled(["a loop in rlpyt's style"], [])}
     assert names <= turns.keys()
     assert all(turn["rate"] > 0 and turn["cpu_us"] > 0 for turn in turns.values())
     assert b"<svg" in picture.read_bytes()

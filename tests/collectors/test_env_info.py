@@ -204,7 +204,7 @@ class KeepingBatch(gym.vector.VectorEnv[Any, Any, Any]):
 
 
 class OfTheDocs(ResetCollector):
-    """As docs/extending.md writes a collector."""
+    """As docs/collectors.md writes a collector."""
 
     def step_envs(self, t: int) -> None:
         self.progress.begin_stepping(t)

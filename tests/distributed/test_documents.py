@@ -47,8 +47,6 @@ def test_the_worker_of_the_document_runs(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_other_blocks_name_what_exists() -> None:
     for block in BLOCKS[3:]:
         compile(block, "control_plane.md", "exec")
-    assert "RpcServer" in BLOCKS[5]
-    exec(BLOCKS[5].partition("with RpcServer")[0], {})
 
 
 def test_the_page_for_users_of_srl_runs(

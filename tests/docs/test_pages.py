@@ -155,6 +155,20 @@ def test_the_recipe_with_masks_takes_and_trains_legal_actions() -> None:
     assert agent.model.policy.weight.grad is not None
 
 
+def test_the_rollout_of_cleanrl_is_that_of_gymnasiums_vector_environment() -> None:
+    block = blocks("migration/cleanrl.md")[0].replace("returns = []", "returns = []\nenvs.action_space.seed(1)")
+    plain = "gym.vector.SyncVectorEnv([make_env] * 8, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)"
+    other = block.replace('ShmVectorEnv([make_env] * 8, n_workers=2, autoreset_mode="SAME_STEP")', plain)
+    assert other != block
+    found = []
+    for program in (block, other):
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(program, "migration/cleanrl.md", "exec"), names)
+        found.append((names["returns"], names["real_next_obs"].tolist()))
+    assert found[0] == found[1]
+    assert len(found[0][0]) > 40
+
+
 class RlpytLikeAgent:
     """The methods of rlpyt's agents that the bridge calls."""
 

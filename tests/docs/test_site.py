@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import pkgutil
 import re
@@ -98,6 +99,18 @@ def test_parameters_are_lists(site: Path) -> None:
     """A table leaves the screen of a phone."""
     for page in (site / "reference").glob("*.html"):
         assert "<table" not in page.read_text(encoding="utf-8"), page.name
+
+
+def test_a_class_begins_with_its_sentence(site: Path) -> None:
+    page = (site / "reference/samplers.html").read_text(encoding="utf-8")
+    one = page.partition('id="penstock.samplers.Sampler"')[2].partition("</h2>")[2]
+    assert one.index("Samples batches") < one.index("doc-signature") < one.index("environment id of either")
+    assert "<p>Args:</p>" not in page, "parameters are not shown as text"
+
+
+def test_search_finds_words_in_brackets(site: Path) -> None:
+    config = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))["config"]
+    assert "offline" in re.split(config["separator"], "you learn from a fixed data set (offline)")
 
 
 def test_files_outside_docs_are_pages(site: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 from penstock import ParallelSampler, RandomAgent, SerialSampler
 from penstock.agents.random import draw
 from penstock.envs import CountingEnv, Purpose, stream
-from penstock.testing import check_collector
 
 from .test_pages import blocks, definitions
 
@@ -58,10 +57,6 @@ def test_the_second_agent_acts_in_odd_rows_with_its_own_numbers(page: Any, cls: 
         rngs = [stream(5, Purpose.ACTION, b), stream(5, Purpose.ACTION, b, 1)]
         wanted = [draw(CountingEnv().action_space, rngs[t % 2], 1)[0] for t in range(12)]
         np.testing.assert_array_equal(np.concatenate(actions)[:, b], wanted)
-
-
-def test_the_kit_accepts_the_collector(page: Any) -> None:
-    check_collector(page["MoveCollector"], CountingEnv, n_workers=(2,))
 
 
 def test_both_samplers_give_the_same_batches_with_any_number_of_workers(page: Any) -> None:

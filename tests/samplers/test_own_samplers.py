@@ -1,4 +1,4 @@
-"""Samplers of one's own: with another schedule, or other workers. The classes are those of docs/extending.md."""
+"""Samplers of one's own: with another schedule, or other workers. The classes are those of docs/subclassing.md."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SIZE = {"batch_T": 5, "batch_B": 4, "n_workers": 2, "eval_n_envs": 2, "eval_max_
 
 @cache
 def documented() -> dict[str, Any]:
-    page = (Path(__file__).parents[2] / "docs/extending.md").read_text(encoding="utf-8")
-    section = page.partition("## Write a sampler\n")[2].partition("\n## ")[0]
+    page = (Path(__file__).parents[2] / "docs/subclassing.md").read_text(encoding="utf-8")
+    section = page.partition("## Batches at other times\n")[2].partition("\n## Check them")[0]
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
-        exec(compile(block, "extending.md", "exec"), namespace)
+        exec(compile(block, "subclassing.md", "exec"), namespace)
     for name in ("sampler", "samples", "traj_infos"):  # they keep memory
         del namespace[name]
     return namespace
