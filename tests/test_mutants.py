@@ -62,7 +62,7 @@ def try_all(folder: Path, faults: str, *arguments: str) -> int:
 def test_faults_die_or_live(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = FILES["src/toy/__init__.py"]
     entries = "".join(ENTRY.format(what, *fault) for what, (fault, _) in FAULTS.items())
-    assert try_all(tmp_path, entries, "--limit", "20") == 1
+    assert try_all(tmp_path, entries, "--limit", "10") == 1
     printed = capsys.readouterr().out
     for what, (_, kind) in FAULTS.items():
         assert re.search(rf"^{kind} .*: {what}$", printed, re.MULTILINE), printed
