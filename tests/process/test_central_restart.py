@@ -26,7 +26,6 @@ from penstock import (
     RecurrentCategoricalPgAgent,
     SamplerBrokenError,
     SamplerState,
-    WorkerDiedError,
 )
 from penstock.envs import CountingEnv
 from penstock.testing import DelegatingAgent, Fault, faulty_env, faulty_eval_collector
@@ -198,14 +197,6 @@ def test_an_evaluation_is_made_good(mode: str, tmp_path: Path) -> None:
     (b,) = (b for b in range(3) if not env_rank[0][b])
     assert not env_rank[1][b]
     assert not set(hit[0][b::3]) & set(hit[1][b::3]), "the redone evaluation shares no noise with the next"
-
-
-def test_the_quota_ends_it() -> None:
-    fns = [CountingEnv] * 5 + [faulty_env(CountingEnv, Fault("kill", at=3))]
-    with restarting_sampler("lock-step", fns, max_restarts=1) as sampler:
-        sampler.initialize(RandomAgent())
-        with pytest.raises(WorkerDiedError, match=r"(?s)^worker 2 .*max_restarts=1 in 60 s are used up"):
-            sampler.obtain_samples(0)
 
 
 # ---- Ctrl-C --------------------------------------------------------------------------------

@@ -190,23 +190,6 @@ def test_a_batch_that_the_user_holds_is_not_touched_by_a_replacement(start_metho
                 assert leaf.tobytes() == before[name], name
 
 
-@methods("fork", "forkserver")
-def test_a_worker_that_is_killed_while_the_learner_trains(start_method: str) -> None:
-    with restarting_sampler(CountingEnv, start_method) as sampler:
-        sampler.initialize(RandomAgent(), seed=5)
-        for itr in range(scaled(20, 2)):
-            sampler.obtain_samples(itr)
-            before = {name: leaf.tobytes() for name, leaf in sampler.samples_np.leaves()}
-            pid = pid_of(sampler, 0)
-            psutil.Process(pid).kill()
-            until(lambda: pid not in sampler.worker_pids)  # noqa: B023
-            for name, leaf in sampler.samples_np.leaves():
-                assert leaf.tobytes() == before[name], name
-        sampler.obtain_samples(100)
-        assert sampler.stats().restarts == scaled(20, 2)
-        assert sampler.stats().lost_trajectories == 2 * scaled(20, 2), "those that were running"
-
-
 @pytest.mark.parametrize("traj_info_cls", [TrajInfo, Detailed], ids=["ring", "pipe"])
 def test_lost_trajectories_are_counted_exactly(traj_info_cls: type[TrajInfo], tmp_path: Path) -> None:
     """Episodes of 5; env_rank 3 ends its worker in its 30th step, t=5 of the second batch of 24."""
@@ -287,12 +270,3 @@ def test_the_quota_is_of_a_window_of_time() -> None:
             until(lambda known=itr: sampler.obtain_samples(0) and sampler.stats().restarts == known + 1)
             replaced = time.monotonic()
             until(lambda since=replaced: time.monotonic() - since > 0.2)
-
-
-def test_an_endless_crash_ends_by_the_quota() -> None:
-    fn = faulty_env(CountingEnv, Fault("kill", at=50))
-    with restarting_sampler([CountingEnv] * 5 + [fn], max_restarts=3) as sampler:
-        sampler.initialize(RandomAgent(), seed=5)
-        with pytest.raises(WorkerDiedError, match=r"max_restarts=3 .* are used up"):
-            for itr in range(1000):
-                sampler.obtain_samples(itr)
