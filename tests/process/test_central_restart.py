@@ -55,7 +55,8 @@ ELSEWHERE: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     f"own process, {mode}": (cls, {"server": "process", **options}) for mode, (cls, options) in MODES.items()
 }
 PARALLEL: dict[str, tuple[Any, dict[str, Any]]] = {"parallel": (ParallelSampler, {})}
-everywhere = pytest.mark.parametrize("mode", [*list(MODES)[:: scaled(1, 3)], *list(ELSEWHERE)[:: scaled(1, 2)]])
+EVERYWHERE = [*list(MODES)[:: scaled(1, 3)], *list(ELSEWHERE)[:: scaled(1, 2)]]
+everywhere = pytest.mark.parametrize("mode", EVERYWHERE)
 
 
 AGENTS: dict[str, Callable[[], Agent]] = {
@@ -115,7 +116,7 @@ def test_a_replacement_changes_no_other_column(agent: str, at: int, mode: str, t
 
 
 @methods("forkserver")
-@everywhere
+@pytest.mark.parametrize("mode", [*PARALLEL, *EVERYWHERE])
 def test_what_is_redone_is_complete_and_valid_wherever_it_was_cut(mode: str, start_method: str) -> None:
     rng = generator("central", mode, start_method)
     kwargs: dict[str, Any] = {"max_restarts": 10**6, "start_method": start_method}

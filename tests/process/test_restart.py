@@ -26,7 +26,7 @@ from penstock.testing import Fault, faulty_collector, faulty_env
 
 from ..scale import methods, scaled
 from ..support import assert_same, until
-from .support import ERROR_SECONDS, Notebook, check_counting, generator, killer, note, pid_of
+from .support import ERROR_SECONDS, Notebook, generator, killer, note, pid_of
 
 N_WORKERS, B, T = 3, 6, 24
 ENDLESS: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000}
@@ -104,24 +104,6 @@ def test_kills_at_random_moments_change_no_other_column(
         others = [b for b in range(B) if b not in range(B)[columns(rank)]]
         for ours, theirs in zip(batches, reference, strict=False):
             assert_same(ours[:, others], theirs[:, others])
-
-
-def test_the_column_that_was_hit_is_complete_and_valid(start_method: str) -> None:
-    rng = generator("valid", start_method)
-    with killer() as kill, restarting_sampler(CountingEnv, start_method, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=5)
-        itr = 0
-        for wanted in range(1, scaled(50, 2) + 1):
-            kill.kill([rng.choice(sampler.worker_pids)], rng.uniform(0, 0.02))
-            deadline = time.monotonic() + 30
-            while sampler.stats().restarts < wanted:
-                assert time.monotonic() < deadline
-                samples, infos = sampler.obtain_samples(itr)
-                itr += 1
-                check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
-                assert len(infos) == int(samples.env.done.sum())
-                assert {info.Length for info in infos} == {5}
-            kill.when()
 
 
 # ---- at fixed places -----------------------------------------------------------------------
