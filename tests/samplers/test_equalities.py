@@ -47,7 +47,7 @@ from penstock.envs import CountingEnv, NestedEnv
 from penstock.envs.toy import ScriptedGame
 
 from ..against_loop import compare
-from ..models import Lstm, LstmQ, Modes, Net
+from ..models import CartPoleNet, Lstm, LstmQ, Modes, Net
 from ..scale import FULL, START_METHODS, covering, examples
 from ..support import Diary
 from ..toy_games import Numbered, Odd, Roles, TurnGame, Valuing
@@ -256,6 +256,8 @@ MODELS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "recurrent gaussian": (PENDULUM, lambda: RecurrentGaussianPgAgent(lambda: Lstm(3, 1))),
     "recurrent epsilon-greedy": (COUNTING, lambda: RecurrentEpsilonGreedyAgent(lambda: LstmQ(2, 3), epsilon=0.3)),
     "function": (NestedEnv, lambda: FunctionAgent(scripted)),
+    "numpy": (CARTPOLE, lambda: CategoricalPgAgent(lambda: CartPoleNet().double(), inference="numpy")),
+    "traced": (CARTPOLE, lambda: CategoricalPgAgent(lambda: CartPoleNet().double(), inference="traced")),
 }
 #: They have no value.
 WITHOUT_VALUE = ("deterministic", "squashed", "function")
