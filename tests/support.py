@@ -83,7 +83,7 @@ def collect_with(
 
 
 class Diary(TrajInfo):
-    """Keeps every argument of its calls, as it is given."""
+    """Keeps every argument of its calls, as it is given; of rewards, which may be any numbers, the value."""
 
     def __init__(self, discount: float = 1.0) -> None:
         super().__init__(discount)
@@ -91,9 +91,9 @@ class Diary(TrajInfo):
         self.steps: list[Any] = []
         self.end: Any = None
 
-    def step(self, *given: Any) -> None:
-        super().step(*given)
-        self.steps.append(given)
+    def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
+        super().step(observation, action, reward, *rest)
+        self.steps.append((observation, action, float(reward), *rest))
 
     def terminate(self, final_observation: Any) -> None:
         self.end = final_observation

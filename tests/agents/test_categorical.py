@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import gymnasium as gym
@@ -119,21 +118,6 @@ def test_log_prob_is_that_of_torchs_categorical(logits: Any, start: int, seed: i
 def test_log_prob_is_finite_for_logits_of_any_size() -> None:
     step = act(acting_categorical(3, range(2)), [[1e30, -1e30, 0], [-1e30, -1e30, -1e30]])
     np.testing.assert_allclose(step.agent_info.log_prob, [0, -np.log(3)], rtol=1e-6)
-
-
-@pytest.mark.slow
-@examples(8, 20)
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 100))
-def test_actions_are_the_same_however_columns_are_split(widths: list[int], seed: int) -> None:
-    bounds = np.cumsum([0, *widths]).tolist()
-    rows = np.random.default_rng(seed).normal(size=(150, bounds[-1], 4))
-
-    def trajectory(columns: range) -> Any:
-        agent = acting_categorical(4, columns, seed=seed)
-        return np.stack([act(agent, row[columns.start : columns.stop]).action for row in rows])
-
-    parts = [trajectory(range(a, b)) for a, b in pairwise(bounds)]
-    assert np.concatenate(parts, axis=1).tolist() == trajectory(range(bounds[-1])).tolist()
 
 
 def test_valuing_does_not_disturb_the_actions() -> None:

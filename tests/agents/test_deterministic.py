@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import cloudpickle
@@ -90,21 +89,6 @@ def test_a_schedule_travels() -> None:
     agent = cloudpickle.loads(cloudpickle.dumps(acting_deterministic(WIDE, sigma=LinearSchedule(0.5, 0.0, n_itrs=2))))
     agent.sample_mode(2)
     assert act(agent, [[1.0, 2.0]] * 2).tolist() == [[1, 2]] * 2
-
-
-@pytest.mark.parametrize("options", [{}, {"noise": "ou"}, {"warmup_random_itrs": 1}], ids=str)
-def test_actions_are_the_same_however_columns_are_split(options: Any) -> None:
-    bounds = [0, 1, 3, 6]
-
-    def trajectory(columns: range) -> Any:
-        agent, found = acting_deterministic(WIDE, columns, **options), []
-        for itr in range(3):
-            agent.sample_mode(itr)
-            found.append(rows(agent, 70, len(columns)))
-        return np.concatenate(found)
-
-    parts = [trajectory(range(a, b)) for a, b in pairwise(bounds)]
-    np.testing.assert_array_equal(np.concatenate(parts, axis=1), trajectory(range(6)))
 
 
 def test_ornstein_uhlenbeck_noise_is_correlated_until_its_column_is_reset() -> None:

@@ -11,10 +11,12 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from penstock import SerialSampler
 from penstock.agents import EpsilonGreedyAgent, LinearSchedule
+from penstock.envs import CountingEnv
 from penstock.errors import ConfigError, SpaceError
 
-from ..models import Echo, act, acting
+from ..models import Echo, Net, act, acting
 
 
 def acting_greedy(n: int, columns: range = range(2), start: int = 0, model: Any = Echo, **options: Any) -> Any:
@@ -83,6 +85,14 @@ def test_a_spread_over_the_environments() -> None:
     agent.runtime.set_columns(range(1, 4), 4)
     agent.sample_mode(0)
     np.testing.assert_allclose(epsilons(agent, 3), [0.4 ** (1 + 7 * i / 3) for i in (1, 2, 3)], rtol=1e-6)
+
+
+def test_a_spread_goes_over_the_environments_of_all_machines() -> None:
+    with SerialSampler(CountingEnv, batch_T=2, batch_B=2) as sampler:
+        sampler.initialize(EpsilonGreedyAgent(lambda: Net(2, 3), epsilon=0.4, spread=7), seed=0, rank=1, world_size=2)
+        sampler.obtain_samples(0)
+        epsilon = sampler.samples_np.agent.agent_info.epsilon
+    np.testing.assert_allclose(epsilon[0], [0.4 ** (1 + 7 * i / 3) for i in (2, 3)], rtol=1e-6)
 
 
 def test_until_it_is_told_all_environments_have_the_same() -> None:

@@ -132,13 +132,6 @@ def test_it_runs_without_torch() -> None:
     assert (done.stdout, done.stderr) == ("[1.] False\n", "")
 
 
-def test_a_scripted_policy_in_a_sampler() -> None:
-    with SerialSampler(CountingEnv, batch_T=5, batch_B=2, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(FunctionAgent(lambda o: o[:, 1].astype(int) % 3))
-        samples, _ = sampler.obtain_samples(0)
-        assert samples.agent.action[:, 0].tolist() == [0, 1, 2, 0, 1]
-
-
 class Constant:
     """A policy with weights: the action is their argmax."""
 
@@ -147,21 +140,6 @@ class Constant:
 
     def __call__(self, observation: Any) -> Any:
         return np.full(len(observation), self.weights.argmax())
-
-
-@pytest.mark.parametrize("sampler_cls", [SerialSampler, ParallelSampler])
-def test_changed_weights_reach_the_workers_with_sync_shared_memory(sampler_cls: Any) -> None:
-    policy = Constant()
-    agent = FunctionAgent(policy)
-    with sampler_cls(CountingEnv, batch_T=3, batch_B=2) as sampler:
-        sampler.initialize(agent, seed=0)
-        assert (sampler.obtain_samples(0)[0].agent.action == 1).all()
-        for itr, best in enumerate((2, 0, 2), 1):
-            policy.weights[:] = np.arange(3) == best
-            agent.sync_shared_memory()
-            assert (sampler.obtain_samples(itr)[0].agent.action == best).all()
-        assert sampler.policy_version == 4
-        assert agent.state_dict() == {}
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from penstock.agents import GaussianPgAgent
 from penstock.errors import SpaceError
 
 from ..models import Echo, act, acting, of_columns
-from ..scale import examples
 
 UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,))
 
@@ -106,21 +102,6 @@ def test_float64_actions_keep_their_digits() -> None:
     space = spaces.Box(-10, 10, (1,), np.float64)
     step = act(acting_gaussian(space, initial_log_std=-30.0), [[1 / 3], [2 / 3]])
     np.testing.assert_allclose(step.action, [[1 / 3], [2 / 3]], rtol=1e-12)
-
-
-@pytest.mark.slow
-@examples(8, 20)
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 100))
-def test_actions_are_the_same_however_columns_are_split(widths: list[int], seed: int) -> None:
-    bounds = np.cumsum([0, *widths]).tolist()
-    rows = np.random.default_rng(seed).normal(size=(150, bounds[-1], 2))
-
-    def trajectory(columns: range) -> Any:
-        agent = acting_gaussian(UNBOUNDED, columns, seed=seed)
-        return np.stack([act(agent, row[columns.start : columns.stop]).action for row in rows])
-
-    parts = [trajectory(range(a, b)) for a, b in pairwise(bounds)]
-    np.testing.assert_array_equal(np.concatenate(parts, axis=1), trajectory(range(bounds[-1])))
 
 
 def test_greedy_eval_takes_the_mean_in_evaluation_alone() -> None:

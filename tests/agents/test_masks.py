@@ -16,20 +16,17 @@ from penstock import (
     ConfigError,
     EpsilonGreedyAgent,
     FunctionAgent,
-    GpuSampler,
-    ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
     SerialSampler,
     SpaceError,
-    WaitResetCollector,
     WorkerError,
 )
 from penstock.agents import ActionMask
 from penstock.buffers import NamedArrays
 from penstock.envs import MaskInObservation
 
-from ..scale import pairs, quick_first
+from ..scale import quick_first
 
 N = 5
 SIZES = np.array([2, 4])
@@ -130,19 +127,6 @@ def test_no_illegal_action_is_taken(name: str, multi: bool, where: str) -> None:
         assert part.gather(-1, action[..., None]).all()
     last = mask_in(samples.env.final_obs, where)
     assert not last.any(), "after the last step nothing is legal, and nothing needs to be"
-
-
-@pytest.mark.parametrize(
-    ("collector_cls", "cls"), quick_first(pairs([None, WaitResetCollector], [GpuSampler, ParallelSampler]))
-)
-def test_every_sampler_and_any_number_of_workers_draw_the_same(cls: Any, collector_cls: Any) -> None:
-    more = {} if collector_cls is None else {"collector_cls": collector_cls}
-    actions = []
-    for sampler_cls, n_workers in ((SerialSampler, 1), (cls, 2)):
-        with sampler_cls(Masked, batch_T=20, batch_B=4, n_workers=n_workers, **more) as sampler:
-            sampler.initialize(CategoricalPgAgent(Model, mask_key="observation.rules.legal"), seed=0)
-            actions.append([sampler.obtain_samples(itr)[0].agent.action.clone() for itr in range(2)])
-    assert all(torch.equal(a, b) for a, b in zip(*actions, strict=True))
 
 
 @pytest.mark.parametrize("name", AGENTS)

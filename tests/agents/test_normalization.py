@@ -1,8 +1,6 @@
 """ObservationNorm and RewardNorm: exact statistics, equal for any number of workers, and published with the model."""
 
-import copy
 import io
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,15 +10,10 @@ from gymnasium.wrappers import NormalizeReward
 from torch import nn
 
 from penstock import (
-    AlternatingSampler,
-    AsyncSampler,
     CategoricalPgAgent,
     ConfigError,
-    GpuSampler,
     ParallelSampler,
-    SerialSampler,
     SpaceError,
-    WaitResetCollector,
 )
 from penstock.agents import Moments, ObservationNorm, RewardNorm
 from penstock.envs import CountingEnv
@@ -100,60 +93,6 @@ def test_the_returns_are_those_of_gymnasium() -> None:
         rewards.append([float(env.unwrapped.count)])  # type: ignore[attr-defined]
     norm.update(np.array(rewards), np.zeros((29, 1), bool))
     assert abs(env.return_rms.var - norm.std.item() ** 2) < 0.02 * norm.std.item() ** 2  # it starts with a false row
-
-
-def train(cls: Any, n: int = 3, **options: Any) -> tuple[nn.Module, list[Any]]:
-    """Sample `n` batches, each with the statistics of those before. Returns the model and what was sampled."""
-    agent, found = CategoricalPgAgent(Model, inference="numpy"), []
-    env_kwargs = [{"length": 3 + b, "reward_scale": 0.1 + b} for b in range(6)]
-    evaluation = {"eval_n_envs": 2, "eval_env_kwargs": {"length": 4}, "eval_max_steps": 20}
-    with cls(CountingEnv, env_kwargs=env_kwargs, batch_T=20, batch_B=6, **evaluation, **options) as sampler:
-        sampler.initialize(agent, seed=0)
-        if isinstance(sampler, AsyncSampler):
-            sampler.start()
-        for itr in range(n):
-            samples, _ = sampler.obtain_samples(itr)
-            before = copy.deepcopy(agent.model.state_dict())
-            sampler.evaluate_agent(itr)
-            assert all(torch.equal(value, before[name]) for name, value in agent.model.state_dict().items())
-            found.append([samples.agent.action.clone(), samples.agent.agent_info.value.clone()])
-            agent.model.norm.update(samples.env.observation, samples.env.valid)
-            agent.model.rewards.update(samples.env.reward, samples.env.done, samples.env.valid)
-            agent.sync_shared_memory()
-    return agent.model, found
-
-
-SAMPLERS = {
-    "1 worker": partial(ParallelSampler, n_workers=1),
-    "2 workers": partial(ParallelSampler, n_workers=2),
-    "3 workers": partial(ParallelSampler, n_workers=3),
-    "central": partial(GpuSampler, n_workers=2),
-    "server process": partial(GpuSampler, n_workers=3, server="process"),
-    "halves": partial(AlternatingSampler, n_workers=2),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(SAMPLERS))
-def test_the_statistics_are_equal_bit_for_bit_for_any_number_of_workers(name: str) -> None:
-    (model, batches), (expected, expected_batches) = train(SAMPLERS[name]), train(SerialSampler)
-    assert all(torch.equal(value, expected.state_dict()[key]) for key, value in model.state_dict().items())
-    assert model.norm.count == 3 * 20 * 6
-    for batch, other in zip(batches, expected_batches, strict=True):
-        assert all(torch.equal(one, two) for one, two in zip(batch, other, strict=True))
-
-
-@pytest.mark.slow
-def test_the_asynchronous_sampler_is_one_batch_late_and_equal_for_any_number_of_workers() -> None:
-    one, two = (train(partial(AsyncSampler, lag=1, n_workers=n)) for n in (1, 3))
-    assert all(torch.equal(value, two[0].state_dict()[key]) for key, value in one[0].state_dict().items())
-    for batch, other in zip(one[1], two[1], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
-
-
-def test_parked_columns_do_not_count() -> None:
-    model, _ = train(ParallelSampler, n=1, n_workers=2, collector_cls=WaitResetCollector)
-    assert model.norm.count == model.rewards.count < 120
 
 
 @pytest.mark.parametrize("inference", quick_first(["numpy", "torch", "traced"]))

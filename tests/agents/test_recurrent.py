@@ -11,14 +11,14 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from penstock.agents import CategoricalPgAgent, RecurrentCategoricalPgAgent, RecurrentGaussianPgAgent
+from penstock.agents import RecurrentCategoricalPgAgent, RecurrentGaussianPgAgent
 from penstock.agents.recurrent import RecurrentState
 from penstock.buffers import NamedArrays
 from penstock.envs import ColumnStreams, CountingEnv, Purpose
 from penstock.errors import ConfigError, SpaceError
 from penstock.samplers import SerialSampler
 
-from ..models import acting, of_columns
+from ..models import acting
 
 OBSERVATIONS, DISCRETE, BOX = (
     spaces.Box(-9, 9, (2,), np.float64),
@@ -157,33 +157,6 @@ def test_the_model_gets_the_previous_action_and_reward() -> None:
 
 
 # ---- like the agents without recurrence --------------------------------------------------------
-
-
-def test_actions_are_those_of_the_agent_without_recurrence() -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.out = nn.Linear(2, 4).double()
-
-        def forward(self, observation: Any) -> Any:
-            out = self.out(observation)
-            return out[:, :3], out[:, 3]
-
-    class WithState(Plain):
-        state_shape = (1,)
-
-        def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:  # type: ignore[override]
-            return *super().forward(observation), state
-
-    plain = CategoricalPgAgent(Plain)
-    plain.initialize(OBSERVATIONS, DISCRETE, seed=0)
-    plain = of_columns(plain, range(3))
-    recurrent = acting_recurrent(WithState)
-    for t in range(150):
-        one, other = plain.step(*inputs(t=t)), recurrent.step(*inputs(t=t))
-        np.testing.assert_array_equal(one.action, other.action)
-        for name in ("log_prob", "value"):
-            np.testing.assert_array_equal(one.agent_info[name], other.agent_info[name])
 
 
 def test_the_gaussian_one_records_what_its_sibling_does() -> None:

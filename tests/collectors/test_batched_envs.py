@@ -69,17 +69,6 @@ def test_the_rows_of_a_batched_environment_cannot_wait_for_their_resets() -> Non
             SerialSampler(BatchedCartPole, batch_T=4, batch_B=2, batched=True, collector_cls=collector)
 
 
-def test_final_observations_of_batched_cartpole_are_out_of_bounds() -> None:
-    for samples, _ in collect(BatchedCartPole, 2):
-        final, ended = samples.env.final_obs, samples.env.terminated
-        assert ended.any()
-        assert (np.abs(final[ended][:, [0, 2]]) > (2.4, 12 * np.pi / 180)).any(axis=1).all()
-        assert (final[~ended] == 0).all()
-        first = samples.env.observation[1:][ended[:-1]]
-        assert (np.abs(first) <= 0.05).all(), "the next row begins the next episode"
-        assert (samples.env.reward == 1).all(), "no step is lost to a reset"
-
-
 # ---- EnvPool -----------------------------------------------------------------------------------
 
 

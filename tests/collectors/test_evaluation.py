@@ -1,6 +1,5 @@
-"""Both kinds of evaluation against a plain loop, several times over."""
+"""Evaluations: the seeds of their episodes, who plays them, and what cannot be counted."""
 
-from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -20,37 +19,11 @@ from penstock import (
     SerialSampler,
     TrajInfo,
 )
-from penstock.envs import CountingEnv, Purpose
-from penstock.envs.seeding import ColumnStreams
+from penstock.envs import CountingEnv
 
-from ..scale import pairs, quick_first
+from ..scale import quick_first
 
-SEED, MAX_T, N_ENVS = 4, 300, 3
-
-
-class Attentive(Agent):
-    """Its actions depend on observation, previous action, previous reward and a stream per column."""
-
-    def seed_columns(self, rngs: Any) -> None:
-        self.rngs = list(rngs)
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        noise = np.array([rng.integers(0, 100) for rng in self.rngs])
-        mixed = observation[:, 1] * 7 + prev_action * 3 + prev_reward * 5 + noise
-        return AgentStep(mixed.astype(np.int64) % 3, {"noise": noise})
-
-
-class Paying(CountingEnv):
-    """Pays the action, over episodes of random length."""
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        observation, info = super().reset(seed=seed)
-        self.length = int(self.np_random.integers(3, 40))
-        return observation, info
-
-    def step(self, action: Any) -> Any:
-        observation, _, *rest = super().step(action)
-        return observation, float(action), *rest
+SEED = 4
 
 
 def seed_of(k: int) -> int:
@@ -58,64 +31,8 @@ def seed_of(k: int) -> int:
     return int(np.random.SeedSequence(SEED, spawn_key=(8, k)).generate_state(1)[0])
 
 
-def reference(evaluation: int, b: int, n_envs: int = N_ENVS) -> list[tuple[int, int, int, float, int]]:
-    """Episode, environment, length, return and last step of each trajectory."""
-    env, agent = Paying(), Attentive()
-    streams = ColumnStreams(SEED, range(b, b + 1))
-    agent.seed_columns(streams.rngs(Purpose.EVAL_ACTION, evaluation))
-    observation, _ = env.reset(seed=seed_of(b))
-    prev_action, prev_reward, rewards, finished = 0, 0.0, [], []
-    for t in range(MAX_T):
-        step = agent.step(np.array([observation]), np.array([prev_action]), np.array([prev_reward], np.float32))
-        observation, prev_reward, terminated, truncated, _ = env.step(prev_action := int(step.action[0]))
-        rewards.append(prev_reward)
-        if terminated or truncated:
-            finished.append((len(finished), b, len(rewards), sum(rewards), t))
-            observation, prev_action, prev_reward = env.reset(seed=seed_of(len(finished) * n_envs + b))[0], 0, 0.0
-            rewards = []
-    return finished
-
-
-SIZES = {"batch_T": 20, "batch_B": 3, "eval_n_envs": N_ENVS, "eval_max_steps": MAX_T * N_ENVS}
-
-
 class Own(TrajInfo):
     """Goes the other way to the main process: object by object."""
-
-
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-@pytest.mark.parametrize("traj_info_cls", quick_first([Own, TrajInfo]))
-def test_every_evaluation_equals_a_plain_loop(cls: Any, traj_info_cls: type[TrajInfo]) -> None:
-    with cls(Paying, n_workers=2, traj_info_cls=traj_info_cls, **SIZES) as sampler:
-        sampler.initialize(Attentive(), seed=SEED)
-        for evaluation in range(3):
-            sampler.obtain_samples(evaluation)  # leaves rewards and actions behind that must not be seen
-            infos = sampler.evaluate_agent(evaluation)
-            wanted = sorted(row for b in range(N_ENVS) for row in reference(evaluation, b))
-            assert [(info.episode, info.env_rank, info.Length, info.Return) for info in infos] == [
-                r[:4] for r in wanted
-            ]
-            assert [info.seed for info in infos] == [seed_of(row[0] * N_ENVS + row[1]) for row in wanted]
-
-
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    quick_first(
-        pairs(product([TrajInfo, Own], [2, 3, 10]), [(SerialSampler, 1), (ParallelSampler, 1), (ParallelSampler, 3)]), 1
-    ),
-)
-def test_exactly_so_many_episodes_each_environment_its_share(
-    kind: tuple[type[TrajInfo], int], how: tuple[Any, int]
-) -> None:
-    (traj_info_cls, episodes), (cls, n_workers) = kind, how
-    with cls(Paying, eval_episodes=episodes, n_workers=n_workers, traj_info_cls=traj_info_cls, **SIZES) as sampler:
-        sampler.initialize(Attentive(), seed=SEED)
-        shares = [episodes // N_ENVS + (b < episodes % N_ENVS) for b in range(N_ENVS)]
-        for evaluation in range(3):
-            infos = sampler.evaluate_agent(evaluation)
-            wanted = sorted(row for b in range(N_ENVS) for row in reference(evaluation, b)[: shares[b]])
-            assert [(info.Length, info.Return) for info in infos] == [row[2:4] for row in wanted]
-            assert [info.seed for info in infos] == [seed_of(k) for k in range(episodes)]
 
 
 class Drawing(CountingEnv):
@@ -242,11 +159,12 @@ def test_a_batched_environment_has_seeds_for_its_first_episodes_only() -> None:
 
 
 def test_episodes_that_are_cut_short_are_counted_in_a_warning() -> None:
-    with SerialSampler(Paying, batch_T=2, batch_B=1, eval_n_envs=2, eval_max_steps=90, eval_episodes=20) as sampler:
-        sampler.initialize(Attentive(), seed=SEED)
-        finished = sum(row[-1] < 45 for b in range(2) for row in reference(0, b, 2))
-        with pytest.warns(RuntimeWarning, match=rf"itr=5: {20 - finished} of 20 episodes had not ended after eval_max"):
-            assert len(sampler.evaluate_agent(5)) == finished
+    with SerialSampler(
+        CountingEnv, batch_T=2, batch_B=1, eval_n_envs=2, eval_max_steps=94, eval_episodes=20
+    ) as sampler:
+        sampler.initialize(RandomAgent(), seed=SEED)
+        with pytest.warns(RuntimeWarning, match="itr=5: 2 of 20 episodes had not ended after eval_max"):
+            assert [info.Length for info in sampler.evaluate_agent(5)] == [5] * 18
 
 
 @pytest.mark.parametrize(
@@ -259,7 +177,7 @@ def test_episodes_that_are_cut_short_are_counted_in_a_warning() -> None:
 )
 def test_what_cannot_be_counted(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        SerialSampler(Paying, batch_T=2, batch_B=1, **arguments)
+        SerialSampler(CountingEnv, batch_T=2, batch_B=1, **arguments)
 
 
 class Once(EvalCollector):
@@ -273,7 +191,7 @@ class Once(EvalCollector):
 
 def test_a_custom_evaluation_collector_runs() -> None:
     with ParallelSampler(
-        Paying, batch_T=2, batch_B=2, eval_n_envs=3, eval_max_steps=9, eval_collector_cls=Once
+        CountingEnv, batch_T=2, batch_B=2, eval_n_envs=3, eval_max_steps=9, eval_collector_cls=Once
     ) as sampler:
-        sampler.initialize(Attentive())
+        sampler.initialize(RandomAgent())
         assert [info.Return for info in sampler.evaluate_agent(7)] == [107.0] * 3

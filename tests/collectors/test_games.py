@@ -140,36 +140,6 @@ def test_ordinary_steps_are_as_careful_ones(seed: int, ks: list[int], split: boo
     careful.close()
 
 
-@given(seed=st.integers(0, 2**20), k=st.integers(1, 6), split=st.booleans(), odd=st.booleans())
-def test_every_reward_has_one_place(seed: int, k: int, split: bool, odd: bool) -> None:
-    games = [Odd(k=k) if odd else ScriptedGame(k) for _ in range(2)]
-    table = Table(games, split=split)
-    table.begin(range(2), [seed, seed + 1])
-    total = late = 0.0
-    acting = [column not in own.idle for own in table.columns for column in range(len(own))]
-    before = sum(game.ledger for game in games)
-    for _ in range(scaled(300, 40)):
-        log, seats, own_late, _ = table.step(1)
-        ended = [entry for entry in log if entry[0] == "end"]
-        rewards = [0.0 if seat == "-" else seat[1] for seat in seats]
-        joined = {entry[1] for entry in log if entry[0] == "join"}
-        names = [str(rank) for own in table.columns for rank in own.env_ranks]
-        # Who acted and is there still has its reward in the list; who ended, in the report of the end.
-        gone = {entry[1] for entry in ended}
-        for i, name in enumerate(names):
-            if name in gone:
-                assert acting[i]
-                total += next(entry[3] for entry in ended if entry[1] == name)
-            elif acting[i]:
-                total += rewards[i]
-            elif name in joined:
-                assert rewards[i] == 0
-        late += sum(value for _, value in own_late)
-        acting = [seat != "-" for seat in seats]
-    assert total + late == sum(game.ledger for game in games) - before
-    table.close()
-
-
 class Listing(ScriptedGame):
     """Lists agents as `lists` says for each step, and flags those in `ends`."""
 

@@ -15,8 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import (
-    AlternatingSampler,
-    GpuSampler,
     ParallelSampler,
     RandomAgent,
     ResetCollector,
@@ -29,7 +27,7 @@ from penstock import (
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv, SameStep
 from penstock.envs.direct_steps import cells_of, step_into_of
 
-from ..scale import examples, mostly_first, quick_first
+from ..scale import examples, quick_first
 
 
 class Nested(NestedEnv):
@@ -179,15 +177,6 @@ def test_some_environments_may_write_in_place(
         for some in (classes, [hiding(CountingEnv)] * len(lengths))
     )
     assert sample(SerialSampler, mixed, **size) == sample(SerialSampler, plain, **size)
-
-
-@pytest.mark.parametrize(
-    ("env_fn", "sampler_cls"),
-    quick_first(mostly_first([Nested, Pictures], [ParallelSampler, GpuSampler, AlternatingSampler])),
-)
-def test_batches_are_equal_in_processes(env_fn: Any, sampler_cls: Any) -> None:
-    into, plain = both(env_fn)
-    assert sample(sampler_cls, into, n_workers=2) == sample(SerialSampler, plain)
 
 
 def test_out_is_a_cell_of_the_samples() -> None:

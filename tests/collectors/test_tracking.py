@@ -130,12 +130,6 @@ def test_long_runs_too_are_the_same_bit_for_bit_however_the_columns_are_split(wi
     assert repr(whole) == repr(plain_loop(run, "batch"))
 
 
-@given(st.lists(st.floats(-1000, 1000, width=32), max_size=5), st.sampled_from([1.0, 0.9]))
-def test_what_was_stepped_before_the_first_batch_counts(before: list[float], discount: float) -> None:
-    run = Run(np.ones((2, 2), np.float32), np.array([[False] * 2, [True] * 2]), [before, []], [0, 2], discount)
-    assert repr(batch_tracker(run, range(2))) == repr(plain_loop(run, "batch"))
-
-
 def lengths_and_returns(records: list[Any]) -> list[tuple[int, int, float]]:
     return [(int(r["env_rank"]), int(r["Length"]), float(r["Return"])) for part in records for r in part]
 

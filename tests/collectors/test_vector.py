@@ -16,29 +16,14 @@ from penstock import (
     Sampler,
     SerialSampler,
     SpaceError,
-    TrajInfo,
     WorkerError,
 )
-from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
+from penstock.envs import BatchedCartPole, CountingEnv
 
-from ..scale import pairs, scaled, some
+from ..scale import scaled, some
 from ..support import Batch, assert_same, collect_with
 
 pytestmark = pytest.mark.slow
-
-MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
-
-
-class Own(TrajInfo):
-    """Sees every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
-        super().step(observation, action, reward, *rest)
-        self.seen.append((np.asarray(observation).tolist(), int(action), float(reward), rest[-1]))
 
 
 def batched(env_fn: Any, mode: AutoresetMode, num_envs: int) -> Any:
@@ -52,47 +37,8 @@ def batches(cls: type[Sampler], env_fn: Any, **kwargs: Any) -> list[Batch]:
     return [(own, [i for i in infos if own is not None or i["episode"] == 0]) for own, infos in found]
 
 
-single = {
-    "cartpole": partial(gym.make, "CartPole-v1", max_episode_steps=25),
-    "counting": partial(CountingEnv, length=4, truncate=True),
-    "nested": NestedEnv,
-}
-
-
-@pytest.mark.parametrize(("name", "mode"), pairs(single, MODES))
-def test_the_same_batches_as_from_single_environments(name: str, mode: AutoresetMode) -> None:
-    env_fn = single[name]
-    expected = batches(SerialSampler, env_fn)
-    assert_same(expected, batches(SerialSampler, partial(batched, env_fn, mode), batched=True))
-    parallel = batches(ParallelSampler, partial(batched, env_fn, mode), batched=True, n_workers=2)
-    assert_same(expected, parallel)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_stepped_trajectory_info_sees_the_same(mode: AutoresetMode) -> None:
-    env_fn = single["counting"]
-    expected = batches(SerialSampler, env_fn, traj_info_cls=Own)
-    seen = batches(SerialSampler, partial(batched, env_fn, mode), batched=True, traj_info_cls=Own)
-    assert_same(expected, seen)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_whole_episodes_are_evaluated_too(mode: AutoresetMode) -> None:
-    env_fn = single["cartpole"]
-    sizes = {"eval_episodes": 7, "eval_n_envs": 7}
-    expected = batches(SerialSampler, env_fn, **sizes)
-    assert_same(expected, batches(SerialSampler, partial(batched, env_fn, mode), batched=True, **sizes))
-
-
 def of_batches(env_fn: Any, **kwargs: Any) -> Sampler:
     return SerialSampler(env_fn, batch_T=12, batch_B=2, batched=True, **kwargs)
-
-
-def test_env_info_is_recorded_from_the_batch() -> None:
-    with of_batches(partial(batched, CountingEnv, AutoresetMode.SAME_STEP), env_info={"count": 0}) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        samples, _ = sampler.obtain_samples(0)
-        assert (samples.env.env_info.count == samples.env.reward).all(), "that of the step, at an end too"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
+from penstock import ParallelSampler, RandomAgent, Sampler, TrajInfo
 from penstock.envs import CountingEnv
 
 from ..scale import scaled
@@ -86,22 +86,6 @@ def test_every_done_has_its_info_in_order(traj_info_cls: type[TrajInfo]) -> None
 
 
 @pytest.mark.parametrize("traj_info_cls", [TrajInfo, Told], ids=["ring", "pipe"])
-def test_evaluation_is_accounted_for_too(traj_info_cls: type[TrajInfo]) -> None:
-    """Each evaluation is the same, whatever came between; infos are those of whole episodes, once each."""
-    kwargs: dict[str, Any] = {"eval_n_envs": 5, "eval_max_steps": 5 * 40, "traj_info_cls": traj_info_cls}
-    with accounted_sampler(**kwargs, eval_env_kwargs={"column": 1}) as sampler:
-        sampler.initialize(RandomAgent(), seed=1)
-        for itr in range(scaled(1000, 40)):
-            lengths = [info.Length for info in sampler.evaluate_agent(itr)]
-            # Environments all alike, so that infos come in fives of equal length; 40 steps hold about 16 episodes.
-            fives = np.asarray(lengths).reshape(-1, 5)
-            assert (fives == fives[:, :1]).all()
-            assert 40 - 4 < fives[:, 0].sum() <= 40
-            _, infos = sampler.obtain_samples(itr)
-            assert [info.Return for info in infos] == expected(sampler.samples_np)
-
-
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Told], ids=["ring", "pipe"])
 def test_a_bounded_evaluation_neither_loses_nor_repeats(traj_info_cls: type[TrajInfo]) -> None:
     kwargs: dict[str, Any] = {"eval_n_envs": 4, "eval_max_steps": 10**9, "eval_max_trajectories": 30}
     with accounted_sampler(**kwargs, eval_env_kwargs={"column": 1}, traj_info_cls=traj_info_cls) as sampler:
@@ -113,15 +97,3 @@ def test_a_bounded_evaluation_neither_loses_nor_repeats(traj_info_cls: type[Traj
             assert max(returns.values()) <= 4
             _, infos = sampler.obtain_samples(itr)
             assert [info.Return for info in infos] == expected(sampler.samples_np)
-
-
-def test_all_samplers_deliver_the_same_in_the_same_order() -> None:
-    def run(cls: type[Sampler], n_workers: int, traj_info_cls: type[TrajInfo]) -> list[list[float]]:
-        with accounted_sampler(cls, n_workers=n_workers, traj_info_cls=traj_info_cls) as sampler:
-            sampler.initialize(RandomAgent(), seed=1)
-            return [[info.Return for info in sampler.obtain_samples(itr)[1]] for itr in range(5)]
-
-    reference = run(SerialSampler, 1, TrajInfo)
-    for n_workers in (1, 3, 8):
-        assert run(ParallelSampler, n_workers, TrajInfo) == reference
-        assert run(ParallelSampler, n_workers, Told) == reference

@@ -34,10 +34,8 @@ from .support import (
     ERROR_SECONDS,
     SLACK,
     Notebook,
-    Script,
     check_counting,
     generator,
-    gone_after,
     killer,
     note,
     pause,
@@ -296,36 +294,6 @@ def test_a_replacement_collects_the_interrupted_batch_again(server: Any, traj_in
 
 
 # ---- the main process ------------------------------------------------------------------------
-
-
-RUNNING = """
-sampler = AsyncSampler(CountingEnv, batch_T=20, batch_B=4, n_workers=2, server=SERVER, eval_n_envs=2, eval_max_steps=40)
-sampler.initialize(RandomAgent())
-sampler.start()
-say(*sampler.worker_pids)
-for itr in range(10**9):
-    sampler.obtain_samples(itr)
-    if itr % 50 == 20:
-        sampler.pause()
-        sampler.evaluate_agent(itr)
-        sampler.resume()
-"""
-
-
-@pytest.mark.parametrize("server", [None, "process"], ids=["workers act", "server acts"])
-def test_a_killed_main_process_leaves_nothing(server: Any, tmp_path: Path) -> None:
-    rng = generator("async main", server)
-    for _ in range(scaled(25, 1)):
-        with Script(tmp_path, RUNNING, SERVER=server) as script:
-            script.pids()
-            pause(rng.uniform(0, 0.1))
-            everyone = script.descendants()
-            began = time.monotonic()
-            script.process.kill()
-            _, stderr = script.end()
-            seconds = gone_after(everyone, began, 2.0 * SLACK)
-            note("async, main process killed to nothing left, s", seconds, 2.0 * SLACK)
-        assert stderr == ""
 
 
 @pytest.mark.parametrize("call", ["obtain_samples", "pause", "evaluate_agent"])

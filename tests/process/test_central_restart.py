@@ -26,7 +26,6 @@ from penstock import (
     RecurrentCategoricalPgAgent,
     SamplerBrokenError,
     SamplerState,
-    WorkerDiedError,
 )
 from penstock.envs import CountingEnv
 from penstock.testing import DelegatingAgent, Fault, faulty_env, faulty_eval_collector
@@ -56,7 +55,8 @@ ELSEWHERE: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
     f"own process, {mode}": (cls, {"server": "process", **options}) for mode, (cls, options) in MODES.items()
 }
 PARALLEL: dict[str, tuple[Any, dict[str, Any]]] = {"parallel": (ParallelSampler, {})}
-everywhere = pytest.mark.parametrize("mode", [*list(MODES)[:: scaled(1, 3)], *list(ELSEWHERE)[:: scaled(1, 2)]])
+EVERYWHERE = [*list(MODES)[:: scaled(1, 3)], *list(ELSEWHERE)[:: scaled(1, 2)]]
+everywhere = pytest.mark.parametrize("mode", EVERYWHERE)
 
 
 AGENTS: dict[str, Callable[[], Agent]] = {
@@ -116,7 +116,7 @@ def test_a_replacement_changes_no_other_column(agent: str, at: int, mode: str, t
 
 
 @methods("forkserver")
-@everywhere
+@pytest.mark.parametrize("mode", [*PARALLEL, *EVERYWHERE])
 def test_what_is_redone_is_complete_and_valid_wherever_it_was_cut(mode: str, start_method: str) -> None:
     rng = generator("central", mode, start_method)
     kwargs: dict[str, Any] = {"max_restarts": 10**6, "start_method": start_method}
@@ -198,14 +198,6 @@ def test_an_evaluation_is_made_good(mode: str, tmp_path: Path) -> None:
     (b,) = (b for b in range(3) if not env_rank[0][b])
     assert not env_rank[1][b]
     assert not set(hit[0][b::3]) & set(hit[1][b::3]), "the redone evaluation shares no noise with the next"
-
-
-def test_the_quota_ends_it() -> None:
-    fns = [CountingEnv] * 5 + [faulty_env(CountingEnv, Fault("kill", at=3))]
-    with restarting_sampler("lock-step", fns, max_restarts=1) as sampler:
-        sampler.initialize(RandomAgent())
-        with pytest.raises(WorkerDiedError, match=r"(?s)^worker 2 .*max_restarts=1 in 60 s are used up"):
-            sampler.obtain_samples(0)
 
 
 # ---- Ctrl-C --------------------------------------------------------------------------------

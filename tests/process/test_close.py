@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ import pytest
 from penstock import (
     ParallelSampler,
     RandomAgent,
-    Sampler,
     SamplerBrokenError,
     SamplerClosedError,
     SamplerState,
-    SerialSampler,
     TrajInfo,
     WorkerError,
 )
@@ -242,19 +239,3 @@ def test_nothing_accumulates(tmp_path: Path, start_method: str) -> None:
     assert stderr == ""
     assert others == [0, 0, 0], "descriptors, threads, children"
     note(f"open/close cycles ({n}): growth of the main process, MB", growth / 1e6, 5.0)
-
-
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_what_is_shut_down_is_freed_without_the_garbage_collector(cls: type[Sampler]) -> None:
-    """A batch may weigh gigabytes: it must not wait for a collection that may not come for long."""
-    sampler = cls(CountingEnv, batch_T=4, batch_B=2, n_workers=2)
-    sampler.initialize(RandomAgent())
-    sampler.obtain_samples(0)
-    memory = weakref.ref(sampler.run.memory.samples)
-    gc.disable()
-    try:
-        sampler.shutdown()
-        del sampler
-        assert memory() is None
-    finally:
-        gc.enable()

@@ -1,7 +1,6 @@
 """A sampler in company: forks, threads, daemons, other samplers, test runners, MPI and CUDA."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from penstock.envs import CountingEnv
 
 from ..scale import methods, scaled
 from ..support import BOUND
-from .support import SLACK, Script, describe, gone_after, python_path
+from .support import SLACK, Script, gone_after, python_path
 
 LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was killed
 
@@ -65,32 +64,6 @@ def test_a_fork_may_have_a_sampler_of_its_own(tmp_path: Path, start_method: str)
     with Script(tmp_path, body, METHOD=start_method) as script:
         _, stderr = script.end()
         assert (stderr, script.process.returncode) == ("", 0)
-
-
-@methods("fork")
-def test_a_fork_that_outlives_the_main_process_keeps_nothing_alive(tmp_path: Path, start_method: str) -> None:
-    body = """
-    sampler = ParallelSampler(CountingEnv, batch_T=5, batch_B=2, n_workers=2, start_method=METHOD)
-    sampler.initialize(RandomAgent())
-    child = os.fork()
-    if child == 0:
-        time.sleep(600)
-        os._exit(0)
-    say(child, *sampler.worker_pids)
-    time.sleep(600)
-    """
-    with Script(tmp_path, body, METHOD=start_method) as script:
-        child, *workers = script.pids()
-        try:
-            # The supervisor too. Python's resource tracker serves the fork, and ends with it.
-            others = [pid for pid in script.descendants() if pid != child and "tracker" not in str(describe(pid))]
-            assert set(workers) < set(others)
-            script.process.kill()
-            gone_after(others, time.monotonic(), LEFT_SECONDS)
-            assert psutil.pid_exists(child)
-        finally:
-            os.kill(child, signal.SIGKILL)
-            script.end()
 
 
 @methods("forkserver")
@@ -216,23 +189,6 @@ def test_inside_pytest_xdist(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{n} passed" in done.stdout
     assert done.stderr == ""
-
-
-@methods("spawn")
-def test_workers_are_no_mpi_ranks(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
-    names = ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"]
-
-    class Seen(CountingEnv):
-        def step(self, action: Any) -> Any:
-            observation, _, *rest = super().step(action)
-            return observation, float(sum(name in os.environ for name in names)), *rest
-
-    for name in names:
-        monkeypatch.setenv(name, "1")
-    with ParallelSampler(Seen, batch_T=2, batch_B=1, start_method=start_method) as sampler:
-        sampler.initialize(RandomAgent())
-        assert not sampler.obtain_samples(0)[0].env.reward.any()
-    assert all(name in os.environ for name in names)
 
 
 def test_fork_is_refused_once_cuda_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:

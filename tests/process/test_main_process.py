@@ -58,6 +58,54 @@ def test_a_killed_main_process_leaves_nothing(stuck: bool, tmp_path: Path, start
         assert stderr == ""
 
 
+OF_OTHER_SAMPLERS = """
+from penstock import SAMPLER
+sampler = SAMPLER(SlowEnv, env_kwargs={"seconds": 0.001}, batch_T=20, batch_B=4, n_workers=2, OPTIONS)
+sampler.initialize(RandomAgent())
+if hasattr(sampler, "start"):
+    sampler.start()
+say(*sampler.worker_pids)
+for itr in range(10**9):
+    sampler.obtain_samples(itr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [("GpuSampler", 'server="process"'), ("AsyncSampler", ""), ("AsyncSampler", 'server="process"')],
+)
+def test_a_killed_main_process_of_another_sampler_leaves_nothing(cls: str, options: str, tmp_path: Path) -> None:
+    rng = generator("main", cls, options)
+    for _ in range(scaled(25, 1)):
+        with Script(tmp_path, OF_OTHER_SAMPLERS.replace("SAMPLER", cls).replace("OPTIONS", options)) as script:
+            assert len(script.pids()) == 2 + bool(options)
+            pause(rng.uniform(0, 0.1))
+            everyone, began = script.descendants(), time.monotonic()
+            script.process.kill()
+            assert script.end()[1] == ""
+            seconds = gone_after(everyone, began, LEFT_SECONDS)
+            note(f"main process of {cls} killed, to nothing left, s", seconds, LEFT_SECONDS)
+
+
+FORGOTTEN = """
+sampler = ParallelSampler(CountingEnv, batch_T=50, batch_B=2, n_workers=2, start_method=METHOD)
+sampler.initialize(RandomAgent())
+sampler.obtain_samples(0)
+say(*sampler.worker_pids)
+"""
+
+
+@with_start_methods("ending", ["", "sampler.start_samples(1)", "del sampler", "raise SystemExit(3)", "1 / 0"])
+def test_a_forgotten_shutdown_leaves_no_process(ending: str, start_method: str, tmp_path: Path) -> None:
+    with Script(tmp_path, FORGOTTEN + ending, METHOD=start_method) as script:
+        workers = script.pids()
+        _, stderr = script.end()
+        gone_after(workers, time.monotonic(), LEFT_SECONDS)
+        assert script.process.returncode == {"raise SystemExit(3)": 3, "1 / 0": 1}.get(ending, 0)
+    assert stderr.count("Traceback") == (ending == "1 / 0")
+    assert ending == "1 / 0" or stderr == ""
+
+
 @pytest.mark.parametrize(
     ("sig", "start_method"),
     [(sig, m) for sig in TOLD for m in ("fork", "forkserver", "spawn") if FULL or TOLD[sig] == m],

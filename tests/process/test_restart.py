@@ -26,7 +26,7 @@ from penstock.testing import Fault, faulty_collector, faulty_env
 
 from ..scale import methods, scaled
 from ..support import assert_same, until
-from .support import ERROR_SECONDS, Notebook, check_counting, generator, killer, note, pid_of
+from .support import ERROR_SECONDS, Notebook, generator, killer, note, pid_of
 
 N_WORKERS, B, T = 3, 6, 24
 ENDLESS: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000}
@@ -106,24 +106,6 @@ def test_kills_at_random_moments_change_no_other_column(
             assert_same(ours[:, others], theirs[:, others])
 
 
-def test_the_column_that_was_hit_is_complete_and_valid(start_method: str) -> None:
-    rng = generator("valid", start_method)
-    with killer() as kill, restarting_sampler(CountingEnv, start_method, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=5)
-        itr = 0
-        for wanted in range(1, scaled(50, 2) + 1):
-            kill.kill([rng.choice(sampler.worker_pids)], rng.uniform(0, 0.02))
-            deadline = time.monotonic() + 30
-            while sampler.stats().restarts < wanted:
-                assert time.monotonic() < deadline
-                samples, infos = sampler.obtain_samples(itr)
-                itr += 1
-                check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
-                assert len(infos) == int(samples.env.done.sum())
-                assert {info.Length for info in infos} == {5}
-            kill.when()
-
-
 # ---- at fixed places -----------------------------------------------------------------------
 
 
@@ -188,23 +170,6 @@ def test_a_batch_that_the_user_holds_is_not_touched_by_a_replacement(start_metho
             assert sampler.stats().restarts == itr + 1
             for name, leaf in sampler.samples_np.leaves():
                 assert leaf.tobytes() == before[name], name
-
-
-@methods("fork", "forkserver")
-def test_a_worker_that_is_killed_while_the_learner_trains(start_method: str) -> None:
-    with restarting_sampler(CountingEnv, start_method) as sampler:
-        sampler.initialize(RandomAgent(), seed=5)
-        for itr in range(scaled(20, 2)):
-            sampler.obtain_samples(itr)
-            before = {name: leaf.tobytes() for name, leaf in sampler.samples_np.leaves()}
-            pid = pid_of(sampler, 0)
-            psutil.Process(pid).kill()
-            until(lambda: pid not in sampler.worker_pids)  # noqa: B023
-            for name, leaf in sampler.samples_np.leaves():
-                assert leaf.tobytes() == before[name], name
-        sampler.obtain_samples(100)
-        assert sampler.stats().restarts == scaled(20, 2)
-        assert sampler.stats().lost_trajectories == 2 * scaled(20, 2), "those that were running"
 
 
 @pytest.mark.parametrize("traj_info_cls", [TrajInfo, Detailed], ids=["ring", "pipe"])
@@ -287,12 +252,3 @@ def test_the_quota_is_of_a_window_of_time() -> None:
             until(lambda known=itr: sampler.obtain_samples(0) and sampler.stats().restarts == known + 1)
             replaced = time.monotonic()
             until(lambda since=replaced: time.monotonic() - since > 0.2)
-
-
-def test_an_endless_crash_ends_by_the_quota() -> None:
-    fn = faulty_env(CountingEnv, Fault("kill", at=50))
-    with restarting_sampler([CountingEnv] * 5 + [fn], max_restarts=3) as sampler:
-        sampler.initialize(RandomAgent(), seed=5)
-        with pytest.raises(WorkerDiedError, match=r"max_restarts=3 .* are used up"):
-            for itr in range(1000):
-                sampler.obtain_samples(itr)

@@ -13,8 +13,6 @@ import pytest
 
 from penstock import (
     AgentStep,
-    AsyncSampler,
-    GpuSampler,
     ParallelSampler,
     SamplerBrokenError,
     WorkerDiedError,
@@ -33,7 +31,6 @@ from .support import ERROR_SECONDS, generator, killer, note
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 N_WORKERS, B, T, K = 3, 6, 12, 3
-LONG: Any = [{}] * 400
 
 
 class FaultyGame(ScriptedGame):
@@ -100,25 +97,6 @@ def game_sampler(env_fns: Any, cls: Any = ParallelSampler, **kwargs: Any) -> Any
     return cls(env_fns, **arguments)
 
 
-@with_start_methods("what", places("step", "reset"))
-def test_the_environment_that_was_stepped_is_named(what: str, start_method: str) -> None:
-    how, where = what.split(" in ")
-    script = LONG if where == "step" else [{}] * 3
-    env_fns = [partial(FaultyGame, script=script)] * B
-    env_fns[3] = partial(FaultyGame, fault(how, 3 if where == "step" else 2), where, script=script)
-    error, message = HOWS[how]
-    limit = {"step_timeout": 1.0} if how == "hang" else {}
-    with game_sampler(env_fns, start_method=start_method, **limit) as sampler:
-        sampler.initialize(Valued(), seed=0)
-        began = time.monotonic()
-        with pytest.raises(error, match=message) as told:
-            sampler.obtain_samples(0)
-        took = time.monotonic() - began
-        doing = "stepping" if where == "step" else "resetting"
-        assert f"{doing} env_rank 3, t=2" in str(told.value)
-        note(f"seats, {how}", took - limit.get("step_timeout", 0), 2 * ERROR_SECONDS)
-
-
 @with_start_methods("what", places("step", "value"))
 def test_the_policy_that_was_acting_is_named(what: str, start_method: str) -> None:
     how, where = what.split(" in ")
@@ -131,21 +109,6 @@ def test_the_policy_that_was_acting_is_named(what: str, start_method: str) -> No
             for itr in range(3):
                 sampler.obtain_samples(itr)
         assert "acting by the policy 'two'" in str(told.value)
-
-
-@pytest.mark.parametrize(("how", "cls"), pairs(HOWS, [GpuSampler, AsyncSampler]))
-def test_other_samplers_name_the_environment_too(cls: Any, how: str) -> None:
-    env_fns = [partial(FaultyGame, script=LONG)] * B
-    env_fns[4] = partial(FaultyGame, fault(how), script=LONG)
-    error, message = HOWS[how]
-    limit = {"step_timeout": 1.0} if how == "hang" else {}
-    with game_sampler(env_fns, cls, **limit) as sampler:
-        sampler.initialize(Valued(), seed=0)
-        if cls is AsyncSampler:
-            sampler.start()
-        with pytest.raises(error, match=message) as told:
-            sampler.obtain_samples(0)
-        assert "stepping env_rank 4" in str(told.value)
 
 
 # ---- restarts ----------------------------------------------------------------------------------
@@ -249,14 +212,6 @@ def test_lengths_are_right_after_restarts(tmp_path: Path) -> None:
             found = follower.follow(sampler.samples_np)
             assert [(i.env_rank, i.agent_id, i.Length, i.Return) for i in infos if i.agent_id is not None] == found
         assert sampler.stats().restarts == 1
-
-
-def test_an_evaluation_that_fails_is_told(tmp_path: Path) -> None:
-    eval_fn = partial(FaultyGame, fault("kill", 6), script=LONG)
-    with game_sampler(ScriptedGame, eval_env_fn=eval_fn, eval_n_envs=2, eval_episodes=4) as sampler:
-        sampler.initialize(Valued(), seed=0)
-        with pytest.raises(WorkerDiedError, match=r"stepping env_rank \d, t=\d \(evaluation, itr=3\)"):
-            sampler.evaluate_agent(3)
 
 
 # ---- games in turns ----------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from .. import support
 from ..models import Constant
 from ..scale import FULL, methods, scaled
 from ..support import Held, assert_same, until
-from .support import ERROR_SECONDS, SLACK, Notebook, Script, check_counting, gone_after, is_running, killer, note, pause
+from .support import ERROR_SECONDS, SLACK, Notebook, check_counting, is_running, killer, note, pause
 from .test_main_process import Interrupts
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
@@ -118,30 +118,6 @@ def test_who_waits_for_slow_environments_is_not_overdue() -> None:
 
 
 # ---- failures of others --------------------------------------------------------------------
-
-
-@methods("forkserver")
-def test_a_killed_main_process_leaves_no_server(tmp_path: Path, start_method: str) -> None:
-    body = """
-    from penstock import GpuSampler
-    with GpuSampler(SlowEnv, env_kwargs={"seconds": 0.01}, batch_T=20, batch_B=2, n_workers=2, server="process",
-                    start_method=METHOD) as sampler:
-        sampler.initialize(RandomAgent())
-        say(*sampler.worker_pids)
-        for itr in range(10**6):
-            sampler.obtain_samples(itr)
-            say(itr)
-    """
-    with Script(tmp_path, body, METHOD=start_method) as script:
-        pids = script.pids()
-        assert len(pids) == 3
-        script.line()
-        everyone = script.descendants()
-        assert set(pids) <= set(everyone)
-        began = time.monotonic()
-        script.process.kill()
-        gone_after(everyone, began, 2.0 * SLACK)
-        assert script.end()[1] == ""
 
 
 # ---- the end -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Surroundings that are out of the ordinary: a suspended job, a kernel that refuses, environments that fork."""
+"""Surroundings that are out of the ordinary: a suspended job, a kernel that refuses, no folders, no output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock import ParallelSampler, RandomAgent, WorkerDiedError
+from penstock import ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
 
 from ..scale import FULL, methods, scaled
@@ -182,40 +182,6 @@ def test_no_folder_for_temporary_files_is_needed(tmp_path: Path) -> None:
 
 
 # ---- environments that do odd things -------------------------------------------------------------
-
-
-class Forks(CountingEnv):
-    """At its third step it forks a child, which leaves as `how` says."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.steps = how, 0
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        if self.steps == 3:
-            child = os.fork()
-            if child == 0:
-                if self.how == "exit":
-                    sys.exit()
-                raise RuntimeError("in the child")
-            os.waitpid(child, 0)
-        return super().step(action)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("how", ["exit", "raise"])
-def test_a_fork_of_a_worker_does_not_report_for_it(how: str) -> None:
-    arguments: dict[str, Any] = {"batch_T": 4, "batch_B": 2, "n_workers": 2, "max_decorrelation_steps": 0}
-    with ParallelSampler(Forks, env_kwargs={"how": how}, **arguments) as sampler:
-        sampler.initialize(RandomAgent())
-        sampler.obtain_samples(0)  # and shutdown, which warns of nothing
-    with ParallelSampler(Forks, env_kwargs={"how": how}, **arguments) as sampler:
-        sampler.initialize(RandomAgent())
-        sampler.obtain_samples(0)
-        os.kill(sampler.worker_pids[0], signal.SIGKILL)
-        with pytest.raises(WorkerDiedError, match=r"worker 0 .* was killed by SIGKILL"):
-            sampler.obtain_samples(1)
 
 
 class ClosesItsOutput(CountingEnv):

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from gymnasium.vector import AutoresetMode
 
-from penstock import WorkerDiedError, WorkerError
 from penstock.envs import CountingEnv
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
@@ -36,43 +34,6 @@ def reset_and_step(envs: ShmVectorEnv, n_steps: int = 8) -> None:
     envs.reset(seed=1)
     for _ in range(n_steps):
         envs.step(np.zeros(N, int))
-
-
-def test_first_ready_stepping_fails_as_loudly() -> None:
-    with failing_envs(Fault("kill", at=2)) as envs:
-        envs.reset()
-        with pytest.raises(WorkerDiedError, match=r"was killed by SIGKILL.*while stepping env_rank 3"):
-            for _ in range(100):
-                envs.send(np.zeros(N, int))
-                envs.recv(N)
-
-
-@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
-def test_a_replaced_workers_episodes_are_cut_where_they_were(mode: AutoresetMode, tmp_path: Path) -> None:
-    fault = Fault("kill", at=3, marker=str(tmp_path / "marker"))
-    with failing_envs(fault, autoreset_mode=mode, on_worker_failure="restart") as envs:
-        envs.reset(seed=1)
-        for _ in range(2):
-            envs.step(np.zeros(N, int))
-        observation, reward, terminated, truncated, infos = envs.step(np.zeros(N, int))
-        assert envs.n_restarts == 1
-        assert reward.tolist() == [3, 3, 0, 0]
-        assert truncated.tolist() == [False, False, True, True]
-        assert not terminated.any()
-        last = [0, 2]
-        if mode is AutoresetMode.SAME_STEP:
-            assert [final.tolist() for final in infos["final_obs"][2:]] == [last, last]
-            assert infos["final_info"]["worker_restarted"].tolist() == [False, False, True, True]
-            assert observation[2:].tolist() == [[0, 0], [0, 0]]
-        else:
-            assert observation[2:].tolist() == [last, last]
-            assert infos["worker_restarted"].tolist() == [False, False, True, True]
-        if mode is AutoresetMode.DISABLED:
-            envs.reset(options={"reset_mask": truncated})
-        observation, reward, *_ = envs.step(np.zeros(N, int))
-        again = [0, 0] if mode is AutoresetMode.NEXT_STEP else [1, 1]  # there, this step is the reset
-        assert reward.tolist() == [4, 4, *again]
-        assert observation[:, 1].tolist() == [4, 4, *again]
 
 
 def test_replacements_are_reproducible(tmp_path: Path) -> None:
@@ -115,13 +76,6 @@ def test_first_ready_steps_survive_kills() -> None:
         envs.get_attr("count")  # the last kill is noticed too
         assert envs.n_restarts == n_kills
         assert cuts >= n_kills
-
-
-def test_the_quota_of_replacements_ends_with_the_history() -> None:
-    told = r"(?s)max_restarts=2 in 60 s are used up, earlier:.*InjectedFault"
-    restarting: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 2}
-    with failing_envs(Fault("raise", at=2), **restarting) as envs, pytest.raises(WorkerError, match=told):
-        reset_and_step(envs, 100)
 
 
 class Interrupting(CountingEnv):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -14,24 +13,22 @@ from gymnasium import spaces
 
 from penstock import (
     Agent,
-    AgentStep,
     AlternatingSampler,
     GpuSampler,
     RandomAgent,
     ResetCollector,
     Sampler,
     SerialSampler,
-    TrajInfo,
-    WaitResetCollector,
 )
 from penstock.buffers.reports import ReportBoard
-from penstock.envs import BatchedCartPole, CountingEnv, EnvContext
+from penstock.envs import CountingEnv
 from penstock.workers.control import ControlBlock
 from penstock.workers.monitor import Monitor
 from penstock.workers.plan import PoolOptions
 
 from ..scale import pairs, some
-from ..support import Batch, assert_same, collect_with, kept
+from ..support import Batch, assert_same, collect_with
+from .digest_cases import Plain, Stateful
 
 pytestmark = pytest.mark.slow
 
@@ -48,65 +45,6 @@ HOW_TO_START: dict[str, Any] = {"seed": 5, "bootstrap_value": True, "traj_info_k
 def ways(first: int, n: int = 3) -> Any:
     """Each way at full scale; daily each test takes others, so that each way has several tests."""
     return pytest.mark.parametrize("how", some(HOW, n, first))
-
-
-class Attentive(Agent):
-    """Acts on all that it is given and on what its column remembers; `value` tells all of it."""
-
-    recurrent = False
-
-    def seed_columns(self, rngs: Any) -> None:
-        self.rngs, self.memory = list(rngs), np.zeros(len(rngs))
-
-    def reseed_columns(self, columns: Any, rngs: Any) -> None:
-        for b, rng in zip(columns, rngs, strict=True):
-            self.rngs[b] = rng
-
-    def reset(self) -> None:
-        self.memory[...] = 0
-
-    def reset_one(self, column: int) -> None:
-        self.memory[column] = 0
-
-    def _mixed(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        return observation.reshape(len(prev_reward), -1).sum(axis=1) * 7 + prev_action * 3 + prev_reward * 5
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        columns = np.arange(len(self.rngs)) if self.selected is None else self.selected
-        self.memory[columns] += 1
-        noise = np.array([self.rngs[b].integers(0, 100) for b in columns])
-        mixed = self._mixed(observation, prev_action, prev_reward) + noise + self.memory[columns]
-        info = {"age": self.memory[columns], "prev_action": prev_action.copy(), "prev_reward": prev_reward.copy()}
-        return AgentStep(mixed.astype(np.int64) % 3, info)
-
-    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        known = self._mixed(observation, prev_action, prev_reward)
-        if not self.recurrent:
-            return known
-        return known + 1000 * self.memory[slice(None) if self.selected is None else self.selected]
-
-
-class Remembering(Attentive):
-    """Is asked for values while its columns' state is that of the step."""
-
-    recurrent = True
-
-
-class Own(TrajInfo):
-    """Goes through the pipe, with attributes of its own."""
-
-    def __init__(self, discount: float = 1.0, scale: float = 1.0) -> None:
-        super().__init__(discount)
-        self.actions: list[int] = []
-        self.Speed, self._scale = 0.0, scale
-
-    def step(self, observation: Any, action: Any, *rest: Any) -> None:
-        super().step(observation, action, *rest)
-        self.actions.append(int(action))
-        self.Speed += self._scale * rest[-1]["count"]
-
-    def terminate(self, final_observation: Any) -> None:
-        self.final = final_observation.copy()
 
 
 def collect_and_evaluate(cls: type[Sampler], agent: Agent, env_fn: Any, n: int = 4, **kwargs: Any) -> list[Batch]:
@@ -132,41 +70,14 @@ class Halting(ResetCollector):
 # ---- collectors ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"), pairs(product([ResetCollector, WaitResetCollector, Halting], [Attentive, Remembering]), HOW)
-)
-def test_every_collector_records_what_it_does_in_one_process(kind: Any, how: str) -> None:
-    collector_cls, agent_cls = kind
+@pytest.mark.parametrize(("agent_cls", "how"), pairs([Plain, Stateful], HOW))
+def test_a_collector_of_ones_own_records_what_it_does_in_one_process(agent_cls: Any, how: str) -> None:
     cls, kwargs = HOW[how]
     env_kwargs = [{"length": n, "truncate": n > 3} for n in (3, 5, 1, 4, 7)]
-    arguments: dict[str, Any] = {"env_kwargs": env_kwargs, "collector_cls": collector_cls}
+    arguments: dict[str, Any] = {"env_kwargs": env_kwargs, "collector_cls": Halting}
     wanted = collect_and_evaluate(SerialSampler, agent_cls(), CountingEnv, **arguments)
     assert any(batch.agent.final_value.any() for batch, _ in wanted[::2])
     assert_same(collect_and_evaluate(cls, agent_cls(), CountingEnv, **arguments, **kwargs), wanted)
-
-
-@ways(0)
-def test_a_batched_environment_in_each_worker(how: str) -> None:
-    cls, kwargs = HOW[how]
-    arguments: dict[str, Any] = {"batched": True, "batch_T": 60}
-    wanted = collect_and_evaluate(SerialSampler, RandomAgent(), BatchedCartPole, **arguments)
-    assert_same(collect_and_evaluate(cls, RandomAgent(), BatchedCartPole, **arguments, **kwargs), wanted)
-
-
-@ways(3)
-def test_an_episode_begins_without_a_past(how: str) -> None:
-    cls, kwargs = HOW[how]
-    (batch, _), *_ = collect_and_evaluate(
-        cls, Attentive(), CountingEnv, 1, max_decorrelation_steps=0, eval_n_envs=0, **kwargs
-    )
-    info, done = batch.agent.agent_info, batch.env.done
-    begins = np.vstack([np.ones((1, 5), bool), done[:-1]])
-    assert (info.prev_action[begins] == 0).all()
-    assert (info.prev_reward[begins] == 0).all()
-    assert (info.age == batch.env.observation[..., 1] + 1).all(), "reset with its environment, and only then"
-    inside = ~begins
-    assert (info.prev_action[inside] == batch.agent.prev_action[inside]).all()
-    assert (info.prev_reward[inside] == batch.env.prev_reward[inside]).all()
 
 
 # ---- spaces --------------------------------------------------------------------------------
@@ -210,7 +121,7 @@ SPACES = {
 @pytest.mark.parametrize(("name", "how"), pairs(SPACES, ["lock-step", "first-ready"]))
 def test_observations_of_every_space_travel(name: str, how: str) -> None:
     cls, kwargs = HOW[how]
-    make, agent = partial(OfSpace, SPACES[name]), RandomAgent if name == "nested" else Attentive
+    make, agent = partial(OfSpace, SPACES[name]), RandomAgent if name == "nested" else Stateful
     assert_same(
         collect_and_evaluate(cls, agent(), make, 2, **kwargs), collect_and_evaluate(SerialSampler, agent(), make, 2)
     )
@@ -219,11 +130,11 @@ def test_observations_of_every_space_travel(name: str, how: str) -> None:
 def test_observations_may_be_recorded_in_another_dtype() -> None:
     for dtype in (np.float32, np.float16):
         arguments: dict[str, Any] = {"observation_dtype": dtype, "n_workers": 2}
-        found = collect_and_evaluate(GpuSampler, Attentive(), partial(CountingEnv, dtype=np.float64), 2, **arguments)
+        found = collect_and_evaluate(GpuSampler, Stateful(), partial(CountingEnv, dtype=np.float64), 2, **arguments)
         assert found[0][0].env.observation.dtype == dtype
         assert_same(
             found,
-            collect_and_evaluate(SerialSampler, Attentive(), partial(CountingEnv, dtype=np.float64), 2, **arguments),
+            collect_and_evaluate(SerialSampler, Stateful(), partial(CountingEnv, dtype=np.float64), 2, **arguments),
         )
 
 
@@ -266,58 +177,6 @@ def test_who_is_done_first_in_an_evaluation_holds_up_nobody() -> None:
 
 
 # ---- infos, calls, shares ------------------------------------------------------------------
-
-
-@ways(2)
-def test_trajectory_infos_of_ones_own_and_env_info(how: str) -> None:
-    cls, kwargs = HOW[how]
-    arguments: dict[str, Any] = {"traj_info_cls": Own, "env_info": ["count"], "env_kwargs": {"length": 4}}
-    found = collect_and_evaluate(cls, Attentive(), CountingEnv, **arguments, **kwargs)
-    assert_same(found, collect_and_evaluate(SerialSampler, Attentive(), CountingEnv, **arguments))
-    batch, infos = found[0]
-    assert (batch.env.env_info.count == batch.env.reward).all()
-    assert infos
-    assert all(info["Speed"] == 1 + 2 + 3 + 4 and info["final"][1] == 4 for info in infos)
-
-
-class Levelled(CountingEnv):
-    def __init__(self, context: EnvContext) -> None:
-        super().__init__()
-        self.context, self.level = context, 0
-
-    def add(self, n: int) -> tuple[int, int]:
-        self.level += n
-        return self.context.env_rank, self.level
-
-
-@ways(5)
-def test_calls_reach_every_environment_between_batches(how: str) -> None:
-    cls, kwargs = HOW[how]
-    with cls(Levelled, batch_T=6, batch_B=5, eval_n_envs=3, eval_max_steps=30, **kwargs) as sampler:
-        sampler.initialize(RandomAgent(), seed=3)
-        for itr in range(2):
-            sampler.obtain_samples(itr)
-            assert sampler.call("add", 2) == [(b, 2 * itr + 2) for b in range(5)]
-            sampler.evaluate_agent(itr)
-        assert sampler.call("add", 1, evaluation=True) == [(b, 1) for b in range(3)]
-        sampler.set_attr("level", [10, 11, 12, 13, 14])
-        assert sampler.get_attr("level") == [10, 11, 12, 13, 14]
-        assert sampler.get_attr("level", evaluation=True) == [1, 1, 1]
-        sampler.obtain_samples(2)
-
-
-@ways(1)
-def test_start_and_wait_are_the_two_halves_of_obtain(how: str) -> None:
-    cls, kwargs = HOW[how]
-    wanted = collect_and_evaluate(SerialSampler, Attentive(), CountingEnv, eval_n_envs=0)
-    found = []
-    with cls(CountingEnv, batch_T=13, batch_B=5, max_decorrelation_steps=12, **kwargs) as sampler:
-        sampler.initialize(Attentive(), **HOW_TO_START)
-        for itr in range(4):
-            sampler.start_samples(itr)
-            found.append(kept(*sampler.wait_samples()))
-        sampler.start_samples(9)  # and shutdown with a batch outstanding
-    assert_same(found, wanted)
 
 
 def test_a_reply_that_was_slow_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from penstock import (
-    Agent,
     AgentStep,
     AlternatingSampler,
     AsyncSampler,
@@ -24,7 +23,6 @@ from penstock import (
     RandomAgent,
     Sampler,
     SerialSampler,
-    TrajInfo,
 )
 from penstock.buffers import Samples
 from penstock.columns.builder import EnvBuilder
@@ -36,19 +34,9 @@ from penstock.workers.control import ControlBlock
 
 from ..models import CartPoleNet
 from ..scale import some
-from ..support import assert_same, collect_with, sampler_of
+from ..support import assert_same, sampler_of
 
 CARTPOLE = partial(gym.make, "CartPole-v1")
-
-
-def training_batches(
-    cls: type[Sampler], env_fn: Any, make_agent: Any, n: int = 5, evaluate: bool = False, **kwargs: Any
-) -> Any:
-    """Batches with their infos. `evaluate`: there are evaluations between them."""
-    sizes = {"batch_T": 40, "batch_B": 7, "eval_n_envs": 3, "eval_max_steps": 150}
-    found = collect_with(cls, env_fn, make_agent(), n, (0, 2) if evaluate else (), seed=11, **sizes, **kwargs)
-    assert all(infos for batch, infos in found if batch is None)
-    return [(batch, infos) for batch, infos in found if batch is not None]
 
 
 @pytest.mark.slow
@@ -65,42 +53,6 @@ def test_an_evaluation_cut_short_does_not_change_the_next() -> None:
     assert 5 <= len(cut) <= len(full)
     for info in cut:
         full.remove(info)  # each is one of the full evaluation's
-
-
-class Counter(Agent):
-    """Counts its steps in each column. New streams leave the counts alone."""
-
-    def seed_columns(self, rngs: Any) -> None:
-        if len(getattr(self, "counts", ())) != len(rngs):
-            self.counts = np.zeros(len(rngs), np.int64)
-
-    def reset(self) -> None:
-        self.counts[...] = 0
-
-    def reset_one(self, column: int) -> None:
-        self.counts[column] = 0
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        columns = slice(None) if self.selected is None else self.selected
-        self.counts[columns] += 1
-        return AgentStep(np.zeros(len(prev_reward), np.int64), {"count": self.counts[columns].copy()})
-
-
-class Counts(TrajInfo):
-    """What the agent has counted before the trajectory."""
-
-    def step(self, *args: Any) -> None:
-        super().step(*args)
-        self.before = int(args[-2].count) - self.Length
-
-
-@pytest.mark.parametrize("cls", [SerialSampler, GpuSampler])
-def test_an_evaluation_begins_with_the_agents_state_of_a_new_episode(cls: type[Sampler]) -> None:
-    # The last episodes of an evaluation are cut after two steps.
-    with sampler_of(cls, eval_n_envs=2, eval_max_steps=14, traj_info_cls=Counts) as sampler:
-        sampler.initialize(Counter(), seed=3)
-        for itr in range(3):
-            assert [(info.Length, info.before) for info in sampler.evaluate_agent(itr)] == [(5, 0)] * 2
 
 
 def test_another_seed_gives_other_batches_and_no_seed_a_fresh_one() -> None:
@@ -127,37 +79,6 @@ def test_machines_of_one_run_share_no_stream() -> None:
             observations.append(sampler.samples_np.env.observation[0].copy())
     rows = np.concatenate(observations)
     assert len(np.unique(rows, axis=0)) == 8
-
-
-@pytest.mark.slow
-def test_the_unsynchronized_learner_does_not_show_in_either_sampler() -> None:
-    for cls in (SerialSampler, ParallelSampler):
-        agent = CategoricalPgAgent(CartPoleNet)
-        with cls(CARTPOLE, batch_T=10, batch_B=2) as sampler:
-            sampler.initialize(agent, seed=0)
-            sampler.obtain_samples(0)
-            before = sampler.samples_np.agent.agent_info.value.copy()
-            with torch.no_grad():
-                agent.model.value.bias += 100.0
-            sampler.obtain_samples(1)
-            assert sampler.samples_np.agent.agent_info.value.max() < before.max() + 50
-            agent.sync_shared_memory()
-            sampler.obtain_samples(2)
-            assert sampler.samples_np.agent.agent_info.value.min() > 50
-
-
-@pytest.mark.slow
-def test_trajectory_infos_come_in_a_fixed_order() -> None:
-    class Where(TrajInfo):
-        pass
-
-    stock = [infos for _, infos in training_batches(ParallelSampler, CARTPOLE, RandomAgent, 3, n_workers=3)]
-    own = [
-        infos
-        for _, infos in training_batches(ParallelSampler, CARTPOLE, RandomAgent, 3, n_workers=2, traj_info_cls=Where)
-    ]
-    public = [[{k: v for k, v in info.items() if not k.startswith("_")} for info in infos] for infos in own]
-    assert public == stock
 
 
 @pytest.mark.slow
@@ -203,13 +124,6 @@ def test_wrong_shares_are_refused(arguments: dict[str, Any], message: str) -> No
         pytest.raises(ConfigError, match=message),
     ):
         sampler.initialize(RandomAgent(), **arguments)
-
-
-def test_evaluation_may_have_its_own_environment() -> None:
-    fns = [partial(gym.make, "CartPole-v1", max_episode_steps=n) for n in (9, 8)]
-    with SerialSampler(fns, batch_T=2, batch_B=2, eval_n_envs=2, eval_env_fn=CARTPOLE, eval_max_steps=2000) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        assert max(info.Length for info in sampler.evaluate_agent(0)) > 9
 
 
 @pytest.mark.parametrize("dim", ["T", "B"])

@@ -8,8 +8,10 @@ import gymnasium as gym
 import pytest
 
 from penstock import (
+    AlternatingSampler,
     ConfigError,
     EnvCallError,
+    GpuSampler,
     ParallelSampler,
     RandomAgent,
     Sampler,
@@ -22,6 +24,7 @@ from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, Purpose
 from ..scale import quick_first
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+with_central = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
 
 
 class Own(TrajInfo):
@@ -87,7 +90,7 @@ def wrapped_sampler(cls: type[Sampler], **kwargs: Any) -> Sampler:
     return cls(wrapped, batch_T=6, batch_B=5, n_workers=2, eval_n_envs=3, eval_max_steps=60, **kwargs)
 
 
-@both
+@with_central
 @pytest.mark.parametrize("traj_info_cls", quick_first([TrajInfo, Own]))
 def test_methods_and_attributes_are_reached_through_wrappers_in_order(cls: type[Sampler], traj_info_cls: Any) -> None:
     with wrapped_sampler(cls, traj_info_cls=traj_info_cls) as sampler:

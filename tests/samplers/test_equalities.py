@@ -47,8 +47,9 @@ from penstock.envs import CountingEnv, NestedEnv
 from penstock.envs.toy import ScriptedGame
 
 from ..against_loop import compare
-from ..models import Lstm, LstmQ, Modes, Net
+from ..models import CartPoleNet, Lstm, LstmQ, Modes, Net
 from ..scale import FULL, START_METHODS, covering, examples
+from ..support import Diary
 from ..toy_games import Numbered, Odd, Roles, TurnGame, Valuing
 from .digest_cases import IntoWalk, LongInfo, Nested, Plain, Stateful, Walk, rows_of
 
@@ -58,9 +59,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*eval_max_steps.*:RuntimeWarning"),
 ]
-
-SEED = 3
-
 
 # ---- the axes ------------------------------------------------------------------------------
 
@@ -77,8 +75,8 @@ class Fresh(Walk):
         return observation.copy(), *others
 
 
-def fresh_rows(mode: AutoresetMode) -> Any:
-    return lambda num_envs: SyncVectorEnv([Fresh] * num_envs, autoreset_mode=mode)
+def fresh_rows(mode: AutoresetMode, env_fn: Any = Fresh) -> Any:
+    return lambda num_envs: SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode)
 
 
 class Rounded(Numbered):
@@ -102,6 +100,7 @@ Options = dict[str, Any]
 KINDS: dict[str, tuple[Any, Options]] = {
     "single": (Walk, {}),
     "nested": (Nested, {}),
+    "batched, nested": (fresh_rows(AutoresetMode.DISABLED, Nested), {"batched": True}),
     **{f"batched, {mode.name}": (fresh_rows(mode), {"batched": True}) for mode in AutoresetMode},
     "lock-step": (partial(ScriptedGame, 4), {}),
     "lock-step, dicts": (Rounded, {}),
@@ -123,7 +122,7 @@ FORMS: dict[str, Options] = {
     "odd, wait-reset": {"wait_reset": True},
 }
 #: The other agents of the table need one array.
-RANDOM_ONLY = ("nested", "lock-step, dicts")
+RANDOM_ONLY = ("nested", "batched, nested", "lock-step, dicts")
 
 
 def by_number(agent: str) -> str:
@@ -140,6 +139,7 @@ AGENTS: dict[str, tuple[Callable[[], Any], Options]] = {
     "with a state": (Stateful, {}),
     "with values": (Plain, {}),
     "that reports values": (Valuing, {}),
+    "one policy": (lambda: {"x": Stateful()}, {"policy_of": lambda agent: "x"}),
     "three policies": (lambda: {"x": Stateful(), "y": RandomAgent(), "z": Plain()}, {"policy_of": by_number}),
     "two roles": (lambda: {"x": Stateful(), "y": Plain()}, {"policy_of": by_role}),
 }
@@ -170,6 +170,8 @@ RECORDED: dict[str, Options] = {
     "counted episodes": {"eval_n_envs": 3, "eval_max_steps": 900, "eval_episodes": 5},
     "env_info": {"env_info": {"n": 0.0}},
     "long trajectories": {"traj_info_cls": LongInfo, "eval_n_envs": 2, "eval_max_steps": 150},
+    "a diary": {"traj_info_cls": Diary, "traj_info_kwargs": {"discount": 0.5}, "eval_n_envs": 2, "eval_max_steps": 60},
+    "checks": {"sampler": {"debug": True, "check_finite": True}},
     "three slots, no final_obs": {"sampler": {"n_slots": 3, "record_final_obs": False}},
 }
 
@@ -190,6 +192,8 @@ def is_possible(cell: Cell) -> bool:
         return False  # these environments give no info
     if recorded == "three slots, no final_obs" and (is_async or agent == "that reports values"):
         return False
+    if agent == "one policy":
+        return kind == "lock-step"
     if agent in ("three policies", "two roles"):
         is_served = sampler.startswith(("central", "alternating")) or "own process" in sampler or "by one" in sampler
         of_three = kind == "lock-step"
@@ -252,6 +256,8 @@ MODELS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "recurrent gaussian": (PENDULUM, lambda: RecurrentGaussianPgAgent(lambda: Lstm(3, 1))),
     "recurrent epsilon-greedy": (COUNTING, lambda: RecurrentEpsilonGreedyAgent(lambda: LstmQ(2, 3), epsilon=0.3)),
     "function": (NestedEnv, lambda: FunctionAgent(scripted)),
+    "numpy": (CARTPOLE, lambda: CategoricalPgAgent(lambda: CartPoleNet().double(), inference="numpy")),
+    "traced": (CARTPOLE, lambda: CategoricalPgAgent(lambda: CartPoleNet().double(), inference="traced")),
 }
 #: They have no value.
 WITHOUT_VALUE = ("deterministic", "squashed", "function")

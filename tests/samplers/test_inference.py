@@ -1,4 +1,4 @@
-"""inference="numpy" and "traced" in samplers: they follow publications, are checked at the start, and keep the seed."""
+"""inference="numpy" and "traced" in samplers: they follow publications, and are checked at the start."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from penstock import (
 from penstock.testing import DelegatingAgent
 
 from ..models import CartPoleNet as Net
-from ..scale import START_METHODS, pairs, scaled, some
-from ..support import Batch, assert_same, collect_with
+from ..scale import START_METHODS, pairs
 
 pytestmark = pytest.mark.slow
 
@@ -85,34 +84,6 @@ def test_workers_of_every_start_method_follow_publications(kind: str, server: st
 @pytest.mark.parametrize("kind", FAST)
 def test_an_agent_around_it_follows_publications(kind: str) -> None:
     check_publications(SerialSampler, kind, DelegatingAgent)
-
-
-# ---- one seed, one batch -----------------------------------------------------------------------
-
-
-def batches(cls: Any, kind: Any, **options: Any) -> list[Batch]:
-    sizes = {"batch_T": 30, "batch_B": 6}
-    return collect_with(cls, CARTPOLE, CategoricalPgAgent(Net, inference=kind), 3, seed=4, **sizes, **options)
-
-
-@pytest.mark.parametrize("kind", ["torch", *FAST])
-def test_the_number_of_workers_changes_no_more_than_the_last_bits(kind: str) -> None:
-    """As for torch's models: the rows of a matrix product may be rounded in another way if there are more of them."""
-    reference = batches(SerialSampler, kind)
-    assert any(batch.env.done.any() for batch, _ in reference)
-    two, four = (ParallelSampler, {"n_workers": 2}), (ParallelSampler, {"n_workers": 4})
-    for cls, options in scaled([two, four, SAMPLERS["central"]], [four, SAMPLERS["central"]]):
-        assert_same(batches(cls, kind, **options), reference, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", some(FAST, 1))
-def test_the_same_sampler_gives_the_same_bits_again(kind: str) -> None:
-    assert_same(*(batches(ParallelSampler, kind, n_workers=2) for _ in range(2)))
-
-
-@pytest.mark.parametrize("kind", FAST)
-def test_the_actions_are_those_of_torch(kind: str) -> None:
-    assert_same(batches(SerialSampler, kind), batches(SerialSampler, "torch"), rtol=1e-5, atol=1e-5)
 
 
 # ---- the check at the start --------------------------------------------------------------------

@@ -23,7 +23,6 @@ from penstock import (
     Affinity,
     AsyncSampler,
     CategoricalPgAgent,
-    ConfigError,
     FunctionAgent,
     GpuSampler,
     ParallelSampler,
@@ -32,82 +31,16 @@ from penstock import (
     Sampler,
     SamplerStateError,
     SerialSampler,
-    TrajInfo,
     WaitResetCollector,
 )
 from penstock.agents.joint import DelegatingAgent
 from penstock.envs import CountingEnv
 from penstock.workers.affinity import usable_cpus
 
-from ..scale import START_METHODS, methods, scaled
-from ..support import leave_memory, sampler_of
+from ..scale import START_METHODS, methods
+from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-
-
-class OwnTrajInfo(TrajInfo):
-    """With attributes of its own, a constant, and a payload that fills pipes."""
-
-    def __init__(self, discount: float = 1.0, bonus: float = 0.0, payload: int = 0) -> None:
-        super().__init__(discount)
-        self.Bonus = bonus
-        self.actions: list[int] = []
-        self.payload = bytes(payload)
-        self.final: Any = None
-
-    def step(self, observation: Any, action: Any, reward: float, *rest: Any) -> None:
-        super().step(observation, action, reward, *rest)
-        self.actions.append(action)
-
-    def terminate(self, final_observation: Any) -> None:
-        self.final = final_observation.copy()
-
-
-@pytest.mark.slow
-@both
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, OwnTrajInfo])
-def test_every_one_step_episode_is_delivered_in_its_batch(cls: type[Sampler], traj_info_cls: type[TrajInfo]) -> None:
-    T, B = 2000, 3
-    how = {"env_kwargs": {"length": 1}, "traj_info_cls": traj_info_cls}
-    with cls(CountingEnv, batch_T=T, batch_B=B, n_workers=2, **how) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        for itr in range(scaled(3, 2)):
-            samples, infos = sampler.obtain_samples(itr)
-            assert samples.env.done.all()
-            assert len(infos) == T * B
-            assert {(info.Length, info.Return) for info in infos} == {(1, 1.0)}
-
-
-@pytest.mark.slow
-@methods("fork", "forkserver")
-def test_a_subclass_keeps_constants_attributes_and_class(start_method: str) -> None:
-    how = {"start_method": start_method, "traj_info_cls": OwnTrajInfo}
-    with sampler_of(ParallelSampler, batch_T=10, batch_B=3, **how) as sampler:
-        sampler.initialize(RandomAgent(), seed=0, traj_info_kwargs={"discount": 0.5, "bonus": 2.5, "payload": 300_000})
-        samples, infos = sampler.obtain_samples(0)
-        assert len(infos) == 6
-        for info in infos:
-            assert type(info) is OwnTrajInfo
-            assert info.Bonus == 2.5
-            assert info.DiscountedReturn == 1 + 2 / 2 + 3 / 4 + 4 / 8 + 5 / 16
-            assert len(info.payload) == 300_000
-            assert info.final.tolist()[1] == 5
-        # Ordered by time step, then env_rank: first the three that ended at t=4.
-        for b, info in enumerate(infos[:3]):
-            assert info.actions == samples.agent.action[:5, b].tolist()
-
-
-@pytest.mark.slow
-def test_more_workers_than_environments_and_uneven_shares() -> None:
-    with ParallelSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=5) as sampler:
-        sampler.initialize(RandomAgent())
-        assert sampler.n_workers == 2
-        sampler.obtain_samples(0)
-    with ParallelSampler(CountingEnv, batch_T=2, batch_B=5, n_workers=3, eval_n_envs=1, eval_max_steps=11) as sampler:
-        sampler.initialize(RandomAgent())
-        assert [len(w.env_ranks) for w in sampler.stats().workers] == [2, 2, 1]
-        assert len(sampler.evaluate_agent(0)) == 2  # two of the three workers have nothing to evaluate
-        sampler.obtain_samples(0)
 
 
 class WhereEnv(CountingEnv):
@@ -393,19 +326,6 @@ def test_samples_are_views_of_one_memory_and_a_copy_is_not(cls: type[Sampler]) -
         assert example.agent.bootstrap_value.shape == ()
 
 
-@both
-def test_evaluation_is_bounded_by_steps_and_by_trajectories(cls: type[Sampler]) -> None:
-    def evaluate(**kwargs: Any) -> list[TrajInfo]:
-        with cls(CountingEnv, batch_T=2, batch_B=2, eval_n_envs=3, **kwargs) as sampler:
-            sampler.initialize(RandomAgent())
-            return sampler.evaluate_agent(0)
-
-    assert len(evaluate(eval_max_steps=3 * 50)) == 30  # episodes of 5 steps
-    few = evaluate(eval_max_steps=3_000_000_000, eval_max_trajectories=10)
-    # A worker stops by itself at 10, whatever the others have; all three environments may end together.
-    assert 10 <= len(few) <= 3 * 12
-
-
 def test_stats_add_up() -> None:
     with ParallelSampler(CountingEnv, batch_T=50, batch_B=4, n_workers=2) as sampler:
         sampler.initialize(RandomAgent())
@@ -475,66 +395,3 @@ def test_an_id_and_a_registration_in_this_process_are_enough(cls: type[Sampler])
             assert len(sampler.obtain_samples(0)[1]) == 4
     finally:
         gym.registry.pop("PenstockCounting-v0")
-
-
-@both
-def test_a_list_of_callables_gives_each_column_its_own_environment(cls: type[Sampler]) -> None:
-    fns = [partial(CountingEnv, length=n) for n in (1, 2, 4)]
-    with cls(fns, batch_T=4, batch_B=3, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent())
-        assert sampler.obtain_samples(0)[0].env.done.sum(0).tolist() == [4, 2, 1]
-
-
-def test_columns_must_share_their_spaces() -> None:
-    fns = [CountingEnv, partial(CountingEnv, dtype=np.float64)]
-    with (
-        ParallelSampler(fns, batch_T=4, batch_B=2) as sampler,
-        pytest.raises(Exception, match=r"observation_space of env_rank 1 is .*float64.*same spaces"),
-    ):
-        sampler.initialize(RandomAgent())
-
-
-@both
-def test_float64_observations_stay_unless_asked(cls: type[Sampler]) -> None:
-    for dtype, recorded in ((None, torch.float64), (np.float32, torch.float32)):
-        with cls(partial(CountingEnv, dtype=np.float64), batch_T=2, batch_B=1, observation_dtype=dtype) as sampler:
-            sampler.initialize(RandomAgent())
-            assert sampler.obtain_samples(0)[0].env.observation.dtype is recorded
-
-
-@both
-def test_final_observations_can_be_left_out(cls: type[Sampler]) -> None:
-    with cls(CountingEnv, batch_T=2, batch_B=1, record_final_obs=False) as sampler:
-        sampler.initialize(RandomAgent())
-        samples, _ = sampler.obtain_samples(0)
-        with pytest.raises(AttributeError, match="no field 'final_obs'; it has observation"):
-            _ = samples.env.final_obs
-
-
-class Misshapen(CountingEnv):
-    def step(self, action: Any) -> Any:
-        observation, *rest = super().step(action)
-        return observation[:1] if self.count == 3 else observation, *rest
-
-
-@both
-def test_an_observation_of_the_wrong_shape_is_named(cls: type[Sampler]) -> None:
-    from penstock import WorkerError
-
-    envs = [CountingEnv, CountingEnv, Misshapen]
-    with cls(envs, batch_T=8, batch_B=3, n_workers=2, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent())
-        with pytest.raises(
-            WorkerError,
-            match=r"SpaceError .* env_rank 2, t=2 \(.*\): observation of env_rank 2 must have shape \(2,\), got \(1,\)",
-        ):
-            sampler.obtain_samples(0)
-
-
-def test_memory_beyond_the_limit_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_memory(monkeypatch, 10_000, small=0)
-    with (
-        ParallelSampler(CountingEnv, batch_T=1000, batch_B=8) as sampler,
-        pytest.raises(ConfigError, match="KiB are free"),
-    ):
-        sampler.initialize(RandomAgent())

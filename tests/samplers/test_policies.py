@@ -21,14 +21,13 @@ from penstock import (
     SerialSampler,
     SpaceError,
     StaleSamplesError,
-    TrajInfo,
 )
 from penstock.buffers import PolicySamples
 from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.learning import Replay, Steps, gae
 
-from ..scale import quick_first, some
-from ..support import assert_same, check_rules, collect_with
+from ..scale import quick_first
+from ..support import assert_same, collect_with
 from ..toy_games import Book, Numbered, Published, Roles, Valued, odd_or_even
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
@@ -44,29 +43,6 @@ def two(cls: type[Any] = Book) -> dict[str, Any]:
 
 
 # ---- one seed, one batch -----------------------------------------------------------------------
-
-
-def test_each_policy_plays_as_the_shared_one_does() -> None:
-    """Who plays an agent changes neither its random numbers nor its cells."""
-    # The random steps before the first batch are drawn policy by policy, so there are none.
-    shared = collect_with(SerialSampler, ScriptedGame, Book(), env_kwargs=MIXED, max_decorrelation_steps=0)
-    with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=9, batch_B=5, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(two(), policy_of=odd_or_even, seed=7, bootstrap_value=True)
-        seats = sampler.seats()
-        everyone = [(e, f"a{i}") for e, kwargs in enumerate(MIXED) for i in range(kwargs["k"])]
-        assert sorted(seats["odd"] + seats["even"]) == everyone
-        for itr, (wanted, infos) in enumerate(shared):
-            _, found = sampler.obtain_samples(itr)
-            for policy, own in sampler.samples_np.items():
-                columns = [everyone.index(seat) for seat in seats[policy]]
-                for (name, left), (_, right) in zip(wanted[:, columns].leaves(), own.leaves(), strict=True):
-                    np.testing.assert_array_equal(left, right, err_msg=f"{policy}, {name}")
-                check_rules(own)
-            assert len(found) == len(infos)
-            for info, other in zip(found, infos, strict=True):
-                policy = None if info.agent_id is None else odd_or_even(info.agent_id)
-                assert {**vars(info), "policy": None} == {**other, "policy": None}
-                assert info.policy == policy
 
 
 # ---- the batch ---------------------------------------------------------------------------------
@@ -139,31 +115,6 @@ def test_the_columns_of_an_environment_can_be_seen_together() -> None:
         samples, _ = sampler.obtain_samples(0)
         with pytest.raises(ConfigError, match=r"the same number of agents in each environment.* it differs between"):
             samples.even.by_env()
-
-
-@pytest.mark.parametrize(
-    ("cls", "kwargs"),
-    quick_first(
-        [
-            (SerialSampler, {}),
-            (GpuSampler, {"n_workers": 2}),
-            (GpuSampler, {"n_workers": 2, "server": "process"}),
-            (AlternatingSampler, {"n_workers": 3}),
-            (AsyncSampler, {"n_workers": 2, "lag": 1}),
-        ],
-    ),
-)
-def test_a_dict_may_have_one_policy(cls: type[Any], kwargs: dict[str, Any]) -> None:
-    wanted = collect_with(SerialSampler, ScriptedGame, Book(), env_kwargs=MIXED)
-    found = collect_with(
-        cls, ScriptedGame, {"main": Book()}, policy_of=lambda agent: "main", env_kwargs=MIXED, **kwargs
-    )
-    for (batch, infos), (own, others) in zip(wanted, found, strict=True):
-        assert list(own.keys()) == ["main"]
-        assert_same([(batch, 0)], [(own.main, 0)])
-        for info, other in zip(infos, others, strict=True):
-            assert {**other, "policy": None} == {**info, "policy": None}
-            assert other.get("policy") == (None if other.get("agent_id") is None else "main")
 
 
 def test_a_replay_needs_one_agent() -> None:
@@ -307,62 +258,6 @@ def test_one_policy_has_figures_of_its_own_too() -> None:
 
 
 # ---- evaluation --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_workers", some([3, 1], 1))
-def test_evaluations_count_games(n_workers: int) -> None:
-    found = []
-    for limits in ({"eval_episodes": 50}, {"eval_max_trajectories": 50}):
-        with ParallelSampler(
-            ScriptedGame, batch_T=5, batch_B=3, eval_n_envs=3, eval_max_steps=5000, n_workers=n_workers, **limits
-        ) as sampler:
-            sampler.initialize(two(), policy_of=odd_or_even, seed=0)
-            for itr in range(2):
-                infos = sampler.evaluate_agent(itr)
-                games = [info for info in infos if info.agent_id is None]
-                agents = [info for info in infos if info.agent_id is not None]
-                if "eval_episodes" in limits:
-                    assert len(games) == 50
-                    assert sorted(sum(info.env_rank == e for info in games) for e in range(3)) == [16, 17, 17]
-                    found.append([vars(info) for info in infos])
-                else:
-                    assert 50 <= len(games) < 500
-                # Each agent of each of these games, and of none else.
-                ended = {(info.env_rank, info.episode) for info in games}
-                assert len(ended) == len(games)
-                if "eval_episodes" in limits:
-                    assert {(info.env_rank, info.episode) for info in agents} == ended
-                    for game in games[:10]:
-                        own = [i for i in agents if (i.env_rank, i.episode) == (game.env_rank, game.episode)]
-                        late = game.Return - sum(info.Return for info in own)
-                        assert late >= 0
-                        assert (2 * late) % 1 == 0
-                        assert max(info.Length for info in own) <= game.Length
-                assert all(info.policy == odd_or_even(info.agent_id) for info in agents)
-    assert found[0] != found[1], "each evaluation has streams of its own"
-
-
-def test_an_agent_sees_its_rewards_in_an_evaluation_too() -> None:
-    class Rewards(TrajInfo):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[float] = []
-            self.own: list[float] = []
-
-        def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
-            super().step(observation, action, reward, *rest)
-            self.seen.append(float(rest[2].prev_reward))
-            self.own.append(float(reward))
-
-    with SerialSampler(
-        ScriptedGame, batch_T=4, batch_B=1, eval_n_envs=2, eval_episodes=30, traj_info_cls=Rewards
-    ) as sampler:
-        sampler.initialize(Book(), seed=0)
-        infos = [info for info in sampler.evaluate_agent(0) if info.agent_id is not None]
-        assert sum(len(info.own) for info in infos) > 100
-        for info in infos:
-            assert info.seen == [0, *info.own[:-1]]
 
 
 def test_evaluation_may_have_other_agents() -> None:

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 
 from penstock import (
-    AsyncSampler,
     ConfigError,
     GameError,
-    GpuSampler,
     NamedArrays,
     ParallelSampler,
     RandomAgent,
@@ -28,7 +26,6 @@ from penstock import (
     WaitResetCollector,
     WorkerError,
 )
-from penstock.columns import episode_log
 from penstock.envs.toy import ScriptedGame
 
 from ..toy_games import Odd, TurnGame
@@ -267,34 +264,6 @@ def test_masks_states_and_games_that_return_the_same_arrays(options: dict[str, A
                         assert rewards[agent_id] == sampler.samples_np.env.reward[t, column]
 
 
-def test_the_seeds_are_the_same_in_every_sampler() -> None:
-    found = []
-    for cls, options in ((SerialSampler, {}), (GpuSampler, {}), (AsyncSampler, {"n_slots": 3})):
-        with recording_sampler(cls, **options, eval_n_envs=2, eval_episodes=4, eval_env_kwargs={"k": 3}) as sampler:
-            sampler.initialize(RandomAgent(), seed=4)
-            if isinstance(sampler, AsyncSampler):
-                sampler.start()
-            infos = [info for itr in range(N) for info in sampler.obtain_samples(itr)[1]]
-            found.append([(info.env_rank, info.agent_id, info.episode, info.seed) for info in infos])
-            found[-1] += [vars(info) for info in sampler.evaluate_agent(N)]
-    assert found[0] == found[1] == found[2]
-
-
-def test_without_the_option_nothing_changes_but_the_games_after_the_first() -> None:
-    evaluations, firsts = [], []
-    for seed_episodes in (False, True):
-        with recording_sampler(
-            SerialSampler, seed_episodes=seed_episodes, eval_n_envs=2, eval_episodes=4, eval_env_kwargs={"k": 3}
-        ) as sampler:
-            sampler.initialize(RandomAgent(), seed=4)
-            infos = [info for itr in range(N) for info in sampler.obtain_samples(itr)[1]]
-            assert all((info.seed is None) is not seed_episodes for info in infos)
-            firsts.append([repr(info).split(", seed")[0].rstrip(")") for info in infos if info.episode == 0])
-            evaluations.append([repr(info) for info in sampler.evaluate_agent(0)])
-    assert firsts[0] == firsts[1]
-    assert evaluations[0] == evaluations[1]
-
-
 # ---- failures --------------------------------------------------------------------------------
 
 
@@ -318,20 +287,6 @@ def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where:
         assert game.t == episode.step
         with pytest.raises(GameError, match=f"failed at {episode.step + 1}"):
             game.step(actions)
-
-
-def test_run_stops_before_a_reset_that_failed() -> None:
-    with (
-        recording_sampler(SerialSampler, partial(FailsOnce, "reset", 4)) as sampler,
-        pytest.raises(WorkerError) as caught,
-    ):
-        sampler.initialize(RandomAgent(), seed=1)
-        for itr in range(50):
-            sampler.obtain_samples(itr)
-    game, actions = caught.value.episode.run()
-    assert actions is None
-    assert caught.value.episode.is_reset
-    game.reset(seed=caught.value.episode.seed)
 
 
 def test_games_of_a_worker_that_was_replaced_have_new_seeds(tmp_path: Path) -> None:
@@ -406,18 +361,6 @@ def test_a_game_that_is_not_deterministic_is_named_with_its_first_step_that_diff
         sampler.obtain_samples(0)
         with pytest.raises(RepeatError, match=r"of env_rank 2 differs .* of its 2 steps: the reward of step 0 is \["):
             sampler.episode(2, 2).run()
-
-
-def test_a_game_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode_log, "_MOST_STEPS", 7)
-    with recording_sampler(SerialSampler, ScriptedGame, env_kwargs={"script": [{}] * 60}) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        for itr in range(4):
-            sampler.obtain_samples(itr)
-            if itr == 0:
-                sampler.episode(0, T - 1).run()[0].close()
-        with pytest.raises(RepeatError, match=r"Of its 46 steps, the log no longer has the first 29"):
-            sampler.episode(0, 10).run()
 
 
 def test_games_in_turns_and_policies_that_are_not_recorded_are_refused() -> None:

@@ -161,17 +161,6 @@ def test_a_run_with_central_inference_continues(cls: type[Sampler]) -> None:
     check("state, NEXT_STEP", cls)
 
 
-def test_a_run_that_is_saved_before_its_first_batch() -> None:
-    make = partial(started, SerialSampler, Walks, None)
-    with make() as sampler:
-        state, expected = sampler.state_dict(), collect(sampler, 2)
-    for _ in range(2):
-        with make() as sampler:
-            sampler.load_state_dict(state)
-            state = sampler.state_dict()  # loading and saving at once
-            assert_same(collect(sampler, 2), expected)
-
-
 # ---- how it is saved -----------------------------------------------------------------------------
 
 

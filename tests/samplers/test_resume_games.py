@@ -1,4 +1,4 @@
-"""Runs of several agents that are saved and continued: as a plain loop that was never interrupted."""
+"""Runs of several agents that are saved and continued: as a run that was never interrupted."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from penstock import (
     GpuSampler,
     NamedArrays,
     ParallelSampler,
+    RandomAgent,
     ResetCollector,
     SerialSampler,
     TrajInfo,
@@ -25,7 +26,7 @@ from penstock import (
 from penstock.envs.toy import ScriptedGame
 from penstock.testing import check_env_state
 
-from ..game_loop import GameLoop, by_policy, ends_of, first_seeds
+from ..support import assert_same, collect
 from ..toy_games import Book, TurnGame, split_agents
 
 T, B, SEED = 6, 4, 5
@@ -112,28 +113,37 @@ def of_games(cls: Any, env_fn: Any = ScriptedGame, **options: Any) -> Any:
     return cls(env_fn, **options)
 
 
-def follow(sampler: Any, loop: GameLoop, itrs: range) -> list[Any]:
-    """Compare these batches with the loop. Returns copies of them, with the trajectories."""
-    found = []
-    for itr in itrs:
-        _, infos = sampler.obtain_samples(itr)
-        assert ends_of(infos) == loop.follow(sampler.samples_np)
-        found.append((sampler.samples_np.copy(), [repr(info) for info in infos]))
-    return found
+N = 3
 
 
-def check_agents(batches: Sequence[Any]) -> None:
-    """The agents have counted their own steps as the games have, and have drawn no number twice."""
-    for name in by_policy(batches[0]):
-        noise = []
-        for batch in batches:
-            samples = by_policy(batch)[name]
-            valid = samples.env.valid
-            seen = samples.agent.agent_info
-            np.testing.assert_array_equal(seen.own[valid], samples.env.observation[..., 2][valid])
-            noise.append(seen.noise[valid])
-        drawn = np.concatenate(noise)
-        assert len(np.unique(drawn)) > 0.99 * len(drawn)
+def continued(
+    first: Any, second: Any, env_fn: Any = ScriptedGame, at_start: Any = None, only: Any = range(B), **options: Any
+) -> tuple[dict[str, Any], Any]:
+    """Check that N batches, and N more of another sampler, are those of a run that has never ended. Where environments
+    begin again, these are the cells of `only` the others. Returns the state, and what `load_state_dict` has said."""
+    at_start = at_start or (lambda: {"agent": Kept()})
+    with of_games(SerialSampler, env_fn, **options) as sampler:
+        sampler.initialize(**at_start(), seed=SEED)
+        wanted, seats = collect(sampler, 2 * N), sampler.seats()
+    with of_games(first, env_fn, **options) as sampler:
+        sampler.initialize(**at_start(), seed=SEED)
+        found, state = collect(sampler, N), sampler.state_dict()
+    with of_games(second, env_fn, **options) as sampler:
+        sampler.initialize(**at_start(), seed=SEED)
+        report = sampler.load_state_dict(state)
+        assert sampler.state_dict()["columns"].keys() == state["columns"].keys()
+        found += collect(sampler, range(N, 2 * N))
+    if len(only) == B:
+        assert_same(found, wanted)
+    for name, own in seats.items():
+        parts = [[batch if "env" in batch else batch[name] for batch, _ in run] for run in (found, wanted)]
+        stays = [b for b, (e, _) in enumerate(own) if e in only]
+        begins = [b for b, (e, _) in enumerate(own) if e not in only]
+        assert_same(*([batch[:, stays] for batch in run] for run in parts))
+        again = parts[0][N].env
+        assert (again.prev_done[0] == again.valid[0])[begins].all()
+        assert not begins or not np.array_equal(again.observation[:, begins], parts[1][N].env.observation[:, begins])
+    return state, report
 
 
 @pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector, Counting])
@@ -145,98 +155,30 @@ def check_agents(batches: Sequence[Any]) -> None:
 def test_a_run_continues_as_if_it_had_never_ended(
     first: Any, second: Any, n_policies: int, collector_cls: Any, env_fn: Any
 ) -> None:
-    options = {"collector_cls": collector_cls}
-    with of_games(first, env_fn, **options) as sampler:
-        sampler.initialize(**split_agents(n_policies, Kept), seed=SEED)
-        waits = collector_cls is WaitResetCollector
-        loop = GameLoop(lambda e: ScriptedGame(**KINDS[e]), first_seeds(B, SEED), sampler.seats(), waits=waits)
-        before = follow(sampler, loop, range(3))
-        state = sampler.state_dict(env_state="require")
-        kind = {column["kind"] for column in state["columns"].values()}
-        assert kind == {"pickle" if env_fn is ScriptedGame else "get_state"}
-    with of_games(second, env_fn, **options) as sampler:
-        sampler.initialize(**split_agents(n_policies, Kept), seed=SEED)
-        assert list(sampler.load_state_dict(state).exact) == list(range(B))
-        again = sampler.state_dict(env_state="require")
-        after = follow(sampler, loop, range(3, 6))
-        assert again["columns"].keys() == state["columns"].keys()
-        batches = [batch for batch, _ in before + after]
-        check_agents(batches)
-        if collector_cls is Counting:
-            for name, seats in sampler.seats().items():
-                for b, (e, _) in enumerate(seats):
-                    assert by_policy(batches[-1])[name].env.extra.games[-1, b] == loop.episodes[e]
-    with of_games(SerialSampler, env_fn, **options) as sampler:  # the actions too are those of one long run
-        sampler.initialize(**split_agents(n_policies, Kept), seed=SEED)
-        for itr, (batch, infos) in enumerate(before + after):
-            _, others = sampler.obtain_samples(itr)
-            assert [repr(info) for info in others] == infos
-            for (name, left), (_, right) in zip(batch.leaves(), sampler.samples_np.leaves(), strict=True):
-                np.testing.assert_array_equal(left, right, name)
+    options = {"collector_cls": collector_cls, "traj_info_cls": Own if n_policies == 2 else TrajInfo}
+    state, report = continued(first, second, env_fn, partial(split_agents, n_policies, Kept), **options)
+    assert {column["kind"] for column in state["columns"].values()} == {
+        "pickle" if env_fn is ScriptedGame else "get_state"
+    }
+    assert list(report.exact) == list(range(B))
 
 
 @pytest.mark.parametrize("n_policies", [1, 2])
 def test_what_cannot_be_saved_is_reseeded_game_by_game(n_policies: int) -> None:
-    env_fns = [ScriptedGame, Unsaved, ScriptedGame, Unsaved]
+    env_fns, at_start = [ScriptedGame, Unsaved, ScriptedGame, Unsaved], partial(split_agents, n_policies, Kept)
+    _, report = continued(two, SerialSampler, env_fns, at_start, only=(0, 2))
+    assert report.exact == (0, 2)
+    assert "socket" in report.reseeded[1]
     with of_games(two, env_fns) as sampler:
-        sampler.initialize(**split_agents(n_policies, Kept), seed=SEED)
-        loop = GameLoop(lambda e: ScriptedGame(**KINDS[e]), first_seeds(B, SEED), sampler.seats())
-        before = follow(sampler, loop, range(3))
-        state = sampler.state_dict()
+        sampler.initialize(**at_start(), seed=SEED)
         with pytest.raises(ConfigError, match=r"env_rank 1.*it has a socket"):
             sampler.state_dict(env_state="require")
-    with of_games(SerialSampler, env_fns) as sampler:
-        sampler.initialize(**split_agents(n_policies, Kept), seed=SEED)
-        report = sampler.load_state_dict(state)
-        assert report.exact == (0, 2)
-        assert "socket" in report.reseeded[1]
-        for e in (1, 3):
-            loop.restart(e, first_seeds(B, SEED, state["generation"] + 1)[e])
-        after = follow(sampler, loop, range(3, 6))
-        check_agents([batch for batch, _ in before + after])
 
 
 @pytest.mark.parametrize("cls", [partial(GpuSampler, n_workers=2), partial(AlternatingSampler, n_workers=2)])
 def test_a_central_sampler_continues(cls: Any) -> None:
-    env_fns, found = [ScriptedGame, ScriptedGame, Unsaved, ScriptedGame], []
-    with of_games(cls, env_fns) as sampler:
-        sampler.initialize(Kept(), seed=SEED)
-        loop = GameLoop(lambda e: ScriptedGame(**KINDS[e]), first_seeds(B, SEED), sampler.seats())
-        found += follow(sampler, loop, range(3))
-        state = sampler.state_dict()
-    with of_games(partial(GpuSampler, n_workers=3), env_fns) as sampler:
-        sampler.initialize(Kept(), seed=SEED)
-        assert sampler.load_state_dict(state).exact == (0, 1, 3)
-        loop.restart(2, first_seeds(B, SEED, state["generation"] + 1)[2])
-        check_agents([batch for batch, _ in found + follow(sampler, loop, range(3, 6))])
-
-
-def test_trajectories_of_a_subclass_continue() -> None:
-    with of_games(SerialSampler, traj_info_cls=Own) as sampler:
-        sampler.initialize(Kept(), seed=SEED)
-        columns = {seat: list[int]() for seat in sampler.seats()["agent"]}
-        infos = [_actions_of(sampler, itr, columns) for itr in range(2)]
-        state = sampler.state_dict(env_state="require")
-    with of_games(two, traj_info_cls=Own) as sampler:
-        sampler.initialize(Kept(), seed=SEED)
-        sampler.load_state_dict(state)
-        infos += [_actions_of(sampler, itr, columns) for itr in range(2, 6)]
-    assert sum(infos) > 10
-
-
-def _actions_of(sampler: Any, itr: int, running: dict[Any, list[int]]) -> int:
-    """Compare the sums of actions in a batch's trajectories with those of its cells. Returns how many there are."""
-    _, infos = sampler.obtain_samples(itr)
-    env, action, wanted = sampler.samples_np.env, sampler.samples_np.agent.action, []
-    for t in range(T):
-        for b, seat in enumerate(running):
-            if env.valid[t, b]:
-                running[seat] = [*([] if env.prev_done[t, b] else running[seat]), int(action[t, b])]
-            if env.done[t, b]:
-                wanted.append((*seat, sum(running[seat])))
-    found = [(info.env_rank, info.agent_id, info.actions) for info in infos if info.agent_id is not None]
-    assert sorted(found) == sorted(wanted)
-    return len(found)
+    env_fns = [ScriptedGame, ScriptedGame, Unsaved, ScriptedGame]
+    assert continued(cls, partial(GpuSampler, n_workers=3), env_fns, only=(0, 1, 3))[1].exact == (0, 1, 3)
 
 
 class Pair(Agent):
@@ -269,22 +211,7 @@ class Pair(Agent):
 
 
 def test_a_joint_agent_continues() -> None:
-    script: Any = [{}] * 10
-    options: dict[str, Any] = {"env_kwargs": {"k": 2, "script": script}}
-    with of_games(SerialSampler, **options) as sampler:
-        sampler.initialize(Pair(), seed=SEED)
-        for itr in range(2):
-            sampler.obtain_samples(itr)
-        state = sampler.state_dict(env_state="require")
-    with of_games(two, **options) as sampler:
-        sampler.initialize(Pair(), seed=SEED)
-        sampler.load_state_dict(state)
-        for itr in range(2, 5):
-            sampler.obtain_samples(itr)
-            samples = sampler.samples_np
-            steps = (np.arange(T) + itr * T) % 10
-            assert (samples.env.observation[..., 1] == steps[:, None]).all()
-            assert (samples.agent.agent_info.own == steps[:, None] + 1).all()
+    continued(SerialSampler, two, at_start=lambda: {"agent": Pair()}, env_kwargs={"k": 2, "script": [{}] * 10})
 
 
 def test_other_policies_are_refused() -> None:
@@ -346,27 +273,7 @@ def test_the_proof_works_for_games() -> None:
             check_env_state(env_fn)
 
 
-@pytest.mark.parametrize("options", [{"global_state": True}, {"mask": True}])
-def test_what_observations_get_beside_their_own_continues(options: dict[str, Any]) -> None:
-    masked = options.pop("mask", False)
-
-    def agent() -> Any:
-        from penstock import RandomAgent
-
-        return RandomAgent(mask_key="info.action_mask") if masked else RandomAgent()
-
-    env_fn: Any = Masked if masked else ScriptedGame
-    found: list[Any] = []
-    options = {"env_kwargs": None, **options}
-    for n_first in (4, 2):
-        with of_games(SerialSampler, env_fn, **options) as sampler:
-            sampler.initialize(agent(), seed=SEED)
-            found.append([sampler.obtain_samples(itr)[0].copy() for itr in range(n_first)])
-            state = sampler.state_dict(env_state="require")
-    with of_games(two, env_fn, **options) as sampler:
-        sampler.initialize(agent(), seed=SEED)
-        sampler.load_state_dict(state)
-        for itr in (2, 3):
-            samples, _ = sampler.obtain_samples(itr)
-            for (name, left), (_, right) in zip(samples.numpy().leaves(), found[0][itr].numpy().leaves(), strict=True):
-                np.testing.assert_array_equal(left, right, name)
+def test_what_observations_get_beside_their_own_continues() -> None:
+    continued(SerialSampler, two, at_start=lambda: {"agent": RandomAgent()}, env_kwargs=None, global_state=True)
+    masked = partial(RandomAgent, mask_key="info.action_mask")
+    continued(SerialSampler, two, Masked, lambda: {"agent": masked()}, env_kwargs=None)

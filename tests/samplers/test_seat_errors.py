@@ -3,8 +3,6 @@ value is at fault, the agent."""
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,8 +14,6 @@ from gymnasium import spaces
 
 from penstock import (
     AgentStep,
-    AlternatingSampler,
-    AsyncSampler,
     ConfigError,
     GpuSampler,
     ParallelSampler,
@@ -32,10 +28,9 @@ from penstock.learning import Replay, gae
 
 from ..scale import pairs, quick_first, scaled
 from ..support import collect_with
-from ..toy_games import Book, Valued
+from ..toy_games import Valued
 
 LONG: Any = [{}] * 30
-SAVED = ("env_steps", "batches", "trajectories", "agent_steps", "late_rewards")  # counts that a resumed run continues
 Spoil = Callable[[Any, list[Any]], Any]
 
 SAMPLERS: list[tuple[type[Sampler], dict[str, Any]]] = [
@@ -167,19 +162,6 @@ def test_a_wrong_step_is_named(name: str) -> None:
             assert len(text.splitlines()[0]) < 700
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPOILS)
-@pytest.mark.parametrize("options", [{"global_state": True}, {"debug": True}])
-def test_a_wrong_step_is_named_with_more_options(name: str, options: dict[str, Any]) -> None:
-    spoil, message = SPOILS[name]
-    with SerialSampler(spoiled(spoil), batch_T=9, batch_B=3, max_decorrelation_steps=0, **options) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(WorkerError, match="env_rank 2") as told:
-            sampler.obtain_samples(0)
-        if "debug" in options or name not in ("observation is text", "observation of None"):
-            assert re.search(message.replace("observation of env", r"observation\S* of env"), str(told.value))
-
-
 def test_wrong_steps_before_the_first_batch_are_named() -> None:
     for spoil, message in (SPOILS["vanishes"], SPOILS["unknown reward"], SPOILS["observation of another shape"]):
         with SerialSampler(spoiled(spoil, 1), batch_T=9, batch_B=3, max_decorrelation_steps=60) as sampler:
@@ -229,29 +211,6 @@ def test_what_is_unusual_but_clear_is_accepted() -> None:
                 assert env.reward[2, column] > 0
 
 
-class OfThoseWhoAct(Spoiled):
-    """Its list has only agents that have acted, and those that `spoil` adds."""
-
-    def step(self, actions: dict[str, Any]) -> Any:
-        self.agents = [*actions]
-        return super().step(actions)
-
-
-def test_who_has_ended_when_it_is_listed_first_does_not_join() -> None:
-    def joins_flagged(game: Any, results: list[Any]) -> None:
-        game.agents.append("a2")
-        for part, value in zip(results, (results[0]["a1"], 5.0, True, False, {}), strict=True):
-            part["a2"] = value
-
-    with SerialSampler(
-        partial(OfThoseWhoAct, joins_flagged, 2, start=["a0", "a1"]), batch_T=4, batch_B=1, max_decorrelation_steps=0
-    ) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        sampler.obtain_samples(0)
-        assert not sampler.samples_np.env.valid[:, 2].any()
-        assert sampler.stats().late_rewards == 1
-
-
 def test_an_index_of_columns_is_for_one_policy() -> None:
     with SerialSampler(ScriptedGame, batch_T=4, batch_B=2) as sampler:
         sampler.initialize({"one": RandomAgent(), "two": RandomAgent()}, policy_of=kinds, seed=0)
@@ -266,38 +225,6 @@ def test_an_index_of_columns_is_for_one_policy() -> None:
         for take in (partial(gae, discount=0.9, lambda_=0.9), Replay(100, discount=0.9).append):
             with pytest.raises(ConfigError, match=r"(?i)with several policies, give the samples of one"):
                 take(batch)
-
-
-class Ghostly(ScriptedGame):
-    """a1 ends in step 2 and stays in `agents` until step 4. It comes back in step 6."""
-
-    def __init__(self) -> None:
-        super().__init__(3, [{}, {"a1": "die"}, {}, {}, {}, {"a1": "join"}, {}, {}, {}])
-
-    def step(self, actions: dict[str, Any]) -> Any:
-        assert ("a1" in actions) == (self.t < 2 or self.t >= 6)
-        self.agents = [*actions]
-        result = super().step(actions)
-        if self.t in (2, 3):
-            self.agents = self.possible_agents
-        return result
-
-
-def test_who_has_ended_may_stay_in_the_list() -> None:
-    with SerialSampler(Ghostly, batch_T=9, batch_B=1, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(Book(), seed=0)
-        _, infos = sampler.obtain_samples(0)
-        env = sampler.samples_np.env
-        assert env.valid[:, 1].tolist() == [True] * 2 + [False] * 4 + [True] * 3
-        assert env.prev_done[:, 1].tolist() == [True, *[False] * 5, True, False, False]
-        assert env.valid[:, [0, 2]].all()
-        assert [(info.agent_id, info.Length) for info in infos] == [
-            ("a1", 2),
-            ("a0", 9),
-            ("a1", 3),
-            ("a2", 9),
-            (None, 9),
-        ]
 
 
 # ---- resets ------------------------------------------------------------------------------------
@@ -601,62 +528,6 @@ def test_calls_that_are_not_for_several_agents_are_refused(tmp_path: Any) -> Non
         sampler.obtain_samples(0)
         with pytest.raises(ConfigError, match="construct the sampler with seed_episodes=True"):
             sampler.episode(0, 0)
-
-
-@pytest.mark.slow
-def test_a_reseeded_run_continues_with_new_games() -> None:
-    options: dict[str, Any] = {"batch_T": 6, "batch_B": 3}
-    with SerialSampler(ScriptedGame, **options) as sampler:
-        sampler.initialize(Book(), seed=3)
-        for itr in range(3):
-            sampler.obtain_samples(itr)
-        first = sampler.samples_np.env.observation.copy()
-        state, before = sampler.state_dict(), sampler.metrics()
-        assert before["sampler/agent_steps"] > 0
-    found = []
-    for cls, kwargs in ((SerialSampler, {}), (ParallelSampler, {"n_workers": 2})):
-        with cls(ScriptedGame, **options, **kwargs) as sampler:
-            sampler.initialize(Book(), seed=3)
-            report = sampler.load_state_dict(state)
-            assert list(report.exact) == []
-            continued = sampler.metrics()
-            assert [continued[f"sampler/{name}"] for name in SAVED] == [before[f"sampler/{name}"] for name in SAVED]
-            batches = []
-            for itr in range(2):
-                sampler.obtain_samples(itr)
-                batches.append(sampler.samples_np.copy())
-            found.append(batches)
-            assert not np.array_equal(batches[0].env.observation, first)
-            info, env = batches[0].agent.agent_info, batches[0].env
-            np.testing.assert_array_equal(info.own[env.prev_done], 0)
-            assert (env.prev_done[0] == (env.valid[0] & (env.observation[0, :, 2] == 0))).all()
-    for one, other in zip(*found, strict=True):
-        for (name, left), (_, right) in zip(one.leaves(), other.leaves(), strict=True):
-            np.testing.assert_array_equal(left, right, err_msg=name)
-
-
-@pytest.mark.slow
-def test_central_samplers_name_the_agent() -> None:
-    spoil, message = SPOILS["reward is text"]
-    for cls in (GpuSampler, AlternatingSampler):
-        with cls(spoiled(spoil), batch_T=9, batch_B=3, max_decorrelation_steps=0, n_workers=3) as sampler:
-            sampler.initialize(RandomAgent(), seed=0)
-            with pytest.raises(WorkerError, match=message):
-                sampler.obtain_samples(0)
-    with AsyncSampler(spoiled(spoil), batch_T=9, batch_B=3, max_decorrelation_steps=0, n_workers=3) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        sampler.start()
-        with pytest.raises(WorkerError, match=message):
-            sampler.obtain_samples(0)
-
-
-def test_an_error_comes_at_once() -> None:
-    with ParallelSampler(spoiled(vanish), batch_T=9, batch_B=3, max_decorrelation_steps=0, n_workers=3) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        began = time.monotonic()
-        with pytest.raises(WorkerError):
-            sampler.obtain_samples(0)
-        assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])

@@ -27,7 +27,6 @@ from penstock import (
     SerialSampler,
     WorkerError,
 )
-from penstock.agents import ObservationNorm, RewardNorm
 from penstock.envs.toy import ScriptedGame
 
 from ..scale import FULL, pairs, quick_first
@@ -112,18 +111,6 @@ def test_the_state_stands_beside_each_observation(record_final_obs: bool) -> Non
                 at = env.truncated & ~env.terminated
                 np.testing.assert_allclose(own.final_value[at], agent.value(env.final_obs[at], None, None), rtol=1e-6)
         assert n_compared > 500
-
-
-@pytest.mark.slow
-def test_states_are_alike_in_every_sampler() -> None:
-    options = {"env_kwargs": MIXED, "global_state": True}
-    wanted = collect_with(SerialSampler, Stated, Valued(), **options)
-    for cls, kwargs in (
-        (ParallelSampler, {"n_workers": 3}),
-        (GpuSampler, {"n_workers": 2, "min_ready": 1}),
-        (SerialSampler, {"debug": True}),
-    ):
-        assert_same(wanted, collect_with(cls, Stated, Valued(), **options, **kwargs))
 
 
 def test_a_dict_gets_one_more_entry() -> None:
@@ -466,41 +453,6 @@ def test_one_policy_may_use_a_mask_and_another_not() -> None:
 
 
 # ---- stock agents ------------------------------------------------------------------------------
-
-
-class Normalized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.normalize = ObservationNorm(4)
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        out = self.head(self.normalize(observation)).double()
-        return out[:, :3], out[:, 3]
-
-
-def test_idle_cells_count_in_no_statistics() -> None:
-    agent, rewards = CategoricalPgAgent(Normalized), RewardNorm(0.9)
-    with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=12, batch_B=5) as sampler:
-        sampler.initialize(agent, seed=0)
-        seen, sums = [], []
-        running = np.zeros(18)
-        for itr in range(4):
-            samples, _ = sampler.obtain_samples(itr)
-            env = sampler.samples_np.env
-            agent.model.normalize.update(samples.env.observation, samples.env.valid)
-            rewards.update(samples.env.reward, samples.env.done, samples.env.valid)
-            seen.append(env.observation[env.valid])
-            for t in range(12):
-                for b in np.flatnonzero(env.valid[t]):
-                    running[b] = (0 if env.prev_done[t, b] else running[b] * 0.9) + env.reward[t, b]
-                    sums.append(running[b])
-        rows = np.concatenate(seen)
-        assert agent.model.normalize.count == len(rows)
-        np.testing.assert_allclose(agent.model.normalize.mean, rows.mean(0), rtol=1e-5)
-        np.testing.assert_allclose(agent.model.normalize.std, rows.std(0), rtol=1e-4)
-        assert rewards.count == len(sums)
-        np.testing.assert_allclose(rewards.std, np.std(sums), rtol=1e-4)
 
 
 class Cell(nn.Module):

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from penstock import (
     AsyncSampler,
-    GpuSampler,
     ParallelSampler,
     RandomAgent,
     Sampler,
@@ -29,8 +28,7 @@ from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.envs.toy import ScriptedGame
 from penstock.errors import ConfigError, SpaceError, WorkerError
 from penstock.learning import gae
-from tests.scale import examples, quick_first, scaled, some
-from tests.support import EVALUATING, assert_same, collect_with
+from tests.scale import examples, quick_first, scaled
 from tests.toy_games import TurnGame, Valuing
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
@@ -297,23 +295,6 @@ def test_every_reward_is_in_one_cell_or_is_counted(kind: str, k: int, T: int, B:
             assert recorded + late == sum(env.payments.paid - env.owed for env in envs), kind
 
 
-@pytest.mark.slow
-def test_a_game_s_record_has_all_rewards_of_the_game() -> None:
-    envs: list[Clocks] = []
-
-    def env_fn() -> Any:
-        envs.append(Clocks(3))
-        return OwnClocks(envs[-1])
-
-    with SerialSampler(env_fn, batch_T=8, batch_B=2, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        returns = 0.0
-        for itr in range(40):
-            _, infos = sampler.obtain_samples(itr)
-            returns += sum(info.Return for info in infos if info.agent_id is None)
-        assert returns == sum(env.finished for env in envs[-2:])
-
-
 class Calls(Clocks):
     """One unit decides when a call comes, which is in step 2 of each game. In the games of `silent` no call comes. A
     game has 4 steps, and each but the last is worth 1."""
@@ -438,22 +419,6 @@ def test_a_late_reward_counts_with_the_decision_after_which_it_came(T: int) -> N
     for game in games:  # decisions 0 and 1 are made in step 1, and one more in each later step
         figures = game.Length, game.Return, game.NonzeroRewards, game.DiscountedReturn
         assert figures == (7, 5.0, 5, sum(0.5**n for n in range(2, 7)))
-
-
-SAMPLERS: list[tuple[type[Sampler], dict[str, Any]]] = [
-    (ParallelSampler, {"n_workers": 2}),
-    (ParallelSampler, {"n_workers": 3}),
-    (GpuSampler, {"n_workers": 2}),
-    (AsyncSampler, {"n_workers": 2}),
-]
-
-
-@pytest.mark.slow
-def test_one_batch_whatever_the_sampler() -> None:
-    options: dict[str, Any] = {**EVALUATING, "env_info": {"steps": 0}, "n": 3}
-    wanted = collect_with(SerialSampler, lambda: OwnClocks(Clocks()), Valuing(), **options)
-    for cls, own in some(SAMPLERS, 3, 1):
-        assert_same(wanted, collect_with(cls, lambda: OwnClocks(Clocks()), Valuing(), **own, **options))
 
 
 def test_targets_use_the_steps_of_each_decision() -> None:

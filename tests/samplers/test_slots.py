@@ -16,11 +16,10 @@ from penstock import (
     Sampler,
     SerialSampler,
     StaleSamplesError,
-    WaitResetCollector,
 )
 from penstock.envs import CountingEnv
 
-from ..scale import quick_first, scaled
+from ..scale import quick_first
 from .async_support import VersionAgent, batch_of, check_streams
 
 T, B = 4, 4
@@ -135,17 +134,6 @@ def test_with_debug_what_was_given_back_is_poisoned_and_refused(cls: type[Sample
             expected = np.isnan(array) if kind == "f" else ~array if kind == "b" else array == np.iinfo(array.dtype).min
             assert expected.all(), name
         assert newer.env.reward.isfinite().all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("collector_cls", scaled([None, WaitResetCollector], [WaitResetCollector]))
-@every
-def test_debug_changes_no_batch(cls: type[Sampler], collector_cls: Any) -> None:
-    options = {} if collector_cls is None else {"collector_cls": collector_cls}
-    lag = {"lag": 1} if cls is AsyncSampler else {}
-    with begin(cls, **options, **lag) as plain, begin(cls, debug=True, **options, **lag) as debug:
-        for itr in range(6):
-            assert batch_of(plain.obtain_samples(itr)[0]) == batch_of(debug.obtain_samples(itr)[0])
 
 
 @every

@@ -7,7 +7,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from torch import nn
 
@@ -257,40 +256,6 @@ def test_two_calls_at_once_are_refused() -> None:
             sampler.obtain_samples(1)
         Blocking.leave.set()
         thread.join(20)
-
-
-@both
-def test_shutdown_is_idempotent_and_allowed_in_every_state(cls: type[Sampler]) -> None:
-    sampler_of(cls).shutdown()
-    sampler = sampler_of(cls)
-    sampler.initialize(RandomAgent())
-    samples, _ = sampler.obtain_samples(0)
-    sampler.start_samples(1)
-    sampler.shutdown()
-    sampler.shutdown()
-    assert samples.env.observation.shape == (8, 4, 2), "the last samples stay readable"
-    assert torch.isfinite(samples.env.observation).all()
-
-
-@pytest.mark.slow
-def test_shutdown_from_another_thread_ends_a_waiting_call() -> None:
-    class Endless(CountingEnv):
-        def step(self, action: Any) -> Any:
-            threading.Event().wait(60)
-
-    sampler = sampler_of(ParallelSampler, env_fn=Endless, max_decorrelation_steps=0)
-    sampler.initialize(RandomAgent())
-    sampler.start_samples(0)
-
-    def shut_down() -> None:
-        with pytest.warns(RuntimeWarning, match="did not exit while stepping"):
-            sampler.shutdown()
-
-    timer = threading.Timer(0.2, shut_down)
-    timer.start()
-    with pytest.raises(SamplerClosedError, match="shut down by another thread"):
-        sampler.wait_samples()
-    timer.join(20)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), ValueError("boom")], ids=repr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import cloudpickle
@@ -26,12 +25,11 @@ from penstock.columns.interface import Start
 from penstock.columns.turn_columns import TurnColumns, TurnSeats
 from penstock.envs.seats import SeatRank, TurnView
 from penstock.errors import ConfigError, SpaceError, WorkerError
-from penstock.learning import Prioritized, Replay, Steps, gae, lambda_return, n_step_return, vtrace
+from penstock.learning import Prioritized, Replay, gae
 from penstock.learning.compiled import PYTHON
 from penstock.workers.control import ControlBlock, UntimedProgress
 from tests.against_loop import compare
-from tests.scale import examples, quick_first, scaled
-from tests.support import assert_same, collect_with
+from tests.scale import examples, quick_first
 from tests.toy_games import Book, TurnGame, Valued, Valuing
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
@@ -56,79 +54,6 @@ def test_every_cell_is_what_a_plain_loop_says(k: int) -> None:
     compare(SerialSampler, partial(TurnGame, k), Valuing, batch_T=7, batch_B=4, n_batches=30)
 
 
-def test_the_number_of_the_game_of_each_agent() -> None:
-    """An agent's record has the number of its game, also if its row is far from that of the others."""
-    with SerialSampler(partial(TurnGame, 3), batch_T=5, batch_B=3) as sampler:
-        sampler.initialize(RandomAgent(), seed=1)
-        games: dict[tuple[int, int], list[Any]] = {}
-        for itr in range(40):
-            for info in sampler.obtain_samples(itr)[1]:
-                games.setdefault((info.env_rank, info.episode), []).append(info)
-    whole = [own for own in games.values() if own[-1].agent_id is None]
-    assert len(whole) > 50
-    for own in whole:
-        if not own[-1].episode:  # it has begun before the first batch
-            continue
-        assert len({info.agent_id for info in own}) == len(own)
-        assert own[-1].Length == sum(info.Length for info in own[:-1])
-
-
-def brute_force(samples: Any, discount: float, lambda_: float, n_step: int) -> dict[str, Any]:
-    """GAE, lambda returns, n-step returns by their definitions, cell by cell."""
-    env, agent = samples.env, samples.agent
-    T, B = env.reward.shape
-    value, reward = agent.agent_info.value.astype(np.float64), env.reward.astype(np.float64)
-    found = {name: np.zeros((T, B)) for name in ("gae", "lambda", "n_step")}
-    for b in range(B):
-        n = int(env.valid[:, b].sum())
-        for t in range(n):
-            rows = [t]
-            while not env.done[rows[-1], b] and rows[-1] + 1 < n:
-                rows.append(rows[-1] + 1)
-
-            def after(row: int, b: int = b, n: int = n) -> float:
-                if env.terminated[row, b]:
-                    return 0.0
-                if env.truncated[row, b]:
-                    return float(agent.final_value[row, b])
-                return float(value[row + 1, b] if row + 1 < n else agent.bootstrap_value[b])
-
-            def n_step_return(m: int, rows: list[int] = rows, b: int = b, after: Any = after) -> float:
-                total = sum(discount**i * reward[row, b] for i, row in enumerate(rows[:m]))
-                return float(total + discount ** len(rows[:m]) * after(rows[:m][-1]))
-
-            deltas = [reward[row, b] + discount * after(row) - value[row, b] for row in rows]
-            found["gae"][t, b] = sum((discount * lambda_) ** i * delta for i, delta in enumerate(deltas))
-            returns = [n_step_return(m) for m in range(1, len(rows) + 1)]
-            weights = [(1 - lambda_) * lambda_**m for m in range(len(rows) - 1)] + [lambda_ ** (len(rows) - 1)]
-            found["lambda"][t, b] = sum(weight * own for weight, own in zip(weights, returns, strict=True))
-            found["n_step"][t, b] = n_step_return(n_step)
-    return found
-
-
-@pytest.mark.slow
-def test_targets_equal_brute_force() -> None:
-    n_games, wanted = 0, scaled(100_000, 300)
-    with SerialSampler(partial(TurnGame, 2), batch_T=6, batch_B=scaled(256, 16)) as sampler:
-        sampler.initialize(Valued(), seed=5, bootstrap_value=True)
-        itr = 0
-        while n_games < wanted:
-            samples, infos = sampler.obtain_samples(itr)
-            itr, n_games = itr + 1, n_games + sum(info.agent_id is None for info in infos)
-            expected = brute_force(samples.numpy(), 0.9, 0.8, 3)
-            advantage, target = gae(samples, 0.9, 0.8)
-            for name, own in (
-                ("gae", advantage),
-                ("lambda", target),
-                ("lambda", lambda_return(samples, 0.9, 0.8)),
-                ("lambda", vtrace(samples, samples.env.reward * 0, 0.9, 0.8)[1]),
-                ("n_step", n_step_return(samples, 3, 0.9)),
-            ):
-                np.testing.assert_allclose(own, expected[name], rtol=2e-4, atol=2e-4, err_msg=name)
-            as_numpy = gae(Steps.of(samples.numpy()), 0.9, 0.8)[0]
-            np.testing.assert_allclose(as_numpy, advantage, rtol=1e-6)
-
-
 def test_a_gap_between_two_steps_is_refused() -> None:
     samples = recorded(partial(TurnGame, 2), Valued(), 1, B=2, T=6)[0][0][0]
     samples.env.valid[...] = True
@@ -136,26 +61,6 @@ def test_a_gap_between_two_steps_is_refused() -> None:
     samples.env.valid[2, 1] = False
     with pytest.raises(ConfigError, match=r"the step \[2, 1\] is not valid, but no episode ends at \[1, 1\]"):
         gae(samples, 0.9, 0.9)
-
-
-@pytest.mark.slow
-def test_several_policies_play_against_each_other() -> None:
-    def policy_of(agent_id: str, env_rank: int) -> str:
-        return "main" if agent_id == f"a{env_rank % 2}" else "other"
-
-    def agents() -> Any:
-        return {"main": Valuing(), "other": RandomAgent()}
-
-    options: Any = {"policy_of": policy_of, "bootstrap_value": False}
-    one = collect_with(SerialSampler, partial(TurnGame, 2), agents(), **options)
-    for n_workers in (2, 3):
-        assert_same(one, collect_with(ParallelSampler, partial(TurnGame, 2), agents(), n_workers=n_workers, **options))
-    for samples, _ in one:
-        # In each environment, the seat that was asked last has all rows.
-        most = np.maximum(*(samples[name].env.valid.sum(0) for name in ("main", "other")))
-        assert (most == 9).all()
-        n, others = (samples[name].env.valid.sum(0) for name in ("main", "other"))
-        assert n.sum() != others.sum()
 
 
 def wanted_windows(batches: list[Any], n_step: int, discount: float) -> dict[int, tuple[float, float, Any]]:
@@ -245,48 +150,6 @@ def test_no_window_goes_on_where_a_batch_is_missing(tmp_path: Any) -> None:
             assert not after.any() or (np.concatenate(seen) == after).all(1).any(), "on the same side of the gap"
 
 
-def test_the_value_after_a_batch_is_that_of_the_next_decision() -> None:
-    """Of a recurrent agent too, whose state has gone on where this decision is open already."""
-    batches, _, _ = recorded(partial(TurnGame, 2, ends=False), Valuing(), 12, B=3, T=3)
-    n_open = 0
-    for (samples, _), (then, _) in pairwise(batches):
-        goes_on = then.env.valid[0] & ~then.env.prev_done[0]
-        np.testing.assert_array_equal(samples.agent.bootstrap_value[goes_on], then.agent.agent_info.value[0][goes_on])
-        n_open += int((goes_on & ~samples.env.valid[-1]).sum())
-    assert n_open > 5
-
-
-class Telling(TurnGame):
-    """An observation has the agent's number of moves in this game, its last one, and the reward since."""
-
-    def reset(self, seed: int | None = None, options: Any = None) -> None:
-        self.last_action: dict[str, int] = {}
-        super().reset(seed, options)
-
-    def step(self, action: Any) -> None:
-        self.last_action[self.agent_selection] = action
-        super().step(action)
-
-    def last(self, observe: bool = True) -> Any:
-        seen, *rest = super().last(observe)
-        agent = self.agent_selection
-        seen[1], seen[3] = self.last_action.get(agent, 0), self._rewards[agent] if self._own[agent] else 0.0
-        return seen, *rest
-
-
-def test_the_first_batch_continues_the_random_steps() -> None:
-    with SerialSampler(partial(Telling, 3), batch_T=4, batch_B=20, max_decorrelation_steps=9) as sampler:
-        sampler.initialize(RandomAgent(), seed=1)
-        sampler.obtain_samples(0)
-        env, agent = sampler.samples_np.env, sampler.samples_np.agent
-        seen, valid = env.observation[0], env.valid[0]
-        np.testing.assert_array_equal(env.prev_done[0][valid], seen[valid][:, 2] == 0)
-        goes_on = valid & ~env.prev_done[0]
-        assert goes_on.sum() > 10
-        np.testing.assert_array_equal(agent.prev_action[0][goes_on], seen[goes_on][:, 1])
-        np.testing.assert_array_equal(env.prev_reward[0][goes_on], seen[goes_on][:, 3])
-
-
 def test_the_games_of_the_random_steps_have_no_number() -> None:
     def players(agent_id: str, episode: int) -> str:
         return "even" if episode % 2 == 0 else "odd"
@@ -298,14 +161,6 @@ def test_the_games_of_the_random_steps_have_no_number() -> None:
     assert {info.episode for info in agents} >= {0, 1, 2}
     # The game that runs when the first batch begins may have begun in the random steps, but it is number 0.
     assert all(info.policy == players(info.agent_id, info.episode) for info in agents)
-
-
-def test_masks_are_kept_by_every_move() -> None:
-    with SerialSampler(partial(TurnGame, 3, mask=True), batch_T=20, batch_B=4) as sampler:
-        sampler.initialize(RandomAgent(mask_key="info.action_mask"), seed=0)
-        samples, _ = sampler.obtain_samples(0)  # the game asserts that moves are legal
-        mask, valid = samples.env.observation.action_mask, samples.env.valid
-        assert mask[valid].gather(1, samples.agent.action[valid][:, None]).all()
 
 
 class NoMove(TurnGame):

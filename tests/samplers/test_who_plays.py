@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import sys
-import zlib
 from functools import partial
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 
 from penstock import (
-    AgentStep,
     AsyncSampler,
-    CategoricalPgAgent,
     NamedArrays,
     ParallelSampler,
     RandomAgent,
@@ -25,7 +21,6 @@ from penstock import (
 )
 from penstock.envs import ScriptedGame
 from penstock.errors import ConfigError, SamplerBrokenError
-from tests.models import Net
 from tests.support import EVALUATING, assert_same, collect_with
 from tests.toy_games import Published, TurnGame, Valuing
 
@@ -164,34 +159,6 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 # ---- what is recorded ---------------------------------------------------------------------------
-
-
-class Checked(CategoricalPgAgent):
-    """Reports the checksum of the parameters with which it acts."""
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        action, info = super().step(observation, prev_action, prev_reward)
-        found = zlib.crc32(b"".join(value.tobytes() for value in self.read_parameters().values()))
-        return AgentStep(action, NamedArrays(**dict(info.items()), checksum=np.full(len(action), found)))
-
-
-@pytest.mark.slow
-def test_the_checksum_of_a_frozen_opponent_stays_after_100_publications() -> None:
-    main, past = Checked(Net(4, 3, 0)), Checked(Net(4, 3, 0))
-    seen: dict[str, set[int]] = {"main": set(), "past": set()}
-    with ParallelSampler(partial(TurnGame, 2), batch_T=4, batch_B=2, n_workers=2) as sampler:
-        sampler.initialize({"main": main, "past": past}, policy_of=in_turn, seed=0)
-        for itr in range(101):
-            batch, _ = sampler.obtain_samples(itr)
-            for name, own in batch.items():
-                seen[name] |= set(own.agent.agent_info.checksum[own.env.valid].tolist())
-            with torch.no_grad():
-                for parameter in main.model.parameters():
-                    parameter.add_(0.01)
-            main.sync_shared_memory()
-        assert sampler.policy_version == {"main": 101, "past": 1}
-    assert len(seen["main"]) > 90
-    assert len(seen["past"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -208,18 +208,6 @@ def test_a_fork_of_the_main_process_may_not_use_it() -> None:
         assert envs.step(np.zeros(5, int))[1].tolist() == [1] * 5
 
 
-def test_wrappers_of_gymnasium_go_around_it() -> None:
-    envs: Any = ShmVectorEnv([partial(gym.make, "CartPole-v1")] * 2)
-    envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)
-    envs.reset(seed=0)
-    episodes = 0
-    for _ in range(100):
-        infos = envs.step(envs.action_space.sample())[4]
-        episodes += int(infos.get("_episode", np.zeros(1)).sum())
-    assert episodes > 0
-    envs.close()
-
-
 class OnlySeed(CountingEnv):
     """Its `reset` knows no options, as in many environments that people write."""
 

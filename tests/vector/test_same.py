@@ -118,14 +118,6 @@ def test_without_copies_observations_are_views_of_the_shared_memory() -> None:
             np.testing.assert_array_equal(observation[:, 1], [t, t])
 
 
-def test_many_environments_in_few_processes_and_few_in_many() -> None:
-    for n_workers in (1, 3, 50):
-        with ShmVectorEnv([CountingEnv] * 7, n_workers=n_workers) as envs:
-            assert len(set(envs.apply(_pid))) == min(n_workers, 7)
-            envs.reset()
-            np.testing.assert_array_equal(envs.step(np.zeros(7, int))[1], np.ones(7))
-
-
 def test_split_step() -> None:
     with ShmVectorEnv([CountingEnv] * 2) as envs:
         envs.reset()

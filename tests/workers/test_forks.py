@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,16 @@ import pytest
 
 pytest.importorskip("torch", reason="samplers need torch")
 
-from penstock import AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, SerialSampler, TrajInfo
+from penstock import (
+    AlternatingSampler,
+    AsyncSampler,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    SerialSampler,
+    TrajInfo,
+    WorkerDiedError,
+)
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 
@@ -44,6 +55,8 @@ class Forking(CountingEnv):
         self.is_child = True
         if self.deed == "raise":
             raise ValueError("no")
+        if self.deed == "sys.exit":
+            sys.exit()
         if self.deed == "exit":
             os._exit(0)
 
@@ -115,6 +128,7 @@ def test_a_fork_that_comes_back_writes_into_no_batch(tmp_path: Path, kind: Any, 
     quick_first(
         [
             ("reset", 2, "raise"),
+            ("step", 3, "sys.exit"),
             *(("step", at, deed) for at in (1, T, 2 * T) for deed in ("return", "raise", "exit")),  # T: in the last row
             ("reset", 1, "return"),
             ("reset", 2, "return"),
@@ -126,6 +140,9 @@ def test_wherever_it_is_made(tmp_path: Path, where: str, at: int, deed: str) -> 
     with ParallelSampler(fns, n_workers=2, traj_info_cls=Told, **SIZE) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         check(sampler, tmp_path, RandomAgent())
+        os.kill(sampler.worker_pids[0], signal.SIGKILL)  # the child has not reported an end in its place
+        with pytest.raises(WorkerDiedError, match=r"worker 0 .* was killed by SIGKILL"):
+            sampler.obtain_samples(12)
 
 
 def test_in_a_call_on_the_environments(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ import psutil
 import pytest
 
 from penstock.buffers.descriptors import InheritedFd
-from penstock.buffers.native import COMPILED
 from penstock.workers.supervisor import SUPERVISOR_ENDED, SupervisedProcess, Supervisor
 
 from ..children import waiting_fork
@@ -170,19 +169,6 @@ def test_a_supervisor_that_was_killed(supervisor: Supervisor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", some(HOWS, 1, 2))
-def test_main_process_and_supervisor_killed_together(how: str) -> None:
-    """The kernel ends the workers. What they have started needs the compiled part."""
-    with Script(how, "sleep_with_child") as script:
-        for pid in (script.process.pid, script.supervisor):
-            os.kill(pid, signal.SIGKILL)
-        gone_after(script.pids if COMPILED else script.pids[::2], time.monotonic(), LEFT_SECONDS)
-        for pid in script.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.slow
 def test_every_process_called_python_is_killed() -> None:
     with Script("exec", "sleep_with_children") as script:
         everyone = [script.process.pid, script.supervisor, *script.pids]
@@ -285,53 +271,6 @@ def test_a_start_that_is_interrupted_anywhere_leaves_nothing(
             os.close(int(number))
     until(lambda: children_of(supervisor) == [other.pid], "the end of the workers")
     assert ended(start(supervisor, lambda: 3)) == 3
-
-
-STORM = """
-import os, signal
-keep, n = start(supervisor, sleep), 0
-def handler(*_):
-    global n
-    n += 1
-    if n < N:
-        raise KeyboardInterrupt
-signal.signal(signal.SIGINT, handler)
-print("ready", flush=True)
-def starts():
-    while n < N:
-        try:
-            start(supervisor, sleep).close()
-        except KeyboardInterrupt:
-            pass
-while n < N:
-    try:
-        starts()
-    except KeyboardInterrupt:
-        pass
-again = start(supervisor, lambda: 5)
-again.join(10)
-children = lambda: open(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children").read().split()
-while children() != [str(keep.pid)]:
-    pass
-print(again.exitcode, flush=True)
-os._exit(0)
-"""
-
-
-@pytest.mark.slow
-def test_volleys_of_ctrl_c() -> None:
-    """Four in a row to the whole foreground group, while workers start."""
-    rng = random.Random(3)
-    with Script("exec", "sleep_with_child", f"N = {scaled(250, 60)}\n{STORM}", options=("-W", "ignore")) as script:
-        for pid in script.pids[::2]:
-            os.kill(pid, signal.SIGKILL)
-        assert script.line() == "ready\n"
-        while script.process.poll() is None and not select.select([script.process.stdout], [], [], 0.01)[0]:
-            for _ in range(4):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(script.process.pid, signal.SIGINT)
-                time.sleep(rng.uniform(0.0002, 0.004))  # to come at any moment
-        assert script.line() == "5\n"
 
 
 @pytest.mark.slow
@@ -672,9 +611,3 @@ def test_random_kills(supervisor: Supervisor) -> None:
     while text := os.read(pipe.reader.fd, 65536):
         pids += map(int, text.split())
     gone_after(pids, time.monotonic(), LEFT_SECONDS)
-
-
-@pytest.mark.slow
-def test_memory_is_shared_after_a_fork(supervisor: Supervisor) -> None:
-    """Garbage collection in a worker does not search, and so does not copy, what the supervisor has imported."""
-    assert ended(start(supervisor, lambda: int(gc.get_freeze_count() > 1000))) == 1
