@@ -355,8 +355,9 @@ class SlowToReset(CountingEnv):
 def test_slow_resets_are_told_from_steps_and_from_waiting(cls: type[Sampler], waits: bool) -> None:
     collector = WaitResetCollector if waits else ResetCollector
     with cls(SlowToReset, batch_T=10, batch_B=2, n_workers=1, collector_cls=collector) as sampler:
+        began = time.monotonic()
         sampler.initialize(RandomAgent(), seed=0)
-        began, first = time.monotonic(), sampler.stats().workers[0].first_resets
+        first = sampler.stats().workers[0].first_resets
         for itr in range(4):
             sampler.obtain_samples(itr)
         (own,), passed = sampler.stats().workers, time.monotonic() - began
