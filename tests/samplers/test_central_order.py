@@ -141,13 +141,13 @@ def test_values_are_computed_for_the_same_environments_whichever_is_slow(
     asked: list[tuple[int, ...]] = []
     value = InferenceBatch.value
     monkeypatch.setattr(InferenceBatch, "value", lambda self, ranks: asked.append(tuple(ranks)) or value(self, ranks))
-    monkeypatch.setattr(Valuing, "recurrent", recurrent)
-    found = []
+    agent, found = Valuing(), []
+    agent.recurrent = recurrent
     for slow in (0, 5):
         asked.clear()
         env_kwargs = [{"b": b, "slow": slow} for b in range(6)]
         with cls(Uneven, env_kwargs=env_kwargs, batch_T=T, batch_B=6, n_workers=3, **kwargs) as sampler:
-            sampler.initialize(Valuing(), seed=0, bootstrap_value=True)
+            sampler.initialize(agent, seed=0, bootstrap_value=True)
             for itr in range(5):
                 sampler.obtain_samples(itr)
         found.append(Counter(asked))
