@@ -130,20 +130,20 @@ class Loop:
     ) -> None:
         shape, space = (work.T, work.n_envs), work.observation_space
         self._work, self._step, self._observation, self.close, self._t = work, step, observation, close, 0
-        self._observations = np.zeros((*shape, *space.shape), space.dtype)
+        self.observations = np.zeros((*shape, *space.shape), space.dtype)
         self._actions, self._dones = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
-        self._rewards, self._log_probs, self._values = (np.zeros(shape, np.float32) for _ in range(3))
+        self._rewards, self.log_probs, self._values = (np.zeros(shape, np.float32) for _ in range(3))
         self._policy = work.make_policy(n or work.n_envs)  # acts for n environments in one call
 
     def advance(self, rows: int | None = None) -> int:
         rows = rows or self._work.rows
         for _ in range(rows):
             t = self._t = (self._t + 1) % self._work.T
-            self._observations[t] = self._observation
+            self.observations[t] = self._observation
             action, info = self._policy(self._observation, self._dones[t - 1])
             self._actions[t] = action
             if info is not None:
-                self._log_probs[t], self._values[t] = info.log_prob, info.value
+                self.log_probs[t], self._values[t] = info.log_prob, info.value
             self._observation, self._rewards[t], terminated, truncated = self._step(action)
             np.logical_or(terminated, truncated, out=self._dones[t])
         return rows * self._work.n_envs
@@ -157,23 +157,23 @@ class SendRecv(Loop):
         self, work: Work, send: Callable[..., Any], recv: Callable[[], Any], close: Callable[[], Any], n: int
     ) -> None:
         super().__init__(work, send, None, close, n)
-        self._recv, self._times = recv, np.zeros(work.n_envs, int)
+        self._recv, self.times = recv, np.zeros(work.n_envs, int)
 
     def advance(self, rows: int | None = None) -> int:
         steps = 0
-        while steps < len(self._times):
+        while steps < len(self.times):
             observation, reward, terminated, truncated, infos = self._recv()
             ids = infos["env_id"]
-            cells = self._times[ids] % self._work.T, ids
+            cells = self.times[ids] % self._work.T, ids
             done = np.logical_or(terminated, truncated)
             action, info = self._policy(observation, done)
             action = action[: len(ids)]
-            self._observations[cells], self._rewards[cells], self._dones[cells] = observation, reward, done
+            self.observations[cells], self._rewards[cells], self._dones[cells] = observation, reward, done
             self._actions[cells] = action
             if info is not None:
-                self._log_probs[cells], self._values[cells] = info.log_prob, info.value
+                self.log_probs[cells], self._values[cells] = info.log_prob, info.value
             self._step(action, ids)
-            self._times[ids] += 1
+            self.times[ids] += 1
             steps += len(ids)
         return steps
 

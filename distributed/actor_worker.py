@@ -138,7 +138,7 @@ class ActorWorker(Worker):
         # Other random streams for each generation, and for the episodes after each change of the policy worker. The
         # lowest bits count the worker processes that the sampler replaces.
         generation = self._generation << 16 if self._client is None else self._client.generation
-        self._sampler._generation = generation << 16
+        self._sampler.generation = generation << 16
         self._sampler.initialize(
             self._agent,
             seed=self._plan.seed,

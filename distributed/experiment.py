@@ -114,7 +114,7 @@ class Experiment:
                 f"actors fill {self.actors.samples!r}, the trainer reads {self.training.stream!r}: give "
                 "Actors(samples=...) and Training(stream=...) the same name"
             )
-        plan = self._plan()
+        plan = self.plan()
         makers = self._makers(plan)
         for name in self.actors.joining_names:
             del makers[name]
@@ -149,7 +149,7 @@ class Experiment:
                 f"the names must be different ones of {', '.join(allowed) or 'none'}, as Actors(joining="
                 f"{self.actors.joining}) says, got {names!r}"
             )
-        plan = self._plan()
+        plan = self.plan()
         connection, facts = _find_run(file, host, seconds("timeout", timeout))
         if facts["actors"] != self._facts(plan):
             raise ConfigError(
@@ -199,8 +199,12 @@ class Experiment:
             if seconds("max_delay", policies.max_delay, zero=True) == float("inf"):
                 raise ConfigError("max_delay must be finite, got inf: a policy worker would wait for a full batch")
 
-    def _plan(self) -> AgentPlan:
-        """How all workers make the agent. It has the spaces of an example environment."""
+    def plan(self) -> AgentPlan:
+        """How all workers make the agent, with the spaces of an example environment. `TrainerWorker`, `PolicyWorker`
+        and `ActorWorker` take it. Without a seed, each call draws a new one.
+
+        Raises `ConfigError` if the actors' sampler, the environment and the agents do not fit together.
+        """
         sampler = self.actors.make_sampler()
         if isinstance(sampler, AsyncSampler):
             raise ConfigError(

@@ -81,10 +81,10 @@ class _WayBack(Peer):
 
     def send(self, *numbers: int) -> None:
         """Send all replies again that the senders at this address may not have."""
-        for key, sender in self._node._senders.items():
+        for key, sender in self.node.senders.items():
             for number, reply in sender.replies.items() if sender.route == self._line.address else ():
                 if reply is not None:
-                    self._node.send(sender.route, (reply[0], "", sender.inbox, key, number, 0), reply[1])
+                    self.node.send(sender.route, (reply[0], "", sender.inbox, key, number, 0), reply[1])
 
 
 class RayConnection(Connection):

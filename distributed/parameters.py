@@ -63,12 +63,13 @@ class ParameterServer(NamedInbox):
         self._waiting: list[Call] = []
         self._version: list[int] | None = None
         self._packed = list[Any]()
-        # Of this version: how often it was sent, and the places that have it, or get it now.
-        self._n_sent, self._holders = 0, list[Any]()
+        #: How often this server has sent this version.
+        self.n_sent = 0
+        self._holders = list[Any]()  # the places that have this version, or get it now
 
     def publish(self, version: int, parameters: Mapping[str, Any]) -> None:
         """From now on these are the newest parameters. They are copied."""
-        self._version, self._n_sent, self._holders = [self.lineage, version], 0, []
+        self._version, self.n_sent, self._holders = [self.lineage, version], 0, []
         self._packed = []  # its memory may be used again
         message = {"version": self._version, "parameters": dict(parameters)}
         self._packed = pack_once(message)
@@ -91,8 +92,8 @@ class ParameterServer(NamedInbox):
         """Send the parameters, or say which of the workers before this one has them, or gets them now."""
         fan, place = self._wire.fan, call.message["place"]
         self._holders.append(place)
-        if self._n_sent < fan or call.message["is_urgent"]:
-            self._n_sent += 1
+        if self.n_sent < fan or call.message["is_urgent"]:
+            self.n_sent += 1
             call.reply_packed(self._packed)
         else:
             call.reply({"ask": self._holders[(len(self._holders) - 1) // fan - 1], "version": self._version})
@@ -118,7 +119,8 @@ class ParameterClient:
         #: The version that was returned last: lineage and number. The first number is 1.
         self.version = (0, 0)
         self._inbox = wire.open(f"parameters/{name}/{next(wire.numbers)}", self._pass_on)
-        self._place = [wire.address, wire.id, self._inbox.name]
+        #: Where others ask it for parameters: address, node id and name of the inbox.
+        self.place = [wire.address, wire.id, self._inbox.name]
 
     def first(self, is_over: Callable[[], bool]) -> dict[str, Any]:
         """Wait for the first parameters: a worker must not act before they are there. Raises `NoReplyError` if none
@@ -151,7 +153,7 @@ class ParameterClient:
     def _ask(self, *, is_urgent: bool = False) -> None:
         """Ask the trainer for a newer version; if it is urgent, for the parameters themselves."""
         if self._trainer is not None:
-            request = {"version": self._version, "place": self._place, "is_urgent": is_urgent}
+            request = {"version": self._version, "place": self.place, "is_urgent": is_urgent}
             with contextlib.suppress(PeerLostError):  # it has ended just now
                 answer = self._trainer.ask(request, _FOR_EVER)
                 answer.add_done_callback(partial(self._told, self._trainer))

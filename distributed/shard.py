@@ -181,7 +181,7 @@ class ShardHost:
         options, plan = spec.options(self._plan), self._plan
         seed_generators(spec.setup["seed"], plan.env_ranks.start, self._generation)  # as those of a worker
         sampler = spec.sampler_cls(options.pop("env_fn"), **options)
-        sampler._generation = self._generation << _GENERATION_BITS
+        sampler.generation = self._generation << _GENERATION_BITS
         sampler._seats = replace(spec.seats, seating=spec.seats.seating.part(plan))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the driver has given the same warnings

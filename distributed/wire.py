@@ -91,7 +91,8 @@ class Peer:
     """
 
     def __init__(self, node: Node, name: str, line: Line, target: str, lost_after: float) -> None:
-        self._node, self._line, self.name, self._target, self._lost_after = node, line, name, target, lost_after
+        self.node = node  #: the one that asks
+        self._line, self.name, self._target, self._lost_after = line, name, target, lost_after
         self.id, self._next, self._lost = f"{node.id}.{next(node.numbers)}", 0, ""
         self._requests: dict[int, Request] = {}
         #: Address, node id and name of the inbox: what the name table holds.
@@ -105,7 +106,7 @@ class Peer:
     @property
     def is_silent(self) -> bool:
         """Whether requests wait, and there was no connection for some seconds."""
-        return self.n_waiting > 0 and self._node.clock - self._line.down_since > LOST_SECONDS
+        return self.n_waiting > 0 and self.node.clock - self._line.down_since > LOST_SECONDS
 
     @property
     def n_waiting(self) -> int:
@@ -116,23 +117,23 @@ class Peer:
         """Send a request. The future gets the reply, or `NoReplyError` after `timeout` seconds, `PeerLostError`, or
         `RequestError` with what the other side reported. Raises `BadMessageError` if `message` cannot be sent, and
         `PeerLostError` if the other side has ended."""
-        request = Request(encode(message), self._node.clock + timeout)
-        with sigint.deferred(), self._node.lock:  # Ctrl-C must not leave a number that is never sent
+        request = Request(encode(message), self.node.clock + timeout)
+        with sigint.deferred(), self.node.lock:  # Ctrl-C must not leave a number that is never sent
             if self._lost:
                 raise PeerLostError(self._lost)
             number, self._next = self._next, self._next + 1
             self._requests[number] = request
-            self._node.do(self.send, number)
+            self.node.do(self.send, number)
         return request
 
     def lose(self, reason: str) -> None:
         """The other side has ended, or is not needed any more: fail all requests with `PeerLostError`."""
-        with self._node.lock:
+        with self.node.lock:
             if self._lost:
                 return
             self._lost = f"{self.name} is lost: {reason}"
             requests, self._requests = self._requests, {}
-        self._node.forget(self, self._line)
+        self.node.forget(self, self._line)
         for request in requests.values():
             request.set_exception(PeerLostError(self._lost))
 
@@ -141,26 +142,26 @@ class Peer:
     def send(self, *numbers: int) -> None:
         """Send these requests, or without numbers all that have no answer."""
         if not self._line.route:
-            self._node.connect(self._line)
+            self.node.connect(self._line)
         for number in (numbers or list(self._requests)) if self._line.is_up else ():
-            with self._node.lock:
+            with self.node.lock:
                 request, oldest = self._requests.get(number), next(iter(self._requests), number)
             if request is not None:
                 header = REQUEST, self._target, self.name, self.id, number, oldest
-                self._node.send(self._line, header, request.packed)
+                self.node.send(self._line, header, request.packed)
 
     def heard(self, kind: int, number: int, packed: list[Any]) -> None:
         """A packet has come back."""
         if kind == GONE:
             return self.lose("it has closed its inbox, or another process has its address now")
-        with self._node.lock:
+        with self.node.lock:
             request = self._requests.pop(number, None)
         if request is None:  # it was answered before, or its time was up
             return None
         try:
             message = decode(packed)
         except BadMessageError as error:
-            self._node.count("refused")
+            self.node.count("refused")
             return request.set_exception(error)
         request.reply = packed
         if kind == REPLY:
@@ -169,7 +170,7 @@ class Peer:
 
     def tick(self, now: float) -> None:
         """Fail the requests whose time is up, or all of them after too long without a connection."""
-        with self._node.lock:
+        with self.node.lock:
             late = [number for number, request in self._requests.items() if request.deadline <= now]
             requests = [self._requests.pop(number) for number in late]
         for request in requests:
@@ -294,7 +295,7 @@ class Node:
         self._peers: dict[str, Peer] = {}
         self._lines: dict[str, Line] = {}  # by address
         self._routes: dict[bytes, Line] = {}  # those that are connected, or try to be
-        self._senders: dict[str, _Sender] = {}
+        self.senders: dict[str, _Sender] = {}
         self._next_look = 0.0  # when it is time to forget some of them
         self._used: set[Any] = set()  # sockets that may have packets although they do not signal
         self._todo: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
@@ -438,9 +439,9 @@ class Node:
         if self.clock < self._next_look:  # at thousands of senders it would be work at each tick
             return
         self._next_look = self.clock + _FORGET_SECONDS / 100
-        for key, sender in list(self._senders.items()):
+        for key, sender in list(self.senders.items()):
             if sender.heard < self.clock - _FORGET_SECONDS and None not in sender.replies.values():
-                del self._senders[key]
+                del self.senders[key]
 
     def _release(self) -> None:
         self._caller.disable_monitor()
@@ -539,8 +540,8 @@ class Node:
         inbox = self.inboxes.get(name) if target in ("", self.id) else None
         if inbox is None:
             return self.send(route, (GONE, "", name, sender_id, number, 0), [b""])
-        if (sender := self._senders.get(sender_id)) is None:
-            self._senders[sender_id] = sender = _Sender(name)
+        if (sender := self.senders.get(sender_id)) is None:
+            self.senders[sender_id] = sender = _Sender(name)
         sender.route, sender.heard = route, self.clock
         # Usually few numbers, but a stranger may send any.
         for old in range(sender.done, done) if done - sender.done < 1000 else list(sender.replies):
@@ -565,17 +566,17 @@ class Node:
 
     def answer(self, header: Header, kind: int, packed: list[Any]) -> None:
         """Remember a reply, and send it."""
-        sender = self._senders.get(header[3])
+        sender = self.senders.get(header[3])
         if sender is not None and sender.replies.get(header[4], 0) is None:  # otherwise nobody waits any more
             sender.replies[header[4]] = (kind, packed)
             self.send(sender.route, (kind, *header[1:]), packed)
 
     def end(self, name: str) -> None:
         """An inbox was closed: tell those who wait for its replies."""
-        for key, sender in [item for item in self._senders.items() if item[1].inbox == name]:
+        for key, sender in [item for item in self.senders.items() if item[1].inbox == name]:
             for number in [number for number, reply in sender.replies.items() if reply is None]:
                 self.send(sender.route, (GONE, "", name, key, number, 0), [b""])
-            del self._senders[key]
+            del self.senders[key]
 
 
 def to_frames(header: bytes, packed: list[Any]) -> list[Any]:

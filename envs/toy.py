@@ -27,18 +27,19 @@ class CountingEnv(gym.Env[Any, Any]):
         self.length, self.truncate, self.reward_scale = length, truncate, reward_scale
         self.episode, self.count = -1, 0
 
-    def _observation(self) -> Any:
+    def observe(self) -> Any:
+        """The observation now, `[2]`. A subclass that changes it sets `step_into = None`."""
         return np.array([self.episode, self.count], self.observation_space.dtype)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.episode += 1
         self.count = 0
-        return self._observation(), {}
+        return self.observe(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         result = self._advance()
-        return self._observation(), *result
+        return self.observe(), *result
 
     def step_into(self, out: Any, action: Any) -> tuple[float, bool, bool, dict[str, Any]]:
         """As `step`, but write the observation into `out` `[2]`. Returns reward, terminated, truncated, info."""
@@ -70,7 +71,8 @@ class NestedEnv(gym.Env[Any, Any]):
         self.length = length
         self.count = 0
 
-    def _observation(self, move: npt.NDArray[Any], mode: Sequence[int]) -> Any:
+    def observe(self, move: npt.NDArray[Any], mode: Sequence[int]) -> Any:
+        """The observation after the action with these parts: `move` `[3]` and `mode` `[2]`."""
         return {
             "position": np.asarray(move, np.float64),
             "camera": np.full((4, 4, 1), self.count % 256, np.uint8),
@@ -80,11 +82,11 @@ class NestedEnv(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.count = 0
-        return self._observation(self.np_random.uniform(-1, 1, 3), (0, 0)), {}
+        return self.observe(self.np_random.uniform(-1, 1, 3), (0, 0)), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.count += 1
-        observation = self._observation(action["move"], action["mode"])
+        observation = self.observe(action["move"], action["mode"])
         return observation, float(np.sum(action["move"])), self.count >= self.length, False, {}
 
 
@@ -155,9 +157,10 @@ class ScriptedGame:
             start = drawn if start is None else start
         self.agents = [agent for agent in self.possible_agents if start is None or agent in start]
         self._own = dict.fromkeys(self.agents, 0)
-        return self._observations(), self._infos()
+        return self.observe(), self._infos()
 
-    def _observations(self) -> dict[str, Any]:
+    def observe(self) -> dict[str, Any]:
+        """The observations now, each `[4]`, of the agents that act and of those whose last step this was."""
         return {
             agent: np.array([int(agent[1:]) + 1, self.t, own, self.np_random.random()], np.float32)
             for agent, own in self._own.items()
@@ -181,7 +184,7 @@ class ScriptedGame:
         truncated = {agent: not terminated[agent] and (is_over or event_of(agent) == "cut") for agent in acted}
         self._own = {agent: self._own[agent] + 1 for agent in acted}
         self._own |= {agent: 0 for agent in absent if event_of(agent) == "join" and not is_over}
-        observations, infos = self._observations(), self._infos()
+        observations, infos = self.observe(), self._infos()
         stay = {agent for agent in self._own if not (terminated.get(agent) or truncated.get(agent))}
         self.agents = [agent for agent in self.possible_agents if agent in stay]
         self._own = {agent: self._own[agent] for agent in self.agents}

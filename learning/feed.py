@@ -156,7 +156,7 @@ class ReplayFeed:
         self._set_batch_steps(self._batch_T * B)
         widest = max(map(len, columns))
         spare_finals = self._batch_T * widest if self._is_pinned else 0  # as many as a batch can have
-        appender = self.replay._feed_from(self, samples, columns, n_slots * self._batch_T, spare_finals)
+        appender = self.replay.feed_from(self, samples, columns, n_slots * self._batch_T, spare_finals)
         self._first_step, self._ring, self._first_row = self.replay.n_steps, appender.ring, appender.ring.end
         self._show(0, 0)
         return appender

@@ -196,7 +196,7 @@ class Replay(Generic[Batch]):
             raise ConfigError(f"ratio must be a penstock.learning.Ratio or None, got {ratio!r}")
         return ReplayFeed(sampler, self, ratio, is_pinned=is_pinned)
 
-    def _feed_from(
+    def feed_from(
         self, feeder: ReplayFeed, samples: Samples, columns: Sequence[range], rows_ahead: int, spare_finals: int = 0
     ) -> Appender:
         """For `AsyncSampler`: from now on workers write into the ring, worker i into `columns[i]`. Returns their

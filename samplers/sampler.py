@@ -73,8 +73,9 @@ class Sampler(ABC):
         self.batch_T, self.batch_B = self.config.batch_T, self.config.batch_B
         #: The seed in use; useful where none was given.
         self.seed: int | None = None
-        # In a sampler that replaces a lost one: how often the environments have been built again.
-        self._generation = 0
+        #: In a sampler that replaces a lost one: how often the environments have been built again. Whoever makes it
+        #: sets this before `initialize`.
+        self.generation = 0
         # In the sampler of a shard: its part of what the driver has found. Its trajectories stay as the workers send
         # them: the driver makes the infos.
         self._seats: Seats | None = None
@@ -142,7 +143,7 @@ class Sampler(ABC):
 
         with self._guard.call("initialize", SamplerState.CREATED):
             given = (first_env_rank, first_eval_env_rank), (n_envs, n_eval_envs)
-            env_range = EnvRange.of(self.config.own_envs, rank, world_size, given, self._generation)
+            env_range = EnvRange.of(self.config.own_envs, rank, world_size, given, self.generation)
             self.seed = seed = fresh_seed() if seed is None else integer("seed", seed, 0, None)
             bootstrap_value = true_or_false("bootstrap_value", bootstrap_value)
             if not isinstance(affinity, Affinity):

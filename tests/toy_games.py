@@ -201,8 +201,8 @@ class Roles(ScriptedGame):
     def action_space(self, agent: str) -> gym.Space[Any]:
         return spaces.Discrete(4) if agent == "a0" else super().action_space(agent)
 
-    def _observations(self) -> dict[str, Any]:
-        found = super()._observations()
+    def observe(self) -> dict[str, Any]:
+        found = super().observe()
         return {**found, "a0": np.append(found["a0"], np.float32(7))} if "a0" in found else found
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 from threadpoolctl import LibController, ThreadpoolController
 
@@ -26,11 +27,11 @@ def usable_cpus() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
-def cpu_quota() -> float:
+def cpu_quota(*where: Path) -> float:
     """The CPU quota of the containers around this process: with 2.5, it and its workers together get the time of two
     and a half CPUs. inf: there is no limit."""
     least = math.inf
-    for folder, is_v1 in enclosing_cgroups("cpu"):
+    for folder, is_v1 in enclosing_cgroups("cpu", *where):
         try:
             if is_v1:
                 quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))

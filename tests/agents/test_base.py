@@ -59,7 +59,7 @@ def learner() -> Iterator[Tabular]:
     agent = Tabular()
     agent.initialize(OBSERVATIONS, ACTIONS)
     yield agent
-    for parameters in agent._subscribers or ():
+    for parameters in agent._subscribers or ():  # a test need not keep what it shares
         agent.runtime.unshare_memory(parameters)
 
 

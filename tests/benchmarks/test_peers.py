@@ -83,14 +83,14 @@ def test_what_is_ready_is_stepped_and_recorded(adapters: Any, work: str, name: s
     contestant = adapters.CONTESTANTS[name][0](sizes)
     try:
         steps = sum(contestant.advance() for _ in range(scaled(6, 3)))
-        times = contestant._times
+        times = contestant.times
         assert steps == times.sum()
         assert 0 < times.max() < sizes.T
-        recorded = contestant._observations.reshape(sizes.T, sizes.n_envs, -1).any(-1)
+        recorded = contestant.observations.reshape(sizes.T, sizes.n_envs, -1).any(-1)
         if work != "sleeping":  # whose observations are zeros
             assert np.array_equal(recorded, np.arange(sizes.T)[:, np.newaxis] < times)
         if sizes.policy == "mlp":
-            assert np.array_equal(contestant._log_probs < 0, recorded), "an action's probability is below 1"
+            assert np.array_equal(contestant.log_probs < 0, recorded), "an action's probability is below 1"
     finally:
         contestant.close()
 

@@ -12,14 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from penstock.agents import distributions
-from penstock.buffers import native
 from penstock.buffers.native import COMPILED, put_cell, put_row
-from penstock.columns import stepping
-from penstock.workers import spinning
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
 
+EXTENSION = "penstock.buffers._native"
 PLAIN = [np.bool_, np.int8, np.uint8, np.int16, np.int32, np.int64, np.uint64, np.float16, np.float32, np.float64, "c8"]
 shapes = hnp.array_shapes(min_dims=2, max_dims=4, min_side=1, max_side=5)
 
@@ -352,39 +349,24 @@ def test_an_error_in_comparing_names_comes_through() -> None:
 
 def loaded(**changed: Any) -> Any:
     """`penstock.buffers.native` again, with an extension in which this is changed."""
-    extension = types.ModuleType("penstock.buffers._native")
-    vars(extension).update({**vars(sys.modules[extension.__name__]), **changed})
+    extension = types.ModuleType(EXTENSION)
+    vars(extension).update({**vars(sys.modules[EXTENSION]), **changed})
     spec = importlib.util.find_spec("penstock.buffers.native")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, extension.__name__, extension)
+        patch.setitem(sys.modules, EXTENSION, extension)
         spec.loader.exec_module(module)
     return module
 
 
 def test_an_extension_for_another_layout_of_records_is_not_used() -> None:
     assert loaded().COMPILED
-    layout: str = sys.modules["penstock.buffers._native"].LAYOUT
+    layout: str = sys.modules[EXTENSION].LAYOUT
     names = layout.split()
     for other in (" ".join([names[1], names[0], *names[2:]]), layout.replace("f8", "f4"), " ".join(names[:-1])):
         module = loaded(LAYOUT=other)
         assert not module.COMPILED
         assert "layout" in module.WHY_NOT_COMPILED
         assert all(getattr(module, name) is function for name, function in module.PYTHON.items())
-
-
-@pytest.mark.parametrize(
-    ("extension", "part"),
-    [
-        ("buffers._native", native),
-        ("agents._drawing", distributions),
-        ("columns._stepping", stepping),
-        ("workers._native", spinning),
-    ],
-)
-def test_every_function_has_a_way_in_python(extension: str, part: Any) -> None:
-    compiled = {name for name, value in vars(sys.modules[f"penstock.{extension}"]).items() if callable(value)}
-    others = {"fence", "end_group_with_parent"}  # ordering.fence_of_locks, and prctl of SIGKILL
-    assert {name for name in compiled - others if not name.startswith("_")} == part.PYTHON.keys()

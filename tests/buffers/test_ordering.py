@@ -75,6 +75,7 @@ def test_parameters_are_fenced_on_both_sides(seen_at_fences: Any) -> None:
     slot = parameters.memory.arrays.slots.s1.p0
 
     def look() -> Any:
+        # Only the stamp of a slot says that it is being written.
         return parameters._stamps[1], slot.tolist(), parameters.version
 
     seen = seen_at_fences(shared_parameters, look)

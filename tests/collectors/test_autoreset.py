@@ -68,8 +68,8 @@ class TwoActions(CountingEnv):
         super().__init__(**{"truncate": True, **kwargs})
         self.action_space = spaces.Discrete(2)
 
-    def _observation(self) -> Any:
-        return super()._observation() + 1
+    def observe(self) -> Any:
+        return super().observe() + 1
 
     step_into = None  # type: ignore[assignment]
 

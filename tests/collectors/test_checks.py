@@ -50,7 +50,7 @@ class Spoilt(CountingEnv):
             self.observation_space = spaces.Dict(parts)
             self.counting_space = parts["grid"]
 
-    def _observation(self) -> Any:
+    def observe(self) -> Any:
         counted = np.array([self.episode, self.count], np.float32)
         return {"grid": counted, "goal": (self.count % 9, np.zeros(1, np.float32))} if self.nested else counted
 

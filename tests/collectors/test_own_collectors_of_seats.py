@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from penstock import (
+    AgentStep,
     AsyncSampler,
     ConfigError,
     GpuSampler,
@@ -184,7 +185,7 @@ class Still(RandomAgent):
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
         step = super().step(observation, prev_action, prev_reward)
-        return step._replace(action=np.ones_like(step.action))
+        return AgentStep(np.ones_like(step.action))
 
 
 @pytest.mark.parametrize("name", ["collector_cls", "eval_collector_cls"])

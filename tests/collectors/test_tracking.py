@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -74,13 +76,20 @@ def plain_loop(run: Run, times_of: str) -> list[tuple[Any, ...]]:
     return sorted(found)
 
 
+@contextmanager
+def sums(*, compiled: bool) -> Iterator[None]:
+    """Trackers use the compiled sums, where there are any, or numpy's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(tracking, "sum_episodes", PYTHON["sum_episodes"])
+        yield
+
+
 def batch_tracker(run: Run, columns: range, times_of: str = "batch") -> list[tuple[Any, ...]]:
     """The same of some columns by a BatchTracker."""
     handed_over: list[Any] = []
     ranks = range(FIRST_RANK + columns.start, FIRST_RANK + columns.stop)
-    with pytest.MonkeyPatch.context() as patch:
-        if not run.compiled:
-            patch.setattr(tracking, "sum_episodes", PYTHON["sum_episodes"])
+    with sums(compiled=run.compiled):
         tracker = BatchTracker(ranks, handed_over.append, run.discount)
         for own, column in enumerate(columns):
             tracker.preload(own, run.before[column])
@@ -197,13 +206,12 @@ def test_columns_of_other_environments_than_neighbours_are_named_right() -> None
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_cells_that_are_not_valid_belong_to_no_trajectory(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    if not compiled:
-        monkeypatch.setattr(tracking, "sum_episodes", PYTHON["sum_episodes"])
+def test_cells_that_are_not_valid_belong_to_no_trajectory(compiled: bool) -> None:
     rng, shape, handed_over = np.random.default_rng(0), (60, 3), list[Any]()
     reward, valid = rng.normal(size=shape).astype(np.float32), rng.random(shape) < 0.6
     done = valid & (rng.random(shape) < 0.2)
-    BatchTracker(range(3), handed_over.append, 0.9).end_rows(reward, done, 0, valid)
+    with sums(compiled=compiled):
+        BatchTracker(range(3), handed_over.append, 0.9).end_rows(reward, done, 0, valid)
     expected = []
     for column in range(3):
         info = TrajInfo(0.9)

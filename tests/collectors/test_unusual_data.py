@@ -117,7 +117,7 @@ class Thrifty(CountingEnv):
         super().__init__(length=3, truncate=True)
         self.buffer = np.zeros(2, np.float32)
 
-    def _observation(self) -> Any:
+    def observe(self) -> Any:
         self.buffer[:] = self.episode, self.count
         return self.buffer
 

@@ -232,7 +232,7 @@ def test_an_experiment_goes_on_after_its_workers_were_killed(
 
 @needs_zmq
 def test_no_worker_unpickles_what_comes_over_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = experiment()._plan()
+    plan = experiment().plan()
     with ControlPanel("test", wire="zmq") as panel:
         for name in ("load", "loads", "Unpickler"):
             monkeypatch.setattr(pickle, name, refuse)
@@ -317,7 +317,7 @@ def test_an_inference_stream_gives_the_samples_of_an_agent_in_the_actor(
     panel: ControlPanel, kind: str, agent: str
 ) -> None:
     make = RandomAgent if agent == "random" else partial(RecurrentCategoricalPgAgent, recurrent_model)
-    plan = experiment(agent=make)._plan()
+    plan = experiment(agent=make).plan()
     start(panel, trainer=partial(Publisher, plan), policy=partial(PolicyWorker, Policies(1), plan))
     wire = panel.connection.wire()
     names = NameClient(wire, panel.connection.address)
@@ -339,7 +339,7 @@ def test_an_inference_stream_gives_the_samples_of_an_agent_in_the_actor(
 
 
 def test_pieces_join_along_the_environments(panel: ControlPanel) -> None:
-    plan = experiment(None)._plan()
+    plan = experiment(None).plan()
     wire = panel.connection.wire()
     consumer = SampleConsumer(wire, NameClient(wire, panel.connection.address), "train", "test")
     start(panel, trainer=partial(Publisher, plan), actor=partial(ActorWorker, Actors(2, SAMPLER), plan, world_size=2))
@@ -361,7 +361,7 @@ def test_pieces_join_along_the_environments(panel: ControlPanel) -> None:
 
 
 def test_a_piece_does_not_change_with_the_next_batch(panel: ControlPanel) -> None:
-    plan = experiment(None)._plan()
+    plan = experiment(None).plan()
     worker = ActorWorker(Actors(1, SAMPLER), plan)
     start(panel, trainer=partial(Publisher, plan))
     panel.launch(lambda: worker, name="actor")
@@ -376,7 +376,8 @@ def test_a_piece_does_not_change_with_the_next_batch(panel: ControlPanel) -> Non
 
 def test_a_policy_worker_acts_for_no_more_environments_than_max_batch() -> None:
     waiting = [SimpleNamespace(ranks=np.arange(n)) for n in (2, 2, 2, 7, 1)]
-    worker: Any = PolicyWorker(Policies(1, max_batch=5), experiment()._plan())
+    worker: Any = PolicyWorker(Policies(1, max_batch=5), experiment().plan())
+    # Over a wire, what waits at the same time would be chance.
     worker._server = SimpleNamespace(receive=lambda _: waiting.pop(0) if waiting else None)
     worker._read = lambda request: request
     batches = [[len(request.ranks) for request in worker._gather()] for _ in range(5)]
@@ -483,7 +484,7 @@ def test_several_policies_play_in_the_actors(wire: Any, tmp_path: Path, request:
 @pytest.mark.parametrize("record", [None, ["odd"]])
 def test_pieces_of_several_policies_are_batches_of_the_sampler(panel: ControlPanel, record: Any) -> None:
     actors = replace(TWO.actors, record=record)
-    plan = TWO._plan()
+    plan = TWO.plan()
     wire = panel.connection.wire()
     consumer = SampleConsumer(wire, NameClient(wire, panel.connection.address), "train", "test")
     start(panel, trainer=partial(Publisher, plan), actor=partial(ActorWorker, actors, plan, world_size=2))
@@ -520,7 +521,7 @@ def test_a_checkpoint_that_does_not_fit_is_named(panel: ControlPanel, tmp_path: 
     path.touch()
     if saved is not None:
         torch.save({"version": 5, "agent": dict.fromkeys(saved), "trainer": {}}, path)
-    panel.launch(partial(TrainerWorker, replace(TWO.training, checkpoint=path), TWO._plan()), name="trainer")
+    panel.launch(partial(TrainerWorker, replace(TWO.training, checkpoint=path), TWO.plan()), name="trainer")
     panel.connect()
     with pytest.raises(RequestError, match=rf"checkpoint='.*trainer\.pt' cannot be loaded: .*{error}"):
         panel.request("trainer/0", "configure")
@@ -540,7 +541,7 @@ class StatefulTrainer(CountingTrainer):
 
 
 def saving(path: Path, *, trust: bool = False) -> Callable[[], Worker]:
-    plan = experiment(agent=RandomAgent)._plan()
+    plan = experiment(agent=RandomAgent).plan()
     return partial(TrainerWorker, Training(StatefulTrainer, checkpoint=path, trust_checkpoint=trust), plan)
 
 
@@ -678,8 +679,8 @@ def test_one_example_environment_of_several_agents_is_built() -> None:
 
     plan = replace(
         TWO, actors=replace(TWO.actors, make_sampler=partial(SerialSampler, make, batch_T=8, batch_B=4))
-    )._plan()
-    assert (plan.observation_space, plan.action_space) == (TWO._plan().observation_space, TWO._plan().action_space)
+    ).plan()
+    assert (plan.observation_space, plan.action_space) == (TWO.plan().observation_space, TWO.plan().action_space)
     assert len(built) == 1
 
 
@@ -696,7 +697,7 @@ class Tempered(RandomAgent):
 
 
 def test_a_number_of_numpy_is_a_parameter_and_another_value_is_named(panel: ControlPanel) -> None:
-    plan = replace(experiment(None), make_agent=Tempered)._plan()
+    plan = replace(experiment(None), make_agent=Tempered).plan()
     wire = panel.connection.wire()
     names = NameClient(wire, panel.connection.address)
     server = ParameterServer(wire, names, "policy")
@@ -734,18 +735,18 @@ def test_a_policy_worker_that_fails_while_actors_start_ends_the_run() -> None:
 
 
 def test_agents_that_do_not_fit_the_environments_are_refused() -> None:
-    plan = replace(experiment(None), make_agent=lambda: {"main": RandomAgent()})._plan()
+    plan = replace(experiment(None), make_agent=lambda: {"main": RandomAgent()}).plan()
     with pytest.raises(
         ConfigError, match="make_agent must return an Agent, or for environments of several agents a dict"
     ):
         plan.agent()
     scripted: Any = {"even": RandomAgent(), "odd": len}
     with pytest.raises(ConfigError, match=r"Wrap a function of your own: FunctionAgent\(function\)"):
-        replace(TWO, make_agent=lambda: scripted)._plan().agent()
+        replace(TWO, make_agent=lambda: scripted).plan().agent()
     with pytest.raises(ConfigError, match="policy_of returned 'a0' for env_rank 0"):
-        replace(TWO, actors=replace(TWO.actors, policy_of=None))._plan()
+        replace(TWO, actors=replace(TWO.actors, policy_of=None)).plan()
     with pytest.raises(ConfigError, match=r"make_agent returned a dict: use Training\(count=1\)"):
-        replace(TWO, training=replace(TWO.training, count=2))._plan()
+        replace(TWO, training=replace(TWO.training, count=2)).plan()
     asked = replace(TWO, actors=replace(TWO.actors, inference="policy"), policies=Policies(1))
     with pytest.raises(ConfigError, match="policy workers act for environments of one agent, and env_fn returns one"):
         asked.run()
@@ -793,7 +794,7 @@ class Halting:
 def test_a_trainer_that_could_not_step_or_save_is_refused(
     panel: ControlPanel, tmp_path: Path, make: Any, checkpoint: str | None, error: str
 ) -> None:
-    plan = experiment(agent=RandomAgent)._plan()
+    plan = experiment(agent=RandomAgent).plan()
     path = checkpoint and tmp_path / checkpoint
     panel.launch(partial(TrainerWorker, Training(make, checkpoint=path), plan), name="trainer")
     panel.connect()

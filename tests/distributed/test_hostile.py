@@ -137,7 +137,7 @@ def test_nobody_gets_in_without_the_key(keys: Connection, wire: Node, client: st
         dealer.send_multipart(to_frames(header, encode("let me in")))
     assert_answers(keys, wire)
     assert dealer.poll(300) == 0  # no answer
-    assert "stranger" not in wire._senders
+    assert "stranger" not in wire.senders
     if client != "no keys":  # the others do not come as far as the question for the key
         wait_until(lambda: wire.counts["refused"] > 0)
     context.destroy(linger=0)

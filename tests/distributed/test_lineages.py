@@ -79,7 +79,7 @@ class ReportsItr(RandomAgent):
 
 
 def plan_of(agent: Any = RandomAgent) -> Any:
-    return experiment(agent=agent)._plan()
+    return experiment(agent=agent).plan()
 
 
 def names_of(panel: ControlPanel) -> tuple[Any, NameClient]:
@@ -203,14 +203,14 @@ def test_a_replaced_actor_and_another_policy_worker_have_new_random_streams(pane
     wire, names = names_of(panel)
     actions = {}
     for generation in (0, 1, 2):
-        client = InferenceClient(wire, names, "policy", f"actor/{generation}", generation=generation)
-        client._wire = panel.connection.wire()  # each is a process of its own
+        own = panel.connection.wire()  # each is a process of its own
+        client = InferenceClient(own, names, "policy", f"actor/{generation}", generation=generation)
         for acting in (StreamAgent(client), plan.agent()):
             with SAMPLER() as sampler:
-                sampler._generation = client.generation << 16
+                sampler.generation = client.generation << 16
                 sampler.initialize(acting, seed=plan.seed, world_size=2)
                 actions[generation, type(acting)] = sampler.obtain_samples(0)[0].numpy().copy().agent.action
-        client._wire.close()
+        own.close()
         assert (actions[generation, StreamAgent] == actions[generation, RandomAgent]).all()
     for one, other in ((0, 1), (1, 2)):
         assert (actions[one, RandomAgent] != actions[other, RandomAgent]).any()
@@ -482,7 +482,7 @@ def inject(run: Any, fault: str, name: str, pid: int, folder: Path) -> None:
         if process.is_running():
             process.resume()
     elif fault == "cut names":
-        inboxes = run.panel._wire.inboxes
+        inboxes = run.panel._wire.inboxes  # the table goes on to live, and nobody reaches it
         cut = threading.Timer(2.0, inboxes.__setitem__, ("names", inboxes.pop("names")))
         cut.start()  # the run may wait for the table meanwhile
         run.wait(lambda _: not cut.is_alive(), timeout=60)

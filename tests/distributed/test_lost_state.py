@@ -49,7 +49,7 @@ def unexpected_starts(pieces: list[Any], model: Any) -> list[int]:
 @pytest.mark.parametrize("make", scaled(MAKES, ("local",)))
 def test_episodes_of_a_recurrent_agent_end_with_its_policy_worker(make: str, request: pytest.FixtureRequest) -> None:
     need(make, request)
-    plan = experiment(agent=partial(RecurrentCategoricalPgAgent, recurrent_model))._plan()
+    plan = experiment(agent=partial(RecurrentCategoricalPgAgent, recurrent_model)).plan()
     with ControlPanel("test", wire=make) as panel:
         start(panel, publisher=partial(Publisher, plan))
         policies = panel.launch(partial(PolicyWorker, Policies(1), plan), 2, name="policy")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock import NameTableError
-from penstock.distributed import names as names_module
+from penstock.distributed import ControlPanel
 from penstock.distributed.messages import BadMessageError, encode
-from penstock.distributed.names import LEASE_SECONDS, NameTable
+from penstock.distributed.names import LEASE_SECONDS, PAGE, NameTable
 
 from ..scale import scaled
 
@@ -125,14 +125,16 @@ def test_many_names_come_in_pages() -> None:
     seen, after = dict[str, object](), ""
     while after is not None:
         page, after = names.find(["workers", "workers/0001"], after)
-        assert len(encode(page)[0]) <= names_module.PAGE
+        assert len(encode(page)[0]) <= PAGE
         seen |= page
     assert len(seen) == 1200
 
 
 def test_a_value_has_a_limit() -> None:
-    with pytest.raises(BadMessageError, match=r"the value of the name 'a' has 70,\d\d\d bytes. At most 65,536"):
-        names_module._packed("a", "x" * 70_000)
+    with ControlPanel("test") as panel:
+        for add in (panel.names.add, panel.names.write):
+            with pytest.raises(BadMessageError, match=r"the value of the name 'a' has 70,\d\d\d bytes. At most 65,536"):
+                add("a", "x" * 70_000)
     with pytest.raises(NameTableError, match="has no value"):
         NameTable(lambda: 0.0).add("a", b"x" * 70_000, "x")
 
@@ -176,6 +178,6 @@ def test_ten_thousand_owners_and_no_orphan() -> None:
             next_beats[i] = now + pace
             beats += second > 30
         names.expire()
-        assert len(names._until) == len(names._keys) == n
+        assert len(names.entries) == n
     assert max(spans) <= 11
     assert beats / 30 == pytest.approx(1000, rel=0.1)  # a second

@@ -44,7 +44,7 @@ def test_the_shards_of_a_run_draw_different_numbers_from_global_generators(monke
         for _ in range(times):
             spec = ShardSpec(SerialSampler, {}, config, RandomAgent(), plans, 1, Affinity(), setup, seats)
             host = ShardHost(index, generation)
-            host._make(spec)
+            host._make(spec)  # only a Ray actor would call it
             host._sampler.shutdown()
             found.append(np.random.rand())
     assert found[0] == found[1]

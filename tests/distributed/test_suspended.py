@@ -189,7 +189,7 @@ def patient(path: Path, panel_timeout: float, plan: Any) -> Worker:
 def test_a_trainer_that_is_not_its_panels_own_saves_itself_waits_and_ends_after_panel_timeout(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path, file, plan = tmp_path / "trainer.pt", tmp_path / "trial.json", experiment(agent=RandomAgent)._plan()
+    path, file, plan = tmp_path / "trainer.pt", tmp_path / "trial.json", experiment(agent=RandomAgent).plan()
     command = [sys.executable, "-c", PANEL, str(file), "trainer/0"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as panel:
         assert panel.stdin is not None

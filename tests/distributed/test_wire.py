@@ -279,7 +279,7 @@ class TestContract:
         for _ in range(30):
             wait_for([peer.ask(1, 60) for _ in range(10)])
         peer.ask(1, 60).result()
-        (sender,) = echo.inbox.node._senders.values()
+        (sender,) = echo.inbox.node.senders.values()
         assert len(sender.replies) <= 20
 
     def test_a_sender_that_was_silent_for_600_s_and_has_all_answers_is_forgotten(
@@ -298,7 +298,7 @@ class TestContract:
             def jump() -> None:
                 server.clock += seconds
                 server._tick()
-                look.set_result({sender.inbox for sender in server._senders.values()})
+                look.set_result({sender.inbox for sender in server.senders.values()})
 
             server.do(jump)
             return look.result(20)
@@ -364,12 +364,12 @@ class TestContract:
 
     def test_closing_a_wire_ends_its_requests_and_receivers(self, wires: Wires, peer: Peer, echo: Echo) -> None:
         future = peer.ask("drop", 30)
-        mine = peer._node.open("mine")
-        peer._node.close()
+        mine = peer.node.open("mine")
+        peer.node.close()
         with pytest.raises(PeerLostError):
             future.result()
         assert mine.receive(10) is None
-        peer._node.close()  # again
+        peer.node.close()  # again
 
     def test_an_inbox_name_is_used_once(self, server: Node, inbox: Inbox) -> None:
         with pytest.raises(ClusterError, match="has an inbox 'echo' already"):
@@ -453,7 +453,7 @@ def test_an_answer_that_cannot_be_read_fails_its_request_alone(
         raise KeyError("something is wrong in the thread of the node")
 
     with monkeypatch.context() as patch:
-        patch.setattr(peer._node, "send", send)
+        patch.setattr(peer.node, "send", send)
         with pytest.raises(NoReplyError):
             peer.ask(1, 0.3).result()
     assert peer.ask(2, 20).result() == 2

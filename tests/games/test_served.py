@@ -354,6 +354,7 @@ def test_a_killed_client_is_an_error_and_another_may_come_to_the_same_port(serve
 
 
 def lose_connection(env: Any) -> None:
+    # The network's part: neither side has closed it.
     env._client._socket.shutdown(socket.SHUT_RDWR)
 
 
@@ -371,10 +372,9 @@ def _error(call: Callable[[], object]) -> str:
 
 
 def test_no_client_comes(served: Any) -> None:
-    env = served(wait=0.2)
+    env = served(wait=0.2, reply_timeout=0.1)
     assert _error(env.reset) == f"no client came to port {env.port} within wait=0.2 s"
     with Raw(env) as silent:
-        env._reply_timeout = 0.1
         assert "did not say hello in time" in _error(env.reset)
         assert silent.read() == {"error": "it did not say hello in time"}
 

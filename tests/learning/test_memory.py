@@ -16,17 +16,18 @@ import pytest
 import torch
 
 from penstock import ConfigError, NamedArrays, Samples
-from penstock.buffers import AgentSamples, EnvSamples, memory_limits
+from penstock.buffers import AgentSamples, EnvSamples
 from penstock.learning import Frames, Prioritized, Replay
 
 from ..scale import scaled
+from ..support import leave_memory
 from .streams import Stream, storage_of
 
 _MADV_PAGEOUT = 21  # mmap has it from Python 3.12 on
 
 
-def test_a_limit_of_a_cgroup_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_limits, "cgroup_headrooms", lambda: iter([2**40, 2**20]))
+def test_a_replay_takes_no_more_than_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_memory(monkeypatch, 2**20)
     with pytest.raises(ConfigError, match=r"only 1\.00 MiB are free"):
         Replay(10**6).append(Stream(0, 2).batch(9))
     Replay(1000).append(Stream(0, 2).batch(9))

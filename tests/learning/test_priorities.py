@@ -384,7 +384,7 @@ def test_priorities_move_to_the_workers_of_a_sampler() -> None:
     index = replay.contents.index
     replay.update(index, np.random.default_rng(0).exponential(size=len(index)))
     before = draw_of(replay)
-    replay._feed_from(storage_of(replay), stream.batch(7), [range(1), range(1, 2)], rows_ahead=0)
+    replay.feed_from(storage_of(replay), stream.batch(7), [range(1), range(1, 2)], rows_ahead=0)
     after = draw_of(replay)
     assert after is not before
     assert (after.low, after.high) == (before.low, before.high)

@@ -19,6 +19,7 @@ from penstock.buffers import descriptors
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.learning import Ratio, Replay
 
+from ..learning.streams import storage_of
 from ..scale import methods, pairs, scaled
 from ..support import BOUND
 from .support import ERROR_SECONDS, SLACK, Script, generator, gone_after, killer, note, pause, pid_of
@@ -94,7 +95,7 @@ def test_a_replacement_goes_on_in_the_same_columns(server: Any, truncate: bool) 
         check_columns(replay)
         ahead = sampler.run.schedule
         assert ahead.released == ahead.opened or ahead.open[-1].number + 1 == ahead.opened
-        ring = replay._storage.ring  # type: ignore[union-attr]
+        ring = storage_of(replay).ring
         assert [ring.written(rank) for rank in range(N_WORKERS)] == [ahead.opened * T] * N_WORKERS
 
 
@@ -171,7 +172,7 @@ def test_the_ratio_over_many_steps(env_seconds: float, learn_seconds: float) -> 
 @contextmanager
 def started_with(replay: Replay, start_method: str) -> Iterator[list[float]]:
     """Yields a list. In the end it has the seconds that `initialize` took, without those to allocate the replay."""
-    allocate, seconds = replay._feed_from, [0.0]
+    allocate, seconds = replay.feed_from, [0.0]
 
     def feed_from(*arguments: Any, **options: Any) -> Any:
         began = time.monotonic()
@@ -180,12 +181,12 @@ def started_with(replay: Replay, start_method: str) -> Iterator[list[float]]:
         finally:
             seconds[0] -= time.monotonic() - began
 
-    replay._feed_from = feed_from  # type: ignore[method-assign]
+    replay.feed_from = feed_from  # type: ignore[method-assign]
     with feeding_sampler(replay, CountingEnv, start_method=start_method) as sampler:
         began = time.monotonic()
         sampler.initialize(RandomAgent(), seed=1)
         seconds[0] += time.monotonic() - began
-        del replay._feed_from  # a cycle, which would keep the memory
+        del replay.feed_from  # a cycle, which would keep the memory
         yield seconds
 
 
@@ -232,8 +233,7 @@ def test_the_memory_is_freed_with_the_last_reference() -> None:
     sampler.initialize(RandomAgent(), seed=0)
     sampler.start()
     replay.sample(8)
-    assert replay._storage is not None
-    ring = weakref.ref(replay._storage.ring)
+    ring = weakref.ref(storage_of(replay).ring)
     sampler.shutdown()
     gc.collect()
     gc.disable()

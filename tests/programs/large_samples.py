@@ -17,7 +17,7 @@ class Wide(CountingEnv):
         super().__init__()
         self.observation_space = spaces.Box(0, 2**20, (50_000,), np.float32)
 
-    def _observation(self) -> Any:
+    def observe(self) -> Any:
         return np.full(50_000, self.count, np.float32)
 
 

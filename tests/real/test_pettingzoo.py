@@ -13,6 +13,7 @@ import pytest
 
 from penstock import (
     Agent,
+    AgentStep,
     AlternatingSampler,
     AsyncSampler,
     CategoricalPgAgent,
@@ -194,7 +195,7 @@ class Attacking(RandomAgent):
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
         step = super().step(observation, prev_action, prev_reward)
-        return step._replace(action=13 + np.asarray(step.action) % 8)
+        return AgentStep(13 + np.asarray(step.action) % 8)
 
 
 #: The games of mpe2 run the same code. Daily: one with two policies, one with Box actions. The pictures of

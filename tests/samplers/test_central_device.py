@@ -74,7 +74,7 @@ def nothing_left_on_the_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def allocated() -> int:
     gc.collect()
-    torch._dynamo.reset()  # the memory of graphs
+    torch.compiler.reset()  # the memory of graphs
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated()
 

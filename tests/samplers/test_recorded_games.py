@@ -43,8 +43,8 @@ class Plain(ScriptedGame):
         self.sum = 0
         return super().reset(seed, options)
 
-    def _observations(self) -> Any:
-        return {agent: seen + np.float32(1000 * self.sum) for agent, seen in super()._observations().items()}
+    def observe(self) -> Any:
+        return {agent: seen + np.float32(1000 * self.sum) for agent, seen in super().observe().items()}
 
     def step(self, actions: Any) -> Any:
         for i, (agent, action) in enumerate(actions.items()):

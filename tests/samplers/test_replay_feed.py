@@ -155,7 +155,7 @@ def test_frames_and_what_is_no_stack() -> None:
 
             self.observation_space, self.is_stack = Box(0, 2**20, (3, 1), np.float32), is_stack
 
-        def _observation(self) -> Any:
+        def observe(self) -> Any:
             counts = np.maximum(np.arange(self.count - 2, self.count + 1), 0)
             return (counts if self.is_stack else counts[::-1].copy()).astype(np.float32)[:, None]
 

@@ -12,6 +12,7 @@ from penstock import AsyncSampler, NamedArrays, SerialSampler
 from penstock.envs import CountingEnv
 from penstock.learning import Prioritized, Ratio, Replay
 
+from ..learning.streams import storage_of
 from ..scale import scaled
 from .async_support import B, Delayed, T, TabularAgent
 
@@ -60,9 +61,10 @@ def serial() -> list[dict[str, Any]]:
     waiting: NamedArrays | None = None
 
     def show() -> None:
-        if (storage := replay._storage) is not None:
-            end = storage.ring.written(0)
-            storage.ring.pin(end, end + (0 if waiting is None else T))
+        if replay.n_steps:
+            ring = storage_of(replay).ring
+            end = ring.written(0)
+            ring.pin(end, end + (0 if waiting is None else T))
 
     with SerialSampler(partial(CountingEnv, length=LENGTH, truncate=True), batch_T=T, batch_B=B) as sampler:
         sampler.initialize(agent, seed=7, bootstrap_value=False)

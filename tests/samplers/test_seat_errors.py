@@ -311,7 +311,7 @@ def test_debug_names_the_agent_of_an_action_and_of_an_observation() -> None:
             step = super().step(observation, prev_action, prev_reward)
             action = np.array(step.action)
             action[observation[:, 1] == 2] = 7
-            return step._replace(action=action)
+            return AgentStep(action)
 
     env_fn = partial(Spoiled, script=[{"a0": "die"}, *LONG])
     with SerialSampler(env_fn, batch_T=9, batch_B=2, max_decorrelation_steps=0, debug=True) as sampler:
@@ -335,8 +335,8 @@ def test_debug_accepts_idle_seats_whose_zeros_are_not_in_the_space() -> None:
         def observation_space(self, agent: str) -> gym.Space[Any]:
             return spaces.Box(np.float32(-0.5), np.float32(99), (4,), np.float32)
 
-        def _observations(self) -> Any:
-            return {agent: row + np.float32(0.25) for agent, row in super()._observations().items()}
+        def observe(self) -> Any:
+            return {agent: row + np.float32(0.25) for agent, row in super().observe().items()}
 
         def action_space(self, agent: str) -> gym.Space[Any]:
             return spaces.Discrete(3, start=2)  # 0 is no action
@@ -372,7 +372,7 @@ class Failing(Valued):
             return step
         if self._how == "raise":
             raise ValueError("the policy is broken")
-        return step._replace(action=step.action[:-1] if self._how == "shape" else step.action + 0.5)
+        return AgentStep(step.action[:-1] if self._how == "shape" else step.action + 0.5, step.agent_info)
 
     def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
         if not self._is_acting and self._is_due("value"):

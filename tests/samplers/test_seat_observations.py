@@ -230,7 +230,7 @@ class Ruled(ScriptedGame):
         rules = spaces.Dict({"legal": spaces.MultiBinary(3)})
         return spaces.Dict({"board": board, "rules": rules}) if self._where == "observation" else board
 
-    def _with_masks(self, observations: Any) -> tuple[Any, Any]:
+    def with_masks(self, observations: Any) -> tuple[Any, Any]:
         self.masks = {}
         for agent in observations:
             mask = np.zeros(3, np.int8)
@@ -243,13 +243,13 @@ class Ruled(ScriptedGame):
         return observations, {a: {"rules": {"legal": self.masks[a]}} for a in observations if a in self.agents}
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
-        return self._with_masks(super().reset(seed, options)[0])
+        return self.with_masks(super().reset(seed, options)[0])
 
     def step(self, actions: dict[str, Any]) -> Any:
         for agent, action in actions.items():
             assert self.masks[agent][action], f"illegal action of {agent}"
         observations, *rest, _ = super().step(actions)
-        observations, infos = self._with_masks(observations)
+        observations, infos = self.with_masks(observations)
         return observations, *rest, infos
 
 
@@ -354,8 +354,8 @@ class Usual(Ruled):
         board = super().observation_space(agent)["board"]  # type: ignore[index]
         return spaces.Dict({"observation": board, "action_mask": spaces.MultiBinary(3)})
 
-    def _with_masks(self, observations: Any) -> tuple[Any, Any]:
-        observations, infos = super()._with_masks(observations)
+    def with_masks(self, observations: Any) -> tuple[Any, Any]:
+        observations, infos = super().with_masks(observations)
         return {
             agent: {"observation": own["board"], "action_mask": own["rules"]["legal"]}
             for agent, own in observations.items()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from penstock import (
+    AgentStep,
     AsyncSampler,
     ConfigError,
     ParallelSampler,
@@ -66,7 +67,7 @@ class Ones(RandomAgent):
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
         step = super().step(observation, prev_action, prev_reward)
-        return step._replace(action=np.ones_like(step.action))
+        return AgentStep(np.ones_like(step.action))
 
     def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
         return 100 + observation[:, 1] + prev_reward / 16

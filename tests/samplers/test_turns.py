@@ -26,7 +26,6 @@ from penstock.columns.turn_columns import TurnColumns, TurnSeats
 from penstock.envs.seats import SeatRank, TurnView
 from penstock.errors import ConfigError, SpaceError, WorkerError
 from penstock.learning import Prioritized, Replay, gae
-from penstock.learning.compiled import PYTHON
 from penstock.workers.control import ControlBlock, UntimedProgress
 from tests.against_loop import compare
 from tests.scale import examples, quick_first
@@ -95,12 +94,11 @@ def wanted_windows(batches: list[Any], n_step: int, discount: float) -> dict[int
     k=st.integers(1, 3),
     seed=st.integers(0, 2**20),
     is_prioritized=st.booleans(),
-    is_compiled=st.booleans(),
     has_players=st.booleans(),
 )
 @examples(30, 300)
 def test_windows_of_a_replay_go_on_in_the_next_batch(
-    T: int, n_step: int, k: int, seed: int, is_prioritized: bool, is_compiled: bool, has_players: bool
+    T: int, n_step: int, k: int, seed: int, is_prioritized: bool, has_players: bool
 ) -> None:
     n = 90 // T
     prioritized = Prioritized() if is_prioritized else None
@@ -108,9 +106,7 @@ def test_windows_of_a_replay_go_on_in_the_next_batch(
     agents = {"main": RandomAgent(), "other": RandomAgent()} if has_players else RandomAgent()
     policy_of = (lambda agent_id, rng: ("main", "other")[rng.integers(2)]) if has_players else None
     batches = []
-    with pytest.MonkeyPatch.context() as patch, SerialSampler(partial(TurnGame, k), batch_T=T, batch_B=2) as sampler:
-        if not is_compiled:
-            patch.setattr("penstock.learning.windows.read_windows", PYTHON["read_windows"])
+    with SerialSampler(partial(TurnGame, k), batch_T=T, batch_B=2) as sampler:
         sampler.initialize(agents, policy_of=policy_of, seed=seed)
         for itr in range(n):
             samples, _ = sampler.obtain_samples(itr)

@@ -111,25 +111,22 @@ def test_each_broken_rule_of_evaluation_is_found(cls: type[EvalCollector], rule:
     assert caught.value.rule == rule, str(caught.value)
 
 
-def test_an_evaluation_that_changes_training_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock import ResetCollector
+def test_an_evaluation_that_changes_training_is_found() -> None:
+    class Offset(CountingEnv):
+        offset = 0
 
-    training: list[Any] = []
-    start_envs = ResetCollector.start_envs
+        def observe(self) -> Any:
+            return super().observe() + Offset.offset
 
-    def remember(self: Any) -> None:
-        training[:] = [self]
-        start_envs(self)
-
-    monkeypatch.setattr(ResetCollector, "start_envs", remember)
+        step_into = None  # type: ignore[assignment]
 
     class Disturbs(EvalCollector):
-        def begin_evaluation(self) -> None:
-            super().begin_evaluation()
-            training[0].columns.reset([0])
+        def collect_evaluation(self, itr: int) -> None:
+            super().collect_evaluation(itr)
+            Offset.offset += 1
 
     with pytest.raises(ConformanceError, match="with and without an evaluation before it") as caught:
-        check_eval_collector(Disturbs, CountingEnv, n_workers=())
+        check_eval_collector(Disturbs, Offset, n_workers=())
     assert caught.value.rule == "an_evaluation_does_not_change_training"
 
 

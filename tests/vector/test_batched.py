@@ -426,7 +426,7 @@ def test_results_that_do_not_fit_are_refused(part: int, value: Any, message: str
 @pytest.mark.slow
 def test_numbers_that_are_not_finite_are_refused() -> None:
     class Ends(CountingEnv):
-        def _observation(self) -> Any:
+        def observe(self) -> Any:
             return np.array([np.nan if self.count == self.length else 0, 0], np.float32)
 
         step_into = None  # type: ignore[assignment]
@@ -516,7 +516,7 @@ def test_no_row_is_ready_while_its_worker_still_writes_the_others() -> None:
     with ShmVectorEnv(counting(), num_envs=4, n_workers=2) as envs:
         envs.reset()
         envs.send(np.zeros(4, int))
-        exchange = envs._exchange
+        exchange = envs._exchange  # between two words that a worker writes, no public call can look
         until(lambda: exchange.is_answered)
         assert exchange.ready.tolist() == [0, 1, 2, 3]
         replied = exchange._rows.replied

@@ -277,8 +277,8 @@ def test_infos_of_ordinary_steps_ends_and_resets() -> None:
 class Doubles(ScriptedGame):
     """Its space says float32, and it returns float64."""
 
-    def _observations(self) -> Any:
-        return {agent: value.astype(np.float64) for agent, value in super()._observations().items()}
+    def observe(self) -> Any:
+        return {agent: value.astype(np.float64) for agent, value in super().observe().items()}
 
 
 def test_a_last_observation_keeps_its_type() -> None:

@@ -117,4 +117,8 @@ def test_a_batched_environment_is_told_where_it_belongs() -> None:
 
 
 def test_a_discount_may_be_any_real_number() -> None:
-    assert [TrajInfo(discount)._discount for discount in (1, 0.5, np.float32(0.5))] == [1, 0.5, 0.5]  # type: ignore[arg-type]
+    for discount in (1, 0.5, np.float32(0.5)):
+        info = TrajInfo(discount)  # type: ignore[arg-type]
+        for _ in range(2):
+            info.step(None, None, 1.0, False, False, None, {})
+        assert info.DiscountedReturn == 1 + discount

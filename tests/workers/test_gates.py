@@ -22,8 +22,8 @@ def wake_up_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return str(request.param)
 
 
-def opened(gate: Gate, command: Command = Command()) -> None:  # noqa: B008 - immutable
-    for _ in gate._control.open(command, [gate._rank]):
+def opened(control: ControlBlock, gate: Gate, itr: int = 0, rank: int = 0) -> None:
+    for _ in control.open(Command(itr), [rank]):
         gates.notify(gate.go.writer.fd)
 
 
@@ -64,7 +64,7 @@ def test_every_opening_is_answered_once(wake_up_kind: str, spin: bool) -> None:
     thread = threading.Thread(target=worker)
     thread.start()
     for itr in range(200):
-        opened(gate, Command(itr))
+        opened(control, gate, itr)
         control.main_asleep[0] = FOR_ANY if itr % 2 else 1
         full_fence()
         while not control.has_arrived(0):
@@ -82,10 +82,10 @@ def test_sides_that_are_awake_are_not_woken(monkeypatch: pytest.MonkeyPatch) -> 
     cleared: list[int] = []
     monkeypatch.setattr(gates, "clear", cleared.append)
     for itr in range(3):
-        opened(gate, Command(itr))
+        opened(control, gate, itr)
         gate.wait_in(progress)
         gate.arrive(progress)
-        opened(gate)
+        opened(control, gate)
         control.reply([0], [progress.n_requests + 1])
         gate.request(progress, 1)
         progress.arrived += 1
@@ -99,7 +99,7 @@ def test_where_no_fence_orders_a_load_behind_a_store_everybody_is_woken(monkeypa
     gate = Gate(control, 0, spin_seconds=1.0)
     monkeypatch.setattr(gates, "HAS_FULL_FENCE", False)
     monkeypatch.setattr(control_module, "HAS_FULL_FENCE", False)
-    opened(gate)
+    opened(control, gate)
     assert is_woken(gate.go)
     gate.wait_in(control.progress(0))
     gate.arrive(control.progress(0))
@@ -110,15 +110,15 @@ def test_where_no_fence_orders_a_load_behind_a_store_everybody_is_woken(monkeypa
 def test_a_main_process_that_waits_for_all_is_woken_by_the_last() -> None:
     control = ControlBlock(3, 1, shared=False)
     all_gates = [Gate(control, rank, spin_seconds=0.0) for rank in range(3)]
-    for gate in all_gates:
-        opened(gate)
+    for rank, gate in enumerate(all_gates):
+        opened(control, gate, rank=rank)
     control.main_asleep[0] = 3
     for rank in (2, 0, 1):
         assert not any(is_woken(gate.done) for gate in all_gates)
         all_gates[rank].arrive(control.progress(rank))
     assert [is_woken(gate.done) for gate in all_gates] == [False, True, False]
     control.main_asleep[0] = FOR_ANY
-    opened(all_gates[0])
+    opened(control, all_gates[0])
     all_gates[0].arrive(control.progress(0))
     assert is_woken(all_gates[0].done)
     for gate in all_gates:
@@ -133,7 +133,7 @@ def test_a_worker_that_sleeps_says_so_before_its_last_look(monkeypatch: pytest.M
 
     def open_the_gate() -> None:
         if not control.opened[0]:
-            opened(gate)
+            opened(control, gate)
 
     monkeypatch.setattr(gates, "full_fence", open_the_gate)
     gate.wait_in(control.progress(0))
@@ -156,7 +156,7 @@ def test_stray_wake_ups_open_nothing(wake_up_kind: str) -> None:
     for _ in range(10):
         gates.notify(gate.go.writer.fd)
     assert not entered.wait(0.1)
-    opened(gate)
+    opened(control, gate)
     assert entered.wait(10)
     thread.join(10)
     closed(gate)

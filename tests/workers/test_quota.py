@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.buffers import memory_limits
 from penstock.workers import affinity
 from penstock.workers.affinity import cpu_quota, cpus_to_fill
 
@@ -16,17 +15,6 @@ from ..children import exit_code_of_fork
 
 V2 = "0::/job/inner\n"
 V1 = "4:memory:/job\n3:cpu,cpuacct:/job/inner\n"
-
-
-def quota_of(folder: Path, own: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> float:
-    root, own_cgroups = folder / "cgroup", folder / "own"
-    own_cgroups.write_text(own)
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
-    original = memory_limits.enclosing_cgroups
-    monkeypatch.setattr(affinity, "enclosing_cgroups", lambda controller: original(controller, root, own_cgroups))
-    return cpu_quota()
 
 
 @pytest.mark.parametrize(
@@ -42,10 +30,13 @@ def quota_of(folder: Path, own: str, files: dict[str, str], monkeypatch: pytest.
         (V1, {"cpu/job/inner/cpu.cfs_quota_us": "-1", "cpu/job/inner/cpu.cfs_period_us": "100000"}, math.inf),
     ],
 )
-def test_the_smallest_quota_counts(
-    own: str, files: dict[str, str], expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert quota_of(tmp_path, own, files, monkeypatch) == expected
+def test_the_smallest_quota_counts(own: str, files: dict[str, str], expected: float, tmp_path: Path) -> None:
+    root, own_cgroups = tmp_path / "cgroup", tmp_path / "own"
+    own_cgroups.write_text(own)
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    assert cpu_quota(root, own_cgroups) == expected
 
 
 @pytest.mark.parametrize(("quota", "n"), [(math.inf, 4), (9.0, 4), (2.5, 2), (0.3, 1)])
