@@ -185,7 +185,9 @@ def test_too_many_renewals_are_an_error_that_lists_them(tmp_path: Path) -> None:
         with pytest.raises(WorkerError, match=says) as caught:
             sampler.obtain_samples(0)
         assert isinstance(caught.value.__cause__, GameError)
-        assert str(caught.value.__cause__).count("ended with exit code 7") == 4
+        # On a busy machine, a game may not have ended when its connection has.
+        ends = re.findall(r"ended with exit code 7|closed the connection", str(caught.value.__cause__))
+        assert len(ends) == 4
         assert "| the fault is exit" in str(caught.value.__cause__)
 
 

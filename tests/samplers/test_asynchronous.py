@@ -306,7 +306,7 @@ def test_with_newest_older_batches_are_left_out_but_their_trajectories_are_not()
         assert (following.env.observation[0, :, 0] * 5 + following.env.observation[0, :, 1] == 3 * T).all()
 
 
-def test_poll_returns_none_until_a_batch_is_complete() -> None:
+def test_poll_returns_none_until_a_batch_is_complete(tmp_path: Path) -> None:
     gate = threading.Event()
     with started(partial(CountingEnv, length=3)) as sampler:
         found, n_none = [], 0
@@ -320,8 +320,11 @@ def test_poll_returns_none_until_a_batch_is_complete() -> None:
             else:
                 found.append(result[0].copy())
         check_streams(found)
-    with started(Slow) as sampler:
+    path = tmp_path / "go"
+    with started(Held, env_kwargs={"path": path}, max_decorrelation_steps=0) as sampler:
         assert sampler.poll_samples() is None
+        path.touch()
+        assert until(sampler.poll_samples) is not None
 
 
 def test_pause_lets_the_workers_stand_still_and_resume_goes_on() -> None:
