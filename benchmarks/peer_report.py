@@ -278,7 +278,7 @@ def tables(results: Sequence[dict[str, Any]], skipped: Path | None = None) -> st
 
 #: The bars of the short picture: the fastest of penstock and of three peers.
 _SHORT = ("penstock ParallelSampler", "a loop in rlpyt's style", "Gymnasium SyncVectorEnv", "SB3 DummyVecEnv")
-_GREY, _OWN, _OTHER = "#808080", "#0f9d8c", "#9aa5b1"  # can be read on white and on black
+_GREY, OWN, OTHER = "#808080", "#0f9d8c", "#9aa5b1"  # can be read on white and on black
 
 
 def draw(results: Sequence[dict[str, Any]], file: Path, only: str | None = None) -> None:
@@ -302,7 +302,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path, only: str | None = None)
     for part, result, panel in zip(parts.flat, shown, panels, strict=True):
         names = list(panel)
         middle = list(panel.values())
-        colours = [_OWN if name.startswith("penstock") else _OTHER for name in names]
+        colours = [OWN if name.startswith("penstock") else OTHER for name in names]
         bars = part.barh(range(len(names)), middle, color=colours, height=0.38)
         part.bar_label(bars, [f"{rate:,.0f}" for rate in middle], padding=4, color=_GREY, fontsize=12)
         part.set_title(f"{WORKS[result['work']].title}:\nsteps per second", fontsize=13, loc="left", color=_GREY)

@@ -29,12 +29,13 @@ import gymnasium as gym
 from environments import SleepingEnv
 from peer_adapters import ALL, CONTESTANTS, Work
 from peer_process import Contestant, serve
+from peer_report import OTHER, OWN
 from turns import cell, machine, spread
 
 from penstock.workers.affinity import usable_cpus
 
-NAMES = ["penstock ParallelSampler", "penstock GpuSampler", "penstock ShmVectorEnv", "Gymnasium AsyncVectorEnv"]
-COLOURS = {"penstock": "#0f9d8c", "Gymnasium": "#9aa5b1"}  # can be read on white and on black
+PENSTOCK = ["penstock ParallelSampler", "penstock GpuSampler", "penstock ShmVectorEnv"]
+NAMES = [*PENSTOCK, "Gymnasium AsyncVectorEnv"]
 SLEEP_SECONDS = 0.01
 
 Point = dict[str, Any]  #: what was measured of one contestant with one number of workers
@@ -121,7 +122,7 @@ def draw(points: Sequence[Point], file: Path) -> None:
         for name, style in zip(NAMES, ("-", "--", ":", "-"), strict=True):
             own = [each for each in points if (each["kind"], each["name"]) == (kind, name) and each["missing"] is None]
             middle = [spread(shares(each))["median"] for each in own]
-            colour = COLOURS[name.split()[0]]
+            colour = OWN if name in PENSTOCK else OTHER
             axes.plot(
                 [each["workers"] for each in own], middle, style, color=colour, marker="o", markersize=3, label=name
             )

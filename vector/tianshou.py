@@ -12,7 +12,7 @@ from gymnasium.vector.utils import iterate
 from penstock.errors import ConfigError
 from penstock.vector.env import ShmVectorEnv
 from penstock.vector.vector_arguments import as_seeds
-from penstock.vector.vector_infos import listed_infos
+from penstock.vector.vector_infos import Infos, listed_infos
 
 Ids = Any  #: an index, several, or None for all
 
@@ -21,11 +21,11 @@ class TianshouVectorEnv:
     """Runs a `ShmVectorEnv` as tianshou's `SubprocVectorEnv`: a collector resets each environment whose episode has
     ended. Make it with `envs.to_tianshou()`. `close` closes both.
 
-    Rows are those of `id`, in its order: observations `[k, ...]` (with a Dict space, `k` dicts), rewards, terminations
-    and truncations `[k]`, and `k` infos.
+    Row i belongs to the ith environment of `id`: observations `[k, ...]` (with a Dict space, `k` dicts), rewards,
+    terminations and truncations `[k]`, and `k` infos.
     """
 
-    is_async = False  #: for tianshou's `Collector`: its `AsyncCollector` needs another one
+    is_async = False  #: tianshou's `AsyncCollector` refuses it
 
     def __init__(self, envs: ShmVectorEnv) -> None:
         if envs.autoreset_mode is not AutoresetMode.DISABLED or envs.seats is not None or not envs.copy:
@@ -52,7 +52,7 @@ class TianshouVectorEnv:
         ids, mask = self._ids(env_id), np.zeros(self.env_num, np.bool_)
         mask[ids] = True
         seeds = None if seed is None else [seed] * self.env_num
-        observation, infos = self.envs.reset(seed=seeds, options={**(options or {}), "reset_mask": mask})
+        observation, infos = self.envs._reset_listed(seeds, {**(options or {}), "reset_mask": mask})
         return self._rows(observation, ids), self._infos(infos, ids)
 
     def step(self, action: Any, id: Ids = None) -> tuple[Any, Any, Any, Any, Any]:
@@ -62,7 +62,8 @@ class TianshouVectorEnv:
         self.envs.send(np.asarray(action)[order], ids[order])
         observation, *results, infos = self.envs.recv(len(ids))
         back = np.argsort(order)
-        return self._rows(observation, back), *(each[back] for each in results), self._infos(infos, back)
+        listed = self._infos(listed_infos(infos, len(ids)), back)
+        return self._rows(observation, back), *(each[back] for each in results), listed
 
     def close(self) -> None:
         """End the workers."""
@@ -77,6 +78,6 @@ class TianshouVectorEnv:
             return np.array([each[i] for i in rows.tolist()], object)
         return observation[rows]
 
-    def _infos(self, infos: dict[str, Any], rows: Any) -> Any:
-        listed = dict(listed_infos(infos, 1 + int(rows.max())))
-        return np.array([listed.get(i, {}) for i in rows.tolist()], object)
+    def _infos(self, infos: Infos, rows: Any) -> Any:
+        of_row = dict(infos)
+        return np.array([of_row.get(i, {}) for i in rows.tolist()], object)

@@ -14,6 +14,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,6 +135,7 @@ def with_one_start_method() -> list[Cell]:
     return [cells[k % len(cells)] for k, cells in enumerate(groups.values())]
 
 
+@cache
 def daily() -> list[Cell]:
     """`DAILY`, and cells in which each two values of two axes meet."""
     cells = every_cell()
