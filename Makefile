@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check
-ROOMS := agents buffers collectors columns distributed envs games learning samplers testing tools vector workers
+ROOMS := agents buffers collectors columns distributed envs evaluation games learning samplers testing tools vector workers
 SOURCES := $(shell find $(ROOMS) src \( -name '*.py' -o -name '*.[ch]' \) -not -path '*/.*' 2>/dev/null)
 PYTEST := pytest --dist loadgroup
 

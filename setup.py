@@ -24,6 +24,7 @@ ROOMS = (
     "learning",
     "games",
     "distributed",
+    "evaluation",
     "testing",
     "tools",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class RecordedEpisode:
     n_missing: int = 0  #: how many steps at the start of the episode are not in `actions`: the log has no room for them
     failure: str = ""  #: if it ended with a failure: what failed
     path: str = ""  #: the file that holds a copy, or why there is none
+    options: Mapping[str, Any] | None = None  #: of the reset
 
     @property
     def step(self) -> int:
@@ -77,7 +79,8 @@ class RecordedEpisode:
 
     def _follow(self, env: gym.Env[Any, Any]) -> Any:
         """Repeat the steps in `env`. Returns the next action."""
-        observation = follow(env, self.seed, map_leaves(lambda leaf: leaf[:-1], self.actions), self.rewards, self._name)
+        actions = map_leaves(lambda leaf: leaf[:-1], self.actions)
+        observation = follow(env, self.seed, actions, self.rewards, self._name, self.options)
         if self.observation is not None:
             self._compare(env, observation)
         return action_splitter(env.action_space)(map_leaves(lambda leaf: leaf[-1:], self.actions))[0]
@@ -157,7 +160,14 @@ class RecordedGame(RecordedEpisode):
         return env.handed_over(action)  # type: ignore[no-any-return]
 
 
-def follow(env: gym.Env[Any, Any], seed: int | None, actions: Any, rewards: npt.NDArray[Any], name: str) -> Any:
+def follow(
+    env: gym.Env[Any, Any],
+    seed: int | None,
+    actions: Any,
+    rewards: npt.NDArray[Any],
+    name: str,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
     """Reset `env` and make the steps of a recorded episode: `actions` `[n, ...]`, which must bring `rewards` `[n]`, or
     `[n, k]` in a game. Returns the last observation.
 
@@ -166,7 +176,7 @@ def follow(env: gym.Env[Any, Any], seed: int | None, actions: Any, rewards: npt.
     """
     n = len(rewards)
     try:
-        observation, _ = env.reset(seed=seed)
+        observation, _ = env.reset(seed=seed, options=None if options is None else dict(options))
     except Exception as error:
         raise _differs(name, n, f"env.reset raised {in_one_line(error)}") from error
     for i, (action, recorded) in enumerate(zip(action_splitter(env.action_space)(actions), rewards, strict=True)):

@@ -47,6 +47,7 @@ from penstock.vector.vector_arguments import (
 from penstock.vector.vector_infos import Infos
 from penstock.vector.vector_pool import State, VectorGuard, VectorPool
 from penstock.workers.claims import CpuClaims
+from penstock.workers.failures import Restart
 from penstock.workers.launcher import naming_descriptor_limit
 from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity, OnWorkerFailure, StartMethod
@@ -419,10 +420,15 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             self._workers.step(actions, which)
             self._guard.state = State.SENT
 
-    def recv(self, min_ready: int | None = None, *, max_wait: float | None = None) -> Step[_Batched]:
+    def recv(
+        self, min_ready: int | None = None, *, max_wait: float | None = None, timeout: float | None = None
+    ) -> Step[_Batched]:
         """Wait until `min_ready` of the environments with sent actions have finished their step, and return the results
         of all that have finished. If fewer environments have actions, wait for all of them. With `max_wait`, wait at
         most so many seconds after the first result is seen. By default `min_ready` is 1; with `max_wait`, all.
+
+        With `timeout`, raises `WaitTimeoutError` after so many seconds without the results; 0 only looks. The steps
+        continue, and `recv` may be called again. It does not go together with `max_wait`.
 
         Returns observations `[k, ...]`, rewards, terminations and truncations `[k]`, and infos batched for the `k`,
         with their indices in `infos["env_id"]`.
@@ -433,7 +439,11 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             if min_ready is None:
                 min_ready = 1 if max_wait is None else n
             wanted = min(integer("min_ready", min_ready, 1), n)
-            if max_wait is None:
+            if timeout is not None:
+                if max_wait is not None:
+                    raise ConfigError("recv takes max_wait or timeout, not both: leave one out")
+                self._workers.wait_at_most(as_timeout(timeout), "recv", lambda: len(exchange.ready) >= wanted)
+            elif max_wait is None:
                 self._workers.wait_steps(until=lambda: len(exchange.ready) >= wanted)
             else:
                 self._workers.wait_ready(wanted, seconds("max_wait", max_wait))
@@ -541,6 +551,11 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     def n_restarts(self) -> int:
         """How many workers have been replaced."""
         return self._workers.restarts.total
+
+    @property
+    def restarts(self) -> Sequence[Restart]:
+        """The replacements of workers so far: when, what had happened, and which environment was stepping."""
+        return self._workers.restarts.history
 
     def close_extras(self, **kwargs: object) -> None:
         """End the workers. It takes at most about 2.5 s, and longer only while environments close (`close_timeout`;

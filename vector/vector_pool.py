@@ -133,13 +133,14 @@ class VectorPool(WorkerPool):
         self.wait_steps(until=lambda: len(exchange.ready) > 0)
         self._wait_until(lambda: len(exchange.ready) >= wanted, max_wait, "step")
 
-    def wait_at_most(self, timeout: float, name: str) -> None:
-        """Wait until all requests have replies. Raises `WaitTimeoutError` after `timeout` seconds; its text begins with
-        `name`. The workers continue."""
+    def wait_at_most(self, timeout: float, name: str, is_met: Callable[[], bool] | None = None) -> None:
+        """Wait until all requests have replies, or `is_met()`. Raises `WaitTimeoutError` after `timeout` seconds; its
+        text begins with `name`. The workers continue."""
         self.finish_interrupted()
         exchange = self.exchange
-        self._wait_until(lambda: exchange.is_answered, timeout, name.removesuffix("_wait"))
-        if not exchange.is_answered:
+        is_met = is_met or (lambda: exchange.is_answered)
+        self._wait_until(is_met, timeout, name.removesuffix("_wait"))
+        if not is_met():
             late = np.setdiff1d(exchange.outstanding, exchange.ready).tolist()
             raise WaitTimeoutError(
                 f"{name}: environments {brief(late)} have not finished within timeout={timeout:g} s. They continue: "

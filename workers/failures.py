@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.buffers.reports import Report
 from penstock.errors import (
@@ -58,6 +58,7 @@ _HINTS = {
     ),
     r"reset\(\) got an unexpected keyword argument": "Gymnasium demands reset(self, *, seed=None, options=None)",
 }
+_IN_ENVIRONMENT = (Phase.BUILDING, Phase.RESETTING, Phase.DECORRELATING, Phase.STEPPING, Phase.RENEWING)
 _IN_BATCH = (Phase.ACTING, Phase.REQUESTING, Phase.STEPPING, Phase.RESETTING, Phase.RENEWING)
 
 
@@ -107,6 +108,12 @@ class WorkerFailure:
     def rank(self) -> int:
         """The worker's rank."""
         return self.status.plan.worker_rank
+
+    @property
+    def env_rank(self) -> int | None:
+        """The environment that it was building, resetting or stepping; None if it did something else."""
+        progress = self.status.progress
+        return progress.env_rank if progress.phase in _IN_ENVIRONMENT and progress.env_rank >= 0 else None
 
     def describe(self, during: str = "") -> str:
         """One sentence: the worker, how it failed, its phase, and the call that was running (`during`)."""
@@ -158,6 +165,7 @@ def make_error(
     elif others:
         lines.append("the others: " + "; ".join([f"{status.plan.name} {status.doing}" for status in others]))
     episodes = [failure.episode for failure in failures if failure.episode is not None]
+    in_envs = [failure.env_rank for failure in failures if failure.env_rank is not None]
     lines += [episode.advice for episode in episodes[:1]]
     if note:
         lines.append(note)
@@ -165,7 +173,7 @@ def make_error(
         lines += [f"the stack of {failure.status.plan.name}:", failure.stack]
     kind = WorkerTimeoutError if hung else WorkerError if reports else WorkerDiedError
     error = kind("\n".join(lines))
-    error.episode = next(iter(episodes), None)
+    error.episode, error.env_rank = next(iter(episodes), None), next(iter(in_envs), None)
     if reports:
         error.__cause__ = reports[0].as_cause()
     return error
@@ -181,13 +189,23 @@ def add_killed(error: SamplerBrokenError, killed: Sequence[WorkerFailure]) -> No
 _CORRUPTING = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 
 
+class Restart(NamedTuple):
+    """The replacement of a worker."""
+
+    when: float  #: on the clock of `time.monotonic`
+    what: str  #: what had happened
+    rank: int  #: of the worker
+    #: The environment that the worker was building, resetting or stepping; None if it did something else.
+    env_rank: int | None = None
+
+
 @dataclass
 class Restarts:
     """The replacements of one pool so far. At most `max_restarts` are allowed within `window` seconds."""
 
     max_restarts: int
     window: float
-    history: list[tuple[float, str, int]] = field(default_factory=list)  #: when, what had happened, and to whom
+    history: list[Restart] = field(default_factory=list)
     per_worker: Counter[int] = field(default_factory=Counter)
     lost_per_worker: Counter[int] = field(default_factory=Counter)  #: trajectories that were lost
 
@@ -217,16 +235,16 @@ class Restarts:
     def used_up(self, n_failures: int, rank: int | None = None) -> str | None:
         """Why `n_failures` more replacements, of any worker or of this one, are too many; None if they are not."""
         since = time.monotonic() - self.window
-        recent = [entry for entry in self.history if entry[0] >= since and rank in (None, entry[2])]
+        recent = [entry for entry in self.history if entry.when >= since and rank in (None, entry.rank)]
         if len(recent) + n_failures > self.max_restarts:
-            earlier = [f"  {time.monotonic() - when:.1f} s ago: {what}" for when, what, _ in recent]
+            earlier = [f"  {time.monotonic() - entry.when:.1f} s ago: {entry.what}" for entry in recent]
             limit = f"max_restarts={self.max_restarts} in {self.window:g} s are used up"
             return "\n".join([limit + (", earlier:" if earlier else ""), *earlier])
         return None
 
-    def note(self, rank: int, what: str, n_lost: int) -> None:
+    def note(self, rank: int, what: str, n_lost: int, env_rank: int | None = None) -> None:
         """Record `what` has happened to this worker, which is being replaced, and that `n_lost` trajectories are lost
         with it."""
-        self.history.append((time.monotonic(), what, rank))
+        self.history.append(Restart(time.monotonic(), what, rank, env_rank))
         self.per_worker[rank] += 1
         self.lost_per_worker[rank] += n_lost

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # of these, `penstock` offers what `__all__` lists
     from penstock.collectors import *
     from penstock.envs import *
     from penstock.errors import *
+    from penstock.evaluation import *
     from penstock.samplers import *
     from penstock.tools import *
 
@@ -35,8 +36,10 @@ __all__ = [
     "ConfigError",
     "DeterministicPgAgent",
     "EnvCallError",
+    "EpisodeResult",
     "EpsilonGreedyAgent",
     "EvalCollector",
+    "EvalResults",
     "ExponentialSchedule",
     "FunctionAgent",
     "GameError",
@@ -62,6 +65,7 @@ __all__ = [
     "RequestError",
     "ResetCollector",
     "ResumeReport",
+    "RunningEvaluation",
     "Sampler",
     "SamplerBrokenError",
     "SamplerClosedError",
@@ -85,11 +89,13 @@ __all__ = [
     "WorkerStats",
     "WorkerTimeoutError",
     "errors",
+    "evaluate",
+    "start_evaluation",
     "tune",
 ]
 
 # Each room needs the rooms before it, so a search in this order imports only what is needed.
-_ROOMS = ("errors", "buffers", "envs", "agents", "collectors", "samplers", "tools")
+_ROOMS = ("errors", "buffers", "envs", "agents", "collectors", "samplers", "evaluation", "tools")
 
 
 def __getattr__(name: str) -> Any:

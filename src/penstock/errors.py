@@ -140,10 +140,12 @@ class SamplerBrokenError(SamplerStateError):
     """A worker failed. The sampler stays broken and raises this same error on every call.
 
     `episode` is the `RecordedEpisode` of the environment that failed, if the sampler has `seed_episodes=True` and a
-    training environment was being stepped or reset; otherwise None.
+    training environment was being stepped or reset; otherwise None. `env_rank` is the environment that the worker was
+    building, resetting or stepping, or None.
     """
 
     episode: Any = None
+    env_rank: int | None = None
 
 
 class WorkerError(SamplerBrokenError):

@@ -1,0 +1,138 @@
+"""An evaluation in a process of its own, beside training."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import time
+import warnings
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from penstock.agents import Agent
+from penstock.arguments import seconds, unknown_argument
+from penstock.buffers.descriptors import anonymous_file
+from penstock.buffers.reports import dump_exception, in_one_line, load_exception
+from penstock.envs import EnvFn
+from penstock.errors import ConfigError, SamplerStateError, WorkerDiedError, WorkerError
+from penstock.evaluation.evaluating import evaluate
+from penstock.evaluation.policies import Policy, as_policies
+from penstock.evaluation.results import EvalResults
+from penstock.vector.vector_pool import WaitTimeoutError
+from penstock.workers.child import ChildProcess
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_POLL_SECONDS = 1.0
+
+
+class RunningEvaluation:
+    """An evaluation that runs in another process. It ends with this one, with `cancel`, at the end of a `with` block,
+    and when nothing refers to this object any more."""
+
+    def __init__(self, code: bytes) -> None:
+        self._file = anonymous_file("penstock-evaluation")
+        self._process = ChildProcess(partial(_run, code, self._file.fileno()), [self._file.fileno()])
+        self._end = weakref.finalize(self, _end, self._process, self._file)
+        self._results: EvalResults | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, so that `wait` returns at once."""
+        return self._results is not None or self._process.ending() is not None
+
+    def wait(self, timeout: float | None = None) -> EvalResults:
+        """Wait for the results. Warnings of the evaluation are given here again.
+
+        Raises what `evaluate` has raised there; `WorkerDiedError` if the process was killed; `WaitTimeoutError`, also a
+        `TimeoutError`, after `timeout` seconds: then it continues; and `SamplerStateError` after `cancel`.
+        """
+        if self._results is not None:
+            return self._results
+        if not self._end.alive:
+            raise SamplerStateError("the evaluation was cancelled: start another one")
+        deadline = None if timeout is None else time.monotonic() + seconds("timeout", timeout, zero=True)
+        while not self._process.wait(_left(deadline)):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WaitTimeoutError(f"the evaluation has not ended within timeout={timeout:g} s: it continues")
+        ending = self._process.ending()
+        with open(self._file.fileno(), "rb", closefd=False) as file:
+            file.seek(0)
+            content = file.read()
+        self._end()
+        if not content:
+            raise WorkerDiedError(f"the process of the evaluation has ended without results: {ending}")
+        report, results, messages = pickle.loads(content)
+        for message in messages:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if report is not None:
+            found = load_exception(*report)
+            raise found.as_cause() if found.exception else WorkerError(found.headline) from found.as_cause()
+        self._results = results
+        return results  # type: ignore[no-any-return]
+
+    def cancel(self) -> None:
+        """End it, with its workers. Episodes that have ended stay in its `folder`. It may be called twice."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+
+def start_evaluation(policies: Policy | Mapping[str, Policy], env_fn: EnvFn, **arguments: Any) -> RunningEvaluation:
+    """Start `evaluate` with these arguments in a process of its own, and return. The policies act as they are now, on
+    the CPU if they are agents; training may go on.
+
+    Raises `ConfigError` for an argument that `evaluate` does not have, or that cannot be pickled.
+    """
+    known = list(inspect.signature(evaluate).parameters)
+    for name in arguments:
+        if name not in known:
+            raise unknown_argument("start_evaluation", name, known, {})
+    named = {name: _copied(policy) for name, policy in as_policies(policies).items()}
+    try:
+        code = cloudpickle.dumps(partial(evaluate, named, env_fn, **arguments))
+    except Exception as error:  # pickling runs the user's code, which may raise anything
+        raise ConfigError(
+            f"an argument of start_evaluation cannot be pickled for its process: {in_one_line(error)}. Create such "
+            "objects inside of functions"
+        ) from error
+    return RunningEvaluation(code)
+
+
+def _copied(policy: Any) -> Any:
+    """The policy as it is now. An agent without spaces is initialized where it acts."""
+    is_agent = isinstance(policy, Agent) and "observation_space" in vars(policy)
+    return policy.runtime.worker_copy() if is_agent else policy
+
+
+def _run(code: bytes, fd: int) -> int:
+    """The function of the process. It writes what has come out into the descriptor."""
+    report = results = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        try:
+            results = pickle.loads(code)()
+        except Exception as error:
+            report = dump_exception(error)
+    messages = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+    with open(fd, "wb") as file:
+        file.write(cloudpickle.dumps((report, results, messages)))
+    return 0
+
+
+def _end(process: ChildProcess, file: Any) -> None:
+    process.kill()
+    file.close()
+
+
+def _left(deadline: float | None) -> float:
+    return _POLL_SECONDS if deadline is None else max(0.0, min(_POLL_SECONDS, deadline - time.monotonic()))

@@ -1,0 +1,188 @@
+"""What the workers of an evaluation step: an environment whose step plays a part of an episode."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from penstock.buffers.named import as_named, map_leaves
+from penstock.buffers.reports import dump_exception, in_one_line
+from penstock.envs import EnvContext
+from penstock.envs.rows import action_splitter
+from penstock.errors import GameError, PenstockError, SpaceError
+from penstock.evaluation.plan import EvaluationPlan, Job, leaves_of, plain
+from penstock.evaluation.policies import Player, make_player, one_row
+
+_log = logging.getLogger("penstock")
+
+NO_JOB = -1  #: the number that begins no episode
+LONGEST_CHUNK = 128  #: actions
+_SLICE_SECONDS = 0.05  # a step returns at least so often: a sign of life, and other environments of the worker go on
+_FIRST = np.zeros(1, np.intp)
+
+
+class EpisodeEnv(gym.Env[Any, Any]):
+    """Plays episodes. The action `{"job": j, "action": chunk, "n": n}` begins episode j, unless that is `NO_JOB`, and
+    makes n steps. So a reset, and a chunk of actions, run while other environments step.
+
+    A step returns the last observation and reward. What else there is to say is `info["note"]`, a pair:
+
+    - `("begun", info)`: the reset has been made.
+    - `("more", infos)`: some of the actions are still to be made, and `("info", infos)`: all have been made.
+    - `("ended", facts)`: the episode has ended.
+    - `("raised", text)`: the environment has raised an exception. It is built again for the next episode.
+    - `("policy raised", report)`: the policy has.
+
+    With `policies`, it acts itself. An error that would come again, such as other spaces than expected, is raised.
+    """
+
+    def __init__(
+        self,
+        plan: EvaluationPlan,
+        policies: Mapping[str, Any] | None,
+        action_space: gym.Space[Any],
+        context: EnvContext,
+        *,
+        wants_infos: bool,
+    ) -> None:
+        self.observation_space, self.action_space = plan.spaces[0], action_space
+        self._plan, self._policies, self._rank, self._wants_infos = plan, policies, context.worker_rank, wants_infos
+        self._split = action_splitter(plan.spaces[1])
+        self._env: gym.Env[Any, Any] | None = None
+        self._task = -1
+        self._players: dict[str, Player] = {}
+        self._idle = self._observation = plan.spaces[0].sample()
+        self._pending: deque[Any] = deque()
+        self._begun: tuple[str, Any] | None = None
+        self._rewards: list[float] = []
+        self._chunks: list[Any] = []  # of actions, since the episode began
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self._idle, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        note: tuple[str, Any] | None
+        try:
+            if action["job"] != NO_JOB:
+                self._begin(self._plan.job(int(action["job"])))
+            if n := int(action["n"]):
+                self._put(map_leaves(lambda part: part[:n].copy(), as_named(action["action"])))
+            note = self._play()
+        except _PolicyError as error:
+            note = "policy raised", dump_exception(error.exception)
+        except GameError as error:
+            note = self._raised(error)
+        except PenstockError:
+            raise
+        except Exception as error:  # of the environment, or of its constructor
+            note = self._raised(error)
+        reward = self._rewards[-1] if self._rewards else 0.0
+        return self._observation, reward, False, False, {} if note is None else {"note": note}
+
+    def _raised(self, error: Exception) -> tuple[str, Any]:
+        self.close()
+        self._observation = self._idle
+        return "raised", dump_exception(error)[1].decode()
+
+    def _put(self, chunk: Any) -> None:
+        """Keep the actions `[n, ...]` for the steps to come."""
+        self._chunks.append(chunk)
+        self._pending.extend(self._split(chunk))  # copies: the environment may change its action
+
+    def _begin(self, job: Job) -> None:
+        self._rewards, self._chunks, self._job, self._begun = [], [], job, None
+        self._pending.clear()
+        if self._task != job.task or self._env is None:
+            self.close()
+            self._env, self._task = self._plan.factories[job.task](self._plan.context(job.task, self._rank)), job.task
+            own = self._env.observation_space, self._env.action_space
+            if problem := self._plan.differs(own, job.task):
+                raise SpaceError(problem)
+        self._observation, info = self._env.reset(seed=job.seed, options=job.options)
+        self._begun = "begun", plain(info)
+        if self._policies is not None:
+            try:
+                self._player(job.policy).begin(0, self._plan.rng(job), self._plan.task_names[job.task], info)
+            except Exception as error:
+                raise _PolicyError(error) from error
+
+    def _player(self, name: str) -> Player:
+        assert self._policies is not None
+        if name not in self._players:
+            self._players[name] = make_player(self._policies[name], self._plan.spaces, 1, batched=True)
+        return self._players[name]
+
+    def _play(self) -> tuple[str, Any] | None:
+        """Make the steps whose actions are there, for a while, or until the episode ends. With `policies`, act."""
+        until, infos = time.monotonic() + _SLICE_SECONDS, dict[str, Any]()
+        acts, (note, self._begun) = self._policies is not None, (self._begun, None)
+        while self._env is not None and (self._pending or acts):
+            if not self._pending:
+                self._put(self._own_chunk())
+            self._observation, reward, terminated, truncated, info = self._env.step(self._pending.popleft())
+            self._rewards.append(float(reward))
+            if (facts := self._facts(info, bool(terminated), bool(truncated))) is not None:
+                self._pending.clear()
+                return "ended", facts
+            if acts:
+                self._player(self._job.policy).last_reward[0] = reward
+                self._player(self._job.policy).infos[0].update(info)
+            elif self._wants_infos:
+                infos.update(plain(info))
+            if time.monotonic() >= until:
+                break
+        if note is not None:
+            return note
+        if self._pending:
+            return "more", infos
+        return ("info", infos) if infos else None
+
+    def _own_chunk(self) -> Any:
+        """The actions that the policy returns in this worker."""
+        space, player = self._plan.spaces[0], self._player(self._job.policy)
+        try:
+            chunks = player.act(_FIRST, one_row(space, self._observation))
+        except Exception as error:
+            raise _PolicyError(error) from error
+        return player.in_space([chunk[0] for chunk in chunks])
+
+    def _facts(self, info: Mapping[str, Any], terminated: bool, truncated: bool) -> dict[str, Any] | None:
+        """What there is to say of an episode that has ended with this step; None if it goes on."""
+        plan, n = self._plan, len(self._rewards)
+        success = plan.success is not None and plan.until_success and bool(info.get(plan.success, False))
+        if not (terminated or truncated or success or n == plan.max_steps):
+            return None
+        parts = zip(*(leaves_of(plan.spaces[1], chunk) for chunk in self._chunks), strict=True)
+        return {
+            "length": n,
+            "terminated": terminated,
+            "truncated": not (terminated or success),
+            "return": sum(self._rewards),
+            "info": plain(info),
+            "actions": [np.concatenate(part)[:n] for part in parts],
+            "rewards": np.array(self._rewards),
+        }
+
+    def close(self) -> None:
+        """Close the environment that plays."""
+        env, self._env = self._env, None
+        if env is not None:
+            try:
+                env.close()
+            except Exception as error:  # the next episode has a new environment in any case
+                _log.warning("an environment of an evaluation could not be closed: %s", in_one_line(error))
+
+
+class _PolicyError(Exception):
+    """The policy has raised `exception`."""
+
+    def __init__(self, exception: Exception) -> None:
+        super().__init__(str(exception))
+        self.exception = exception

@@ -1,0 +1,280 @@
+"""`evaluate`: the same episodes for every policy, in parallel, with the results that a plain loop would have."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import gymnasium as gym
+
+from penstock.agents import Agent
+from penstock.agents.action_masks import info_key
+from penstock.arguments import integer, one_of, seconds, true_or_false
+from penstock.envs import EnvContext, EnvFn, MaskInObservation
+from penstock.envs.examples import checked_spaces
+from penstock.errors import ConfigError, PenstockError, SamplerBrokenError, brief
+from penstock.evaluation.episode_env import EpisodeEnv
+from penstock.evaluation.episode_files import EpisodeFolder, opened
+from penstock.evaluation.plan import EvaluationPlan, tasks_of
+from penstock.evaluation.policies import Policy, as_policies, make_player, snapshot
+from penstock.evaluation.results import EpisodeResult, EvalResults
+from penstock.evaluation.run import Run, job_space
+from penstock.vector import ShmVectorEnv
+from penstock.workers.affinity import cpus_to_fill, usable_cpus
+from penstock.workers.plan import Affinity, StartMethod
+
+_MOST_RESTARTS = 10**9  # it is the attempts of the episodes that are limited
+
+
+def evaluate(
+    policies: Policy | Mapping[str, Policy],
+    env_fn: EnvFn,
+    *,
+    tasks: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
+    options: Callable[[str, int], Mapping[str, Any]] | None = None,
+    episodes: int | range = 200,
+    seed: int = 0,
+    success: str | None = None,
+    until_success: bool = False,
+    max_steps: int | None = None,
+    n_workers: int | None = None,
+    batch_B: int | None = None,
+    act_in: Literal["caller", "workers"] = "caller",
+    batched: bool = True,
+    min_ready: float | None = None,
+    max_wait: float | None = None,
+    attempts: int = 5,
+    step_timeout: float | None = 300.0,
+    folder: str | os.PathLike[str] | None = None,
+    spaces: tuple[gym.Space[Any], gym.Space[Any]] | None = None,
+    affinity: Affinity | None = None,
+    start_method: StartMethod = "forkserver",
+    progress: bool = False,
+) -> EvalResults:
+    """Play the same episodes with each policy, in worker processes, and return their results.
+
+    Episode k of a task has a seed that depends on `seed`, the task and k alone. So it is the same for every policy,
+    number of workers and machine. All episodes that begin count, so short ones are not favoured. The state and the
+    random numbers of a policy belong to the episode. An episode whose environment raises, dies or hangs is begun again,
+    the same one. At the end the first episode is played once more; if it differs, a `RuntimeWarning` says so.
+
+    Args:
+        policies: a policy, or a dict of policies by name. A policy is an `Agent`; a function of observations `[k, ...]`
+            that returns actions `[k, ...]` or chunks of actions `[k, n, ...]`; or an object with `reset()` and
+            `select_action(batch)`. See `docs/evaluation.md`.
+        env_fn: returns a `gymnasium.Env`, or an environment id.
+        tasks: names, each of which is the argument `task` of `env_fn`; or a dict of arguments of `env_fn` by name. All
+            must have the same spaces.
+        options: `options(task, k)` returns the options of the reset that begins episode k. It is called once for each,
+            before the first episode.
+        episodes: how many episodes of each task, or their numbers as a range.
+        success: the key of the info, of an episode's last step, that says whether it was a success.
+        until_success: end an episode with the first step that is a success.
+        max_steps: end an episode, as truncated, after so many steps.
+        n_workers: worker processes. By default as many as CPUs may be used.
+        batch_B: environments that play at the same time; by default two for each worker.
+        act_in: "caller": policies act in this process, for all environments that wait. "workers": each worker acts for
+            its environments, one at a time, on the CPU.
+        batched: False: policies act for one environment at a time. A network may give slightly different numbers in
+            batches of different sizes; then this makes results equal for any number of environments.
+        min_ready: how many environments must wait before a policy acts for them: a number, or a share, below 1, of
+            those that it plays in. By default one half.
+        max_wait: seconds after which a policy acts in any case.
+        attempts: how often an episode is begun, if it is to blame for failures, before it counts as failed.
+        step_timeout: seconds that a reset or step may take; None for no limit.
+        folder: keeps each episode as soon as it has ended. The same call continues there, and plays failed episodes
+            again. It compares what decides the episodes; of policies it compares names, classes and parameters.
+        spaces: `(observation_space, action_space)`: then no environment is built in this process to read them.
+        affinity, start_method: as in `ParallelSampler`.
+        progress: say on the standard error output how many episodes have ended.
+
+    Raises `ConfigError` and `SpaceError` for arguments that cannot work, and `WorkerError` if nothing but failures
+    came. What a policy raises is raised unchanged.
+    """
+    named, by_task, numbers = as_policies(policies), tasks_of(tasks), _numbers(episodes)
+    if until_success and success is None:
+        raise ConfigError("until_success needs success: the key of the info that says whether a step was a success")
+    in_workers = one_of("act_in", act_in, ("caller", "workers")) == "workers"
+    attempts = integer("attempts", attempts, 1)
+    plan = EvaluationPlan.of(
+        env_fn,
+        by_task,
+        options=options,
+        episodes=numbers,
+        wrapper=_mask_wrapper(named.values()),
+        spaces=checked_spaces(spaces),
+        policies=tuple(named),
+        seed=integer("seed", seed, 0),
+        success=success,
+        until_success=true_or_false("until_success", until_success),
+        max_steps=None if max_steps is None else integer("max_steps", max_steps, 1),
+    )
+    snapshots = {name: snapshot(each, plan.spaces, plan.seed, for_workers=in_workers) for name, each in named.items()}
+    with opened(folder, plan, named) as files:
+        found = Found(plan, files, progress=true_or_false("progress", progress))
+        n_workers, batch_B = _sizes(n_workers, batch_B, len(found.missing))
+        players = {name: make_player(each, plan.spaces, batch_B, batched=batched) for name, each in snapshots.items()}
+        run = Run(
+            plan,
+            found.missing,
+            batch_B,
+            None if in_workers else players,
+            attempts=attempts,
+            min_ready=_share(min_ready),
+            max_wait=None if max_wait is None else seconds("max_wait", max_wait, zero=True),
+            on_result=found.put,
+        )
+        make = partial(
+            _make,
+            plan,
+            snapshots if in_workers else None,
+            job_space(plan),
+            any(player.wants_infos for player in players.values()),
+        )
+        counts = _play(
+            run,
+            [make] * batch_B,
+            attempts,
+            n_workers=n_workers,
+            spaces=(plan.spaces[0], job_space(plan)),
+            context=start_method,
+            step_timeout=step_timeout,
+            affinity=affinity,
+            on_worker_failure="restart",
+            max_restarts=_MOST_RESTARTS,
+        )
+    results = EvalResults([found.by_number[n] for n in range(plan.n)], list(named), list(by_task), *counts, plan)
+    for message in found.warnings():
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    return results
+
+
+class Found:
+    """The results so far, by the number of the episode."""
+
+    def __init__(self, plan: EvaluationPlan, files: EpisodeFolder | None, *, progress: bool) -> None:
+        self._plan, self._files, self._progress = plan, files, progress
+        self._again: EpisodeResult | None = None  # the first episode once more
+        kept = {} if files is None else files.results
+        self.by_number = {
+            plan.number(*key): result
+            for key, result in kept.items()
+            if not result.failed and key[0] in plan.policies and key[2] in plan.episodes
+        }
+        self.missing = [number for number in range(plan.n) if number not in self.by_number]
+        if self.missing:
+            self.missing.append(plan.n)
+
+    def put(self, number: int, result: EpisodeResult) -> None:
+        """Keep the result of an episode."""
+        if number == self._plan.n:
+            self._again = result
+            return
+        self.by_number[number] = result
+        if self._files is not None:
+            self._files.append(result)
+        if self._progress:
+            self._say()
+
+    def _say(self) -> None:
+        metric = "return" if self._plan.success is None else "success"
+        values = [result.metrics[metric] for result in self.by_number.values() if metric in result.metrics]
+        mean = f", {metric} {sum(values) / len(values):.3f}" if values else ""
+        n, end = len(self.by_number), "\n" if len(self.by_number) == self._plan.n else ""
+        print(f"\r{n} of {self._plan.n} episodes{mean}", end=end, file=sys.stderr, flush=True)
+
+    def warnings(self) -> Iterator[str]:
+        """What the user must know: which episodes failed, and whether the first one was different once more."""
+        for result in self.by_number.values():
+            if result.failed:
+                task = f" in {result.task!r}" if result.task else ""
+                yield (
+                    f"episode {result.episode} of {result.policy!r}{task} failed after {result.attempts} attempts, and "
+                    f"is not in the means: {result.failed}"
+                )
+        first, again = self.by_number[0], self._again
+        if again is not None and not (first.failed or again.failed) and (what := _difference(first, again)):
+            yield (
+                f"the first episode was different when it was played once more: {what}. The environment or the policy "
+                "depends on earlier episodes, or on random numbers that are not its own, so results can be different "
+                "in each run"
+            )
+
+
+def _play(run: Run, makes: Sequence[Any], attempts: int, **options: Any) -> tuple[int, int]:
+    """Run all episodes. Returns how many workers were replaced, and how often all were built again."""
+    n_restarts = n_rebuilt = in_vain = 0
+    while left := run.n_left:
+        with ShmVectorEnv(makes, **options) as envs:
+            try:
+                run.play(envs)
+            except SamplerBrokenError as error:
+                if isinstance(error.__cause__, PenstockError):
+                    raise error.__cause__ from error  # such as a `SpaceError`, which would come again
+                in_vain = 0 if run.n_left < left or error.env_rank is not None else in_vain + 1
+                if run.is_broken or in_vain >= attempts:
+                    raise
+                # Such as a SIGSEGV: nothing in that memory is trusted, so all is built again.
+                n_rebuilt += 1
+                run.charge(error.env_rank, str(error))
+                run.give_all_back()
+            finally:
+                n_restarts += envs.n_restarts
+    run.require_an_end()
+    return n_restarts, n_rebuilt
+
+
+def _make(
+    plan: EvaluationPlan,
+    policies: Mapping[str, Any] | None,
+    action_space: gym.Space[Any],
+    wants_infos: bool,
+    context: EnvContext,
+) -> EpisodeEnv:
+    return EpisodeEnv(plan, policies, action_space, context, wants_infos=wants_infos)
+
+
+def _mask_wrapper(policies: Any) -> Callable[..., Any] | None:
+    """What puts the mask of legal actions into the observations, if agents want it from the info."""
+    found = [info_key(policy.mask_key) for policy in policies if isinstance(policy, Agent)]
+    keys = {key for key in found if key is not None}
+    if len(keys) > 1:
+        raise ConfigError(f"the masks in info must be the same for all policies, got {sorted(map(str, keys))}")
+    return partial(MaskInObservation, key=keys.pop()) if keys else None
+
+
+def _numbers(episodes: int | range) -> range:
+    if not isinstance(episodes, range):
+        return range(integer("episodes", episodes, 1))
+    if not episodes or episodes.step != 1 or episodes.start < 0:
+        raise ConfigError(f"episodes must be a number, or a range of numbers from 0 on, got {episodes}")
+    return episodes
+
+
+def _sizes(n_workers: int | None, batch_B: int | None, n_episodes: int) -> tuple[int, int]:
+    """How many workers there are, and how many environments; not more than episodes."""
+    n_workers = cpus_to_fill(usable_cpus()) if n_workers is None else integer("n_workers", n_workers, 1)
+    batch_B = 2 * n_workers if batch_B is None else integer("batch_B", batch_B, n_workers)
+    most = max(1, n_episodes)
+    return min(n_workers, most), min(batch_B, most)
+
+
+def _share(min_ready: float | None) -> float:
+    if min_ready is None:
+        return 0.5
+    is_number = isinstance(min_ready, int | float) and not isinstance(min_ready, bool)
+    if not is_number or min_ready <= 0 or (min_ready > 1 and min_ready != int(min_ready)):
+        raise ConfigError(f"min_ready must be a number of environments, or a share below 1, got {brief(min_ready)}")
+    return float(min_ready)
+
+
+def _difference(first: EpisodeResult, again: EpisodeResult) -> str:
+    """What is different; "" if nothing is."""
+    names = ["length", *first.metrics]
+    values = [(r.length, *(r.metrics.get(name) for name in names[1:])) for r in (first, again)]
+    texts = [f"its {n} was {x}, then {y}" for n, x, y in zip(names, *values, strict=True) if str(x) != str(y)]
+    return "; ".join(texts[:3])

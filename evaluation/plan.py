@@ -1,0 +1,166 @@
+"""What an evaluation plays: which episodes, of which tasks, with which seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+
+from penstock.buffers.tree import tree_leaves
+from penstock.envs import (
+    ColumnStreams,
+    EnvContext,
+    EnvFactory,
+    EnvFn,
+    Purpose,
+    build_example_env,
+    close_example_env,
+    env_factories,
+)
+from penstock.errors import ConfigError, SpaceError, brief
+from penstock.evaluation.policies import Spaces
+from penstock.vector.objects import has_fixed_shape
+
+
+class Job(NamedTuple):
+    """One episode to play."""
+
+    policy: str
+    task: int  #: its index among the tasks
+    episode: int
+    seed: int  #: of the reset
+    options: dict[str, Any] | None  #: of the reset
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """All that decides what happens in the episodes, except for the policies themselves. Each episode has a number: all
+    of a policy's tasks in order, all episodes of a task in order. The last number stands for the first episode again.
+    """
+
+    policies: tuple[str, ...]
+    tasks: Mapping[str, Mapping[str, Any]]  #: the arguments of `env_fn` for each task
+    episodes: Sequence[int]  #: their numbers, ascending
+    factories: Sequence[EnvFactory]  #: one for each task
+    spaces: Spaces
+    options: Sequence[dict[str, Any] | None]  #: task by task, of each episode; empty without options
+    seed: int
+    success: str | None
+    until_success: bool
+    max_steps: int | None
+
+    @classmethod
+    def of(
+        cls,
+        env_fn: EnvFn,
+        tasks: Mapping[str, Mapping[str, Any]],
+        *,
+        options: Callable[[str, int], Mapping[str, Any]] | None,
+        episodes: Sequence[int],
+        wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] | None = None,
+        spaces: Spaces | None = None,
+        **others: Any,
+    ) -> EvaluationPlan:
+        """The plan of what `evaluate` got. Without `spaces`, an environment of the first task is built to read them,
+        and closed."""
+        factories = factories_of(env_fn, tasks, wrapper)
+        if spaces is None:
+            example = build_example_env(factories[0])
+            spaces = example.observation_space, example.action_space
+            close_example_env(example)
+        for name, part in tree_leaves(spaces[1], "action"):
+            if not has_fixed_shape(part):
+                raise SpaceError(f"{name} of {part} has no fixed shape, which evaluate needs: change it with a wrapper")
+        of_resets = [dict(options(name, k)) for name in tasks for k in episodes] if options is not None else []
+        return cls(tasks=tasks, episodes=episodes, factories=factories, spaces=spaces, options=of_resets, **others)
+
+    @property
+    def n(self) -> int:
+        """The number of episodes."""
+        return len(self.policies) * len(self.tasks) * len(self.episodes)
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The names of the tasks."""
+        return tuple(self.tasks)
+
+    def job(self, number: int) -> Job:
+        """The episode with this number."""
+        which, k = divmod(number % self.n, len(self.episodes))
+        policy, task = divmod(which, len(self.tasks))
+        options = self.options[task * len(self.episodes) + k] if self.options else None
+        episode = self.episodes[k]
+        return Job(self.policies[policy], task, episode, self.env_seed(task, episode), options)
+
+    def number(self, policy: str, task: str, episode: int) -> int:
+        """The number of an episode. Raises `ConfigError` if it is none of this evaluation."""
+        try:
+            which = self.policies.index(policy) * len(self.tasks) + self.task_names.index(task)
+            return which * len(self.episodes) + self.episodes.index(episode)
+        except ValueError:
+            raise ConfigError(
+                f"there is no episode {episode} of the policy {policy!r} and the task {task!r}. The policies are "
+                f"{brief(list(self.policies))}, the tasks {brief(list(self.tasks))}, and the episodes "
+                f"{brief(self.episodes)}"
+            ) from None
+
+    def env_seed(self, task: int, episode: int) -> int:
+        """The seed of the reset that begins an episode. It does not depend on the policy."""
+        return ColumnStreams(self.seed, (task,)).env_seeds(Purpose.EVAL, episode)[0]
+
+    def rng(self, job: Job) -> np.random.Generator:
+        """What the policy draws from in an episode."""
+        return ColumnStreams(self.seed, (job.task,)).rngs(Purpose.EVAL_ACTION, job.episode)[0]
+
+    def context(self, task: int, worker_rank: int) -> EnvContext:
+        """What the environments of a task are built with. Nothing in it depends on the column."""
+        return EnvContext(task, worker_rank, ColumnStreams(self.seed, (task,)).env_seeds(Purpose.EVAL)[0], Purpose.EVAL)
+
+    def differs(self, own: Spaces, task: int) -> str:
+        """Which space of a task's environment is another one than that of the first task; "" if none is."""
+        for name, space, wanted in zip(("observation", "action"), own, self.spaces, strict=True):
+            if space != wanted:
+                return (
+                    f"the {name}_space of the task {self.task_names[task]!r} is {space}, that of "
+                    f"{self.task_names[0]!r} is {wanted}: all tasks of an evaluation must have the same spaces. "
+                    "Evaluate the others separately, or make the spaces equal with wrappers"
+                )
+        return ""
+
+
+def tasks_of(tasks: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
+    """The arguments of `env_fn` for each task, by its name. One without a name has none."""
+    if tasks is None:
+        return {"": {}}
+    is_names = isinstance(tasks, Sequence) and not isinstance(tasks, str) and all(isinstance(t, str) for t in tasks)
+    named: dict[str, Any] = {name: {"task": name} for name in tasks} if is_names else tasks  # type: ignore[assignment]
+    fits = isinstance(named, Mapping) and named and all(isinstance(kwargs, Mapping) for kwargs in named.values())
+    if not fits or not all(isinstance(name, str) for name in named) or len(named) != len(tasks):
+        raise ConfigError(
+            "tasks must be a list of different names, each of which is the argument `task` of env_fn, or a dict of "
+            f"arguments of env_fn by name, got {brief(tasks)}"
+        )
+    return {name: dict(kwargs) for name, kwargs in named.items()}
+
+
+def factories_of(
+    env_fn: EnvFn, tasks: Mapping[str, Mapping[str, Any]], wrapper: Callable[..., Any] | None = None
+) -> tuple[EnvFactory, ...]:
+    """A factory for each task."""
+    if isinstance(env_fn, Sequence) and not isinstance(env_fn, str):
+        raise ConfigError("env_fn must be one callable or environment id: give what differs between tasks as tasks=...")
+    return tuple(replace(env_factories(env_fn, own, 1)[0], wrapper=wrapper) for own in tasks.values())
+
+
+def plain(info: Mapping[Any, Any]) -> dict[str, Any]:
+    """The entries of an info that are numbers, texts or arrays, which any process can read."""
+    kinds = bool | int | float | str | np.generic | np.ndarray
+    return {str(key): value for key, value in info.items() if isinstance(value, kinds)}
+
+
+def leaves_of(space: Any, value: Any) -> list[Any]:
+    """The parts of an element of a space, or of a batch, in order."""
+    return [part for _, _, part in tree_leaves(space, "", value)]

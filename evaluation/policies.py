@@ -1,0 +1,316 @@
+"""Policies of any form act for columns: environments that play episodes at the same time, and share no state."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+from penstock.agents import Agent
+from penstock.agents.agent import as_agent_step
+from penstock.agents.shared_parameters import parameters_of
+from penstock.buffers.named import as_named
+from penstock.buffers.tree import map_tree, tree_leaves, tree_of
+from penstock.errors import ConfigError, SpaceError, brief
+
+Space = gym.Space[Any]
+Spaces = tuple[Space, Space]  #: of observations and of actions
+
+_LISTED = ("states", "infos", "tasks", "rngs")  # parameters of a function that get a list with an entry for each column
+
+
+class SelectsActions(Protocol):
+    """A policy with a state of its own, as LeRobot's are. It acts for one column at a time."""
+
+    def reset(self) -> None:
+        """Begin an episode."""
+
+    def select_action(self, batch: Any) -> Any:
+        """The action `[1, ...]` for the observation `[1, ...]`."""
+
+
+#: What `evaluate` accepts as a policy.
+Policy = Agent | Callable[..., Any] | SelectsActions
+
+
+class Player:
+    """Acts with one policy for `n` columns. Each column has its own state and random stream, and both begin again with
+    each episode.
+
+    A subclass for each form of policy says what begins, and which actions, or chunks of them, the policy returns.
+    """
+
+    acts_for_one = False  #: whether the policy acts for one column at a time in any case
+
+    def __init__(self, policy: Any, spaces: Spaces, n: int, *, batched: bool) -> None:
+        self._policy, self._spaces, self._batched = policy, spaces, batched and not self.acts_for_one
+        self.rngs: list[Any] = [None] * n
+        self.infos: list[dict[str, Any]] = [{} for _ in range(n)]
+        self.last_reward = np.zeros(n, np.float32)
+
+    @property
+    def wants_infos(self) -> bool:
+        """Whether the policy looks at the infos of each step."""
+        return False
+
+    def begin(self, column: int, rng: np.random.Generator, task: str, info: Mapping[str, Any]) -> None:
+        """An episode of `task` begins in this column; `info` is that of its reset."""
+        self.rngs[column], self.infos[column], self.last_reward[column] = rng, dict(info), 0
+        self._begin(column, task)
+
+    def act(self, columns: npt.NDArray[np.intp], observation: Any) -> list[npt.NDArray[Any]]:
+        """The next actions of these columns, whose observations are the rows of `observation`. Returns an array
+        `[k, n, ...]` for each part of the action space: a chunk of n actions for each of k columns."""
+        if self._batched:
+            return self._chunks(self._call(columns, observation), len(columns))
+        each = [
+            self._chunks(self._call(columns[i : i + 1], take_rows(self._spaces[0], observation, [i])), 1)
+            for i in range(len(columns))
+        ]
+        if len({chunk[0].shape[1] for chunk in each}) > 1:
+            raise SpaceError(f"{brief(self._policy)} returns chunks of different lengths: give all the same length")
+        return [np.concatenate(parts) for parts in zip(*each, strict=True)]
+
+    def _begin(self, column: int, task: str) -> None:
+        raise NotImplementedError
+
+    def _call(self, columns: npt.NDArray[np.intp], observation: Any) -> Any:
+        raise NotImplementedError
+
+    def _chunks(self, result: Any, k: int) -> list[npt.NDArray[Any]]:
+        """What the policy has returned, as arrays `[k, n, ...]`."""
+        found: list[npt.NDArray[Any]] = []
+        for name, space, value in tree_leaves(self._spaces[1], "action", result):
+            array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+            shape = tuple(space.shape)
+            extra = array.ndim - len(shape)
+            fits = extra in (1, 2) and len(array) == k and array.shape[extra:] == shape
+            n = array.shape[1] if extra == 2 else 1
+            if not fits or n == 0 or (found and found[0].shape[1] != n):
+                text = ", ".join(map(str, shape))
+                raise SpaceError(
+                    f"a policy must return actions [{k}, {text}] or chunks [{k}, n, {text}] for {k} environments, with "
+                    f"the same n in all parts: {name} of {space} has the shape {array.shape}"
+                )
+            if not np.can_cast(array.dtype, space.dtype, "same_kind"):
+                raise SpaceError(f"a policy must return {space.dtype} as {name} of {space}, got {array.dtype}")
+            found.append((array if extra == 2 else array[:, None]).astype(space.dtype, copy=False))
+        return found
+
+    def in_space(self, leaves: Sequence[Any]) -> Any:
+        """Arrays for each part of the action space, in its structure."""
+        return as_named(tree_of(self._spaces[1], leaves))
+
+
+class _AgentPlayer(Player):
+    """An `Agent`, as the evaluations of samplers run it."""
+
+    def __init__(self, policy: Agent, spaces: Spaces, n: int, *, batched: bool) -> None:
+        super().__init__(policy, spaces, n, batched=batched)
+        self._agent = policy.runtime.column_copy([np.random.default_rng(0) for _ in range(n)])
+        self._agent.runtime.set_columns([0] * n, 1)  # nothing may depend on the column
+        self._agent.eval_mode(0)
+        self._last = as_named(map_tree(lambda part: np.zeros((n, *part.shape), part.dtype), spaces[1]))
+
+    def _begin(self, column: int, task: str) -> None:
+        self._agent.reset_one(column)
+        self._agent.reseed_columns(np.array([column]), [self.rngs[column]])
+        self._last[column] = 0
+
+    def _call(self, columns: npt.NDArray[np.intp], observation: Any) -> Any:
+        agent = self._agent
+        agent.select(columns)
+        step = agent.step(as_named(observation), self._last[columns], self.last_reward[columns])
+        self._last[columns] = action = as_named(as_agent_step(step, agent).action)
+        return action
+
+
+class _FunctionPlayer(Player):
+    """A function of the observations `[k, ...]`. It gets what it has parameters for: lists with an entry for each
+    column."""
+
+    def __init__(self, policy: Callable[..., Any], spaces: Spaces, n: int, *, batched: bool) -> None:
+        super().__init__(policy, spaces, n, batched=batched)
+        try:
+            known: Sequence[str] = tuple(inspect.signature(policy).parameters)
+        except ValueError:  # written in C, without a signature
+            known = ()
+        self._names = [name for name in _LISTED if name in known]
+        self.states: list[Any] = [None] * n
+        self.tasks = [""] * n
+
+    @property
+    def wants_infos(self) -> bool:
+        return "infos" in self._names
+
+    def _begin(self, column: int, task: str) -> None:
+        self.states[column], self.tasks[column] = None, task
+
+    def _call(self, columns: npt.NDArray[np.intp], observation: Any) -> Any:
+        which = columns.tolist()
+        result = self._policy(observation, **{name: [getattr(self, name)[c] for c in which] for name in self._names})
+        if "states" not in self._names:
+            return result
+        if not (isinstance(result, tuple) and len(result) == 2 and len(result[1]) == len(which)):
+            raise SpaceError(
+                f"a policy with a parameter named states must return (action, states), with {len(which)} states, got "
+                f"{brief(result)}"
+            )
+        for column, state in zip(which, result[1], strict=True):
+            self.states[column] = state
+        return result[0]
+
+
+class _ObjectPlayer(Player):
+    """An object with `reset` and `select_action`: each column has a copy, which shares parameters and buffers of torch
+    modules with the others. What the policy draws from torch depends on the episode and the step only."""
+
+    acts_for_one = True
+
+    def __init__(self, policy: SelectsActions, spaces: Spaces, n: int, *, batched: bool) -> None:
+        super().__init__(policy, spaces, n, batched=batched)
+        tensors = [t for module in _modules_of(policy) for t in (*module.parameters(), *module.buffers())]
+        self._copies = [copy.deepcopy(policy, {id(t): t for t in tensors}) for _ in range(n)]
+
+    def _begin(self, column: int, task: str) -> None:
+        self._copies[column].reset()
+
+    def _call(self, columns: npt.NDArray[np.intp], observation: Any) -> Any:
+        (column,) = columns.tolist()
+        with _seeded_torch(int(self.rngs[column].integers(2**62))):
+            return self._copies[column].select_action(observation)
+
+
+def as_policies(policies: Any) -> dict[str, Any]:
+    """The policies by name; one alone is called "policy". Raises `ConfigError` for what cannot act."""
+    named = dict(policies) if isinstance(policies, Mapping) else {"policy": policies}
+    for name, policy in named.items():
+        if not isinstance(name, str):
+            raise ConfigError(f"policies must have names that are texts, got {name!r}")
+        _class_for(policy)
+    if not named:
+        raise ConfigError("policies has no policy: give one, or a dict of policies by name")
+    return named
+
+
+def _class_for(policy: Any) -> type[Player]:
+    if isinstance(policy, Agent):
+        if policy.joint:
+            raise ConfigError(f"{policy} acts for several agents together: evaluate plays environments of one agent")
+        return _AgentPlayer
+    if callable(getattr(policy, "select_action", None)) and callable(getattr(policy, "reset", None)):
+        return _ObjectPlayer
+    if callable(policy) and not isinstance(policy, type):
+        return _FunctionPlayer
+    raise ConfigError(
+        "a policy is an Agent, a function of the observations, or an object with reset() and select_action(batch), got "
+        f"{brief(policy)}"
+    )
+
+
+def snapshot(policy: Any, spaces: Spaces, seed: int, *, for_workers: bool) -> Any:
+    """The policy as it is now. An agent is copied with its parameters, so that training may go on: for workers onto the
+    CPU, else onto its own device."""
+    if not isinstance(policy, Agent):
+        return policy
+    policy.runtime.ensure_initialized(*spaces, seed)
+    return policy.runtime.worker_copy() if for_workers else policy.runtime.server_copy()
+
+
+def make_player(policy: Any, spaces: Spaces, n: int, *, batched: bool) -> Player:
+    """What acts with a policy, of which `snapshot` has been taken, for `n` columns."""
+    return _class_for(policy)(policy, spaces, n, batched=batched)
+
+
+# ---- batches of observations -------------------------------------------------------------------------
+
+
+def take_rows(space: Space, batch: Any, rows: Sequence[int]) -> Any:
+    """Some rows of a batch of observations. A part without a fixed shape, such as a text, is a list."""
+    return map_tree(lambda _, part: part[rows] if _is_array(part) else [part[r] for r in rows], space, batch)
+
+
+def one_row(space: Space, observation: Any) -> Any:
+    """An observation as a batch of one."""
+    fixed = gym.spaces.Box | gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinary
+    return map_tree(
+        lambda part, value: np.asarray(value, part.dtype)[None] if isinstance(part, fixed) else [value],
+        space,
+        observation,
+    )
+
+
+def concatenated(space: Space, batches: Sequence[Any]) -> Any:
+    """Several batches as one."""
+    if len(batches) == 1:
+        return batches[0]
+    return map_tree(
+        lambda _, *parts: np.concatenate(parts) if _is_array(parts[0]) else [row for part in parts for row in part],
+        space,
+        *batches,
+    )
+
+
+def _is_array(part: object) -> bool:
+    return isinstance(part, np.ndarray)
+
+
+# ---- torch, which need not be there -------------------------------------------------------------------
+
+
+def _seeded_torch(seed: int) -> AbstractContextManager[Any]:
+    """Inside, torch draws from `seed`, and keeps no gradients. Afterwards its generators are as before."""
+    stack = ExitStack()
+    if (torch := sys.modules.get("torch")) is not None:
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        stack.enter_context(torch.random.fork_rng(devices=list(devices)))
+        stack.enter_context(torch.no_grad())
+        torch.manual_seed(seed)
+    return stack
+
+
+def _modules_of(policy: Any) -> Iterator[Any]:
+    """The torch modules that a policy holds: itself, its attributes, the cells and the arguments of a function."""
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    parts = [policy, *getattr(policy, "__dict__", {}).values()]
+    if isinstance(policy, partial):
+        parts += [policy.func, *policy.args, *policy.keywords.values()]
+    parts += [part for cell in getattr(policy, "__closure__", None) or () if (part := _content(cell)) is not None]
+    parts += [getattr(policy, "__self__", None)]
+    for part in parts:
+        if isinstance(part, torch.nn.Module):
+            yield part
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def fingerprint(policy: Any) -> str:
+    """What a folder of results remembers of a policy: its class or function, and the parameters that an agent or the
+    torch modules in it have. What else a function uses is not compared."""
+    kind = policy.func if isinstance(policy, partial) else policy
+    name = getattr(kind, "__qualname__", type(kind).__qualname__)
+    if isinstance(policy, Agent):
+        arrays = dict(parameters_of(policy))
+    else:
+        states = [module.state_dict() for module in _modules_of(policy)]
+        named = [(f"{i}.{key}", value) for i, state in enumerate(states) for key, value in state.items()]
+        arrays = {key: value.detach().cpu().float().numpy() for key, value in named}
+    digest = hashlib.sha256()
+    for key in sorted(arrays):
+        digest.update(key.encode() + np.ascontiguousarray(arrays[key]).tobytes())
+    return f"{name} {digest.hexdigest()[:16] if arrays else ''}".strip()
