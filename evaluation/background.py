@@ -42,6 +42,11 @@ class RunningEvaluation:
         self._results: EvalResults | None = None
 
     @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    @property
     def is_done(self) -> bool:
         """Whether it has ended, so that `wait` returns at once."""
         return self._results is not None or self._process.ending() is not None

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 
@@ -76,7 +77,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
                 self._put(map_leaves(lambda part: part[:n].copy(), as_named(action["action"])))
             note = self._play()
         except _PolicyError as error:
-            note = "policy raised", dump_exception(error.exception)
+            note = "policy raised", _whole(error.exception)
         except GameError as error:
             note = self._raised(error)
         except PenstockError:
@@ -89,7 +90,8 @@ class EpisodeEnv(gym.Env[Any, Any]):
     def _raised(self, error: Exception) -> tuple[str, Any]:
         self.close()
         self._observation = self._idle
-        return "raised", dump_exception(error)[1].decode()
+        headline, text, _ = dump_exception(error)
+        return "raised", f"{headline.decode()}\n{text.decode()}"
 
     def _put(self, chunk: Any) -> None:
         """Keep the actions `[n, ...]` for the steps to come."""
@@ -178,6 +180,17 @@ class EpisodeEnv(gym.Env[Any, Any]):
                 env.close()
             except Exception as error:  # the next episode has a new environment in any case
                 _log.warning("an environment of an evaluation could not be closed: %s", in_one_line(error))
+
+
+def _whole(error: Exception) -> tuple[bytes, bytes, bytes]:
+    """The exception as `dump_exception` has it, also if its class is one of the user's script."""
+    headline, text, pickled = dump_exception(error)
+    if not pickled:
+        try:
+            pickled = cloudpickle.dumps(error)
+        except Exception:  # many exceptions cannot be pickled; the text describes them
+            pickled = b""
+    return headline, text, pickled
 
 
 class _PolicyError(Exception):

@@ -26,6 +26,7 @@ from penstock.evaluation.results import EpisodeResult, EvalResults
 
 _ABOUT, _LINES, _LOCK = "evaluation.json", "episodes.jsonl", "lock"
 _Key = tuple[str, str, int]  # policy, task, episode
+_held: set[Path] = set()  # the folders in use by this process, which its own locks do not keep out
 
 
 class EpisodeFolder:
@@ -81,15 +82,19 @@ def opened(
     }
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = InterProcessLock(path / _LOCK)
-        is_free = lock.acquire(blocking=False)
+        lock, place = InterProcessLock(path / _LOCK), path.resolve()
+        is_free = place not in _held and lock.acquire(blocking=False)
     except OSError as error:
         raise ConfigError(f"folder={os.fspath(folder)!r} cannot be written: {error}") from error
     if not is_free:
-        raise ConfigError(f"folder={os.fspath(folder)!r} is in use by another process: each evaluation needs its own")
+        if lock.lockfile is not None:
+            lock.lockfile.close()
+        raise ConfigError(f"folder={os.fspath(folder)!r} is in use by another evaluation: each needs its own")
+    _held.add(place)
     try:
         yield EpisodeFolder(path, about)
     finally:
+        _held.remove(place)
         lock.release()
 
 
@@ -145,11 +150,11 @@ def _read_about(path: Path) -> dict[str, Any] | None:
 
 def _require_same(path: Path, known: Mapping[str, Any], about: Mapping[str, Any]) -> None:
     """Raise `ConfigError` unless two evaluations play the same episodes, with the same policies of the same name."""
-    for key in ("seed", "success", "until_success", "max_steps", "environment", "tasks"):
+    for key in ("seed", "tasks", "environment", "success", "until_success", "max_steps"):
         if known[key] != about[key]:
             raise ConfigError(
-                f"{path} has another evaluation: its {key} is {brief(known[key])}, that of this one is "
-                f"{brief(about[key])}. Give another folder"
+                f"{path} has another evaluation. Its {key}: {brief(known[key])}; of this one: {brief(about[key])}. "
+                "Give another folder"
             )
     for name in known["policies"].keys() & about["policies"].keys():
         if known["policies"][name] != about["policies"][name]:

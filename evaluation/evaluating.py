@@ -27,6 +27,7 @@ from penstock.vector import ShmVectorEnv
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.plan import Affinity, StartMethod
 
+_LISTED = 5  # failed episodes in a warning
 _MOST_RESTARTS = 10**9  # it is the attempts of the episodes that are limited
 
 
@@ -189,13 +190,16 @@ class Found:
 
     def warnings(self) -> Iterator[str]:
         """What the user must know: which episodes failed, and whether the first one was different once more."""
-        for result in self.by_number.values():
-            if result.failed:
-                task = f" in {result.task!r}" if result.task else ""
-                yield (
-                    f"episode {result.episode} of {result.policy!r}{task} failed after {result.attempts} attempts, and "
-                    f"is not in the means: {result.failed}"
-                )
+        if failed := [result for result in self.by_number.values() if result.failed]:
+            texts = [
+                f"episode {r.episode} of {r.policy!r}{f' in {r.task!r}' if r.task else ''}, begun {r.attempts} times: "
+                f"{r.failed.splitlines()[0]}"
+                for r in failed[:_LISTED]
+            ]
+            yield (
+                f"{len(failed)} of {self._plan.n} episodes failed by their environment, and are not in the means "
+                f"(results.failed has them all): {'; '.join(texts)}"
+            )
         first, again = self.by_number[0], self._again
         if again is not None and not (first.failed or again.failed) and (what := _difference(first, again)):
             yield (

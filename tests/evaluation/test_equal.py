@@ -1,0 +1,312 @@
+"""Evaluations find what a plain loop finds, bit for bit, whatever plays the episodes."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock import CategoricalPgAgent, FunctionAgent, RecurrentCategoricalPgAgent, evaluate
+from penstock.evaluation.plan import EvaluationPlan
+
+from ..scale import FULL, START_METHODS, quick_first, scaled
+from .reach import CHUNK, TASKS, Reach, direction, played, serial, vla, weaker
+
+LAYOUTS = ((1, 1), (1, 4), (2, 2), (2, 7), (2, 16), (4, 4), (4, 25))  # workers, environments
+MODES: tuple[dict[str, Any], ...] = ({}, {"batched": False}, {"act_in": "workers"})
+EPISODES = range(scaled(200, 5))
+
+cells = [(*layout, mode) for layout, mode in product(LAYOUTS, MODES)]
+run = partial(evaluate, success="is_success", episodes=EPISODES, tasks=TASKS)
+
+truth = cache(partial(serial, EPISODES))
+
+
+@pytest.mark.parametrize(("n_workers", "batch_B", "mode"), quick_first(cells if FULL else cells[3::5], 2))
+def test_as_a_plain_loop(n_workers: int, batch_B: int, mode: dict[str, Any]) -> None:
+    assert played(run(vla, Reach, n_workers=n_workers, batch_B=batch_B, **mode)) == truth()
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize("act_in", ["caller", "workers"])
+def test_with_every_start_method(start_method: Any, act_in: Any) -> None:
+    found = run(vla, Reach, n_workers=2, batch_B=3, act_in=act_in, start_method=start_method)
+    assert played(found) == truth()
+
+
+@pytest.mark.parametrize("kwargs", [{"min_ready": 1}, {"min_ready": 1.0}, {"min_ready": 3, "max_wait": 0.0}])
+def test_when_a_policy_acts_changes_nothing(kwargs: Any) -> None:
+    assert played(run(vla, Reach, n_workers=2, batch_B=5, **kwargs)) == truth()
+
+
+def test_several_policies_play_the_same_episodes() -> None:
+    found = run({"vla": vla, "weaker": weaker}, Reach, n_workers=2, batch_B=6)
+    assert played(found, "vla") == truth()
+    assert played(found, "weaker") == serial(EPISODES, policy=weaker)
+    seeds = [[r.seed for r in found.episodes if r.policy == name] for name in ("vla", "weaker")]
+    assert seeds[0] == seeds[1]
+
+
+def test_a_part_of_the_episodes() -> None:
+    assert played(run(vla, Reach, episodes=range(2, 5), n_workers=1)) == serial(range(2, 5))
+
+
+def test_another_seed_is_another_evaluation() -> None:
+    found = played(run(vla, Reach, seed=1, n_workers=1))
+    assert found == serial(EPISODES, seed=1)
+    assert found != truth()
+
+
+def test_options_of_resets() -> None:
+    def options(task: str, k: int) -> dict[str, Any]:
+        return {"speed": 0.02 * (k + 1) + 0.01 * len(task)}
+
+    found = run(vla, Reach, options=options, n_workers=2, batch_B=3)
+    assert played(found) == serial(EPISODES, options=options)
+    episode = found.episode("policy", "desk", 1)
+    assert episode.options == options("desk", 1)
+
+
+def test_an_episode_is_repeated() -> None:
+    found = run(vla, Reach, n_workers=2, batch_B=3)
+    for result in found.episodes:
+        env, action = found.episode("policy", result.task, result.episode).run()
+        _, _, terminated, _, info = env.step(action)
+        assert (terminated, info["is_success"]) == (result.terminated, result.metrics["success"])
+        env.close()
+
+
+# ---- how episodes end ----------------------------------------------------------------------------------
+
+
+class Lengths(gym.Env[Any, Any]):
+    """Episodes of 10 or 1,000 steps, as the seed says. Its success comes and goes."""
+
+    observation_space = gym.spaces.Discrete(3)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t, self.length = 0, 1000 if self.np_random.random() < 0.3 else 10
+        return 0, {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return 1, 1.0, self.t == self.length, False, {"ok": self.t % 7 == 0, "long": self.length == 1000}
+
+
+def idle(observation: Any) -> Any:
+    return np.zeros((len(observation), 100), np.int64)
+
+
+@pytest.mark.parametrize(("n_workers", "batch_B"), [(1, 1), (2, 9)])
+def test_short_episodes_are_not_favoured(n_workers: int, batch_B: int) -> None:
+    n = scaled(10_000, 200)
+    found = evaluate(idle, Lengths, success="long", episodes=n, n_workers=n_workers, batch_B=batch_B, act_in="workers")
+    env, n_long = Lengths(), 0
+    for result in found.episodes:
+        env.reset(seed=result.seed)
+        n_long += env.length == 1000
+    assert found.mean("policy", "success").estimate == n_long / n
+    assert found.mean("policy", "return").estimate == (n_long * 1000 + (n - n_long) * 10) / n
+
+
+def test_until_success_and_after_most_steps() -> None:
+    (first,) = evaluate(idle, Lengths, success="ok", until_success=True, episodes=1, n_workers=1).episodes
+    assert (first.length, first.terminated, first.truncated, first.metrics["success"]) == (7, False, False, True)
+    (first,) = evaluate(idle, Lengths, success="ok", max_steps=6, episodes=1, n_workers=1).episodes
+    assert (first.length, first.terminated, first.truncated, first.metrics["success"]) == (6, False, True, False)
+
+
+# ---- policies of every form ------------------------------------------------------------------------------
+
+
+class Robot:
+    """As LeRobot's policies: one queue of actions, and noise of torch's global generator."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(3, 2)
+        self.reset()
+
+    def reset(self) -> None:
+        self.queue: list[Any] = []
+
+    def select_action(self, batch: Any) -> Any:
+        if not self.queue:
+            shift = self.model(torch.as_tensor(batch["hand"]))[0].detach().numpy()
+            noise = torch.randn(CHUNK, 2).numpy()
+            self.queue = [direction(batch["hand"][0], batch["instruction"][0], each) + 0.01 * shift for each in noise]
+        return torch.as_tensor(self.queue.pop(0))[None]
+
+
+def test_an_object_with_a_queue_plays_each_episode_alone() -> None:
+    torch.manual_seed(0)
+    robot, before = Robot(), torch.random.get_rng_state()
+    found = [
+        played(run(robot, Reach, n_workers=n_workers, batch_B=batch_B, act_in=act_in))
+        for n_workers, batch_B, act_in in ((1, 1, "caller"), (2, 7, "caller"), (2, 3, "workers"))
+    ]
+    assert found[0] == found[1] == found[2]
+    assert torch.equal(before, torch.random.get_rng_state())
+
+    def alone(observation: Any, rngs: Any) -> Any:
+        torch.manual_seed(int(rngs[0].integers(2**62)))
+        return robot.select_action(observation).numpy()[None]  # a chunk of one action
+
+    loop = []
+    for row in found[0][:3]:
+        robot.reset()
+        loop += serial([row.episode], {"kitchen": TASKS["kitchen"]}, policy=alone)
+    assert found[0][:3] == loop
+
+
+class Mlp(nn.Module):
+    """Actions that depend on the observation, for CartPole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 2)
+
+    def forward(self, observation: Any) -> Any:
+        return self.body(observation), observation[:, 0]
+
+
+class Rnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(4, 8), nn.Linear(8, 3)
+
+    def initial_state(self) -> Any:
+        return torch.zeros(8)
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+        h = self.cell(observation, state)
+        out = self.head(h)
+        return out[:, :2], out[:, 2], h
+
+
+AGENTS: dict[str, Any] = {
+    "samples": lambda: CategoricalPgAgent(Mlp),
+    "numpy": lambda: CategoricalPgAgent(Mlp, inference="numpy", greedy_eval=True),
+    "recurrent": lambda: RecurrentCategoricalPgAgent(Rnn),
+    "function": lambda: FunctionAgent(lambda x, rngs: np.array([rng.integers(2) for rng in rngs])),
+}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent(name: str) -> None:
+    torch.manual_seed(0)
+    agent, found = AGENTS[name](), []
+    for n_workers, batch_B, mode in ((1, 1, {}), (2, 5, {"batched": False}), (2, 3, {"act_in": "workers"})):
+        results = evaluate(agent, "CartPole-v1", episodes=12, n_workers=n_workers, batch_B=batch_B, **mode)
+        found.append([(r.length, r.played()[0][0].tobytes()) for r in results.episodes])
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_greedy_agent_as_a_plain_loop() -> None:
+    agent = CategoricalPgAgent(Mlp, greedy_eval=True)
+    results = evaluate(agent, "CartPole-v1", episodes=5, n_workers=1, batch_B=1)
+    env = gym.make("CartPole-v1")
+    for result in results.episodes:
+        observation, _ = env.reset(seed=result.seed)
+        for action in result.played()[0][0]:
+            assert action == agent.act(observation)
+            observation, *_ = env.step(action)
+    env.close()
+
+
+def test_a_function_gets_what_it_asks_for() -> None:
+    seen = []
+
+    def policy(observation: Any, states: Any, infos: Any, tasks: Any, rngs: Any) -> Any:
+        seen.extend(zip(states, tasks, [info["slips"] for info in infos], strict=True))
+        assert all("gap" in info for info, state in zip(infos, states, strict=True) if state)
+        return vla(observation, rngs), [(state or 0) + 1 for state in states]
+
+    found = run(policy, Reach, n_workers=2, batch_B=4)
+    assert played(found) == truth()
+    n_chunks = [-(-r.length // CHUNK) for r in found.episodes]
+    again = n_chunks[0]  # the first episode once more
+    assert sorted(state or 0 for state, _, _ in seen) == sorted(k for n in [*n_chunks, again] for k in range(n))
+    assert {task for _, task, _ in seen} == set(TASKS)
+    assert {slips for *_, slips in seen} == {True, False}
+
+
+class Nested(gym.Env[Any, Any]):
+    """Dict and Tuple actions of all basic spaces."""
+
+    observation_space = gym.spaces.Tuple([gym.spaces.Discrete(3), gym.spaces.Box(-1, 1, (2,), np.float64)])
+    action_space = gym.spaces.Dict(
+        arm=gym.spaces.Tuple([gym.spaces.Box(-1, 1, (3,), np.float32), gym.spaces.Discrete(4, start=1)]),
+        keys=gym.spaces.MultiBinary(5),
+        dials=gym.spaces.MultiDiscrete([2, 3]),
+    )
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._observation(), {}
+
+    def _observation(self) -> Any:
+        return int(self.np_random.integers(3)), self.np_random.uniform(-1, 1, 2)
+
+    def step(self, action: Any) -> Any:
+        assert action in self.action_space
+        self.t += 1
+        (arm, gear), keys, dials = action["arm"], action["keys"], action["dials"]
+        arm += 1  # an environment may change its action
+        return self._observation(), float(arm.sum() + gear + keys.sum() + dials.sum()), self.t == 5, False, {}
+
+
+def nested_policy(observation: Any, rngs: Any) -> Any:
+    number, box = observation
+    n = len(number)
+    return {
+        "arm": (np.repeat(box[:, :1], 3, 1), number + 1),
+        "keys": np.array([rng.integers(0, 2, 5) for rng in rngs], bool),
+        "dials": np.stack([number % 2, number], 1).reshape(n, 2),
+    }
+
+
+def test_nested_spaces() -> None:
+    found = evaluate(nested_policy, Nested, episodes=4, n_workers=2, batch_B=3)
+    for result in found.episodes:
+        env, (rng,) = Nested(), [found._plan.rng(found._plan.job(result.episode))]  # type: ignore[union-attr]
+        observation, _ = env.reset(seed=result.seed)
+        total, is_over = 0.0, False
+        while not is_over:
+            batch = np.array([observation[0]]), observation[1][None]
+            action = nested_policy(batch, [rng])
+            own = {
+                "arm": (action["arm"][0][0].astype(np.float32), int(action["arm"][1][0])),
+                "keys": action["keys"][0].astype(np.int8),
+                "dials": action["dials"][0],
+            }
+            observation, reward, is_over, _, _ = env.step(own)
+            total += reward
+        assert result.metrics["return"] == pytest.approx(total, abs=1e-6)
+        env, _ = found.episode("policy", "", result.episode).run()
+        env.close()
+
+
+def test_the_numbers_of_episodes() -> None:
+    plan = EvaluationPlan.of(
+        "CartPole-v1",
+        {"a": {}, "b": {}},
+        options=None,
+        episodes=range(3, 6),
+        policies=("x", "y"),
+        seed=0,
+        success=None,
+        until_success=False,
+        max_steps=None,
+    )
+    jobs = [plan.job(number) for number in range(plan.n)]
+    assert [plan.number(job.policy, plan.task_names[job.task], job.episode) for job in jobs] == list(range(12))
+    assert plan.job(plan.n) == jobs[0]

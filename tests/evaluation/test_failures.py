@@ -1,0 +1,229 @@
+"""What an evaluation does when an environment, a worker or a policy fails."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import threading
+import time
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+
+from penstock import ConfigError, SpaceError, WorkerError, evaluate
+
+from ..scale import scaled
+from .reach import TASKS, Guilty, Reach, hang, played, serial, vla
+
+pytestmark = pytest.mark.timeout(120)
+
+EPISODES = range(scaled(50, 10))
+truth = cache(partial(serial, EPISODES))
+run = partial(evaluate, vla, success="is_success", episodes=EPISODES, tasks=TASKS, n_workers=2, batch_B=6, attempts=2)
+
+
+def fail() -> None:
+    raise RuntimeError("EGL_BAD_ALLOC")
+
+
+def leave() -> None:
+    raise SystemExit(4)
+
+
+ACTS: dict[str, Any] = {
+    "raises": fail,
+    "aborts": os.abort,
+    "segfaults": partial(ctypes.string_at, 0),
+    "exits": partial(os._exit, 3),
+    "leaves": leave,
+}
+
+
+def guilty_of(tasks: Any = TASKS) -> set[tuple[str, int]]:
+    """The episodes whose environments fail: they have step 5, and the number of the guilty."""
+    found = set()
+    for row in serial(EPISODES, tasks):
+        env = Reach(**tasks[row.task])
+        env.reset(seed=seed_of(list(tasks).index(row.task), row.episode))
+        if env.number % 20 == 3 and row.length > 5:
+            found.add((row.task, row.episode))
+    return found
+
+
+def seed_of(task: int, k: int) -> int:
+    from penstock.envs import ColumnStreams, Purpose
+
+    return ColumnStreams(0, (task,)).env_seeds(Purpose.EVAL, k)[0]
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.slow
+def test_an_episode_that_fails_once_is_begun_again(act: str, tmp_path: Path) -> None:
+    found = run(partial(Reach, fault=Guilty(ACTS[act], tmp_path)))
+    assert played(found) == truth()
+    assert {(r.task, r.episode) for r in found.episodes if r.attempts > 1} >= guilty_of() - {("kitchen", 0)}
+    assert guilty_of()
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.slow
+def test_an_episode_that_always_fails_is_named(act: str) -> None:
+    with pytest.warns(RuntimeWarning, match="are not in the means"):
+        found = run(partial(Reach, fault=Guilty(ACTS[act], None)))
+    assert {(r.task, r.episode) for r in found.failed} == guilty_of()
+    assert played(found) == [row for row in truth() if (row.task, row.episode) not in guilty_of()]
+    low, high = found.bounds("policy", "success")
+    mean, n, k = found.mean("policy", "success").estimate, len(found.episodes), len(found.failed)
+    assert (low, high) == pytest.approx((mean * (n - k) / n, (mean * (n - k) + k) / n))
+
+
+def test_a_hang_is_found_in_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    found = run(partial(Reach, fault=Guilty(hang, tmp_path)), step_timeout=1.0, episodes=EPISODES)
+    assert played(found) == truth()
+    assert time.monotonic() - began < 10 + 3 * len(guilty_of())
+
+
+def killed(stop: threading.Event, n: int, done: list[int]) -> None:
+    """Kill workers of this process at random moments."""
+    rng, me = random.Random(0), psutil.Process()
+    while len(done) < n and not stop.wait(rng.uniform(0, 0.2)):
+        supervisors = {child.pid for child in me.children()}
+        workers = [p for p in me.children(recursive=True) if p.pid not in supervisors]
+        if workers:
+            try:
+                rng.choice(workers).kill()
+                done.append(1)
+            except psutil.Error:
+                continue
+
+
+@pytest.mark.parametrize("act_in", ["caller", "workers"])
+@pytest.mark.slow
+def test_workers_are_killed(act_in: Any) -> None:
+    stop, done = threading.Event(), list[int]()
+    killer = threading.Thread(target=killed, args=(stop, scaled(200, 8), done))
+    slow = partial(Reach, fault=partial(linger, 0.002))
+    killer.start()
+    try:
+        found = run(slow, attempts=20, act_in=act_in, episodes=scaled(range(200), EPISODES))
+    finally:
+        stop.set()
+        killer.join()
+    assert done
+    assert played(found) == serial(scaled(range(200), EPISODES))
+
+
+def linger(seconds: float, number: int, t: int) -> None:
+    time.sleep(seconds)
+
+
+# ---- an environment that is broken, and wrong arguments --------------------------------------------------
+
+
+def broken(act: Any, number: int, t: int) -> None:
+    act()
+
+
+@pytest.mark.parametrize("act", ["raises", "exits", "segfaults"])
+def test_a_broken_environment(act: str) -> None:
+    with pytest.raises(WorkerError, match=r"the environment is broken: the first \d+ episodes have all failed"):
+        run(partial(Reach, fault=partial(broken, ACTS[act])))
+
+
+def not_built(task: str) -> Any:
+    if task == "b":
+        raise OSError("no display")
+    return gym.make("CartPole-v1")
+
+
+def zeros(observation: Any) -> Any:
+    return np.zeros(len(observation), np.int64)
+
+
+def test_a_task_that_cannot_be_built_does_not_stop_the_others() -> None:
+    with pytest.warns(RuntimeWarning, match="no display"):
+        found = evaluate(zeros, not_built, tasks=["a", "b"], episodes=4, attempts=2, n_workers=2)
+    assert [bool(r.failed) for r in found.episodes] == [False] * 4 + [True] * 4
+
+
+def other_space(task: str) -> Any:
+    return gym.make({"a": "CartPole-v1", "b": "Acrobot-v1"}[task])
+
+
+def test_a_task_with_another_space() -> None:
+    with pytest.raises(SpaceError, match=r"the observation_space of the task 'b' is Box.*, that of 'a' is"):
+        evaluate(zeros, other_space, tasks=["a", "b"], episodes=2, n_workers=1)
+
+
+class Moody(Exception):
+    """Of a policy."""
+
+
+def moody(observation: Any) -> Any:
+    raise Moody("I will not")
+
+
+@pytest.mark.parametrize("act_in", ["caller", "workers"])
+def test_the_error_of_a_policy_is_raised_unchanged(act_in: Any) -> None:
+    with pytest.raises(Moody, match="I will not"):
+        evaluate(moody, "CartPole-v1", episodes=3, n_workers=1, act_in=act_in)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no policy": ({"policies": {}}, ConfigError, "has no policy"),
+    "a number as policy": ({"policies": 3}, ConfigError, "a policy is an Agent, a function"),
+    "episodes": ({"episodes": 0}, ConfigError, "episodes must be an integer of at least 1"),
+    "a range": ({"episodes": range(4, 2)}, ConfigError, "episodes must be a number, or a range"),
+    "tasks": ({"tasks": ["a", "a"]}, ConfigError, "tasks must be a list of different names"),
+    "until": ({"until_success": True}, ConfigError, "until_success needs success"),
+    "success": ({"success": "solved"}, ConfigError, r"success='solved' is not in the info of the last step"),
+    "act_in": ({"act_in": "gpu"}, ConfigError, "act_in must be one of caller, workers"),
+    "min_ready": ({"min_ready": 1.5}, ConfigError, "min_ready must be a number of environments, or a share"),
+    "env list": ({"env_fn": [Reach]}, ConfigError, "env_fn must be one callable"),
+    "shape": ({"policies": lambda x: np.zeros((len(x), 2, 2))}, SpaceError, r"must return actions \[\d, \] or chunks"),
+    "dtype": ({"policies": lambda x: np.zeros(len(x))}, SpaceError, "must return int64 as action"),
+    "chunk": (
+        {"policies": lambda x: np.zeros((len(x), 200), int)},
+        ConfigError,
+        "chunks of 200 actions, more",
+    ),
+    "states": ({"policies": lambda x, states: zeros(x)}, SpaceError, r"must return \(action, states\)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    given, kind, message = WRONG[case]
+    arguments: dict[str, Any] = {"policies": zeros, "env_fn": "CartPole-v1", "episodes": 2, "n_workers": 1, **given}
+    with pytest.raises(kind, match=message):
+        evaluate(arguments.pop("policies"), arguments.pop("env_fn"), **arguments)
+
+
+class Remembers(gym.Env[Any, Any]):
+    """Each episode is longer than the one before."""
+
+    observation_space, action_space = gym.spaces.Discrete(2), gym.spaces.Discrete(2)
+    n = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.n, self.t = self.n + 1, 0
+        return 0, {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return 0, 1.0, self.t >= self.n, False, {}
+
+
+def test_an_environment_that_remembers_is_noticed() -> None:
+    with pytest.warns(
+        RuntimeWarning, match="the first episode was different when it was played once more: its length was 1, then 4"
+    ):
+        evaluate(zeros, Remembers, episodes=3, n_workers=1, batch_B=1)

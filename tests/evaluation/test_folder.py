@@ -1,0 +1,199 @@
+"""The folder of an evaluation: it continues, joins with others, and is refused where it is of another one."""
+
+from __future__ import annotations
+
+import csv
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock import CategoricalPgAgent, ConfigError, EvalResults, evaluate
+
+from ..scale import scaled
+from ..starter import Program
+from ..support import until
+from .reach import TASKS, Reach, played, serial, vla, weaker
+
+PROGRAM = Path(__file__).parent.parent / "programs" / "evaluated.py"
+N = scaled(50, 12)
+run = partial(evaluate, env_fn=Reach, success="is_success", tasks=TASKS, n_workers=1, batch_B=2)
+
+
+def lines(folder: Path) -> list[str]:
+    file = folder / "episodes.jsonl"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_evaluation_continues(tmp_path: Path, starter: None) -> None:
+    n_kills, n = scaled(50, 3), 4 * N
+    for kill in range(n_kills):
+        known = len(lines(tmp_path))
+        wanted = known + max(1, (n - known) // (n_kills - kill + 1))
+        with Program([PROGRAM, tmp_path, N], cwd=tmp_path) as program:
+            until(lambda wanted=wanted: len(lines(tmp_path)) >= wanted, "the next episode", 60)  # type: ignore[misc]
+            program.kill()
+        loaded = EvalResults.load(tmp_path)
+        assert played(loaded) == [row for row in truth() if (row.task, row.episode) in keys(loaded)]
+    known = len(lines(tmp_path))
+    found = run(vla, episodes=N, folder=tmp_path)
+    assert played(found) == truth()
+    assert len(lines(tmp_path)) == n
+    assert known < n
+
+
+def truth() -> list[Any]:
+    return serial(range(N))
+
+
+def keys(results: EvalResults) -> set[tuple[str, int]]:
+    return {(r.task, r.episode) for r in results.episodes}
+
+
+def test_a_complete_folder_is_not_played_again(tmp_path: Path) -> None:
+    first = run(vla, episodes=3, folder=tmp_path)
+    again = run(explodes, episodes=3, folder=renamed(tmp_path, "explodes"))
+    assert first.episodes == again.episodes
+    assert played(again) == serial(range(3))
+    assert np.array_equal(again.episode("policy", "desk", 1).actions, first.episode("policy", "desk", 1).actions)
+
+
+def explodes(observation: Any, rngs: Any) -> Any:
+    raise AssertionError("nothing is left to play")
+
+
+def renamed(folder: Path, name: str) -> Path:
+    """The folder as if the function of this name had played."""
+    about = json.loads((folder / "evaluation.json").read_text())
+    about["policies"] = {"policy": name}
+    (folder / "evaluation.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_parts_of_several_machines(tmp_path: Path) -> None:
+    run(vla, episodes=range(2), folder=tmp_path / "a")
+    run({"policy": vla, "weaker": weaker}, episodes=range(2, 4), folder=tmp_path / "b")
+    found = EvalResults.load(tmp_path / "a", tmp_path / "b", env_fn=Reach, tasks=TASKS)
+    assert played(found) == serial(range(4))
+    assert played(found, "weaker") == serial(range(2, 4), policy=weaker)
+    assert found.policies == ["policy", "weaker"]
+    env, _ = found.episode("weaker", "shelf", 3).run()
+    env.close()
+    with pytest.raises(ConfigError, match="give env_fn to"):
+        EvalResults.load(tmp_path / "a").episode("policy", "desk", 0)
+
+
+def test_more_episodes_and_more_policies(tmp_path: Path) -> None:
+    run(vla, episodes=2, folder=tmp_path)
+    found = run({"policy": vla, "weaker": weaker}, episodes=3, folder=tmp_path)
+    assert played(found) == serial(range(3))
+    assert len(lines(tmp_path)) == 2 * 4 + 1 * 4 + 3 * 4
+
+
+def test_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    run(vla, episodes=2, folder=tmp_path)
+    file = tmp_path / "episodes.jsonl"
+    file.write_bytes(file.read_bytes()[:-5])
+    assert len(EvalResults.load(tmp_path).episodes) == 7
+    assert played(run(vla, episodes=2, folder=tmp_path)) == serial(range(2))
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "seed": ({"seed": 1}, "Its seed: 0; of this one: 1"),
+    "tasks": ({"tasks": {"desk": {"radius": 1.0}}}, "Its tasks: "),
+    "arguments": ({"tasks": {**TASKS, "desk": {"radius": 2.0}}}, "Its environment: "),
+    "max_steps": ({"max_steps": 3}, "Its max_steps: None"),
+    "policy": ({"policies": weaker}, "another policy of the name 'policy'"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_folder_of_another_evaluation(change: str, tmp_path: Path) -> None:
+    given, message = CHANGES[change]
+    run(vla, episodes=1, folder=tmp_path)
+    arguments: dict[str, Any] = {"policies": vla, "episodes": 1, **given}
+    with pytest.raises(ConfigError, match=message):
+        run(folder=tmp_path, **arguments)
+
+
+def test_other_parameters_are_another_policy(tmp_path: Path) -> None:
+    play = partial(evaluate, env_fn="CartPole-v1", episodes=1, n_workers=1, folder=tmp_path)
+    agent = CategoricalPgAgent(Two, greedy_eval=True)
+    play(agent)
+    play(agent)
+    with torch.no_grad():
+        agent.model.body.bias += 1.0
+    with pytest.raises(ConfigError, match="its class or its parameters differ"):
+        play(agent)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 2)
+
+    def forward(self, observation: Any) -> Any:
+        return self.body(observation), observation[:, 0]
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder that evaluate"):
+        EvalResults.load(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run(vla, episodes=1, folder="/proc/nowhere")
+
+    def nested(observation: Any, rngs: Any) -> Any:
+        return run(vla, episodes=1, folder=tmp_path / "busy")
+
+    with pytest.raises(ConfigError, match="is in use by another evaluation"):
+        run(nested, episodes=1, folder=tmp_path / "busy")
+    with pytest.raises(ConfigError, match="at least one"):
+        EvalResults.load()
+    run(vla, episodes=1, folder=tmp_path)
+    (tmp_path / "episodes.jsonl").write_text('{"policy": 3}\n')
+    with pytest.raises(ConfigError, match=r"line 1 of .*episodes.jsonl cannot be read"):
+        EvalResults.load(tmp_path)
+
+
+def test_tables_and_files(tmp_path: Path) -> None:
+    found = run({"new": vla, "old": weaker}, episodes=4)
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["success", "new", "old"]
+    assert [line.split()[0] for line in lines[1:6]] == [*TASKS, "all"]
+    assert lines[6].startswith("old - new: ")
+    assert lines[7] == "32 episodes; 0 of them failed, and are not in the means"
+    flat = found.metrics()
+    assert flat["new/success"] == np.mean([r.metrics["success"] for r in found.episodes if r.policy == "new"])
+    assert flat["old/desk/return"] == found.mean("old", "return", "desk").estimate
+    assert flat["old/desk/episodes"] == 4
+    found.save(tmp_path / "x.json")
+    assert json.loads((tmp_path / "x.json").read_text()) == [r.as_dict() for r in found.episodes]
+    found.save(tmp_path / "x.csv")
+    with open(tmp_path / "x.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["return"]) for row in rows] == [r.metrics["return"] for r in found.episodes]
+    with pytest.raises(ConfigError, match=r"saved as .json or .csv"):
+        found.save(tmp_path / "x.txt")
+    for call, message in (
+        (lambda: found.mean("newer", "return"), "there is no policy 'newer'"),
+        (lambda: found.mean("new", "reward"), "there is no metric 'reward'"),
+        (lambda: found.mean("new", "return", "bath"), "there is no task 'bath'"),
+        (lambda: found.episode("new", "desk", 9), "there is no episode 9"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
+
+
+def test_differences_are_in_pairs() -> None:
+    found = run({"new": vla, "old": weaker}, episodes=4)
+    new, old = (np.array([row.total for row in played(found, name)]) for name in ("new", "old"))
+    assert found.difference("new", "old", "return").estimate == pytest.approx((new - old).mean())
+    each = [np.array([row.is_success for row in played(found, name)], float) for name in ("new", "old")]
+    assert found.difference("new", "old", "success").estimate == pytest.approx((each[0] - each[1]).mean())
