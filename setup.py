@@ -109,6 +109,8 @@ DEV = [
     *SB3,
     *PETTINGZOO,
     *VIZDOOM,
+    "minari>=0.5.3",  # a page writes a dataset for it
+    "h5py>=3.8",  # minari reads and writes with it
     "supersuit>=3.9",  # its vector environments are the oracle of those of several agents
     *DOCS,
     *WIRE,

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -89,7 +89,7 @@ class Player:
     def _chunks(self, result: Any, k: int) -> list[npt.NDArray[Any]]:
         """What the policy has returned, as arrays `[k, n, ...]`."""
         found: list[npt.NDArray[Any]] = []
-        for name, space, value in tree_leaves(self._spaces[1], "action", result):
+        for name, space, value in self._leaves(result):
             array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
             shape = tuple(space.shape)
             extra = array.ndim - len(shape)
@@ -105,6 +105,12 @@ class Player:
                 raise SpaceError(f"a policy must return {space.dtype} as {name} of {space}, got {array.dtype}")
             found.append((array if extra == 2 else array[:, None]).astype(space.dtype, copy=False))
         return found
+
+    def _leaves(self, result: Any) -> Iterable[tuple[str, Any, Any]]:
+        space = self._spaces[1]
+        if isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+            return tree_leaves(space, "action", result)
+        return [("action", space, result)]
 
     def in_space(self, leaves: Sequence[Any]) -> Any:
         """Arrays for each part of the action space, in its structure."""

@@ -29,6 +29,7 @@ NEEDS = {
     "migration/tianshou.md": "tianshou",
     "migration/torchrl.md": "torchrl",
     "recipes/atari.md": "ale_py",
+    "recipes/datasets.md": "minari",
     "recipes/self_play.md": "pettingzoo.classic.tictactoe_v3",
 }
 
