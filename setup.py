@@ -77,7 +77,7 @@ JAX = ["jax>=0.4.30"]  # examples/jax_ppo.py
 SB3 = ["stable-baselines3>=2.4"]
 VIZDOOM = ["vizdoom>=1.3,<1.4"]  # a real game engine, for the tests and examples/vizdoom_match.py
 PETTINGZOO = ["pettingzoo>=1.25", "mpe2>=1.0", "chess>=1.9"]  # chess: for the game of that name
-VIDEO = ["moviepy>=1.0.3"]  # Gymnasium's RecordVideo writes with it
+VIDEO = ["moviepy>=1.0.3"]  # RecordedEpisode.film writes with it
 DOCS = ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.26"]
 # The control plane over sockets, and Ray for many machines.
 WIRE = ["pyzmq>=25", "msgpack>=1.0"]

@@ -203,7 +203,7 @@ class Columns(ABC):
     account: `Events.over` asks the loop. Final observations are valid until `reset`, so the loop records ends first.
     """
 
-    envs: Sequence[Any]  #: what was built: for calls, attributes, videos
+    envs: Sequence[Any]  #: what was built: for calls and attributes
     env_ranks: Sequence[int]  #: of the environments `[E]`
     policies: Sequence[PolicyColumns]  #: the columns of each policy that plays here
     waiting: list[int]  #: environments that are parked, ascending

@@ -438,6 +438,7 @@ class WholeGame(gym.Env[Any, Any]):
     part for each of `agents`, and rewards are a list. What is idle is zero. The episode is that of the game.
 
     `agents` are the `possible_agents` in the order of the recording: another process may list them in another order.
+    It renders what the game renders.
     """
 
     def __init__(self, view: ParallelView, env_rank: int, agents: Sequence[AgentId]) -> None:
@@ -448,6 +449,7 @@ class WholeGame(gym.Env[Any, Any]):
         ]
         self.columns, self._view, self._agents = LockStepColumns([view], self._seats, [env_rank]), view, agents
         self.observation_space, self.action_space = (gym.spaces.Tuple(own) for own in zip(*spaces, strict=True))
+        self.metadata, self.render_mode = view.metadata, getattr(view.env, "render_mode", None)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self.columns.reset([0], [Start(seed, options)])
@@ -472,6 +474,9 @@ class WholeGame(gym.Env[Any, Any]):
         """The game itself, and the actions in it by agent, of those who act next; None if `action` is None."""
         by_agent = None if action is None else dict(zip(self._agents, action, strict=True))
         return self._view.env, by_agent and {agent: by_agent[agent] for agent in self.columns.living[0]}
+
+    def render(self) -> Any:
+        return self._view.env.render()
 
     def close(self) -> None:
         self._view.close()

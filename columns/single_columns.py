@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from math import isfinite
 from operator import attrgetter
 from time import monotonic_ns
@@ -34,7 +33,6 @@ from penstock.envs.examples import example_of
 from penstock.envs.infos import InfoWriter
 from penstock.envs.recorded_episode import follow
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
-from penstock.envs.video import recorded
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Phase, Progress
 
@@ -280,22 +278,9 @@ class SingleColumns(ListedColumns, Columns):
 
     # ---- other environments ------------------------------------------------------------------
 
-    @contextmanager
-    def recorded(self, e: int, folder: str, itr: int) -> Iterator[None]:
-        """While the context lasts, environment e is stepped and reset through a wrapper that records its first episode
-        as a video. See `penstock.envs.video`."""
-        env, renewable, self.renewable = self.envs[e], self.renewable, ()  # a new environment would have no wrapper
-        with recorded(env, folder, itr) as wrapper:
-            self._use(e, wrapper, self.env_ranks[e], wrapper.step, None)
-            try:
-                yield
-            finally:
-                self._use(e, env)
-                self.renewable = renewable
-
-    def _use(self, e: int, env: Any, *entry: Any) -> None:
+    def _use(self, e: int, env: Any) -> None:
         self.envs[e] = env
-        new = (e, *entry) if entry else self._entry(e)
+        new = self._entry(e)
         for entries in (self._bound, self._active):
             for i, old in enumerate(entries):
                 if old[0] == e:

@@ -4,7 +4,7 @@ from penstock.envs.batched import BatchedCartPole, BatchedEnvPool, SameStep
 from penstock.envs.examples import example_of, observation_example
 from penstock.envs.factory import EnvContext, EnvFactory, EnvFn, build_example_env, close_example_env, env_factories
 from penstock.envs.infos import InfoWanted, InfoWriter, info_example
-from penstock.envs.recorded_episode import RecordedEpisode
+from penstock.envs.recorded_episode import RecordedEpisode, Transition
 from penstock.envs.rows import action_splitter, arrays_like, write_row
 from penstock.envs.seat_wrappers import OwnClocks, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose, fresh_seed, stream
@@ -33,6 +33,7 @@ __all__ = [
     "ScriptedGame",
     "Seats",
     "SlowEnv",
+    "Transition",
     "action_splitter",
     "arrays_like",
     "build_example_env",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import os
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import gymnasium as gym
@@ -22,13 +24,25 @@ from penstock.envs.rows import action_splitter, arrays_like, write_cell
 from penstock.errors import ConfigError, RepeatError, brief
 
 
+class Transition(NamedTuple):
+    """One step of an episode that is repeated, as the environment returns it; observations are copies."""
+
+    observation: Any  #: before the step
+    action: Any
+    reward: Any
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+    next_observation: Any
+
+
 @dataclass(frozen=True)
 class RecordedEpisode:
     """The beginning of an episode: how the environment was built and reset, and which actions it got.
 
     `run` repeats it in this process, and stops before one step, or before the reset if there are no actions. After a
-    failure (`error.episode`), this is the step or reset that failed. It works for environments whose episodes depend
-    only on `env.reset(seed=...)` and the actions.
+    failure (`error.episode`), this is the step or reset that failed. `steps` and `film` repeat it with the last action.
+    It works for environments whose episodes depend only on `env.reset(seed=...)` and the actions.
     """
 
     factory: EnvFactory  #: builds the environment
@@ -65,25 +79,110 @@ class RecordedEpisode:
 
         Raises `RepeatError`, naming the step, as soon as the environment does not do what was recorded.
         """
+        env, action = self._built(self.factory), None
+        try:
+            if not self.is_reset:
+                for _ in self._repeated(env, self.step):
+                    pass
+                (action,) = action_splitter(env.action_space)(map_leaves(lambda leaf: leaf[-1:], self.actions))
+        except BaseException:
+            env.close()
+            raise
+        return env, action
+
+    def steps(self) -> Iterator[Transition]:
+        """Build the environment in this process, repeat the episode, and yield each step, also that of the last action;
+        nothing if the episode stops at its reset. The environment is closed at the end.
+
+        Raises `RepeatError` as `run` does. What the environment raises at the last action, whose result was not
+        recorded, is raised unchanged.
+        """
+        if self.is_reset:
+            return
+        env = self._built(self.factory)
+        try:
+            before: Any = None
+            for action, (observation, *others) in self._repeated(env, len(self)):
+                after = copy.deepcopy(observation)  # environments may use the same memory again
+                if before is not None:
+                    yield Transition._make((before, action, *others, after))
+                before = after
+        finally:
+            env.close()
+
+    def film(
+        self, path: str | os.PathLike[str] | None = None, *, fps: float | None = None, **env_kwargs: Any
+    ) -> npt.NDArray[np.uint8]:
+        """Repeat the episode as `steps` does, and return what the environment renders after its reset and after each
+        step, `[n, height, width, 3]`. If the last action has failed, it is left out.
+
+        The environment is built with `render_mode="rgb_array"`, if it takes this argument, and with `env_kwargs`. With
+        a `path`, the frames are written into this file, such as "episode.mp4": `fps` of them a second, by default
+        `render_fps` of the environment's metadata, or 30. This needs moviepy.
+
+        Raises `ConfigError` if the environment does not render, or moviepy is missing, and `RepeatError` as `run` does.
+        """
+        if path is not None and importlib.util.find_spec("moviepy") is None:
+            raise ConfigError(
+                'a video needs moviepy, which is not installed: pip install moviepy, or ".[video]" in the checkout'
+            )
+        if self.is_reset:
+            raise ConfigError(f"{self._name} cannot be filmed: it stops before its reset")
+        env = self._rendering(env_kwargs)
+        try:
+            n_steps = len(self) - bool(self.failure)
+            frames = [self._frame(env) for _ in self._repeated(env, n_steps)]
+            fps = env.metadata.get("render_fps", 30) if fps is None else fps
+        finally:
+            env.close()
+        if path is not None:
+            from moviepy.video.io.ImageSequenceClip import ImageSequenceClip
+
+            ImageSequenceClip(frames, fps=fps).write_videofile(os.fspath(path), logger=None)
+        return np.stack(frames)
+
+    def _built(self, factory: EnvFactory) -> Any:
+        """The environment. Raises `RepeatError` if the log does not have the whole episode."""
         if self.n_missing:
             raise RepeatError(
                 f"{self._name} cannot be repeated: it is too long. Of its {self.step} steps, the log no longer has the "
                 f"first {self.n_missing}"
             )
-        env = self.factory(self.context)
-        try:
-            return env, None if self.is_reset else self._follow(env)
-        except BaseException:
-            env.close()
-            raise
+        return factory(self.context)
 
-    def _follow(self, env: gym.Env[Any, Any]) -> Any:
-        """Repeat the steps in `env`. Returns the next action."""
-        actions = map_leaves(lambda leaf: leaf[:-1], self.actions)
-        observation = follow(env, self.seed, actions, self.rewards, self._name, self.options)
-        if self.observation is not None:
-            self._compare(env, observation)
-        return action_splitter(env.action_space)(map_leaves(lambda leaf: leaf[-1:], self.actions))[0]
+    def _rendering(self, env_kwargs: Mapping[str, Any]) -> Any:
+        """The environment, which renders arrays. Raises `ConfigError` if it does not."""
+        kwargs = {**self.factory.kwargs, "render_mode": "rgb_array", **env_kwargs}
+        try:
+            env = self._built(replace(self.factory, kwargs=kwargs))
+        except TypeError as error:
+            if "render_mode" not in str(error):
+                raise
+            env = self._built(replace(self.factory, kwargs={**self.factory.kwargs, **env_kwargs}))
+        if (mode := getattr(env, "render_mode", None)) != "rgb_array":
+            env.close()
+            raise ConfigError(
+                f'{self._name} cannot be filmed: its environment needs render_mode="rgb_array", but has {mode!r}. Give '
+                "env_fn a parameter render_mode, and let it pass this on to the environment"
+            )
+        return env
+
+    def _frame(self, env: Any) -> npt.NDArray[np.uint8]:
+        frame = env.render()
+        if getattr(frame, "dtype", None) == np.uint8 and frame.shape[2:] == (3,):
+            return np.array(frame)  # a copy
+        raise ConfigError(
+            f"{self._name} cannot be filmed: env.render() must return an array [height, width, 3] of uint8, got "
+            f"{brief(frame)}"
+        )
+
+    def _repeated(self, env: gym.Env[Any, Any], n_steps: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """As `repeated`, for this episode and so many steps. Compares the recorded observation too."""
+        actions = map_leaves(lambda leaf: leaf[:n_steps], self.actions)
+        for i, (action, result) in enumerate(repeated(env, self.seed, actions, self.rewards, self._name, self.options)):
+            if i == self.step and self.observation is not None:
+                self._compare(env, result[0])
+            yield action, result
 
     def _compare(self, env: gym.Env[Any, Any], observation: object) -> None:
         """Raise `RepeatError` unless `observation` is the recorded one."""
@@ -150,8 +249,9 @@ class RecordedGame(RecordedEpisode):
     """The beginning of a game of several agents, all of which act in each step.
 
     `run` returns the game as `env_fn` makes it, and the actions of the next step by agent. `actions` and `observation`
-    are those of a Tuple space with a part for each of `possible_agents` (`_0`, `_1`, …), and `rewards` are `[n, k]`.
-    Where an agent is not in the game, all of them are zero.
+    are those of a Tuple space with a part for each of `possible_agents` (`_0`, `_1`, …), and `rewards` are `[n, k]`; so
+    are those of `steps`, which is terminated when nobody is left. Where an agent is not in the game, all of them are
+    zero.
     """
 
     def run(self) -> tuple[Any, Any]:
@@ -160,36 +260,48 @@ class RecordedGame(RecordedEpisode):
         return env.handed_over(action)  # type: ignore[no-any-return]
 
 
-def follow(
+def repeated(
     env: gym.Env[Any, Any],
     seed: int | None,
     actions: Any,
     rewards: npt.NDArray[Any],
     name: str,
     options: Mapping[str, Any] | None = None,
-) -> Any:
+) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Reset `env` and make the steps of a recorded episode: `actions` `[n, ...]`, which must bring `rewards` `[n]`, or
-    `[n, k]` in a game. Returns the last observation.
+    `[n, k]` in a game. With one action more than rewards, the last step may do anything. Yields each action with what
+    `env.step` has returned; first those of the reset: None, its observation, and its info as the last.
 
     Raises `RepeatError`, with the episode's `name` and the step, as soon as a reward differs, a call raises, or the
     episode ends.
     """
     n = len(rewards)
     try:
-        observation, _ = env.reset(seed=seed, options=None if options is None else dict(options))
+        observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
     except Exception as error:
         raise _differs(name, n, f"env.reset raised {in_one_line(error)}") from error
-    for i, (action, recorded) in enumerate(zip(action_splitter(env.action_space)(actions), rewards, strict=True)):
+    yield None, (observation, 0.0, False, False, info)
+    for i, action in enumerate(action_splitter(env.action_space)(actions)):
+        if i == n:
+            yield action, env.step(action)
+            return
         try:
-            observation, reward, terminated, truncated, _ = env.step(action)
+            result = observation, reward, terminated, truncated, _ = env.step(action)
         except Exception as error:
             raise _differs(name, n, f"step {i} raised {in_one_line(error)}") from error
         with np.errstate(over="ignore"):
-            is_equal = np.array_equal(np.float32(reward), recorded, equal_nan=True)
+            is_equal = np.array_equal(np.float32(reward), rewards[i], equal_nan=True)
         if not is_equal:
-            raise _differs(name, n, f"the reward of step {i} is {reward}, recorded was {recorded}")
+            raise _differs(name, n, f"the reward of step {i} is {reward}, recorded was {rewards[i]}")
         if terminated or truncated:
             raise _differs(name, n, f"it ends at step {i}")
+        yield action, result
+
+
+def follow(env: gym.Env[Any, Any], seed: int | None, actions: Any, rewards: npt.NDArray[Any], name: str) -> Any:
+    """Make the steps of `repeated`, and return the last observation."""
+    for _, result in repeated(env, seed, actions, rewards, name):
+        observation = result[0]
     return observation
 
 

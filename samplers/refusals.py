@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from penstock.errors import ConfigError
 
-TURNS, SEATS, BATCHED = "games in turns", "several agents in an environment", "batched environments"
+TURNS, BATCHED = "games in turns", "batched environments"
 OWN_COLLECTOR, JOINT = "a collector of your own (collector_cls, eval_collector_cls)", "a joint agent"
 RENEWAL, BATCH_STATE, TIMELINE = 'on_game_failure="renew"', 'record_state="batch"', "timeline()"
-SEEDED, INFO_MASK, VIDEO = "seed_episodes=True", 'mask_key="info.NAME"', "video"
+SEEDED, INFO_MASK = "seed_episodes=True", 'mask_key="info.NAME"'
 UNRECORDED = "a policy that is not recorded (record)"
 POLICIES, LAG, WRITTEN_REPLAY = "several policies", "AsyncSampler(lag=1)", "a replay into which workers write"
 SERVER = 'an inference server (GpuSampler, AlternatingSampler, AsyncSampler(server="process"))'
@@ -70,12 +70,6 @@ TABLE = (
         (ASYNC, RAY, SERVER_PROCESS),
         "the workers are ahead of the batch that you have, or the state is in a process that cannot be asked for it",
         'Use a SerialSampler, a ParallelSampler, or server="caller"',
-    ),
-    Row(
-        (VIDEO,),
-        (SEATS, RAY),
-        "what is recorded is an environment of one agent, on this machine",
-        "Render in a loop of your own, with agent.act",
     ),
     Row(
         (JOINT_VALUES,),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -13,8 +11,7 @@ from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
 from penstock.envs.calls import EnvCall, results
-from penstock.envs.video import require_folder, require_video
-from penstock.errors import ConfigError, brief
+from penstock.errors import ConfigError
 from penstock.samplers.config import SamplerConfig
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.monitor import POLL_SECONDS
@@ -63,19 +60,15 @@ def answers_to(pool: Pool, call: EnvCall, during: str) -> list[ObjectMessage]:
     return pool.run(Command(has_message=True), during, pool.take_messages, message=call.dumps())
 
 
-def evaluate(run: Run, itr: int, video: str | os.PathLike[str] | None) -> list[TrajInfo]:
+def evaluate(run: Run, itr: int) -> list[TrajInfo]:
     """See `Sampler.evaluate_agent`. No batch may run."""
     pool, config, control, during = run.pool, run.config, run.memory.control, f"evaluation, itr={itr}"
     run.schedule.pause(run, during)
-    message = None if video is None else _video_message(pool, config, video)
     limit, until, interval = config.eval_max_trajectories, None, POLL_SECONDS
     if limit is not None:
         until, interval = partial(_stop_if_enough, control, len(run.plans), limit), _EVAL_POLL_SECONDS
-    command, take = (
-        Command(itr, do_eval=True, has_message=message is not None),
-        partial(run.take_traj_infos, EVALUATION),
-    )
-    run.metrics.evaluation = pool.run(command, during, take, message=message, until=until, poll_interval=interval)
+    command, take = Command(itr, do_eval=True), partial(run.take_traj_infos, EVALUATION)
+    run.metrics.evaluation = pool.run(command, during, take, until=until, poll_interval=interval)
     return run.metrics.evaluation
 
 
@@ -100,17 +93,3 @@ def warn_if_unfinished(config: SamplerConfig, itr: int, n_finished: int) -> None
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-def _video_message(pool: Pool, config: SamplerConfig, folder: str | os.PathLike[str]) -> bytes:
-    """The message that makes the worker of the first evaluation environment record a video. Raises `ConfigError` if
-    that is impossible."""
-    if not isinstance(folder, str | os.PathLike):
-        raise ConfigError(f"video must be the path of a folder or None, got {brief(folder)}")
-    if config.batched:
-        raise ConfigError("video records a single environment: it cannot record one of a batched environment")
-    call = EnvCall("get_attr", "render_mode", evaluation=True, only=frozenset({0}))
-    (render_mode,) = run_call(pool, call, "the render mode of the evaluation environments")
-    require_video(render_mode)
-    require_folder(path := os.path.abspath(folder))
-    return pickle.dumps(path)

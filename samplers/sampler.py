@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,9 @@ from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, results
 from penstock.envs.recorded_episode import RecordedEpisode
-from penstock.envs.video import warn_if_unwritten
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, require_env_fn, show_arguments
-from penstock.samplers.refusals import NEW_CHOOSER, RESTART, SEATS, TIMELINE, TURNS, VIDEO, refuse
+from penstock.samplers.refusals import NEW_CHOOSER, RESTART, TIMELINE, TURNS, refuse
 from penstock.samplers.results import answers_to, evaluate, warn_if_unfinished
 from penstock.samplers.run import Run
 from penstock.samplers.sampler_plan import EnvRange
@@ -276,7 +274,7 @@ class Sampler(ABC):
             self._guard.state = SamplerState.READY
             return batch
 
-    def evaluate_agent(self, itr: int, *, video: str | os.PathLike[str] | None = None) -> list[TrajInfo]:
+    def evaluate_agent(self, itr: int) -> list[TrajInfo]:
         """Run the agent in the evaluation environments and return the trajectories that finished, ordered by episode,
         then env_rank.
 
@@ -287,23 +285,13 @@ class Sampler(ABC):
         Training is not disturbed: environments, agent state and random streams are separate. The agent decides in
         `eval_mode` how it acts. `CategoricalPgAgent` and `GaussianPgAgent` draw random actions here too, unless they
         were made with `greedy_eval=True`.
-
-        `video` is a folder. The first episode of the first evaluation environment is recorded there, as
-        `itr-{itr}-episode-0.mp4`. This needs moviepy, and evaluation environments with `render_mode="rgb_array"`. The
-        worker keeps the frames in memory and writes the file during the evaluation; `step_timeout` must allow for that.
-        A folder that cannot be written is a `ConfigError`, a file that was not written a `RuntimeWarning`.
         """
         with self._guard.call("evaluate_agent", *_IDLE):
             run = self._require_run("evaluate_agent")
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
-            if video is not None:
-                run.require(VIDEO)
-                refuse({VIDEO: True, SEATS: run.seating.has_games})
             itr = integer("itr", itr)
-            infos = evaluate(run, itr, video)
-        if video is not None:
-            warn_if_unwritten(os.fspath(video), itr)
+            infos = evaluate(run, itr)
         if run.makes_infos:  # otherwise the driver counts those of all shards
             warn_if_unfinished(self.config, itr, sum(info.agent_id is None for info in infos))  # games, not seats
         return infos

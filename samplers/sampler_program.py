@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -294,15 +293,7 @@ class SamplerProgram:
             self._answer(pickle.loads(self._memory.mailbox.read()))
         elif evaluator is not None:
             evaluator.pull()
-            with self._recording(evaluator, command):
-                evaluator.collect_evaluation(command.itr)
-
-    def _recording(self, evaluator: EvalCollector, command: Command) -> AbstractContextManager[None]:
-        """Record the first evaluation environment, if it is this worker's, in the folder that the message names."""
-        columns = evaluator.columns
-        if not command.has_message or self._plan.eval_columns.start or not isinstance(columns, SingleColumns):
-            return nullcontext()
-        return columns.recorded(0, pickle.loads(self._memory.mailbox.read()), command.itr)
+            evaluator.collect_evaluation(command.itr)
 
     def _append(self, slot: int) -> None:
         """Copy the batch into the replay."""

@@ -278,8 +278,6 @@ def test_calls_parameters_statistics_and_errors() -> None:
         assert figures["sampler/env_steps"] == 200
         assert {"worker_0/idle_share", "worker_1/idle_share"} <= set(figures)
         assert figures["eval/trajectories"] >= 4
-        with pytest.raises(ConfigError, match="video and RaySampler do not go together"):
-            sampler.evaluate_agent(4, video="videos")
         with pytest.raises(ConfigError, match="RaySampler do not go together"):
             sampler.state_dict()
         with pytest.raises(ConfigError, match="RaySampler do not go together"):

@@ -364,7 +364,7 @@ def test_the_recipes_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     can_film = all(importlib.util.find_spec(name) for name in ("moviepy", "pygame"))
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks("docs/recipes.md"):
-        if not block.startswith("# ") and (can_film or "video=" not in block):
+        if not block.startswith("# ") and (can_film or ".film(" not in block):
             exec(compile(block, "docs/recipes.md", "exec"), namespace)
     with (tmp_path / "progress.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -375,8 +375,7 @@ def test_the_recipes_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert namespace["GameInfo"]().traj_done(False, True, {"game_over": False}) is True
     assert (namespace["samples"].env.reward == 2).all()
     if can_film:
-        names = sorted(path.name for path in (tmp_path / "videos").iterdir())
-        assert names == ["itr-4-episode-0.mp4", "itr-9-episode-0.mp4"]
+        assert (tmp_path / "last.mp4").stat().st_size
 
 
 def test_the_checkpoint_of_the_recipes_is_continued(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import os
 import pydoc
 import signal
 from dataclasses import MISSING, fields
-from pathlib import Path
 from typing import Any, get_origin
 
 import numpy as np
@@ -32,7 +31,6 @@ from penstock import (
 )
 from penstock.collectors import EvalCollector
 from penstock.envs import CountingEnv, EnvFn
-from penstock.envs.video import require_folder
 from penstock.samplers.config import SamplerConfig, SamplerOptions
 
 SAMPLERS = [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler]
@@ -134,16 +132,6 @@ def test_a_collector_is_given_as_a_class(cls: Any) -> None:
 def test_an_object_in_the_place_of_a_class_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} must be a subclass of \w+ \(the class itself\), got TrajInfo\("):
         SerialSampler(CountingEnv, batch_T=1, batch_B=2, **{name: TrajInfo()})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("video", [3, True, b""])
-def test_a_video_that_is_no_folder_is_refused(video: Any, tmp_path: Path) -> None:
-    with SerialSampler(CountingEnv, batch_T=2, batch_B=1, eval_n_envs=1) as sampler:
-        sampler.initialize(RandomAgent())
-        with pytest.raises(ConfigError, match=f"video must be the path of a folder or None, got {video}"):
-            sampler.evaluate_agent(0, video=video)
-    with pytest.raises(ConfigError, match="is no folder in which a file can be written: embedded null byte"):
-        require_folder(f"{tmp_path}/a\0b")
 
 
 @pytest.mark.parametrize("name", ["min_ready", "server", "overlap", "lag", "replay", "n_shards"])

@@ -1,7 +1,9 @@
 """seed_episodes=True: any step of the last batch, and any failure, can be repeated in another environment."""
 
+import itertools
 import os
 import pickle
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,70 @@ def test_run_stops_before_a_reset_that_failed() -> None:
     assert (error.episode.is_reset, error.episode.step, error.episode.episode) == (True, 0, 3)
     env.reset(seed=error.episode.seed)
     assert env.unwrapped.count == 0
+
+
+class OneMemory(Walk):
+    """Returns the same array each time. Counts the environments that are not closed."""
+
+    n_open = 0
+
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__(fails_at=fails_at)
+        self.memory = np.zeros(2)
+        OneMemory.n_open += 1
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.memory[:], info = super().reset(**kwargs)
+        return self.memory, info
+
+    def step(self, action: Any) -> Any:
+        self.memory[:], *rest = super().step(action)
+        return self.memory, *rest
+
+    def close(self) -> None:
+        OneMemory.n_open -= 1
+
+
+def test_the_steps_of_an_episode_are_those_of_the_batch() -> None:
+    with recording_sampler(OneMemory, batch_T=40, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=4)
+        sampler.obtain_samples(0)
+        samples, n_open = sampler.samples_np, OneMemory.n_open
+        t = int(np.argmax(samples.env.done[:, 1]))  # the end of the first episode
+        steps = list(sampler.episode(1, t).steps())
+        assert OneMemory.n_open == n_open, "each is closed"
+        env, action = sampler.episode(1, t).run()
+        env.step(action)
+        assert len(steps) == t + 1
+        assert [step.terminated for step in steps] == [False] * t + [True]
+        np.testing.assert_array_equal([step.observation for step in steps], samples.env.observation[: t + 1, 1])
+        np.testing.assert_array_equal([step.action for step in steps], samples.agent.action[: t + 1, 1])
+        np.testing.assert_array_equal(np.float32([step.reward for step in steps]), samples.env.reward[: t + 1, 1])
+        np.testing.assert_array_equal(steps[-1].next_observation, env.memory)
+        for before, after in itertools.pairwise(steps):
+            np.testing.assert_array_equal(before.next_observation, after.observation)
+        first = sampler.episode(1, t).steps()
+        next(first)
+        assert OneMemory.n_open == n_open + 2
+        first.close()
+        assert OneMemory.n_open == n_open + 1, "also one that is left early"
+
+
+def test_the_steps_end_with_what_failed_and_differ_as_run_does() -> None:
+    episode = failure(recording_sampler(OneMemory, max_decorrelation_steps=0, env_kwargs={"fails_at": 17})).episode
+    n_open, steps = OneMemory.n_open, []
+    with pytest.raises(ValueError, match="step 17 fails"):
+        steps += episode.steps()
+    assert len(steps) == 17
+    differs = replace(episode, rewards=np.where(np.arange(17) == 5, 9, episode.rewards))
+    with pytest.raises(RepeatError, match=r"of its 17 steps: the reward of step 5 is"):
+        list(differs.steps())
+    with pytest.raises(RepeatError, match=r"observation before step 17 is"):
+        list(replace(episode, observation=episode.observation + 1).steps())
+    with pytest.raises(RepeatError, match=r"the log no longer has the first 3"):
+        list(replace(episode, n_missing=3).steps())
+    assert OneMemory.n_open == n_open
+    assert list(replace(episode, actions=episode.actions[:0], rewards=episode.rewards[:0]).steps()) == []
 
 
 def test_data_that_do_not_fit_are_replayed_too() -> None:

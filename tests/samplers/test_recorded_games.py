@@ -231,6 +231,14 @@ def check_episode(sampler: Any, e: int, t: int) -> int:
         assert {result[1][agent] for result in results} == {seats[agent].reward[t]}
         np.testing.assert_array_equal(results[0][0][agent], results[1][0][agent])
     game.close()
+    *_, last = episode.steps()
+    for i, agent in enumerate(plain.possible_agents):
+        assert (last.action[i], last.reward[i]) == (
+            (wanted[agent], results[1][1][agent]) if agent in acting else (0, 0)
+        )
+        if agent in plain.agents:
+            np.testing.assert_array_equal(last.next_observation[i], results[1][0][agent])
+    assert last.terminated == (not plain.agents)
     return int(episode.step - t)
 
 

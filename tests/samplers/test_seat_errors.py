@@ -520,11 +520,9 @@ def test_given_spaces_are_refused(cls: type[Sampler]) -> None:
         sampler.initialize(RandomAgent(), seed=0)
 
 
-def test_calls_that_are_not_for_several_agents_are_refused(tmp_path: Any) -> None:
-    with SerialSampler(ScriptedGame, batch_T=2, batch_B=2, eval_n_envs=1) as sampler:
+def test_the_episode_of_a_game_needs_seed_episodes() -> None:
+    with SerialSampler(ScriptedGame, batch_T=2, batch_B=2) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(ConfigError, match="video and several agents in an environment do not go together"):
-            sampler.evaluate_agent(0, video=str(tmp_path))
         sampler.obtain_samples(0)
         with pytest.raises(ConfigError, match="construct the sampler with seed_episodes=True"):
             sampler.episode(0, 0)
