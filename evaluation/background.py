@@ -19,9 +19,9 @@ from penstock.buffers.descriptors import anonymous_file
 from penstock.buffers.reports import dump_exception, in_one_line, load_exception
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, SamplerStateError, WorkerDiedError, WorkerError
+from penstock.evaluation.eval_results import EvalResults
 from penstock.evaluation.evaluating import evaluate
 from penstock.evaluation.policies import Policy, as_policies
-from penstock.evaluation.results import EvalResults
 from penstock.vector.vector_pool import WaitTimeoutError
 from penstock.workers.child import ChildProcess
 

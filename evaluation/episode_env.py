@@ -17,7 +17,7 @@ from penstock.buffers.reports import dump_exception, in_one_line
 from penstock.envs import EnvContext
 from penstock.envs.rows import action_splitter
 from penstock.errors import GameError, PenstockError, SpaceError
-from penstock.evaluation.plan import EvaluationPlan, Job, leaves_of, plain
+from penstock.evaluation.jobs import EvaluationPlan, Job, leaves_of, plain
 from penstock.evaluation.policies import Player, make_player, one_row
 
 _log = logging.getLogger("penstock")

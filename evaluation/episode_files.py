@@ -20,9 +20,9 @@ from fasteners import InterProcessLock
 
 from penstock.envs.factory import descriptions
 from penstock.errors import ConfigError, brief
-from penstock.evaluation.plan import EvaluationPlan, tasks_of
+from penstock.evaluation.eval_results import EpisodeResult, EvalResults
+from penstock.evaluation.jobs import EvaluationPlan, tasks_of
 from penstock.evaluation.policies import fingerprint
-from penstock.evaluation.results import EpisodeResult, EvalResults
 
 _ABOUT, _LINES, _LOCK = "evaluation.json", "episodes.jsonl", "lock"
 _Key = tuple[str, str, int]  # policy, task, episode

@@ -19,10 +19,10 @@ from penstock.envs.examples import checked_spaces
 from penstock.errors import ConfigError, PenstockError, SamplerBrokenError, brief
 from penstock.evaluation.episode_env import EpisodeEnv
 from penstock.evaluation.episode_files import EpisodeFolder, opened
-from penstock.evaluation.plan import EvaluationPlan, tasks_of
+from penstock.evaluation.episode_run import EpisodeRun, job_space
+from penstock.evaluation.eval_results import EpisodeResult, EvalResults
+from penstock.evaluation.jobs import EvaluationPlan, tasks_of
 from penstock.evaluation.policies import Policy, as_policies, make_player, snapshot
-from penstock.evaluation.results import EpisodeResult, EvalResults
-from penstock.evaluation.run import Run, job_space
 from penstock.vector import ShmVectorEnv
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.plan import Affinity, StartMethod
@@ -119,7 +119,7 @@ def evaluate(
         found = Found(plan, files, progress=true_or_false("progress", progress))
         n_workers, batch_B = _sizes(n_workers, batch_B, len(found.missing))
         players = {name: make_player(each, plan.spaces, batch_B, batched=batched) for name, each in snapshots.items()}
-        run = Run(
+        run = EpisodeRun(
             plan,
             found.missing,
             batch_B,
@@ -209,7 +209,7 @@ class Found:
             )
 
 
-def _play(run: Run, makes: Sequence[Any], attempts: int, **options: Any) -> tuple[int, int]:
+def _play(run: EpisodeRun, makes: Sequence[Any], attempts: int, **options: Any) -> tuple[int, int]:
     """Run all episodes. Returns how many workers were replaced, and how often all were built again."""
     n_restarts = n_rebuilt = in_vain = 0
     while left := run.n_left:

@@ -30,6 +30,7 @@ ROOMS = (
     "samplers",
     "vector",
     "learning",
+    "evaluation",
     "games",
     "distributed",
     "testing",

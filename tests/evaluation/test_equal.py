@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock import CategoricalPgAgent, FunctionAgent, RecurrentCategoricalPgAgent, evaluate
-from penstock.evaluation.plan import EvaluationPlan
+from penstock.evaluation.jobs import EvaluationPlan
 
 from ..scale import FULL, START_METHODS, quick_first, scaled
 from .reach import CHUNK, TASKS, Reach, direction, played, serial, vla, weaker

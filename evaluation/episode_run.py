@@ -17,9 +17,9 @@ from penstock.buffers.reports import load_exception
 from penstock.buffers.tree import tree_leaves, tree_of
 from penstock.errors import ConfigError, WorkerError
 from penstock.evaluation.episode_env import LONGEST_CHUNK, NO_JOB
-from penstock.evaluation.plan import EvaluationPlan
+from penstock.evaluation.eval_results import EpisodeResult
+from penstock.evaluation.jobs import EvaluationPlan
 from penstock.evaluation.policies import Player, concatenated, take_rows
-from penstock.evaluation.results import EpisodeResult
 from penstock.vector import ShmVectorEnv
 from penstock.vector.vector_pool import WaitTimeoutError
 
@@ -36,7 +36,7 @@ def job_space(plan: EvaluationPlan) -> spaces.Dict:
     )
 
 
-class Run:
+class EpisodeRun:
     """The episodes to begin, those that run, and the results. `players` act in this process; without them, the workers
     have the policies."""
 

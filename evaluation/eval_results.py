@@ -22,7 +22,7 @@ from penstock.evaluation import intervals
 from penstock.evaluation.intervals import Interval
 
 if TYPE_CHECKING:
-    from penstock.evaluation.plan import EvaluationPlan
+    from penstock.evaluation.jobs import EvaluationPlan
 
 #: The parts of the actions of an episode, and its rewards; or the file that has them.
 Trace = tuple[list[npt.NDArray[Any]], npt.NDArray[np.float64]] | Path
