@@ -63,7 +63,7 @@ def forked_workers(starter: None, monkeypatch: pytest.MonkeyPatch) -> None:
         request = {"is_child": True, "forks_supervisor": True, "skips_teardown": True}
         return starters.Child([PROGRAMS / "launched.py", *pass_fds], request, pass_fds=pass_fds, stdin=stdin)
 
-    monkeypatch.setattr("penstock.distributed.launched.subprocess", SimpleNamespace(Popen=launch, PIPE=subprocess.PIPE))
+    monkeypatch.setattr("penstock.workers.child.subprocess", SimpleNamespace(Popen=launch, PIPE=subprocess.PIPE))
 
 
 @pytest.fixture(scope="session")

@@ -491,9 +491,10 @@ def test_a_worker_ends_although_an_urgent_handler_hangs(local: ControlPanel) -> 
 
 @needs_zmq
 def test_a_process_group_is_killed_once_and_while_its_id_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.distributed import launched as launch
+    from penstock.distributed.launched import LaunchedProcess
+    from penstock.workers import child
 
-    monkeypatch.setattr(launch, "_CHILD", "pass")
+    monkeypatch.setattr(child, "_CHILD", "pass")
     killed, killpg = list[tuple[int, str]](), os.killpg
 
     def note_and_kill(pid: int, number: int) -> None:
@@ -501,7 +502,7 @@ def test_a_process_group_is_killed_once_and_while_its_id_is_not_free(monkeypatch
         killpg(pid, number)
 
     monkeypatch.setattr(os, "killpg", note_and_kill)
-    worker = launch.LaunchedProcess(Counter, None, "counter/0")  # type: ignore[arg-type]
+    worker = LaunchedProcess(Counter, None, "counter/0")  # type: ignore[arg-type]
     assert worker.wait(30)
     assert worker.wait(0)
     worker.kill()

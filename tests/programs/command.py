@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.__main__ import main
-from penstock.distributed import launched
+from penstock.workers import child
 
 CLONE_NEWNET = 0x40000000  # of setns(2)
 
@@ -26,7 +26,7 @@ if (server := os.fork()) == 0:  # now, while this process has one thread
     ours.close()
     if (request := starter.serve(theirs)) is not None:
         starter.become(request)
-        launched.run_child(request.kept[0])
+        child.run_child(request.kept[0])
     os._exit(0)
 theirs.close()
 
@@ -35,7 +35,7 @@ def launch(_: object, *, pass_fds: list[int], stdin: int, start_new_session: boo
     return starter.Child([__file__], pass_fds=pass_fds, stdin=stdin)
 
 
-vars(launched)["subprocess"] = SimpleNamespace(Popen=launch, PIPE=subprocess.PIPE)
+vars(child)["subprocess"] = SimpleNamespace(Popen=launch, PIPE=subprocess.PIPE)
 try:
     with ours, starter.using(ours):
         sys.exit(main())

@@ -2,6 +2,6 @@
 
 import sys
 
-from penstock.distributed.launched import run_child
+from penstock.workers.child import run_child
 
 run_child(int(sys.argv[1]))
