@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers.named import ArrayTree, NamedArrays, as_named, map_leaves
+from penstock.buffers.object_pipe import Mailbox
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.envs.seats import SeatTable
 
 #: The words of an environment. A position counts its rows since its worker was started.
-POSITION, EPISODE, START, SEED, FIRST_START, AT, GENERATION = range(7)
+POSITION, EPISODE, START, SEED, FIRST_START, AT, GENERATION, PLAN = range(8)
 
 _WORDS = 8
 _MOST_STEPS = 2**15  # of one environment
@@ -33,6 +34,9 @@ class EpisodeLog:
     - FIRST_START: the position of the first row of the episode that ran when the last batch began.
     - AT: before the first batch, the position of the step that runs.
     - GENERATION: of the random stream that the episodes' seeds come from.
+    - PLAN: the number of the plan that the running episode began with. 0 is the first.
+
+    `plan` has a dict of plans by number, pickled. Workers follow the newest; the first one, while it is empty.
     """
 
     def __init__(
@@ -56,11 +60,12 @@ class EpisodeLog:
         }
         specs = NamedArrays(
             words=ArraySpec((n, _WORDS), np.dtype(np.int64)),
-            # For each row of a batch, the number of its episode and the seed of the reset that began it.
-            begun=ArraySpec((n_slots, self.batch_T, n, 2), np.dtype(np.int64)),
+            # For each row of a batch, the number of its episode, and the seed and the plan of the reset that began it.
+            begun=ArraySpec((n_slots, self.batch_T, n, 3), np.dtype(np.int64)),
             policies=NamedArrays(own_rows),
         )
         self.memory = NamedMemory(specs, shared=shared, purpose="the episode log (seed_episodes=True)")
+        self.plan = Mailbox()
 
     def words(self, env: int) -> list[int]:
         """Main process: the words of one environment."""

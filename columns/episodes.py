@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from penstock.buffers.named import map_leaves
-from penstock.columns.episode_log import AT, EPISODE, FIRST_START, GENERATION, POSITION, SEED, START, EpisodeLog
-from penstock.envs.seeding import ColumnStreams, episode_seed
+from penstock.columns.episode_log import AT, EPISODE, FIRST_START, GENERATION, PLAN, POSITION, SEED, START, EpisodeLog
+from penstock.columns.interface import Start
+from penstock.envs.seeding import ColumnStreams, EpisodePlan, episode_options, episode_seed
 from penstock.workers.control import Progress, T
 
 _NO_REWARD = np.zeros(1, np.float32)
+_BEGUN = [EPISODE, SEED, PLAN]
+_SAVED = {"episode": EPISODE, "seed": SEED, "generation": GENERATION, "plan": PLAN}
 
 
 class EpisodeRecorder:
@@ -32,21 +36,29 @@ class EpisodeRecorder:
         self._words, self._begun = arrays.words[own_envs], arrays.begun[:, :, own_envs]
         self._words[:, EPISODE], self._words[:, GENERATION] = -1, streams.generation
         self._go_to(log.n_before)
+        self._options: list[dict[str, Any] | None] = [None] * len(envs)  # of the reset that began the running episode
+
+    def read_plan(self, first: EpisodePlan | None = None) -> None:
+        """From the next reset on, follow the plan in the log, or the `first` plan if it is empty."""
+        content = self._log.plan.read()
+        self._plan = max(pickle.loads(content).items()) if content else (0, first)
 
     def _go_to(self, position: int) -> None:
         self._position, self._is_in_batch = position, False
         self._words[:, POSITION], self._words[:, AT] = position, position - 1
 
-    def begin(self, env: int) -> int:
-        """The next episode of this environment begins. Returns the seed for `env.reset`."""
+    def begin(self, env: int, start: Start) -> Start:
+        """The next episode of this environment begins. Returns what `env.reset` gets."""
         words = self._words[env]
         words[EPISODE] += 1
         words[START] = 1 + (self._position + self._t[0] if self._is_in_batch else words[AT])
-        numbers = int(words[EPISODE]), int(words[GENERATION])
-        words[SEED] = seed = episode_seed(self._streams.seed, self._streams.env_ranks[env], *numbers)
+        key = self._streams.seed, self._streams.env_ranks[env], int(words[EPISODE]), int(words[GENERATION])
+        words[SEED] = seed = episode_seed(*key)
+        words[PLAN], plan = self._plan
         if self._is_in_batch:
-            self._begun[self.slot, self._t[0] + 1 :, env] = words[[EPISODE, SEED]]
-        return seed
+            self._begun[self.slot, self._t[0] + 1 :, env] = words[_BEGUN]
+        self._options[env] = options = start.options if plan is None else episode_options(plan, *key)
+        return Start(seed, None if options is None else dict(options))  # the environment may change its own
 
     # ---- before the first batch ------------------------------------------------------------
 
@@ -81,15 +93,17 @@ class EpisodeRecorder:
         words = self._words[env].tolist()
         position, n_missing = words[POSITION], max(0, words[POSITION] - words[START] - self._log.n_rows)
         actions, rewards = self._log.read(self._first + env, words[START] + n_missing, position)
-        numbers = {"episode": words[EPISODE], "seed": words[SEED], "generation": words[GENERATION]}
-        return {**numbers, "actions": actions, "rewards": rewards, "n_missing": n_missing}
+        numbers = {name: words[i] for name, i in _SAVED.items()}
+        options = self._options[env]
+        return {**numbers, "options": options, "actions": actions, "rewards": rewards, "n_missing": n_missing}
 
     def load_column_state(self, env: int, state: Mapping[str, Any]) -> None:
         """Continue the episode with this `column_state`."""
         rewards, words = state["rewards"][-self._log.n_rows :], self._words[env]
         actions = map_leaves(lambda leaf: leaf[len(state["rewards"]) - len(rewards) :], state["actions"])
         self._log.write_env(self._first + env, self._position - len(rewards), actions, rewards)
-        words[[EPISODE, SEED, GENERATION]] = state["episode"], state["seed"], state["generation"]
+        words[list(_SAVED.values())] = [state[name] for name in _SAVED]
+        self._options[env] = state["options"]
         words[START] = self._position - len(state["rewards"]) - state["n_missing"]
 
     def restart(self, env: int, generation: int) -> None:
@@ -101,7 +115,7 @@ class EpisodeRecorder:
     def begin_batch(self) -> None:
         """A batch begins."""
         words = self._words
-        words[:, FIRST_START], self._begun[self.slot] = words[:, START], words[:, [EPISODE, SEED]]
+        words[:, FIRST_START], self._begun[self.slot] = words[:, START], words[:, _BEGUN]
         self._is_in_batch = True
 
     def end_batch(self, samples: Sequence[Any]) -> None:

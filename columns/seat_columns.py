@@ -151,7 +151,9 @@ class LockStepColumns(Columns):
             if start is not _START and self._continue(e, start):
                 continue
             if self.episodes is not None:
-                start = Start(self.episodes.begin(e), start.options)
+                self.progress.at_env(self.env_ranks[e])
+                self.progress.enter(Phase.RESETTING)
+                start = self.episodes.begin(e, start)
             self.reset_env(e, start)
         self._words[Progress.PHASE] = phase
         return [policy.take().joined for policy in self.policies]
@@ -224,7 +226,7 @@ class LockStepColumns(Columns):
         elif start.actions is not None:
             assert self.episodes is not None
             game = WholeGame(env, env_rank, self.episodes.agents(e))  # its columns are its own: no hook sees the steps
-            follow(game, start.seed, *start.actions, f"the episode of env_rank {env_rank}")
+            follow(game, start, f"the episode of env_rank {env_rank}")
             saved = game.columns.save(0)
         else:
             return False

@@ -205,13 +205,14 @@ class SingleColumns(ListedColumns, Columns):
         return (envs,)
 
     def _reset_one(self, e: int, start: Start) -> None:
-        words, env_rank, seed, options = self._words, self.env_ranks[e], start.seed, start.options
+        words, env_rank = self._words, self.env_ranks[e]
         if start is not _START and self._continue(e, start):
             return
         words[PHASE], words[ENV_RANK] = _IS_RESETTING, env_rank
         words[HEARTBEAT] = began = monotonic_ns()
         if self.episodes is not None:
-            seed = self.episodes.begin(e)
+            start = self.episodes.begin(e, start)
+        seed, options = start.seed, start.options
         if self._first_seeds:
             seed = self._seed_after_renewal(e, seed)
         while True:
@@ -252,7 +253,7 @@ class SingleColumns(ListedColumns, Columns):
             if (new := self._load(env, kind, data)) is not env:
                 self._use(e, new)
         elif start.actions is not None:
-            observation = follow(env, start.seed, *start.actions, f"the episode of env_rank {env_rank}")
+            observation = follow(env, start, f"the episode of env_rank {env_rank}")
         else:
             return False
         self.observations[e] = observation

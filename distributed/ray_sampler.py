@@ -25,7 +25,7 @@ from penstock.errors import ConfigError, brief
 from penstock.samplers.allocation import Allocation
 from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.config import SamplerConfig, SamplerState
-from penstock.samplers.refusals import NEW_CHOOSER, NODE_RESTART, RAY, SEEDED, refuse
+from penstock.samplers.refusals import NEW_CHOOSER, NODE_RESTART, PLAN, RAY, SEEDED, refuse
 from penstock.samplers.results import Trajectories
 from penstock.samplers.run import Run
 from penstock.samplers.sampler import ParallelSampler, Sampler, SerialSampler
@@ -253,7 +253,7 @@ class RaySampler(Sampler):
         **options: Unpack[SamplerOptions],
     ) -> None:
         super().__init__(env_fn, **options)
-        refuse({SEEDED: self.config.seed_episodes, RAY: True})
+        refuse({PLAN: self.config.episode_plan is not None, SEEDED: self.config.seed_episodes, RAY: True})
         self._n_shards = None if n_shards is None else integer("n_shards", n_shards, 1, self.config.n_built)
         is_one = isinstance(sampler_cls, type) and issubclass(sampler_cls, Sampler)
         if not is_one or issubclass(sampler_cls, AsyncSampler | RaySampler):

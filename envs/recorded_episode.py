@@ -19,6 +19,7 @@ import numpy.typing as npt
 from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import tree_leaves
+from penstock.envs.checks import reset_with
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.rows import action_splitter, arrays_like, write_cell
 from penstock.errors import ConfigError, RepeatError, brief
@@ -42,7 +43,7 @@ class RecordedEpisode:
 
     `run` repeats it in this process, and stops before one step, or before the reset if there are no actions. After a
     failure (`error.episode`), this is the step or reset that failed. `steps` and `film` repeat it with the last action.
-    It works for environments whose episodes depend only on `env.reset(seed=...)` and the actions.
+    It works for environments whose episodes depend only on what `env.reset` gets and on the actions.
     """
 
     factory: EnvFactory  #: builds the environment
@@ -75,7 +76,8 @@ class RecordedEpisode:
 
     def run(self) -> tuple[gym.Env[Any, Any], Any]:
         """Build the environment in this process and repeat the episode. Returns the environment and the action of the
-        next step, or None if the next call is `env.reset(seed=episode.seed)`. You close the environment.
+        next step, or None if the next call is `env.reset(seed=episode.seed, options=episode.options)`. You close the
+        environment.
 
         Raises `RepeatError`, naming the step, as soon as the environment does not do what was recorded.
         """
@@ -277,7 +279,7 @@ def repeated(
     """
     n = len(rewards)
     try:
-        observation, info = env.reset(seed=seed, options=None if options is None else dict(options))
+        observation, info = reset_with(env, seed, None if options is None else dict(options))
     except Exception as error:
         raise _differs(name, n, f"env.reset raised {in_one_line(error)}") from error
     yield None, (observation, 0.0, False, False, info)
@@ -298,9 +300,10 @@ def repeated(
         yield action, result
 
 
-def follow(env: gym.Env[Any, Any], seed: int | None, actions: Any, rewards: npt.NDArray[Any], name: str) -> Any:
-    """Make the steps of `repeated`, and return the last observation."""
-    for _, result in repeated(env, seed, actions, rewards, name):
+def follow(env: gym.Env[Any, Any], start: Any, name: str) -> Any:
+    """Make the steps of `repeated`, which a `penstock.columns.interface.Start` has, and return the last observation."""
+    actions, rewards = start.actions
+    for _, result in repeated(env, start.seed, actions, rewards, name, start.options):
         observation = result[0]
     return observation
 

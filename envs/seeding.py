@@ -9,10 +9,17 @@ from __future__ import annotations
 import enum
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from penstock.buffers.reports import in_one_line
+from penstock.errors import ConfigError, brief
+
+#: `plan(env_rank, episode, rng)` returns the options of the reset that begins this episode, or None for none.
+EpisodePlan = Callable[[int, int, np.random.Generator], Mapping[str, Any] | None]
 
 
 class Purpose(enum.IntEnum):
@@ -28,6 +35,7 @@ class Purpose(enum.IntEnum):
     SEATING = 7
     EVAL_EPISODE = 8
     GLOBAL = 9
+    PLAN = 10
 
 
 def fresh_seed() -> int:
@@ -57,6 +65,34 @@ def episode_seed(seed: int, env_rank: int, episode: int, generation: int = 0) ->
     """
     streams = ColumnStreams(seed, range(env_rank, env_rank + 1), generation)
     return streams.env_seeds(*((Purpose.EPISODE, episode) if episode else (Purpose.TRAIN,)))[0]
+
+
+def require_plan(plan: Any) -> EpisodePlan | None:
+    """`plan`. Raises `ConfigError` unless it is a function or None."""
+    if plan is None or callable(plan):
+        return plan  # type: ignore[no-any-return]
+    raise ConfigError(f"an episode plan must be a function of env_rank, episode and rng, or None, got {brief(plan)}")
+
+
+def episode_options(
+    plan: EpisodePlan | None, seed: int, env_rank: int, episode: int, generation: int = 0
+) -> dict[str, Any] | None:
+    """What `plan` says of this episode. Raises `ConfigError` if it raises, or returns something else than a dict or
+    None."""
+    if plan is None:
+        return None
+    (rng,) = ColumnStreams(seed, range(env_rank, env_rank + 1), generation).rngs(Purpose.PLAN, episode)
+    where = f"env_rank {env_rank}, episode {episode}"
+    try:
+        options = plan(env_rank, episode, rng)
+    except Exception as error:
+        raise ConfigError(f"episode_plan raised {in_one_line(error)} for {where}") from error
+    if not isinstance(options, Mapping | None):
+        raise ConfigError(
+            f"episode_plan must return a dict, the options of env.reset, or None; for {where} it returned "
+            f"{brief(options)}"
+        )
+    return None if options is None else dict(options)
 
 
 def eval_seed(seed: int, k: int) -> int:

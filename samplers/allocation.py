@@ -60,6 +60,7 @@ from penstock.samplers.refusals import (
     JOINT_VALUES,
     NO_FINAL_OBS,
     OWN_COLLECTOR,
+    PLAN,
     POLICIES,
     RECURRENT,
     RENEWAL,
@@ -178,7 +179,7 @@ def allocate(arguments: InitArguments, resources: ExitStack) -> Allocation:
     ]
     episodes = None
     if config.seed_episodes:
-        episodes = RecordedEpisodes(layout.memory, train, arguments.seed, config.crash_dir)
+        episodes = RecordedEpisodes(layout.memory, train, arguments.seed, config.crash_dir, config.episode_plan)
     return Allocation(layout, seats, agents, program, worker_data, episodes)
 
 
@@ -337,6 +338,7 @@ def _refuse_with_seats(arguments: InitArguments, seating: Seating) -> None:
             TURNS: seating.in_turns,
             OWN_COLLECTOR: has_own,
             RENEWAL: config.on_game_failure == "renew",
+            PLAN: config.episode_plan is not None,
             SEEDED: config.seed_episodes,
             UNRECORDED: config.seed_episodes and not all(_are_recorded(arguments.record, arguments.agents)),
             POLICIES: len(seating.policies) > 1,
@@ -540,7 +542,8 @@ def lay_out(arguments: InitArguments, seats: Seats, agents: PreparedAgents, reso
     buffer = _samples_buffer(arguments, plans, agents, seats.seating)
     with sigint.deferred():  # Ctrl-C could lose a descriptor that nobody owns yet
         memory = _allocate_memory(arguments, plans, agents.agents, buffer, seats.seating)
-    for part in [*memory.parts, memory.mailbox.file]:
+    plan = () if memory.episodes is None else (memory.episodes.plan.file,)
+    for part in [*memory.parts, memory.mailbox.file, *plan]:
         resources.callback(part.close)
     for agent, parameters in zip(agents.agents, memory.parameters, strict=True):
         resources.callback(agent.runtime.unshare_memory, parameters)

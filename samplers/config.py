@@ -18,8 +18,9 @@ from penstock.arguments import MOST_ENVS, Check, between, choice, optional, true
 from penstock.collectors import Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
 from penstock.envs.examples import checked_spaces
+from penstock.envs.seeding import EpisodePlan, require_plan
 from penstock.errors import ConfigError, SpaceError, brief
-from penstock.samplers.refusals import BATCHED, RENEWAL, SEEDED, WAITING, refuse
+from penstock.samplers.refusals import BATCHED, PLAN, RENEWAL, SEEDED, WAITING, refuse
 from penstock.workers.control import StopCollecting
 from penstock.workers.plan import POOL_CHECKS, OnWorkerFailure, StartMethod
 
@@ -61,8 +62,8 @@ _ARGUMENTS_OF = {
     **dict.fromkeys(("n_shards", "on_node_failure"), "penstock.distributed.RaySampler has it"),
     **dict.fromkeys(
         ("options", "reset_options"),
-        "Gymnasium's reset options are not an option of a sampler: give them in the reset of a wrapper in env_fn, or "
-        "change the environments between two batches with sampler.call or sampler.set_attr",
+        "Gymnasium's reset options come from episode_plan, or from the reset of a wrapper in env_fn; or change the "
+        "environments between two batches with sampler.call or sampler.set_attr",
     ),
 }
 
@@ -111,6 +112,7 @@ class SamplerOptions(TypedDict, total=False):
     check_finite: bool
     debug: bool
     seed_episodes: bool
+    episode_plan: EpisodePlan | None
     crash_dir: str | os.PathLike[str] | None
 
 
@@ -190,6 +192,10 @@ class SamplerConfig:
             NaN, False, or the smallest or largest integer. There is memory for one more batch then.
         seed_episodes: seed every reset of a training environment by (env_rank, episode), so that `error.episode` and
             `sampler.episode` can repeat an episode. It keeps the last actions of each environment, up to 4 MB each.
+        episode_plan: `episode_plan(env_rank, episode, rng)` returns the `options` of the reset that begins this episode
+            of a training environment: a dict or None. `rng` is a numpy generator that depends on the seed, `env_rank`
+            and `episode`. The plan must depend on nothing else: each worker has a copy of it. It implies
+            `seed_episodes=True`. See `set_episode_plan`.
         crash_dir: a folder in which the episode of each failure is written too, as a file for `RecordedEpisode.load`.
     """
 
@@ -230,6 +236,7 @@ class SamplerConfig:
     check_finite: Annotated[bool, true_or_false] = False
     debug: Annotated[bool, true_or_false] = False
     seed_episodes: Annotated[bool, true_or_false] = False
+    episode_plan: EpisodePlan | None = None
     crash_dir: str | os.PathLike[str] | None = None
 
     @classmethod
@@ -249,6 +256,8 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         for name, check in _checks().items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
+        if require_plan(self.episode_plan) is not None:
+            object.__setattr__(self, "seed_episodes", True)
         self._check_evaluation()
         self._check_kinds()
         self._check_pairs()
@@ -294,6 +303,7 @@ class SamplerConfig:
     def _check_pairs(self) -> None:
         refuse(
             {
+                PLAN: self.episode_plan is not None,
                 SEEDED: self.seed_episodes,
                 BATCHED: self.batched,
                 RENEWAL: self.on_game_failure == "renew",

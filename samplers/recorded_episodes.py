@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,10 +18,11 @@ from penstock.arguments import integer
 from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import layouts_of
 from penstock.buffers.tree import map_tree
-from penstock.columns.episode_log import AT, EPISODE, FIRST_START, POSITION, SEED, START, EpisodeLog
+from penstock.columns.episode_log import AT, EPISODE, FIRST_START, GENERATION, PLAN, POSITION, SEED, START, EpisodeLog
+from penstock.envs.calls import pickled
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.recorded_episode import RecordedEpisode, RecordedGame
-from penstock.envs.seeding import ColumnStreams, Purpose
+from penstock.envs.seeding import ColumnStreams, EpisodePlan, Purpose, episode_options, require_plan
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.refusals import EPISODE as EPISODE_CALL
 from penstock.samplers.sampler_memory import SamplerMemory
@@ -44,17 +46,42 @@ class RecordedEpisodes:
         factories: Sequence[EnvFactory],
         seed: int,
         crash_dir: str | os.PathLike[str] | None,
+        plan: EpisodePlan | None,
     ) -> None:
-        """`factories` has one entry per environment. Raises `ConfigError` if the folder `crash_dir` cannot be made."""
+        """`factories` has one entry per environment. `plan` is the first. Raises `ConfigError` if the folder
+        `crash_dir` cannot be made."""
         assert memory.episodes is not None
         self._memory, self._factories, self._seed = memory, factories, seed
         self._log: EpisodeLog = memory.episodes
+        self._plans = {0: plan}  # by number: those that an episode in the log may have begun with, and the newest
         self._crash_dir, self._n_saved = None if crash_dir is None else Path(crash_dir), 0
         if self._crash_dir is not None:
             try:
                 self._crash_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"crash_dir={os.fspath(self._crash_dir)!r} cannot be made: {error}") from error
+
+    # ---- plans -----------------------------------------------------------------------------
+
+    def set_plan(self, plan: EpisodePlan | None) -> None:
+        """Workers follow this plan as soon as they read it. Raises `ConfigError` if it cannot be pickled."""
+        content, arrays = (
+            pickled({max(self._plans) + 1: require_plan(plan)}, "the episode plan"),
+            self._log.memory.arrays,
+        )
+        used = {0, *arrays.words[:, PLAN].flat, *np.unique(arrays.begun[..., 2])}
+        self._plans = {n: own for n, own in self._plans.items() if n in used}
+        self.load_plans(content)
+
+    def load_plans(self, content: bytes) -> None:
+        """Go on with these plans too, of which workers follow the newest. `content`: a dict of them, pickled."""
+        self._plans |= pickle.loads(content)  # they stay as they are now, as in the workers
+        self._log.plan.post(content)
+
+    def save_plans(self) -> bytes | None:
+        """What `load_plans` gets in a run that continues this one; None if no plan was set."""
+        plans = {n: plan for n, plan in self._plans.items() if n}
+        return pickled(plans, "the episode plan") if plans else None
 
     # ---- failures --------------------------------------------------------------------------
 
@@ -79,10 +106,14 @@ class RecordedEpisodes:
         else:
             row = words[AT]
         is_possible = words[EPISODE] >= 0 and start <= row + 1 and progress.t < self._log.batch_T
-        if not is_possible:
+        if not is_possible or words[PLAN] not in self._plans:
             return None
         slot = 0 if command is None else command.batch % len(self._memory.slots)
-        found = self._make(plan, column, (words[EPISODE], words[SEED]), (start, row, position), slot)
+        begun = words[EPISODE], words[SEED], words[PLAN]
+        try:
+            found = self._make(plan, column, begun, (start, row, position), slot)
+        except ConfigError:  # of the user's episode_plan, which has failed in the worker too
+            return None
         return self._saved(replace(found, failure=f"{status} failed while {status.doing}"))
 
     def _saved(self, found: RecordedEpisode) -> RecordedEpisode:
@@ -110,11 +141,11 @@ class RecordedEpisodes:
         own, words, begun = self._slot(slot), self._log.words(column), self._log.memory.arrays.begun[slot, :, column]
         if not any(own[p].valid[t, cell] for p, cell in self._log.seats[column]):
             raise ConfigError(f"env_rank {env_rank} made no step at t={t}: it waited for a reset (valid is False)")
-        episode, seed = begun[t].tolist()
+        episode, seed, number = begun[t].tolist()
         first, stop = words[POSITION] - len(begun), words[POSITION]
         row = int(np.argmax(begun[:, 0] == episode))
         start = first + row if row else words[FIRST_START]
-        return self._make(plan, column, (episode, seed), (start, first + t, stop), slot, t)
+        return self._make(plan, column, (episode, seed, number), (start, first + t, stop), slot, t)
 
     def seeds(self, slot: int) -> npt.NDArray[np.int64]:
         """Of each step of the batch in `slot`, and of each environment: the seed of the reset that began its episode,
@@ -131,13 +162,13 @@ class RecordedEpisodes:
         self,
         plan: WorkerPlan,
         column: int,
-        begun: tuple[int, int],
+        begun: tuple[int, int, int],
         positions: tuple[int, int, int],
         slot: int,
         t: int | None = None,
     ) -> RecordedEpisode:
-        """The episode. `begun`: its number and seed. `positions` are `start`, where the episode began, `row`, before
-        which the repetition stops, and `stop`: positions below it are in the log, the others are in the slot."""
+        """The episode. `begun`: its number, seed and plan. `positions` are `start`, where the episode began, `row`,
+        before which the repetition stops, and `stop`: positions below it are in the log, the others are in the slot."""
         start, row, stop = positions
         kept = max(start, stop - self._log.n_rows)
         actions, rewards = self._log.read(column, kept, max(kept, min(row + 1, stop)))
@@ -151,7 +182,8 @@ class RecordedEpisodes:
         has_observation = t is not None and row >= start
         env_rank = plan.env_ranks[plan.columns.index(column)]
         seed_when_built = ColumnStreams(self._seed, range(env_rank, env_rank + 1), plan.generation)
-        factory, cls, (episode, seed) = self._factories[column], RecordedEpisode, begun
+        factory, cls, (episode, seed, number) = self._factories[column], RecordedEpisode, begun
+        generation = self._log.words(column)[GENERATION]
         if self._log.has_games:
             from penstock.columns.seat_columns import whole_game  # here, since few need it
 
@@ -169,6 +201,7 @@ class RecordedEpisodes:
             if has_observation
             else None,
             n_missing=kept - start,
+            options=episode_options(self._plans[number], self._seed, env_rank, episode, generation),
         )
 
 

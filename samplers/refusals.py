@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 TURNS, BATCHED = "games in turns", "batched environments"
 OWN_COLLECTOR, JOINT = "a collector of your own (collector_cls, eval_collector_cls)", "a joint agent"
 RENEWAL, BATCH_STATE, TIMELINE = 'on_game_failure="renew"', 'record_state="batch"', "timeline()"
-SEEDED, INFO_MASK = "seed_episodes=True", 'mask_key="info.NAME"'
+SEEDED, PLAN, INFO_MASK = "seed_episodes=True", "episode_plan", 'mask_key="info.NAME"'
 UNRECORDED = "a policy that is not recorded (record)"
 POLICIES, LAG, WRITTEN_REPLAY = "several policies", "AsyncSampler(lag=1)", "a replay into which workers write"
 SERVER = 'an inference server (GpuSampler, AlternatingSampler, AsyncSampler(server="process"))'
@@ -47,11 +47,11 @@ TABLE = (
         'Leave the second thing out; on_worker_failure="restart" and record_state="step" work',
     ),
     Row(
-        (SEEDED,),
+        (PLAN, SEEDED),
         (BATCHED, TURNS, UNRECORDED, RAY),
         "the log of an episode has the recorded actions of all agents in each step, in memory of this machine, and "
         "each episode needs a reset with a seed of its own",
-        "Leave seed_episodes out: a SerialSampler with the same seed makes the same episodes again",
+        "Leave it out: a SerialSampler with the same seed makes the same episodes again",
     ),
     Row(
         (BATCHED,),

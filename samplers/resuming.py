@@ -107,6 +107,16 @@ class ChooseMessage(StateMessage):
                 collector.columns.chooser = self.chooser  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True)
+class PlanMessage(StateMessage):
+    """From the next reset on, follow the newest episode plan."""
+
+    def answer(self, parts: WorkerParts) -> Any:
+        """Nothing."""
+        assert parts.collector.columns.episodes is not None
+        parts.collector.columns.episodes.read_plan()
+
+
 # ---- saving ------------------------------------------------------------------------------------
 
 
@@ -233,7 +243,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
     assert isinstance(collector, Collector)
     columns, episodes = collector.columns, state["episodes"]
     if saved["kind"] == "repeat":
-        start = Start(episodes["seed"], actions=(episodes["actions"], episodes["rewards"]))
+        start = Start(episodes["seed"], episodes["options"], (episodes["actions"], episodes["rewards"]))
     else:
         start = Start(state=(cast(StateKind, saved["kind"]), state["env"], state["columns"]))
     try:
@@ -252,7 +262,7 @@ def _load(parts: WorkerParts, column: int, saved: SavedColumn) -> str:
 
 # ---- the main process ---------------------------------------------------------------------------
 
-_FORMAT = 6
+_FORMAT = 7
 _LARGEST_COUNT = 2**63
 _MOST_LISTED = 5
 #: What to do if the saved run had something else.
@@ -304,6 +314,7 @@ def save_run(run: Run, env_state: str) -> dict[str, Any]:
         "counts": run.metrics.counts(run.stats()),
         "generation": max(control.generation(plan.worker_rank) for plan in run.plans),
         "columns": columns,
+        "plans": None if run.episodes is None else run.episodes.save_plans(),
         "checksum": checksum(columns),
         "evaluations": {rank: list(counts) for _, own in answers for rank, counts in own.items()},
     }
@@ -327,6 +338,9 @@ def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeRepo
             server.resume(generation)
         # Where workers were replaced, the evaluations differ from column to column: begin new streams.
         evaluations = counts.pop() if len(counts) == 1 else (0, generation)
+        if run.episodes is not None and state["plans"] is not None:
+            run.episodes.load_plans(state["plans"])
+            run.send(PlanMessage(), "load_state_dict")
         message = LoadMessage(state["columns"], evaluations, generation)
         refused = {rank: why for own in run.send(message, "load_state_dict") for rank, why in own.items()}
         if server is not None:
@@ -386,7 +400,7 @@ def _check_state(state: Mapping[str, Any], described: Mapping[str, Any], sampler
     if not isinstance(state, Mapping) or _differs(state.get("format"), _FORMAT):
         raise ConfigError(f"load_state_dict needs what state_dict has returned, of format {_FORMAT}")
     parts = ("batches", "episodes", "policy_versions", "generation", "counts", "columns", "evaluations", "checksum")
-    missing = [name for name in (*described, *parts) if name not in state]
+    missing = [name for name in (*described, *parts, "plans") if name not in state]
     if missing:
         raise ConfigError(f"this state is damaged: it has no {', '.join(missing)}")
     for name in ("batches", "generation"):
@@ -425,8 +439,10 @@ def checksum(columns: Mapping[int, Any]) -> int:
 def _check_columns(state: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if one of the state's parts is damaged."""
     counts, columns, evaluations = (state[name] for name in ("counts", "columns", "evaluations"))
-    if not all(isinstance(part, Mapping) for part in (counts, columns, evaluations, state["episodes"])):
-        raise ConfigError("this state is damaged: its counts, columns, evaluations and episodes must be dicts")
+    are_dicts = all(isinstance(part, Mapping) for part in (counts, columns, evaluations, state["episodes"]))
+    if not (are_dicts and isinstance(state["plans"], bytes | None)):
+        text = "its counts, columns, evaluations and episodes must be dicts, and its plans bytes"
+        raise ConfigError(f"this state is damaged: {text}")
     for name in COUNTS:
         if not (isinstance(counts.get(name), int | float) and 0 <= counts[name] <= _LARGEST_COUNT):
             raise ConfigError(

@@ -20,6 +20,7 @@ from penstock.collectors import TrajInfo
 from penstock.envs import EnvFn, fresh_seed
 from penstock.envs.calls import EnvCall, results
 from penstock.envs.recorded_episode import RecordedEpisode
+from penstock.envs.seeding import EpisodePlan
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, require_env_fn, show_arguments
 from penstock.samplers.refusals import NEW_CHOOSER, RESTART, TIMELINE, TURNS, refuse
@@ -240,6 +241,23 @@ class Sampler(ABC):
             message = ChooseMessage(run.seating.chooser.like(policy_of))
             run.schedule.pause(run, "set_policy_of")
             run.send(message, "set_policy_of")
+
+    def set_episode_plan(self, plan: EpisodePlan | None) -> None:
+        """From the next reset of each training environment on, this function says with which options it begins: see
+        `episode_plan`. None: without options. Running episodes go on as they are. A worker that replaces another, and
+        a run that continues this one, follow the newest plan.
+
+        Raises `ConfigError` for a sampler without `seed_episodes=True` or a first `episode_plan`.
+        """
+        with self._guard.call("set_episode_plan", *_IDLE):
+            run = self._require_run("set_episode_plan")
+            if run.episodes is None:
+                raise ConfigError("set_episode_plan needs a first episode_plan, or seed_episodes=True")
+            from penstock.samplers.resuming import PlanMessage
+
+            run.schedule.pause(run, "set_episode_plan")
+            run.episodes.set_plan(plan)
+            run.send(PlanMessage(), "set_episode_plan")
 
     # ---- sampling --------------------------------------------------------------------------
 

@@ -167,6 +167,7 @@ class SamplerProgram:
             columns = SingleColumns(envs, env_ranks, progress, checks, config.flatten_wrappers)
         if purpose is Purpose.TRAIN and self._memory.episodes is not None:
             columns.episodes = EpisodeRecorder(self._memory.episodes, plan.columns, plan.cells, streams, progress)
+            columns.episodes.read_plan(config.episode_plan)
             columns.keeps_seeds = True
         self._make_renewable(columns, builds, streams, purpose)
         return columns

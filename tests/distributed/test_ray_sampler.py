@@ -400,6 +400,7 @@ def test_a_slow_shard_is_left_out() -> None:
         ({"sampler_options": {"min_redy": 1}}, "no argument 'min_redy'"),
         ({"n_shard": 2}, "no argument 'n_shard'"),
         ({"seed_episodes": True}, "seed_episodes=True and RaySampler do not go together"),
+        ({"episode_plan": print}, "episode_plan and RaySampler do not go together"),
         ({"unavailable_timeout": 0}, "unavailable_timeout must be a positive number"),
         ({"resources": {"GPU": -1}}, r"resources\['GPU'\] must be a number of 0 or more, got -1"),
         ({"resources": {"GPU": float("nan")}}, r"resources\['GPU'\] must be a number of 0 or more, got nan"),
