@@ -72,10 +72,14 @@ class FailsOnce(Plain):
     def _reach(self, call: str) -> None:
         name, at, marker = self._fault
         self._n_calls[call] += 1
-        if (name, at) == (call, self._n_calls[call]) and not (marker and Path(marker).exists()):
-            if marker:
-                Path(marker).touch()
-            raise ValueError(f"{call} {at} fails")
+        if (name, at) != (call, self._n_calls[call]):
+            return
+        if marker:
+            try:
+                Path(marker).touch(exist_ok=False)  # two workers may come here at the same moment
+            except FileExistsError:
+                return
+        raise ValueError(f"{call} {at} fails")
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         self._reach("reset")
