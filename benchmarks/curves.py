@@ -28,6 +28,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 RUNS = [
     ("PPO, CartPole", "ppo.py", []),
     ("PPO, Pendulum", "ppo.py", ["--env-id=Pendulum-v1", "--goal=-250", "--discount=0.9", "--gae-lambda=0.95"]),
+    (
+        "PPO, MuJoCo's InvertedPendulum",
+        "ppo.py",
+        ["--env-id=InvertedPendulum-v5", "--goal=950", "--discount=0.99", "--gae-lambda=0.95", "--time-limit=300"],
+    ),
     ("AsyncSampler, CartPole", "async_ppo.py", []),
     ("A2C, CartPole", "a2c.py", []),
     ("DQN, CartPole", "dqn.py", []),

@@ -261,7 +261,10 @@ def _numbers(episodes: int | range) -> range:
 
 def _sizes(n_workers: int | None, batch_B: int | None, n_episodes: int) -> tuple[int, int]:
     """How many workers there are, and how many environments; not more than episodes."""
-    n_workers = cpus_to_fill(usable_cpus()) if n_workers is None else integer("n_workers", n_workers, 1)
+    if n_workers is None:
+        n_workers = cpus_to_fill(usable_cpus())
+        n_workers = n_workers if batch_B is None else min(n_workers, integer("batch_B", batch_B, 1))
+    n_workers = integer("n_workers", n_workers, 1)
     batch_B = 2 * n_workers if batch_B is None else integer("batch_B", batch_B, n_workers)
     most = max(1, n_episodes)
     return min(n_workers, most), min(batch_B, most)

@@ -13,9 +13,10 @@ from gymnasium.vector import AutoresetMode
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import ConfigError, SamplerStateError, SpaceError
+from penstock import ConfigError, SamplerStateError, SpaceError, WorkerDiedError
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
+from penstock.vector.vector_pool import WaitTimeoutError
 
 from ..scale import examples
 
@@ -196,3 +197,50 @@ def test_every_environment_goes_its_own_way(data: Any, mode: AutoresetMode, n_wo
                 else:
                     assert infos["count"][k] == counts[i]
                 assert observation[k][1] == counts[i]
+
+
+def test_a_wait_with_a_timeout(pipes: list[Path]) -> None:
+    with ShmVectorEnv([partial(Waiting, pipe, length=100) for pipe in pipes]) as envs:
+        envs.reset()
+        envs.send([0, 2, 0, 0])
+        assert envs.recv(3, timeout=60)[4]["env_id"].tolist() == [0, 2, 3]
+        for seconds in (0.01, 0):
+            with pytest.raises(WaitTimeoutError, match=rf"environments \[1\] .* within timeout={seconds} s"):
+                envs.recv(timeout=seconds)
+        let_go(pipes[1])
+        assert envs.recv(timeout=60)[4]["env_id"].tolist() == [1]
+        envs.send([0], [1])
+        with pytest.raises(ConfigError, match="max_wait or timeout, not both"):
+            envs.recv(max_wait=1, timeout=1)
+        envs.recv()
+
+
+class Exits(CountingEnv):
+    """A step whose action is 2 ends the process, unless the file exists."""
+
+    def __init__(self, marker: Path, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.marker = marker
+
+    def step(self, action: Any) -> Any:
+        if action == 2 and not self.marker.exists():
+            self.marker.touch()
+            os._exit(3)
+        return super().step(action)
+
+
+def test_a_failure_says_which_environment_was_stepping(tmp_path: Path) -> None:
+    makes = [partial(Exits, tmp_path / "marker")] * 4
+    with ShmVectorEnv(makes, n_workers=2, on_worker_failure="restart") as envs:
+        envs.reset()
+        assert list(envs.restarts) == []
+        envs.step([0, 0, 0, 2])
+        (restart,) = envs.restarts
+        assert (restart.rank, restart.env_rank) == (1, 3)
+        assert "exited with code 3 while stepping env_rank 3" in restart.what
+    (tmp_path / "marker").unlink()
+    with ShmVectorEnv(makes, n_workers=2) as envs:
+        envs.reset()
+        with pytest.raises(WorkerDiedError) as caught:
+            envs.step([0, 2, 0, 0])
+        assert caught.value.env_rank == 1
