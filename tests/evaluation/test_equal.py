@@ -178,15 +178,19 @@ class Mlp(nn.Module):
 
 
 class Rnn(nn.Module):
+    """Depends on all of its inputs. In float64, so that the size of a batch does not change an action."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.cell, self.head = nn.GRUCell(4, 8), nn.Linear(8, 3)
+        self.cell, self.head = nn.GRUCell(6, 8), nn.Linear(8, 3)
+        self.double()
 
     def initial_state(self) -> Any:
-        return torch.zeros(8)
+        return torch.zeros(8, dtype=torch.float64)
 
     def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
-        h = self.cell(observation, state)
+        last = prev_action.reshape(len(observation), -1)[:, -1:].double()
+        h = self.cell(torch.cat([observation.double(), 3 * last, prev_reward[:, None].double()], 1), state)
         out = self.head(h)
         return out[:, :2], out[:, 2], h
 
@@ -203,10 +207,12 @@ AGENTS: dict[str, Any] = {
 def test_an_agent(name: str) -> None:
     torch.manual_seed(0)
     agent, found = AGENTS[name](), []
-    for n_workers, batch_B, mode in ((1, 1, {}), (2, 5, {"batched": False}), (2, 3, {"act_in": "workers"})):
+    for n_workers, batch_B, mode in ((1, 1, {}), (2, 5, {"batched": False}), (2, 3, {"act_in": "workers"}), (2, 6, {})):
         results = evaluate(agent, "CartPole-v1", episodes=12, n_workers=n_workers, batch_B=batch_B, **mode)
         found.append([(r.length, r.played()[0][0].tobytes()) for r in results.episodes])
     assert found[0] == found[1] == found[2]
+    if name in ("recurrent", "function"):  # the others have numbers of 32 bits
+        assert found[0] == found[3]
 
 
 def test_a_greedy_agent_as_a_plain_loop() -> None:

@@ -103,6 +103,7 @@ def test_a_line_that_was_cut_off(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5])
     assert len(EvalResults.load(tmp_path).episodes) == 7
     assert played(run(vla, episodes=2, folder=tmp_path)) == serial(range(2))
+    assert played(EvalResults.load(tmp_path)) == serial(range(2))
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
