@@ -50,10 +50,11 @@ class EpisodeRun:
         attempts: int,
         min_ready: float,
         max_wait: float | None,
+        n_ended: int,
         on_result: Callable[[int, EpisodeResult], None],
     ) -> None:
-        """`numbers` are those of the episodes to play. `on_result` is called with each and its result. `min_ready`: for
-        how many of its columns that wait a policy acts, a share if it is below 1."""
+        """`numbers` are those of the episodes to play, after `n_ended` others. `on_result` is called with each and its
+        result. `min_ready`: for how many of its columns that wait a policy acts, a share if it is below 1."""
         self._plan, self._players, self._attempts, self._on_result = plan, players, attempts, on_result
         self._min_ready, self._max_wait = min_ready, max_wait
         self._todo: dict[int, deque[int]] = defaultdict(deque)  # by task
@@ -65,7 +66,7 @@ class EpisodeRun:
         self._task_of: dict[int, int] = {}  # by column: the task of its environment
         self._acting: set[int] = set()  # columns whose environment has been reset
         self._charges, self._begun = Counter[int](), Counter[int]()  # by episode: how often to blame, and begun
-        self._n_ended, self._n_failed, self._last_failure = 0, 0, ""
+        self._n_ended, self._n_failed, self._last_failure = n_ended, 0, ""
         self._action_space = plan.spaces[1]
         self._chunk = [np.zeros((n_columns, LONGEST_CHUNK, *part.shape), part.dtype) for _, part in self._leaves()]
         self._n_actions, self._job = np.zeros(n_columns, np.int64), np.full(n_columns, NO_JOB)

@@ -127,6 +127,7 @@ def evaluate(
             attempts=attempts,
             min_ready=_share(min_ready),
             max_wait=None if max_wait is None else seconds("max_wait", max_wait, zero=True),
+            n_ended=len(found.by_number),
             on_result=found.put,
         )
         make = partial(

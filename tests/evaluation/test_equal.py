@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock import CategoricalPgAgent, FunctionAgent, RecurrentCategoricalPgAgent, evaluate
+from penstock.envs import ColumnStreams, Purpose
 from penstock.evaluation.jobs import EvaluationPlan
 
 from ..scale import FULL, START_METHODS, quick_first, scaled
@@ -283,7 +284,7 @@ def nested_policy(observation: Any, rngs: Any) -> Any:
 def test_nested_spaces() -> None:
     found = evaluate(nested_policy, Nested, episodes=4, n_workers=2, batch_B=3)
     for result in found.episodes:
-        env, (rng,) = Nested(), [found._plan.rng(found._plan.job(result.episode))]  # type: ignore[union-attr]
+        env, (rng,) = Nested(), ColumnStreams(0, (0,)).rngs(Purpose.EVAL_ACTION, result.episode)
         observation, _ = env.reset(seed=result.seed)
         total, is_over = 0.0, False
         while not is_over:

@@ -83,6 +83,20 @@ def test_an_episode_that_always_fails_is_named(act: str) -> None:
     assert (low, high) == pytest.approx((mean * (n - k) / n, (mean * (n - k) + k) / n))
 
 
+def test_failed_episodes_of_a_folder_are_played_again(tmp_path: Path) -> None:
+    again = partial(run, episodes=40, folder=tmp_path)
+    with pytest.warns(RuntimeWarning, match="are not in the means"):
+        first = again(partial(Reach, fault=Guilty(fail, None)))
+    assert len(first.failed) >= 3
+    with pytest.warns(RuntimeWarning, match="are not in the means"):  # not a broken environment: others have ended
+        assert again(partial(Reach, fault=Guilty(fail, None))).episodes == first.episodes
+    assert played(again(partial(Reach, fault=Guilty(nothing, None)))) == serial(range(40))
+
+
+def nothing() -> None:
+    """Fails not at all."""
+
+
 def test_a_hang_is_found_in_time(tmp_path: Path) -> None:
     began = time.monotonic()
     found = run(partial(Reach, fault=Guilty(hang, tmp_path)), step_timeout=1.0, episodes=EPISODES)
