@@ -40,6 +40,7 @@ class RunningEvaluation:
         self._process = ChildProcess(partial(_run, code, self._file.fileno()), [self._file.fileno()])
         self._end = weakref.finalize(self, _end, self._process, self._file)
         self._results: EvalResults | None = None
+        self._error: BaseException | None = None
 
     @property
     def pid(self) -> int:
@@ -59,6 +60,8 @@ class RunningEvaluation:
         """
         if self._results is not None:
             return self._results
+        if self._error is not None:
+            raise self._error
         if not self._end.alive:
             raise SamplerStateError("the evaluation was cancelled: start another one")
         deadline = None if timeout is None else time.monotonic() + seconds("timeout", timeout, zero=True)
@@ -71,13 +74,18 @@ class RunningEvaluation:
             content = file.read()
         self._end()
         if not content:
-            raise WorkerDiedError(f"the process of the evaluation has ended without results: {ending}")
+            self._error = WorkerDiedError(f"the process of the evaluation has ended without results: {ending}")
+            raise self._error
         report, results, messages = pickle.loads(content)
         for message in messages:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         if report is not None:
             found = load_exception(*report)
-            raise found.as_cause() if found.exception else WorkerError(found.headline) from found.as_cause()
+            self._error = found.as_cause()
+            if found.exception is None:
+                self._error = WorkerError(found.headline)
+                self._error.__cause__ = found.as_cause()
+            raise self._error
         self._results = results
         return results  # type: ignore[no-any-return]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from penstock.buffers.reports import dump_exception, in_one_line
 from penstock.envs import EnvContext
 from penstock.envs.rows import action_splitter
 from penstock.errors import GameError, PenstockError, SpaceError
-from penstock.evaluation.jobs import EvaluationPlan, Job, leaves_of, plain
+from penstock.evaluation.jobs import EvaluationPlan, Job, is_true, leaves_of, plain
 from penstock.evaluation.policies import Player, make_player, one_row
 
 _log = logging.getLogger("penstock")
@@ -107,11 +108,12 @@ class EpisodeEnv(gym.Env[Any, Any]):
             own = self._env.observation_space, self._env.action_space
             if problem := self._plan.differs(own, job.task):
                 raise SpaceError(problem)
-        self._observation, info = self._env.reset(seed=job.seed, options=job.options)
+        options = copy.deepcopy(job.options)  # an environment may take entries out
+        self._observation, info = self._env.reset(seed=job.seed, options=options)
         self._begun = "begun", plain(info)
         if self._policies is not None:
             try:
-                self._player(job.policy).begin(0, self._plan.rng(job), self._plan.task_names[job.task], info)
+                self._player(job.policy).begin(0, self._plan.rng(job), self._plan.task_names[job.task], plain(info))
             except Exception as error:
                 raise _PolicyError(error) from error
 
@@ -135,7 +137,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
                 return "ended", facts
             if acts:
                 self._player(self._job.policy).last_reward[0] = reward
-                self._player(self._job.policy).infos[0].update(info)
+                self._player(self._job.policy).infos[0].update(plain(info) if self._wants_infos else {})
             elif self._wants_infos:
                 infos.update(plain(info))
             if time.monotonic() >= until:
@@ -158,14 +160,14 @@ class EpisodeEnv(gym.Env[Any, Any]):
     def _facts(self, info: Mapping[str, Any], terminated: bool, truncated: bool) -> dict[str, Any] | None:
         """What there is to say of an episode that has ended with this step; None if it goes on."""
         plan, n = self._plan, len(self._rewards)
-        success = plan.success is not None and plan.until_success and bool(info.get(plan.success, False))
+        success = plan.success is not None and plan.until_success and is_true(plain(info).get(plan.success, False))
         if not (terminated or truncated or success or n == plan.max_steps):
             return None
         parts = zip(*(leaves_of(plan.spaces[1], chunk) for chunk in self._chunks), strict=True)
         return {
             "length": n,
             "terminated": terminated,
-            "truncated": not (terminated or success),
+            "truncated": truncated or not (terminated or success),
             "return": sum(self._rewards),
             "info": plain(info),
             "actions": [np.concatenate(part)[:n] for part in parts],

@@ -10,8 +10,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,9 @@ from fasteners import InterProcessLock
 
 from penstock.envs.factory import descriptions
 from penstock.errors import ConfigError, brief
+from penstock.evaluation.digests import digest
 from penstock.evaluation.eval_results import EpisodeResult, EvalResults
 from penstock.evaluation.jobs import EvaluationPlan, tasks_of
-from penstock.evaluation.policies import fingerprint
 
 _ABOUT, _LINES, _LOCK = "evaluation.json", "episodes.jsonl", "lock"
 _Key = tuple[str, str, int]  # policy, task, episode
@@ -32,22 +34,30 @@ _held: set[Path] = set()  # the folders in use by this process, which its own lo
 class EpisodeFolder:
     """The folder of the evaluation that runs, in the hands of this process."""
 
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, about: Mapping[str, Any], options: Callable[[str, str, int], str | None]) -> None:
+        """`options` is the digest of those of an episode."""
         self._path = path
         path.mkdir(parents=True, exist_ok=True)
         known = _read_about(path)
         if known is not None:
             _require_same(path, known, about)
-            about = {**about, "policies": {**known["policies"], **about["policies"]}}
+            about = _joined(known, about)
         _replace(path / _ABOUT, json.dumps(about, indent=1).encode())
         found, n_bytes, self._n_lines = _read_lines(path)
-        self.results: dict[_Key, EpisodeResult] = found
+        self._options = options
+        self.results: dict[_Key, EpisodeResult] = {}
+        for key, (result, own) in found.items():
+            if options(*key) not in (own, None):
+                raise ConfigError(
+                    f"{path} has episode {key[2]} of {key[1]!r} with other options of its reset: give another folder"
+                )
+            self.results[key] = result
         if (lines := path / _LINES).exists():
             os.truncate(lines, n_bytes)  # the last line may have been cut off by the end of its process
 
     def append(self, result: EpisodeResult) -> None:
         """Write an episode that has ended. Its trace is the file then."""
-        row = result.as_dict()
+        row = {**result.as_dict(), "options": self._options(result.policy, result.task, result.episode)}
         if (trace := result.played()) is not None:
             parts, rewards = trace
             content = io.BytesIO()
@@ -70,15 +80,20 @@ def opened(
     if folder is None:
         yield None
         return
+    if not os.fspath(folder):
+        raise ConfigError("folder must be the path of a folder, got an empty text")
     path = Path(folder)
     about = {
         "seed": plan.seed,
         "success": plan.success,
         "until_success": plan.until_success,
         "max_steps": plan.max_steps,
-        "environment": descriptions(plan.factories),
+        "mask_key": plan.mask_key,
         "tasks": list(plan.tasks),
-        "policies": {name: fingerprint(policy) for name, policy in policies.items()},
+        "environment": descriptions(plan.factories),
+        "env_fn": digest([(factory.fn, dict(factory.kwargs)) for factory in plan.factories]),
+        "policies": {name: f"{_name_of(policy)} {digest(policy)}" for name, policy in policies.items()},
+        "wanted": {name: [[plan.episodes[0], plan.episodes[-1] + 1]] for name in policies},
     }
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -92,7 +107,7 @@ def opened(
         raise ConfigError(f"folder={os.fspath(folder)!r} is in use by another evaluation: each needs its own")
     _held.add(place)
     try:
-        yield EpisodeFolder(path, about)
+        yield EpisodeFolder(path, about, partial(_options_in, plan))
     finally:
         _held.remove(place)
         lock.release()
@@ -107,36 +122,82 @@ def load_folders(
     """See `EvalResults.load`."""
     if not folders:
         raise ConfigError("load needs the folder of at least one evaluation")
-    about: dict[str, Any] | None = None
+    about: dict[str, Any] = {}
     found: dict[_Key, EpisodeResult] = {}
     for folder in map(Path, folders):
         own = _read_about(folder)
         if own is None:
             raise ConfigError(f"{folder} has no {_ABOUT}: it is not a folder that evaluate has written")
-        if about is not None:
+        if about:
             _require_same(folder, own, about)
-            own["policies"] = {**about["policies"], **own["policies"]}
-        about = own
-        read = _read_lines(folder)[0]
-        # An episode that has ended counts more than the same one that failed.
-        found.update({key: result for key, result in read.items() if not (result.failed and key in found)})
-    assert about is not None
+        about = _joined(about, own) if about else own
+        _add(found, folder)
     names, policies = list(about["tasks"]), list(about["policies"])
     ordered = sorted(found.values(), key=lambda r: (policies.index(r.policy), names.index(r.task), r.episode))
-    results = EvalResults(ordered, policies, names)
+    results = EvalResults(ordered, policies, names, n_missing=len(_wanted(about) - found.keys()))
+    if results.n_missing:
+        warnings.warn(
+            f"{results.n_missing} episodes have not been played yet. Those that have are the shorter ones, so do not "
+            "trust the means: call evaluate with the same arguments, and it continues",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     if env_fn is not None:
         by_task = tasks_of(tasks)
         if list(by_task) != names:
             raise ConfigError(f"tasks must be those of the evaluation, {brief(names)}, got {brief(list(by_task))}")
+        kept = ("seed", "success", "until_success", "max_steps", "mask_key")
         results._plan = EvaluationPlan.of(
             env_fn,
             by_task,
             policies=tuple(policies),
             episodes=sorted({result.episode for result in ordered}),
             options=options,
-            **{key: about[key] for key in ("seed", "success", "until_success", "max_steps")},
+            **{key: about[key] for key in kept},
         )
     return results
+
+
+def _add(found: dict[_Key, EpisodeResult], folder: Path) -> None:
+    """Add the results of a folder. An episode that has ended counts more than the same one that failed."""
+    for key, (result, _) in _read_lines(folder)[0].items():
+        known = found.get(key)
+        if known is None or known.failed:
+            found[key] = result
+        elif not result.failed and (known.length, str(known.metrics)) != (result.length, str(result.metrics)):
+            raise ConfigError(
+                f"{folder} has another result of episode {key[2]} of {key[0]!r} and {key[1]!r} than an earlier folder: "
+                "the policy or the environment depends on something else than its seed"
+            )
+
+
+def _wanted(about: Mapping[str, Any]) -> set[_Key]:
+    """The episodes that the evaluations of a folder have begun with."""
+    parts = [(name, start, stop) for name, own in about["wanted"].items() for start, stop in own]
+    return {(name, task, k) for name, start, stop in parts for task in about["tasks"] for k in range(start, stop)}
+
+
+def _joined(known: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
+    """What a folder says after it has two evaluations."""
+    wanted = {
+        name: sorted({tuple(part) for each in (known, about) for part in each["wanted"].get(name, ())})
+        for name in {**known["wanted"], **about["wanted"]}
+    }
+    return {**about, "policies": {**known["policies"], **about["policies"]}, "wanted": wanted}
+
+
+def _name_of(policy: Any) -> str:
+    kind = policy.func if isinstance(policy, partial) else policy
+    return str(getattr(kind, "__qualname__", type(kind).__qualname__))
+
+
+def _options_in(plan: EvaluationPlan, policy: str, task: str, episode: int) -> str | None:
+    """The digest of an episode's options; "" without any, None if it is none of this evaluation."""
+    if task not in plan.tasks or episode not in plan.episodes:
+        return None
+    if not plan.options:
+        return ""
+    return digest(plan.job(plan.number(plan.policies[0], task, episode)).options)
 
 
 def _read_about(path: Path) -> dict[str, Any] | None:
@@ -150,7 +211,7 @@ def _read_about(path: Path) -> dict[str, Any] | None:
 
 def _require_same(path: Path, known: Mapping[str, Any], about: Mapping[str, Any]) -> None:
     """Raise `ConfigError` unless two evaluations play the same episodes, with the same policies of the same name."""
-    for key in ("seed", "tasks", "environment", "success", "until_success", "max_steps"):
+    for key in ("seed", "tasks", "environment", "env_fn", "success", "until_success", "max_steps", "mask_key"):
         if known[key] != about[key]:
             raise ConfigError(
                 f"{path} has another evaluation. Its {key}: {brief(known[key])}; of this one: {brief(about[key])}. "
@@ -159,27 +220,28 @@ def _require_same(path: Path, known: Mapping[str, Any], about: Mapping[str, Any]
     for name in known["policies"].keys() & about["policies"].keys():
         if known["policies"][name] != about["policies"][name]:
             raise ConfigError(
-                f"{path} has another policy of the name {name!r}: its class or its parameters differ "
-                f"({known['policies'][name]}, here {about['policies'][name]}). Give it another name, or another folder"
+                f"{path} has another policy of the name {name!r}: its code, its parameters, or what else it holds, "
+                f"differ ({known['policies'][name]}, here {about['policies'][name]}). Give it another name, or another "
+                "folder"
             )
 
 
-def _read_lines(path: Path) -> tuple[dict[_Key, EpisodeResult], int, int]:
-    """The results in the folder, the bytes of all complete lines, and their number."""
+def _read_lines(path: Path) -> tuple[dict[_Key, tuple[EpisodeResult, str]], int, int]:
+    """The results in the folder, each with the digest of its options; the bytes of all complete lines; their number."""
     try:
         content = (path / _LINES).read_bytes()
     except FileNotFoundError:
         return {}, 0, 0
     lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
-    found: dict[_Key, EpisodeResult] = {}
+    found: dict[_Key, tuple[EpisodeResult, str]] = {}
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            file = row.pop("file", None)
+            file, options = row.pop("file", None), row.pop("options")
             result = EpisodeResult(**row, trace=None if file is None else path / Path(file).name)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ConfigError(f"line {number} of {path / _LINES} cannot be read: {error}") from error
-        found[result.policy, result.task, result.episode] = result
+        found[result.policy, result.task, result.episode] = result, options
     return found, sum(map(len, lines)), len(lines)
 
 

@@ -18,7 +18,7 @@ from penstock.buffers.tree import tree_leaves, tree_of
 from penstock.errors import ConfigError, WorkerError
 from penstock.evaluation.episode_env import LONGEST_CHUNK, NO_JOB
 from penstock.evaluation.eval_results import EpisodeResult
-from penstock.evaluation.jobs import EvaluationPlan
+from penstock.evaluation.jobs import EvaluationPlan, is_true
 from penstock.evaluation.policies import Player, concatenated, take_rows
 from penstock.vector import ShmVectorEnv
 from penstock.vector.vector_pool import WaitTimeoutError
@@ -303,12 +303,15 @@ def _metrics(facts: Mapping[str, Any], success: str | None) -> dict[str, float |
     info = facts["info"]
     found: dict[str, float | bool] = {}
     for key, value in info.items():
-        array = np.asarray(value)
+        array = np.zeros(0) if isinstance(value, dict | list | None) else np.asarray(value)
         if array.size == 1 and array.dtype.kind in "fiub":
             found[key] = bool(array.item()) if array.dtype.kind == "b" else float(array.item())
     found["return"] = facts["return"]
     if success is not None:
         if success not in info:
-            raise ConfigError(f"success={success!r} is not in the info of the last step, which has {sorted(info)}")
-        found["success"] = bool(info[success])
+            raise ConfigError(
+                f"success={success!r} is not in the info of the last step of an episode, which has {sorted(info)}: the "
+                "environment must say it at the end of each"
+            )
+        found["success"] = is_true(info[success])
     return found

@@ -70,6 +70,7 @@ class EvalResults:
     tasks: list[str]
     n_restarts: int = 0  #: how many workers were replaced
     n_rebuilt: int = 0  #: how often all workers were built again, since one of them had corrupted memory
+    n_missing: int = 0  #: loaded results: episodes of the evaluation that have not ended yet
     _plan: EvaluationPlan | None = field(default=None, repr=False, compare=False)
 
     # ---- figures ---------------------------------------------------------------------------
@@ -80,34 +81,39 @@ class EvalResults:
         return [result for result in self.episodes if result.failed]
 
     def values(self, policy: str, metric: str, task: str | None = None) -> list[npt.NDArray[np.float64]]:
-        """The values of a metric by task, or of this task alone, in the order of the episodes. NaN stands for an
-        episode that failed or does not have the metric. Raises `ConfigError` for names that are not there."""
+        """The values of a metric by task, or of this task alone, in the order of the episodes. Episodes that failed, or
+        do not have the metric, are left out. Raises `ConfigError` for names that are not there."""
+        return [np.array(list(own.values())) for own in self._by_episode(policy, metric, task)]
+
+    def _by_episode(self, policy: str, metric: str, task: str | None) -> list[dict[int, float]]:
+        """The values of a metric by task and episode."""
         if policy not in self.policies:
             raise ConfigError(f"there is no policy {policy!r}: the policies are {brief(self.policies)}")
         if task is not None and task not in self.tasks:
             raise ConfigError(f"there is no task {task!r}: the tasks are {brief(self.tasks)}")
         if metric not in (known := self._metrics()):
             raise ConfigError(f"there is no metric {metric!r}: the metrics are {brief(list(known))}")
-        by_task: dict[str, list[float]] = {name: [] for name in (self.tasks if task is None else [task])}
+        by_task: dict[str, dict[int, float]] = {name: {} for name in (self.tasks if task is None else [task])}
         for result in self.episodes:
-            if result.policy == policy and result.task in by_task:
-                by_task[result.task].append(float(result.metrics.get(metric, math.nan)))
-        return [np.array(values) for values in by_task.values()]
+            if result.policy == policy and result.task in by_task and metric in result.metrics:
+                by_task[result.task][result.episode] = float(result.metrics[metric])
+        return list(by_task.values())
 
     def mean(self, policy: str, metric: str, task: str | None = None) -> Interval:
         """The mean of a metric over all tasks, or one: estimate, lower and upper end. Where the metric is True or
-        False, this is the share, with Wilson's interval; else Student's."""
+        False, this is the share, with Wilson's interval; else Student's. NaN in one episode makes it NaN."""
         return self._interval(intervals.share, metric, self.values(policy, metric, task))
 
     def difference(self, a: str, b: str, metric: str, task: str | None = None) -> Interval:
-        """How much larger a metric is for the policy `a` than for `b`, in pairs of the same episodes."""
-        pairs = zip(self.values(a, metric, task), self.values(b, metric, task), strict=True)
-        return self._interval(intervals.paired_share, metric, [x - y for x, y in pairs])
+        """How much larger a metric is for the policy `a` than for `b`, in pairs: over the episodes that both have."""
+        pairs = zip(self._by_episode(a, metric, task), self._by_episode(b, metric, task), strict=True)
+        differences = [np.array([x[k] - y[k] for k in x if k in y]) for x, y in pairs]
+        return self._interval(intervals.paired_share, metric, differences)
 
     def _interval(
         self, of_shares: Callable[..., Interval], metric: str, by_task: Sequence[npt.NDArray[np.float64]]
     ) -> Interval:
-        strata = [own for each in by_task if len(own := each[~np.isnan(each)])]
+        strata = [own for own in by_task if len(own)]
         return (of_shares if self._is_share(metric) else intervals.mean)(strata or [np.zeros(0)])
 
     def bounds(
@@ -121,20 +127,20 @@ class EvalResults:
     ) -> tuple[float, float]:
         """The mean if each failed episode had the `least` value of the metric, and if each had the `most`. They are 0
         and 1 for a share, and otherwise by default the extremes of the other episodes."""
-        values = np.concatenate(self.values(policy, metric, task))
-        known = values[~np.isnan(values)]
+        known = np.concatenate(self.values(policy, metric, task))
+        n_failed = sum(r.policy == policy and task in (None, r.task) for r in self.failed)
         if self._is_share(metric):
             least, most = 0.0 if least is None else least, 1.0 if most is None else most
         if not len(known) and (least is None or most is None):
             return math.nan, math.nan
         ends = (known.min() if least is None else least, known.max() if most is None else most)
-        low, high = (float(np.where(np.isnan(values), end, values).mean()) for end in ends)
+        low, high = (float((known.sum() + n_failed * end) / (len(known) + n_failed)) for end in ends)
         return low, high
 
     def metrics(self) -> dict[str, float]:
         """All means and their intervals in one flat dict, for a logger: `policy/task/metric`, with `_lower` and
-        `_upper`, without the task for all of them together, and without names that are the only one; `failed` and
-        `episodes` are counts."""
+        `_upper`, without the task for all of them together, and without names that are the only one; `n_failed` and
+        `n_episodes` are counts."""
         found: dict[str, float] = {}
         for policy in self.policies:
             for task in [None, *self.tasks] if len(self.tasks) > 1 else [None]:
@@ -144,8 +150,8 @@ class EvalResults:
                     ends = zip(("", "_lower", "_upper"), self.mean(policy, metric, task), strict=True)
                     found |= {f"{prefix}{metric}{end}": value for end, value in ends}
                 own = [r for r in self.episodes if r.policy == policy and task in (None, r.task)]
-                found[f"{prefix}failed"] = sum(bool(result.failed) for result in own)
-                found[f"{prefix}episodes"] = len(own)
+                found[f"{prefix}n_failed"] = sum(bool(result.failed) for result in own)
+                found[f"{prefix}n_episodes"] = len(own)
         return found
 
     def _metrics(self) -> dict[str, Any]:
@@ -171,6 +177,8 @@ class EvalResults:
         if self.failed:
             ends = ", ".join("{} {:.3f} to {:.3f}".format(p, *self.bounds(p, metric)) for p in self.policies)
             counts += f" (with them: {ends})" if metric in self._metrics() else ""
+        if self.n_missing:
+            counts += f"; {self.n_missing} are still to be played, the longest among them: do not trust these means"
         return "\n".join([*lines, counts])
 
     # ---- episodes and files ------------------------------------------------------------------
@@ -185,7 +193,10 @@ class EvalResults:
             raise ConfigError("these results do not know the environment: give env_fn to EvalResults.load")
         plan = self._plan
         job = plan.job(plan.number(policy, task, episode))
-        (result,) = [r for r in self.episodes if (r.policy, r.task, r.episode) == (policy, task, episode)]
+        found = [r for r in self.episodes if (r.policy, r.task, r.episode) == (policy, task, episode)]
+        if not found:
+            raise ConfigError(f"episode {episode} of {policy!r} is not among these results")
+        (result,) = found
         if (trace := result.played()) is None:
             raise ConfigError(f"episode {episode} of {policy!r} has no actions: {result.failed or 'none were kept'}")
         parts, rewards = trace
@@ -205,7 +216,10 @@ class EvalResults:
         if Path(path).suffix == ".json":
             Path(path).write_text(json.dumps(rows, indent=1))
         elif Path(path).suffix == ".csv":
-            flat = [{**{k: v for k, v in row.items() if k != "metrics"}, **row["metrics"]} for row in rows]
+            flat = []
+            for row in rows:
+                metrics = row.pop("metrics")
+                flat.append({**row, **{f"info.{key}" if key in row else key: value for key, value in metrics.items()}})
             names = list(dict.fromkeys(name for row in flat for name in row))
             with open(path, "w", newline="") as file:
                 writer = csv.DictWriter(file, names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -9,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+import cloudpickle
 import gymnasium as gym
 
 from penstock.agents import Agent
 from penstock.agents.action_masks import info_key
 from penstock.arguments import integer, one_of, seconds, true_or_false
-from penstock.envs import EnvContext, EnvFn, MaskInObservation
+from penstock.buffers.reports import in_one_line
+from penstock.envs import EnvContext, EnvFn
 from penstock.envs.examples import checked_spaces
 from penstock.errors import ConfigError, PenstockError, SamplerBrokenError, brief
 from penstock.evaluation.episode_env import EpisodeEnv
@@ -25,7 +28,7 @@ from penstock.evaluation.jobs import EvaluationPlan, tasks_of
 from penstock.evaluation.policies import Policy, as_policies, make_player, snapshot
 from penstock.vector import ShmVectorEnv
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
-from penstock.workers.plan import Affinity, StartMethod
+from penstock.workers.plan import POOL_CHECKS, Affinity, StartMethod
 
 _LISTED = 5  # failed episodes in a warning
 _MOST_RESTARTS = 10**9  # it is the attempts of the episodes that are limited
@@ -97,6 +100,8 @@ def evaluate(
     came. What a policy raises is raised unchanged.
     """
     named, by_task, numbers = as_policies(policies), tasks_of(tasks), _numbers(episodes)
+    if not (options is None or callable(options)):
+        raise ConfigError(f"options must be a function of the task and the number of an episode, got {brief(options)}")
     if until_success and success is None:
         raise ConfigError("until_success needs success: the key of the info that says whether a step was a success")
     in_workers = one_of("act_in", act_in, ("caller", "workers")) == "workers"
@@ -106,7 +111,7 @@ def evaluate(
         by_task,
         options=options,
         episodes=numbers,
-        wrapper=_mask_wrapper(named.values()),
+        mask_key=_mask_key(named.values()),
         spaces=checked_spaces(spaces),
         policies=tuple(named),
         seed=integer("seed", seed, 0),
@@ -133,7 +138,7 @@ def evaluate(
         make = partial(
             _make,
             plan,
-            snapshots if in_workers else None,
+            _picklable(snapshots) if in_workers else None,
             job_space(plan),
             any(player.wants_infos for player in players.values()),
         )
@@ -143,13 +148,14 @@ def evaluate(
             attempts,
             n_workers=n_workers,
             spaces=(plan.spaces[0], job_space(plan)),
-            context=start_method,
+            context=POOL_CHECKS["start_method"]("start_method", start_method),
             step_timeout=step_timeout,
             affinity=affinity,
             on_worker_failure="restart",
             max_restarts=_MOST_RESTARTS,
         )
-    results = EvalResults([found.by_number[n] for n in range(plan.n)], list(named), list(by_task), *counts, plan)
+    ordered = [found.by_number[number] for number in range(plan.n)]
+    results = EvalResults(ordered, list(named), list(by_task), *counts, _plan=plan)
     for message in found.warnings():
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     return results
@@ -233,6 +239,19 @@ def _play(run: EpisodeRun, makes: Sequence[Any], attempts: int, **options: Any) 
     return n_restarts, n_rebuilt
 
 
+def _picklable(policies: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`policies`. Raises `ConfigError` for one that cannot be sent to the workers."""
+    for name, policy in policies.items():
+        try:
+            cloudpickle.dumps(policy)
+        except Exception as error:  # pickling runs the user's code, which may raise anything
+            raise ConfigError(
+                f"the policy {name!r} cannot be pickled for the workers: {in_one_line(error)}. Let it act here, with "
+                'act_in="caller"'
+            ) from error
+    return policies
+
+
 def _make(
     plan: EvaluationPlan,
     policies: Mapping[str, Any] | None,
@@ -243,13 +262,13 @@ def _make(
     return EpisodeEnv(plan, policies, action_space, context, wants_infos=wants_infos)
 
 
-def _mask_wrapper(policies: Any) -> Callable[..., Any] | None:
-    """What puts the mask of legal actions into the observations, if agents want it from the info."""
+def _mask_key(policies: Any) -> str | None:
+    """The entry of the info with the mask of legal actions, if agents want it from there."""
     found = [info_key(policy.mask_key) for policy in policies if isinstance(policy, Agent)]
     keys = {key for key in found if key is not None}
     if len(keys) > 1:
         raise ConfigError(f"the masks in info must be the same for all policies, got {sorted(map(str, keys))}")
-    return partial(MaskInObservation, key=keys.pop()) if keys else None
+    return keys.pop() if keys else None
 
 
 def _numbers(episodes: int | range) -> range:
@@ -266,7 +285,9 @@ def _sizes(n_workers: int | None, batch_B: int | None, n_episodes: int) -> tuple
         n_workers = cpus_to_fill(usable_cpus())
         n_workers = n_workers if batch_B is None else min(n_workers, integer("batch_B", batch_B, 1))
     n_workers = integer("n_workers", n_workers, 1)
-    batch_B = 2 * n_workers if batch_B is None else integer("batch_B", batch_B, n_workers)
+    batch_B = 2 * n_workers if batch_B is None else integer("batch_B", batch_B, 1)
+    if batch_B < n_workers:
+        raise ConfigError(f"batch_B={batch_B} is less than n_workers={n_workers}: each worker needs an environment")
     most = max(1, n_episodes)
     return min(n_workers, most), min(batch_B, most)
 
@@ -275,7 +296,7 @@ def _share(min_ready: float | None) -> float:
     if min_ready is None:
         return 0.5
     is_number = isinstance(min_ready, int | float) and not isinstance(min_ready, bool)
-    if not is_number or min_ready <= 0 or (min_ready > 1 and min_ready != int(min_ready)):
+    if not is_number or not 0 < min_ready < math.inf or (min_ready > 1 and min_ready != int(min_ready)):
         raise ConfigError(f"min_ready must be a number of environments, or a share below 1, got {brief(min_ready)}")
     return float(min_ready)
 

@@ -33,7 +33,8 @@ def share(tasks: Strata) -> Interval:
     values = np.concatenate(tasks)
     if not len(values):
         return Interval(math.nan, math.nan, math.nan)
-    n, p, smooth = len(values), float(values.mean()), (values.sum() + 2) / (len(values) + 4)
+    more = min(len(tasks), 2)  # both estimates of the variance are smoothed; with one task they must be equal
+    n, p, smooth = len(values), float(values.mean()), (values.sum() + more) / (len(values) + 2 * more)
     inner = sum(len(own) * (q := (own.sum() + 1) / (len(own) + 2)) * (1 - q) for own in tasks) / n
     m = n * max(1.0, float(smooth * (1 - smooth) / inner))
     scale = 1 + _Z**2 / m

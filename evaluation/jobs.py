@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
-import gymnasium as gym
 import numpy as np
 
 from penstock.buffers.tree import tree_leaves
@@ -15,6 +16,7 @@ from penstock.envs import (
     EnvContext,
     EnvFactory,
     EnvFn,
+    MaskInObservation,
     Purpose,
     build_example_env,
     close_example_env,
@@ -51,6 +53,7 @@ class EvaluationPlan:
     success: str | None
     until_success: bool
     max_steps: int | None
+    mask_key: str | None = None  #: the entry of `info` that becomes a part of the observation, for agents
 
     @classmethod
     def of(
@@ -60,13 +63,12 @@ class EvaluationPlan:
         *,
         options: Callable[[str, int], Mapping[str, Any]] | None,
         episodes: Sequence[int],
-        wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]] | None = None,
         spaces: Spaces | None = None,
         **others: Any,
     ) -> EvaluationPlan:
         """The plan of what `evaluate` got. Without `spaces`, an environment of the first task is built to read them,
         and closed."""
-        factories = factories_of(env_fn, tasks, wrapper)
+        factories = factories_of(env_fn, tasks, others.get("mask_key"))
         if spaces is None:
             example = build_example_env(factories[0])
             spaces = example.observation_space, example.action_space
@@ -74,7 +76,7 @@ class EvaluationPlan:
         for name, part in tree_leaves(spaces[1], "action"):
             if not has_fixed_shape(part):
                 raise SpaceError(f"{name} of {part} has no fixed shape, which evaluate needs: change it with a wrapper")
-        of_resets = [dict(options(name, k)) for name in tasks for k in episodes] if options is not None else []
+        of_resets = [_options_of(options, name, k) for name in tasks for k in episodes] if options is not None else []
         return cls(tasks=tasks, episodes=episodes, factories=factories, spaces=spaces, options=of_resets, **others)
 
     @property
@@ -109,15 +111,18 @@ class EvaluationPlan:
 
     def env_seed(self, task: int, episode: int) -> int:
         """The seed of the reset that begins an episode. It does not depend on the policy."""
-        return ColumnStreams(self.seed, (task,)).env_seeds(Purpose.EVAL, episode)[0]
+        return self._streams(task).env_seeds(Purpose.EVAL, episode)[0]
 
     def rng(self, job: Job) -> np.random.Generator:
         """What the policy draws from in an episode."""
-        return ColumnStreams(self.seed, (job.task,)).rngs(Purpose.EVAL_ACTION, job.episode)[0]
+        return self._streams(job.task).rngs(Purpose.EVAL_ACTION, job.episode)[0]
+
+    def _streams(self, task: int) -> ColumnStreams:
+        return ColumnStreams(self.seed, (key_of(self.task_names[task]),))
 
     def context(self, task: int, worker_rank: int) -> EnvContext:
         """What the environments of a task are built with. Nothing in it depends on the column."""
-        return EnvContext(task, worker_rank, ColumnStreams(self.seed, (task,)).env_seeds(Purpose.EVAL)[0], Purpose.EVAL)
+        return EnvContext(task, worker_rank, self._streams(task).env_seeds(Purpose.EVAL)[0], Purpose.EVAL)
 
     def differs(self, own: Spaces, task: int) -> str:
         """Which space of a task's environment is another one than that of the first task; "" if none is."""
@@ -129,6 +134,13 @@ class EvaluationPlan:
                     "Evaluate the others separately, or make the spaces equal with wrappers"
                 )
         return ""
+
+
+def _options_of(options: Callable[[str, int], Mapping[str, Any]], task: str, k: int) -> dict[str, Any] | None:
+    found: Any = options(task, k)
+    if found is not None and not isinstance(found, Mapping):
+        raise ConfigError(f"options({task!r}, {k}) must return a dict or None, got {brief(found)}")
+    return None if found is None else dict(found)
 
 
 def tasks_of(tasks: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
@@ -146,19 +158,50 @@ def tasks_of(tasks: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> d
     return {name: dict(kwargs) for name, kwargs in named.items()}
 
 
-def factories_of(
-    env_fn: EnvFn, tasks: Mapping[str, Mapping[str, Any]], wrapper: Callable[..., Any] | None = None
-) -> tuple[EnvFactory, ...]:
+def factories_of(env_fn: EnvFn, tasks: Mapping[str, Mapping[str, Any]], mask_key: str | None) -> tuple[EnvFactory, ...]:
     """A factory for each task."""
+    wrapper: Any = None if mask_key is None else partial(MaskInObservation, key=mask_key)
     if isinstance(env_fn, Sequence) and not isinstance(env_fn, str):
         raise ConfigError("env_fn must be one callable or environment id: give what differs between tasks as tasks=...")
     return tuple(replace(env_factories(env_fn, own, 1)[0], wrapper=wrapper) for own in tasks.values())
 
 
+def key_of(task: str) -> int:
+    """What the seeds of a task depend on: its name, not its place among the others."""
+    return zlib.crc32(task.encode())
+
+
 def plain(info: Mapping[Any, Any]) -> dict[str, Any]:
-    """The entries of an info that are numbers, texts or arrays, which any process can read."""
-    kinds = bool | int | float | str | np.generic | np.ndarray
-    return {str(key): value for key, value in info.items() if isinstance(value, kinds)}
+    """The entries of an info that any process can read: numbers, texts, arrays, None, and lists and dicts of them.
+    Tensors become arrays."""
+    return {str(key): value for key, each in info.items() if (value := _plain(each)) is not _NOTHING}
+
+
+_NOTHING = object()
+
+
+def _plain(value: object) -> Any:
+    if value is None or isinstance(value, bool | int | float | str | np.generic):
+        return value
+    if isinstance(value, np.ndarray):
+        return _NOTHING if value.dtype.hasobject else value
+    if isinstance(value, Mapping):
+        return plain(value)
+    if isinstance(value, list | tuple):
+        return [part for each in value if (part := _plain(each)) is not _NOTHING]
+    if hasattr(value, "detach"):
+        return np.asarray(value.detach().cpu())
+    return _NOTHING
+
+
+def is_true(value: object) -> bool:
+    """What the info says of the success. Raises `ConfigError` unless it is True or False, or one of their numbers."""
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "biuf" or array.item() not in (0, 1):
+        raise ConfigError(
+            f"the entry of the info that says whether it was a success must be a bool, got {brief(value)}"
+        )
+    return bool(array.item())
 
 
 def leaves_of(space: Any, value: Any) -> list[Any]:

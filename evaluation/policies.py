@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,9 +16,10 @@ import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.agents.agent import as_agent_step
-from penstock.agents.shared_parameters import parameters_of
 from penstock.buffers.named import as_named
+from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import map_tree, tree_leaves, tree_of
+from penstock.envs.rows import in_range
 from penstock.errors import ConfigError, SpaceError, brief
 
 Space = gym.Space[Any]
@@ -90,8 +90,7 @@ class Player:
         """What the policy has returned, as arrays `[k, n, ...]`."""
         found: list[npt.NDArray[Any]] = []
         for name, space, value in self._leaves(result):
-            array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-            shape = tuple(space.shape)
+            array, shape = _as_array(value, name), tuple(space.shape)
             extra = array.ndim - len(shape)
             fits = extra in (1, 2) and len(array) == k and array.shape[extra:] == shape
             n = array.shape[1] if extra == 2 else 1
@@ -103,6 +102,8 @@ class Player:
                 )
             if not np.can_cast(array.dtype, space.dtype, "same_kind"):
                 raise SpaceError(f"a policy must return {space.dtype} as {name} of {space}, got {array.dtype}")
+            if space.dtype.kind in "iu" and array.dtype.kind in "iu" and not in_range(array, space.dtype):
+                raise SpaceError(f"{name} has values from {array.min()} to {array.max()}, which {space} does not have")
             found.append((array if extra == 2 else array[:, None]).astype(space.dtype, copy=False))
         return found
 
@@ -146,11 +147,7 @@ class _FunctionPlayer(Player):
 
     def __init__(self, policy: Callable[..., Any], spaces: Spaces, n: int, *, batched: bool) -> None:
         super().__init__(policy, spaces, n, batched=batched)
-        try:
-            known: Sequence[str] = tuple(inspect.signature(policy).parameters)
-        except ValueError:  # written in C, without a signature
-            known = ()
-        self._names = [name for name in _LISTED if name in known]
+        self._names = [name for name in _LISTED if name in _parameters_of(policy)]
         self.states: list[Any] = [None] * n
         self.tasks = [""] * n
 
@@ -177,15 +174,15 @@ class _FunctionPlayer(Player):
 
 
 class _ObjectPlayer(Player):
-    """An object with `reset` and `select_action`: each column has a copy, which shares parameters and buffers of torch
-    modules with the others. What the policy draws from torch depends on the episode and the step only."""
+    """An object with `reset` and `select_action`: each column has a copy, which shares the parameters of torch modules
+    with the others. What the policy draws from torch depends on the episode and the step only."""
 
     acts_for_one = True
 
     def __init__(self, policy: SelectsActions, spaces: Spaces, n: int, *, batched: bool) -> None:
         super().__init__(policy, spaces, n, batched=batched)
-        tensors = [t for module in _modules_of(policy) for t in (*module.parameters(), *module.buffers())]
-        self._copies = [copy.deepcopy(policy, {id(t): t for t in tensors}) for _ in range(n)]
+        shared = {id(each): each for module in _modules_of(policy) for each in module.parameters()}
+        self._copies = [copy.deepcopy(policy, dict(shared)) for _ in range(n)]
 
     def _begin(self, column: int, task: str) -> None:
         self._copies[column].reset()
@@ -194,6 +191,17 @@ class _ObjectPlayer(Player):
         (column,) = columns.tolist()
         with _seeded_torch(int(self.rngs[column].integers(2**62))):
             return self._copies[column].select_action(observation)
+
+
+def _parameters_of(policy: Any) -> Sequence[str]:
+    """The names of the parameters after the first that nobody has given yet."""
+    given = policy.keywords if isinstance(policy, partial) else ()
+    torch = sys.modules.get("torch")
+    called = policy.forward if torch is not None and isinstance(policy, torch.nn.Module) else policy
+    try:
+        return [name for name in list(inspect.signature(called).parameters)[1:] if name not in given]
+    except ValueError:  # written in C, without a signature
+        return ()
 
 
 def as_policies(policies: Any) -> dict[str, Any]:
@@ -213,9 +221,11 @@ def _class_for(policy: Any) -> type[Player]:
         if policy.joint:
             raise ConfigError(f"{policy} acts for several agents together: evaluate plays environments of one agent")
         return _AgentPlayer
+    if isinstance(policy, type):
+        raise ConfigError(f"a policy is an object, got the class {policy.__name__}: make one of it")
     if callable(getattr(policy, "select_action", None)) and callable(getattr(policy, "reset", None)):
         return _ObjectPlayer
-    if callable(policy) and not isinstance(policy, type):
+    if callable(policy):
         return _FunctionPlayer
     raise ConfigError(
         "a policy is an Agent, a function of the observations, or an object with reset() and select_action(batch), got "
@@ -237,6 +247,16 @@ def make_player(policy: Any, spaces: Spaces, n: int, *, batched: bool) -> Player
     return _class_for(policy)(policy, spaces, n, batched=batched)
 
 
+def _as_array(value: Any, name: str) -> npt.NDArray[Any]:
+    try:
+        if hasattr(value, "detach"):
+            value = value.detach().cpu()
+            return np.asarray(value.float() if str(value.dtype) == "torch.bfloat16" else value)
+        return np.asarray(value)
+    except Exception as error:  # of other libraries, for what is no array
+        raise SpaceError(f"a policy must return an array or a tensor as {name}: {in_one_line(error)}") from error
+
+
 # ---- batches of observations -------------------------------------------------------------------------
 
 
@@ -249,7 +269,7 @@ def one_row(space: Space, observation: Any) -> Any:
     """An observation as a batch of one."""
     fixed = gym.spaces.Box | gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinary
     return map_tree(
-        lambda part, value: np.asarray(value, part.dtype)[None] if isinstance(part, fixed) else [value],
+        lambda part, value: np.array(value, part.dtype)[None] if isinstance(part, fixed) else [value],  # a copy
         space,
         observation,
     )
@@ -257,13 +277,15 @@ def one_row(space: Space, observation: Any) -> Any:
 
 def concatenated(space: Space, batches: Sequence[Any]) -> Any:
     """Several batches as one."""
-    if len(batches) == 1:
-        return batches[0]
     return map_tree(
-        lambda _, *parts: np.concatenate(parts) if _is_array(parts[0]) else [row for part in parts for row in part],
+        lambda _, *parts: _joined(parts) if _is_array(parts[0]) else [row for part in parts for row in part],
         space,
         *batches,
     )
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _is_array(part: object) -> bool:
@@ -303,20 +325,3 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return None
-
-
-def fingerprint(policy: Any) -> str:
-    """What a folder of results remembers of a policy: its class or function, and the parameters that an agent or the
-    torch modules in it have. What else a function uses is not compared."""
-    kind = policy.func if isinstance(policy, partial) else policy
-    name = getattr(kind, "__qualname__", type(kind).__qualname__)
-    if isinstance(policy, Agent):
-        arrays = dict(parameters_of(policy))
-    else:
-        states = [module.state_dict() for module in _modules_of(policy)]
-        named = [(f"{i}.{key}", value) for i, state in enumerate(states) for key, value in state.items()]
-        arrays = {key: value.detach().cpu().float().numpy() for key, value in named}
-    digest = hashlib.sha256()
-    for key in sorted(arrays):
-        digest.update(key.encode() + np.ascontiguousarray(arrays[key]).tobytes())
-    return f"{name} {digest.hexdigest()[:16] if arrays else ''}".strip()

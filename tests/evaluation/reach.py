@@ -6,6 +6,7 @@ import os
 import string
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -106,10 +107,10 @@ def serial(
 ) -> list[Played]:
     """The oracle: one environment, one loop, nothing of penstock but the seeds."""
     found = []
-    for t, (name, kwargs) in enumerate(tasks.items()):
+    for name, kwargs in tasks.items():
         env = Reach(**kwargs)
         for k in episodes:
-            own = ColumnStreams(seed, (t,))
+            own = ColumnStreams(seed, (zlib.crc32(name.encode()),))
             (env_seed,), (rng,) = own.env_seeds(Purpose.EVAL, k), own.rngs(Purpose.EVAL_ACTION, k)
             observation, info = env.reset(seed=env_seed, options=options(name, k))
             queue, trace, total, is_over = deque[Any](), [], 0.0, False

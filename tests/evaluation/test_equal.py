@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import CategoricalPgAgent, FunctionAgent, RecurrentCategoricalPgAgent, evaluate
+from penstock import (
+    CategoricalPgAgent,
+    EvalResults,
+    FunctionAgent,
+    RandomAgent,
+    RecurrentCategoricalPgAgent,
+    evaluate,
+)
 from penstock.envs import ColumnStreams, Purpose
 from penstock.evaluation.jobs import EvaluationPlan
 
@@ -300,6 +307,165 @@ def test_nested_spaces() -> None:
         assert result.metrics["return"] == pytest.approx(total, abs=1e-6)
         env, _ = found.episode("policy", "", result.episode).run()
         env.close()
+
+
+class Own(gym.Env[Any, Any]):
+    """Reuses one array for all observations, takes entries out of its options, and has infos of every kind."""
+
+    observation_space = gym.spaces.Box(-9, 9, (1,), np.float64)
+    action_space = gym.spaces.Box(-100, 100, (1,), np.int8)
+    memory = np.zeros(1)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t, self.length = 0, options.pop("length", 1) if options else 5
+        self.memory[:] = self.np_random.normal()
+        return self.memory, {"goal": {"x": 1.0, "lists": [1, None]}, "tensor": torch.tensor(2.0), "object": object()}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        self.memory[:] = self.np_random.normal()
+        done = self.t >= self.length
+        info = {"goal": {"x": float(self.t)}, "task": 3, "length": 99, "ok": torch.tensor(True)}
+        return self.memory, float(action[0]), done, done, info
+
+
+def as_actions(numbers: Any) -> Any:
+    return np.array(numbers, np.int64).reshape(-1, 1)
+
+
+@pytest.mark.parametrize("mode", [{}, {"act_in": "workers"}])
+def test_a_policy_keeps_observations(mode: Any) -> None:
+    def moves(observation: Any, states: Any) -> Any:
+        each = zip(observation, states, strict=True)
+        return as_actions([np.sign(own - (own if last is None else last))[0] for own, last in each]), list(observation)
+
+    for result in evaluate(moves, Own, episodes=4, n_workers=1, batch_B=2, **mode).episodes:
+        rng, last, total = np.random.default_rng(np.random.SeedSequence(result.seed)), None, 0.0
+        rng = gym.utils.seeding.np_random(result.seed)[0]
+        for _ in range(5):
+            value = rng.normal()
+            total += 0 if last is None else np.sign(value - last)
+            last = value
+        assert result.metrics["return"] == total
+        assert (result.terminated, result.truncated) == (True, True)
+
+
+@pytest.mark.parametrize("mode", [{}, {"act_in": "workers"}])
+def test_options_and_infos_reach_every_policy(mode: Any) -> None:
+    def policy(observation: Any, infos: Any) -> Any:
+        assert all("object" not in info and info["tensor"] == 2.0 for info in infos)
+        return as_actions([info["goal"]["x"] for info in infos])
+
+    found = evaluate(
+        {"a": policy, "b": policy},
+        Own,
+        episodes=4,
+        options=lambda _, k: {"length": 3 + k},
+        success="ok",
+        n_workers=1,
+        **mode,
+    )
+    assert [r.length for r in found.episodes] == [3, 4, 5, 6] * 2
+    assert [r.metrics["return"] for r in found.episodes if r.policy == "b"] == [1 + 1 + 2, 7, 11, 16]
+    assert found.mean("a", "success").estimate == 1.0
+
+
+def test_a_module_gets_what_its_forward_asks_for() -> None:
+    class Asks(nn.Module):
+        def forward(self, observation: Any, tasks: Any = None, rngs: Any = None) -> Any:
+            assert rngs is not None
+            return as_actions([len(task) for task in tasks])
+
+    found = evaluate(Asks(), lambda task: Own(), tasks=["a", "abc"], episodes=1, n_workers=1)
+    assert [r.metrics["return"] for r in found.episodes] == [5, 15]
+    given = partial(lambda observation, tasks: as_actions([len(tasks)] * len(observation)), tasks="pick")
+    assert evaluate(given, Own, episodes=1, n_workers=1).episodes[0].metrics["return"] == 20
+
+
+def test_buffers_of_a_module_belong_to_the_episode() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.zeros(1, dtype=torch.int64))
+
+        def reset(self) -> None:
+            self.n.zero_()
+
+        def select_action(self, batch: Any) -> Any:
+            self.n += 1
+            return self.n[None].clone()
+
+    policy = Counts()
+    found = evaluate(policy, Own, episodes=6, n_workers=1, batch_B=3)
+    assert [r.metrics["return"] for r in found.episodes] == [15] * 6
+    assert policy.n.item() == 0
+
+
+def test_a_task_keeps_its_episodes_whatever_stands_beside_it() -> None:
+    both = run(vla, Reach, tasks={"desk": TASKS["desk"], "shelf": TASKS["shelf"]}, n_workers=1)
+    alone = run(vla, Reach, tasks={"shelf": TASKS["shelf"]}, n_workers=1)
+    assert [row for row in played(both) if row.task == "shelf"] == played(alone)
+
+
+class NoNumber(Own):
+    def step(self, action: Any) -> Any:
+        observation, reward, *rest = super().step(action)
+        return observation, np.nan if self.np_random.random() < 0.3 else reward, *rest
+
+
+def test_what_is_no_number_is_seen() -> None:
+    found = evaluate(lambda x: as_actions([1] * len(x)), NoNumber, episodes=6, n_workers=1)
+    assert np.isnan(found.mean("policy", "return")).all()
+    assert "nan" in str(found)
+
+
+def test_metrics_with_the_names_of_columns(tmp_path: Any) -> None:
+    found = evaluate(lambda x: as_actions([1] * len(x)), Own, episodes=2, n_workers=1)
+    found.save(tmp_path / "x.csv")
+    header, row, _ = (tmp_path / "x.csv").read_text().splitlines()
+    values = dict(zip(header.split(","), row.split(","), strict=True))
+    assert (values["length"], values["info.length"], values["task"], values["info.task"]) == ("5", "99.0", "", "3.0")
+
+
+def test_texts_are_lists() -> None:
+    kinds = set()
+
+    def policy(observation: Any, rngs: Any) -> Any:
+        kinds.add(type(observation["instruction"]))
+        return vla(observation, rngs)
+
+    run(policy, Reach, n_workers=2, batch_B=5)
+    assert kinds == {list}
+
+
+class Masked(gym.Env[Any, Any]):
+    """The only legal action is in the info."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,), np.float32), gym.spaces.Discrete(3)
+
+    def _info(self) -> dict[str, Any]:
+        self.legal = int(self.np_random.integers(3))
+        return {"mask": np.eye(3, dtype=np.int8)[self.legal]}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), self._info()
+
+    def step(self, action: Any) -> Any:
+        assert action == self.legal
+        self.t += 1
+        return np.zeros(2, np.float32), 1.0, self.t == 9, False, self._info()
+
+
+@pytest.mark.parametrize("mode", [{}, {"act_in": "workers"}])
+def test_masks_in_infos(mode: Any, tmp_path: Any) -> None:
+    agent = RandomAgent(mask_key="info.mask")
+    found = evaluate(agent, Masked, episodes=3, n_workers=1, folder=tmp_path, **mode)
+    assert [r.metrics["return"] for r in found.episodes] == [9] * 3
+    loaded = EvalResults.load(tmp_path, env_fn=Masked).episode("policy", "", 1)
+    assert len(list(loaded.steps())) == 9
 
 
 def test_the_numbers_of_episodes() -> None:

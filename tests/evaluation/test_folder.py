@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from penstock import CategoricalPgAgent, ConfigError, EvalResults, evaluate
+from penstock.evaluation.digests import digest
 
 from ..scale import scaled
 from ..starter import Program
@@ -40,7 +42,9 @@ def test_a_killed_evaluation_continues(tmp_path: Path, starter: None) -> None:
         with Program([PROGRAM, tmp_path, N], cwd=tmp_path) as program:
             until(lambda wanted=wanted: len(lines(tmp_path)) >= wanted, "the next episode", 60)  # type: ignore[misc]
             program.kill()
-        loaded = EvalResults.load(tmp_path)
+        with pytest.warns(RuntimeWarning, match="episodes have not been played yet"):
+            loaded = EvalResults.load(tmp_path)
+        assert "are still to be played" in str(loaded)
         assert played(loaded) == [row for row in truth() if (row.task, row.episode) in keys(loaded)]
     known = len(lines(tmp_path))
     found = run(vla, episodes=N, folder=tmp_path)
@@ -72,7 +76,7 @@ def explodes(observation: Any, rngs: Any) -> Any:
 def renamed(folder: Path, name: str) -> Path:
     """The folder as if the function of this name had played."""
     about = json.loads((folder / "evaluation.json").read_text())
-    about["policies"] = {"policy": name}
+    about["policies"] = {"policy": f"{name} {digest(explodes)}"}
     (folder / "evaluation.json").write_text(json.dumps(about))
     return folder
 
@@ -97,11 +101,44 @@ def test_more_episodes_and_more_policies(tmp_path: Path) -> None:
     assert len(lines(tmp_path)) == 2 * 4 + 1 * 4 + 3 * 4
 
 
+def test_pairs_are_the_episodes_that_both_have(tmp_path: Path) -> None:
+    run({"a": vla}, episodes=range(3), folder=tmp_path / "a")
+    run({"b": weaker}, episodes=range(1, 4), folder=tmp_path / "b")
+    run({"c": vla}, episodes=range(3, 4), folder=tmp_path / "c")
+    found = EvalResults.load(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    totals = [{(row.task, row.episode): row.total for row in played(found, name)} for name in "ab"]
+    pairs = [totals[0][key] - totals[1][key] for key in totals[0].keys() & totals[1].keys()]
+    assert len(pairs) == 2 * len(TASKS)
+    assert found.difference("a", "b", "return").estimate == pytest.approx(np.mean(pairs))
+    assert all(map(math.isnan, found.difference("a", "c", "return")))
+    assert "nan" in str(found)
+
+
+def test_options_of_another_evaluation(tmp_path: Path) -> None:
+    run(vla, episodes=2, folder=tmp_path, options=lambda task, k: {"speed": 0.1})
+    run(vla, episodes=3, folder=tmp_path, options=lambda task, k: {"speed": 0.1})
+    with pytest.raises(ConfigError, match="with other options of its reset"):
+        run(vla, episodes=2, folder=tmp_path, options=lambda task, k: {"speed": 0.2})
+    with pytest.raises(ConfigError, match="with other options of its reset"):
+        run(vla, episodes=2, folder=tmp_path)
+
+
+def test_two_folders_that_contradict_each_other(tmp_path: Path) -> None:
+    for name in "ab":
+        run(vla, episodes=2, folder=tmp_path / name)
+    EvalResults.load(tmp_path / "a", tmp_path / "b")
+    file = tmp_path / "b" / "episodes.jsonl"
+    file.write_text(file.read_text().replace('"length": ', '"length": 1'))
+    with pytest.raises(ConfigError, match="has another result of episode"):
+        EvalResults.load(tmp_path / "a", tmp_path / "b")
+
+
 def test_a_line_that_was_cut_off(tmp_path: Path) -> None:
     run(vla, episodes=2, folder=tmp_path)
     file = tmp_path / "episodes.jsonl"
     file.write_bytes(file.read_bytes()[:-5])
-    assert len(EvalResults.load(tmp_path).episodes) == 7
+    with pytest.warns(RuntimeWarning, match="1 episodes have not been played yet"):
+        assert len(EvalResults.load(tmp_path).episodes) == 7
     assert played(run(vla, episodes=2, folder=tmp_path)) == serial(range(2))
     assert played(EvalResults.load(tmp_path)) == serial(range(2))
 
@@ -131,7 +168,7 @@ def test_other_parameters_are_another_policy(tmp_path: Path) -> None:
     play(agent)
     with torch.no_grad():
         agent.model.body.bias += 1.0
-    with pytest.raises(ConfigError, match="its class or its parameters differ"):
+    with pytest.raises(ConfigError, match="its code, its parameters"):
         play(agent)
 
 
@@ -155,6 +192,8 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="is in use by another evaluation"):
         run(nested, episodes=1, folder=tmp_path / "busy")
+    with pytest.raises(ConfigError, match="got an empty text"):
+        run(vla, episodes=1, folder="")
     with pytest.raises(ConfigError, match="at least one"):
         EvalResults.load()
     run(vla, episodes=1, folder=tmp_path)
@@ -173,7 +212,7 @@ def test_tables_and_files(tmp_path: Path) -> None:
     flat = found.metrics()
     assert flat["new/success"] == np.mean([r.metrics["success"] for r in found.episodes if r.policy == "new"])
     assert flat["old/desk/return"] == found.mean("old", "return", "desk").estimate
-    assert flat["old/desk/episodes"] == 4
+    assert flat["old/desk/n_episodes"] == 4
     found.save(tmp_path / "x.json")
     assert json.loads((tmp_path / "x.json").read_text()) == [r.as_dict() for r in found.episodes]
     found.save(tmp_path / "x.csv")
