@@ -157,9 +157,7 @@ class RecordedEpisode:
         kwargs = {**self.factory.kwargs, "render_mode": "rgb_array", **env_kwargs}
         try:
             env = self._built(replace(self.factory, kwargs=kwargs))
-        except TypeError as error:
-            if "render_mode" not in str(error):
-                raise
+        except TypeError:  # perhaps it does not take the argument; if that is not why, this raises the error again
             env = self._built(replace(self.factory, kwargs={**self.factory.kwargs, **env_kwargs}))
         if (mode := getattr(env, "render_mode", None)) != "rgb_array":
             env.close()
