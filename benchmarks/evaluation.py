@@ -169,6 +169,7 @@ def training(rounds: int) -> None:
     alone, beside = [], []
     with AsyncSampler("CartPole-v1", batch_T=32, batch_B=8, n_workers=1, lag=1) as sampler:
         sampler.initialize(agent, seed=0)
+        sampler.start()
         itr = 0
 
         def speed(until: Callable[[], bool]) -> float:

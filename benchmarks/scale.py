@@ -117,7 +117,7 @@ def draw(points: Sequence[Point], file: Path) -> None:
 
     plt.rcParams.update(STYLE)
     kinds = sorted({point["kind"] for point in points})
-    figure, panels = plt.subplots(len(kinds), figsize=(5, 3 * len(kinds)), squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(len(kinds), figsize=(5, 3 * len(kinds) + 1), squeeze=False, layout="constrained")
     for axes, kind in zip(panels.flat, kinds, strict=True):
         for name, style in zip(NAMES, ("-", "--", ":", "-"), strict=True):
             own = [each for each in points if (each["kind"], each["name"]) == (kind, name) and each["missing"] is None]
@@ -132,7 +132,8 @@ def draw(points: Sequence[Point], file: Path) -> None:
         axes.set_ylim(0, 1.1)
         axes.set_title(f"{kind} environments: share of the\nbare loops, over the number of workers", color=GREY)
         axes.grid()
-    panels.flat[-1].legend(labelcolor=GREY, frameon=False, fontsize=8, loc="lower left")
+    lines = panels.flat[-1].get_legend_handles_labels()
+    figure.legend(*lines, labelcolor=GREY, frameon=False, loc="outside lower left")
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     plt.close(figure)
 
