@@ -84,17 +84,20 @@ def test_an_episode_that_always_fails_is_named(act: str) -> None:
 
 
 def test_failed_episodes_of_a_folder_are_played_again(tmp_path: Path) -> None:
-    again = partial(run, episodes=40, folder=tmp_path)
+    make = partial(Reach, fault=Guilty(partial(fail_without, tmp_path / "driver"), None))
+    again = partial(run, make, episodes=40, folder=tmp_path / "folder")
     with pytest.warns(RuntimeWarning, match="are not in the means"):
-        first = again(partial(Reach, fault=Guilty(fail, None)))
+        first = again()
     assert len(first.failed) >= 3
     with pytest.warns(RuntimeWarning, match="are not in the means"):  # not a broken environment: others have ended
-        assert again(partial(Reach, fault=Guilty(fail, None))).episodes == first.episodes
-    assert played(again(partial(Reach, fault=Guilty(nothing, None)))) == serial(range(40))
+        assert again().episodes == first.episodes
+    (tmp_path / "driver").touch()
+    assert played(again()) == serial(range(40))
 
 
-def nothing() -> None:
-    """Fails not at all."""
+def fail_without(file: Path) -> None:
+    if not file.exists():
+        fail()
 
 
 def test_a_hang_is_found_in_time(tmp_path: Path) -> None:
