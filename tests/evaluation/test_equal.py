@@ -26,6 +26,8 @@ from penstock.evaluation.jobs import EvaluationPlan
 from ..scale import FULL, START_METHODS, quick_first, scaled
 from .reach import CHUNK, TASKS, Reach, direction, played, serial, vla, weaker
 
+pytestmark = pytest.mark.timeout(scaled(600, 60))
+
 LAYOUTS = ((1, 1), (1, 4), (2, 2), (2, 7), (2, 16), (4, 4), (4, 25))  # workers, environments
 MODES: tuple[dict[str, Any], ...] = ({}, {"batched": False}, {"act_in": "workers"})
 EPISODES = range(scaled(200, 5))

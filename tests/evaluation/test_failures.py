@@ -23,7 +23,7 @@ from penstock.envs import ColumnStreams, Purpose
 from ..scale import scaled
 from .reach import TASKS, Guilty, Reach, hang, played, serial, vla
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(scaled(600, 120))
 
 EPISODES = range(scaled(50, 10))
 truth = cache(partial(serial, EPISODES))

@@ -33,7 +33,7 @@ def lines(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(scaled(900, 300))
 def test_a_killed_evaluation_continues(tmp_path: Path, starter: None) -> None:
     n_kills, n = scaled(50, 3), 4 * N
     for kill in range(n_kills):
