@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock import ConfigError, SamplerStateError, WorkerDiedError, evaluate, start_evaluation
 from penstock.vector.vector_pool import WaitTimeoutError
 
-from ..support import until
+from ..support import assert_same, until
 from .reach import TASKS, Reach, hang, played, serial, vla
 
 ARGUMENTS: dict[str, Any] = {"success": "is_success", "episodes": 3, "tasks": TASKS, "n_workers": 1, "batch_B": 2}
@@ -33,8 +35,6 @@ def test_the_same_results() -> None:
 
 
 def test_the_agent_as_it_was() -> None:
-    import torch
-
     from penstock import CategoricalPgAgent, ParallelSampler
 
     from ..models import Net
@@ -50,6 +50,32 @@ def test_the_agent_as_it_was() -> None:
             sampler.obtain_samples(0)
             found = running.wait(60)
     assert found.episodes == before.episodes
+
+
+def test_training_beside_it_is_the_same() -> None:
+    from penstock import AsyncSampler, CategoricalPgAgent
+
+    from ..models import Net
+
+    def batches(evaluates: bool) -> list[Any]:
+        agent = CategoricalPgAgent(partial(Net, 4, 2, 0))
+        with AsyncSampler("CartPole-v1", batch_T=8, batch_B=2, n_workers=1, lag=1) as sampler:
+            sampler.initialize(agent, seed=0)
+            sampler.start()
+            with contextlib.ExitStack() as stack:
+                if evaluates:
+                    running = stack.enter_context(start_evaluation(agent, "CartPole-v1", episodes=3, n_workers=1))
+                found = []
+                for itr in range(6):
+                    found.append(sampler.obtain_samples(itr)[0].copy())
+                    with torch.no_grad():
+                        agent.model.heads[0].bias += 0.1  # training
+                    agent.sync_shared_memory()
+                if evaluates:
+                    running.wait(60)
+            return found
+
+    assert_same(batches(True), batches(False))
 
 
 def fault(path: Path, number: int, t: int) -> None:

@@ -237,3 +237,12 @@ def test_differences_are_in_pairs() -> None:
     assert found.difference("new", "old", "return").estimate == pytest.approx((new - old).mean())
     each = [np.array([row.is_success for row in played(found, name)], float) for name in ("new", "old")]
     assert found.difference("new", "old", "success").estimate == pytest.approx((each[0] - each[1]).mean())
+
+
+def test_progress_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    run(vla, episodes=2, progress=True)
+    lines = capsys.readouterr().err.split("\r")
+    assert len(lines) == 1 + 2 * len(TASKS)
+    assert lines[1].startswith("1 of 8 episodes, success ")
+    assert lines[-1].startswith("8 of 8 episodes, success ")
+    assert lines[-1].endswith("\n")
