@@ -8,11 +8,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.errors import ConfigError
 from penstock.vector import ShmVectorEnv
+
+torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.usefixtures("starter")
 N = 3
