@@ -100,11 +100,9 @@ class Player:
                     f"a policy must return actions [{k}, {text}] or chunks [{k}, n, {text}] for {k} environments, with "
                     f"the same n in all parts: {name} of {space} has the shape {array.shape}"
                 )
-            if not np.can_cast(array.dtype, space.dtype, "same_kind"):
-                raise SpaceError(f"a policy must return {space.dtype} as {name} of {space}, got {array.dtype}")
-            if space.dtype.kind in "iu" and array.dtype.kind in "iu" and not in_range(array, space.dtype):
-                raise SpaceError(f"{name} has values from {array.min()} to {array.max()}, which {space} does not have")
-            found.append((array if extra == 2 else array[:, None]).astype(space.dtype, copy=False))
+            if array.dtype != space.dtype:
+                array = _cast(array, space, name)
+            found.append(array if extra == 2 else array[:, None])
         return found
 
     def _leaves(self, result: Any) -> Iterable[tuple[str, Any, Any]]:
@@ -255,6 +253,15 @@ def _as_array(value: Any, name: str) -> npt.NDArray[Any]:
         return np.asarray(value)
     except Exception as error:  # of other libraries, for what is no array
         raise SpaceError(f"a policy must return an array or a tensor as {name}: {in_one_line(error)}") from error
+
+
+def _cast(array: npt.NDArray[Any], space: Any, name: str) -> npt.NDArray[Any]:
+    """`array` in the dtype of `space`. Raises `SpaceError` where numbers would become others."""
+    if not np.can_cast(array.dtype, space.dtype, "same_kind"):
+        raise SpaceError(f"a policy must return {space.dtype} as {name} of {space}, got {array.dtype}")
+    if space.dtype.kind in "iu" and array.dtype.kind in "iu" and not in_range(array, space.dtype):
+        raise SpaceError(f"{name} has values from {array.min()} to {array.max()}, which {space} does not have")
+    return array.astype(space.dtype)
 
 
 # ---- batches of observations -------------------------------------------------------------------------
