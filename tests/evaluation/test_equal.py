@@ -485,3 +485,37 @@ def test_the_numbers_of_episodes() -> None:
     jobs = [plan.job(number) for number in range(plan.n)]
     assert [plan.number(job.policy, plan.task_names[job.task], job.episode) for job in jobs] == list(range(12))
     assert plan.job(plan.n) == jobs[0]
+
+
+# ---- how others go wrong ---------------------------------------------------------------------------------
+
+
+def naive(shares: str, n_envs: int = 8, n_episodes: int = 6) -> float:
+    """The share of successes in a loop over several environments that all get the instruction of the first, or the
+    actions of one queue. Episodes are counted fairly."""
+    envs, rngs = [Reach() for _ in range(n_envs)], [np.random.default_rng(i) for i in range(n_envs)]
+    observations = [env.reset(seed=i)[0] for i, env in enumerate(envs)]
+    queues: list[list[Any]] = [[] for _ in envs] if shares == "instruction" else [[]] * n_envs
+    outcomes: list[list[bool]] = [[] for _ in envs]
+    while min(map(len, outcomes)) < n_episodes:
+        text = observations[0]["instruction"]
+        for i, env in enumerate(envs):
+            own = text if shares == "instruction" else observations[i]["instruction"]
+            if not queues[i]:
+                queues[i].extend(vla({"hand": observations[i]["hand"][None], "instruction": [own]}, [rngs[i]])[0])
+            observations[i], _, terminated, truncated, info = env.step(queues[i].pop(0))
+            if terminated or truncated:
+                outcomes[i].append(info["is_success"])
+                observations[i] = env.reset()[0]
+                queues[i].clear()
+    return float(np.mean([own[:n_episodes] for own in outcomes]))
+
+
+@pytest.mark.parametrize("shares", ["instruction", "queue"])
+def test_the_usual_faults_cost_most_successes(shares: str) -> None:
+    found = run(vla, Reach, tasks={"desk": TASKS["desk"]}, episodes=48, n_workers=2, batch_B=8)
+    assert found.mean("policy", "success").estimate == np.mean(
+        [row.is_success for row in serial(range(48), {"desk": {}})]
+    )
+    assert found.mean("policy", "success").estimate > 0.6
+    assert naive(shares) < 0.2
