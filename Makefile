@@ -90,7 +90,7 @@ peers: $(PEERS)/.installed
 	done
 	$(MAKE) --no-print-directory peers-report
 
-# From one worker to all CPUs, and from 16 sleeping workers to 512: the table and a picture.
+# From one worker to all CPUs, and from 16 sleeping workers to 512: the table, and the picture of docs/choosing.md.
 scale: $(PEERS)/.installed
 	$(PEERS)/bin/python benchmarks/scale.py --json $(PEERS)/scale.json --picture docs/scale.svg
 

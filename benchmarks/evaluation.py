@@ -100,8 +100,8 @@ def of_loop(model: Any, make_envs: Callable[[], Any], seconds: float = 4.0) -> t
 def cartpole(rounds: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    agent, makes = CategoricalPgAgent(Balances, greedy_eval=True, inference="numpy"), ["CartPole-v1"] * 16
-    envs = [partial(gym.make, each) for each in makes]
+    agent = CategoricalPgAgent(Balances, greedy_eval=True, inference="numpy")
+    envs = [partial(gym.make, "CartPole-v1")] * 16
     contestants: dict[str, Callable[[], tuple[float, float]]] = {
         "evaluate, 64 environments": lambda: of_evaluation(agent, batch_B=64),
         "evaluate, 16 environments": lambda: of_evaluation(agent, batch_B=16),

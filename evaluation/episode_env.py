@@ -137,9 +137,8 @@ class EpisodeEnv(gym.Env[Any, Any]):
                 return "ended", facts
             if acts:
                 self._player(self._job.policy).last_reward[0] = reward
-                self._player(self._job.policy).infos[0].update(plain(info) if self._wants_infos else {})
-            elif self._wants_infos:
-                infos.update(plain(info))
+            if self._wants_infos:
+                (self._player(self._job.policy).infos[0] if acts else infos).update(plain(info))
             if time.monotonic() >= until:
                 break
         if note is not None:
@@ -159,8 +158,11 @@ class EpisodeEnv(gym.Env[Any, Any]):
 
     def _facts(self, info: Mapping[str, Any], terminated: bool, truncated: bool) -> dict[str, Any] | None:
         """What there is to say of an episode that has ended with this step; None if it goes on."""
-        plan, n = self._plan, len(self._rewards)
-        success = plan.success is not None and plan.until_success and is_true(plain(info).get(plan.success, False))
+        plan, n, success = self._plan, len(self._rewards), False
+        if (
+            plan.until_success and plan.success is not None and plan.success in info
+        ):  # this entry alone: an info may be large
+            success = is_true(plain({plan.success: info[plan.success]}).get(plan.success, False))
         if not (terminated or truncated or success or n == plan.max_steps):
             return None
         parts = zip(*(leaves_of(plan.spaces[1], chunk) for chunk in self._chunks), strict=True)

@@ -37,7 +37,6 @@ class EpisodeFolder:
     def __init__(self, path: Path, about: Mapping[str, Any], options: Callable[[str, str, int], str | None]) -> None:
         """`options` is the digest of those of an episode."""
         self._path = path
-        path.mkdir(parents=True, exist_ok=True)
         known = _read_about(path)
         if known is not None:
             _require_same(path, known, about)
@@ -145,7 +144,7 @@ def load_folders(
     if env_fn is not None:
         by_task = tasks_of(tasks)
         if list(by_task) != names:
-            raise ConfigError(f"tasks must be those of the evaluation, {brief(names)}, got {brief(list(by_task))}")
+            raise ConfigError(f"tasks must be {brief(names)}, as in the evaluation, got {brief(list(by_task))}")
         kept = ("seed", "success", "until_success", "max_steps", "mask_key")
         results._plan = EvaluationPlan.of(
             env_fn,
@@ -172,7 +171,7 @@ def _add(found: dict[_Key, EpisodeResult], folder: Path) -> None:
 
 
 def _wanted(about: Mapping[str, Any]) -> set[_Key]:
-    """The episodes that the evaluations of a folder have begun with."""
+    """The episodes that the evaluations of a folder were asked for."""
     parts = [(name, start, stop) for name, own in about["wanted"].items() for start, stop in own]
     return {(name, task, k) for name, start, stop in parts for task in about["tasks"] for k in range(start, stop)}
 
@@ -192,7 +191,7 @@ def _name_of(policy: Any) -> str:
 
 
 def _options_in(plan: EvaluationPlan, policy: str, task: str, episode: int) -> str | None:
-    """The digest of an episode's options; "" without any, None if it is none of this evaluation."""
+    """The digest of an episode's options; "" without any, None for an episode that this evaluation does not have."""
     if task not in plan.tasks or episode not in plan.episodes:
         return None
     if not plan.options:

@@ -37,8 +37,8 @@ def job_space(plan: EvaluationPlan) -> spaces.Dict:
 
 
 class EpisodeRun:
-    """The episodes to begin, those that run, and the results. `players` act in this process; without them, the workers
-    have the policies."""
+    """Gives each column its episodes, and lets policies act for the columns that wait. `players` act in this process;
+    without them, the workers have the policies."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class EpisodeRun:
         n_ended: int,
         on_result: Callable[[int, EpisodeResult], None],
     ) -> None:
-        """`numbers` are those of the episodes to play, after `n_ended` others. `on_result` is called with each and its
-        result. `min_ready`: for how many of its columns that wait a policy acts, a share if it is below 1."""
+        """`numbers`: which episodes to play. `n_ended` others have ended before. `on_result` is called with each number
+        and its result. `min_ready`: for how many of its columns that wait a policy acts, a share if it is below 1."""
         self._plan, self._players, self._attempts, self._on_result = plan, players, attempts, on_result
         self._min_ready, self._max_wait = min_ready, max_wait
         self._todo: dict[int, deque[int]] = defaultdict(deque)  # by task
@@ -65,17 +65,15 @@ class EpisodeRun:
         self._policy_of: dict[int, str] = {}  # by column: the policy of its episode
         self._task_of: dict[int, int] = {}  # by column: the task of its environment
         self._acting: set[int] = set()  # columns whose environment has been reset
-        self._charges, self._begun = Counter[int](), Counter[int]()  # by episode: how often to blame, and begun
+        self._charges, self._begun = Counter[int](), Counter[int]()  # by episode: its failures, and its attempts
         self._n_ended, self._n_failed, self._last_failure = n_ended, 0, ""
         self._action_space = plan.spaces[1]
-        self._chunk = [np.zeros((n_columns, LONGEST_CHUNK, *part.shape), part.dtype) for _, part in self._leaves()]
+        leaves = [part for _, part in tree_leaves(self._action_space)]
+        self._chunk = [np.zeros((n_columns, LONGEST_CHUNK, *part.shape), part.dtype) for part in leaves]
         self._n_actions, self._job = np.zeros(n_columns, np.int64), np.full(n_columns, NO_JOB)
         self._swallow: set[int] = set()  # columns whose next step is only the reset after a replacement
         self._hungry: dict[str, list[tuple[_Ids, _Ids, Any]]] = defaultdict(list)  # columns, their rows, observations
         self._hungry_since: dict[str, float] = {}
-
-    def _leaves(self) -> list[tuple[str, Any]]:
-        return list(tree_leaves(self._action_space))
 
     # ---- episodes ----------------------------------------------------------------------------
 
@@ -108,7 +106,7 @@ class EpisodeRun:
         self._hungry_since.clear()
 
     def charge(self, column: int | None, what: str) -> None:
-        """The episode of this column (None: nobody's) is to blame for a failure. After its last attempt it has failed.
+        """The episode of this column caused a failure; None: no episode did. After its last attempt it has failed.
 
         Raises `WorkerError` if nothing but failures has come so far.
         """
@@ -299,7 +297,7 @@ def _rows(space: gym.Space[Any], batch: Any, rows: _Ids) -> Any:
 
 
 def _metrics(facts: Mapping[str, Any], success: str | None) -> dict[str, float | bool]:
-    """The numbers in the last info, the return, and success. Booleans stay what they are: their mean is a share."""
+    """The numbers in the last info, the return, and success. Booleans stay booleans: their mean is a share."""
     info = facts["info"]
     found: dict[str, float | bool] = {}
     for key, value in info.items():

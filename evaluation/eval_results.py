@@ -37,7 +37,7 @@ class EpisodeResult:
     episode: int  #: its number; the same for all policies
     seed: int  #: of the reset
     length: int = 0  #: steps
-    attempts: int = 1  #: how often it was begun
+    attempts: int = 1  #: how often it began
     failed: str = ""  #: why it has no end, after the last attempt; "" if it has one
     terminated: bool = False
     truncated: bool = False
@@ -46,7 +46,7 @@ class EpisodeResult:
     trace: Trace | None = field(default=None, repr=False, compare=False)  #: for `EvalResults.episode`
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the trace."""
+        """The fields by name, without the trace."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "trace"}
 
     def played(self) -> tuple[list[npt.NDArray[Any]], npt.NDArray[np.float64]] | None:
@@ -236,7 +236,7 @@ class EvalResults:
         options: Callable[[str, int], Mapping[str, Any]] | None = None,
     ) -> EvalResults:
         """The results in the folders of one or several evaluations, which must have played the same tasks with the same
-        seed. The other arguments are those of `evaluate`; they are for `episode` only.
+        seed. `episode` also needs `env_fn`, `tasks` and `options`, as `evaluate` got them.
 
         Raises `ConfigError` for folders that do not fit together, or that `evaluate` has not written.
         """

@@ -17,7 +17,7 @@ from penstock.agents import Agent
 from penstock.agents.action_masks import info_key
 from penstock.arguments import integer, one_of, seconds, true_or_false
 from penstock.buffers.reports import in_one_line
-from penstock.envs import EnvContext, EnvFn
+from penstock.envs import EnvFn
 from penstock.envs.examples import checked_spaces
 from penstock.errors import ConfigError, PenstockError, SamplerBrokenError, brief
 from penstock.evaluation.episode_env import EpisodeEnv
@@ -63,8 +63,8 @@ def evaluate(
 
     Episode k of a task has a seed that depends on `seed`, the task and k alone. So it is the same for every policy,
     number of workers and machine. All episodes that begin count, so short ones are not favoured. The state and the
-    random numbers of a policy belong to the episode. An episode whose environment raises, dies or hangs is begun again,
-    the same one. At the end the first episode is played once more; if it differs, a `RuntimeWarning` says so.
+    random numbers of a policy belong to the episode. If an environment raises, dies or hangs, the same episode
+    begins again. At the end the first episode is played once more; if it differs, a `RuntimeWarning` says so.
 
     Args:
         policies: a policy, or a dict of policies by name. A policy is an `Agent`; a function of observations `[k, ...]`
@@ -88,10 +88,10 @@ def evaluate(
         min_ready: how many environments must wait before a policy acts for them: a number, or a share, below 1, of
             those that it plays in. By default one half.
         max_wait: seconds after which a policy acts in any case.
-        attempts: how often an episode is begun, if it is to blame for failures, before it counts as failed.
+        attempts: after so many failures that are its own, an episode counts as failed.
         step_timeout: seconds that a reset or step may take; None for no limit.
         folder: keeps each episode as soon as it has ended. The same call continues there, and plays failed episodes
-            again. It compares what decides the episodes; of policies it compares names, classes and parameters.
+            again. A folder of other episodes, or of another policy of the same name, is refused.
         spaces: `(observation_space, action_space)`: then no environment is built in this process to read them.
         affinity, start_method: as in `ParallelSampler`.
         progress: say on the standard error output how many episodes have ended.
@@ -123,7 +123,8 @@ def evaluate(
     with opened(folder, plan, named) as files:
         found = Found(plan, files, progress=true_or_false("progress", progress))
         n_workers, batch_B = _sizes(n_workers, batch_B, len(found.missing))
-        players = {name: make_player(each, plan.spaces, batch_B, batched=batched) for name, each in snapshots.items()}
+        n_columns = 1 if in_workers else batch_B  # there the workers have players of their own
+        players = {n: make_player(each, plan.spaces, n_columns, batched=batched) for n, each in snapshots.items()}
         run = EpisodeRun(
             plan,
             found.missing,
@@ -135,19 +136,20 @@ def evaluate(
             n_ended=len(found.by_number),
             on_result=found.put,
         )
+        actions = job_space(plan)
         make = partial(
-            _make,
+            EpisodeEnv,
             plan,
             _picklable(snapshots) if in_workers else None,
-            job_space(plan),
-            any(player.wants_infos for player in players.values()),
+            actions,
+            wants_infos=any(player.wants_infos for player in players.values()),
         )
         counts = _play(
             run,
             [make] * batch_B,
             attempts,
             n_workers=n_workers,
-            spaces=(plan.spaces[0], job_space(plan)),
+            spaces=(plan.spaces[0], actions),
             context=POOL_CHECKS["start_method"]("start_method", start_method),
             step_timeout=step_timeout,
             affinity=affinity,
@@ -173,6 +175,9 @@ class Found:
             for key, result in kept.items()
             if not result.failed and key[0] in plan.policies and key[2] in plan.episodes
         }
+        self._n_values, self._total = 0, 0.0  # of what `progress` shows
+        for result in self.by_number.values():
+            self._count(result)
         self.missing = [number for number in range(plan.n) if number not in self.by_number]
         if self.missing:
             self.missing.append(plan.n)
@@ -186,12 +191,17 @@ class Found:
         if self._files is not None:
             self._files.append(result)
         if self._progress:
+            self._count(result)
             self._say()
+
+    def _count(self, result: EpisodeResult) -> None:
+        metric = "return" if self._plan.success is None else "success"
+        if metric in result.metrics:
+            self._n_values, self._total = self._n_values + 1, self._total + result.metrics[metric]
 
     def _say(self) -> None:
         metric = "return" if self._plan.success is None else "success"
-        values = [result.metrics[metric] for result in self.by_number.values() if metric in result.metrics]
-        mean = f", {metric} {sum(values) / len(values):.3f}" if values else ""
+        mean = f", {metric} {self._total / self._n_values:.3f}" if self._n_values else ""
         n, end = len(self.by_number), "\n" if len(self.by_number) == self._plan.n else ""
         print(f"\r{n} of {self._plan.n} episodes{mean}", end=end, file=sys.stderr, flush=True)
 
@@ -250,16 +260,6 @@ def _picklable(policies: Mapping[str, Any]) -> Mapping[str, Any]:
                 'act_in="caller"'
             ) from error
     return policies
-
-
-def _make(
-    plan: EvaluationPlan,
-    policies: Mapping[str, Any] | None,
-    action_space: gym.Space[Any],
-    wants_infos: bool,
-    context: EnvContext,
-) -> EpisodeEnv:
-    return EpisodeEnv(plan, policies, action_space, context, wants_infos=wants_infos)
 
 
 def _mask_key(policies: Any) -> str | None:

@@ -98,7 +98,7 @@ class EvaluationPlan:
         return Job(self.policies[policy], task, episode, self.env_seed(task, episode), options)
 
     def number(self, policy: str, task: str, episode: int) -> int:
-        """The number of an episode. Raises `ConfigError` if it is none of this evaluation."""
+        """The number of an episode. Raises `ConfigError` if this evaluation does not have it."""
         try:
             which = self.policies.index(policy) * len(self.tasks) + self.task_names.index(task)
             return which * len(self.episodes) + self.episodes.index(episode)
@@ -152,8 +152,8 @@ def tasks_of(tasks: Sequence[str] | Mapping[str, Mapping[str, Any]] | None) -> d
     fits = isinstance(named, Mapping) and named and all(isinstance(kwargs, Mapping) for kwargs in named.values())
     if not fits or not all(isinstance(name, str) for name in named) or len(named) != len(tasks):
         raise ConfigError(
-            "tasks must be a list of different names, each of which is the argument `task` of env_fn, or a dict of "
-            f"arguments of env_fn by name, got {brief(tasks)}"
+            "tasks must be a list of different names, which env_fn gets as `task`, or a dict that has arguments of "
+            f"env_fn for each name, got {brief(tasks)}"
         )
     return {name: dict(kwargs) for name, kwargs in named.items()}
 

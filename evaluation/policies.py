@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import map_tree, tree_leaves, tree_of
 from penstock.envs.rows import in_range
 from penstock.errors import ConfigError, SpaceError, brief
+from penstock.vector.objects import has_fixed_shape
 
 Space = gym.Space[Any]
 Spaces = tuple[Space, Space]  #: of observations and of actions
@@ -29,7 +30,7 @@ _LISTED = ("states", "infos", "tasks", "rngs")  # parameters of a function that 
 
 
 class SelectsActions(Protocol):
-    """A policy with a state of its own, as LeRobot's are. It acts for one column at a time."""
+    """A policy that keeps a state, as LeRobot's do. It acts for one column at a time."""
 
     def reset(self) -> None:
         """Begin an episode."""
@@ -140,8 +141,8 @@ class _AgentPlayer(Player):
 
 
 class _FunctionPlayer(Player):
-    """A function of the observations `[k, ...]`. It gets what it has parameters for: lists with an entry for each
-    column."""
+    """A function of the observations `[k, ...]`. Each of the parameters `_LISTED` that it has gets a list with an entry
+    for each column."""
 
     def __init__(self, policy: Callable[..., Any], spaces: Spaces, n: int, *, batched: bool) -> None:
         super().__init__(policy, spaces, n, batched=batched)
@@ -192,7 +193,7 @@ class _ObjectPlayer(Player):
 
 
 def _parameters_of(policy: Any) -> Sequence[str]:
-    """The names of the parameters after the first that nobody has given yet."""
+    """The names of the parameters after the first, without those that a `partial` has set."""
     given = policy.keywords if isinstance(policy, partial) else ()
     torch = sys.modules.get("torch")
     called = policy.forward if torch is not None and isinstance(policy, torch.nn.Module) else policy
@@ -232,8 +233,8 @@ def _class_for(policy: Any) -> type[Player]:
 
 
 def snapshot(policy: Any, spaces: Spaces, seed: int, *, for_workers: bool) -> Any:
-    """The policy as it is now. An agent is copied with its parameters, so that training may go on: for workers onto the
-    CPU, else onto its own device."""
+    """The policy to act with. An agent is copied with its present parameters, so that training may go on: for workers
+    onto the CPU, else onto its own device."""
     if not isinstance(policy, Agent):
         return policy
     policy.runtime.ensure_initialized(*spaces, seed)
@@ -274,9 +275,8 @@ def take_rows(space: Space, batch: Any, rows: Sequence[int]) -> Any:
 
 def one_row(space: Space, observation: Any) -> Any:
     """An observation as a batch of one."""
-    fixed = gym.spaces.Box | gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinary
     return map_tree(
-        lambda part, value: np.array(value, part.dtype)[None] if isinstance(part, fixed) else [value],  # a copy
+        lambda part, value: np.array(value, part.dtype)[None] if has_fixed_shape(part) else [value],  # a copy
         space,
         observation,
     )
@@ -313,22 +313,9 @@ def _seeded_torch(seed: int) -> AbstractContextManager[Any]:
     return stack
 
 
-def _modules_of(policy: Any) -> Iterator[Any]:
-    """The torch modules that a policy holds: itself, its attributes, the cells and the arguments of a function."""
+def _modules_of(policy: Any) -> list[Any]:
+    """The torch modules that an object is, or has as attributes."""
     if (torch := sys.modules.get("torch")) is None:
-        return
+        return []
     parts = [policy, *getattr(policy, "__dict__", {}).values()]
-    if isinstance(policy, partial):
-        parts += [policy.func, *policy.args, *policy.keywords.values()]
-    parts += [part for cell in getattr(policy, "__closure__", None) or () if (part := _content(cell)) is not None]
-    parts += [getattr(policy, "__self__", None)]
-    for part in parts:
-        if isinstance(part, torch.nn.Module):
-            yield part
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
+    return [part for part in parts if isinstance(part, torch.nn.Module)]

@@ -65,10 +65,8 @@ class RecordedEpisodes:
 
     def set_plan(self, plan: EpisodePlan | None) -> None:
         """Workers follow this plan as soon as they read it. Raises `ConfigError` if it cannot be pickled."""
-        content, arrays = (
-            pickled({max(self._plans) + 1: require_plan(plan)}, "the episode plan"),
-            self._log.memory.arrays,
-        )
+        content = pickled({max(self._plans) + 1: require_plan(plan)}, "the episode plan")
+        arrays = self._log.memory.arrays
         used = {0, *arrays.words[:, PLAN].flat, *np.unique(arrays.begun[..., 2])}
         self._plans = {n: own for n, own in self._plans.items() if n in used}
         self.load_plans(content)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from penstock import CategoricalPgAgent, ConfigError, EvalResults, evaluate
 from penstock.evaluation.digests import digest
 
+from ..models import Net
 from ..scale import scaled
 from ..starter import Program
 from ..support import until
@@ -163,22 +163,13 @@ def test_a_folder_of_another_evaluation(change: str, tmp_path: Path) -> None:
 
 def test_other_parameters_are_another_policy(tmp_path: Path) -> None:
     play = partial(evaluate, env_fn="CartPole-v1", episodes=1, n_workers=1, folder=tmp_path)
-    agent = CategoricalPgAgent(Two, greedy_eval=True)
+    agent = CategoricalPgAgent(partial(Net, 4, 2, 0), greedy_eval=True)
     play(agent)
     play(agent)
     with torch.no_grad():
-        agent.model.body.bias += 1.0
+        agent.model.heads[0].bias += 1.0
     with pytest.raises(ConfigError, match="its code, its parameters"):
         play(agent)
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 2)
-
-    def forward(self, observation: Any) -> Any:
-        return self.body(observation), observation[:, 0]
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
