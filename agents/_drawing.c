@@ -61,11 +61,14 @@ static PyObject *draw_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_
         return NULL;
     }
     PyArrayObject *weights = as_floats(arguments[0]), *shifted = as_floats(arguments[2]);
+    int is_greedy = arguments[1] == Py_None;
     PyArrayObject *uniform = PyArray_CheckExact(arguments[1]) ? (PyArrayObject *)arguments[1] : NULL;
-    if (weights == NULL || shifted == NULL || uniform == NULL || PyArray_TYPE(weights) != PyArray_TYPE(shifted) ||
-        !PyArray_SAMESHAPE(weights, shifted) || !PyArray_ISWRITEABLE(weights) || PyArray_TYPE(uniform) != NPY_FLOAT64 ||
-        PyArray_NDIM(uniform) != 1 || PyArray_DIM(uniform, 0) != PyArray_DIM(weights, 0) ||
-        !PyArray_ISBEHAVED_RO(uniform)) {
+    if (weights == NULL || shifted == NULL || PyArray_TYPE(weights) != PyArray_TYPE(shifted) ||
+        !PyArray_SAMESHAPE(weights, shifted) || !PyArray_ISWRITEABLE(weights)) {
+        Py_RETURN_NONE;
+    }
+    if (!is_greedy && (uniform == NULL || PyArray_TYPE(uniform) != NPY_FLOAT64 || PyArray_NDIM(uniform) != 1 ||
+                       PyArray_DIM(uniform, 0) != PyArray_DIM(weights, 0) || !PyArray_ISBEHAVED_RO(uniform))) {
         Py_RETURN_NONE;
     }
     npy_intp n_rows = PyArray_DIM(weights, 0), n_columns = PyArray_DIM(weights, 1);
@@ -77,10 +80,13 @@ static PyObject *draw_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_
         for (npy_intp j = 1; j < n_columns; j++) {
             sum = write_float(weights, PyArray_GETPTR2(weights, i, j), sum + read_float(weights, i, j));
         }
-        double bound = *(const npy_float64 *)PyArray_GETPTR1(uniform, i) * sum;
+        double bound = is_greedy ? 0 : *(const npy_float64 *)PyArray_GETPTR1(uniform, i) * sum;
         npy_int64 found = 0;
-        for (npy_intp j = 0; j < n_columns; j++) {
+        for (npy_intp j = 0; j < n_columns && !is_greedy; j++) {
             found += read_float(weights, i, j) <= bound;
+        }
+        while (is_greedy && found < n_columns && read_float(shifted, i, found) != 0) {
+            found++; /* the largest is 0 */
         }
         *(npy_int64 *)PyArray_GETPTR1(index, i) = found;
         is_drawn = found < n_columns;

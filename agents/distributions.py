@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 shift_rows: Callable[[Any], Any]
 #: `draw_rows(weights, uniform, shifted)`: for each row of `weights` `[N, n]` an index, and the entry of `shifted`
 #: `[N, n]` there; both `[N]`. The probability of an index is in proportion to its weight; `uniform` `[N]`, from 0 to 1,
-#: decides. Afterwards `weights` holds the cumulative sums of each row. None if it cannot handle the arguments.
+#: decides; with None, it is the first one whose entry of `shifted` is 0. Afterwards `weights` holds the cumulative sums
+#: of each row. None if it cannot handle the arguments.
 draw_rows: Callable[[Any, Any, Any], tuple[Any, Any] | None]
 
 #: The functions that are used if nothing is compiled.
@@ -46,7 +47,7 @@ def choose(logits: _Array, uniform: _Array | None) -> tuple[npt.NDArray[np.int64
     With `uniform` `[N]` in [0, 1), draw from the softmax by inversion; with None, take the largest. An index with
     logit -inf is never drawn. Raises `FloatingPointError` for NaN, +inf, or for a row with only -inf.
     """
-    if uniform is not None and (shifted := shift_rows(logits)) is not None:
+    if (shifted := shift_rows(logits)) is not None:
         cumulative = np.exp(shifted)
         drawn = draw_rows(cumulative, uniform, shifted)
         if drawn is not None:

@@ -40,17 +40,19 @@ def test_choosing_inverts_the_cumulative_distribution(logits: np.ndarray, data: 
     st.integers(1, 9),
     st.sampled_from([1e-3, 1.0, 30.0, 1e30]),
     st.booleans(),
+    st.booleans(),
     st.integers(0, 2**32),
 )
 def test_the_compiled_choice_is_numpys_bit_for_bit(
-    dtype: type, rows: int, n: int, scale: float, is_part: bool, seed: int
+    dtype: type, rows: int, n: int, scale: float, is_part: bool, is_greedy: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     logits = (rng.normal(0, scale, (rows, n + 2))).astype(dtype)
+    logits[:, n] = logits.max(axis=1)  # two of the largest, where there are two
     logits[rng.random(logits.shape) < 0.1] = -np.inf
     logits[:, 1] = 0
     logits = logits[:, 1:-1] if is_part else logits[:, 1:-1].copy()
-    uniform = rng.random(rows)
+    uniform = None if is_greedy else rng.random(rows)
     found = choose(logits, uniform)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("shift_rows", "draw_rows"):
@@ -78,7 +80,7 @@ def test_the_compiled_choice_leaves_unusual_arguments_to_numpy() -> None:
         (logits, uniform, logits.astype(np.float64)),
         (logits, uniform, logits[:, :2]),
         (np.broadcast_to(np.float32(1), (2, 3)), uniform, logits),
-        (logits, None, logits),
+        (np.ones((2, 3), np.float32), None, np.ones((2, 3), np.float32)),  # nothing is the largest
         (np.ones((2, 3), np.float32), np.array([0.5, 1.0]), logits),  # a uniform number is below 1
     ):
         assert distributions.draw_rows(weights, numbers, shifted) is None
