@@ -30,7 +30,7 @@ _FIRST = np.zeros(1, np.intp)
 
 
 class EpisodeEnv(gym.Env[Any, Any]):
-    """Plays episodes. The action `{"job": j, "action": chunk, "n": n}` begins episode j, unless that is `NO_JOB`, and
+    """Plays episodes. The action `{"order": (j, n), "action": chunk}` begins episode j, unless that is `NO_JOB`, and
     makes n steps. So a reset, and a chunk of actions, run while other environments step.
 
     A step returns the last observation and reward. What else there is to say is `info["note"]`, a pair:
@@ -72,9 +72,10 @@ class EpisodeEnv(gym.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         note: tuple[str, Any] | None
         try:
-            if action["job"] != NO_JOB:
-                self._begin(self._plan.job(int(action["job"])))
-            if n := int(action["n"]):
+            number, n = action["order"].tolist()
+            if number != NO_JOB:
+                self._begin(self._plan.job(number))
+            if n:
                 self._put(map_leaves(lambda part: part[:n].copy(), as_named(action["action"])))
             note = self._play()
         except _PolicyError as error:
@@ -158,11 +159,9 @@ class EpisodeEnv(gym.Env[Any, Any]):
 
     def _facts(self, info: Mapping[str, Any], terminated: bool, truncated: bool) -> dict[str, Any] | None:
         """What there is to say of an episode that has ended with this step; None if it goes on."""
-        plan, n, success = self._plan, len(self._rewards), False
-        if (
-            plan.until_success and plan.success is not None and plan.success in info
-        ):  # this entry alone: an info may be large
-            success = is_true(plain({plan.success: info[plan.success]}).get(plan.success, False))
+        plan, n, success, key = self._plan, len(self._rewards), False, self._plan.success
+        if plan.until_success and key is not None and key in info:  # this entry alone: an info may be large
+            success = is_true(plain({key: info[key]}).get(key, False))
         if not (terminated or truncated or success or n == plan.max_steps):
             return None
         parts = zip(*(leaves_of(plan.spaces[1], chunk) for chunk in self._chunks), strict=True)

@@ -31,8 +31,7 @@ def job_space(plan: EvaluationPlan) -> spaces.Dict:
     """The action space of an `EpisodeEnv`."""
     return spaces.Dict(
         action=batch_space(plan.spaces[1], LONGEST_CHUNK),
-        job=spaces.Discrete(plan.n + 2, start=NO_JOB),
-        n=spaces.Discrete(LONGEST_CHUNK + 1),
+        order=spaces.MultiDiscrete([plan.n + 2, LONGEST_CHUNK + 1], start=[NO_JOB, 0]),
     )
 
 
@@ -70,7 +69,7 @@ class EpisodeRun:
         self._action_space = plan.spaces[1]
         leaves = [part for _, part in tree_leaves(self._action_space)]
         self._chunk = [np.zeros((n_columns, LONGEST_CHUNK, *part.shape), part.dtype) for part in leaves]
-        self._n_actions, self._job = np.zeros(n_columns, np.int64), np.full(n_columns, NO_JOB)
+        self._order = np.tile((NO_JOB, 0), (n_columns, 1))
         self._swallow: set[int] = set()  # columns whose next step is only the reset after a replacement
         self._hungry: dict[str, list[tuple[_Ids, _Ids, Any]]] = defaultdict(list)  # columns, their rows, observations
         self._hungry_since: dict[str, float] = {}
@@ -83,10 +82,10 @@ class EpisodeRun:
         queue = self._todo.get(self._task_of.get(column, -1)) or max(self._todo.values(), key=len)
         if not queue:
             return False
-        self._running[column] = self._job[column] = number = queue.popleft()
+        self._running[column] = number = queue.popleft()
+        self._order[column] = number, 0
         job = self._plan.job(number)
         self._policy_of[column], self._task_of[column] = job.policy, job.task
-        self._n_actions[column] = 0
         self._begun[number] += 1
         return True
 
@@ -177,8 +176,8 @@ class EpisodeRun:
 
     def _send(self, envs: ShmVectorEnv, ids: _Ids) -> None:
         chunk = tree_of(self._action_space, [part[ids] for part in self._chunk])
-        envs.send({"action": chunk, "job": self._job[ids], "n": self._n_actions[ids]}, ids.tolist())
-        self._job[ids], self._n_actions[ids] = NO_JOB, 0
+        envs.send({"action": chunk, "order": self._order[ids]}, ids.tolist())
+        self._order[ids] = NO_JOB, 0
         self._n_out += len(ids)
 
     def _read(self, ids: _Ids, infos: Mapping[str, Any]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
@@ -284,7 +283,7 @@ class EpisodeRun:
                     f"the policy {name!r} returns chunks of {n} actions, more than {LONGEST_CHUNK}: return the first "
                     "of them, and it is asked again"
                 )
-            self._n_actions[columns] = n
+            self._order[columns, 1] = n
             for place, chunk in zip(self._chunk, chunks, strict=True):
                 place[columns, :n] = chunk
             fed.append(columns)

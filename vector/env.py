@@ -409,9 +409,9 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         with self._guard.call("send", State.READY, State.SENT):
             which = self._exchange.all if env_ids is None else env_ids_within(env_ids, self._n_envs)
             self._workers.finish_interrupted()
-            if len(busy := np.intersect1d(which, self._exchange.outstanding)):
+            if len(busy := self._exchange.outstanding_of(which)):
                 raise SamplerStateError(f"send: environments {busy.tolist()} have not been received yet: call recv")
-            if len(missing := np.setdiff1d(self._exchange.together_with(which), which)):
+            if self._is_batched and len(missing := np.setdiff1d(self._exchange.together_with(which), which)):
                 raise ConfigError(
                     f"send: one call steps environments {missing.tolist()} together with others in env_ids: add them"
                 )
@@ -442,11 +442,9 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             if timeout is not None:
                 if max_wait is not None:
                     raise ConfigError("recv takes max_wait or timeout, not both: leave one out")
-                self._workers.wait_at_most(as_timeout(timeout), "recv", lambda: len(exchange.ready) >= wanted)
-            elif max_wait is None:
-                self._workers.wait_steps(until=lambda: len(exchange.ready) >= wanted)
+                self._workers.wait_at_most(as_timeout(timeout), "recv", wanted)
             else:
-                self._workers.wait_ready(wanted, seconds("max_wait", max_wait))
+                self._workers.wait_ready(wanted, None if max_wait is None else seconds("max_wait", max_wait))
             which = exchange.ready
             rows = exchange.rows_of(which)
             reward, terminated, truncated = (

@@ -53,7 +53,7 @@ class Exchange:
         self._observation_parts = ObjectParts(program.observation_space)
         self._action_parts = ObjectParts(program.action_space)
         self._requested, self._replied, self._info_seq = rows.requested, rows.replied, rows.info_seq
-        self._one_by_one = rows.one_by_one
+        self._wake_at = rows.wake_at
         self._taken = np.zeros(len(rows.requested), np.int64)  # the last request whose reply was taken
         self._inbox: dict[int, Mapping[Any, Any]] = {}  # infos that have arrived, by environment
         self._observation = arrays_like(program.observation_space, rows.observation)
@@ -85,6 +85,11 @@ class Exchange:
     def together_with(self, which: Ids) -> Ids:
         """The environments that one call steps together with `which`."""
         return np.flatnonzero(np.isin(self._group_of, self._group_of[which])) if self._is_batched else which
+
+    def outstanding_of(self, which: Ids) -> Ids:
+        """Those of the environments `which` with a request whose reply was not taken."""
+        busy: Ids = which[self._requested[which] != self._taken[which]]
+        return busy
 
     def states(self, rows: Ids | slice = slice(None)) -> dict[str, npt.NDArray[Any]]:
         """What the infos always say of these rows."""
@@ -127,7 +132,7 @@ class Exchange:
 
     def request(self, which: Ids | slice = slice(None), *, one_by_one: bool = False) -> None:
         """Publish a request to the environments `which`; its data are written. Open the gates then."""
-        self._one_by_one[0] = one_by_one
+        self._wake_at[0] = one_by_one
         fence()
         self._requested[which] += 1
 
@@ -146,7 +151,11 @@ class Exchange:
             return np.setdiff1d(ready, self.together_with(unready))  # a worker may be writing the replies of its rows
         return ready
 
-    @property
+    def when_ready(self, n: int) -> Callable[[], bool]:
+        """Whether `n` of the outstanding environments have replied. Until then workers need not wake this process."""
+        self._wake_at[0] = n + np.count_nonzero(self._requested == self._taken)
+        return lambda: len(self.ready) >= n
+
     def is_answered(self) -> bool:
         """Whether there is a reply to each request."""
         is_answered = bool((self._replied == self._requested).all())

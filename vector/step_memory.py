@@ -34,7 +34,8 @@ class VectorMemory:
     With `n_seats`, the data of actions and replies are `[n_seats]` instead, and the worker also writes `valid`, `alive`
     and `late_reward` of each seat.
 
-    `one_by_one` `[1]`: whether a worker wakes the main process after each environment instead of once for all.
+    `wake_at` `[1]`: 0 where a worker replies for all of its environments together. Otherwise it replies for one after
+    the other, and wakes the main process once the last requests to so many environments, of all workers, have replies.
     """
 
     control: ControlBlock
@@ -74,7 +75,7 @@ class VectorMemory:
             replied=count,
             info_seq=count,
             seed=count,
-            one_by_one=ArraySpec((1,), np.dtype(np.int64)),
+            wake_at=ArraySpec((1,), np.dtype(np.int64)),
             **of_seats,
         )
         rows = NamedMemory(specs, shared=True, purpose=f"a vector environment of {n_rows} environments")

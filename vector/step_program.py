@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 
 from penstock.buffers.native import put_row
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
-from penstock.buffers.ordering import fence
+from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import tree_leaves
 from penstock.columns.batched_columns import BatchedColumns
@@ -87,7 +87,7 @@ class VectorProgram:
         self._builder = EnvBuilder(self._progress, self.observation_space, self.action_space, seeds)
         self._envs = self._build_envs(context.data)
         own = rows[plan.columns.start : plan.columns.stop]
-        self._one_by_one = memoryview(rows.one_by_one)
+        self._wake_at, self._all_requested, self._all_replied = memoryview(rows.wake_at), rows.requested, rows.replied
         # Items of memoryviews are Python integers and cost a third of numpy's.
         self._requested, self._replied = memoryview(own.requested), memoryview(own.replied)
         self._info_seq, self._seeds = memoryview(own.info_seq), memoryview(own.seed)
@@ -193,12 +193,20 @@ class VectorProgram:
                 (self._reset_batch if self.is_batched else self._reset)(message, requested)
         elif requested:
             self._progress.enter(Phase.STEPPING)
-            alone = self._one_by_one[0] or len(requested) < len(self._requested)
+            alone = self._wake_at[0] or len(requested) < len(self._requested)
             for e in requested if alone and self._columns.can_step_one else (None,):
                 self._step(e)
-                if self._one_by_one[0]:
-                    assert self._context.gate is not None
-                    self._context.gate.wake_main()
+                if self._wake_at[0]:
+                    self._wake_main()
+
+    def _wake_main(self) -> None:
+        """Wake the main process if it waits for no more replies than there are."""
+        full_fence()  # of two workers that reply at the same time, one at least sees the reply of the other
+        n = self._wake_at[0]
+        if n > 1 and HAS_FULL_FENCE and np.count_nonzero(self._all_replied == self._all_requested) < n:
+            return
+        assert self._context.gate is not None
+        self._context.gate.wake_main()
 
     def close(self) -> None:
         """Close every environment; the first exception is raised when all have been closed."""

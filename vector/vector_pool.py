@@ -114,7 +114,8 @@ class VectorPool(WorkerPool):
     def step(self, actions: object, which: Ids | None = None) -> None:
         """Step all environments, or the environments `which`: then each result can be taken as soon as it is there."""
         self.finish_interrupted()
-        rows, ranks = (slice(None), None) if which is None else (which, np.unique(self._ranks[which]).tolist())
+        rows: slice | Ids = slice(None) if which is None else which
+        ranks = None if which is None else np.flatnonzero(np.bincount(self._ranks[which])).tolist()
         self.exchange.put_actions(actions, rows)
         self.exchange.request(rows, one_by_one=which is not None)
         self.submit(Command(), ranks)
@@ -127,18 +128,20 @@ class VectorPool(WorkerPool):
         else:
             self.wait("step", until)
 
-    def wait_ready(self, wanted: int, max_wait: float) -> None:
-        """Wait until `wanted` results are ready, at most `max_wait` seconds after the first one."""
-        exchange = self.exchange
-        self.wait_steps(until=lambda: len(exchange.ready) > 0)
-        self._wait_until(lambda: len(exchange.ready) >= wanted, max_wait, "step")
+    def wait_ready(self, wanted: int, max_wait: float | None = None) -> None:
+        """Wait until `wanted` results are ready, with `max_wait` at most so many seconds after the first one."""
+        if max_wait is None:
+            self.wait_steps(self.exchange.when_ready(wanted))
+            return
+        self.wait_steps(self.exchange.when_ready(1))
+        self._wait_until(self.exchange.when_ready(wanted), max_wait, "step")
 
-    def wait_at_most(self, timeout: float, name: str, is_met: Callable[[], bool] | None = None) -> None:
-        """Wait until all requests have replies, or `is_met()`. Raises `WaitTimeoutError` after `timeout` seconds; its
-        text begins with `name`. The workers continue."""
+    def wait_at_most(self, timeout: float, name: str, wanted: int | None = None) -> None:
+        """Wait until all requests have replies, or `wanted` results are ready. Raises `WaitTimeoutError` after
+        `timeout` seconds; its text begins with `name`. The workers continue."""
         self.finish_interrupted()
         exchange = self.exchange
-        is_met = is_met or (lambda: exchange.is_answered)
+        is_met = exchange.is_answered if wanted is None else exchange.when_ready(wanted)
         self._wait_until(is_met, timeout, name.removesuffix("_wait"))
         if not is_met():
             late = np.setdiff1d(exchange.outstanding, exchange.ready).tolist()

@@ -517,7 +517,7 @@ def test_no_row_is_ready_while_its_worker_still_writes_the_others() -> None:
         envs.reset()
         envs.send(np.zeros(4, int))
         exchange = envs._exchange  # between two words that a worker writes, no public call can look
-        until(lambda: exchange.is_answered)
+        until(exchange.is_answered)
         assert exchange.ready.tolist() == [0, 1, 2, 3]
         replied = exchange._rows.replied
         for row in (2, 3):  # as if their worker had written the reply of only the other one

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -98,6 +100,22 @@ def test_in_one_process_too_each_is_told_of_at_once(pipes: list[Path]) -> None:
         assert envs.recv(min_ready=2)[4]["env_id"].tolist() == [0, 1]
         let_go(pipes[2])
         assert envs.recv(min_ready=99)[4]["env_id"].tolist() == [2, 3]  # all that there are
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 4])
+def test_the_reply_that_was_missing_ends_the_wait(pipes: list[Path], n_workers: int) -> None:
+    with ShmVectorEnv([partial(Waiting, pipe, length=99) for pipe in pipes], n_workers=n_workers) as envs:
+        envs.reset()
+        began = time.monotonic()
+        for _ in range(8):
+            envs.send([0, 0, 2, 2])
+            thread = Timer(0.02, let_go, [pipes[2]])  # most often, `recv` sleeps then
+            thread.start()
+            assert envs.recv(min_ready=3)[4]["env_id"].tolist() == [0, 1, 2]
+            thread.join()
+            let_go(pipes[3])
+            assert envs.recv()[4]["env_id"].tolist() == [3]
+        assert time.monotonic() - began < 4, "a wait that nobody ends looks again after a second"
 
 
 @pytest.mark.slow
