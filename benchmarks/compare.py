@@ -146,16 +146,26 @@ def random_on(name: str, make_env: Callable[[], Any], T: int = 128, B: int = 32)
     return lambda: Sampling(name, random_agent, make_env(), T, B, **workers)
 
 
-def batched(make_agent: Callable[[], Any]) -> Any:
-    """Makes a contestant on 256 batched environments."""
+def batched(make_agent: Callable[[], Any], task: str | None = None, T: int = 128, B: int = 256) -> Any:
+    """Makes a contestant on batched environments, those of EnvPool if it is given a `task`."""
 
     def make() -> Sampling:
-        from penstock.envs import BatchedCartPole
+        import penstock
+        from penstock import envs
 
-        options = {"n_workers": 2, "batched": True}
-        return Sampling("ParallelSampler", make_agent, BatchedCartPole, 128, 256, **options)
+        env = envs.BatchedCartPole if task is None else partial(envs.BatchedEnvPool, task)
+        # Earlier versions have a collector for batched environments.
+        old = getattr(penstock, "VectorEnvCollector", None)
+        options: dict[str, Any] = {"batched": True} if old is None else {"collector_cls": old}
+        return Sampling("ParallelSampler", make_agent, env, T, B, n_workers=2, **options)
 
     return make
+
+
+def pong() -> Any:
+    import gymnasium as gym
+
+    return partial(gym.make, "ale_py:ALE/Pong-v5")
 
 
 def vector_env(**options: Any) -> Any:
@@ -215,6 +225,10 @@ STEPS: dict[str, Callable[[], Any]] = {
     "pixels, ShmVectorEnv": lambda: VectorEnv(workload("Pixels"), 32, 16, n_workers=2),
     "batched, random": batched(random_agent),
     "batched, mlp": batched(mlp),
+    "EnvPool, CartPole": batched(random_agent, "CartPole-v1"),
+    "EnvPool, Pong": batched(random_agent, "Pong-v5", 32, 16),
+    "ALE, Pong, SerialSampler": random_on("SerialSampler", pong, 32, 16),
+    "ALE, Pong, ParallelSampler": random_on("ParallelSampler", pong, 32, 16),
 }
 #: Starts: a contestant is made, and closed, in every turn. The supervisor runs already.
 STARTS: dict[str, Callable[[], Any]] = {
