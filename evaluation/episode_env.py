@@ -16,6 +16,7 @@ import numpy as np
 from penstock.buffers.named import as_named, map_leaves
 from penstock.buffers.reports import dump_exception, in_one_line
 from penstock.envs import EnvContext
+from penstock.envs.direct_steps import flat_step_of
 from penstock.envs.rows import action_splitter
 from penstock.errors import GameError, PenstockError, SpaceError
 from penstock.evaluation.jobs import EvaluationPlan, Job, is_true, leaves_of, plain
@@ -109,6 +110,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
             own = self._env.observation_space, self._env.action_space
             if problem := self._plan.differs(own, job.task):
                 raise SpaceError(problem)
+            self._step_env = flat_step_of(self._env)
         options = copy.deepcopy(job.options)  # an environment may take entries out
         self._observation, info = self._env.reset(seed=job.seed, options=options)
         self._begun = "begun", plain(info)
@@ -131,7 +133,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
         while self._env is not None and (self._pending or acts):
             if not self._pending:
                 self._put(self._own_chunk())
-            self._observation, reward, terminated, truncated, info = self._env.step(self._pending.popleft())
+            self._observation, reward, terminated, truncated, info = self._step_env(self._pending.popleft())
             self._rewards.append(float(reward))
             if (facts := self._facts(info, bool(terminated), bool(truncated))) is not None:
                 self._pending.clear()

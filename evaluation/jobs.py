@@ -206,4 +206,4 @@ def is_true(value: object) -> bool:
 
 def leaves_of(space: Any, value: Any) -> list[Any]:
     """The parts of an element of a space, or of a batch, in order."""
-    return [part for _, _, part in tree_leaves(space, "", value)]
+    return [value] if isinstance(value, np.ndarray) else [part for _, _, part in tree_leaves(space, "", value)]

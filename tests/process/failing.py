@@ -367,9 +367,12 @@ def use_experiment(cell: Cell, folder: Path) -> Outcome:
                 statuses = {facts["status"] for facts in state.workers.values()}
                 return bool(outcome.restarts and statuses == {"RUNNING"} and state.version >= 8)
 
-            run.wait(is_over, timeout=BOUND)
+            try:
+                run.wait(is_over, timeout=BOUND)
+            finally:
+                outcome.seen = time.monotonic()  # a worker that hangs has some seconds to exit, when the run is closed
     except PenstockError as error:
-        outcome.error, outcome.seen = error, time.monotonic()
+        outcome.error, outcome.seen = error, outcome.seen or time.monotonic()
     return outcome
 
 

@@ -215,10 +215,12 @@ def expected_of_experiment(where: str, how: str, when: str, policy: str) -> Expe
         text = f"it did not answer for hang_timeout={limit:g} s"
     elif how in DIES:
         text = ends[how]
+    elif how == "system exit":  # it ends the actor itself, so no sampler says where
+        text = "SystemExit: a fault was injected"
     else:  # env_rank counts the environments of all actors
         text = f"{RAISES[how]} while {doing(where, when, 'experiment').replace('env_rank 3', 'env_rank [37]')}"
     if where == "build":  # nothing has run yet
-        if how == "system exit":  # it ends the actor itself: no worker of a pool is there
+        if how == "system exit":
             return Expected(ClusterError, (r"^worker/actor/\d", "configure raised SystemExit"))
         return Expected(ClusterError, (r"^worker/actor/\d", "is lost" if how in DIES else "configure raised", text))
     if policy == "restart":
@@ -269,6 +271,8 @@ def doing(where: str, when: str, pool: str) -> str:
         itr = r"itr=\d+"  # the version of the parameters
     if pool.startswith("ahead") and when == "later" and where != "evaluation":
         itr = "itr=[01]"  # of the call that reports it: the workers may be ahead
+    if pool == "central, first-ready" and when == "later" and where == "act":
+        itr = "itr=[01]"  # the agent acts once or twice in each step
     if pool == "vector":
         itr = {"build": "start-up", "step": "step", "between": "step"}.get(where, r"reset|step")
         return {"build": "building env_rank 3", "reset": "resetting env_rank 3", "step": "stepping env_rank 3"}.get(
