@@ -171,7 +171,7 @@ pythons:
 # PENSTOCK_FAULTS=full they run at full scale.
 RAY := .venv-ray
 ray: $(RAY)/.installed
-	$(RAY)/bin/pytest -m ray tests/distributed tests/benchmarks/test_cluster.py
+	$(RAY)/bin/pytest -m ray tests/distributed tests/benchmarks/test_cluster.py tests/process/test_faults.py
 
 $(RAY)/.installed: setup.py constraints.txt $(SOURCES)
 	$(PYTHON) -m venv $(RAY)
