@@ -1,4 +1,4 @@
-/* Draws the actions of one time step from logits: bit for bit the results of the numpy calls in agents/distributions.py.
+/* Chooses the actions of one time step from logits: bit for bit the results of the numpy calls in agents/distributions.py.
    distributions.py says what each function does. */
 
 #include "../buffers/_native.h"
@@ -80,13 +80,16 @@ static PyObject *draw_rows(PyObject *Py_UNUSED(module), Arguments arguments, Py_
         for (npy_intp j = 1; j < n_columns; j++) {
             sum = write_float(weights, PyArray_GETPTR2(weights, i, j), sum + read_float(weights, i, j));
         }
-        double bound = is_greedy ? 0 : *(const npy_float64 *)PyArray_GETPTR1(uniform, i) * sum;
         npy_int64 found = 0;
-        for (npy_intp j = 0; j < n_columns && !is_greedy; j++) {
-            found += read_float(weights, i, j) <= bound;
-        }
-        while (is_greedy && found < n_columns && read_float(shifted, i, found) != 0) {
-            found++; /* the largest is 0 */
+        if (is_greedy) {
+            while (found < n_columns && read_float(shifted, i, found) != 0) {
+                found++; /* the largest is 0 */
+            }
+        } else {
+            double bound = *(const npy_float64 *)PyArray_GETPTR1(uniform, i) * sum;
+            for (npy_intp j = 0; j < n_columns; j++) {
+                found += read_float(weights, i, j) <= bound;
+            }
         }
         *(npy_int64 *)PyArray_GETPTR1(index, i) = found;
         is_drawn = found < n_columns;

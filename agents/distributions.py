@@ -1,7 +1,7 @@
 """The arithmetic of action distributions, in numpy. For a few columns, torch takes two to three times as long.
 
-Actions are drawn from logits in C where it was compiled. Elsewhere, and for unusual arrays, `shift_rows` and
-`draw_rows` return None. Then `choose` draws with numpy, with the same results.
+Actions are chosen from logits in C where it was compiled. Elsewhere, and for unusual arrays, `shift_rows` and
+`draw_rows` return None. Then `choose` uses numpy, with the same results.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 shift_rows: Callable[[Any], Any]
 #: `draw_rows(weights, uniform, shifted)`: for each row of `weights` `[N, n]` an index, and the entry of `shifted`
 #: `[N, n]` there; both `[N]`. The probability of an index is in proportion to its weight; `uniform` `[N]`, from 0 to 1,
-#: decides; with None, it is the first one whose entry of `shifted` is 0. Afterwards `weights` holds the cumulative sums
-#: of each row. None if it cannot handle the arguments.
+#: decides. With `uniform` None, the index is the first one whose entry of `shifted` is 0, which is the largest.
+#: Afterwards `weights` holds the cumulative sums of each row. None if it cannot handle the arguments.
 draw_rows: Callable[[Any, Any, Any], tuple[Any, Any] | None]
 
 #: The functions that are used if nothing is compiled.

@@ -58,6 +58,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
         self._plan, self._policies, self._rank, self._wants_infos = plan, policies, context.worker_rank, wants_infos
         self._split = action_splitter(plan.spaces[1])
         self._env: gym.Env[Any, Any] | None = None
+        self._step_env: Any = None  # what makes its steps
         self._task = -1
         self._players: dict[str, Player] = {}
         self._idle = self._observation = plan.spaces[0].sample()
@@ -179,7 +180,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
 
     def close(self) -> None:
         """Close the environment that plays."""
-        env, self._env = self._env, None
+        env, self._env, self._step_env = self._env, None, None  # a function of the environment keeps it alive
         if env is not None:
             try:
                 env.close()

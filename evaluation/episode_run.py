@@ -69,6 +69,7 @@ class EpisodeRun:
         self._action_space = plan.spaces[1]
         leaves = [part for _, part in tree_leaves(self._action_space)]
         self._chunk = [np.zeros((n_columns, LONGEST_CHUNK, *part.shape), part.dtype) for part in leaves]
+        # By column: the episode that begins with its next step, or NO_JOB, and how many actions it gets.
         self._order = np.tile((NO_JOB, 0), (n_columns, 1))
         self._swallow: set[int] = set()  # columns whose next step is only the reset after a replacement
         self._hungry: dict[str, list[tuple[_Ids, _Ids, Any]]] = defaultdict(list)  # columns, their rows, observations

@@ -410,7 +410,9 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             which = self._exchange.all if env_ids is None else env_ids_within(env_ids, self._n_envs)
             self._workers.finish_interrupted()
             if len(busy := self._exchange.outstanding_of(which)):
-                raise SamplerStateError(f"send: environments {busy.tolist()} have not been received yet: call recv")
+                raise SamplerStateError(
+                    f"send: environments {sorted(busy.tolist())} have not been received yet: call recv"
+                )
             if self._is_batched and len(missing := np.setdiff1d(self._exchange.together_with(which), which)):
                 raise ConfigError(
                     f"send: one call steps environments {missing.tolist()} together with others in env_ids: add them"
@@ -435,6 +437,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         """
         with self._guard.call("recv", State.SENT):
             exchange = self._exchange
+            self._workers.finish_interrupted()  # it may take some of the results
             n = len(exchange.outstanding)
             if min_ready is None:
                 min_ready = 1 if max_wait is None else n

@@ -152,7 +152,9 @@ class Exchange:
         return ready
 
     def when_ready(self, n: int) -> Callable[[], bool]:
-        """Whether `n` of the outstanding environments have replied. Until then workers need not wake this process."""
+        """Let workers wake this process once `n` of the outstanding environments have replied. Returns a function that
+        says whether they have."""
+        # The workers do not know which replies were taken, so they count those too.
         self._wake_at[0] = n + np.count_nonzero(self._requested == self._taken)
         return lambda: len(self.ready) >= n
 

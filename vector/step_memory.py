@@ -34,8 +34,9 @@ class VectorMemory:
     With `n_seats`, the data of actions and replies are `[n_seats]` instead, and the worker also writes `valid`, `alive`
     and `late_reward` of each seat.
 
-    `wake_at` `[1]`: 0 where a worker replies for all of its environments together. Otherwise it replies for one after
-    the other, and wakes the main process once the last requests to so many environments, of all workers, have replies.
+    `wake_at` `[1]`: 0 in a step of all environments, for which a worker replies together. Otherwise it replies for one
+    after the other (batched ones together), and wakes the main process if at least so many environments of all workers
+    have no open request. The main process writes it.
     """
 
     control: ControlBlock

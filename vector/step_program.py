@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 
 from penstock.buffers.native import put_row
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
-from penstock.buffers.ordering import HAS_FULL_FENCE, fence, full_fence
+from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import tree_leaves
 from penstock.columns.batched_columns import BatchedColumns
@@ -197,16 +197,12 @@ class VectorProgram:
             for e in requested if alone and self._columns.can_step_one else (None,):
                 self._step(e)
                 if self._wake_at[0]:
-                    self._wake_main()
+                    assert self._context.gate is not None
+                    self._context.gate.wake_main_if(self._are_enough)
 
-    def _wake_main(self) -> None:
-        """Wake the main process if it waits for no more replies than there are."""
-        full_fence()  # of two workers that reply at the same time, one at least sees the reply of the other
-        n = self._wake_at[0]
-        if n > 1 and HAS_FULL_FENCE and np.count_nonzero(self._all_replied == self._all_requested) < n:
-            return
-        assert self._context.gate is not None
-        self._context.gate.wake_main()
+    def _are_enough(self) -> bool:
+        """Whether there are as many replies, of all workers, as the main process waits for."""
+        return bool(np.count_nonzero(self._all_replied == self._all_requested) >= self._wake_at[0])
 
     def close(self) -> None:
         """Close every environment; the first exception is raised when all have been closed."""

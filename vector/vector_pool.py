@@ -90,6 +90,8 @@ _TIMEOUT_POLL_SECONDS = 0.01  # how late a timeout may end
 class VectorPool(WorkerPool):
     """Steps, resets and calls as commands of a worker pool."""
 
+    wakes_for_any = False
+
     def __init__(
         self,
         plans: Sequence[WorkerPlan],
@@ -121,7 +123,7 @@ class VectorPool(WorkerPool):
         self.submit(Command(), ranks)
 
     def wait_steps(self, until: Callable[[], bool] | None = None) -> None:
-        """Wait until all requests have their replies, or `until` returns True."""
+        """Wait until all requests have their replies, or `until` returns True, which is from `Exchange.when_ready`."""
         self.finish_interrupted()
         if until is None:
             self.wait("step")  # no keywords: this runs at every step
@@ -130,6 +132,7 @@ class VectorPool(WorkerPool):
 
     def wait_ready(self, wanted: int, max_wait: float | None = None) -> None:
         """Wait until `wanted` results are ready, with `max_wait` at most so many seconds after the first one."""
+        self.finish_interrupted()
         if max_wait is None:
             self.wait_steps(self.exchange.when_ready(wanted))
             return

@@ -120,6 +120,13 @@ class Gate:
         if must_wake(*self._control.block, self._control.main_asleep) or not HAS_FULL_FENCE:
             notify(self.done.writer.fd)
 
+    def wake_main_if(self, is_due: Callable[[], bool]) -> None:
+        """Wake the main process if it sleeps, and `is_due()`: this worker has published something that it may wait for,
+        and what it waits for is in shared memory."""
+        full_fence()
+        if not HAS_FULL_FENCE or (self._control.main_asleep[0] != AWAKE and is_due()):
+            notify(self.done.writer.fd)
+
     def _wake_server(self, server_go: WakeUp, arrived: int | None = None) -> None:
         """Wake the inference server, if it sleeps and waits for what this worker has just published: a request, or
         that it has `arrived`."""

@@ -80,6 +80,10 @@ class WorkerPool:
     program, in `submit`. With a `server`, this pool replies to requests while it waits.
     """
 
+    #: Whether workers end a wait for `until` each time that one publishes something; otherwise they do when all are
+    #: idle, and the program wakes this process for the rest (`Gate.wake_main_if`).
+    wakes_for_any = True
+
     def __init__(
         self,
         plans: Sequence[WorkerPlan],
@@ -300,7 +304,7 @@ class WorkerPool:
             # A request that came before a Ctrl-C still waits, and will not wake this process again.
             if self._server is not None:
                 self._serve()
-            while failures := self._monitor.wait(until, poll_interval):
+            while failures := self._monitor.wait(until, poll_interval, self.wakes_for_any):
                 self._replace_or_raise(failures, during)
             if self._monitor.is_closing:
                 raise SamplerClosedError(f"shut down by another thread during {during}")

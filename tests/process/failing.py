@@ -44,7 +44,7 @@ from ..scale import scaled
 from ..support import BOUND, sampler_of
 from .support import Notebook, NotedFault, check_counting
 
-#: The last is more than the 1.5 s that each worker has to end its step: closing may take as long anyway.
+#: The last is more than the 1.5 s that each worker has to end its step: else the error comes later than this limit.
 STEP_TIMEOUT, START_TIMEOUT, CLOSE_TIMEOUT = 1.0, 4.0, 2.0
 
 

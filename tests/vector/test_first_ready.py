@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -102,20 +103,37 @@ def test_in_one_process_too_each_is_told_of_at_once(pipes: list[Path]) -> None:
         assert envs.recv(min_ready=99)[4]["env_id"].tolist() == [2, 3]  # all that there are
 
 
+class Silent(Waiting):
+    """An info would wake the main process too."""
+
+    def step(self, action: Any) -> Any:
+        return *super().step(action)[:4], {}
+
+
 @pytest.mark.parametrize("n_workers", [1, 2, 4])
-def test_the_reply_that_was_missing_ends_the_wait(pipes: list[Path], n_workers: int) -> None:
-    with ShmVectorEnv([partial(Waiting, pipe, length=99) for pipe in pipes], n_workers=n_workers) as envs:
+def test_the_reply_that_was_missing_ends_the_wait_and_no_other_does(pipes: list[Path], n_workers: int) -> None:
+    looks = 0
+
+    def count(frame: Any, event: str, _: object) -> None:
+        nonlocal looks
+        looks += event == "call" and frame.f_code.co_name == "_watch"
+
+    with ShmVectorEnv([partial(Silent, pipe, length=99) for pipe in pipes], n_workers=n_workers) as envs:
         envs.reset()
-        began = time.monotonic()
         for _ in range(8):
-            envs.send([0, 0, 2, 2])
-            thread = Timer(0.02, let_go, [pipes[2]])  # most often, `recv` sleeps then
-            thread.start()
-            assert envs.recv(min_ready=3)[4]["env_id"].tolist() == [0, 1, 2]
+            envs.send([2] * 4)
+            for k, pipe in enumerate(pipes[:3], 1):  # most often, `recv` sleeps then
+                (thread := Timer(0.02 * k, let_go, [pipe])).start()
+            began = time.monotonic()
+            sys.setprofile(count)
+            ids = envs.recv(min_ready=3)[4]["env_id"].tolist()
+            sys.setprofile(None)
+            assert ids == [0, 1, 2]
+            assert time.monotonic() - began < 0.8, "a wait that nobody ends looks again after a second"
             thread.join()
             let_go(pipes[3])
             assert envs.recv()[4]["env_id"].tolist() == [3]
-        assert time.monotonic() - began < 4, "a wait that nobody ends looks again after a second"
+    assert looks < 8 * 3, "it sleeps once, or twice if it looks for deaths meanwhile"
 
 
 @pytest.mark.slow
