@@ -78,7 +78,9 @@ class EpisodeEnv(gym.Env[Any, Any]):
             if number != NO_JOB:
                 self._begin(self._plan.job(number))
             if n:
-                self._put(map_leaves(lambda part: part[:n].copy(), as_named(action["action"])))
+                chunk = action["action"]
+                is_array = chunk.__class__ is np.ndarray  # the usual case
+                self._put(chunk[:n].copy() if is_array else map_leaves(lambda part: part[:n].copy(), as_named(chunk)))
             note = self._play()
         except _PolicyError as error:
             note = "policy raised", _whole(error.exception)
@@ -129,8 +131,13 @@ class EpisodeEnv(gym.Env[Any, Any]):
 
     def _play(self) -> tuple[str, Any] | None:
         """Make the steps whose actions are there, for a while, or until the episode ends. With `policies`, act."""
-        until, infos = time.monotonic() + _SLICE_SECONDS, dict[str, Any]()
-        acts, (note, self._begun) = self._policies is not None, (self._begun, None)
+        infos: dict[str, Any] = {}
+        until, acts, note, self._begun = (
+            time.monotonic() + _SLICE_SECONDS,
+            self._policies is not None,
+            self._begun,
+            None,
+        )
         while self._env is not None and (self._pending or acts):
             if not self._pending:
                 self._put(self._own_chunk())

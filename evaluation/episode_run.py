@@ -177,7 +177,7 @@ class EpisodeRun:
 
     def _send(self, envs: ShmVectorEnv, ids: _Ids) -> None:
         chunk = tree_of(self._action_space, [part[ids] for part in self._chunk])
-        envs.send({"action": chunk, "order": self._order[ids]}, ids.tolist())
+        envs.send({"action": chunk, "order": self._order[ids]}, ids)
         self._order[ids] = NO_JOB, 0
         self._n_out += len(ids)
 

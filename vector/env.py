@@ -401,7 +401,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
     # ---- send and recv ---------------------------------------------------------------------
 
-    def send(self, actions: Any, env_ids: Sequence[int] | None = None) -> None:
+    def send(self, actions: Any, env_ids: Sequence[int] | Ids | None = None) -> None:
         """Start a step of the environments `env_ids` (None: all) with `actions` `[k, ...]`, and return.
 
         Raises `SamplerStateError` if one is still stepping, or if its last result has not been received.

@@ -263,9 +263,10 @@ def env_ids_within(env_ids: object, n_envs: int) -> Ids:
     """`env_ids` as an array; raises `ConfigError` unless they are different indices of environments."""
     ids = np.asarray(env_ids)
     fits = ids.ndim == 1 and len(ids) > 0 and ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < n_envs
-    if not fits or len(np.unique(ids)) != len(ids):
+    ids = ids.astype(np.intp) if fits else ids
+    if not fits or np.bincount(ids).max() > 1:
         raise ConfigError(f"env_ids must be different indices from 0 to {n_envs - 1}, got {brief(env_ids)}")
-    return ids.astype(np.intp)
+    return ids
 
 
 class SharedSpaces(ParallelView):
