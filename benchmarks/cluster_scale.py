@@ -65,7 +65,7 @@ class Asker:
         """Whether there is another version. Otherwise None."""
         if not self._is_asking and self._full.version > tuple(self._version):
             self._is_asking = True
-            message = {"version": self._version, "place": self._full._place, "is_urgent": False}
+            message = {"version": self._version, "place": self._full.place, "is_urgent": False}
             self._trainer.ask(message, 1e9).add_done_callback(self._told)
         self.n_seen, n_before = self.n_versions, self.n_seen
         return True if self.n_seen > n_before else None
