@@ -273,6 +273,16 @@ def test_cluster_wire(folder: Path) -> None:
         assert all(len(turns[kind]) == 2 and min(turns[kind]) > 0 for kind in ("wall_us", "cpu_us"))
 
 
+@pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
+@pytest.mark.slow
+def test_cluster_scale(folder: Path) -> None:
+    printed, content = run_benchmark(folder, "cluster_scale", "--workers", 4, "--seconds", 1, "--megabytes", 1)
+    assert "until all have it" in printed
+    (figures,) = content["results"]
+    assert figures["workers"] == 4
+    assert min(figures["table [%]"], figures["until all have it [s]"]) > 0
+
+
 def test_what_a_user_waits_for(folder: Path) -> None:
     wheel = folder / f"penstock-1-cp{sys.version_info[0]}{sys.version_info[1]}-any-linux_x86_64.whl"
     wheel.write_bytes(bytes(1_500_000))
