@@ -273,7 +273,7 @@ def test_a_client_moves_to_another_server_in_a_new_session(trial: Trial) -> None
     assert client.ask({"x": np.ones(1)})["by"] == "b"
     second.stop = True
     second.join()
-    assert client.n_moves == 1
+    assert client.n_moves >= 1  # 2, if it has asked the first one once more
     assert not first.sessions.keys() & second.sessions.keys()
 
 
