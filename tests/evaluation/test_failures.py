@@ -151,7 +151,7 @@ def broken(act: Any, number: int, t: int) -> None:
 @pytest.mark.parametrize("act", ["raises", "exits", "segfaults"])
 def test_a_broken_environment(act: str) -> None:
     with pytest.raises(WorkerError, match=r"the environment is broken: the first \d+ episodes have all failed"):
-        run(partial(Reach, fault=partial(broken, ACTS[act])))
+        run(partial(Reach, fault=partial(broken, ACTS[act])), attempts=2)
 
 
 def not_built(task: str) -> Any:
