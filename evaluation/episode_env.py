@@ -132,12 +132,8 @@ class EpisodeEnv(gym.Env[Any, Any]):
     def _play(self) -> tuple[str, Any] | None:
         """Make the steps whose actions are there, for a while, or until the episode ends. With `policies`, act."""
         infos: dict[str, Any] = {}
-        until, acts, note, self._begun = (
-            time.monotonic() + _SLICE_SECONDS,
-            self._policies is not None,
-            self._begun,
-            None,
-        )
+        until, acts = time.monotonic() + _SLICE_SECONDS, self._policies is not None
+        note, self._begun = self._begun, None
         while self._env is not None and (self._pending or acts):
             if not self._pending:
                 self._put(self._own_chunk())
