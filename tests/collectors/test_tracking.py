@@ -253,10 +253,11 @@ def object_tracker(run: Run, cls: type[TrajInfo] = Full) -> list[tuple[Any, ...]
             tracker.set_agent_info(np.full(n, -1))
             tracker.on_step(column, None, None, reward, False, False, {})
         tracker.preload(column, rewards)
-    found = []
+    found, agent_info = [], NamedArrays(value=np.zeros((n, 1)))  # as rows of a batch, it is written again
     for batch, (start, stop) in enumerate(run.batches):
         for t in range(start, stop):
-            tracker.set_agent_info(NamedArrays(value=np.arange(n) + 100 * t))
+            agent_info.value[:, 0] = np.arange(n) + 100 * t
+            tracker.set_agent_info(agent_info)
             for column in range(n):
                 done = bool(run.done[t, column])
                 tracker.on_step(column, (t, column), t % 3, float(run.reward[t, column]), done, False, {"t": t})
@@ -293,7 +294,7 @@ def test_objects_are_told_every_step_of_their_own_column_and_the_end(run: Run) -
             ):
                 assert (observation, action, reward) == ((t, column), t % 3, run.reward[t, column])
                 assert (terminated, truncated, env_info) == (t == end, False, {"t": t})
-                assert agent_info.value == column + 100 * t
+                assert agent_info.value.tolist() == [column + 100 * t]
             begin = end + 1
 
 
