@@ -66,10 +66,16 @@ def forked_workers(starter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.workers.child.subprocess", SimpleNamespace(Popen=launch, PIPE=subprocess.PIPE))
 
 
+_clusters: list[Any] = []
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """A `ray.cluster_utils.Cluster`, which this process has joined."""
     ray = pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
+    if ray.is_initialized():  # for a module that imports this fixture, pytest calls it once more
+        yield _clusters[0]
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(penstock.__file__).parents[1]))  # for its nodes
         with warnings.catch_warnings():
@@ -81,6 +87,7 @@ def ray_cluster() -> Iterator[Any]:
                 head_node_args={"num_cpus": 8, "object_store_memory": 100 * 2**20, "include_dashboard": False},
             )
             ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+            _clusters[:] = [cluster]
         yield cluster
         ray.shutdown()
         cluster.shutdown()
