@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
+import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError, SpaceError
@@ -224,6 +225,8 @@ def fields_of(value: object) -> Mapping[str, Any] | None:
 
 def as_named(value: object) -> Any:
     """`value` with `NamedArrays` in place of its mappings and tuples, at any depth. Anything else is not changed."""
+    if value.__class__ is np.ndarray:  # first, since the other checks take long
+        return value
     if isinstance(value, NamedArrays):
         return value.map(as_named)
     fields = fields_of(value)

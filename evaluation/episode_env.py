@@ -78,9 +78,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
             if number != NO_JOB:
                 self._begin(self._plan.job(number))
             if n:
-                chunk = action["action"]
-                is_array = chunk.__class__ is np.ndarray  # the usual case
-                self._put(chunk[:n].copy() if is_array else map_leaves(lambda part: part[:n].copy(), as_named(chunk)))
+                self._put(map_leaves(lambda part: part[:n].copy(), as_named(action["action"])))
             note = self._play()
         except _PolicyError as error:
             note = "policy raised", _whole(error.exception)

@@ -175,7 +175,8 @@ class Found:
             for key, result in kept.items()
             if not result.failed and key[0] in plan.policies and key[2] in plan.episodes
         }
-        self._n_values, self._total = 0, 0.0  # of what `progress` shows
+        self._metric = "return" if plan.success is None else "success"
+        self._n_values, self._total = 0, 0.0  # of this metric: `progress` shows the mean
         for result in self.by_number.values():
             self._count(result)
         self.missing = [number for number in range(plan.n) if number not in self.by_number]
@@ -195,13 +196,11 @@ class Found:
             self._say()
 
     def _count(self, result: EpisodeResult) -> None:
-        metric = "return" if self._plan.success is None else "success"
-        if metric in result.metrics:
-            self._n_values, self._total = self._n_values + 1, self._total + result.metrics[metric]
+        if self._metric in result.metrics:
+            self._n_values, self._total = self._n_values + 1, self._total + result.metrics[self._metric]
 
     def _say(self) -> None:
-        metric = "return" if self._plan.success is None else "success"
-        mean = f", {metric} {self._total / self._n_values:.3f}" if self._n_values else ""
+        mean = f", {self._metric} {self._total / self._n_values:.3f}" if self._n_values else ""
         n, end = len(self.by_number), "\n" if len(self.by_number) == self._plan.n else ""
         print(f"\r{n} of {self._plan.n} episodes{mean}", end=end, file=sys.stderr, flush=True)
 

@@ -285,8 +285,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         which, each = split_mask(options, self._n_envs)
         if self._is_batched:
             each = [as_one_dict(options)] * self._n_envs
-            others = np.setdiff1d(self._exchange.together_with(which), which)
-            if len(busy := np.intersect1d(others, self._exchange.outstanding)):
+            if len(busy := self._exchange.outstanding_of(self._exchange.together_with(which))):
                 raise SamplerStateError(
                     f"reset: environments {busy.tolist()} have not been received yet, and one call steps them together "
                     f"with environments {which.tolist()}: receive them first"
@@ -413,7 +412,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
                 raise SamplerStateError(
                     f"send: environments {sorted(busy.tolist())} have not been received yet: call recv"
                 )
-            if self._is_batched and len(missing := np.setdiff1d(self._exchange.together_with(which), which)):
+            if self._is_batched and len(missing := self._exchange.together_with(which)):
                 raise ConfigError(
                     f"send: one call steps environments {missing.tolist()} together with others in env_ids: add them"
                 )

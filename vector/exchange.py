@@ -83,11 +83,11 @@ class Exchange:
         return np.concatenate([which[:0], *map(np.arange, first, stop)])
 
     def together_with(self, which: Ids) -> Ids:
-        """The environments that one call steps together with `which`."""
-        return np.flatnonzero(np.isin(self._group_of, self._group_of[which])) if self._is_batched else which
+        """The other environments that one call steps together with `which`."""
+        return np.setdiff1d(np.flatnonzero(np.isin(self._group_of, self._group_of[which])), which)
 
     def outstanding_of(self, which: Ids) -> Ids:
-        """Those of the environments `which` with a request whose reply was not taken."""
+        """The environments in `which` with a request whose reply was not taken."""
         busy: Ids = which[self._requested[which] != self._taken[which]]
         return busy
 
@@ -132,7 +132,7 @@ class Exchange:
 
     def request(self, which: Ids | slice = slice(None), *, one_by_one: bool = False) -> None:
         """Publish a request to the environments `which`; its data are written. Open the gates then."""
-        self._wake_at[0] = one_by_one
+        self._wake_at[0] = one_by_one  # 1: each reply wakes this process, until `when_ready` says how many must come
         fence()
         self._requested[which] += 1
 

@@ -34,9 +34,9 @@ class VectorMemory:
     With `n_seats`, the data of actions and replies are `[n_seats]` instead, and the worker also writes `valid`, `alive`
     and `late_reward` of each seat.
 
-    `wake_at` `[1]`: 0 in a step of all environments, for which a worker replies together. Otherwise it replies for one
-    after the other (batched ones together), and wakes the main process if at least so many environments of all workers
-    have no open request. The main process writes it.
+    `wake_at` `[1]` is written by the main process. With 0, a worker replies for all of its environments together. Above
+    0, it replies for one after the other, or for a batched environment. After each reply it counts the environments of
+    all workers that have no open request, and wakes the main process if there are at least `wake_at`.
     """
 
     control: ControlBlock

@@ -122,22 +122,19 @@ class VectorPool(WorkerPool):
         self.exchange.request(rows, one_by_one=which is not None)
         self.submit(Command(), ranks)
 
-    def wait_steps(self, until: Callable[[], bool] | None = None) -> None:
-        """Wait until all requests have their replies, or `until` returns True, which is from `Exchange.when_ready`."""
+    def wait_steps(self) -> None:
+        """Wait until all requests have their replies."""
         self.finish_interrupted()
-        if until is None:
-            self.wait("step")  # no keywords: this runs at every step
-        else:
-            self.wait("step", until)
+        self.wait("step")  # no keywords: this runs at every step
 
     def wait_ready(self, wanted: int, max_wait: float | None = None) -> None:
-        """Wait until `wanted` results are ready, with `max_wait` at most so many seconds after the first one."""
-        self.finish_interrupted()
+        """Wait until `wanted` results are ready, with `max_wait` at most so many seconds after the first one. Call
+        `finish_interrupted` before."""
         if max_wait is None:
-            self.wait_steps(self.exchange.when_ready(wanted))
-            return
-        self.wait_steps(self.exchange.when_ready(1))
-        self._wait_until(self.exchange.when_ready(wanted), max_wait, "step")
+            self.wait("step", self.exchange.when_ready(wanted))
+        else:
+            self.wait("step", self.exchange.when_ready(1))
+            self._wait_until(self.exchange.when_ready(wanted), max_wait, "step")
 
     def wait_at_most(self, timeout: float, name: str, wanted: int | None = None) -> None:
         """Wait until all requests have replies, or `wanted` results are ready. Raises `WaitTimeoutError` after

@@ -52,10 +52,12 @@ class Monitor:
         options: PoolOptions,
         server: RequestServer | None = None,
         serve: Callable[[], None] | None = None,
+        *,
+        wakes_for_any: bool = True,
     ) -> None:
-        """`serve` lets the `server` reply to requests."""
+        """`serve` lets the `server` reply to requests. `wakes_for_any`: see `WorkerPool`."""
         self._control, self._reports, self._options = control, reports, options
-        self._server, self._serve = server, serve
+        self._server, self._serve, self._wakes_for_any = server, serve, wakes_for_any
         self._handles: Sequence[WorkerHandle] = ()
         self._poll = select.poll()
         self._sources: dict[int, tuple[str, WorkerHandle]] = {}  # by descriptor: "death", "gate" or "pipe", and whose
@@ -83,21 +85,16 @@ class Monitor:
         """Read messages, and return the workers that have failed, without a wait."""
         return self._watch(FOR_ANY, None, 0.0)
 
-    def wait(
-        self,
-        until: Callable[[], bool] | None = None,
-        poll_interval: float = POLL_SECONDS,
-        wakes_for_any: bool = True,
-    ) -> list[WorkerFailure]:
+    def wait(self, until: Callable[[], bool] | None = None, poll_interval: float = POLL_SECONDS) -> list[WorkerFailure]:
         """Wait until every worker has arrived at barrier_out, or `until` returns True. Meanwhile the server replies.
 
         `until` is called at each wake-up, and at least every `poll_interval` seconds. The workers wake this process
-        when all of them are idle. They also do each time that one publishes something, if the server asks for it;
+        when all of them are idle. They also wake it each time that one publishes something, if the server asks for it;
         without a server, if there is `until` and `wakes_for_any`. Ctrl-C may end the wait. Returns the workers that
         have failed, or [] if the wait is over or `is_closing` was set.
         """
         server = self._server
-        wakes_for_any = (wakes_for_any and until is not None) if server is None else server.wake_for_any
+        wakes_for_any = (until is not None and self._wakes_for_any) if server is None else server.wake_for_any
         began, wake_for = time.monotonic(), FOR_ANY if wakes_for_any else len(self._handles)
         failures: list[WorkerFailure] = []
         has_spun = False

@@ -80,8 +80,8 @@ class WorkerPool:
     program, in `submit`. With a `server`, this pool replies to requests while it waits.
     """
 
-    #: Whether workers end a wait for `until` each time that one publishes something; otherwise they do when all are
-    #: idle, and the program wakes this process for the rest (`Gate.wake_main_if`).
+    #: Whether a wait with `until` looks at it each time that a worker publishes something. Otherwise the program calls
+    #: `Gate.wake_main_if` for what `until` looks at.
     wakes_for_any = True
 
     def __init__(
@@ -124,7 +124,10 @@ class WorkerPool:
             self._reports = ReportBoard(max(n, 1), shared=n > 0)
             resources.callback(self._reports.memory.close)
             # Without a server, the pool is part of no cycle: it is freed as soon as it is dropped.
-            self._monitor = Monitor(self.control, self._reports, options, server, self._serve if server else None)
+            serve = self._serve if server else None
+            self._monitor = Monitor(
+                self.control, self._reports, options, server, serve, wakes_for_any=self.wakes_for_any
+            )
             self._death_logger = DeathLogger(self._monitor)
             if n:
                 self._mailbox, self._parts = post_programs(programs, worker_data)
@@ -304,7 +307,7 @@ class WorkerPool:
             # A request that came before a Ctrl-C still waits, and will not wake this process again.
             if self._server is not None:
                 self._serve()
-            while failures := self._monitor.wait(until, poll_interval, self.wakes_for_any):
+            while failures := self._monitor.wait(until, poll_interval):
                 self._replace_or_raise(failures, during)
             if self._monitor.is_closing:
                 raise SamplerClosedError(f"shut down by another thread during {during}")

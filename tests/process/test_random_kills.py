@@ -21,7 +21,7 @@ from ..scale import START_METHODS, scaled, with_start_methods
 from .support import ERROR_SECONDS, SLACK, Killer, WithChildren, generator, gone_after, killer, note, pid_of
 
 KILLS = scaled({"fork": 200, "forkserver": 200, "spawn": 200}, {"fork": 4, "forkserver": 6})
-#: Beyond what processes like the workers take to die without penstock. Without other tests beside it, 0.02 s at most.
+#: Beyond what processes like the workers take to die without penstock. With no other test beside it, it is some 0.02 s.
 MEDIAN_SECONDS = scaled(0.2, 1.0)
 LONGEST_DELAY = 0.05
 

@@ -126,8 +126,10 @@ def test_the_reply_that_was_missing_ends_the_wait_and_no_other_does(pipes: list[
                 (thread := Timer(0.02 * k, let_go, [pipe])).start()
             began = time.monotonic()
             sys.setprofile(count)
-            ids = envs.recv(min_ready=3)[4]["env_id"].tolist()
-            sys.setprofile(None)
+            try:
+                ids = envs.recv(min_ready=3)[4]["env_id"].tolist()
+            finally:
+                sys.setprofile(None)
             assert ids == [0, 1, 2]
             assert time.monotonic() - began < 0.8, "a wait that nobody ends looks again after a second"
             thread.join()
