@@ -59,11 +59,15 @@ def test_first_ready_steps_survive_kills() -> None:
         envs.reset(seed=0)
         counts, cuts = np.zeros(6, int), 0
         envs.send(np.zeros(6, int))
-        killed, n_received = list[int](), 0
+        killed, n_received, n_steps = list[int](), 0, np.zeros(3, int)  # steps of each worker since its last kill
         while len(killed) < scaled(200, 12) or n_received < 600:
-            # One that was killed may take some milliseconds to die.
-            if n_received >= 50 * (len(killed) + 1) and (workers := sorted({*envs.worker_pids} - {*killed})):
-                killed.append(workers[len(killed) % len(workers)])
+            pids = envs.worker_pids  # of those that live
+            # One that has not stepped has no episodes to lose: it is still dying, or starting.
+            able = np.flatnonzero(n_steps >= 6)
+            if n_received >= 50 * (len(killed) + 1) and len(pids) == 3 and len(able):
+                worker = able[len(killed) % len(able)]
+                n_steps[worker] = 0
+                killed.append(pids[worker])
                 os.kill(killed[-1], signal.SIGKILL)
             _, reward, _, truncated, infos = envs.recv()
             ids = infos["env_id"]
@@ -72,6 +76,7 @@ def test_first_ready_steps_survive_kills() -> None:
             for i, r, cut in zip(ids.tolist(), reward.tolist(), truncated.tolist(), strict=True):
                 assert r in (0, counts[i] + 1), (i, r, counts[i])
                 counts[i] = 0 if cut or r in (0, 7) else r
+                n_steps[i // 2] += r > 0
             envs.send(np.zeros(len(ids), int), ids)
         envs.get_attr("count")  # the last kill is noticed too
         assert envs.n_restarts == len(killed)
