@@ -102,12 +102,6 @@ def test_a_recipe_is_short(page: str) -> None:
     assert max(len(block.splitlines()) for block in blocks(page)) <= 65
 
 
-def test_no_code_is_cut_on_a_page() -> None:
-    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
-            assert all(len(line) <= 80 for line in block.splitlines()), f"{path.name}: wrap the code at 80 columns"
-
-
 def test_the_recipe_with_hindsight_learns_goals_that_the_episode_reaches_later() -> None:
     page = blocks("recipes/algorithms.md")
     first = next(i for i, block in enumerate(page) if "class FlipBits" in block)
