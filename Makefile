@@ -55,11 +55,13 @@ arm:
 	.ci/arm 3.13 trixie
 
 # The whole suite, that of Ray too, and the lines of each room that it runs, in whichever process. Fails below the share
-# in pyproject.toml. A test with a limit of time may fail, since measured code is slower.
+# in pyproject.toml. A test with a limit of time may fail, since measured code is slower. Ray has processes of its own:
+# it leaves threads, with which a process must not fork.
 COVERAGE := .venv-ray/bin/coverage
 coverage: .venv-ray/.installed
 	rm -f .venv-ray/.coverage*
-	-$(COVERAGE) run -m $(PYTEST) -n 3
+	-$(COVERAGE) run -m $(PYTEST) -n 3 -m "not ray and not gpu and not site"
+	-$(COVERAGE) run -m $(RAY_TESTS)
 	$(COVERAGE) combine --quiet
 	@$(COVERAGE) report --skip-covered --show-missing --fail-under=0 > .venv-ray/coverage.txt
 	@for room in $(ROOMS); do \
@@ -170,8 +172,9 @@ pythons:
 # The tests of Ray, which `make test` skips: Ray is large, so it has a virtual environment of its own. With
 # PENSTOCK_FAULTS=full they run at full scale.
 RAY := .venv-ray
+RAY_TESTS := pytest -m ray tests/distributed tests/benchmarks/test_cluster.py tests/process/test_faults.py
 ray: $(RAY)/.installed
-	$(RAY)/bin/pytest -m ray tests/distributed tests/benchmarks/test_cluster.py tests/process/test_faults.py
+	$(RAY)/bin/$(RAY_TESTS)
 
 $(RAY)/.installed: setup.py constraints.txt $(SOURCES)
 	$(PYTHON) -m venv $(RAY)
