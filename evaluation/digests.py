@@ -2,81 +2,174 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import hashlib
 import os
+import random
 import sys
 import sysconfig
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 
 from penstock.agents import Agent
 from penstock.agents.shared_parameters import parameters_of
 
-_DEEPEST = 12  # what lies deeper is not compared
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+#: What changes while a policy acts, or where it acts, and does not make it another one: only their class is compared.
+_STATE = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random, deque)
+#: Attributes of penstock's agents that are settings, though their names are private.
+_SETTINGS = ("_fn", "_epsilon_setting", "_eval_setting", "_sigma_setting", "_ou", "_initial_log_std")
+#: Public ones that are none: the parameters are compared by themselves, and the rest follows from where it acts.
+_NO_SETTINGS = ("parameters", "model", "inference", "observation_space", "action_space", "env_ranks", "n_envs")
 
 
 def digest(value: object) -> str:
     """A short text that is another one if `value` is: its code, with the global variables that this uses, what it
-    holds, arrays, and the parameters of agents and torch modules. Of libraries only the names are compared."""
+    holds, however deep, arrays, and the parameters of agents and torch modules. Of libraries only the names are
+    compared, and of random generators and deques nothing: they change while a policy acts."""
+    return _digest(value, {})
+
+
+def _digest(value: object, seen: dict[int, Any]) -> str:
+    """`seen`: what was visited, by its id, which nothing else gets meanwhile."""
     hashed = hashlib.sha256()
-    for part in _parts(value, 0, {}):
-        hashed.update(part)
-        hashed.update(b"\0")
+    stack: list[Iterator[Any]] = [iter([value])]  # not recursive: a list may be linked a thousand times
+    while stack:
+        for part in stack[-1]:
+            if isinstance(part, bytes | memoryview):
+                hashed.update(part)
+                hashed.update(b"\0")
+            else:
+                stack.append(_parts(part, seen))
+                break
+        else:
+            stack.pop()
+            hashed.update(b"\1")
     return hashed.hexdigest()[:16]
 
 
-def _parts(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[bytes]:
-    """What to compare of `value`, in order. `seen`: what was visited, by its id, which nothing else gets meanwhile."""
+def _parts(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
+    """What to compare of `value`, in order: bytes, and values that have parts themselves."""
     yield type(value).__qualname__.encode()
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | range | np.generic):
         yield repr(value).encode()
-        return
-    if isinstance(value, np.ndarray):
-        yield str((value.dtype, value.shape)).encode()
-        yield value.tobytes() if not value.dtype.hasobject else repr(value.tolist()).encode()
-        return
-    if isinstance(value, types.ModuleType):
+    elif isinstance(value, types.ModuleType):
         yield value.__name__.encode()
-        return
-    if depth > _DEEPEST or id(value) in seen:
-        return
-    seen[id(value)] = value
-    for part in _children(value):
-        yield from [part] if isinstance(part, bytes) else _parts(part, depth + 1, seen)
+    elif isinstance(value, np.ndarray):
+        yield from _of_array(value)
+    elif id(value) not in seen and not isinstance(value, _STATE):
+        seen[id(value)] = value
+        if isinstance(value, set | frozenset):
+            yield from sorted(_digest(each, dict(seen)).encode() for each in value)
+        else:
+            yield from next((parts for cls, parts in _PARTS.items() if isinstance(value, cls)), _of_object)(value)
 
 
-def _children(value: Any) -> Iterator[Any]:
-    for cls, parts in _PARTS.items():
-        if isinstance(value, cls):
-            yield from parts(value)
+def _of_array(array: Any) -> Iterator[Any]:
+    yield str((array.dtype, array.shape)).encode()
+    if array.dtype.hasobject:
+        yield array.tolist()
+    elif array.size:
+        yield memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _of_object(value: Any) -> Iterator[Any]:
+    """What pickle would take of it; of what it cannot take, such as a lock, the attributes."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.strided:
+        yield from _of_tensor(value.detach().cpu())
+    elif torch is not None and isinstance(value, torch.jit.ScriptModule):
+        yield [each.code for each in value.modules()]
+        yield {**dict(value.named_parameters()), **dict(value.named_buffers())}
+    elif torch is not None and isinstance(value, torch.nn.Module) and "_orig_mod" in value._modules:
+        yield value._modules["_orig_mod"]  # it is compiled
+    elif torch is not None and isinstance(value, torch.nn.Module):
+        yield from (type(value), value.training, _own(value), value._parameters, value._buffers, value._modules)
+    elif torch is None or not isinstance(value, torch.Generator | torch.device):
+        try:
+            found = value.__reduce_ex__(4)
+        except Exception:  # this may be the user's code
+            yield type(value)
+            yield _attributes(value)
             return
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        array = value.detach().cpu().contiguous()
-        yield str((array.dtype, tuple(array.shape))).encode()
-        yield array.reshape(-1).view(torch.uint8).numpy().tobytes() if array.numel() else b""
-        return
-    yield type(value)
-    held = vars(value) if hasattr(value, "__dict__") else {}
-    yield {key: each for key, each in held.items() if not key.startswith("__")}
+        if isinstance(found, str):  # a global name, as of a function that is cached
+            yield from (found, _attributes(value))
+        else:
+            yield from (list(each) if isinstance(each, Iterator) else each for each in found)
+
+
+def _of_tensor(tensor: Any) -> Iterator[Any]:
+    torch = sys.modules["torch"]
+    yield str((tensor.dtype, tuple(tensor.shape))).encode()
+    if tensor.numel():
+        yield memoryview(tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _own(module: Any) -> dict[str, Any]:
+    """What a torch module holds beside tensors and other modules; hooks without their numbers, which differ."""
+    torch = sys.modules["torch"]
+    held = {name: value for name, value in vars(module).items() if not isinstance(value, torch.Tensor)}
+    usual = vars(torch.nn.Module())
+    hooks = {name: list(own.values()) for name in usual if "hooks" in name and isinstance(own := held.get(name), dict)}
+    return {name: value for name, value in held.items() if name not in usual} | {k: v for k, v in hooks.items() if v}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = [name for cls in type(value).__mro__ for name in _as_names(vars(cls).get("__slots__", ()))]
+    found = {name: getattr(value, name, None) for name in slots if name not in ("__dict__", "__weakref__")}
+    return {**found, **getattr(value, "__dict__", {})}
+
+
+def _as_names(slots: Any) -> Iterable[str]:
+    return [slots] if isinstance(slots, str) else slots
 
 
 def _of_agent(agent: Any) -> Iterator[Any]:
+    """Its code, its parameters, the code and the settings of its model, and its own settings."""
+    yield type(agent)
     # A pickled function differs in each process, so the function itself is compared.
     yield from sorted((name, array) for name, array in parameters_of(agent).items() if name != "function")
-    yield vars(agent).get("_fn")
-    yield {k: v for k, v in vars(agent).items() if isinstance(v, bool | float | str) and not k.startswith("_")}
+    held, torch = vars(agent), sys.modules.get("torch")
+    source, model = held.get("_model_source"), held.get("model")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        yield [(type(each), _own(each)) for each in model.modules()]
+    if torch is None or not isinstance(source, torch.nn.Module):
+        yield source
+    own = {name for cls in type(agent).__mro__ if not _is_of_library(cls) for name in _names_of_class(cls)}
+    yield {
+        name: value
+        for name, value in held.items()
+        if name in _SETTINGS or (name not in _NO_SETTINGS and (not name.startswith("_") or name in own))
+    }
 
 
 def _of_class(cls: type) -> Iterator[Any]:
-    yield f"{cls.__module__}.{cls.__qualname__}".encode()
-    if not _is_of_library(cls):
-        yield {k: v for k, v in vars(cls).items() if isinstance(v, types.FunctionType | int | float | str)}
+    """Its names, and what it and its bases outside of libraries define."""
+    for each in cls.__mro__:
+        yield f"{each.__module__}.{each.__qualname__}".encode()
+        if not _is_of_library(each):
+            yield {name: value for name, value in sorted(vars(each).items()) if _is_defined(name, value)}
+
+
+def _is_defined(name: str, value: object) -> bool:
+    """Whether an attribute of a class was written by the user."""
+    if isinstance(value, types.MemberDescriptorType | types.GetSetDescriptorType):
+        return False
+    is_special = name.startswith("__") and name.endswith("__")
+    return name != "_abc_impl" and (not is_special or isinstance(value, types.FunctionType))
+
+
+def _names_of_class(cls: type) -> Iterator[str]:
+    """The names of attributes, and others, that its methods use."""
+    methods = [value for value in vars(cls).values() if isinstance(value, types.FunctionType)]
+    return (name for method in methods for code in _codes(method.__code__) for name in code.co_names)
 
 
 def _of_function(function: types.FunctionType) -> Iterator[Any]:
@@ -84,9 +177,16 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
     if _is_of_library(function):
         return
     yield from _of_code(function.__code__)
-    yield from (function.__defaults__, function.__kwdefaults__)
+    yield from (function.__defaults__, function.__kwdefaults__, vars(function))
     yield [_content(cell) for cell in function.__closure__ or ()]
-    yield {name: function.__globals__[name] for name in _names_of(function.__code__) if name in function.__globals__}
+    codes = list(_codes(function.__code__))
+    looked_up = dict.fromkeys(op.argval for code in codes for op in dis.get_instructions(code) if "GLOBAL" in op.opname)
+    used = {name: function.__globals__[name] for name in looked_up if name in function.__globals__}
+    yield used
+    names = dict.fromkeys(name for code in codes for name in code.co_names)
+    for module in used.values():
+        if isinstance(module, types.ModuleType) and not _is_file_of_library(module.__name__):
+            yield {name: vars(module)[name] for name in names if name in vars(module)}
 
 
 def _of_code(code: types.CodeType) -> Iterator[Any]:
@@ -96,18 +196,22 @@ def _of_code(code: types.CodeType) -> Iterator[Any]:
         yield from _of_code(constant) if isinstance(constant, types.CodeType) else [constant]
 
 
-def _names_of(code: types.CodeType) -> list[str]:
-    """The names that the code, and functions inside, may look up in the global variables."""
-    inner = [
-        name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names_of(constant)
-    ]
-    return list(dict.fromkeys([*code.co_names, *inner]))
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code, and that of the functions inside."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
 
 
 def _is_of_library(value: Any) -> bool:
-    module = sys.modules.get(value.__module__)
-    file = getattr(module, "__file__", None)
-    return value.__module__ != "__main__" and (file is None or os.path.abspath(file).startswith(_LIBRARIES))
+    return value.__module__ != "__main__" and _is_file_of_library(value.__module__)
+
+
+def _is_file_of_library(module: str) -> bool:
+    """Whether the module of this name belongs to Python, to an installed package or to penstock."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is None or module.startswith("penstock.") or os.path.abspath(file).startswith(_LIBRARIES)
 
 
 def _content(cell: Any) -> Any:
@@ -122,9 +226,12 @@ _PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
     Agent: _of_agent,
     Mapping: lambda value: value.items(),
     (list, tuple): iter,
-    (set, frozenset): lambda value: [sorted(map(digest, value))],
     partial: lambda value: (value.func, value.args, dict(value.keywords)),
     types.MethodType: lambda value: (value.__func__, value.__self__),
     types.FunctionType: _of_function,
+    (staticmethod, classmethod): lambda value: (value.__func__,),
+    property: lambda value: (value.fget, value.fset),
+    functools.cached_property: lambda value: (value.func,),
+    gym.Space: lambda value: (type(value), {k: v for k, v in vars(value).items() if k != "_np_random"}),
     type: _of_class,
 }
