@@ -6,6 +6,7 @@ import pickle
 import traceback
 from dataclasses import dataclass
 
+import cloudpickle
 import numpy as np
 
 from penstock.buffers.named import NamedArrays
@@ -91,6 +92,17 @@ def dump_exception(error: BaseException) -> tuple[bytes, bytes, bytes]:
     if len(text) > _TEXT_BYTES:  # the innermost frames and the message are at the end
         text = b"[...]\n" + text[6 - _TEXT_BYTES :]
     return headline, text, _pickle(error)
+
+
+def dump_exception_by_value(error: BaseException) -> tuple[bytes, bytes, bytes]:
+    """As `dump_exception`, also if the class of the exception is one of the user's script."""
+    headline, text, pickled = dump_exception(error)
+    if not pickled:
+        try:
+            pickled = cloudpickle.dumps(error)
+        except Exception:  # many exceptions cannot be pickled; the text describes them
+            pickled = b""
+    return headline, text, pickled
 
 
 def in_one_line(error: BaseException) -> str:

@@ -59,6 +59,9 @@ class RecordedEpisode:
     failure: str = ""  #: if it ended with a failure: what failed
     path: str = ""  #: the file that holds a copy, or why there is none
     options: Mapping[str, Any] | None = None  #: of the reset
+    #: What the step of the last action returned, and whether it was a termination; None where that is unknown.
+    last_reward: Any = None
+    terminated: bool | None = None
 
     @property
     def step(self) -> int:
@@ -96,8 +99,8 @@ class RecordedEpisode:
         """Build the environment in this process, repeat the episode, and yield each step, also that of the last action;
         nothing if the episode stops at its reset. The environment is closed at the end.
 
-        Raises `RepeatError` as `run` does. What the environment raises at the last action, whose result was not
-        recorded, is raised unchanged.
+        Raises `RepeatError` as `run` does, also for the last action where its reward is known. What the environment
+        raises there is raised unchanged.
         """
         if self.is_reset:
             return
@@ -182,7 +185,20 @@ class RecordedEpisode:
         for i, (action, result) in enumerate(repeated(env, self.seed, actions, self.rewards, self._name, self.options)):
             if i == self.step and self.observation is not None:
                 self._compare(env, result[0])
+            if i == self.step + 1:
+                self._compare_end(result)
             yield action, result
+
+    def _compare_end(self, result: tuple[Any, ...]) -> None:
+        """Raise `RepeatError` unless the step of the last action has returned what was recorded."""
+        _, reward, terminated, _, _ = result
+        if self.last_reward is not None and not _is_equal(reward, self.last_reward):
+            problem = f"the reward of its last step is {reward}, recorded was {self.last_reward}"
+        elif self.terminated is not None and bool(terminated) != self.terminated:
+            problem = f"its last step has terminated={bool(terminated)}, recorded was {self.terminated}"
+        else:
+            return
+        raise _differs(self._name, self.step + 1, problem)
 
     def _compare(self, env: gym.Env[Any, Any], observation: object) -> None:
         """Raise `RepeatError` unless `observation` is the recorded one."""
@@ -277,25 +293,31 @@ def repeated(
     """
     n = len(rewards)
     try:
-        observation, info = reset_with(env, seed, None if options is None else dict(options))
+        # The environment may change what it gets.
+        observation, info = reset_with(env, seed, None if options is None else copy.deepcopy(dict(options)))
     except Exception as error:
         raise _differs(name, n, f"env.reset raised {in_one_line(error)}") from error
     yield None, (observation, 0.0, False, False, info)
     for i, action in enumerate(action_splitter(env.action_space)(actions)):
+        given = copy.deepcopy(action)
         if i == n:
-            yield action, env.step(action)
+            yield action, env.step(given)
             return
         try:
-            result = observation, reward, terminated, truncated, _ = env.step(action)
+            result = observation, reward, terminated, truncated, _ = env.step(given)
         except Exception as error:
             raise _differs(name, n, f"step {i} raised {in_one_line(error)}") from error
-        with np.errstate(over="ignore"):
-            is_equal = np.array_equal(np.float32(reward), rewards[i], equal_nan=True)
-        if not is_equal:
+        if not _is_equal(reward, rewards[i]):
             raise _differs(name, n, f"the reward of step {i} is {reward}, recorded was {rewards[i]}")
         if terminated or truncated:
             raise _differs(name, n, f"it ends at step {i}")
         yield action, result
+
+
+def _is_equal(reward: Any, recorded: Any) -> bool:
+    """Whether a reward is the one that was recorded, in 32 bits."""
+    with np.errstate(over="ignore"):
+        return np.array_equal(np.float32(reward), recorded, equal_nan=True)
 
 
 def follow(env: gym.Env[Any, Any], start: Any, name: str) -> Any:

@@ -16,7 +16,7 @@ import cloudpickle
 from penstock.agents import Agent
 from penstock.arguments import seconds, unknown_argument
 from penstock.buffers.descriptors import anonymous_file
-from penstock.buffers.reports import dump_exception, in_one_line, load_exception
+from penstock.buffers.reports import dump_exception_by_value, in_one_line, load_exception
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, SamplerStateError, WorkerDiedError, WorkerError
 from penstock.evaluation.eval_results import EvalResults
@@ -135,7 +135,7 @@ def _run(code: bytes, fd: int) -> int:
         try:
             results = pickle.loads(code)()
         except Exception as error:
-            report = dump_exception(error)
+            report = dump_exception_by_value(error)
     messages = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
     with open(fd, "wb") as file:
         file.write(cloudpickle.dumps((report, results, messages)))

@@ -77,7 +77,7 @@ def _of_array(array: Any) -> Iterator[Any]:
     if array.dtype.hasobject:
         yield array.tolist()
     elif array.size:
-        yield memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _of_object(value: Any) -> Iterator[Any]:
@@ -137,11 +137,8 @@ def _of_agent(agent: Any) -> Iterator[Any]:
     # A pickled function differs in each process, so the function itself is compared.
     yield from sorted((name, array) for name, array in parameters_of(agent).items() if name != "function")
     held, torch = vars(agent), sys.modules.get("torch")
-    source, model = held.get("_model_source"), held.get("model")
-    if torch is not None and isinstance(model, torch.nn.Module):
+    if torch is not None and isinstance(model := held.get("model"), torch.nn.Module):
         yield [(type(each), _own(each)) for each in model.modules()]
-    if torch is None or not isinstance(source, torch.nn.Module):
-        yield source
     own = {name for cls in type(agent).__mro__ if not _is_of_library(cls) for name in _names_of_class(cls)}
     yield {
         name: value
@@ -209,8 +206,11 @@ def _is_of_library(value: Any) -> bool:
 
 
 def _is_file_of_library(module: str) -> bool:
-    """Whether the module of this name belongs to Python, to an installed package or to penstock."""
-    file = getattr(sys.modules.get(module), "__file__", None)
+    """Whether the module of this name belongs to Python, to an installed package or to penstock. One that is not there
+    is of a class that came to this process by value."""
+    if module not in sys.modules:
+        return False
+    file = getattr(sys.modules[module], "__file__", None)
     return file is None or module.startswith("penstock.") or os.path.abspath(file).startswith(_LIBRARIES)
 
 

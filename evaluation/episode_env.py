@@ -6,16 +6,16 @@ import copy
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 
 from penstock.buffers.named import as_named, map_leaves
-from penstock.buffers.reports import dump_exception, in_one_line
+from penstock.buffers.reports import dump_exception, dump_exception_by_value, in_one_line
 from penstock.envs import EnvContext
+from penstock.envs.checks import checked_reset, checked_step, reset_with
 from penstock.envs.direct_steps import flat_step_of
 from penstock.envs.rows import action_splitter
 from penstock.errors import GameError, PenstockError, SpaceError
@@ -81,8 +81,8 @@ class EpisodeEnv(gym.Env[Any, Any]):
                 self._put(map_leaves(lambda part: part[:n].copy(), as_named(action["action"])))
             note = self._play()
         except _PolicyError as error:
-            note = "policy raised", _whole(error.exception)
-        except GameError as error:
+            note = "policy raised", dump_exception_by_value(error.exception)
+        except (GameError, _UnfitError) as error:
             note = self._raised(error)
         except PenstockError:
             raise
@@ -94,6 +94,8 @@ class EpisodeEnv(gym.Env[Any, Any]):
     def _raised(self, error: Exception) -> tuple[str, Any]:
         self.close()
         self._observation = self._idle
+        if isinstance(error, _UnfitError):  # a traceback through penstock says nothing
+            return "raised", str(error)
         headline, text, _ = dump_exception(error)
         return "raised", f"{headline.decode()}\n{text.decode()}"
 
@@ -113,7 +115,8 @@ class EpisodeEnv(gym.Env[Any, Any]):
                 raise SpaceError(problem)
             self._step_env = flat_step_of(self._env)
         options = copy.deepcopy(job.options)  # an environment may take entries out
-        self._observation, info = self._env.reset(seed=job.seed, options=options)
+        result = reset_with(self._env, job.seed, options)
+        self._observation, info = self._checked(checked_reset, result)
         self._begun = "begun", plain(info)
         if self._policies is not None:
             try:
@@ -135,9 +138,12 @@ class EpisodeEnv(gym.Env[Any, Any]):
         while self._env is not None and (self._pending or acts):
             if not self._pending:
                 self._put(self._own_chunk())
-            self._observation, reward, terminated, truncated, info = self._step_env(self._pending.popleft())
-            self._rewards.append(float(reward))
-            if (facts := self._facts(info, bool(terminated), bool(truncated))) is not None:
+            result = self._step_env(self._pending.popleft())
+            if not _is_usual(result):
+                result = self._checked(checked_step, result)
+            self._observation, reward, terminated, truncated, info = result
+            self._rewards.append(reward)
+            if (facts := self._facts(info, terminated, truncated)) is not None:
                 self._pending.clear()
                 return "ended", facts
             if acts:
@@ -151,6 +157,13 @@ class EpisodeEnv(gym.Env[Any, Any]):
         if self._pending:
             return "more", infos
         return ("info", infos) if infos else None
+
+    def _checked(self, check: Callable[[Any, int], Any], result: Any) -> Any:
+        """What the environment has returned, checked; what does not fit fails the episode, not the evaluation."""
+        try:
+            return check(result, self._job.task)
+        except SpaceError as error:
+            raise _UnfitError(str(error)) from error
 
     def _own_chunk(self) -> Any:
         """The actions that the policy returns in this worker."""
@@ -189,15 +202,19 @@ class EpisodeEnv(gym.Env[Any, Any]):
                 _log.warning("an environment of an evaluation could not be closed: %s", in_one_line(error))
 
 
-def _whole(error: Exception) -> tuple[bytes, bytes, bytes]:
-    """The exception as `dump_exception` has it, also if its class is one of the user's script."""
-    headline, text, pickled = dump_exception(error)
-    if not pickled:
-        try:
-            pickled = cloudpickle.dumps(error)
-        except Exception:  # many exceptions cannot be pickled; the text describes them
-            pickled = b""
-    return headline, text, pickled
+def _is_usual(result: Any) -> bool:
+    """Whether a step has returned values of the usual classes: others are checked, which takes longer."""
+    return (
+        result.__class__ is tuple
+        and len(result) == 5
+        and result[1].__class__ is float
+        and result[2].__class__ is result[3].__class__ is bool
+        and result[4].__class__ is dict
+    )
+
+
+class _UnfitError(SpaceError):
+    """The environment has returned what it must not."""
 
 
 class _PolicyError(Exception):

@@ -81,7 +81,7 @@ def opened(
         return
     if not os.fspath(folder):
         raise ConfigError("folder must be the path of a folder, got an empty text")
-    path = Path(folder)
+    path = Path(folder).absolute()  # it stays the same folder when the program goes to another one
     about = {
         "seed": plan.seed,
         "success": plan.success,
@@ -123,7 +123,7 @@ def load_folders(
         raise ConfigError("load needs the folder of at least one evaluation")
     about: dict[str, Any] = {}
     found: dict[_Key, EpisodeResult] = {}
-    for folder in map(Path, folders):
+    for folder in (Path(each).absolute() for each in folders):
         own = _read_about(folder)
         if own is None:
             raise ConfigError(f"{folder} has no {_ABOUT}: it is not a folder that evaluate has written")

@@ -208,6 +208,8 @@ class EvalResults:
             actions=as_named(tree_of(plan.spaces[1], parts)),
             rewards=np.array(rewards[:-1], np.float32),
             options=job.options,
+            last_reward=np.float32(rewards[-1]),
+            terminated=result.terminated,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -173,7 +173,7 @@ def key_of(task: str) -> int:
 
 def plain(info: Mapping[Any, Any]) -> dict[str, Any]:
     """The entries of an info that any process can read: numbers, texts, arrays, None, and lists and dicts of them.
-    Tensors become arrays."""
+    Arrays are copies, since environments use them again, and tensors become arrays."""
     return {str(key): value for key, each in info.items() if (value := _plain(each)) is not _NOTHING}
 
 
@@ -184,13 +184,13 @@ def _plain(value: object) -> Any:
     if value is None or isinstance(value, bool | int | float | str | np.generic):
         return value
     if isinstance(value, np.ndarray):
-        return _NOTHING if value.dtype.hasobject else value
+        return _NOTHING if value.dtype.hasobject else value.copy()
     if isinstance(value, Mapping):
         return plain(value)
     if isinstance(value, list | tuple):
         return [part for each in value if (part := _plain(each)) is not _NOTHING]
     if hasattr(value, "detach"):
-        return np.asarray(value.detach().cpu())
+        return np.array(value.detach().cpu())
     return _NOTHING
 
 

@@ -181,7 +181,13 @@ class _ObjectPlayer(Player):
     def __init__(self, policy: SelectsActions, spaces: Spaces, n: int, *, batched: bool) -> None:
         super().__init__(policy, spaces, n, batched=batched)
         shared = {id(each): each for module in _modules_of(policy) for each in module.parameters()}
-        self._copies = [copy.deepcopy(policy, dict(shared)) for _ in range(n)]
+        try:
+            self._copies = [copy.deepcopy(policy, dict(shared)) for _ in range(n)]
+        except Exception as error:  # copying may run the user's code
+            raise ConfigError(
+                f"{brief(policy)} cannot be copied, and each environment needs a copy: {in_one_line(error)}. Make what "
+                "cannot be copied in its reset(), or give it a method __deepcopy__"
+            ) from error
 
     def _begin(self, column: int, task: str) -> None:
         self._copies[column].reset()

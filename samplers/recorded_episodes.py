@@ -168,6 +168,7 @@ class RecordedEpisodes:
         """The episode. `begun`: its number, seed and plan. `positions` are `start`, where the episode began, `row`,
         before which the repetition stops, and `stop`: positions below it are in the log, the others are in the slot."""
         start, row, stop = positions
+        is_open = t is None  # the last step has not returned yet
         kept = max(start, stop - self._log.n_rows)
         actions, rewards = self._log.read(column, kept, max(kept, min(row + 1, stop)))
         arrays = self._slot(slot)
@@ -178,6 +179,7 @@ class RecordedEpisodes:
             rewards = np.concatenate([rewards, more_rewards])
             t = row - stop
         has_observation = t is not None and row >= start
+        last_reward = None if is_open else rewards[-1].copy()
         env_rank = plan.env_ranks[plan.columns.index(column)]
         seed_when_built = ColumnStreams(self._seed, range(env_rank, env_rank + 1), plan.generation)
         factory, cls, (episode, seed, number) = self._factories[column], RecordedEpisode, begun
@@ -194,7 +196,8 @@ class RecordedEpisodes:
             episode=episode,
             seed=seed,
             actions=actions,
-            rewards=rewards[:-1].copy(),  # the last step has not returned yet
+            rewards=rewards[:-1].copy(),
+            last_reward=last_reward,
             observation=map_leaves(np.copy, self._log.field(column, arrays, "observation", t))
             if has_observation
             else None,

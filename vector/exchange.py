@@ -57,6 +57,7 @@ class Exchange:
         self._taken = np.zeros(len(rows.requested), np.int64)  # the last request whose reply was taken
         self._inbox: dict[int, Mapping[Any, Any]] = {}  # infos that have arrived, by environment
         self._observation = arrays_like(program.observation_space, rows.observation)
+        self._space = program.observation_space
         self._final = arrays_like(program.observation_space, rows.final_observation)
         self.reward, self.terminated, self.truncated = rows.reward, rows.terminated, rows.truncated
         self.all: Ids = np.arange(len(rows.requested))
@@ -241,7 +242,7 @@ class Exchange:
         """What `take` has returned, batched as Gymnasium does it, for all rows or for these."""
         if self._is_batched:
             which = self._all_rows if rows is None else rows
-            return merged_batches(infos, self._groups, which, self._ended, self._final)
+            return merged_batches(infos, self._groups, which, self._ended, self._final, self._space)
         if rows is None:
             return batch_infos(infos, len(self.ranks))
         positions = {row: k for k, row in enumerate(rows.tolist())}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import cloudpickle
+import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 
 from penstock.buffers.reports import in_one_line
+from penstock.buffers.tree import map_tree
 from penstock.envs.infos import element, info_of, mask_name
 from penstock.errors import EnvCallError, SpaceError
-from penstock.vector.step_memory import copy_rows
 
 #: Pairs (row, info) of the rows that had any, ascending. With batched environments, the first row of each worker and
 #: the infos of all its rows.
@@ -138,10 +140,15 @@ def _batch_ends(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str
 
 
 def merged_batches(
-    infos: Infos, groups: Sequence[range], rows: npt.NDArray[np.intp], ended: npt.NDArray[np.intp], final: Any
+    infos: Infos,
+    groups: Sequence[range],
+    rows: npt.NDArray[np.intp],
+    ended: npt.NDArray[np.intp],
+    final: Any,
+    space: Any,
 ) -> dict[str, Any]:
     """The infos of several workers as one batch of the rows `rows`, with the final observations `final` of those that
-    have `ended`. `groups` are the rows of each worker."""
+    have `ended`, elements of `space`. `groups` are the rows of each worker."""
     merged: dict[str, Any] = {}
     if infos:
         own, firsts = dict(infos), rows.searchsorted([group.start for group in groups]).tolist()
@@ -154,10 +161,15 @@ def merged_batches(
     if len(ended):
         done, final_obs = np.zeros(len(rows), np.bool_), np.full(len(rows), None)
         for k, row in zip(rows.searchsorted(ended).tolist(), ended.tolist(), strict=True):
-            done[k], final_obs[k] = True, copy_rows(final, row)
+            done[k], final_obs[k] = True, map_tree(partial(_element, row), space, final)
         merged = {**merged, "final_obs": final_obs, "final_info": merged.get("final_info", {})}
         merged.update(_final_obs=done, _final_info=done.copy())
     return merged
+
+
+def _element(row: int, space: Any, rows: Any) -> Any:
+    """One row, copied; a number of a Box is an array `[]`."""
+    return np.array(rows[row]) if isinstance(space, gym.spaces.Box) else rows[row].copy()
 
 
 def listed_infos(batch: Mapping[str, Any], n: int) -> Infos:

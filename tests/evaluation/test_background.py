@@ -52,6 +52,22 @@ def test_the_agent_as_it_was() -> None:
     assert found.episodes == before.episodes
 
 
+def test_a_folder_takes_both_for_the_same_policies(tmp_path: Path) -> None:
+    from penstock import CategoricalPgAgent, ParallelSampler
+
+    from ..models import Net
+
+    agent = CategoricalPgAgent(partial(Net, 4, 2, 0), greedy_eval=True)
+    policies = {"agent": agent, "function": lambda observation: (observation[:, 2] > 0).astype(int)}
+    evaluate(policies, "CartPole-v1", episodes=1, n_workers=1, folder=tmp_path)
+    with ParallelSampler("CartPole-v1", batch_T=4, batch_B=2) as sampler:
+        sampler.initialize(agent, seed=0)
+        sampler.obtain_samples(0)
+        with start_evaluation(policies, "CartPole-v1", episodes=2, n_workers=1, folder=tmp_path) as running:
+            assert len(running.wait(60).episodes) == 4
+        evaluate(policies, "CartPole-v1", episodes=3, n_workers=1, folder=tmp_path)
+
+
 def test_training_beside_it_is_the_same() -> None:
     from penstock import AsyncSampler, CategoricalPgAgent
 
@@ -108,12 +124,16 @@ def test_it_ends_with_its_object(tmp_path: Path) -> None:
     del running  # the fixture `nothing_left` looks for its processes
 
 
+class Mood(Exception):
+    """An exception of the user's."""
+
+
 def moody(observation: Any) -> Any:
-    raise ValueError("I will not")
+    raise Mood("I will not")
 
 
 def test_errors_and_warnings() -> None:
-    with start_evaluation(moody, Reach, **ARGUMENTS) as running, pytest.raises(ValueError, match="I will not"):
+    with start_evaluation(moody, Reach, **ARGUMENTS) as running, pytest.raises(Mood, match="I will not"):
         running.wait(60)
     with pytest.raises(ConfigError, match="start_evaluation has no argument 'episode': did you mean 'episodes'"):
         start_evaluation(vla, Reach, episode=3)
