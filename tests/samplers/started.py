@@ -34,9 +34,11 @@ def check_refused(
     return str(told.value)
 
 
-def check_fails(env_fn: Any, message: str, agent: Any = None, *, n: int = 1, **options: Any) -> str:
+def check_fails(
+    env_fn: Any, message: str, agent: Any = None, *, error: type[Exception] = WorkerError, n: int = 1, **options: Any
+) -> str:
     """Such a sampler starts, and fails in one of `n` batches. Returns what the error says."""
-    with started(env_fn, agent, **options) as sampler, pytest.raises(WorkerError, match=message) as told:
+    with started(env_fn, agent, **options) as sampler, pytest.raises(error, match=message) as told:
         for itr in range(n):
             sampler.obtain_samples(itr)
     return str(told.value)
