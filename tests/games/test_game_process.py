@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ import pytest
 
 from penstock import ConfigError, GameError, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
-from penstock.games import GameProcess, lease_port, leases
+from penstock.games import GameProcess, lease_port
 
 from ..children import exit_code_of_fork
 from ..scale import quick_first, scaled
@@ -507,20 +505,6 @@ game.__class__.__del__ = lambda self: None  # the end of the process must be eno
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip().isdigit(), done.stderr
     until(lambda: not list(processes(mark)), "the end of the game", 5.0)
-
-
-@pytest.mark.slow
-def test_many_starts_at_once_with_only_20_spare_ports() -> None:
-    n = scaled(200, 60)
-    with leases(n + 20, consecutive=True) as free:
-        start = free.ports[0]
-
-    def begin(_: int) -> GameProcess:
-        return GameProcess(["sleep", "100"], start=start, stop=start + n + 20, ready=re.compile("never"))
-
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(10) as pool:
-        games = [stack.enter_context(own) for own in pool.map(begin, range(n))]
-        assert len({own.ports[0] for own in games}) == n
 
 
 class Saves(CountingEnv):

@@ -333,16 +333,6 @@ def test_a_client_plays_in(
     assert "the environment is closed" in process.communicate()[1]
 
 
-def test_a_killed_client_is_an_error_and_another_may_come_to_the_same_port(served: Any, program: Any) -> None:
-    env = served(*LINE, reconnect=0.2, token="secret")
-    for _ in range(2):
-        process = program(env, [sys.executable, "-I", "-c", PYTHON, str(EXAMPLES)])
-        walk(env, 3)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        assert "was lost after message " in _error(lambda: walk(env, 2))
-
-
 def lose_connection(env: Any) -> None:
     # The network's part: neither side has closed it.
     env._client._socket.shutdown(socket.SHUT_RDWR)

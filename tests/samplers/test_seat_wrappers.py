@@ -58,10 +58,7 @@ class Clocks:
         return spaces.Discrete(3)
 
     def _seen(self, agents: Any) -> dict[str, Any]:
-        found = {}
-        for agent in agents:
-            found[agent] = np.array([int(agent[1:]) + 1, self.t, 0, self.rng.random()], np.float32)
-        return found
+        return {a: np.array([int(a[1:]) + 1, self.t, 0, self.rng.random()], np.float32) for a in agents}
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         if seed is not None:
