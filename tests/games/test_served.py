@@ -265,11 +265,19 @@ while True:
 """
 
 
-def _compiled(folder: Path) -> list[str]:
-    compiler = shutil.which("cc") or pytest.skip("no C compiler")
-    warnings = ["-std=gnu99", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run([compiler, *warnings, "-O1", "-o", folder / "client", EXAMPLES / "served_client.c"], check=True)
-    return [str(folder / "client")]
+STARTED = [sys.executable, "-I", "-c", PYTHON, str(EXAMPLES)]
+
+
+def command_of_client(language: str, folder: Path) -> list[str]:
+    if language == "c":
+        compiler = shutil.which("cc") or pytest.skip("no C compiler")
+        warnings = ["-std=gnu99", "-Wall", "-Wextra", "-Werror"]
+        subprocess.run([compiler, *warnings, "-O1", "-o", folder / "client", EXAMPLES / "served_client.c"], check=True)
+        return [str(folder / "client")]
+    if language == "godot":
+        engine = shutil.which("godot3-server") or pytest.skip("no Godot: apt-get install godot3-server")
+        return [engine, "--script", str(EXAMPLES / "served_client.gd")]
+    return STARTED
 
 
 def walk(env: ServedGame, n: int) -> list[int]:
@@ -290,47 +298,20 @@ def walk(env: ServedGame, n: int) -> list[int]:
     return goals
 
 
-@pytest.fixture
-def program(served: Any) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts clients of an environment, and waits for their end after that of the environment."""
-    with contextlib.ExitStack() as stack:
-
-        def start(env: ServedGame, command: list[str]) -> subprocess.Popen[str]:
-            environ = {**os.environ, "PENSTOCK_PORTS": str(env.port), "PENSTOCK_TOKEN": "secret"}
-            process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
-            stack.enter_context(process)
-            stack.callback(process.wait, 20)
-            stack.callback(env.close)
-            return process
-
-        yield start
-
-
-def _command(language: str, folder: Path) -> list[str]:
-    if language == "c":
-        return _compiled(folder)
-    if language == "godot":
-        engine = shutil.which("godot3-server") or pytest.skip("no Godot: apt-get install godot3-server")
-        return [engine, "--script", str(EXAMPLES / "served_client.gd")]
-    return [sys.executable, "-I", "-c", PYTHON, str(EXAMPLES)]
-
-
 @pytest.mark.parametrize("language", quick_first(["python", "c", "godot"]))
-def test_a_client_plays_in(
-    served: Any, program: Any, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_plays_in(served: Any, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # Godot writes its logs here
-    command = _command(language, tmp_path)
-    env, goals = served(*LINE, token="secret"), []
-    process = program(env, command)
-    for _ in range(3):
-        if goals:
-            lose_connection(env)  # it comes back
-        goals.append(walk(env, 20))
+    command, env, goals = command_of_client(language, tmp_path), served(*LINE, token="secret"), []
+    environ = {**os.environ, "PENSTOCK_PORTS": str(env.port), "PENSTOCK_TOKEN": "secret"}
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        with contextlib.closing(env):
+            for _ in range(3):
+                if goals:
+                    lose_connection(env)  # it comes back
+                goals.append(walk(env, 20))
+        assert "the environment is closed" in process.communicate(timeout=20)[1]
     assert goals[0] == goals[1] == goals[2]
     assert len(set(goals[0])) > 3
-    env.close()
-    assert "the environment is closed" in process.communicate()[1]
 
 
 def lose_connection(env: Any) -> None:
@@ -465,8 +446,6 @@ def test_many_connections_that_say_nothing_do_not_keep_a_client_out(served: Any)
 
 
 # ---- games that the environment starts ---------------------------------------------------------
-
-STARTED = [sys.executable, "-I", "-c", PYTHON, str(EXAMPLES)]
 
 
 def test_the_environment_starts_its_game_and_starts_it_again(served: Any) -> None:

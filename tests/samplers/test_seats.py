@@ -68,32 +68,20 @@ def test_advantages_along_columns_are_those_of_whole_trajectories(record_final_o
 
 
 def _compare_with_trajectories(samples: Any, advantage: Any, returns: Any, gamma: float, lam: float) -> int:
+    """The definition, backwards from the last step of each trajectory, or of the batch. Returns the number of steps."""
     env, agent, n = samples.env, samples.agent, 0
-    value = agent.agent_info.value
+    value, last = agent.agent_info.value, len(env.valid) - 1
     for b in range(env.valid.shape[1]):
-        rows: list[int] = []
-        for t in range(len(env.valid)):
-            if not env.valid[t, b]:
-                assert not rows
-                continue
-            rows.append(t)
-            is_last = t == len(env.valid) - 1
-            if not (env.done[t, b] or is_last):
-                continue
-            if env.terminated[t, b]:
-                after = 0.0
-            elif env.done[t, b]:
-                after = float(agent.final_value[t, b])
-            else:
-                after = float(agent.bootstrap_value[b])
-            running = 0.0
-            for row in reversed(rows):
-                following = after if row == t else float(value[row + 1, b])
-                running = float(env.reward[row, b]) + gamma * following - float(value[row, b]) + gamma * lam * running
-                assert advantage[row, b] == pytest.approx(running, rel=1e-4, abs=1e-4)
-                assert returns[row, b] == pytest.approx(running + float(value[row, b]), rel=1e-4, abs=1e-4)
-                n += 1
-            rows.clear()
+        for t in reversed(np.flatnonzero(env.valid[:, b]).tolist()):
+            if env.done[t, b]:
+                running, following = 0.0, 0.0 if env.terminated[t, b] else float(agent.final_value[t, b])
+            elif t == last:
+                running, following = 0.0, float(agent.bootstrap_value[b])
+            running = float(env.reward[t, b]) + gamma * following - float(value[t, b]) + gamma * lam * running
+            following = float(value[t, b])
+            assert advantage[t, b] == pytest.approx(running, rel=1e-4, abs=1e-4)
+            assert returns[t, b] == pytest.approx(running + following, rel=1e-4, abs=1e-4)
+            n += 1
     return n
 
 

@@ -22,7 +22,7 @@ from penstock import (
 from penstock.envs import ScriptedGame
 from penstock.errors import ConfigError, SamplerBrokenError
 from tests.support import EVALUATING, assert_same, collect_with
-from tests.toy_games import Published, TurnGame, Valuing
+from tests.toy_games import TurnGame, Valuing
 
 from ..scale import mostly_first, quick_first, some
 from .started import check_fails, check_refused, started
@@ -112,27 +112,6 @@ def test_set_policy_of_changes_no_running_game() -> None:
         assert info.policy in ("past", None)
         with pytest.raises(ConfigError, match="policy_of must be a function of agent_id, got 3"):
             sampler.set_policy_of(3)
-
-
-@pytest.mark.slow
-def test_a_frozen_opponent_stays_as_it_is() -> None:
-    main, past = Published(), Published()
-
-    def check(own: Any, number: int) -> None:
-        rows = own.env.valid.clone()
-        rows[0] = False  # it may be a decision of the batch before
-        assert (own.agent.agent_info.number[rows] == number).all()
-
-    players, options = {"main": main, "past": past}, {"batch_T": 4, "n_workers": 2, "policy_of": in_turn}
-    with started(partial(TurnGame, 2), players, ParallelSampler, **options) as sampler:
-        for itr in range(100):
-            batch, _ = sampler.obtain_samples(itr)
-            check(batch.main, itr)
-            check(batch.past, 0)
-            main.publish()
-        past.number = main.number.copy()  # the next opponent
-        past.sync_shared_memory()
-        check(sampler.obtain_samples(100)[0].past, 100)
 
 
 def test_what_cannot_be_is_refused() -> None:
