@@ -31,6 +31,7 @@ from penstock.learning import gae
 from tests.scale import examples, quick_first, scaled
 from tests.toy_games import TurnGame, Valuing
 
+from .spoiled_games import Spoiled, all_of, give, leave_out, vanish
 from .started import check_fails, started
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
@@ -425,47 +426,23 @@ def test_targets_use_the_steps_of_each_decision() -> None:
         assert float(advantage[t, b]) == pytest.approx(float(wanted), rel=1e-5)
 
 
-class Wrong(Clocks):
-    """Breaks a rule at step 5."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(2, 1.0)
-        self.how = how
-
-    def step(self, actions: Any) -> Any:
-        observations, rewards, terminated, truncated, infos = super().step(actions)
-        if self.t == 5:
-            if self.how == "unknown":
-                observations["nobody"] = np.zeros(4, np.float32)
-            elif self.how == "gone":
-                self.agents, terminated, truncated = [], {}, {}
-            elif self.how == "reward":
-                rewards = dict.fromkeys(infos, "much")
-            elif self.how == "flag":
-                terminated = dict.fromkeys(self.possible_agents, None)
-            elif self.how == "tuple":
-                return observations, rewards
-            elif self.how == "cut":
-                observations, truncated = {}, dict.fromkeys(infos, True)
-            elif self.how == "stranger":
-                terminated["nobody"] = True
-        return observations, rewards, terminated, truncated, infos
-
-
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("spoil", "message"),
     [
-        ("unknown", "agent 'nobody' is not one of possible_agents"),
-        ("stranger", "agent 'nobody' is not one of possible_agents"),
-        ("gone", r"agent 'a\d' is not in env.agents any more, but neither terminated nor truncated"),
-        ("reward", r"the reward of agent 'a\d' must be a single number, got 'much'"),
-        ("flag", r"env_rank 0, agent 'a\d'"),
-        ("tuple", "env.step must return five dicts by agent"),
-        ("cut", r"env_rank 0, agent 'a\d' was truncated, but env.last returned no observation"),
+        (give(0, np.zeros(4, np.float32), "a9"), "agent 'a9' is not one of possible_agents"),
+        (give(2, True, "a9"), "agent 'a9' is not one of possible_agents"),
+        (vanish, "agent 'a1' is not in env.agents any more, but neither terminated nor truncated"),
+        (give(1, "much"), "the reward of agent 'a1' must be a single number, got 'much'"),
+        (give(2, None), "env_rank 0, agent 'a1'"),
+        (lambda game, results: tuple(results[:2]), "env.step must return five dicts by agent"),
+        (
+            all_of(leave_out(0), give(3, True)),
+            "env_rank 0, agent 'a1' was truncated, but env.last returned no observation",
+        ),
     ],
 )
-def test_a_broken_rule_of_own_clocks_names_the_agent(how: str, message: str) -> None:
-    check_fails(lambda: OwnClocks(Wrong(how)), message, batch_T=30, batch_B=1, n=20)
+def test_a_broken_rule_of_own_clocks_names_the_agent(spoil: Any, message: str) -> None:
+    check_fails(lambda: OwnClocks(Spoiled(spoil, start=["a0", "a1"])), message)
 
 
 def test_a_game_in_which_nobody_is_asked_any_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
