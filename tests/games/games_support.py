@@ -16,7 +16,14 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from penstock import AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, SerialSampler
+from penstock import (
+    AlternatingSampler,
+    AsyncSampler,
+    GpuSampler,
+    ParallelSampler,
+    RandomAgent,
+    SerialSampler,
+)
 from penstock.envs.seeding import Purpose
 from penstock.games import GameProcess
 
@@ -96,11 +103,9 @@ class Played(gym.Env[Any, Any]):
 
 
 @functools.cache
-def undisturbed_games(collector_cls: Any = None) -> list[Any]:
+def undisturbed_games(collector_cls: Any) -> list[Any]:
     """5 batches of 6 columns without faults. Every sampler gives these; a test compares the columns that it has."""
-    options: dict[str, Any] = {"batch_B": 6, "on_game_failure": "renew"}
-    if collector_cls is not None:
-        options["collector_cls"] = collector_cls
+    options: dict[str, Any] = {"batch_B": 6, "on_game_failure": "renew", "collector_cls": collector_cls}
     with sampler_of(SerialSampler, partial(Played, ""), **options) as sampler:
         sampler.initialize(RandomAgent(), seed=7)
         return without_infos(collect(sampler, 5))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock import AsyncSampler, GameError, RandomAgent, WaitResetCollector, WorkerError
+from penstock import AsyncSampler, GameError, RandomAgent, ResetCollector, WaitResetCollector, WorkerError
 
 from ..scale import USUAL_METHODS, scaled
 from ..support import assert_same, collect, sampler_of, until, without_infos
@@ -34,8 +34,7 @@ def test_nothing_hangs_and_nothing_is_left(trial: int, tmp_path: Path) -> None:
     policy = "renew" if trial % 2 else draw.choice(list(POLICIES))
     faults = {rank: (draw.randrange(1, 30), draw.choice(FAULTS)) for rank in range(4)}
     options: dict[str, Any] = {"start_method": start_method, "step_timeout": 60.0, **POLICIES[policy]}
-    if draw.random() < 0.3:
-        options["collector_cls"] = WaitResetCollector
+    options["collector_cls"] = WaitResetCollector if draw.random() < 0.3 else ResetCollector
     failing = [fault for _, fault in faults.values() if fault not in HARMLESS]
     env_fn = partial(Played, str(tmp_path), faults, reply_timeout=5.0, stop_timeout=0.1, spares=draw.randrange(2))
     raised: list[WorkerError] = []
@@ -58,6 +57,6 @@ def test_nothing_hangs_and_nothing_is_left(trial: int, tmp_path: Path) -> None:
         assert stats.cut_episodes <= len(failing)
         assert stats.restarts == 0
         others = [rank for rank, (_, fault) in faults.items() if fault in HARMLESS]
-        wanted = undisturbed_games(options.get("collector_cls"))
+        wanted = undisturbed_games(options["collector_cls"])
         assert_same(without_infos(found, others), [batch[:, others] for batch in wanted])
     until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)

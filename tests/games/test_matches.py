@@ -6,8 +6,8 @@ import functools
 import json
 import re
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,11 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 from pettingzoo import ParallelEnv
 
-from penstock import (
-    AsyncSampler,
-    ConfigError,
-    GameError,
-    ParallelSampler,
-    RandomAgent,
-    SerialSampler,
-    WorkerError,
-)
+from penstock import AsyncSampler, ParallelSampler, RandomAgent, SerialSampler
 from penstock.games import GameProcess
 
 from ..scale import pairs, scaled
 from ..support import PROGRAMS, assert_same, collect, sampler_of, until
-from ..toy_games import TurnGame
 from .games_support import SAMPLERS, SHORT, Played, game, play, processes
 
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.slow]
@@ -42,14 +33,12 @@ class Match(ParallelEnv[str, Any, Any]):
     """Two players in one game, each through its own port. A request waits for the other player, so all are sent
     before the first reply is read."""
 
-    def __init__(self, mark: str, dies_at: int = -1, *, once: bool = False, context: Any = None) -> None:
-        """`once`: only the first match of env_rank 1 dies."""
+    def __init__(self, mark: str, dies_at: int = -1, *, context: Any) -> None:
+        """The first match of env_rank 1 dies in step `dies_at`."""
         self.marker = Path(mark, "died")
-        if once and (context.env_rank != 1 or self.marker.exists()):
-            dies_at = -1
+        self.dies_at = dies_at if context.env_rank == 1 and not self.marker.exists() else -1
         self.possible_agents = ["left", "right"]
         self.game = GameProcess(MATCH, ports=2, consecutive=True, environ={"MARK": mark}, **SHORT)
-        self.dies_at = dies_at
         self.seats: list[Any] = []
 
     def observation_space(self, agent: str) -> Any:
@@ -88,59 +77,28 @@ class Match(ParallelEnv[str, Any, Any]):
         self.game.close()
 
 
-def test_a_match_has_a_seat_for_each_client(tmp_path: Path) -> None:
-    with ParallelSampler(partial(Match, str(tmp_path)), batch_T=12, batch_B=4, n_workers=2) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        for itr in range(2):
-            samples, _ = sampler.obtain_samples(itr)
-            own = samples.by_env(2)
-            actions, rewards = own.agent.action, own.env.reward
-            np.testing.assert_array_equal(rewards[:, :, 0], actions[:, :, 1])
-            np.testing.assert_array_equal(rewards[:, :, 1], actions[:, :, 0])
-    until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)
-
-
-def test_a_match_that_ends_is_a_failure_of_its_worker(tmp_path: Path) -> None:
-    env_fn = partial(Match, str(tmp_path), 4)
-    with ParallelSampler(env_fn, batch_T=12, batch_B=2, n_workers=2, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(WorkerError, match="ended with exit code 5") as caught:
-            sampler.obtain_samples(0)
-        assert isinstance(caught.value.__cause__, GameError)
-    until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)
-
-
-def test_games_in_turns_are_not_renewed() -> None:
-    sampler = ParallelSampler(TurnGame, batch_T=2, batch_B=2, on_game_failure="renew")
-    with pytest.raises(
-        ConfigError, match=r'games in turns and on_game_failure="renew" do not go together: .*; on_worker_failure'
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
-
-
-def matches(cls: Any, env_fn: Any, n: int = 3, **options: Any) -> tuple[Any, Any]:
-    """`n` batches of 8 rows, by environment and seat; the lengths of the trajectories, and the statistics. A match has
-    6 steps."""
-    options = {"batch_T": 8, "batch_B": 4, "max_decorrelation_steps": 0, "on_game_failure": "renew", **options}
-    with cls(env_fn, **options) as sampler:
+def matches(cls: Any, env_fn: Any, **options: Any) -> tuple[Any, Any]:
+    """3 batches of 8 rows, each with its trajectories, and the statistics. A match has 6 steps."""
+    with sampler_of(cls, env_fn, on_game_failure="renew", **options) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         if cls is AsyncSampler:
             sampler.start()
-        found = [collect(sampler, 1, range(3) if options.get("eval_n_envs") else ()) for _ in range(n)]
-        return [each[0] for each in found], sampler.stats()
+        return collect(sampler, 3), sampler.stats()
 
 
 @functools.cache
 def undisturbed_matches() -> list[Any]:
-    """Batches without faults. Every sampler gives these."""
-    return [batch.by_env(2) for batch, _ in matches(SerialSampler, partial(Match, ""))[0]]
+    """Batches without faults, by environment and seat. Every sampler gives these."""
+    found = [batch.by_env(2) for batch, _ in matches(SerialSampler, partial(Match, ""))[0]]
+    for batch in found:  # each client sees what the other one does
+        np.testing.assert_array_equal(batch.env.reward, batch.agent.action[:, :, ::-1])
+    return found
 
 
 @pytest.mark.parametrize(("cls", "at"), pairs(SAMPLERS, [3, 1]))
 def test_all_seats_of_a_match_are_cut_in_one_row(cls: Any, at: int, tmp_path: Path) -> None:
     """The match of env_rank 1 dies in row at - 1 of the first batch."""
-    sizes = {} if cls is SerialSampler else {"n_workers": 2}
-    found, stats = matches(cls, partial(Match, str(tmp_path), at, once=True), **sizes)
+    found, stats = matches(cls, partial(Match, str(tmp_path), at))
     assert (stats.renewals, stats.cut_episodes, stats.restarts) == (1, 1, 0)
     ours, others = [batch.by_env(2) for batch, _ in found], [0, 2, 3]
     assert_same([batch[:, others] for batch in ours], [batch[:, others] for batch in undisturbed_matches()])
@@ -157,35 +115,6 @@ def test_all_seats_of_a_match_are_cut_in_one_row(cls: Any, at: int, tmp_path: Pa
     lengths = [info["Length"] for _, infos in found for info in infos]
     assert set(lengths) == {6}, "no trajectory of the match that was cut"
     until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)
-
-
-def test_a_match_of_an_evaluation_is_played_again(tmp_path: Path) -> None:
-    class Once(Match):
-        def __init__(self, mark: str, context: Any = None) -> None:
-            super().__init__(mark, 3 if context is not None and context.purpose == 1 else -1)
-
-        def step(self, actions: Any) -> Any:
-            if self.marker.exists():
-                self.dies_at = -1
-            return super().step(actions)
-
-    sizes = {"batch_T": 8, "batch_B": 2, "eval_n_envs": 2, "eval_episodes": 4, "max_decorrelation_steps": 0}
-    with SerialSampler(partial(Once, str(tmp_path)), on_game_failure="renew", **sizes) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        infos = sampler.evaluate_agent(0)
-        assert [info.Length for info in infos if info.agent_id is None] == [6] * 4
-        assert sampler.stats().cut_episodes == 1
-
-
-def test_too_many_renewals_of_a_match(tmp_path: Path) -> None:
-    sizes = {"batch_T": 12, "batch_B": 1, "max_decorrelation_steps": 0, "max_renewals": 2}
-    with SerialSampler(partial(Match, str(tmp_path), 4), on_game_failure="renew", **sizes) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(
-            WorkerError, match=r"game of env_rank 0 has failed: .* It was built again 2 times"
-        ) as caught:
-            sampler.obtain_samples(0)
-        assert str(caught.value.__cause__).count("ended with exit code 5") == 4
 
 
 def test_a_host_and_its_clients() -> None:
@@ -226,15 +155,9 @@ def test_games_of_one_process_start_side_by_side() -> None:
 
 
 def test_threads_may_have_games() -> None:
-    found = []
-
-    def one() -> None:
+    def one(_: int) -> list[int]:
         with game() as own:
-            found.append(play(own.connect(), 3))
+            return play(own.connect(), 3)
 
-    threads = [threading.Thread(target=one) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [[1, 2, 3]] * 6
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(one, range(6))) == [[1, 2, 3]] * 6

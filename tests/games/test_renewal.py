@@ -37,6 +37,8 @@ from .games_support import SAMPLERS, Played, processes, undisturbed_games
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.timeout(scaled(3600, 120))]
 
 RENEW: dict[str, Any] = {"on_game_failure": "renew"}
+#: For environments of other libraries.
+BROKEN: dict[str, Any] = {**RENEW, "renew_on": (ConnectionError,)}
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +74,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 def test_a_column_without_a_cut_stays_as_it_is(cut: tuple[Any, Any]) -> None:
     found, stats = cut
     assert (stats.renewals, stats.cut_episodes) == (5, 5)
-    assert_same(without_infos(found, 5), [batch[:, 5] for batch in undisturbed_games()[:3]])
+    assert_same(without_infos(found, 5), [batch[:, 5] for batch in undisturbed_games(ResetCollector)[:3]])
     lengths = [info["Length"] for _, infos in found for info in infos]
     assert set(lengths) == {7}, "no trajectory of a cut episode"
     assert len(lengths) == sum(int(batch.env.terminated.sum()) for batch, _ in found)
@@ -83,7 +85,7 @@ def test_a_column_without_a_cut_stays_as_it_is(cut: tuple[Any, Any]) -> None:
 def test_a_cut_invents_no_transition(at: int, cut: tuple[Any, Any]) -> None:
     """The fault strikes in step `at`, so in row at - 1."""
     column = without_infos(cut[0], CUTS.index(at))
-    before = [batch[:, CUTS.index(at)] for batch in undisturbed_games()[:3]]
+    before = [batch[:, CUTS.index(at)] for batch in undisturbed_games(ResetCollector)[:3]]
 
     def joined(batches: Any, name: str) -> Any:
         return np.concatenate([batch.env[name] for batch in batches])
@@ -110,11 +112,10 @@ def test_a_cut_invents_no_transition(at: int, cut: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, type("OwnTrajInfo", (TrajInfo,), {})])
-def test_the_next_trajectories_of_the_column_are_whole(traj_info_cls: Any, tmp_path: Path) -> None:
-    found, _ = batches_and_stats(
-        SerialSampler, tmp_path, {1: (3, "crash"), 2: (9, "vanish")}, traj_info_cls=traj_info_cls
-    )
+def test_the_next_trajectories_of_the_column_are_whole_with_a_traj_info_of_ones_own(tmp_path: Path) -> None:
+    own = type("OwnTrajInfo", (TrajInfo,), {})
+    faults = {1: (3, "crash"), 2: (9, "vanish")}
+    found, _ = batches_and_stats(SerialSampler, tmp_path, faults, traj_info_cls=own)
     lengths = [info["Length"] for _, infos in found for info in infos]
     assert lengths == [7] * sum(int(batch.env.terminated.sum()) for batch in without_infos(found))
     assert len(lengths) > 8
@@ -143,34 +144,16 @@ def test_final_values_and_seeds(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "start_method", "collector_cls"),
-    [(*first, last) for first, last in pairs(pairs(SAMPLERS, USUAL_METHODS), [None, WaitResetCollector])],
+    [(*first, last) for first, last in pairs(pairs(SAMPLERS, USUAL_METHODS), [ResetCollector, WaitResetCollector])],
 )
 def test_other_columns_stay_with_every_sampler(cls: Any, start_method: str, collector_cls: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"start_method": start_method}
-    if collector_cls is not None:
-        options["collector_cls"] = collector_cls
-    faults = {1: (5, "exit"), 2: (11, "hang")}
+    options: dict[str, Any] = {"start_method": start_method, "collector_cls": collector_cls}
     wanted = undisturbed_games(collector_cls)[:4]
-    found, stats = batches_and_stats(cls, tmp_path, faults, n=4, **options)
+    found, stats = batches_and_stats(cls, tmp_path, {1: (5, "exit"), 2: (11, "hang")}, n=4, **options)
     assert (stats.renewals, stats.cut_episodes, stats.restarts) == (2, 2, 0)
     assert_same(without_infos(found, [0, 3]), [batch[:, [0, 3]] for batch in wanted])
     ours, theirs = ([batch.env.reward[:, [1, 2]] for batch in each] for each in (without_infos(found), wanted))
     assert not np.array_equal(ours, theirs)
-
-
-@pytest.mark.slow
-def test_evaluation_plays_a_cut_episode_again(tmp_path: Path) -> None:
-    class Once(Played):
-        def __init__(self, folder: str, context: Any = None) -> None:
-            super().__init__(folder)
-            self.at, self.fault = (4, "exit") if context is not None and context.purpose == 1 else (-1, "")
-
-    env_fn = partial(Once, str(tmp_path))
-    with sampler_of(SerialSampler, env_fn, **RENEW, eval_n_envs=2, eval_episodes=4) as sampler:
-        sampler.initialize(RandomAgent(), seed=3)
-        infos = sampler.evaluate_agent(0)
-        assert [info.Length for info in infos] == [7] * 4
-        assert sampler.stats().cut_episodes == 1
 
 
 @pytest.mark.slow
@@ -226,13 +209,15 @@ def test_an_episode_that_ends_in_the_step_of_a_cut_keeps_its_last_action() -> No
             observation, reward, _, truncated, info = super().step(action)
             return observation, reward, self.rank == 0 and self.t == 4, truncated, info
 
-    options = {**RENEW, "renew_on": (ConnectionError,), "collector_cls": WaitResetCollector, "batch_B": 2}
-    with sampler_of(SerialSampler, Failing, **options, batch_T=6, max_decorrelation_steps=0) as sampler:
+    with sampler_of(
+        SerialSampler, Failing, collector_cls=WaitResetCollector, batch_B=2, batch_T=6, **BROKEN
+    ) as sampler:
         sampler.initialize(Twos(), seed=3)
         sampler.obtain_samples(0)
         samples = sampler.samples_np
         assert samples.env.valid.T.tolist() == [[True] * 4 + [False] * 2, [True] * 3 + [False] * 3]
         assert samples.agent.action.T.tolist() == [[2] * 4 + [0] * 2, [2] * 3 + [0] * 3]
+        assert "1 environments built again, 1 episodes cut" in repr(sampler.stats())
 
 
 class Twos(RandomAgent):
@@ -298,13 +283,16 @@ class Engines:
 
 @pytest.mark.parametrize(
     ("env_cls", "collector_cls"),
-    [(Engine, None), (Engines, None), pytest.param(Engine, WaitResetCollector, marks=pytest.mark.slow)],
+    [
+        (Engine, ResetCollector),
+        (Engines, ResetCollector),
+        pytest.param(Engine, WaitResetCollector, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("at", [1, 3, 5, 7, 99])
 def test_a_game_that_fails_in_the_random_steps_is_renewed(env_cls: Any, collector_cls: Any, at: int) -> None:
     built: list[int | None] = []
-    options = {**RENEW, "renew_on": (ConnectionError,), "max_decorrelation_steps": 9, "batch_B": 1, "batch_T": 1}
-    options |= {"collector_cls": collector_cls} if collector_cls else {}
+    options = {"collector_cls": collector_cls, "max_decorrelation_steps": 9, "batch_B": 1, "batch_T": 1, **BROKEN}
     streams = ColumnStreams(3, [0])
     with sampler_of(SerialSampler, partial(env_cls, built, at), **options) as sampler:
         sampler.initialize(RandomAgent(), seed=3)
@@ -339,9 +327,9 @@ def test_a_game_that_fails_in_the_random_steps_is_renewed(env_cls: Any, collecto
 @pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
 def test_a_replay_has_the_observation_before_a_cut_in_row_0(collector_cls: Any) -> None:
     """An episode of 4 steps, and three steps of the next one: the fourth one fails, in row 0 of the last batch."""
-    options = {**RENEW, "renew_on": (ConnectionError,), "max_decorrelation_steps": 0, "batch_B": 1, "batch_T": 1}
+    options = {"collector_cls": collector_cls, "batch_B": 1, "batch_T": 1, **BROKEN}
     replay: Any = Replay(100, n_step=1, discount=0.9, seed=0)
-    with sampler_of(SerialSampler, partial(Engine, [], 8), **options, collector_cls=collector_cls) as sampler:
+    with sampler_of(SerialSampler, partial(Engine, [], 8), **options) as sampler:
         sampler.initialize(RandomAgent(), seed=3)
         for itr in range(10):
             replay.append(sampler.obtain_samples(itr)[0])
@@ -352,12 +340,27 @@ def test_a_replay_has_the_observation_before_a_cut_in_row_0(collector_cls: Any) 
 
 def test_a_game_that_ended_before_a_cut_in_the_same_batch_is_reported() -> None:
     """The first game has 4 steps; the second one fails in its second step."""
-    options = {**RENEW, "renew_on": (ConnectionError,), "max_decorrelation_steps": 0, "batch_B": 1, "batch_T": 10}
-    with sampler_of(SerialSampler, partial(Engines, [], 6), **options) as sampler:
+    with sampler_of(SerialSampler, partial(Engines, [], 6), batch_B=1, batch_T=10, **BROKEN) as sampler:
         sampler.initialize(RandomAgent(), seed=3)
         _, infos = sampler.obtain_samples(0)
     games = [(info.episode, info.Length, info.Return) for info in infos if info.agent_id is None]
     assert games == [(0, 4, 2 * (4 * 20.0 + 10)), (1, 4, 2 * (4 * 30.0 + 10))]
+
+
+@pytest.mark.parametrize("env_cls", [Engine, Engines])
+def test_an_evaluation_plays_a_cut_episode_again(env_cls: Any) -> None:
+    failing: list[Any] = []
+
+    def make(context: Any) -> Any:
+        is_first = context.purpose is Purpose.EVAL and not failing
+        failing.extend([context] * is_first)
+        return env_cls([None] * env_cls.first, 3 if is_first else 0)
+
+    with sampler_of(SerialSampler, make, eval_n_envs=2, eval_episodes=4, **BROKEN) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        infos = sampler.evaluate_agent(0)
+        assert [info.Length for info in infos if info.agent_id is None] == [4] * 4
+        assert sampler.stats().cut_episodes == 1
 
 
 @pytest.mark.parametrize("env_cls", [CountingEnv, ScriptedGame])
@@ -379,8 +382,7 @@ def test_starts_that_fail_slowly_are_counted_too(env_cls: Any, tmp_path: Path) -
                     raise ConnectionError("the engine does not start")
             return super().reset(**kwargs)
 
-    kwargs = {**RENEW, "renew_on": (ConnectionError,), "max_renewals": 3, "restart_window": 1e-9, "batch_B": 1}
-    with sampler_of(SerialSampler, Slow, **kwargs, max_decorrelation_steps=0) as sampler:
+    with sampler_of(SerialSampler, Slow, max_renewals=3, restart_window=1e-9, batch_B=1, **BROKEN) as sampler:
         sampler.initialize(RandomAgent(), seed=3)
         with pytest.raises(WorkerError) as caught:
             sampler.obtain_samples(0)
@@ -388,21 +390,6 @@ def test_starts_that_fail_slowly_are_counted_too(env_cls: Any, tmp_path: Path) -
     assert re.search(says, str(caught.value.__cause__))
     assert str(caught.value.__cause__).count("the engine does not start") == 5
     assert calls.read_text() == "sr" + "srrrr" * 2
-
-
-def test_errors_of_other_libraries(tmp_path: Path) -> None:
-    class Library(CountingEnv):
-        def step(self, action: Any) -> Any:
-            if not (marker := tmp_path / "raised").exists():
-                marker.touch()
-                raise ConnectionError("the engine is gone")
-            return super().step(action)
-
-    with sampler_of(SerialSampler, Library, **RENEW, renew_on=(ConnectionError,)) as sampler:
-        sampler.initialize(RandomAgent(), seed=3)
-        samples, _ = sampler.obtain_samples(0)
-        assert int((~samples.env.valid).sum()) == 1
-        assert "1 environments built again, 1 episodes cut" in repr(sampler.stats())
 
 
 @pytest.mark.parametrize(
@@ -423,16 +410,12 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], says: str) -> None
 
 
 @pytest.mark.slow
-def test_a_replay_leaves_out_cut_steps(tmp_path: Path) -> None:
-    B, faults = len(CUTS), {column: (at, "exit") for column, at in enumerate(CUTS)}
+def test_a_replay_leaves_out_cut_steps(cut: tuple[Any, Any]) -> None:
+    batches, B = without_infos(cut[0]), len(CUTS) + 1
     replay: Any = Replay(8 * B * 4, n_step=1, discount=0.9, max_truncations=100)
-    env_fn, valid = partial(Played, str(tmp_path), faults), []
-    with sampler_of(SerialSampler, env_fn, batch_B=B, **RENEW) as sampler:
-        sampler.initialize(RandomAgent(), seed=7)
-        for itr in range(3):
-            samples, _ = sampler.obtain_samples(itr)
-            replay.append(samples)
-            valid.append(samples.env.valid.numpy().copy())
+    for batch in batches:
+        replay.append(batch)
+    valid = [batch.env.valid for batch in batches]
     index, all_valid = np.sort(replay.contents.index), np.concatenate(valid)
     assert np.argwhere(~all_valid).tolist() == sorted([at - 1, column] for column, at in enumerate(CUTS))
     assert index.tolist() == np.flatnonzero(all_valid[:-1]).tolist()

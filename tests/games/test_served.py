@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from penstock.games import ServedGame
 from penstock.games.served import Connection, decoded, encoded
 
 from ..scale import quick_first
+from ..support import assert_same, collect, sampler_of, without_infos
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 FLOATS, ACTIONS = Box(-1, 1, (3,), np.float32), Discrete(4)
@@ -117,24 +119,12 @@ def playing(env: ServedGame, **hello: Any) -> Raw:
 
 @contextlib.contextmanager
 def game(play: Callable[[], object]) -> Iterator[list[Any]]:
-    """Runs `play` in a thread; its result or exception is in the list at the end."""
+    """Runs `play` in a thread. Its result is in the list at the end; what it raises is raised there."""
     results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(play())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(play)
         yield results
-    finally:
-        thread.join(10)
-    assert not thread.is_alive()
-    if results and isinstance(results[0], BaseException):
-        raise results[0]
+        results.append(running.result(10))
 
 
 # ---- playing ---------------------------------------------------------------------------------
@@ -275,11 +265,19 @@ while True:
 """
 
 
-def _compiled(folder: Path) -> list[str]:
-    compiler = shutil.which("cc") or pytest.skip("no C compiler")
-    warnings = ["-std=gnu99", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run([compiler, *warnings, "-O1", "-o", folder / "client", EXAMPLES / "served_client.c"], check=True)
-    return [str(folder / "client")]
+STARTED = [sys.executable, "-I", "-c", PYTHON, str(EXAMPLES)]
+
+
+def command_of_client(language: str, folder: Path) -> list[str]:
+    if language == "c":
+        compiler = shutil.which("cc") or pytest.skip("no C compiler")
+        warnings = ["-std=gnu99", "-Wall", "-Wextra", "-Werror"]
+        subprocess.run([compiler, *warnings, "-O1", "-o", folder / "client", EXAMPLES / "served_client.c"], check=True)
+        return [str(folder / "client")]
+    if language == "godot":
+        engine = shutil.which("godot3-server") or pytest.skip("no Godot: apt-get install godot3-server")
+        return [engine, "--script", str(EXAMPLES / "served_client.gd")]
+    return STARTED
 
 
 def walk(env: ServedGame, n: int) -> list[int]:
@@ -300,57 +298,20 @@ def walk(env: ServedGame, n: int) -> list[int]:
     return goals
 
 
-@pytest.fixture
-def program(served: Any) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts clients of an environment, and waits for their end after that of the environment."""
-    with contextlib.ExitStack() as stack:
-
-        def start(env: ServedGame, command: list[str]) -> subprocess.Popen[str]:
-            environ = {**os.environ, "PENSTOCK_PORTS": str(env.port), "PENSTOCK_TOKEN": "secret"}
-            process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
-            stack.enter_context(process)
-            stack.callback(process.wait, 20)
-            stack.callback(env.close)
-            return process
-
-        yield start
-
-
-def _command(language: str, folder: Path) -> list[str]:
-    if language == "c":
-        return _compiled(folder)
-    if language == "godot":
-        engine = shutil.which("godot3-server") or pytest.skip("no Godot: apt-get install godot3-server")
-        return [engine, "--script", str(EXAMPLES / "served_client.gd")]
-    return [sys.executable, "-I", "-c", PYTHON, str(EXAMPLES)]
-
-
 @pytest.mark.parametrize("language", quick_first(["python", "c", "godot"]))
-def test_a_client_plays_in(
-    served: Any, program: Any, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_plays_in(served: Any, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # Godot writes its logs here
-    command = _command(language, tmp_path)
-    env, goals = served(*LINE, token="secret"), []
-    process = program(env, command)
-    for _ in range(3):
-        if goals:
-            lose_connection(env)  # it comes back
-        goals.append(walk(env, 20))
+    command, env, goals = command_of_client(language, tmp_path), served(*LINE, token="secret"), []
+    environ = {**os.environ, "PENSTOCK_PORTS": str(env.port), "PENSTOCK_TOKEN": "secret"}
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        with contextlib.closing(env):
+            for _ in range(3):
+                if goals:
+                    lose_connection(env)  # it comes back
+                goals.append(walk(env, 20))
+        assert "the environment is closed" in process.communicate(timeout=20)[1]
     assert goals[0] == goals[1] == goals[2]
     assert len(set(goals[0])) > 3
-    env.close()
-    assert "the environment is closed" in process.communicate()[1]
-
-
-def test_a_killed_client_is_an_error_and_another_may_come_to_the_same_port(served: Any, program: Any) -> None:
-    env = served(*LINE, reconnect=0.2, token="secret")
-    for _ in range(2):
-        process = program(env, [sys.executable, "-I", "-c", PYTHON, str(EXAMPLES)])
-        walk(env, 3)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        assert "was lost after message " in _error(lambda: walk(env, 2))
 
 
 def lose_connection(env: Any) -> None:
@@ -471,15 +432,9 @@ def test_a_client_does_not_come_back(served: Any) -> None:
 def test_a_second_client_is_refused_and_the_first_stays(served: Any) -> None:
     env = served()
     with playing(env) as client, Raw(env, hello=1) as second:
-
-        def play() -> Any:
-            refusal = second.read()
-            client.send(n=2, obs=OBS, reward=1)
-            return refusal
-
-        with game(play) as refusal:
+        with game(lambda: (second.read(), client.send(n=2, obs=OBS, reward=1))) as seen:
             env.step(0)
-        assert refusal[0] == {"error": "another client plays here"}
+        assert seen[0][0] == {"error": "another client plays here"}
 
 
 def test_many_connections_that_say_nothing_do_not_keep_a_client_out(served: Any) -> None:
@@ -491,8 +446,6 @@ def test_many_connections_that_say_nothing_do_not_keep_a_client_out(served: Any)
 
 
 # ---- games that the environment starts ---------------------------------------------------------
-
-STARTED = [sys.executable, "-I", "-c", PYTHON, str(EXAMPLES)]
 
 
 def test_the_environment_starts_its_game_and_starts_it_again(served: Any) -> None:
@@ -577,24 +530,18 @@ def test_served_games_in_a_sampler_play_the_same_batches_and_are_renewed(tmp_pat
         return Killing(make_walk(context), 13 if is_victim else None)
 
     def batches(cls: Any, env_fn: Any, **options: Any) -> Any:
-        options = {"batch_T": 20, "batch_B": 4, "max_decorrelation_steps": 0, "spaces": LINE, **options}
-        with cls(env_fn, **options) as sampler:
+        with sampler_of(cls, env_fn, batch_T=20, spaces=LINE, **options) as sampler:
             sampler.initialize(RandomAgent(), seed=3)
-            ports = sampler.get_attr("port")
-            assert len(set(ports)) == 4
-            return [sampler.obtain_samples(itr)[0].env.copy() for itr in range(2)], sampler.stats()
+            assert len(set(sampler.get_attr("port"))) == 4
+            return without_infos(collect(sampler, 2)), sampler.stats()
 
-    (plain, _), (other, stats) = (
-        batches(SerialSampler, make_walk),
-        batches(ParallelSampler, make, n_workers=2, on_game_failure="renew"),
-    )
+    plain, _ = batches(SerialSampler, make_walk)
+    other, stats = batches(ParallelSampler, make, on_game_failure="renew")
     assert (stats.renewals, stats.cut_episodes) == (1, 1)
-    for one, two in zip(plain, other, strict=True):
-        for name in ("observation", "reward", "done"):
-            a, b = (getattr(each, name)[:, [0, 2, 3]].numpy() for each in (one, two))
-            np.testing.assert_array_equal(a, b)
-    assert np.argwhere(~other[0].valid.numpy()).tolist() == [[12, 1]]
-    assert other[0].truncated[11, 1]
+    undisturbed = [0, 2, 3]
+    assert_same([batch[:, undisturbed] for batch in other], [batch[:, undisturbed] for batch in plain])
+    assert np.argwhere(~other[0].env.valid).tolist() == [[12, 1]]
+    assert other[0].env.truncated[11, 1]
 
 
 # ---- rubbish ---------------------------------------------------------------------------------
@@ -624,10 +571,7 @@ def test_served_games_in_a_sampler_play_the_same_batches_and_are_renewed(tmp_pat
         (b'{"n": 2, "obs": [0, 0, 0], "reward": true}\n', "reward must be a finite number, got True"),
         (b'{"n": 2, "obs": [0, 0, 0], "reward": NaN}\n', "reward must be a finite number, got nan"),
         (b'{"n": 2, "obs": [0, 0, 0], "reward": -Infinity}\n', "reward must be a finite number, got -inf"),
-        (
-            b'{"n": 2, "obs": [0, NaN, 0], "reward": 1}\n',
-            "obs must have the shape (3,) and fit float32",
-        ),
+        (b'{"n": 2, "obs": [0, NaN, 0], "reward": 1}\n', "obs must have the shape (3,) and fit float32"),
         (
             b'{"n": 2, "obs": {"b64": "AADAfwAAAAAAAAAA"}, "reward": 1}\n',
             "obs must have the shape (3,) and fit float32",

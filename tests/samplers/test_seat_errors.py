@@ -3,7 +3,6 @@ value is at fault, the agent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,9 +28,8 @@ from penstock.learning import Replay, gae
 from ..scale import pairs, quick_first, scaled
 from ..support import collect_with
 from ..toy_games import Valued
-
-LONG: Any = [{}] * 30
-Spoil = Callable[[Any, list[Any]], Any]
+from .spoiled_games import LONG, Spoil, Spoiled, all_of, give, leave_out, put, vanish
+from .started import check_fails, check_refused, started
 
 SAMPLERS: list[tuple[type[Sampler], dict[str, Any]]] = [
     (SerialSampler, {}),
@@ -40,59 +38,12 @@ SAMPLERS: list[tuple[type[Sampler], dict[str, Any]]] = [
 ]
 
 
-class Spoiled(ScriptedGame):
-    """Its step number `at` returns what `spoil(game, [observations, rewards, ...])` returns."""
-
-    def __init__(self, spoil: Spoil | None = None, at: int = 3, script: Any = LONG, **kwargs: Any) -> None:
-        super().__init__(script=script, **kwargs)
-        self._spoil, self._at = spoil, at
-
-    def step(self, actions: dict[str, Any]) -> Any:
-        results = [*super().step(actions)]
-        if self._spoil is None or self.t != self._at:
-            return tuple(results)
-        spoiled = self._spoil(self, results)
-        return tuple(results) if spoiled is None else spoiled
-
-
-def put(part: int, value: Any) -> Spoil:
-    """In place of one of the five dicts."""
-
-    def spoil(game: Any, results: list[Any]) -> None:
-        results[part] = value
-
-    return spoil
-
-
-def give(part: int, value: Any, agent: str = "a1") -> Spoil:
-    """In place of what one dict has for an agent."""
-
-    def spoil(game: Any, results: list[Any]) -> None:
-        results[part] = {**results[part], agent: value}
-
-    return spoil
-
-
-def leave_out(*parts: int, agent: str = "a1") -> Spoil:
-    def spoil(game: Any, results: list[Any]) -> None:
-        for part in parts:
-            results[part] = {key: value for key, value in results[part].items() if key != agent}
-
-    return spoil
-
-
-def vanish(game: Any, results: list[Any]) -> None:
-    game.agents = [agent for agent in game.agents if agent != "a1"]
-
-
-def cut_without_observation(game: Any, results: list[Any]) -> None:
-    leave_out(0)(game, results)
-    give(3, True)(game, results)
-    vanish(game, results)
-
-
 def list_unknown(game: Any, results: list[Any]) -> None:
     game.agents = [*game.agents, "a9"]
+
+
+def list_none(game: Any, results: list[Any]) -> None:
+    game.agents = None
 
 
 def list_absent(game: Any, results: list[Any]) -> None:
@@ -121,24 +72,29 @@ SPOILS: dict[str, tuple[Spoil, str]] = {
     "flag of two": (give(2, np.array([True, False])), f"terminated of {SEAT} must be True or False"),
     "flag of 2": (give(2, 2), f"terminated of {SEAT} must be True or False, got 2"),
     "info is text": (
-        lambda game, results: (
-            (give(4, "x")(game, results), give(3, True)(game, results), vanish(game, results))[:0] or None
-        ),
+        all_of(give(4, "x"), give(3, True), vanish),
         f"the info that env.step of {SEAT} returned must be a dict, got 'x'",
     ),
     "vanishes": (vanish, f"{SEAT} is not in env.agents any more, but neither terminated nor truncated"),
     "no observation": (leave_out(0), f"{SEAT} goes on, but env.step returned no observation for it"),
-    "cut without observation": (cut_without_observation, f"{SEAT} was truncated, but env.step returned no observation"),
+    "cut without observation": (
+        all_of(leave_out(0), give(3, True), vanish),
+        f"{SEAT} was truncated, but env.step returned no observation",
+    ),
+    "last observation": (
+        all_of(give(0, np.zeros(3, np.float32)), give(2, True), vanish),
+        f"the final observation of {SEAT}",
+    ),
     "unknown in agents": (list_unknown, r"env_rank 2, agent 'a9' is not one of possible_agents, \['a0', 'a1', 'a2'\]"),
     "unknown observation": (give(0, np.zeros(4), "a9"), r"env_rank 2, agent 'a9' is not one of possible_agents"),
     "unknown flag": (give(2, True, "a9"), r"env_rank 2, agent 'a9' is not one of possible_agents"),
     "unknown reward": (give(1, 1.0, "a9"), r"env_rank 2, agent 'a9' is not one of possible_agents"),
+    "agents of None": (list_none, "env.agents of env_rank 2 must be a list of agents, got None"),
     "joins without observation": (list_absent, r"env_rank 2, agent 'a2' is in env.agents, but has no observation"),
     "four dicts": (lambda game, results: tuple(results[:4]), r"env\.step.* of env_rank 2 .*"),
     "None": (lambda game, results: "nothing", r"env_rank 2"),
-    **{
-        f"{kind} {part}": (put(part, value), FIVE) for part in range(5) for kind, value in (("no", None), ("list", [1]))
-    },
+    **{f"no {part}": (put(part, None), FIVE) for part in range(5)},
+    "a list": (put(2, [1]), FIVE),
 }
 
 
@@ -152,68 +108,42 @@ def spoiled(spoil: Spoil, at: int = 3) -> list[Any]:
 def test_a_wrong_step_is_named(name: str) -> None:
     spoil, message = SPOILS[name]
     samplers = SAMPLERS if name in ("vanishes", "reward is text", "raises") else scaled(SAMPLERS, SAMPLERS[:1])
-    for cls, kwargs in samplers:
-        with cls(spoiled(spoil), batch_T=9, batch_B=3, max_decorrelation_steps=0, **kwargs) as sampler:
-            sampler.initialize(RandomAgent(), seed=0)
-            with pytest.raises(WorkerError, match=message) as told:
-                sampler.obtain_samples(0)
-            text = str(told.value)
-            assert "while stepping env_rank 2, t=2 (itr=0)" in text or name.startswith(("reward", "observation"))
-            assert len(text.splitlines()[0]) < 700
+    for cls, options in samplers:
+        text = check_fails(spoiled(spoil), message, cls=cls, batch_B=3, **options)
+        assert "while stepping env_rank 2, t=2 (itr=0)" in text or name.startswith(("reward", "observation"))
+        assert len(text.splitlines()[0]) < 700
 
 
 def test_wrong_steps_before_the_first_batch_are_named() -> None:
-    for spoil, message in (SPOILS["vanishes"], SPOILS["unknown reward"], SPOILS["observation of another shape"]):
-        with SerialSampler(spoiled(spoil, 1), batch_T=9, batch_B=3, max_decorrelation_steps=60) as sampler:
-            with pytest.raises(WorkerError, match=message) as told:
-                sampler.initialize(RandomAgent(), seed=1)
-            assert "env_rank 2 (start-up)" in str(told.value)
+    for name in ("vanishes", "unknown reward", "observation of another shape"):
+        spoil, message = SPOILS[name]
+        random_steps = {"max_decorrelation_steps": 60, "seed": 1}
+        text = check_refused(spoiled(spoil, 1), message, error=WorkerError, batch_B=3, **random_steps)
+        assert "env_rank 2 (start-up)" in text
 
 
-def test_a_wrong_last_observation_is_named() -> None:
-    def end_wrong(game: Any, results: list[Any]) -> None:
-        give(0, np.zeros(3, np.float32))(game, results)
-        give(2, True)(game, results)
-        vanish(game, results)
-
-    for record in (True, False):
-        with SerialSampler(
-            spoiled(end_wrong), batch_T=9, batch_B=3, max_decorrelation_steps=0, record_final_obs=record
-        ) as sampler:
-            sampler.initialize(RandomAgent(), seed=0)
-            with pytest.raises(WorkerError, match=f"the final observation of {SEAT}"):
-                sampler.obtain_samples(0)
+def test_a_wrong_last_observation_that_is_not_recorded_is_named() -> None:
+    spoil, message = SPOILS["last observation"]
+    check_fails(spoiled(spoil), message, batch_B=3, record_final_obs=False)
 
 
 def test_what_is_unusual_but_clear_is_accepted() -> None:
     """A missing flag is False, a missing reward 0, who dies needs no observation, and a ghost may stay in the list."""
-
-    def no_flags(game: Any, results: list[Any]) -> None:
-        leave_out(1, 2, 3, 4)(game, results)
-
-    def dies_unseen(game: Any, results: list[Any]) -> None:
-        leave_out(0)(game, results)
-        give(2, True)(game, results)
-        vanish(game, results)
-
-    for spoil, valid, reward in ((no_flags, True, 0.0), (dies_unseen, False, None)):
-        with SerialSampler(spoiled(spoil), batch_T=4, batch_B=3, max_decorrelation_steps=0) as sampler:
-            sampler.initialize(RandomAgent(), seed=0)
+    dies_unseen = all_of(leave_out(0), give(2, True), vanish)
+    for spoil, goes_on in ((leave_out(1, 2, 3, 4), True), (dies_unseen, False)):
+        with started(spoiled(spoil), batch_T=4, batch_B=3) as sampler:
             sampler.obtain_samples(0)
             env = sampler.samples_np.env
             column = sampler.seats()["agent"].index((2, "a1"))
-            assert env.valid[:, column].tolist() == [True, True, True, valid]
-            assert env.done[2, column] == (not valid)
-            if reward is not None:
-                assert env.reward[2, column] == reward
-            else:
-                assert not env.final_obs[2, column].any()
-                assert env.reward[2, column] > 0
+            assert env.valid[:, column].tolist() == [True, True, True, goes_on]
+            assert env.done[2, column] == (not goes_on)
+            assert (env.reward[2, column] == 0) == goes_on
+            assert goes_on or not env.final_obs[2, column].any()
 
 
 def test_an_index_of_columns_is_for_one_policy() -> None:
-    with SerialSampler(ScriptedGame, batch_T=4, batch_B=2) as sampler:
-        sampler.initialize({"one": RandomAgent(), "two": RandomAgent()}, policy_of=kinds, seed=0)
+    agents = {"one": RandomAgent(), "two": RandomAgent()}
+    with started(ScriptedGame, agents, policy_of=kinds, batch_T=4) as sampler:
         batch, _ = sampler.obtain_samples(0)
         assert batch[1:3].two.env.reward.shape[0] == 2
         with pytest.raises(ConfigError, match=r"index the samples of one, for example batch\.one"):
@@ -225,6 +155,7 @@ def test_an_index_of_columns_is_for_one_policy() -> None:
         for take in (partial(gae, discount=0.9, lambda_=0.9), Replay(100, discount=0.9).append):
             with pytest.raises(ConfigError, match=r"(?i)with several policies, give the samples of one"):
                 take(batch)
+        assert "by the policy" not in repr(sampler)
 
 
 # ---- resets ------------------------------------------------------------------------------------
@@ -274,60 +205,51 @@ RESETS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("options", [{}, pytest.param({"global_state": True}, marks=pytest.mark.slow)])
 def test_a_wrong_reset_is_named(name: str, at: int, options: dict[str, Any]) -> None:
     spoil, message = RESETS[name]
-    env_fns = [Resets, partial(Resets, spoil, at)]
-    with SerialSampler(env_fns, batch_T=9, batch_B=2, max_decorrelation_steps=0, **options) as sampler:
-        with pytest.raises(WorkerError, match=message.replace("observation of", r"observation\S* of")) as told:
-            sampler.initialize(RandomAgent(), seed=0)
-            sampler.obtain_samples(0)
-        during = "(start-up)" if at == 1 else "(itr=0)"
-        assert during in str(told.value)
+    env_fns, message = [Resets, partial(Resets, spoil, at)], message.replace("observation of", r"observation\S* of")
+    if at == 1:
+        assert "(start-up)" in check_refused(env_fns, message, error=WorkerError, **options)
+    else:
+        assert "(itr=0)" in check_fails(env_fns, message, **options)
 
 
 # ---- optional checks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", quick_first([np.nan, np.inf]))
-@pytest.mark.parametrize("where", ["observation", "reward", "final observation"])
+@pytest.mark.parametrize("value", quick_first([np.nan, -np.inf]))
+@pytest.mark.parametrize("where", ["observation", "reward", "final observation", "late reward"])
 def test_check_finite_names_the_agent(where: str, value: float) -> None:
-    def spoil(game: Any, results: list[Any]) -> None:
-        if where == "reward":
-            give(1, value)(game, results)
-            return
-        give(0, np.array([1, 2, value, 4], np.float32))(game, results)
-        if where == "final observation":
-            give(2, True)(game, results)
-            vanish(game, results)
+    observed, late = give(0, np.array([1, 2, value, 4], np.float32)), where == "late reward"
+    spoil = {
+        "observation": observed,
+        "reward": give(1, value),
+        "final observation": all_of(observed, give(2, True), vanish),
+        "late reward": give(1, value, "a2"),  # it is not there
+    }[where]
+    message = rf"{'reward' if late else where} of env_rank 2, agent '{'a2' if late else 'a1'}' must be .*finite"
+    text = check_fails(spoiled(spoil), message, batch_B=3, check_finite=True)
+    assert "check_finite=True" in text
 
-    with SerialSampler(spoiled(spoil), batch_T=9, batch_B=3, max_decorrelation_steps=0, check_finite=True) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(WorkerError, match=rf"{where} of {SEAT} must be .*finite") as told:
-            sampler.obtain_samples(0)
-        assert "check_finite=True" in str(told.value)
+
+class Seven(RandomAgent):
+    """Takes an action that there is not for the second step of each agent."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        action = np.array(super().step(observation, prev_action, prev_reward).action)
+        action[observation[:, 1] == 2] = 7
+        return AgentStep(action)
+
+
+class Bounded(Spoiled):
+    def observation_space(self, agent: str) -> gym.Space[Any]:
+        return spaces.Box(0, 100, (4,), np.float32)
 
 
 def test_debug_names_the_agent_of_an_action_and_of_an_observation() -> None:
-    class Seven(RandomAgent):
-        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-            step = super().step(observation, prev_action, prev_reward)
-            action = np.array(step.action)
-            action[observation[:, 1] == 2] = 7
-            return AgentStep(action)
-
     env_fn = partial(Spoiled, script=[{"a0": "die"}, *LONG])
-    with SerialSampler(env_fn, batch_T=9, batch_B=2, max_decorrelation_steps=0, debug=True) as sampler:
-        sampler.initialize(Seven(), seed=0)
-        with pytest.raises(WorkerError, match=r"the action of env_rank 0, agent 'a1', given by the agent, must be in"):
-            sampler.obtain_samples(0)
-
-    class Bounded(Spoiled):
-        def observation_space(self, agent: str) -> gym.Space[Any]:
-            return spaces.Box(0, 100, (4,), np.float32)
-
+    message = r"the action of env_rank 0, agent 'a1', given by the agent, must be in"
+    check_fails(env_fn, message, Seven(), debug=True)
     env_fns = [Bounded, partial(Bounded, give(0, np.array([1, 2, -3, 4], np.float32)))]
-    with SerialSampler(env_fns, batch_T=9, batch_B=2, max_decorrelation_steps=0, debug=True) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(WorkerError, match=r"observation of env_rank 1, agent 'a1' must be in Box"):
-            sampler.obtain_samples(0)
+    check_fails(env_fns, r"observation of env_rank 1, agent 'a1' must be in Box", debug=True)
 
 
 def test_debug_accepts_idle_seats_whose_zeros_are_not_in_the_space() -> None:
@@ -395,14 +317,10 @@ def kinds(agent_id: str) -> str:
 @pytest.mark.parametrize("n_workers", quick_first([1, 2]))
 def test_the_policy_that_was_acting_is_named(how: str, message: str, n_workers: int) -> None:
     agents = {"one": Valued(), "two": Failing("step", how, at=4)}
-    with ParallelSampler(ScriptedGame, batch_T=9, batch_B=2, n_workers=n_workers, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(agents, policy_of=kinds, seed=0)
-        with pytest.raises(WorkerError, match=message) as told:
-            sampler.obtain_samples(0)
-        text = str(told.value).splitlines()[0]  # the other lines say what each worker does
-        if how != "fraction":  # the agent is named there
-            assert "'two'" in text
-        assert "'one'" not in text
+    text = check_fails(ScriptedGame, message, agents, cls=ParallelSampler, n_workers=n_workers, policy_of=kinds)
+    first = text.splitlines()[0]  # the other lines say what each worker does
+    assert "'two'" in first or how == "fraction"  # the agent is named there
+    assert "'one'" not in first
 
 
 class Remembering(Failing):
@@ -413,20 +331,16 @@ class Remembering(Failing):
 
 @pytest.mark.parametrize("name", ["one", "two"])
 def test_the_policy_whose_value_fails_is_named(name: str) -> None:
-    agents = {"one": Valued(), "two": Valued(), name: Failing("value", at=1)}
-    with (
-        SerialSampler(ScriptedGame, batch_T=9, batch_B=2) as sampler,
-        pytest.raises(SpaceError, match=f"^policy '{name}': Failing failed on .*: the policy is broken"),
-    ):
-        sampler.initialize(agents, policy_of=kinds, seed=0, bootstrap_value=True)
+    def agents(failing: Failing) -> dict[str, Any]:
+        return {"one": Valued(), "two": Valued(), name: failing}
+
+    options: dict[str, Any] = {"policy_of": kinds, "bootstrap_value": True}
+    message = f"^policy '{name}': Failing failed on .*: the policy is broken"
+    check_refused(ScriptedGame, message, agents(Failing("value", at=1)), error=SpaceError, **options)
     # At a truncation, or at the end of a batch:
-    for agent, where in ((Remembering("value", at=2), "stepping env_rank 1"), (Failing("value", at=2), "acting")):
-        agents = {"one": Valued(), "two": Valued(), name: agent}
-        env_fn = partial(ScriptedGame, 3, [{"a0": "cut", "a1": "cut"}, *LONG])
-        with SerialSampler(env_fn, batch_T=9, batch_B=2, max_decorrelation_steps=0) as sampler:
-            sampler.initialize(agents, policy_of=kinds, seed=0, bootstrap_value=True)
-            with pytest.raises(WorkerError, match=f"{where}.*'{name}'.*: the policy is broken"):
-                sampler.obtain_samples(0)
+    env_fn = partial(ScriptedGame, 3, [{"a0": "cut", "a1": "cut"}, *LONG])
+    for failing, where in ((Remembering("value", at=2), "stepping env_rank 1"), (Failing("value", at=2), "acting")):
+        check_fails(env_fn, f"{where}.*'{name}'.*: the policy is broken", agents(failing), **options)
 
 
 # ---- environments that are refused -------------------------------------------------------------
@@ -459,116 +373,67 @@ class Unnamed(ScriptedGame):
             self.possible_agents = possible
 
 
+class Wide(ScriptedGame):
+    def observation_space(self, agent: str) -> gym.Space[Any]:
+        return spaces.Box(-1, 1, (9,)) if agent == "a1" else super().observation_space(agent)
+
+
+def unlike_its_example(example: Any, real: Any) -> Any:
+    return lambda context: example() if context.worker_rank < 0 else real()
+
+
+OF_A_GAME = ScriptedGame().observation_space("a0"), ScriptedGame().action_space("a0")
+
+
 @pytest.mark.parametrize(
-    ("env_fn", "message"),
+    ("env_fn", "options", "message", "error"),
     [
-        (Turns, "This environment is played in turns .*: give a ParallelEnv"),
-        (partial(Unnamed, ()), "possible_agents of Unnamed must name each agent once"),
-        (partial(Unnamed, None), "possible_agents of Unnamed must name each agent once"),
-        (partial(Unnamed, ["a0", "a0"]), "possible_agents of Unnamed must name each agent once"),
-        ([ScriptedGame, CountingEnv], "some environments have several agents and others one"),
+        (Turns, {}, "This environment is played in turns .*: give a ParallelEnv", ConfigError),
+        (partial(Unnamed, ()), {}, "possible_agents of Unnamed must name each agent once", ConfigError),
+        (partial(Unnamed, None), {}, "possible_agents of Unnamed must name each agent once", ConfigError),
+        (partial(Unnamed, ["a0", "a0"]), {}, "possible_agents of Unnamed must name each agent once", ConfigError),
+        (partial(Unnamed, ["a0", None]), {}, "none of them None", ConfigError),
+        ([ScriptedGame, CountingEnv], {}, "some environments have several agents and others one", ConfigError),
+        (
+            [CountingEnv, ScriptedGame],
+            {},
+            "env_fn returned an environment of several agents for env_rank 1",
+            WorkerError,
+        ),
+        (
+            unlike_its_example(partial(ScriptedGame, 2), ScriptedGame),
+            {},
+            r"env_rank 0, agent 'a2' has the spaces .*main process it has none: possible_agents and their",
+            WorkerError,
+        ),
+        (
+            unlike_its_example(ScriptedGame, Wide),
+            {},
+            r"env_rank 0, agent 'a1' has the spaces .*main process it has",
+            WorkerError,
+        ),
+        *[
+            (
+                ScriptedGame,
+                {"spaces": OF_A_GAME, "cls": cls},
+                r"of several agents for env_rank [01], but .*: leave `spaces` out",
+                WorkerError,
+            )
+            for cls in (SerialSampler, ParallelSampler)
+        ],
     ],
 )
-def test_environments_that_do_not_fit_are_refused(env_fn: Any, message: str) -> None:
-    with SerialSampler(env_fn, batch_T=2, batch_B=2) as sampler, pytest.raises(ConfigError, match=message):
-        sampler.initialize(RandomAgent(), seed=0)
-
-
-def test_one_agent_first_and_several_later_is_refused() -> None:
-    with (
-        SerialSampler([CountingEnv, ScriptedGame], batch_T=2, batch_B=2) as sampler,
-        pytest.raises(WorkerError, match="env_fn returned an environment of several agents for env_rank 1"),
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
-
-
-def test_an_environment_with_other_agents_than_its_example_is_refused() -> None:
-    def changing(context: Any) -> Any:
-        return ScriptedGame(2 if context.worker_rank < 0 else 3)
-
-    with (
-        SerialSampler(changing, batch_T=2, batch_B=2) as sampler,
-        pytest.raises(
-            WorkerError,
-            match=r"env_rank 0, agent 'a2' has the spaces .*main process it has none: possible_agents and their",
-        ),
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
-
-    class Wide(ScriptedGame):
-        def observation_space(self, agent: str) -> gym.Space[Any]:
-            return spaces.Box(-1, 1, (9,)) if agent == "a1" else super().observation_space(agent)
-
-    def widening(context: Any) -> Any:
-        return ScriptedGame() if context.worker_rank < 0 else Wide()
-
-    with (
-        SerialSampler(widening, batch_T=2, batch_B=2) as sampler,
-        pytest.raises(WorkerError, match=r"env_rank 0, agent 'a1' has the spaces .*main process it has"),
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
-
-
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_given_spaces_are_refused(cls: type[Sampler]) -> None:
-    game = ScriptedGame()
-    given = game.observation_space("a0"), game.action_space("a0")
-    with (
-        cls(ScriptedGame, batch_T=2, batch_B=2, spaces=given) as sampler,
-        pytest.raises(WorkerError, match=r"of several agents for env_rank [01], but .*: leave `spaces` out"),
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
+def test_environments_that_do_not_fit_are_refused(
+    env_fn: Any, options: dict[str, Any], message: str, error: type[Exception]
+) -> None:
+    check_refused(env_fn, message, error=error, **options)
 
 
 def test_the_episode_of_a_game_needs_seed_episodes() -> None:
-    with SerialSampler(ScriptedGame, batch_T=2, batch_B=2) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with started(ScriptedGame) as sampler:
         sampler.obtain_samples(0)
         with pytest.raises(ConfigError, match="construct the sampler with seed_episodes=True"):
             sampler.episode(0, 0)
-
-
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_check_finite_sees_late_rewards(value: float) -> None:
-    def spoil(game: Any, results: list[Any]) -> None:
-        results[1]["a2"] = value
-
-    game = partial(Spoiled, spoil, start=["a0", "a1"])
-    with SerialSampler(game, batch_T=8, batch_B=2, max_decorrelation_steps=0, check_finite=True) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(WorkerError, match="the reward of env_rank 0, agent 'a2' must be finite"):
-            sampler.obtain_samples(0)
-
-
-def test_a_list_of_agents_that_is_none_is_named() -> None:
-    def spoil(game: Any, results: list[Any]) -> None:
-        game.agents = None
-
-    with SerialSampler(partial(Spoiled, spoil), batch_T=8, batch_B=2, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(WorkerError, match=r"env\.agents of env_rank 0 must be a list of agents, got None"):
-            sampler.obtain_samples(0)
-
-
-def test_an_agent_is_not_called_none() -> None:
-    class Nameless(ScriptedGame):
-        def __init__(self) -> None:
-            super().__init__()
-            self.possible_agents = ["a0", None]  # type: ignore[list-item]
-
-    with (
-        SerialSampler(Nameless, batch_T=2, batch_B=1) as sampler,
-        pytest.raises(ConfigError, match="none of them None"),
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
-
-
-def test_who_waits_is_not_said_to_be_a_policy() -> None:
-    agents = {"x": RandomAgent(), "y": RandomAgent()}
-    with SerialSampler(ScriptedGame, batch_T=2, batch_B=1) as sampler:
-        sampler.initialize(agents, policy_of=lambda agent: "x" if agent == "a0" else "y", seed=0)
-        sampler.obtain_samples(0)
-        assert "by the policy" not in repr(sampler)
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from penstock import (
     EpsilonGreedyAgent,
     FunctionAgent,
     GpuSampler,
-    NamedArrays,
     ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
@@ -32,6 +31,7 @@ from penstock.envs.toy import ScriptedGame
 from ..scale import FULL, pairs, quick_first
 from ..support import EVALUATING, assert_same, collect_with
 from ..toy_games import OPENING, STORY, Valued
+from .started import check_fails, check_refused, started
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
 
@@ -70,79 +70,63 @@ class Stated(ScriptedGame):
 
 @pytest.mark.parametrize("record_final_obs", [True, False])
 def test_the_state_stands_beside_each_observation(record_final_obs: bool) -> None:
-    agent = Valued()
-    with SerialSampler(
-        Stated, env_kwargs=MIXED, batch_T=12, batch_B=5, global_state=True, record_final_obs=record_final_obs
-    ) as sampler:
-        example = sampler.initialize(agent, seed=3, bootstrap_value=True)
-        assert example.env.observation.keys() == ["observation", "global_state"] or set(
-            example.env.observation.keys()
-        ) == {"observation", "global_state"}
+    agent, n_compared = Valued(), 0
+    sizes: dict[str, Any] = {"batch_T": 12, "batch_B": 5, "max_decorrelation_steps": 200, "seed": 3}
+    options = {"global_state": True, "record_final_obs": record_final_obs, "bootstrap_value": True}
+    with started(Stated, agent, env_kwargs=MIXED, **sizes, **options) as sampler:
         (seats,) = sampler.seats().values()
-        ranks = np.array([rank for rank, _ in seats])
-        n_compared = 0
         for itr in range(6):
             sampler.obtain_samples(itr)
             states, env, own = sampler.get_attr("states"), sampler.samples_np.env, sampler.samples_np.agent
+            assert set(env.observation.keys()) == {"observation", "global_state"}
+            np.testing.assert_array_equal(env.global_state, env.observation.global_state)
 
-            def of(game: float, t: float, b: int, states: Any = states) -> list[float]:
-                return states[ranks[b]][int(game) - 1][int(t)]  # type: ignore[no-any-return]
+            def check(seen: Any, number: float, b: int, states: Any = states) -> None:
+                """It is the state of step `number`, and stands beside the observation of this step."""
+                game, t = int(seen[0]), int(seen[1])
+                assert t == number
+                assert seen.tolist() == states[seats[b][0]][game - 1][t]
 
-            assert (
-                env.global_state is env.observation.global_state
-                or (env.global_state == env.observation.global_state).all()
-            )
             for t, b in np.argwhere(env.valid):
-                seen = env.global_state[t, b]
-                assert seen[1] == env.observation.observation[t, b, 1]
-                assert seen.tolist() == of(seen[0], seen[1], b)
+                check(env.global_state[t, b], env.observation.observation[t, b, 1], b)
                 n_compared += 1
             after = env.bootstrap_obs
-            for b in np.flatnonzero(after.observation[:, 0]):
-                seen = after.global_state[b]
-                assert seen[1] == after.observation[b, 1]
-                assert seen.tolist() == of(seen[0], seen[1], b)
-            assert not after.global_state[after.observation[:, 0] == 0].any()
+            is_there = after.observation[:, 0] != 0
+            for b in np.flatnonzero(is_there):
+                check(after.global_state[b], after.observation[b, 1], b)
+            assert not after.global_state[~is_there].any()
             if record_final_obs:
                 for t, b in np.argwhere(env.done):
-                    seen, before = env.final_obs.global_state[t, b], env.global_state[t, b]
-                    assert seen[:2].tolist() == [before[0], before[1] + 1]
-                    assert seen.tolist() == of(seen[0], seen[1], b)
+                    check(env.final_obs.global_state[t, b], env.global_state[t, b, 1] + 1, b)
+                    assert env.final_obs.global_state[t, b, 0] == env.global_state[t, b, 0], "of the same game"
                 at = env.truncated & ~env.terminated
                 np.testing.assert_allclose(own.final_value[at], agent.value(env.final_obs[at], None, None), rtol=1e-6)
         assert n_compared > 500
 
 
 def test_a_dict_gets_one_more_entry() -> None:
-    with SerialSampler(partial(Ruled, "observation"), batch_T=4, batch_B=2, global_state=True) as sampler:
-        sampler.initialize(RandomAgent(mask_key="observation.rules.legal"), seed=0)
-        samples, _ = sampler.obtain_samples(0)
-        assert set(samples.env.observation.keys()) == {"board", "rules", "global_state"}
-    with SerialSampler(partial(Ruled, "info"), batch_T=4, batch_B=2, global_state=True) as sampler:
-        sampler.initialize(RandomAgent(mask_key="info.rules.legal"), seed=0)
-        samples, _ = sampler.obtain_samples(0)
-        assert set(samples.env.observation.keys()) == {"observation", "action_mask", "global_state"}
+    for where, names in (("observation", {"board", "rules"}), ("info", {"observation", "action_mask"})):
+        agent = RandomAgent(mask_key=f"{where}.rules.legal")
+        with started(partial(Ruled, where), agent, global_state=True) as sampler:
+            samples, _ = sampler.obtain_samples(0)
+            assert set(samples.env.observation.keys()) == {*names, "global_state"}
+
+
+class Stateless(ScriptedGame):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.state_space
+
+
+class Already(ScriptedGame):
+    def observation_space(self, agent: str) -> gym.Space[Any]:
+        return spaces.Dict({"global_state": spaces.Discrete(2)})
 
 
 def test_an_environment_without_a_state_is_refused() -> None:
-    class Stateless(ScriptedGame):
-        def __init__(self) -> None:
-            super().__init__()
-            del self.state_space
-
-    class Already(ScriptedGame):
-        def observation_space(self, agent: str) -> gym.Space[Any]:
-            return spaces.Dict({"global_state": spaces.Discrete(2)})
-
-    for env_fn, message in (
-        (Stateless, r"global_state=True needs an environment with state\(\) and a state_space of fixed shape"),
-        (Already, "the observation has an entry 'global_state' already"),
-    ):
-        with (
-            SerialSampler(env_fn, batch_T=4, batch_B=2, global_state=True) as sampler,
-            pytest.raises(ConfigError, match=message),
-        ):
-            sampler.initialize(RandomAgent())
+    message = r"global_state=True needs an environment with state\(\) and a state_space of fixed shape"
+    check_refused(Stateless, message, global_state=True)
+    check_refused(Already, "the observation has an entry 'global_state' already", global_state=True)
 
 
 # ---- columns of an environment together --------------------------------------------------------
@@ -151,8 +135,8 @@ def test_an_environment_without_a_state_is_refused() -> None:
 @pytest.mark.slow
 def test_the_columns_of_an_environment_can_be_seen_together() -> None:
     for cls, debug in ((SerialSampler, False), (ParallelSampler, True)):
-        with cls(Stated, batch_T=6, batch_B=4, env_kwargs={"k": 3}, global_state=True, debug=debug) as sampler:
-            sampler.initialize(Valued(), seed=0, bootstrap_value=True)
+        options = {"global_state": True, "debug": debug, "bootstrap_value": True, "max_decorrelation_steps": 200}
+        with started(Stated, Valued(), cls, env_kwargs={"k": 3}, batch_T=6, batch_B=4, **options) as sampler:
             samples, _ = sampler.obtain_samples(0)
             view = samples.by_env()
             assert view.env.reward.shape == view.env.valid.shape == (6, 4, 3)
@@ -167,8 +151,7 @@ def test_the_columns_of_an_environment_can_be_seen_together() -> None:
             state = view.env.global_state  # the same for all who act
             mean = state.sum(2) / view.env.valid.sum(2).clamp(min=1)[..., None]
             torch.testing.assert_close(state[view.env.valid], mean[:, :, None].expand_as(state)[view.env.valid])
-            numbers = sampler.samples_np.by_env()
-            assert numbers.env.reward.shape == (6, 4, 3)
+            assert sampler.samples_np.by_env().env.reward.shape == (6, 4, 3)
             copied = samples.copy()
             assert copied.by_env(3).env.reward.shape == (6, 4, 3)
             with pytest.raises(ConfigError, match=r"by_env needs .* it is not known"):
@@ -194,11 +177,8 @@ class Judged(RandomAgent):
 
 def test_the_final_value_of_a_joint_agent_is_that_of_truncations_alone() -> None:
     """In step 3, a0 dies and a1 is cut off."""
-    script = [{}, {}, {"a0": "die", "a1": "cut"}]
-    with SerialSampler(
-        ScriptedGame, env_kwargs={"k": 2, "script": script}, batch_T=4, batch_B=1, max_decorrelation_steps=0
-    ) as sampler:
-        sampler.initialize(Judged(), seed=0, bootstrap_value=True)
+    env_fn = partial(ScriptedGame, 2, [{}, {}, {"a0": "die", "a1": "cut"}])
+    with started(env_fn, Judged(), batch_T=4, batch_B=1, bootstrap_value=True) as sampler:
         sampler.obtain_samples(0)
         env, agent = sampler.samples_np.env, sampler.samples_np.agent
         assert (env.terminated[2].tolist(), env.truncated[2].tolist()) == ([True, False], [False, True])
@@ -206,8 +186,7 @@ def test_the_final_value_of_a_joint_agent_is_that_of_truncations_alone() -> None
 
 
 def test_unlike_numbers_of_agents_cannot_be_seen_together() -> None:
-    with SerialSampler(ScriptedGame, batch_T=6, batch_B=5, env_kwargs=MIXED) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with started(ScriptedGame, batch_B=5, env_kwargs=MIXED) as sampler:
         samples, _ = sampler.obtain_samples(0)
         for n_seats in (None, 3, 6):
             with pytest.raises(ConfigError, match=r"^by_env needs the same number of agents in each environment\. "):
@@ -314,8 +293,7 @@ def test_no_illegal_action_is_taken(name: str, where: str) -> None:
 
 def test_the_learner_may_evaluate_idle_cells() -> None:
     agent = CategoricalPgAgent(Model, mask_key="observation.rules.legal")
-    with SerialSampler(Ruled, env_kwargs=MIXED, batch_T=9, batch_B=5) as sampler:
-        sampler.initialize(agent, seed=0)
+    with started(Ruled, agent, env_kwargs=MIXED, batch_B=5) as sampler:
         samples, _ = sampler.obtain_samples(0)
         assert not samples.env.valid.all()
         outputs = agent.evaluate(samples)
@@ -338,13 +316,11 @@ def test_the_learner_may_evaluate_idle_cells() -> None:
     ),
 )
 def test_who_decides_without_a_legal_action_is_named(kind: Any, where: str) -> None:
-    cls, kwargs = kind
+    cls, options = kind
     script = [{"a2": "join"}, *[{}] * 9]
     fine, wrong = (partial(Ruled, where, none_at, script=script, start=OPENING) for none_at in (0, 3))
-    with cls([fine, fine, wrong], batch_T=9, batch_B=3, max_decorrelation_steps=0, **kwargs) as sampler:
-        sampler.initialize(RandomAgent(mask_key=f"{where}.rules.legal"), seed=0)
-        with pytest.raises(WorkerError, match=r"the action mask of env_rank 2, agent 'a0' allows no action"):
-            sampler.obtain_samples(0)
+    agent, message = RandomAgent(mask_key=f"{where}.rules.legal"), "the action mask of env_rank 2, agent 'a0' allows no"
+    check_fails([fine, fine, wrong], message, agent, cls=cls, batch_B=3, **options)
 
 
 class Usual(Ruled):
@@ -377,12 +353,14 @@ def first_legal(observation: Any) -> Any:
 def test_random_steps_of_a_scripted_function_are_legal(
     agents: Any, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with SerialSampler(Usual, batch_T=9, batch_B=3, max_decorrelation_steps=60) as sampler:
-        agents = {name: FunctionAgent(fn) if fn is first_legal else fn for name, fn in agents.items()}
-        with caplog.at_level("WARNING", logger="penstock"):
-            sampler.initialize(agents, policy_of=lambda agent: "a0" if agent == "a0" else "rest", seed=0)
-            for itr in range(0 if is_told else 3):  # `Usual` raises for an illegal action
-                sampler.obtain_samples(itr)
+    agents = {name: FunctionAgent(fn) if fn is first_legal else fn for name, fn in agents.items()}
+    options: dict[str, Any] = {"policy_of": lambda agent: "a0" if agent == "a0" else "rest"}
+    with (
+        caplog.at_level("WARNING", logger="penstock"),
+        started(Usual, agents, batch_B=3, max_decorrelation_steps=60, **options) as sampler,
+    ):
+        for itr in range(0 if is_told else 3):  # `Usual` raises for an illegal action
+            sampler.obtain_samples(itr)
     told = [text for record in caplog.records if "action_mask" in (text := record.getMessage())]
     assert len(told) == is_told
     assert all('make the agents with mask_key="observation.action_mask"' in text for text in told)
@@ -390,11 +368,8 @@ def test_random_steps_of_a_scripted_function_are_legal(
 
 def test_random_steps_without_a_legal_action_name_the_agent() -> None:
     env_fn = partial(Ruled, "observation", 3, script=[{}] * 40)
-    with (
-        SerialSampler(env_fn, batch_T=9, batch_B=2, max_decorrelation_steps=40) as sampler,
-        pytest.raises(WorkerError, match=r"the action mask of env_rank 0, agent 'a0' allows no action"),
-    ):
-        sampler.initialize(RandomAgent(mask_key="observation.rules.legal"), seed=0)
+    agent, message = RandomAgent(mask_key="observation.rules.legal"), "the action mask of env_rank 0, agent 'a0' allows"
+    check_refused(env_fn, message, agent, error=WorkerError, max_decorrelation_steps=40)
 
 
 @pytest.mark.parametrize(
@@ -413,25 +388,13 @@ def test_a_missing_mask_names_the_agent(infos: Any, message: str) -> None:
             *rest, own = super().step(actions)
             return *rest, {**own, "a0": infos(self.t)}
 
-    with SerialSampler(
-        [partial(Ruled, "info", script=STORY), partial(Forgetful, "info", script=STORY)],
-        batch_T=9,
-        batch_B=2,
-        max_decorrelation_steps=0,
-    ) as sampler:
-        sampler.initialize(RandomAgent(mask_key="info.rules.legal"), seed=0)
-        with pytest.raises(WorkerError, match=message) as told:
-            sampler.obtain_samples(0)
-        assert "env_rank 1" in str(told.value)
+    env_fns = [partial(Ruled, "info", script=STORY), partial(Forgetful, "info", script=STORY)]
+    assert "env_rank 1" in check_fails(env_fns, message, RandomAgent(mask_key="info.rules.legal"))
 
 
 def test_policies_with_unlike_masks_in_info_are_refused() -> None:
     agents = {"a0": RandomAgent(mask_key="info.rules.legal"), "a1": RandomAgent()}
-    with (
-        SerialSampler(partial(Ruled, "info", k=2), batch_T=2, batch_B=1) as sampler,
-        pytest.raises(ConfigError, match="the masks in info must be the same for all policies"),
-    ):
-        sampler.initialize(agents)
+    check_refused(partial(Ruled, "info", k=2), "the masks in info must be the same for all policies", agents)
 
 
 def test_one_policy_may_use_a_mask_and_another_not() -> None:
@@ -442,8 +405,7 @@ def test_one_policy_may_use_a_mask_and_another_not() -> None:
             return super().step(actions)
 
     agents = {"a0": RandomAgent(mask_key="observation.rules.legal"), "a1": RandomAgent()}
-    with SerialSampler(partial(Lenient, k=2), batch_T=50, batch_B=2) as sampler:
-        sampler.initialize(agents, seed=0)
+    with started(partial(Lenient, k=2), agents, batch_T=50, max_decorrelation_steps=100) as sampler:
         samples, _ = sampler.obtain_samples(0)
         for name, is_masked in (("a0", True), ("a1", False)):
             own = samples[name]
@@ -482,32 +444,21 @@ class Cell(nn.Module):
 )
 def test_a_recurrent_model_starts_again_when_an_agent_joins(cls: type[Sampler], kwargs: Any) -> None:
     agent = RecurrentCategoricalPgAgent(Cell, record_state="step")
-    with cls(ScriptedGame, env_kwargs=MIXED, batch_T=12, batch_B=5, max_decorrelation_steps=0, **kwargs) as sampler:
-        sampler.initialize(agent, seed=0, bootstrap_value=True)
+    sizes: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 12, "batch_B": 5, "bootstrap_value": True}
+    with started(ScriptedGame, agent, cls, **sizes, **kwargs) as sampler:
         for itr in range(4):
             samples, _ = sampler.obtain_samples(itr)
             env, own = sampler.samples_np.env, sampler.samples_np.agent
             count, valid = env.observation[..., 2], env.valid
             np.testing.assert_array_equal(own.agent_info.prev_rnn_state[..., 0], np.where(valid, count, 0))
-            np.testing.assert_array_equal(
-                own.agent_info.value, np.where(valid, count + 1 + 100 * env.observation[..., 1], 0)
-            )
-            at = env.truncated & ~env.terminated
-            final = env.final_obs
-            np.testing.assert_array_equal(own.final_value, np.where(at, final[..., 2] + 1 + 100 * final[..., 1], 0))
-            after = env.bootstrap_obs
-            alive = after[:, 0] != 0
-            np.testing.assert_array_equal(own.bootstrap_value, np.where(alive, after[:, 2] + 1 + 100 * after[:, 1], 0))
+            for value, observation, has_value in (
+                (own.agent_info.value, env.observation, valid),
+                (own.final_value, env.final_obs, env.truncated & ~env.terminated),
+                (own.bootstrap_value, env.bootstrap_obs, env.bootstrap_obs[:, 0] != 0),
+            ):
+                wanted = observation[..., 2] + 1 + 100 * observation[..., 1]
+                np.testing.assert_array_equal(value, np.where(has_value, wanted, 0))
             # The learner's view along a column, with its resets, is the same where there is a decision.
-            outputs = agent.evaluate(samples)
-            torch.testing.assert_close(
-                outputs.value[samples.env.valid],
-                samples.agent.agent_info.value[samples.env.valid],
-                check_dtype=False,
-            )
-            cut = samples.sequences(4)
-            assert set(NamedArrays(state=cut.initial_state).state.shape) >= {1}
-            outputs = agent.evaluate(cut)
-            torch.testing.assert_close(
-                outputs.value[cut.env.valid], cut.agent.agent_info.value[cut.env.valid], check_dtype=False
-            )
+            for view in (samples, samples.sequences(4)):
+                value, recorded, valid = agent.evaluate(view).value, view.agent.agent_info.value, view.env.valid
+                torch.testing.assert_close(value[valid], recorded[valid], check_dtype=False)

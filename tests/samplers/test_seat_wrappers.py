@@ -26,10 +26,13 @@ from penstock import (
 from penstock.envs import CountingEnv, OwnClocks, Seats
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.envs.toy import ScriptedGame
-from penstock.errors import ConfigError, SpaceError, WorkerError
+from penstock.errors import ConfigError, SpaceError
 from penstock.learning import gae
 from tests.scale import examples, quick_first, scaled
 from tests.toy_games import TurnGame, Valuing
+
+from .spoiled_games import Spoiled, all_of, give, leave_out, vanish
+from .started import check_fails, started
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
@@ -56,10 +59,7 @@ class Clocks:
         return spaces.Discrete(3)
 
     def _seen(self, agents: Any) -> dict[str, Any]:
-        found = {}
-        for agent in agents:
-            found[agent] = np.array([int(agent[1:]) + 1, self.t, 0, self.rng.random()], np.float32)
-        return found
+        return {a: np.array([int(a[1:]) + 1, self.t, 0, self.rng.random()], np.float32) for a in agents}
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         if seed is not None:
@@ -124,14 +124,8 @@ def plain_decisions(env: Any, seed: int, actions: dict[Any, deque[int]]) -> tupl
 @pytest.mark.parametrize(("k", "chance"), quick_first([(3, 0.4), (1, 0.3), (4, 1.0)]))
 def test_each_decision_has_the_rewards_and_steps_until_the_next_one(k: int, chance: float) -> None:
     T, n, B = 6, scaled(300, 25), 3
-    with SerialSampler(
-        lambda: OwnClocks(Clocks(k, chance)),
-        batch_T=T,
-        batch_B=B,
-        max_decorrelation_steps=0,
-        env_info={"steps": 0, "own": 0},
-    ) as sampler:
-        sampler.initialize(RandomAgent(), seed=3, bootstrap_value=True)
+    sizes: dict[str, Any] = {"batch_T": T, "batch_B": B, "env_info": {"steps": 0, "own": 0}, "seed": 3}
+    with started(lambda: OwnClocks(Clocks(k, chance)), **sizes) as sampler:
         seats = sampler.seats()["agent"]
         rows: dict[Any, list[Any]] = {seat: [] for seat in seats}
         n_rows = {}
@@ -263,8 +257,18 @@ class PaidGame(ScriptedGame):
         return observations, dict.fromkeys(rewards, 1.0), *rest
 
 
+#: Each for k agents.
+PAID: dict[str, Any] = {
+    "turns": PaidMoves,
+    "own clocks": lambda k: OwingClocks(PaidClocks(k)),
+    "lock-step": PaidGame,
+    "single": lambda k: PaidSteps(),
+    "batched": lambda k: PaidSteps(),
+}
+
+
 @given(
-    kind=st.sampled_from(["turns", "own clocks", "lock-step", "single", "batched"]),
+    kind=st.sampled_from(list(PAID)),
     k=st.integers(1, 4),
     T=st.integers(1, 9),
     B=st.integers(1, 3),
@@ -275,18 +279,16 @@ class PaidGame(ScriptedGame):
 def test_every_reward_is_in_one_cell_or_is_counted(kind: str, k: int, T: int, B: int, seed: int) -> None:
     made: list[Any] = []
 
-    def env_fn(**_: int) -> Any:
-        new: Any = PaidMoves(k) if kind == "turns" else PaidClocks(k) if kind == "own clocks" else None
-        new = new or (PaidGame(k) if kind == "lock-step" else PaidSteps())
-        made.append(OwingClocks(new) if kind == "own clocks" else new)
+    def env_fn() -> Any:
+        made.append(PAID[kind](k))
         return made[-1]
 
-    options: dict[str, Any] = {"batched": True} if kind == "batched" else {}
-    batched = lambda num_envs: SyncVectorEnv([env_fn] * num_envs)  # noqa: E731
-    with SerialSampler(
-        batched if kind == "batched" else env_fn, batch_T=T, batch_B=B, max_decorrelation_steps=0, **options
-    ) as sampler:
-        sampler.initialize(RandomAgent(), seed=seed)
+    def batched(num_envs: int) -> Any:
+        return SyncVectorEnv([env_fn] * num_envs)
+
+    is_batched = kind == "batched"
+    options: dict[str, Any] = {"batched": is_batched, "batch_T": T, "batch_B": B, "seed": seed}
+    with started(batched if is_batched else env_fn, **options) as sampler:
         recorded = 0.0
         for itr in range(6):
             samples, _ = sampler.obtain_samples(itr)
@@ -341,18 +343,16 @@ def check_calls(infos: Any, n_games: int) -> None:
 @pytest.mark.parametrize(("cls", "T"), quick_first([(SerialSampler, 2), (AsyncSampler, 1), (ParallelSampler, 7)]))
 def test_a_game_in_which_nobody_was_asked_has_length_0(cls: type[Sampler], T: int, traj_info_cls: Any) -> None:
     agents = {"even": RandomAgent(), "odd": RandomAgent()}
-    options: dict[str, Any] = {"eval_n_envs": 1, "eval_episodes": 25, "eval_max_steps": 100}
-    with cls(
-        lambda: OwnClocks(Calls(SILENT)),
-        batch_T=T,
-        batch_B=1,
-        max_decorrelation_steps=0,
-        traj_info_cls=traj_info_cls,
-        **options,
-    ) as sampler:
-        sampler.initialize(agents, policy_of=lambda agent_id, episode: ("even", "odd")[episode % 2], seed=0)
-        if isinstance(sampler, AsyncSampler):
-            sampler.start()
+    options: dict[str, Any] = {
+        "batch_T": T,
+        "batch_B": 1,
+        "policy_of": lambda agent_id, episode: ("even", "odd")[episode % 2],
+        "traj_info_cls": traj_info_cls,
+        "eval_n_envs": 1,
+        "eval_episodes": 25,
+        "eval_max_steps": 100,
+    }
+    with started(lambda: OwnClocks(Calls(SILENT)), agents, cls, **options) as sampler:
         infos: list[Any] = []
         n_asked = itr = 0
         while n_asked < 25:  # each decision ends its game
@@ -371,10 +371,8 @@ def test_a_game_in_which_nobody_was_asked_has_length_0(cls: type[Sampler], T: in
 
 
 def test_random_steps_may_play_games_in_which_nobody_is_asked() -> None:
-    with SerialSampler(
-        lambda: OwnClocks(Calls({1, 2, 5, 9, 10})), batch_T=4, batch_B=6, max_decorrelation_steps=30
-    ) as sampler:
-        sampler.initialize(RandomAgent(), seed=1)
+    sizes = {"batch_T": 4, "batch_B": 6, "max_decorrelation_steps": 30, "seed": 1}
+    with started(lambda: OwnClocks(Calls({1, 2, 5, 9, 10})), **sizes) as sampler:
         for itr in range(8):
             samples, infos = sampler.obtain_samples(itr)
             assert samples.env.valid.all()
@@ -382,13 +380,8 @@ def test_random_steps_may_play_games_in_which_nobody_is_asked() -> None:
 
 
 def test_games_that_never_ask_anybody_are_refused() -> None:
-    with (
-        SerialSampler(lambda: OwnClocks(Calls(range(5, 10**9))), batch_T=2, batch_B=1) as sampler,
-        pytest.raises(WorkerError, match=r"1,000 games have ended before any agent could act, the last one of env"),
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
-        for itr in range(9):
-            sampler.obtain_samples(itr)
+    message = "1,000 games have ended before any agent could act, the last one of env"
+    check_fails(lambda: OwnClocks(Calls(range(5, 10**9))), message, batch_T=2, batch_B=1, n=9)
 
 
 class Pair(Clocks):
@@ -410,9 +403,8 @@ class Pair(Clocks):
 
 @pytest.mark.parametrize("T", [1, 2, 3, 8])
 def test_a_late_reward_counts_with_the_decision_after_which_it_came(T: int) -> None:
-    kwargs = {"discount": 0.5}
-    with SerialSampler(lambda: OwnClocks(Pair()), batch_T=T, batch_B=1, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=0, traj_info_kwargs=kwargs)
+    options: dict[str, Any] = {"batch_T": T, "batch_B": 1, "traj_info_kwargs": {"discount": 0.5}}
+    with started(lambda: OwnClocks(Pair()), **options) as sampler:
         infos = [info for itr in range(24 // T) for info in sampler.obtain_samples(itr)[1]]
     games = [info for info in infos if info.agent_id is None]
     assert len(games) >= 3
@@ -422,8 +414,8 @@ def test_a_late_reward_counts_with_the_decision_after_which_it_came(T: int) -> N
 
 
 def test_targets_use_the_steps_of_each_decision() -> None:
-    with SerialSampler(lambda: OwnClocks(Clocks()), batch_T=8, batch_B=2, env_info=["steps"]) as sampler:
-        sampler.initialize(Valuing(), seed=0, bootstrap_value=True)
+    options: dict[str, Any] = {"batch_T": 8, "env_info": ["steps"], "bootstrap_value": True}
+    with started(lambda: OwnClocks(Clocks()), Valuing(), **options) as sampler:
         samples, _ = sampler.obtain_samples(0)
         advantage, _ = gae(samples, 0.9**samples.env.env_info.steps, 0.0)
         env, agent = samples.env, samples.agent
@@ -434,51 +426,23 @@ def test_targets_use_the_steps_of_each_decision() -> None:
         assert float(advantage[t, b]) == pytest.approx(float(wanted), rel=1e-5)
 
 
-class Wrong(Clocks):
-    """Breaks a rule at step 5."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(2, 1.0)
-        self.how = how
-
-    def step(self, actions: Any) -> Any:
-        observations, rewards, terminated, truncated, infos = super().step(actions)
-        if self.t == 5:
-            if self.how == "unknown":
-                observations["nobody"] = np.zeros(4, np.float32)
-            elif self.how == "gone":
-                self.agents, terminated, truncated = [], {}, {}
-            elif self.how == "reward":
-                rewards = dict.fromkeys(infos, "much")
-            elif self.how == "flag":
-                terminated = dict.fromkeys(self.possible_agents, None)
-            elif self.how == "tuple":
-                return observations, rewards
-            elif self.how == "cut":
-                observations, truncated = {}, dict.fromkeys(infos, True)
-            elif self.how == "stranger":
-                terminated["nobody"] = True
-        return observations, rewards, terminated, truncated, infos
-
-
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("spoil", "message"),
     [
-        ("unknown", "agent 'nobody' is not one of possible_agents"),
-        ("stranger", "agent 'nobody' is not one of possible_agents"),
-        ("gone", r"agent 'a\d' is not in env.agents any more, but neither terminated nor truncated"),
-        ("reward", r"the reward of agent 'a\d' must be a single number, got 'much'"),
-        ("flag", r"env_rank 0, agent 'a\d'"),
-        ("tuple", "env.step must return five dicts by agent"),
-        ("cut", r"env_rank 0, agent 'a\d' was truncated, but env.last returned no observation"),
+        (give(0, np.zeros(4, np.float32), "a9"), "agent 'a9' is not one of possible_agents"),
+        (give(2, True, "a9"), "agent 'a9' is not one of possible_agents"),
+        (vanish, "agent 'a1' is not in env.agents any more, but neither terminated nor truncated"),
+        (give(1, "much"), "the reward of agent 'a1' must be a single number, got 'much'"),
+        (give(2, None), "env_rank 0, agent 'a1'"),
+        (lambda game, results: tuple(results[:2]), "env.step must return five dicts by agent"),
+        (
+            all_of(leave_out(0), give(3, True)),
+            "env_rank 0, agent 'a1' was truncated, but env.last returned no observation",
+        ),
     ],
 )
-def test_a_broken_rule_of_own_clocks_names_the_agent(how: str, message: str) -> None:
-    with SerialSampler(lambda: OwnClocks(Wrong(how)), batch_T=30, batch_B=1, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(Exception, match=message):
-            for itr in range(20):
-                sampler.obtain_samples(itr)
+def test_a_broken_rule_of_own_clocks_names_the_agent(spoil: Any, message: str) -> None:
+    check_fails(lambda: OwnClocks(Spoiled(spoil, start=["a0", "a1"])), message)
 
 
 def test_a_game_in_which_nobody_is_asked_any_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -501,11 +465,7 @@ def test_who_has_ended_and_is_not_removed_is_named() -> None:
             if action is not None:
                 super().step(action)
 
-    with SerialSampler(Stays, batch_T=9, batch_B=1, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(WorkerError, match=r"agent 'a\d' has ended, but env.step\(None\) did not remove it"):
-            for itr in range(20):
-                sampler.obtain_samples(itr)
+    check_fails(Stays, r"agent 'a\d' has ended, but env.step\(None\) did not remove it", batch_B=1, n=20)
 
 
 def test_own_clocks_are_for_parallel_envs() -> None:
@@ -544,13 +504,8 @@ class Crowd:
         return agent
 
     def _seen(self, agents: Any) -> dict[str, Any]:
-        return {
-            agent: np.array(
-                [int(agent[4:]), self.t, self.t - self.birth[agent], self.rng.random()],
-                np.float32,
-            )
-            for agent in agents
-        }
+        ages = {agent: self.t - self.birth[agent] for agent in agents}
+        return {a: np.array([int(a[4:]), self.t, age, self.rng.random()], np.float32) for a, age in ages.items()}
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         if seed is not None:
@@ -589,23 +544,26 @@ SEATS = {"ant": 12, "bee": 12}
 SPACES = {kind: (Crowd().observation_space(kind), Crowd().action_space(kind)) for kind in SEATS}
 
 
-def crowd() -> Any:
-    return Seats(Crowd(), SEATS, kind=kind_of, spaces=SPACES)
+def crowd(env: Any = None) -> Any:
+    return Seats(Crowd() if env is None else env, SEATS, kind=kind_of, spaces=SPACES)
+
+
+def kind_of_seat(seat: str) -> str:
+    return seat.partition(":")[0]
+
+
+def of_each_kind() -> dict[str, Any]:
+    return {kind: RandomAgent() for kind in SEATS}
 
 
 @pytest.mark.slow
 def test_the_rows_of_an_agent_are_in_one_seat() -> None:
     env = Crowd()
-
-    def env_fn() -> Any:
-        return Seats(env, SEATS, kind=kind_of, spaces=SPACES)
-
-    with SerialSampler(env_fn, batch_T=25, batch_B=1, max_decorrelation_steps=0) as sampler:
-        agents = {"ant": RandomAgent(), "bee": RandomAgent()}
-        sampler.initialize(agents, policy_of=lambda seat: seat.partition(":")[0], seed=0)
+    sizes = {"batch_T": 25, "batch_B": 1}
+    with started(lambda: crowd(env), of_each_kind(), policy_of=kind_of_seat, **sizes) as sampler:
         env.ledger = 0.0
-        rows: dict[int, list[Any]] = {}
-        recorded, where, returns = 0.0, dict[int, Any](), 0.0
+        rows: dict[float, list[Any]] = {}
+        recorded, where, returns = 0.0, dict[float, Any](), 0.0
         for itr in range(scaled(400, 40)):
             batch, infos = sampler.obtain_samples(itr)
             returns += sum(info.Return for info in infos if info.agent_id is None)
@@ -613,8 +571,8 @@ def test_the_rows_of_an_agent_are_in_one_seat() -> None:
                 own = samples.copy().numpy().env
                 recorded += own.reward.sum()
                 for t, b in np.argwhere(own.valid):
-                    agent = int(own.observation[t, b, 0])
-                    rows.setdefault(agent, []).append((own.observation[t, b, 2], own.prev_done[t, b], own.done[t, b]))
+                    agent, _, age, _ = own.observation[t, b].tolist()
+                    rows.setdefault(agent, []).append((age, own.prev_done[t, b], own.done[t, b]))
                     assert where.setdefault(agent, (name, b)) == (name, b), "an agent stays in its seat"
         running = env.ledger - returns
         n_late = sampler.stats().late_rewards
@@ -668,8 +626,7 @@ def test_wrong_arguments_of_seats_are_named(change: dict[str, Any], message: str
 
 
 def test_agents_of_a_kind_have_the_same_spaces() -> None:
-    own = Crowd().observation_space("ant_0"), Crowd().action_space("ant_0")
-    env = Seats(Crowd(), {"any": 20}, kind=lambda agent: "any", spaces={"any": own})
+    env = Seats(Crowd(), {"any": 20}, kind=lambda agent: "any", spaces={"any": SPACES["ant"]})
     with pytest.raises(SpaceError, match=r"agent 'bee_\d+' of kind 'any' has the spaces .*the agents of a kind must"):
         for seed in range(20):
             env.reset(seed=seed)
@@ -700,7 +657,7 @@ def test_an_id_that_comes_again_must_be_flagged_again() -> None:
             self.agents = ["ant_0", "bee_1"] if self.t == 2 else ["bee_1"]
             return self._seen(["ant_0", "bee_1"]), {}, {"ant_0": self.t == 1}, {}, {}
 
-    env = Seats(Returning(), SEATS, kind=kind_of, spaces=SPACES)
+    env = crowd(Returning())
     env.reset(seed=0)
     agents = []
     for _ in range(2):
@@ -715,11 +672,10 @@ def test_both_wrappers_together() -> None:
     """A crowd in which each agent decides when it is asked."""
     for env_fn in (
         lambda: OwnClocks(crowd()),
-        lambda: Seats(OwnClocks(crowd()), SEATS, kind=lambda seat: seat.partition(":")[0], spaces=SPACES),
+        lambda: Seats(OwnClocks(crowd()), SEATS, kind=kind_of_seat, spaces=SPACES),
     ):
-        with SerialSampler(env_fn, batch_T=10, batch_B=2, env_info={"steps": 0}) as sampler:
-            agents = {"ant": RandomAgent(), "bee": RandomAgent()}
-            sampler.initialize(agents, policy_of=lambda seat: seat.partition(":")[0], seed=0)
+        options: dict[str, Any] = {"env_info": {"steps": 0}, "policy_of": kind_of_seat}
+        with started(env_fn, of_each_kind(), **options) as sampler:
             for itr in range(5):
                 batch, infos = sampler.obtain_samples(itr)
                 assert (batch.ant.env.env_info.steps[batch.ant.env.valid] == 1).all()

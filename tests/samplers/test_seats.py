@@ -13,7 +13,6 @@ import pytest
 from penstock import (
     AgentStep,
     AsyncSampler,
-    ConfigError,
     ParallelSampler,
     RandomAgent,
     SerialSampler,
@@ -23,8 +22,9 @@ from penstock.envs.toy import ScriptedGame
 from penstock.learning import Ratio, Replay, Steps, gae
 
 from ..scale import quick_first, scaled
-from ..support import Diary, assert_same, check_rules, collect_with
-from ..toy_games import Book, Odd, TurnGame, Valued
+from ..support import assert_same, collect_with
+from ..toy_games import Book, TurnGame, Valued
+from .started import check_refused, started
 
 pytestmark = pytest.mark.timeout(scaled(3600, 120))
 
@@ -32,59 +32,33 @@ pytestmark = pytest.mark.timeout(scaled(3600, 120))
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
 
 
-# ---- one seed, one batch -----------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_rewards_are_added_up_alike_in_any_number_of_workers() -> None:
+def test_rewards_of_hundreds_of_agents_are_added_up_alike_in_any_number_of_workers() -> None:
     class Fractions(ScriptedGame):
         def step(self, actions: dict[str, Any]) -> Any:
             observations, rewards, *rest = super().step(actions)
             return observations, {a: r + self.np_random.normal() * 10**5 for a, r in rewards.items()}, *rest
 
-    wanted = collect_with(
-        SerialSampler, Fractions, RandomAgent(), env_kwargs={"k": 37}, bootstrap_value=False, batch_T=30
-    )
+    options: dict[str, Any] = {"env_kwargs": {"k": 300}, "bootstrap_value": False, "batch_B": 3, "n": 2}
+    wanted = collect_with(SerialSampler, Fractions, **options)
     assert sum(len(infos) for _, infos in wanted) > 100
-    for n_workers in scaled((2, 5), (3,)):
-        found = collect_with(
-            ParallelSampler,
-            Fractions,
-            RandomAgent(),
-            env_kwargs={"k": 37},
-            bootstrap_value=False,
-            batch_T=30,
-            n_workers=n_workers,
-        )
-        assert_same(wanted, found)
-
-
-# ---- what is in the cells ----------------------------------------------------------------------
+    for n_workers in scaled((2, 3), (2,)):
+        assert_same(wanted, collect_with(ParallelSampler, Fractions, n_workers=n_workers, **options))
 
 
 class Ones(RandomAgent):
     """Always takes action 1."""
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        step = super().step(observation, prev_action, prev_reward)
-        return AgentStep(np.ones_like(step.action))
-
-    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        return 100 + observation[:, 1] + prev_reward / 16
-
-
-# ---- values and advantages ---------------------------------------------------------------------
+        return AgentStep(np.ones_like(super().step(observation, prev_action, prev_reward).action))
 
 
 @pytest.mark.parametrize("record_final_obs", quick_first([True, False]))
 def test_advantages_along_columns_are_those_of_whole_trajectories(record_final_obs: bool) -> None:
     gamma, lam, T = 0.97, 0.9, 8
-    agent = Valued()
-    with SerialSampler(
-        ScriptedGame, env_kwargs=MIXED, batch_T=T, batch_B=5, record_final_obs=record_final_obs
-    ) as sampler:
-        sampler.initialize(agent, seed=1, bootstrap_value=True)
-        n_compared = 0
+    options: dict[str, Any] = {"bootstrap_value": True, "record_final_obs": record_final_obs, "seed": 1}
+    n_compared = 0
+    with started(ScriptedGame, Valued(), env_kwargs=MIXED, batch_T=T, batch_B=5, **options) as sampler:
         for itr in range(12):
             sampler.obtain_samples(itr)
             samples = sampler.samples_np
@@ -94,43 +68,27 @@ def test_advantages_along_columns_are_those_of_whole_trajectories(record_final_o
 
 
 def _compare_with_trajectories(samples: Any, advantage: Any, returns: Any, gamma: float, lam: float) -> int:
+    """The definition, backwards from the last step of each trajectory, or of the batch. Returns the number of steps."""
     env, agent, n = samples.env, samples.agent, 0
-    value = agent.agent_info.value
+    value, last = agent.agent_info.value, len(env.valid) - 1
     for b in range(env.valid.shape[1]):
-        rows: list[int] = []
-        for t in range(len(env.valid)):
-            if not env.valid[t, b]:
-                assert not rows
-                continue
-            rows.append(t)
-            is_last = t == len(env.valid) - 1
-            if not (env.done[t, b] or is_last):
-                continue
-            if env.terminated[t, b]:
-                after = 0.0
-            elif env.done[t, b]:
-                after = float(agent.final_value[t, b])
-            else:
-                after = float(agent.bootstrap_value[b])
-            running = 0.0
-            for row in reversed(rows):
-                following = after if row == t else float(value[row + 1, b])
-                running = float(env.reward[row, b]) + gamma * following - float(value[row, b]) + gamma * lam * running
-                assert advantage[row, b] == pytest.approx(running, rel=1e-4, abs=1e-4)
-                assert returns[row, b] == pytest.approx(running + float(value[row, b]), rel=1e-4, abs=1e-4)
-                n += 1
-            rows.clear()
+        for t in reversed(np.flatnonzero(env.valid[:, b]).tolist()):
+            if env.done[t, b]:
+                running, following = 0.0, 0.0 if env.terminated[t, b] else float(agent.final_value[t, b])
+            elif t == last:
+                running, following = 0.0, float(agent.bootstrap_value[b])
+            running = float(env.reward[t, b]) + gamma * following - float(value[t, b]) + gamma * lam * running
+            following = float(value[t, b])
+            assert advantage[t, b] == pytest.approx(running, rel=1e-4, abs=1e-4)
+            assert returns[t, b] == pytest.approx(running + following, rel=1e-4, abs=1e-4)
+            n += 1
     return n
-
-
-# ---- trajectories ------------------------------------------------------------------------------
 
 
 def test_a_game_s_record_has_the_rewards_of_all_agents_and_the_late_ones() -> None:
     script = [{}, {"a0": "die"}, {"a0": "late"}, {"a0": "late", "a1": "die"}]
-    env_fn = partial(ScriptedGame, 2, script)
-    with SerialSampler(env_fn, batch_T=6, batch_B=1, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(Ones(), seed=0, traj_info_kwargs={"discount": 0.5})
+    options: dict[str, Any] = {"batch_T": 6, "batch_B": 1, "traj_info_kwargs": {"discount": 0.5}}
+    with started(partial(ScriptedGame, 2, script), Ones(), **options) as sampler:
         _, infos = sampler.obtain_samples(0)
         first = [(i.agent_id, i.Length, i.Return, i.NonzeroRewards, i.DiscountedReturn) for i in infos[:3]]
         assert first == [
@@ -144,55 +102,15 @@ def test_a_game_s_record_has_the_rewards_of_all_agents_and_the_late_ones() -> No
 
 def test_late_rewards_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     script = [{"a0": "die"}, {"a0": "late"}]
-    with SerialSampler(partial(ScriptedGame, 2, script), batch_T=4, batch_B=2) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        with caplog.at_level("WARNING", logger="penstock"):
-            for itr in range(3):
-                sampler.obtain_samples(itr)
+    with (
+        started(partial(ScriptedGame, 2, script), batch_T=4) as sampler,
+        caplog.at_level("WARNING", logger="penstock"),
+    ):
+        for itr in range(3):
+            sampler.obtain_samples(itr)
     told = [text for record in caplog.records if "had ended" in (text := record.getMessage())]
     assert len(told) == 1
     assert "stats().late_rewards" in told[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("env_fn", [ScriptedGame, Odd])
-@pytest.mark.parametrize("n_workers", [2, 1])
-def test_a_traj_info_of_one_s_own_follows_each_agent(env_fn: Any, n_workers: int) -> None:
-    options: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 20, "batch_B": 5, "max_decorrelation_steps": 0}
-    with ParallelSampler(env_fn, traj_info_cls=Diary, n_workers=n_workers, **options) as sampler:
-        sampler.initialize(Book(), seed=5)
-        (seats,) = sampler.seats().values()
-        open_steps: dict[Any, list[Any]] = {seat: [] for seat in seats}
-        n_agents = n_games = 0
-        for itr in range(5):
-            _, infos = sampler.obtain_samples(itr)
-            env, agent = sampler.samples_np.env, sampler.samples_np.agent
-            finished = []
-            for t in range(20):
-                for b in np.flatnonzero(env.valid[t]):
-                    flags = bool(env.terminated[t, b]), bool(env.truncated[t, b])
-                    own = int(agent.agent_info.own[t, b])
-                    step = (env.observation[t, b].tolist(), int(agent.action[t, b]), float(env.reward[t, b]), *flags)
-                    open_steps[seats[b]].append((*step, own, {}))
-                    if env.done[t, b]:
-                        finished.append((*seats[b], open_steps[seats[b]], env.final_obs[t, b].tolist()))
-                        open_steps[seats[b]] = []
-            found = [
-                (
-                    i.env_rank,
-                    i.agent_id,
-                    [(seen.tolist(), *rest, int(told.own), info) for seen, *rest, told, info in i.steps],
-                    i.end.tolist(),
-                )
-                for i in infos
-                if i.agent_id is not None
-            ]
-            assert found == finished
-            games = [info for info in infos if info.agent_id is None]
-            assert all(info.steps == [] and info.end is None and info.Length > 0 for info in games)
-            n_agents, n_games = n_agents + len(finished), n_games + len(games)
-        assert n_agents > 50
-        assert n_games > 20
 
 
 class LongTurns(TurnGame):
@@ -212,8 +130,7 @@ def test_trajectories_of_a_long_evaluation_are_in_the_order_of_their_episodes(
     script = [{"a0": "die"} if t == 99 else {} for t in range(150)]
     env_fn = partial(LongTurns, 2, ends=False) if in_turns else partial(ScriptedGame, 2, script)
     options = {"eval_n_envs": 2, "eval_episodes": 10, "eval_max_steps": 2000}
-    with SerialSampler(env_fn, batch_T=2, batch_B=1, traj_info_cls=traj_info_cls, **options) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with started(env_fn, batch_B=1, traj_info_cls=traj_info_cls, **options) as sampler:
         infos = sampler.evaluate_agent(0)
     wanted = [(episode, rank, agent) for episode in range(5) for rank in range(2) for agent in ("a0", "a1", None)]
     assert [(info.episode, info.env_rank, info.agent_id) for info in infos] == wanted
@@ -225,16 +142,12 @@ def test_trajectories_of_a_long_evaluation_are_in_the_order_of_their_episodes(
         assert (by_agent["a0"], by_agent["a1"]) == ([100] * 10, [150] * 10)
 
 
-# ---- what policies remember --------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_first_row_after_random_steps_continues_the_trajectory() -> None:
     options: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 1, "batch_B": 5, "max_decorrelation_steps": 40}
     n_within = 0
     for seed in range(scaled(200, 10)):
-        with SerialSampler(ScriptedGame, **options) as sampler:
-            sampler.initialize(Book(), seed=seed)
+        with started(ScriptedGame, Book(), seed=seed, **options) as sampler:
             sampler.obtain_samples(0)
             env, agent = sampler.samples_np.env, sampler.samples_np.agent
             info, starts, count = agent.agent_info, env.prev_done[0], env.observation[0, :, 2]
@@ -254,8 +167,7 @@ def test_the_first_row_after_random_steps_continues_the_trajectory() -> None:
 @pytest.mark.parametrize("length", [5, 30])  # random steps end some games, or none
 def test_the_length_of_a_trajectory_contains_its_random_steps(length: int) -> None:
     env_fn = partial(ScriptedGame, 2, [{}] * length)
-    with SerialSampler(env_fn, batch_T=60, batch_B=6, max_decorrelation_steps=29) as sampler:
-        sampler.initialize(RandomAgent(), seed=1)
+    with started(env_fn, batch_T=60, batch_B=6, max_decorrelation_steps=29, seed=1) as sampler:
         _, infos = sampler.obtain_samples(0)
         assert len({int(row) for row in sampler.samples_np.env.observation[0, :, 1]}) > 3
         assert {info.Length for info in infos} == {length}
@@ -263,9 +175,6 @@ def test_the_length_of_a_trajectory_contains_its_random_steps(length: int) -> No
             own = [info for info in infos if info.env_rank == rank][:3]
             assert [info.agent_id for info in own] == ["a0", "a1", None]
             assert own[2].Return == own[0].Return + own[1].Return
-
-
-# ---- other kinds of environments ---------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -279,17 +188,15 @@ def test_every_environment_is_closed(tmp_path: Any) -> None:
         def close(self) -> None:
             self._file.unlink()
 
-    options: dict[str, Any] = {"env_kwargs": [{"k": 1}, {"k": 2}], "batch_T": 3, "batch_B": 2}
+    options: dict[str, Any] = {"env_kwargs": [{"k": 1}, {"k": 2}]}
     for cls in (SerialSampler, ParallelSampler):
-        with cls(Noted, eval_n_envs=2, env_info=True, **options) as sampler:
-            sampler.initialize(Valued(), seed=0, bootstrap_value=True)
+        with started(Noted, Valued(), cls, eval_n_envs=2, env_info=True, bootstrap_value=True, **options) as sampler:
             sampler.obtain_samples(0)
             assert len(list(tmp_path.iterdir())) == 4
         assert not list(tmp_path.iterdir())
-    for agents, policy_of in (({"x": Valued()}, lambda agent: 1 / 0), (RandomAgent(mask_key="observation.x"), None)):
-        with SerialSampler(Noted, **options) as sampler, pytest.raises(ConfigError):
-            sampler.initialize(agents, policy_of=policy_of)
-        assert not list(tmp_path.iterdir())
+    check_refused(Noted, "policy_of raised ZeroDiv", {"x": Valued()}, policy_of=lambda agent: 1 / 0, **options)
+    check_refused(Noted, "observation", RandomAgent(mask_key="observation.x"), **options)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_agent_may_copy_itself_in_a_worker() -> None:
@@ -304,31 +211,17 @@ def test_an_agent_may_copy_itself_in_a_worker() -> None:
     )
 
 
-@pytest.mark.slow
-def test_hundreds_of_agents() -> None:
-    with SerialSampler(
-        ScriptedGame, env_kwargs={"k": 600}, batch_T=6, batch_B=2, max_decorrelation_steps=10
-    ) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        samples, infos = sampler.obtain_samples(0)
-        assert samples.env.reward.shape == (6, 1200)
-        check_rules(sampler.samples_np)
-        assert sum(info.agent_id is not None for info in infos) == int(samples.env.done.sum()) > 100
-
-
-def check_drawn(drawn: Any, n_step: int, discount: float) -> None:
+def check_drawn(drawn: Any, discount: float) -> None:
     """Transitions of a `ScriptedGame`, whose reward is the step of the game plus the action."""
     before, after, factor = (np.asarray(each) for each in (drawn.observation, drawn.next_observation, drawn.discount))
     assert (before[:, 0] > 0).all()  # an agent's number + 1: of no idle cell
     goes_on = factor > 0
     assert goes_on.any()
     assert not goes_on.all()
-    n = np.rint(np.log(factor[goes_on]) / np.log(discount))
-    np.testing.assert_array_equal(after[goes_on][:, 2], before[goes_on][:, 2] + n)  # own steps
+    np.testing.assert_allclose(factor[goes_on], discount)
+    np.testing.assert_array_equal(after[goes_on][:, 2], before[goes_on][:, 2] + 1)  # own steps
     np.testing.assert_array_equal(after[goes_on][:, 0], before[goes_on][:, 0])
-    assert ((n >= 1) & (n <= n_step)).all()
-    if n_step == 1:
-        np.testing.assert_allclose(drawn.return_, before[:, 1] + 1 + np.asarray(drawn.action))
+    np.testing.assert_allclose(drawn.return_, before[:, 1] + 1 + np.asarray(drawn.action))
 
 
 @pytest.mark.parametrize(
@@ -336,16 +229,13 @@ def check_drawn(drawn: Any, n_step: int, discount: float) -> None:
 )
 def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, Any]) -> None:
     replay = Replay(capacity=20_000, discount=0.9, seed=0)
-    with AsyncSampler(
-        ScriptedGame, env_kwargs=MIXED, batch_T=10, batch_B=5, n_workers=3, replay=replay, **kwargs
-    ) as sampler:
-        sampler.initialize(Valued(), seed=1)
-        sampler.start()
-        infos = []
+    options: dict[str, Any] = {"env_kwargs": MIXED, "batch_B": 5, "n_workers": 3, "replay": replay, **kwargs}
+    infos: list[Any] = []
+    with started(ScriptedGame, Valued(), AsyncSampler, seed=1, **options) as sampler:
         while len(infos) < 200:
             drawn = replay.sample(64)
             infos += sampler.take_traj_infos()
-        check_drawn(drawn, 1, 0.9)
+        check_drawn(drawn, 0.9)
         assert {info.env_rank for info in infos} == set(range(5))
         for rank in range(5):
             games = [info.episode for info in infos if info.env_rank == rank and info.agent_id is None]
@@ -358,10 +248,7 @@ def test_env_info_is_recorded_for_each_seat() -> None:
             return {agent: {"own": own, "who": float(agent[1:])} for agent, own in self._own.items()}
 
     for env_fn in (Telling, partial(Telling, start=["a1"])):
-        with SerialSampler(
-            env_fn, batch_T=30, batch_B=3, env_info=["own", "who"], max_decorrelation_steps=0
-        ) as sampler:
-            sampler.initialize(RandomAgent(), seed=0)
+        with started(env_fn, batch_T=30, batch_B=3, env_info=["own", "who"]) as sampler:
             for itr in range(3):
                 sampler.obtain_samples(itr)
                 env = sampler.samples_np.env

@@ -24,28 +24,22 @@ from penstock import (
 from penstock.columns.interface import Start
 from penstock.columns.turn_columns import TurnColumns, TurnSeats
 from penstock.envs.seats import SeatRank, TurnView
-from penstock.errors import ConfigError, SpaceError, WorkerError
+from penstock.errors import ConfigError
 from penstock.learning import Prioritized, Replay, gae
 from penstock.workers.control import ControlBlock, UntimedProgress
 from tests.against_loop import compare
 from tests.scale import examples, quick_first
 from tests.toy_games import Book, TurnGame, Valued, Valuing
 
+from .started import check_fails, check_refused, started
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
 
-def recorded(
-    env_fn: Any, agent: Any, n: int, *, B: int, T: int, on_batch: Any = lambda samples: None, **options: Any
-) -> tuple[Any, ...]:
-    """Copies of n batches, their trajectories, the seats, and how many rewards were late."""
-    found = []
-    with SerialSampler(env_fn, batch_T=T, batch_B=B, max_decorrelation_steps=0, **options) as sampler:
-        sampler.initialize(agent, seed=3, bootstrap_value=True)
-        for itr in range(n):
-            samples, infos = sampler.obtain_samples(itr)
-            on_batch(samples)
-            found.append((samples.copy().numpy(), infos))
-        return found, sampler.seats()["agent"], sampler.stats().late_rewards
+def recorded(env_fn: Any, agent: Any, n: int, **options: Any) -> list[Any]:
+    """Copies of n batches."""
+    with started(env_fn, agent, seed=3, bootstrap_value=True, **options) as sampler:
+        return [sampler.obtain_samples(itr)[0].copy().numpy() for itr in range(n)]
 
 
 @pytest.mark.parametrize("k", quick_first([2, 1, 5]))
@@ -54,7 +48,7 @@ def test_every_cell_is_what_a_plain_loop_says(k: int) -> None:
 
 
 def test_a_gap_between_two_steps_is_refused() -> None:
-    samples = recorded(partial(TurnGame, 2), Valued(), 1, B=2, T=6)[0][0][0]
+    (samples,) = recorded(partial(TurnGame, 2), Valued(), 1, batch_T=6)
     samples.env.valid[...] = True
     samples.env.terminated[...] = samples.env.truncated[...] = False
     samples.env.valid[2, 1] = False
@@ -106,8 +100,8 @@ def test_windows_of_a_replay_go_on_in_the_next_batch(
     agents = {"main": RandomAgent(), "other": RandomAgent()} if has_players else RandomAgent()
     policy_of = (lambda agent_id, rng: ("main", "other")[rng.integers(2)]) if has_players else None
     batches = []
-    with SerialSampler(partial(TurnGame, k), batch_T=T, batch_B=2) as sampler:
-        sampler.initialize(agents, policy_of=policy_of, seed=seed)
+    options = {"policy_of": policy_of, "seed": seed, "max_decorrelation_steps": 100}
+    with started(partial(TurnGame, k), agents, batch_T=T, **options) as sampler:
         for itr in range(n):
             samples, _ = sampler.obtain_samples(itr)
             samples = samples.main if has_players else samples
@@ -128,10 +122,10 @@ def test_windows_of_a_replay_go_on_in_the_next_batch(
 
 def test_no_window_goes_on_where_a_batch_is_missing(tmp_path: Any) -> None:
     """Whether the replay is told or not, and whether it was saved in the meantime."""
-    batches, _, _ = recorded(partial(TurnGame, 2, ends=False), RandomAgent(), 40, B=3, T=3)
+    batches = recorded(partial(TurnGame, 2, ends=False), RandomAgent(), 40, batch_B=3, batch_T=3)
     for is_told, is_saved in ((True, False), (False, False), (True, True)):
         replay: Any = Replay(10_000, 3, 0.9, max_truncations=500, seed=0)
-        parts = [[samples for samples, _ in own] for own in (batches[:20], batches[22:])]
+        parts = batches[:20], batches[22:]
         for samples in parts[0]:
             replay.append(samples)
         if is_saved:
@@ -150,8 +144,9 @@ def test_the_games_of_the_random_steps_have_no_number() -> None:
     def players(agent_id: str, episode: int) -> str:
         return "even" if episode % 2 == 0 else "odd"
 
-    with SerialSampler(partial(TurnGame, 2), batch_T=6, batch_B=8, max_decorrelation_steps=60) as sampler:
-        sampler.initialize({"even": RandomAgent(), "odd": RandomAgent()}, policy_of=players, seed=1)
+    agents = {"even": RandomAgent(), "odd": RandomAgent()}
+    options: dict[str, Any] = {"batch_B": 8, "max_decorrelation_steps": 60, "seed": 1, "policy_of": players}
+    with started(partial(TurnGame, 2), agents, batch_T=6, **options) as sampler:
         infos = [info for itr in range(4) for info in sampler.obtain_samples(itr)[1]]
     agents = [info for info in infos if info.agent_id is not None]
     assert {info.episode for info in agents} >= {0, 1, 2}
@@ -169,10 +164,9 @@ class NoMove(TurnGame):
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 def test_a_mask_without_a_legal_action_names_the_agent(cls: type[Sampler]) -> None:
-    with cls(partial(NoMove, 2, mask=True, ends=False), batch_T=40, batch_B=2, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(mask_key="info.action_mask"), seed=0)
-        with pytest.raises((SpaceError, WorkerError), match=r"env_rank [01], agent 'a[01]'.*allows no action"):
-            sampler.obtain_samples(0)
+    message = r"env_rank [01], agent 'a[01]'.*allows no action"
+    env_fn, agent = partial(NoMove, 2, mask=True, ends=False), RandomAgent(mask_key="info.action_mask")
+    check_fails(env_fn, message, agent, cls=cls, batch_T=40)
 
 
 class Broken(TurnGame):
@@ -228,15 +222,7 @@ class Broken(TurnGame):
     ],
 )
 def test_a_broken_rule_names_environment_and_agent(how: str, message: str) -> None:
-    with SerialSampler(partial(Broken, how), batch_T=30, batch_B=1, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(Exception, match=message):
-            for itr in range(20):
-                sampler.obtain_samples(itr)
-
-
-class Recurrent(Book):
-    """Does not report its value."""
+    check_fails(partial(Broken, how), message, batch_T=30, batch_B=1, n=20)
 
 
 class Together(RandomAgent):
@@ -272,19 +258,20 @@ class Lstm(nn.Module):
             RandomAgent(),
             "seed_episodes=True and games in turns do not go together",
         ),
-        ({}, Recurrent(), "Recurrent must report `value` in agent_info"),
+        (
+            {"on_game_failure": "renew"},
+            RandomAgent(),
+            'games in turns and on_game_failure="renew" do not go together: .*; on_worker_failure',
+        ),
+        ({}, Book(), "Book must report `value` in agent_info"),
     ],
 )
 def test_what_is_not_possible_is_refused(options: Any, agent: Any, message: str) -> None:
-    sampler = SerialSampler(TurnGame, batch_T=4, batch_B=1, **options)
-    with sampler, pytest.raises(ConfigError, match=message) as caught:
-        sampler.initialize(agent, bootstrap_value=True)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in check_refused(TurnGame, message, agent, bootstrap_value=True, **options)
 
 
 def test_a_timeline_is_refused_and_totals_stay() -> None:
-    with SerialSampler(TurnGame, batch_T=8, batch_B=2) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with started(TurnGame) as sampler:
         samples, _ = sampler.obtain_samples(0)
         with pytest.raises(ConfigError, match=r"games in turns and timeline\(\) do not go together"):
             sampler.timeline()
@@ -321,8 +308,7 @@ class Scored(TurnGame):
 
 
 def test_env_info_is_that_of_the_end_of_a_decision() -> None:
-    with SerialSampler(partial(Scored, 2), batch_T=7, batch_B=2, env_info=["moves", "who.number"]) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with started(partial(Scored, 2), batch_T=7, env_info=["moves", "who.number"]) as sampler:
         for itr in range(6):
             env = sampler.obtain_samples(itr)[0].copy().numpy().env
             info, valid = env.env_info, env.valid

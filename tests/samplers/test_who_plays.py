@@ -22,9 +22,10 @@ from penstock import (
 from penstock.envs import ScriptedGame
 from penstock.errors import ConfigError, SamplerBrokenError
 from tests.support import EVALUATING, assert_same, collect_with
-from tests.toy_games import Published, TurnGame, Valuing
+from tests.toy_games import TurnGame, Valuing
 
 from ..scale import mostly_first, quick_first, some
+from .started import check_fails, check_refused, started
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
@@ -75,8 +76,8 @@ def test_the_same_players_for_any_number_of_workers(cls: type[Sampler], n_worker
 
 @pytest.mark.slow
 def test_each_decision_is_of_one_policy_and_games_are_whole() -> None:
-    with SerialSampler(partial(TurnGame, 2), batch_T=12, batch_B=3, max_decorrelation_steps=0) as sampler:
-        sampler.initialize({"main": Valuing(), "past": zeros}, policy_of=in_turn, seed=2)
+    players = {"main": Valuing(), "past": zeros}
+    with started(partial(TurnGame, 2), players, policy_of=in_turn, batch_T=12, batch_B=3, seed=2) as sampler:
         n, seats, games = 0, sampler.seats(), dict[Any, dict[Any, str]]()
         assert seats["main"] == seats["past"]
         for itr in range(30):
@@ -96,8 +97,8 @@ def test_each_decision_is_of_one_policy_and_games_are_whole() -> None:
 
 
 def test_set_policy_of_changes_no_running_game() -> None:
-    with ParallelSampler(partial(TurnGame, 2), batch_T=10, batch_B=4, n_workers=2) as sampler:
-        sampler.initialize(agents(), policy_of=lambda agent_id, episode: "main", seed=0)
+    options: dict[str, Any] = {"batch_B": 4, "n_workers": 2, "policy_of": lambda agent_id, episode: "main"}
+    with started(partial(TurnGame, 2), agents(), ParallelSampler, **options) as sampler:
         running = [0] * 4
         for itr in range(6):
             for info in sampler.obtain_samples(itr)[1]:
@@ -110,52 +111,19 @@ def test_set_policy_of_changes_no_running_game() -> None:
                     assert info.policy == ("main" if info.episode <= running[info.env_rank] else "past")
         assert info.policy in ("past", None)
         with pytest.raises(ConfigError, match="policy_of must be a function of agent_id, got 3"):
-            sampler.set_policy_of(3)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_a_frozen_opponent_stays_as_it_is() -> None:
-    main, past = Published(), Published()
-    with ParallelSampler(partial(TurnGame, 2), batch_T=4, batch_B=2, n_workers=2) as sampler:
-        sampler.initialize({"main": main, "past": past}, policy_of=in_turn, seed=0)
-        for itr in range(100):
-            batch, _ = sampler.obtain_samples(itr)
-            for name, number in (("main", itr), ("past", 0)):
-                own = batch[name]
-                rows = own.env.valid.clone()
-                rows[0] = False  # it may be a decision of the batch before
-                assert (own.agent.agent_info.number[rows] == number).all()
-            main.publish()
-        assert past.number == 0
-        past.number = main.number.copy()  # the next opponent
-        past.sync_shared_memory()
-        batch, _ = sampler.obtain_samples(100)
-        rows = batch.past.env.valid.clone()
-        rows[0] = False
-        assert (batch.past.agent.agent_info.number[rows] == 100).all()
+            sampler.set_policy_of(3)
 
 
 def test_what_cannot_be_is_refused() -> None:
-    sampler = SerialSampler(ScriptedGame, batch_T=4, batch_B=1)
-    with (
-        sampler,
-        pytest.raises(
-            ConfigError, match="policy_of with episode or rng and agents that all act in each step do not go"
-        ),
-    ):
-        sampler.initialize(agents(), policy_of=in_turn)
-    with SerialSampler(TurnGame, batch_T=4, batch_B=1) as sampler:
-        sampler.initialize({"main": RandomAgent()}, policy_of=lambda agent_id: "main", seed=0)
-        with pytest.raises(
-            ConfigError,
-            match=r"set_policy_of needs games in turns, and a first policy_of with|set_policy_of and on_worker",
-        ):
+    message = "policy_of with episode or rng and agents that all act in each step do not go"
+    check_refused(ScriptedGame, message, agents(), policy_of=in_turn)
+    with started(TurnGame, {"main": RandomAgent()}, policy_of=lambda agent_id: "main") as sampler:
+        message = "set_policy_of needs games in turns, and a first policy_of with|set_policy_of and on_worker"
+        with pytest.raises(ConfigError, match=message):
             sampler.set_policy_of(lambda agent_id: "main")
-    with SerialSampler(TurnGame, batch_T=50, batch_B=1, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(agents(), policy_of=lambda agent_id, episode: "main" if episode < 2 else "nobody", seed=0)
-        with pytest.raises(SamplerBrokenError, match=r"policy_of returned 'nobody' for env_rank 0, agent 'a0'"):
-            for itr in range(9):
-                sampler.obtain_samples(itr)
+    options: dict[str, Any] = {"policy_of": lambda agent_id, episode: "main" if episode < 2 else "nobody"}
+    message = r"policy_of returned 'nobody' for env_rank 0, agent 'a0'"
+    check_fails(TurnGame, message, agents(), error=SamplerBrokenError, batch_T=50, batch_B=1, n=9, **options)
 
 
 # ---- what is recorded ---------------------------------------------------------------------------
@@ -214,11 +182,8 @@ def test_who_is_not_recorded_needs_no_value_and_no_memory() -> None:
     ],
 )
 def test_a_wrong_record_is_refused(record: Any, message: str) -> None:
-    with SerialSampler(TurnGame, batch_T=4, batch_B=1) as sampler, pytest.raises(ConfigError, match=message):
-        sampler.initialize(agents(), policy_of=drawn, record=record)
+    check_refused(TurnGame, message, agents(), policy_of=drawn, record=record)
 
 
 def test_one_agent_is_always_recorded() -> None:
-    message = "record says which policies of a dict of agents are recorded"
-    with SerialSampler(TurnGame, batch_T=4, batch_B=1) as sampler, pytest.raises(ConfigError, match=message):
-        sampler.initialize(RandomAgent(), record=["agent"])
+    check_refused(TurnGame, "record says which policies of a dict of agents are recorded", record=["agent"])
