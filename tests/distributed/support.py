@@ -14,6 +14,7 @@ import pytest
 
 from penstock import SerialSampler
 from penstock.distributed.keys import Connection
+from penstock.distributed.parameters import ParameterClient, ParameterServer
 from penstock.distributed.wire import Node
 
 from ..support import until
@@ -39,6 +40,28 @@ def need(make: str, request: pytest.FixtureRequest) -> None:
 
 def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
     until(condition, seconds=timeout)
+
+
+def in_four_threads(run: Callable[[int], None]) -> None:
+    """Call `run` with 0 to 3, at once, and wait for all."""
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def newer(server: ParameterServer, client: ParameterClient) -> Any:
+    """The next parameters that come from this server."""
+    found = list[Any]()
+
+    def comes() -> bool:
+        server.serve()
+        found.append(client.newer())
+        return found[-1] is not None
+
+    wait_until(comes, 30)
+    return found[-1]
 
 
 class Proxy:

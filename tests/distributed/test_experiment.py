@@ -62,7 +62,7 @@ from penstock.learning import gae
 from ..models import Net, small_model
 from ..scale import FULL, scaled
 from ..toy_games import Published, TurnGame, odd_or_even
-from .support import MAKES, SAMPLER, need, wait_until
+from .support import MAKES, SAMPLER, need, newer, wait_until
 
 pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]
 
@@ -705,16 +705,9 @@ def test_a_number_of_numpy_is_a_parameter_and_another_value_is_named(panel: Cont
     client = ParameterClient(other, NameClient(other, panel.connection.address), "policy")
     agent = plan.agent()
     server.publish(1, read_parameters(agent))
-    received = list[Any]()
-
-    def has_come() -> bool:
-        server.serve()
-        received.append(client.newer())
-        return received[-1] is not None
-
-    wait_until(has_come)
-    assert received[-1] == {"temperature": 0.5}
-    assert isinstance(received[-1]["temperature"], np.ndarray)
+    received = newer(server, client)
+    assert received == {"temperature": 0.5}
+    assert isinstance(received["temperature"], np.ndarray)
     agent.temperature = 0.5
     with pytest.raises(ConfigError, match=r"read_parameters of Tempered must return numpy arrays, got .*'temperature'"):
         read_parameters(agent)
