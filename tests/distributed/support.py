@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 import random
 import socket
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,18 @@ from ..support import until
 #: The wires as parameters of a test.
 MAKES = ("local", "zmq", pytest.param("ray", marks=pytest.mark.ray))
 SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)
+HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
+needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
 
 
 def note(what: str, value: float, limit: float) -> None:

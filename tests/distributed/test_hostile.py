@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import random
 import socket
@@ -11,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,18 +24,10 @@ from penstock.distributed.messages import BadMessageError, decode, encode  # noq
 from penstock.distributed.wire import GONE, REPLY, REQUEST, Node, to_frames  # noqa: E402
 
 from ..scale import scaled  # noqa: E402
-from .support import note, wait_until  # noqa: E402
+from .support import Bomb, note, wait_until  # noqa: E402
 
 pytestmark = pytest.mark.timeout(scaled(1800, 120))
 N_FRAMES = scaled(100_000, 3_000)
-
-
-class Bomb:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 def bodies(rng: random.Random, bomb: bytes) -> list[bytes]:

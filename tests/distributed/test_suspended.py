@@ -30,7 +30,7 @@ from penstock.distributed.launched import LaunchedProcess
 from ..support import PROGRAMS
 from .ray_support import our_processes, wait_for_none
 from .support import need, note, wait_until
-from .test_experiment import experiment
+from .test_experiment import Steps, experiment
 
 pytestmark = pytest.mark.slow
 
@@ -130,13 +130,7 @@ with ControlPanel("test", wire="zmq", file=sys.argv[1]) as panel:
 """
 
 
-class Idle:
-    def __init__(self, agent: Any) -> None:
-        pass
-
-    def step(self, batch: Any) -> None:
-        pass
-
+class Idle(Steps):
     def state_dict(self) -> dict[str, Any]:
         return {}
 
