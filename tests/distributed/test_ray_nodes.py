@@ -8,21 +8,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import pytest
 
 pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
 from penstock import ConfigError, NodeLostError, RandomAgent, SerialSampler, TrajInfo
 from penstock.distributed import RaySampler
+from penstock.envs import SlowEnv
 
 from ..scale import scaled
 from ..support import assert_same
-from .ray_support import our_processes, rollouts, wait_for_none
-from .test_ray_sampler import CARTPOLE, Own
+from .ray_support import CARTPOLE, our_processes, rollouts, wait_for_none
+from .test_ray_sampler import Own
 
 pytestmark = [
     pytest.mark.ray,
@@ -122,17 +123,6 @@ def test_shards_fit_unequal_nodes_and_what_fits_nowhere_is_refused_at_once(ray_c
             ray_cluster.remove_node(node)
 
 
-class Sleeping(gym.Wrapper[Any, Any, Any, Any]):
-    """A step takes 5 ms."""
-
-    def __init__(self) -> None:
-        super().__init__(gym.make("CartPole-v1"))
-
-    def step(self, action: Any) -> Any:
-        time.sleep(0.005)
-        return super().step(action)
-
-
 def sample_until(sampler: RaySampler, condition: Callable[[], bool]) -> None:
     """Sample whole batches for 20 seconds at most."""
     deadline = time.monotonic() + 20
@@ -148,7 +138,7 @@ def test_a_node_that_is_killed_is_named_or_replaced(ray_cluster: Any, on_node_fa
     nodes = [add_node(ray_cluster, "killed", 1), add_node(ray_cluster, "killed", 1)]
     try:
         options: dict[str, Any] = {"batch_T": 100, "batch_B": 3, "n_shards": 2, "n_workers": 1, **on("killed")}
-        with RaySampler(Sleeping, **options, on_node_failure=on_node_failure) as sampler:
+        with RaySampler(partial(SlowEnv, 0.005), **options, on_node_failure=on_node_failure) as sampler:
             sampler.initialize(RandomAgent(), seed=0)
             where = [shard.node for shard in sampler.stats().shards]
             nodes.append(add_node(ray_cluster, "killed", 1))  # for the shard that is lost
