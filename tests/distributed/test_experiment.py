@@ -366,15 +366,6 @@ def test_a_policy_worker_acts_for_no_more_environments_than_max_batch() -> None:
     assert batches == [[2, 2], [2], [7], [1], []], "one request may be larger"
 
 
-def test_parts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no policies for the inference stream 'policy'"):
-        Experiment("x", RandomAgent, Actors(1, SAMPLER, inference="policy"), Training(CountingTrainer)).run()
-    with pytest.raises(ConfigError, match="serve the stream 'a', the actors ask None"):
-        Experiment("x", RandomAgent, Actors(1, SAMPLER), Training(CountingTrainer), Policies(1, stream="a")).run()
-    with pytest.raises(ConfigError, match="actors fill 'a', the trainer reads 'train'"):
-        Experiment("x", RandomAgent, Actors(1, SAMPLER, samples="a"), Training(CountingTrainer)).run()
-
-
 class TurnTrainer(CountingTrainer):
     """Takes games in turns: the valid rows of a column come first."""
 
@@ -719,9 +710,12 @@ def test_agents_that_do_not_fit_the_environments_are_refused() -> None:
         ({"policies": Policies(1, max_delay=float("nan"))}, "max_delay must be a number of seconds, .*, got nan"),
         ({"policies": Policies(1, max_delay=float("inf"))}, "max_delay must be finite, got inf"),
         ({"seed": "x"}, "seed must be an integer of at least 0, got 'x'"),
+        ({"policies": None}, "no policies for the inference stream 'policy'"),
+        ({"actors": Actors(1, SAMPLER), "policies": Policies(1, stream="a")}, "the stream 'a', the actors ask None"),
+        ({"actors": Actors(1, SAMPLER, samples="a"), "policies": None}, "fill 'a', the trainer reads 'train'"),
     ],
 )
-def test_wrong_numbers_are_refused_before_anything_starts(parts: Any, error: str) -> None:
+def test_wrong_parts_are_refused_before_anything_starts(parts: Any, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         replace(experiment(), **parts).run()
 
@@ -753,17 +747,7 @@ def test_a_trainer_that_could_not_step_or_save_is_refused(
         configure(panel, partial(TrainerWorker, Training(make, checkpoint=path), plan))
 
 
-def test_no_figure_of_a_worker_hides_its_status(panel: ControlPanel) -> None:
-    class Rude(Worker):
-        def _stats(self) -> dict[str, float]:
-            return {"status": 5.0, "seen": 1.0}
-
-    configure(panel, Rude, "rude")
-    wait_until(lambda: "seen" in panel.stats()["rude/0"])
-    assert panel.stats()["rude/0"]["status"] == "READY"
-
-
-def test_an_agent_of_a_stream_cannot_go_into_workers(panel: ControlPanel) -> None:
+def test_an_agent_of_a_stream_cannot_go_into_workers() -> None:
     client = InferenceClient(None, None, "policy", "actor/0")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cannot go into other processes"):
         pickle.dumps(client)

@@ -100,8 +100,9 @@ def test_each_piece_arrives_once(trial: Trial, routing: str) -> None:
 
 
 def test_a_consumer_that_stops_stops_the_producer(trial: Trial) -> None:
-    consumer = SampleConsumer(*trial.join(), "train", "trainer/0")
     producer = SampleProducer(*trial.join(), "train", credit=3)
+    assert not producer.put(0, 0.2), "there is no consumer"
+    consumer = SampleConsumer(*trial.join(), "train", "trainer/0")
     assert [producer.put(i, 5) for i in range(3)] == [True] * 3
     assert not producer.put(3, 0.2)
     wait_until(lambda: len(consumer) == 3)
@@ -154,14 +155,6 @@ def test_flush_waits_for_the_pieces_of_a_consumer_that_ends(trial: Trial, monkey
     assert sorted(second.get(5) for _ in range(2)) == [1, 2]
     flushing.join()
     assert producer.flush(5)
-
-
-def test_without_consumers_put_waits_and_returns_false(trial: Trial) -> None:
-    producer = SampleProducer(*trial.join(), "train")
-    assert not producer.put(1, 0.2)
-    consumer = SampleConsumer(*trial.join(), "train", "late")
-    assert producer.put(1, 10)
-    assert consumer.get(5) == 1
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, word: bytes) -> None:
