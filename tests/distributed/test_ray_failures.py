@@ -149,43 +149,39 @@ def test_a_stream_goes_on_after_a_loss_and_it_counts() -> None:
             sampler.obtain_samples(9)
 
 
-def test_nodes_may_come_and_go(ray_cluster: Any) -> None:
-    def add_node() -> Any:
-        return ray_cluster.add_node(num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20)
+def test_nodes_may_come_and_go(ray_cluster: Any, nodes: list[Any]) -> None:
+    def add_node() -> None:
+        nodes.append(ray_cluster.add_node(num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20))
 
-    first, others = add_node(), list[Any]()
-    try:
-        options: dict[str, Any] = {"n_shards": 3, "resources": {"spot": 1}, "min_shards": 1, **RESTART}
-        with ray_sampler(batch_T=10, batch_B=6, **options) as sampler:
-            sampler.initialize(RandomAgent(), seed=7)
-            itr, shares = 0, []
+    add_node()
+    options: dict[str, Any] = {"n_shards": 3, "resources": {"spot": 1}, "min_shards": 1, **RESTART}
+    with ray_sampler(batch_T=10, batch_B=6, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=7)
+        itr, shares = 0, []
 
-            def sample_until(n_valid: int, seconds: float = 60.0) -> Any:
-                nonlocal itr
-                deadline = time.monotonic() + seconds
-                while True:
-                    samples, _ = sampler.obtain_samples(itr)
-                    itr += 1
-                    shares.append(int(samples.env.valid[0].sum()))
-                    if shares[-1] == n_valid:
-                        return samples
-                    assert time.monotonic() < deadline, shares
-                    time.sleep(0.1)
+        def sample_until(n_valid: int, seconds: float = 60.0) -> Any:
+            nonlocal itr
+            deadline = time.monotonic() + seconds
+            while True:
+                samples, _ = sampler.obtain_samples(itr)
+                itr += 1
+                shares.append(int(samples.env.valid[0].sum()))
+                if shares[-1] == n_valid:
+                    return samples
+                assert time.monotonic() < deadline, shares
+                time.sleep(0.1)
 
-            sample_until(2)
-            others.append(add_node())
-            sample_until(4)
-            others.append(add_node())
-            sample_until(6)
-            began = time.monotonic()
-            ray_cluster.remove_node(others.pop(), allow_graceful=False)
-            sample_until(4)
-            assert time.monotonic() - began < 15.0
-            assert sum(shard.node is None for shard in sampler.stats().shards) == 1
-            assert len({shard.node for shard in sampler.stats().shards}) == 3
-    finally:
-        for node in [first, *others]:
-            ray_cluster.remove_node(node)
+        sample_until(2)
+        add_node()
+        sample_until(4)
+        add_node()
+        sample_until(6)
+        began = time.monotonic()
+        ray_cluster.remove_node(nodes.pop(), allow_graceful=False)
+        sample_until(4)
+        assert time.monotonic() - began < 15.0
+        assert sum(shard.node is None for shard in sampler.stats().shards) == 1
+        assert len({shard.node for shard in sampler.stats().shards}) == 3
 
 
 def suspend(sampler: RaySampler) -> int:
