@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from .support import ROOT
 
 pytestmark = [
     pytest.mark.ray,

@@ -6,17 +6,17 @@ import html
 import importlib
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .support import benchmark_modules
+
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent.parent
 OWN = "#0f9d8c"
 
 #: Steps per second in undisturbed rounds.
@@ -46,10 +46,8 @@ def turn(rate: float, *, disturbed: bool = False) -> dict[str, float]:
 
 
 @pytest.fixture
-def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+def report(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Writes the rounds of each work to a file, and reports them: the picture's path."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
     def run(rounds: list[dict[str, Any]], **others: list[dict[str, Any]]) -> Path:
         same = {"seconds": 0.5, "pause": 0.0, "missing": {}}
@@ -59,10 +57,8 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         importlib.import_module("peers").main(["--report", str(file), "--picture", str(picture)])
         return picture
 
-    yield run
-    for module in set(sys.modules) - before:
-        if str(getattr(sys.modules[module], "__file__", "")).startswith(str(ROOT / "benchmarks")):
-            del sys.modules[module]
+    with benchmark_modules():
+        yield run
 
 
 def all_bars(picture: Path) -> list[tuple[str, str]]:
@@ -124,11 +120,5 @@ def test_the_table_has_the_figures_of_the_picture(
     assert list(table) == list(bars(picture)), "the table has the same order"
     assert table["penstock SerialSampler"] == ["480 (480 to 480)", "0.48", f"{1e6 / 480:.1f}", "3/8"]
     assert table["a loop in rlpyt's style"][-1] == "8/8"
-
-
-def test_too_few_undisturbed_rounds_are_not_preferred(
-    report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    calm, noisy = ({name: turn(rate, disturbed=kind) for name, rate in RATES.items()} for kind in (False, True))
     report([calm] * 2 + [noisy] * 5)
     assert rows(capsys.readouterr().out)["penstock SerialSampler"][::3] == ["240 (240 to 360)", "2/7"]

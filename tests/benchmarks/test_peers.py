@@ -18,31 +18,19 @@ import pytest
 
 from .. import starter as starters
 from ..scale import FULL, scaled
-
-ROOT = Path(__file__).parent.parent.parent
-SECONDS = 300  # for a machine that is busy with other work
+from .support import SECONDS, benchmark_modules
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS)]
 
 
 @pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules of the benchmarks can be imported."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    yield
-    for module in set(sys.modules) - before:
-        if str(getattr(sys.modules[module], "__file__", "")).startswith(str(ROOT / "benchmarks")):
-            del sys.modules[module]
+def adapters() -> Iterator[Any]:
+    with benchmark_modules():
+        yield importlib.import_module("peer_adapters")
 
 
 @pytest.fixture
-def adapters(benchmarks: None) -> Any:
-    return importlib.import_module("peer_adapters")
-
-
-@pytest.fixture
-def peers(starter: None, benchmarks: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+def peers(starter: None, adapters: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """Runs `peers.py`: what it prints, and what it writes. Daily, its contestants are forks of a process that has
     imported torch."""
 

@@ -14,7 +14,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import penstock
@@ -25,10 +24,10 @@ from penstock.columns import stepping
 
 from .. import starter
 from ..scale import FULL, scaled
+from .support import ROOT, SECONDS, assert_measured, benchmark_modules
 
-ROOT = Path(__file__).parent.parent.parent
 HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
-SECONDS = 300  # for a machine that is busy with other work
+needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
 
 pytestmark = [pytest.mark.timeout(SECONDS), pytest.mark.usefixtures("starter"), pytest.mark.slow]
 
@@ -57,17 +56,14 @@ def run_program(folder: Path, name: str, *options: object) -> tuple[str, Any]:
 def run_benchmark(folder: Path, name: str, *options: object, starts: str = "") -> tuple[str, Any]:
     """The same in this process, whose supervisor has imported torch. `starts`: a module that starts programs. Daily,
     these are forks of a process that has imported torch."""
-    file, printed, before = folder / f"{name}.json", io.StringIO(), set(sys.modules)
-    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+    file, printed = folder / f"{name}.json", io.StringIO()
+    with benchmark_modules(), pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patched.syspath_prepend(ROOT / "benchmarks")
         patched.setattr(sys, "argv", [name, *map(str, options), "--json", str(file)])
         if starts and not FULL:
             patched.setattr(importlib.import_module(starts), "subprocess", starter.FORKING_SUBPROCESS)
-        importlib.import_module(name).main()
-    for module in set(sys.modules) - before:
-        if str(getattr(sys.modules[module], "__file__", "")).startswith(str(ROOT / "benchmarks")):
-            del sys.modules[module]
+        with contextlib.redirect_stdout(printed):
+            importlib.import_module(name).main()
     for process in multiprocessing.active_children():  # some benchmarks do not wait for theirs
         process.join(SECONDS)
     return printed.getvalue(), json.loads(file.read_text(encoding="utf-8"))
@@ -107,7 +103,7 @@ def test_spaces(folder: Path) -> None:
     printed, content = run_benchmark(folder, "spaces", *options)
     assert "observations of 288 bytes" in printed
     assert content["figures"].keys() == {"flat", "flat again", "nested, 4 leaves", "nested, 16 leaves"}
-    assert all(len(v) == 2 and min(v) > 0 for figures in content["figures"].values() for v in figures.values())
+    assert_measured(content["figures"])
 
 
 def test_noise(folder: Path) -> None:
@@ -125,9 +121,8 @@ def central(folder: Path, request: pytest.FixtureRequest) -> dict[str, dict[str,
     if not FULL:
         return content["results"]
     request.getfixturevalue("_fork_server")
-    _, other = run_benchmark(
-        folder, "central", "vector", "deadline", "sync", "--repeats", 1, *sizes
-    )  # which start processes with torch
+    # These start processes with torch.
+    _, other = run_benchmark(folder, "central", "vector", "deadline", "sync", "--repeats", 1, *sizes)
     return {**content["results"], **other["results"]}
 
 
@@ -150,8 +145,7 @@ def test_vector_env(folder: Path, request: pytest.FixtureRequest) -> None:
     printed, content = run_benchmark(folder, "vector_env", *options)
     assert "steps/s" in printed
     assert content["results"].keys() == {"cartpole", "pixels", "sleeping"}
-    for figures in content["results"].values():
-        assert all(len(values) == 2 and min(values) > 0 for values in figures.values())
+    assert_measured(content["results"])
 
 
 def test_seats_vector(folder: Path) -> None:
@@ -165,7 +159,7 @@ def test_seats_vector(folder: Path) -> None:
     for by_clock in content["results"].values():
         for figures in by_clock.values():
             assert figures.keys() == {f"{name}, {n}" for name in ("SuperSuit", "ShmVectorEnv") for n in (1, 2)}
-            assert all(len(values) == 2 and min(values) > 0 for values in figures.values())
+    assert_measured(content["results"])
 
 
 def test_connect_four(folder: Path) -> None:
@@ -218,10 +212,8 @@ def test_replay(folder: Path) -> None:
     sizes = ["--capacity", 20000, "--pictures", 1100]
     printed, content = run_benchmark(folder, "replay", *sizes, "--seconds", 0.001, "--repeats", 2)
     assert "penstock" in printed
-    results = content["results"]
-    assert results.keys() == {"sample", "prioritized", "append [128, 32]", "append [1, 32]", "pixels"}
-    for figures in results.values():
-        assert all(len(values) == 2 for values in figures.values())
+    assert content["results"].keys() == {"sample", "prioritized", "append [128, 32]", "append [1, 32]", "pixels"}
+    assert all(len(values) == 2 for figures in content["results"].values() for values in figures.values())
 
 
 @pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
@@ -230,7 +222,7 @@ def test_waits(folder: Path) -> None:
     assert "more than the hub" in printed
     for figures in content["results"].values():
         assert figures.keys() == {"hub", "ParallelSampler", "GpuSampler", "ShmVectorEnv"}
-        assert all(len(values) == 2 and min(values) > 0 for values in figures.values())
+    assert_measured(content["results"])
 
 
 def test_native(folder: Path) -> None:
@@ -241,7 +233,7 @@ def test_native(folder: Path) -> None:
     assert content["results"].keys() == set(cases)
     for figures in content["results"].values():
         assert figures.keys() == {"nothing", *native.PYTHON, *distributions.PYTHON, *stepping.PYTHON, "everything"}
-        assert all(len(pairs) == 2 and np.min(pairs) > 0 for pairs in figures.values())
+    assert_measured(content["results"])
 
 
 @pytest.mark.skipif(not FULL, reason="full scale: test_layers runs this program, test_compare measures versions")
@@ -258,23 +250,20 @@ def test_inference(folder: Path) -> None:
 def test_layers(folder: Path) -> None:
     printed, content = run_benchmark(folder, "inference", "--layers", "--n-envs", 1, "--repeats", 2, "--seconds", 0.001)
     assert "torch / traced" in printed
-    results = content["results"]
-    assert all(len(turns) == 2 and min(turns) > 0 for figures in results.values() for turns in figures.values())
-    in_numpy = {name for name, figures in results.items() if "numpy" in figures}
+    assert_measured(content["results"])
+    in_numpy = {name for name, figures in content["results"].items() if "numpy" in figures}
     assert in_numpy == {"Tanh", "ELU", "GELU", "LayerNorm", "expand_as", "clamp"}
 
 
-@pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
+@needs_zmq
 def test_cluster_wire(folder: Path) -> None:
     printed, content = run_benchmark(folder, "cluster_wire", "--repeats", 2, "--seconds", 0.01)
     assert "time of bare, CURVE" in printed
     assert content["results"].keys() == {"bare", "bare, CURVE", "penstock", "penstock, arrays"}
-    for turns in content["results"].values():
-        assert all(len(turns[kind]) == 2 and min(turns[kind]) > 0 for kind in ("wall_us", "cpu_us"))
+    assert_measured(content["results"])
 
 
-@pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
-@pytest.mark.slow
+@needs_zmq
 def test_cluster_scale(folder: Path) -> None:
     printed, content = run_benchmark(folder, "cluster_scale", "--workers", 4, "--seconds", 1, "--megabytes", 1)
     assert "until all have it" in printed
@@ -313,9 +302,8 @@ def test_the_cost_of_evaluate(folder: Path) -> None:
     printed, content = run_benchmark(folder, "learner", "--repeats", 2, *sizes)
     for setting in (f"Discrete, {few} rows", f"Box, {many} rows", f"LSTM, {few} rows"):
         assert f"{setting}, CPU time of evaluate beside lean" in printed
-        ratios = content["results"][setting]
-        assert ratios.keys() == {"torch", "lean"}
-        assert all(len(values) == 2 and min(values) > 0 for values in ratios.values())
+        assert content["results"][setting].keys() == {"torch", "lean"}
+        assert_measured(content["results"][setting])
 
 
 def test_game_requests(folder: Path) -> None:

@@ -20,9 +20,9 @@ from penstock import CategoricalPgAgent, GaussianPgAgent, SerialSampler
 
 from .. import starter
 from ..scale import FULL, scaled
+from .support import ROOT, benchmark_modules
 
 pytest.importorskip("rich")
-ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("starter")]
 
@@ -30,13 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("starter")]
 @pytest.fixture(scope="module")
 def training() -> Iterator[Any]:
     """The module of the benchmark."""
-    before = set(sys.modules)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(ROOT / "benchmarks")
+    with benchmark_modules():
         yield importlib.import_module("training")
-    for module in set(sys.modules) - before:
-        if str(getattr(sys.modules[module], "__file__", "")).startswith(str(ROOT / "benchmarks")):
-            del sys.modules[module]
 
 
 @pytest.mark.parametrize(("env_id", "name"), [("CartPole-v1", "cartpole"), ("Pendulum-v1", "halfcheetah")])

@@ -91,3 +91,12 @@ def ray_cluster() -> Iterator[Any]:
         yield cluster
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.fixture
+def nodes(ray_cluster: Any) -> Iterator[list[Any]]:
+    """Those that a test adds to the cluster. They go after it."""
+    added: list[Any] = []
+    yield added
+    for node in added:
+        ray_cluster.remove_node(node)

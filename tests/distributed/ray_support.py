@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import gymnasium as gym
 
 from penstock import Sampler
+
+if TYPE_CHECKING:
+    from penstock.distributed import RaySampler
+
+CARTPOLE = partial(gym.make, "CartPole-v1")
 
 # Ray's own processes. A shard's process is called ray::ShardHost.
 _OF_RAY = ("/site-packages/ray/", "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "raylet", "gcs_server")
@@ -39,6 +47,13 @@ def wait_for_none(
             break
         time.sleep(0.05)
     return left
+
+
+def ray_sampler(env_fn: Any = CARTPOLE, **options: Any) -> RaySampler:
+    """Two shards, each with one worker. `options` change that."""
+    from penstock.distributed import RaySampler
+
+    return RaySampler(env_fn, **{"batch_T": 20, "batch_B": 4, "n_shards": 2, "n_workers": 1, **options})
 
 
 def rollouts(

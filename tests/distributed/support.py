@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 import random
 import socket
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock import SerialSampler
 from penstock.distributed.keys import Connection
+from penstock.distributed.parameters import ParameterClient, ParameterServer
 from penstock.distributed.wire import Node
 
 from ..support import until
@@ -21,6 +25,18 @@ from ..support import until
 #: The wires as parameters of a test.
 MAKES = ("local", "zmq", pytest.param("ray", marks=pytest.mark.ray))
 SAMPLER = partial(SerialSampler, "CartPole-v1", batch_T=8, batch_B=4)
+HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
+needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
 
 
 def note(what: str, value: float, limit: float) -> None:
@@ -39,6 +55,28 @@ def need(make: str, request: pytest.FixtureRequest) -> None:
 
 def wait_until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
     until(condition, seconds=timeout)
+
+
+def in_four_threads(run: Callable[[int], None]) -> None:
+    """Call `run` with 0 to 3, at once, and wait for all."""
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def newer(server: ParameterServer, client: ParameterClient) -> Any:
+    """The next parameters that come from this server."""
+    found = list[Any]()
+
+    def comes() -> bool:
+        server.serve()
+        found.append(client.newer())
+        return found[-1] is not None
+
+    wait_until(comes, 30)
+    return found[-1]
 
 
 class Proxy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
 import resource
@@ -56,18 +55,17 @@ from penstock.distributed.launched import LaunchedThread
 from penstock.distributed.names import NameClient
 from penstock.distributed.parameters import ParameterClient, ParameterServer, read_parameters
 from penstock.distributed.pieces import batch_of
+from penstock.distributed.wire import Node
 from penstock.envs import ScriptedGame
 from penstock.learning import gae
 
 from ..models import Net, small_model
 from ..scale import FULL, scaled
 from ..toy_games import Published, TurnGame, odd_or_even
-from .support import MAKES, SAMPLER, need, wait_until
+from .support import MAKES, SAMPLER, Bomb, need, needs_zmq, newer, wait_until
 
 pytestmark = [pytest.mark.usefixtures("forked_workers"), pytest.mark.slow]
 
-HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
-needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
 ASYNC = partial(AsyncSampler, "CartPole-v1", batch_T=8, batch_B=4)
 ROWS = 2 * 8 * 4  # of a batch of two pieces
 
@@ -257,6 +255,14 @@ def panel() -> Iterator[ControlPanel]:
         yield made
 
 
+@pytest.fixture
+def joined(panel: ControlPanel) -> Iterator[tuple[Node, NameClient]]:
+    """A wire, and the names of the panel."""
+    wire = panel.connection.wire()
+    yield wire, NameClient(wire, panel.connection.address)
+    wire.close()
+
+
 class Publisher(Worker):
     """Publishes the first parameters, in place of a trainer."""
 
@@ -275,12 +281,17 @@ class Publisher(Worker):
         return PollResult()
 
 
+def configure(panel: ControlPanel, make: Callable[[], Worker], name: str = "trainer") -> None:
+    """Launch and configure a worker `name/0`."""
+    panel.launch(make, name=name)
+    panel.connect([f"{name}/0"])
+    panel.request(f"{name}/0", "configure")
+
+
 def start(panel: ControlPanel, **makers: Callable[[], Worker]) -> None:
     """Start a worker `name/0` for each of these, one after another."""
     for name, make in makers.items():
-        panel.launch(make, name=name)
-        panel.connect([f"{name}/0"])
-        panel.request(f"{name}/0", "configure")
+        configure(panel, make, name)
         panel.request(f"{name}/0", "start")
 
 
@@ -314,21 +325,16 @@ def recurrent_model(observation_space: Any, action_space: Any) -> Any:
     ("kind", "agent"), [("serial", "random"), ("first ready", "random"), *((kind, "recurrent") for kind in SAMPLERS)]
 )
 def test_an_inference_stream_gives_the_samples_of_an_agent_in_the_actor(
-    panel: ControlPanel, kind: str, agent: str
+    panel: ControlPanel, joined: Any, kind: str, agent: str
 ) -> None:
     make = RandomAgent if agent == "random" else partial(RecurrentCategoricalPgAgent, recurrent_model)
     plan = experiment(agent=make).plan()
     start(panel, trainer=partial(Publisher, plan), policy=partial(PolicyWorker, Policies(1), plan))
-    wire = panel.connection.wire()
-    names = NameClient(wire, panel.connection.address)
     batches = []
-    try:
-        for acting in (StreamAgent(InferenceClient(wire, names, "policy", "actor/0")), make()):
-            with (SAMPLERS[kind] if isinstance(acting, StreamAgent) else SAMPLER)() as sampler:
-                sampler.initialize(acting, seed=plan.seed, bootstrap_value=True, world_size=2)
-                batches.append([sampler.obtain_samples(itr)[0].numpy().copy() for itr in range(6)])
-    finally:
-        wire.close()
+    for acting in (StreamAgent(InferenceClient(*joined, "policy", "actor/0")), make()):
+        with (SAMPLERS[kind] if isinstance(acting, StreamAgent) else SAMPLER)() as sampler:
+            sampler.initialize(acting, seed=plan.seed, bootstrap_value=True, world_size=2)
+            batches.append([sampler.obtain_samples(itr)[0].numpy().copy() for itr in range(6)])
     for streamed, inline in zip(*batches, strict=True):
         for field in ("observation", "reward", "done", "final_obs"):
             assert (streamed.env[field] == inline.env[field]).all(), field
@@ -338,35 +344,11 @@ def test_an_inference_stream_gives_the_samples_of_an_agent_in_the_actor(
     assert any(batch.env.done.any() for batch in batches[0])
 
 
-def test_pieces_join_along_the_environments(panel: ControlPanel) -> None:
-    plan = experiment(None).plan()
-    wire = panel.connection.wire()
-    consumer = SampleConsumer(wire, NameClient(wire, panel.connection.address), "train", "test")
-    start(panel, trainer=partial(Publisher, plan), actor=partial(ActorWorker, Actors(2, SAMPLER), plan, world_size=2))
-    pieces = [consumer.get(20) for _ in range(6)]
-    wire.close()
-    batch = batch_of(pieces)
-    assert batch.samples.env.observation.shape == (8, 24, 4)
-    assert batch.samples.agent.bootstrap_value.shape == (24,)
-    assert len(batch.infos["Return"]) == sum(len(piece["infos"].get("Return", ())) for piece in pieces) > 0
-    # The sampler's own batches, in order.
-    with SAMPLER() as sampler:
-        sampler.initialize(plan.agent(), seed=plan.seed, bootstrap_value=True, world_size=2)
-        for i in range(6):
-            samples, _ = sampler.obtain_samples(i)
-            part = slice(4 * i, 4 * i + 4)
-            assert (batch.samples.env.observation[:, part] == samples.env.observation).all()
-            assert (batch.samples.env.next_observation[:, part] == samples.env.next_observation).all()
-            assert (batch.samples.agent.bootstrap_value[part] == samples.agent.bootstrap_value).all()
-
-
 def test_a_piece_does_not_change_with_the_next_batch(panel: ControlPanel) -> None:
     plan = experiment(None).plan()
     worker = ActorWorker(Actors(1, SAMPLER), plan)
     start(panel, trainer=partial(Publisher, plan))
-    panel.launch(lambda: worker, name="actor")
-    panel.connect()
-    panel.request("actor/0", "configure")  # it does not start, so this thread may use its sampler
+    configure(panel, lambda: worker, "actor")  # it does not start, so this thread may use its sampler
     piece = worker._collect()
     assert piece is not None
     before = pickle.dumps(piece)
@@ -382,15 +364,6 @@ def test_a_policy_worker_acts_for_no_more_environments_than_max_batch() -> None:
     worker._read = lambda request: request
     batches = [[len(request.ranks) for request in worker._gather()] for _ in range(5)]
     assert batches == [[2, 2], [2], [7], [1], []], "one request may be larger"
-
-
-def test_parts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no policies for the inference stream 'policy'"):
-        Experiment("x", RandomAgent, Actors(1, SAMPLER, inference="policy"), Training(CountingTrainer)).run()
-    with pytest.raises(ConfigError, match="serve the stream 'a', the actors ask None"):
-        Experiment("x", RandomAgent, Actors(1, SAMPLER), Training(CountingTrainer), Policies(1, stream="a")).run()
-    with pytest.raises(ConfigError, match="actors fill 'a', the trainer reads 'train'"):
-        Experiment("x", RandomAgent, Actors(1, SAMPLER, samples="a"), Training(CountingTrainer)).run()
 
 
 class TurnTrainer(CountingTrainer):
@@ -424,9 +397,6 @@ def test_one_policy_plays_games_in_turns_in_the_actors(wire: Any) -> None:
         state = run.wait(lambda s: s.version >= 5, timeout=60)
         assert state.trainer["rows"] >= 4 * 2 * 8 * 12
         assert run.restarts == dict.fromkeys(run.restarts, 0)
-    asked = replace(games, actors=replace(games.actors, inference="policy"), policies=Policies(1))
-    with pytest.raises(ConfigError, match="policy workers act for environments of one agent, and env_fn returns one"):
-        asked.run(wire=wire)
 
 
 def two_agents() -> dict[str, Any]:
@@ -481,50 +451,65 @@ def test_several_policies_play_in_the_actors(wire: Any, tmp_path: Path, request:
         version = int(torch.load(tmp_path / "trainer.pt", weights_only=False)["version"])
 
 
-@pytest.mark.parametrize("record", [None, ["odd"]])
-def test_pieces_of_several_policies_are_batches_of_the_sampler(panel: ControlPanel, record: Any) -> None:
-    actors = replace(TWO.actors, record=record)
-    plan = TWO.plan()
-    wire = panel.connection.wire()
-    consumer = SampleConsumer(wire, NameClient(wire, panel.connection.address), "train", "test")
+def by_policy(samples: Any) -> dict[str, Any]:
+    return dict(samples.items()) if isinstance(samples, PolicySamples) else {"": samples}
+
+
+@pytest.mark.parametrize(("made", "record"), [(experiment(None), None), (TWO, None), (TWO, ["odd"])])
+def test_pieces_joined_along_the_environments_are_batches_of_the_sampler(
+    panel: ControlPanel, joined: Any, made: Experiment, record: Any
+) -> None:
+    actors, plan = replace(made.actors, record=record), made.plan()
+    consumer = SampleConsumer(*joined, "train", "test")
     start(panel, trainer=partial(Publisher, plan), actor=partial(ActorWorker, actors, plan, world_size=2))
-    pieces = [consumer.get(20) for _ in range(6)]
-    wire.close()
-    batch: Any = batch_of(pieces)
-    infos: list[Any] = []
+    batch: Any = batch_of([consumer.get(20) for _ in range(6)])
+    joint, infos = by_policy(batch.samples), list[Any]()
     with actors.make_sampler() as sampler:
-        arguments = {"policy_of": odd_or_even, "record": record, "bootstrap_value": True, "world_size": 2}
+        arguments = {"policy_of": actors.policy_of, "record": record, "bootstrap_value": True, "world_size": 2}
         sampler.initialize(plan.agent(), seed=plan.seed, **arguments)
         for i in range(6):
             samples, found = sampler.obtain_samples(i)
             infos += found
-            assert list(samples.keys()) == list(batch.samples.keys()) == (record or ["even", "odd"])
-            for name, own in samples.items():
+            assert list(by_policy(samples)) == list(joint)
+            for name, own in by_policy(samples).items():
                 n = own.env.reward.shape[1]
-                part = batch.samples[name][:, n * i : n * (i + 1)]
+                part = joint[name][:, n * i : n * (i + 1)]
                 for (path, left), (_, right) in zip(part.leaves(), own.leaves(), strict=True):
                     assert (left == right).all(), path
-    for policy, head in ((None, ""), ("even", "even/"), ("odd", "odd/")):
-        wanted = [info.Return for info in infos if info.policy == policy]
-        assert batch.infos[f"{head}Return"].tolist() == wanted != []
+                assert (part.env.next_observation == own.env.next_observation).all()
+    for policy in (None, "even", "odd") if made is TWO else (None,):
+        returns = [info.Return for info in infos if info.policy == policy]
+        assert batch.infos["Return" if policy is None else f"{policy}/Return"].tolist() == returns != []
 
 
 @pytest.mark.parametrize(
-    ("saved", "error"),
+    ("saved", "owner", "error"),
     [
-        (["even", "azure"], r"it is of the policies \['even', 'azure'\], and make_agent returns \['even', 'odd'\]"),
-        (None, "Error"),  # an empty file
+        (
+            dict.fromkeys(["even", "azure"]),
+            None,
+            r"it is of the policies \['even', 'azure'\], and make_agent returns \['even', 'odd'\]",
+        ),
+        (None, None, "Error"),  # an empty file
+        (Bomb, None, "Weights only load failed"),
+        ({}, 65534, "it belongs to user 65534, and must be your own"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_named(panel: ControlPanel, tmp_path: Path, saved: Any, error: str) -> None:
+def test_a_checkpoint_that_cannot_be_used_is_named_and_no_code_in_it_is_run(
+    panel: ControlPanel, tmp_path: Path, saved: Any, owner: int | None, error: str
+) -> None:
     path = tmp_path / "trainer.pt"
     path.touch()
     if saved is not None:
-        torch.save({"version": 5, "agent": dict.fromkeys(saved), "trainer": {}}, path)
-    panel.launch(partial(TrainerWorker, replace(TWO.training, checkpoint=path), TWO.plan()), name="trainer")
-    panel.connect()
+        agent = Bomb(tmp_path / "ran") if saved is Bomb else saved
+        torch.save({"version": 5, "agent": agent, "trainer": {}}, path)
+    if owner is not None:
+        if os.getuid() != 0:
+            pytest.skip("only root can give a file to another user")
+        os.chown(path, owner, -1)
     with pytest.raises(RequestError, match=rf"checkpoint='.*trainer\.pt' cannot be loaded: .*{error}"):
-        panel.request("trainer/0", "configure")
+        configure(panel, partial(TrainerWorker, replace(TWO.training, checkpoint=path), TWO.plan()))
+    assert not (tmp_path / "ran").exists()
 
 
 class StatefulTrainer(CountingTrainer):
@@ -545,50 +530,29 @@ def saving(path: Path, *, trust: bool = False) -> Callable[[], Worker]:
     return partial(TrainerWorker, Training(StatefulTrainer, checkpoint=path, trust_checkpoint=trust), plan)
 
 
-class Bomb:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.folder),)
+def save(panel: ControlPanel, path: Path, name: str = "trainer", *, trust: bool = False) -> None:
+    """Run a trainer, which loads its checkpoint if there is one, and saves itself at its end."""
+    configure(panel, saving(path, trust=trust), name)
+    panel.request(f"{name}/0", "exit")
+    wait_until(lambda: panel.has_ended(f"{name}/0"))
 
 
-@pytest.mark.parametrize("owner", [0, 65534])
-def test_no_code_in_a_checkpoint_is_run_and_that_of_another_user_is_refused(
-    panel: ControlPanel, tmp_path: Path, owner: int
-) -> None:
-    path, error = tmp_path / "trainer.pt", "Weights only load failed"
-    torch.save({"version": 5, "agent": Bomb(tmp_path / "ran"), "trainer": {}}, path)
-    if owner:
-        if os.getuid() != 0:
-            pytest.skip("only root can give a file to another user")
-        torch.save({"version": 5, "agent": {}, "trainer": {"state": 1}}, path)
-        os.chown(path, owner, -1)
-        error = "it belongs to user 65534, and must be your own"
-    panel.launch(saving(path), name="trainer")
-    panel.connect()
-    with pytest.raises(RequestError, match=rf"checkpoint='.*trainer\.pt' cannot be loaded: .*{error}"):
-        panel.request("trainer/0", "configure")
-    assert not (tmp_path / "ran").exists()
+@pytest.fixture
+def _no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test sets in `StatefulTrainer` goes with it."""
+    monkeypatch.setattr(StatefulTrainer, "state", None)
+    monkeypatch.setattr(StatefulTrainer, "loaded", None)
 
 
-def test_a_trainers_state_of_arrays_comes_back_and_no_link_is_followed(
-    panel: ControlPanel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_no_state")
+def test_a_trainers_state_of_arrays_comes_back_and_no_link_is_followed(panel: ControlPanel, tmp_path: Path) -> None:
     path, victim = tmp_path / "trainer.pt", tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / ".trainer.pt.part").symlink_to(victim)
     wanted = {"random": np.random.RandomState(3).get_state(), "best": np.float64(0.5), "rows": [torch.ones(2)]}
-    monkeypatch.setattr(StatefulTrainer, "state", wanted)
-    monkeypatch.setattr(StatefulTrainer, "loaded", None)
+    StatefulTrainer.state = wanted
     for name in ("first", "second"):
-        panel.launch(saving(path), name=name)
-        panel.connect([f"{name}/0"])
-        panel.request(f"{name}/0", "configure")
-        panel.request(f"{name}/0", "exit")
-        wait_until(lambda n=name: panel.has_ended(f"{n}/0"))  # type: ignore[misc]
+        save(panel, path, name)
     assert victim.read_text() == "mine"
     assert [each.name for each in tmp_path.iterdir() if "trainer" in each.name] == ["trainer.pt"]
     loaded = StatefulTrainer.loaded
@@ -596,6 +560,18 @@ def test_a_trainers_state_of_arrays_comes_back_and_no_link_is_followed(
     assert loaded["rows"][0].tolist() == [1.0, 1.0]
     assert loaded["random"][0] == "MT19937"
     assert (loaded["random"][1] == wanted["random"][1]).all()
+
+
+@pytest.mark.usefixtures("_no_state")
+def test_a_checkpoint_that_is_trusted_may_have_code_and_another_owner(panel: ControlPanel, tmp_path: Path) -> None:
+    path = tmp_path / "trainer.pt"
+    StatefulTrainer.state = {"folder": tmp_path, "rows": np.arange(3)}
+    for name in ("first", "second"):
+        save(panel, path, name, trust=True)
+        if os.getuid() == 0:  # only root can give a file to another user
+            os.chown(path, 65534, -1)
+    assert StatefulTrainer.loaded["folder"] == tmp_path
+    assert StatefulTrainer.loaded["rows"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -606,39 +582,17 @@ def test_a_trainers_state_of_arrays_comes_back_and_no_link_is_followed(
         (lambda folder: {Path("a"): 1}, "its keys"),
     ],
 )
+@pytest.mark.usefixtures("_no_state")
 def test_a_trainers_state_that_could_not_be_loaded_is_refused_when_it_is_saved(
-    panel: ControlPanel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, culprit: str
+    panel: ControlPanel, tmp_path: Path, make: Any, culprit: str
 ) -> None:
-    path = tmp_path / "trainer.pt"
-    monkeypatch.setattr(StatefulTrainer, "state", make(tmp_path / "ran"))
-    panel.launch(saving(path), name="trainer")
-    panel.connect()
-    panel.request("trainer/0", "configure")
-    panel.request("trainer/0", "exit")
-    wait_until(lambda: panel.has_ended("trainer/0"))
+    StatefulTrainer.state = make(tmp_path / "ran")
+    save(panel, tmp_path / "trainer.pt")
     facts = panel.stats(["trainer/0"])["trainer/0"]
     assert facts["status"] == "ERROR"
     assert "state_dict of the trainer must return numbers" in facts["text"]
     assert f"Convert {'' if culprit == 'its keys' else 'state_dict()'}{culprit}, or use" in facts["text"]
     assert [*tmp_path.iterdir()] == []
-
-
-def test_a_checkpoint_that_is_trusted_may_have_code_and_another_owner(
-    panel: ControlPanel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, wanted = tmp_path / "trainer.pt", {"folder": tmp_path, "rows": np.arange(3)}
-    monkeypatch.setattr(StatefulTrainer, "state", wanted)
-    monkeypatch.setattr(StatefulTrainer, "loaded", None)
-    for name in ("first", "second"):
-        panel.launch(saving(path, trust=True), name=name)
-        panel.connect([f"{name}/0"])
-        panel.request(f"{name}/0", "configure")
-        panel.request(f"{name}/0", "exit")
-        wait_until(lambda n=name: panel.has_ended(f"{n}/0"))  # type: ignore[misc]
-        if os.getuid() == 0:  # only root can give a file to another user
-            os.chown(path, 65534, -1)
-    assert StatefulTrainer.loaded["folder"] == tmp_path
-    assert StatefulTrainer.loaded["rows"].tolist() == [0, 1, 2]
 
 
 class FullDiskTrainer(CountingTrainer):
@@ -696,30 +650,20 @@ class Tempered(RandomAgent):
         self.temperature = parameters["temperature"] + 0
 
 
-def test_a_number_of_numpy_is_a_parameter_and_another_value_is_named(panel: ControlPanel) -> None:
+def test_a_number_of_numpy_is_a_parameter_and_another_value_is_named(panel: ControlPanel, joined: Any) -> None:
     plan = replace(experiment(None), make_agent=Tempered).plan()
-    wire = panel.connection.wire()
-    names = NameClient(wire, panel.connection.address)
-    server = ParameterServer(wire, names, "policy")
+    server = ParameterServer(*joined, "policy")
     other = panel.connection.wire()
     client = ParameterClient(other, NameClient(other, panel.connection.address), "policy")
     agent = plan.agent()
     server.publish(1, read_parameters(agent))
-    received = list[Any]()
-
-    def has_come() -> bool:
-        server.serve()
-        received.append(client.newer())
-        return received[-1] is not None
-
-    wait_until(has_come)
-    assert received[-1] == {"temperature": 0.5}
-    assert isinstance(received[-1]["temperature"], np.ndarray)
+    received = newer(server, client)
+    assert received == {"temperature": 0.5}
+    assert isinstance(received["temperature"], np.ndarray)
     agent.temperature = 0.5
     with pytest.raises(ConfigError, match=r"read_parameters of Tempered must return numpy arrays, got .*'temperature'"):
         read_parameters(agent)
     other.close()
-    wire.close()
 
 
 class Broken(RandomAgent):
@@ -766,15 +710,18 @@ def test_agents_that_do_not_fit_the_environments_are_refused() -> None:
         ({"policies": Policies(1, max_delay=float("nan"))}, "max_delay must be a number of seconds, .*, got nan"),
         ({"policies": Policies(1, max_delay=float("inf"))}, "max_delay must be finite, got inf"),
         ({"seed": "x"}, "seed must be an integer of at least 0, got 'x'"),
+        ({"policies": None}, "no policies for the inference stream 'policy'"),
+        ({"actors": Actors(1, SAMPLER), "policies": Policies(1, stream="a")}, "the stream 'a', the actors ask None"),
+        ({"actors": Actors(1, SAMPLER, samples="a"), "policies": None}, "fill 'a', the trainer reads 'train'"),
     ],
 )
-def test_wrong_numbers_are_refused_before_anything_starts(parts: Any, error: str) -> None:
+def test_wrong_parts_are_refused_before_anything_starts(parts: Any, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         replace(experiment(), **parts).run()
 
 
-class Halting:
-    """A trainer that cannot save itself."""
+class Steps:
+    """A trainer that does nothing, and cannot save itself."""
 
     def __init__(self, agent: Any) -> None:
         pass
@@ -786,7 +733,7 @@ class Halting:
 @pytest.mark.parametrize(
     ("make", "checkpoint", "error"),
     [
-        (Halting, "trainer.pt", "no method state_dict, load_state_dict: make_trainer has returned a Halting"),
+        (Steps, "trainer.pt", "no method state_dict, load_state_dict: make_trainer has returned a Steps"),
         (lambda agent: None, None, "the trainer has no method step: make_trainer has returned a NoneType"),
         (CountingTrainer, "missing/trainer.pt", r"the folder of checkpoint='.*' does not exist: make it first"),
     ],
@@ -796,25 +743,11 @@ def test_a_trainer_that_could_not_step_or_save_is_refused(
 ) -> None:
     plan = experiment(agent=RandomAgent).plan()
     path = checkpoint and tmp_path / checkpoint
-    panel.launch(partial(TrainerWorker, Training(make, checkpoint=path), plan), name="trainer")
-    panel.connect()
     with pytest.raises(RequestError, match=error):
-        panel.request("trainer/0", "configure")
+        configure(panel, partial(TrainerWorker, Training(make, checkpoint=path), plan))
 
 
-def test_no_figure_of_a_worker_hides_its_status(panel: ControlPanel) -> None:
-    class Rude(Worker):
-        def _stats(self) -> dict[str, float]:
-            return {"status": 5.0, "seen": 1.0}
-
-    panel.launch(Rude)
-    panel.connect()
-    panel.request("rude/0", "configure")
-    wait_until(lambda: "seen" in panel.stats()["rude/0"])
-    assert panel.stats()["rude/0"]["status"] == "READY"
-
-
-def test_an_agent_of_a_stream_cannot_go_into_workers(panel: ControlPanel) -> None:
+def test_an_agent_of_a_stream_cannot_go_into_workers() -> None:
     client = InferenceClient(None, None, "policy", "actor/0")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cannot go into other processes"):
         pickle.dumps(client)

@@ -94,14 +94,17 @@ def load(folder: Path) -> dict[str, Any]:
     return namespace
 
 
+def samples(state: RunState, name: str = "actor/1") -> int:
+    """How many it has made; 0 while it is not there."""
+    figures = state.workers.get(name, {})
+    return int(figures.get("samples", 0)) if figures.get("status") == "RUNNING" else 0
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.timeout(180)
 def test_actors_of_another_machine_join_are_lost_and_join_again_and_others_are_refused(tmp_path: Path) -> None:
     experiment = load(tmp_path)["EXPERIMENT"]
-
-    def samples(state: RunState, name: str) -> int:
-        return int(state.workers.get(name, {}).get("samples", 0))
 
     early = join(tmp_path, "actor/1", "actor/2")  # before the run has begun
     with experiment.run(wire="zmq", file=tmp_path / "run.json") as run:
@@ -118,9 +121,7 @@ def test_actors_of_another_machine_join_are_lost_and_join_again_and_others_are_r
         state = run.wait(lambda s: s.version >= version + 3, timeout=60)
         assert state.version >= version + 3, "the run goes on"
         late = join(tmp_path, "actor/2")
-        state = run.wait(
-            lambda s: s.workers["actor/2"]["status"] == "RUNNING" and samples(s, "actor/2") > 0, timeout=60
-        )
+        state = run.wait(lambda s: samples(s, "actor/2") > 0, timeout=60)
         assert samples(state, "actor/2") > 0
         # What cannot join is refused.
         wrong = [join(tmp_path, "policy/0"), join(tmp_path, "actor/1", experiment="exp:OTHER")]
@@ -178,9 +179,6 @@ def test_an_actor_joins_from_another_network_and_goes_on_after_the_link_was_cut(
 ) -> None:
     experiment = load(tmp_path)["EXPERIMENT"]
 
-    def samples(state: RunState) -> int:
-        return int(state.workers.get("actor/1", {}).get("samples", 0))
-
     with experiment.run(wire="zmq", host="10.78.0.1", file=tmp_path / "run.json") as run:
         joined = join(tmp_path, "actor/1", network=other_network)
         assert samples(run.wait(lambda s: samples(s) > 0, timeout=90)) > 0
@@ -204,10 +202,6 @@ def test_an_actor_ends_when_the_link_was_cut_for_long_and_joins_again(tmp_path: 
     experiment = load(tmp_path)["EXPERIMENT"]
     with open(tmp_path / "exp.py", "a") as file:
         file.write("from penstock.distributed import role\nrole.ORPHAN_SECONDS = 2.0\n")
-
-    def samples(state: RunState) -> int:
-        figures = state.workers.get("actor/1", {})
-        return int(figures.get("samples", 0)) if figures.get("status") == "RUNNING" else 0
 
     with experiment.run(wire="zmq", host="10.78.0.1", file=tmp_path / "run.json") as run:
         joined, pid = join(tmp_path, "actor/1", network=other_network), run.panel.pid("trainer/0")
@@ -234,7 +228,6 @@ def test_arguments_of_joins_and_of_several_trainers(tmp_path: Path) -> None:
         ({"joining": -1}, {}, "joining must be an integer of at least 0"),
         ({"joining": True}, {}, "joining must be an integer"),
         ({"joining": 1}, {}, "only with wire=\"zmq\", got 'local'"),
-        ({"count": 0}, {}, "the number of actors must be an integer of at least 1"),
         ({}, {"count": 0}, "the number of trainers must be an integer of at least 1"),
         ({}, {"count": 2}, "several trainers must be processes"),
         ({}, {"count": 2, "backend": "mpi"}, "backend must be one of gloo, nccl"),

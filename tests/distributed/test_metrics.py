@@ -53,14 +53,18 @@ def test_tensorboard_has_a_curve_for_each_figure(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("trainer/0/return")] == [(1, 10.5), (2, 10.5)]
 
 
+def lines_at(address: str) -> list[str]:
+    with urlopen(address, timeout=10) as answer:
+        return list(answer.read().decode().splitlines())
+
+
 def test_prometheus_reads_the_newest_figures() -> None:
     pytest.importorskip("prometheus_client", reason='not installed: pip install ".[metrics]"')
     with Prometheus() as metrics:
         assert metrics.address.startswith("http://127.0.0.1:")
         for state in STATES:
             metrics.write(state)
-        with urlopen(metrics.address, timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
+        lines = lines_at(metrics.address)
         with pytest.raises(ConfigError, match="cannot serve figures at host="):
             Prometheus(int(metrics.address.split(":")[2].partition("/")[0]))
     metrics.close()  # again
@@ -78,8 +82,7 @@ def test_a_figure_named_up_is_not_whether_the_worker_is_up() -> None:
     pytest.importorskip("prometheus_client", reason='not installed: pip install ".[metrics]"')
     with Prometheus() as metrics:
         metrics.write(RunState(1, 1.0, {"trainer/0": {"status": "RUNNING", "up": 0.25}}))
-        with urlopen(metrics.address, timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
+        lines = lines_at(metrics.address)
     assert [line for line in lines if "TYPE" in line] == ["# TYPE penstock_up_ gauge", "# TYPE penstock_up gauge"]
     assert [line for line in lines if not line.startswith("#")] == [
         'penstock_up_{worker="trainer/0"} 0.25',

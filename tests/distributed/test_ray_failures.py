@@ -20,16 +20,15 @@ from penstock import (  # noqa: E402
     NodeLostError,
     PenstockError,
     RandomAgent,
-    SamplerBrokenError,
     SamplerClosedError,
     SerialSampler,
 )
 from penstock.distributed import RaySampler  # noqa: E402
-from penstock.envs import EnvContext  # noqa: E402
+from penstock.envs import CountingEnv, EnvContext, SlowEnv  # noqa: E402
 
 from ..scale import scaled  # noqa: E402
 from ..support import assert_same  # noqa: E402
-from .ray_support import our_processes, rollouts, wait_for_none  # noqa: E402
+from .ray_support import CARTPOLE, our_processes, ray_sampler, rollouts, wait_for_none  # noqa: E402
 
 pytestmark = [
     pytest.mark.ray,
@@ -38,7 +37,8 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-CARTPOLE = partial(gym.make, "CartPole-v1")
+# Like CountingEnv, but a step takes 50 ms.
+SLEEPING = partial(SlowEnv, 0.05)
 
 
 class WithChild(gym.Wrapper[Any, Any, Any, Any]):
@@ -62,10 +62,6 @@ def kill_by_signal(sampler: RaySampler) -> None:
     os.kill(actor_pids(sampler)[1], signal.SIGKILL)
 
 
-def kill_by_ray(sampler: RaySampler) -> None:
-    ray.kill(sampler.run.pool.shards[1].actor)  # type: ignore[union-attr]
-
-
 def fails_in_a_shard(context: EnvContext) -> gym.Env[Any, Any]:
     if context.worker_rank >= 0:
         raise OSError("no licence on this machine")
@@ -73,39 +69,20 @@ def fails_in_a_shard(context: EnvContext) -> gym.Env[Any, Any]:
 
 
 def test_an_error_at_the_start_of_a_shard_names_its_node() -> None:
-    sampler = RaySampler(fails_in_a_shard, batch_T=4, batch_B=2, n_shards=2, n_workers=1, sampler_cls=SerialSampler)
-    with pytest.raises(
-        PenstockError, match=r"shard \d \(node [0-9.]+ \w+, env_rank \d\): .*no licence on this machine"
-    ):
+    message = r"shard \d \(node [0-9.]+ \w+, env_rank \d\): .*no licence on this machine"
+    sampler = ray_sampler(fails_in_a_shard, batch_B=2, sampler_cls=SerialSampler)
+    with sampler, pytest.raises(PenstockError, match=message):
         sampler.initialize(RandomAgent(), seed=0)
-    sampler.shutdown()
 
 
-@pytest.mark.parametrize("kill", [kill_by_signal, kill_by_ray])
-def test_a_lost_shard_is_named_and_leaves_nothing(kill: Any) -> None:
-    before = our_processes()
-    with RaySampler(WithChild, batch_T=200, batch_B=3, n_shards=2, n_workers=1) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        assert sum("of an environment" in text for text in our_processes().values()) >= 3
-        sampler.start_samples(0)
-        began = time.monotonic()
-        kill(sampler)
-        with pytest.raises(NodeLostError, match=r"shard 1 \(node [0-9.]+ .*, env_rank 2\) was lost: .*itr="):
-            sampler.wait_samples()
-            for itr in range(1, 1000):  # Ray may take longer than a batch
-                sampler.obtain_samples(itr)
-        assert time.monotonic() - began < 5.0
-        with pytest.raises(NodeLostError, match="shard 1"):
-            sampler.obtain_samples(1000)
-        assert wait_for_none(before, 2.0) == {}
+RESTART: dict[str, Any] = {"on_node_failure": "restart", "sampler_cls": SerialSampler}
+ONCE = {"max_restarts": 1, "restart_window": 600}
 
 
 def with_kill(kill_at: int, n_batches: int = 5) -> tuple[list[Any], Any]:
     """Batches and trajectories of a run in which shard 1 is killed before batch `kill_at`."""
     batches, infos = [], []
-    with RaySampler(
-        CARTPOLE, batch_T=20, batch_B=5, n_shards=2, n_workers=1, on_node_failure="restart", sampler_cls=SerialSampler
-    ) as sampler:
+    with ray_sampler(batch_B=5, **RESTART) as sampler:
         sampler.initialize(RandomAgent(), seed=5, bootstrap_value=True, traj_info_kwargs={"discount": 0.9})
         for itr in range(n_batches):
             if itr == kill_at:
@@ -130,67 +107,8 @@ def test_runs_that_lose_the_same_shard_at_the_same_batch_are_equal() -> None:
     assert first[0][3].env.valid.all()
 
 
-class Crashing(gym.Wrapper[Any, Any, Any, Any]):
-    """Ends its process at step `at`, unless `spared` exists. Then it makes it."""
-
-    def __init__(self, number: int, folder: str) -> None:
-        super().__init__(gym.make("CartPole-v1"))
-        self.number, self.folder, self.n_steps = number, folder, 0
-
-    def step(self, action: Any) -> Any:
-        self.n_steps += 1
-        if self.number == 2 and self.n_steps == 25:
-            try:
-                os.mkdir(os.path.join(self.folder, "crashed"))
-            except FileExistsError:
-                pass
-            else:
-                os.kill(os.getpid(), signal.SIGSEGV)
-        return super().step(action)
-
-
-def test_a_crash_in_mid_batch_is_repaired(tmp_path: Any) -> None:
-    with RaySampler(
-        Crashing,
-        env_kwargs=[{"number": i, "folder": str(tmp_path)} for i in range(3)],
-        batch_T=20,
-        batch_B=3,
-        n_shards=2,
-        n_workers=1,
-        max_decorrelation_steps=0,
-        on_node_failure="restart",
-        max_restarts=1,
-        restart_window=600,
-        sampler_cls=SerialSampler,
-    ) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        for itr in range(3):
-            samples, _ = sampler.obtain_samples(itr)
-            assert samples.env.valid.all()
-        assert (tmp_path / "crashed").exists()
-        assert sampler.stats().shards[1].restarts == 1
-        for piece in sampler.stream(max_in_flight=2):  # in a stream too, but the quota is used up
-            if piece.itr == 1:
-                kill_by_signal(sampler)
-                break
-        with pytest.raises(NodeLostError, match="max_restarts=1 in 600 s are used up") as caught:
-            sampler.obtain_samples(9)
-        assert isinstance(caught.value, SamplerBrokenError)
-
-
 def test_a_rack_may_be_lost() -> None:
-    with RaySampler(
-        CARTPOLE,
-        batch_T=8,
-        batch_B=4,
-        n_shards=4,
-        n_workers=1,
-        sampler_cls=SerialSampler,
-        on_node_failure="restart",
-        min_shards=1,
-        max_restarts=1,
-        restart_window=600,
-    ) as sampler:
+    with ray_sampler(batch_T=8, n_shards=4, min_shards=1, **RESTART, **ONCE) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
 
         def sample_until_all_are_there() -> None:
@@ -210,10 +128,8 @@ def test_a_rack_may_be_lost() -> None:
             sample_until_all_are_there()
 
 
-def test_a_stream_goes_on_after_a_loss() -> None:
-    with RaySampler(
-        CARTPOLE, batch_T=20, batch_B=4, n_shards=2, n_workers=1, on_node_failure="restart", sampler_cls=SerialSampler
-    ) as sampler:
+def test_a_stream_goes_on_after_a_loss_and_it_counts() -> None:
+    with ray_sampler(**RESTART, **ONCE) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         itrs: dict[int, list[int]] = {0: [], 1: []}
         is_killed = False
@@ -226,52 +142,46 @@ def test_a_stream_goes_on_after_a_loss() -> None:
                 break
         assert itrs[1] == list(range(len(itrs[1]))), "no piece is left out"
         assert sampler.stats().shards[1].restarts == 1
+        for _ in sampler.stream(max_in_flight=2):
+            kill_by_signal(sampler)
+            break
+        with pytest.raises(NodeLostError, match="max_restarts=1 in 600 s are used up"):
+            sampler.obtain_samples(9)
 
 
-def test_nodes_may_come_and_go(ray_cluster: Any) -> None:
-    first = ray_cluster.add_node(num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20)
-    others = []
-    try:
-        with RaySampler(
-            CARTPOLE,
-            batch_T=10,
-            batch_B=6,
-            n_shards=3,
-            n_workers=1,
-            resources={"spot": 1},
-            on_node_failure="restart",
-            min_shards=1,
-            sampler_cls=SerialSampler,
-        ) as sampler:
-            sampler.initialize(RandomAgent(), seed=7)
-            itr, shares = 0, []
+def test_nodes_may_come_and_go(ray_cluster: Any, nodes: list[Any]) -> None:
+    def add_node() -> None:
+        nodes.append(ray_cluster.add_node(num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20))
 
-            def sample_until(n_valid: int, seconds: float = 60.0) -> Any:
-                nonlocal itr
-                deadline = time.monotonic() + seconds
-                while True:
-                    samples, _ = sampler.obtain_samples(itr)
-                    itr += 1
-                    shares.append(int(samples.env.valid[0].sum()))
-                    if shares[-1] == n_valid:
-                        return samples
-                    assert time.monotonic() < deadline, shares
-                    time.sleep(0.1)
+    add_node()
+    options: dict[str, Any] = {"n_shards": 3, "resources": {"spot": 1}, "min_shards": 1, **RESTART}
+    with ray_sampler(batch_T=10, batch_B=6, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=7)
+        itr, shares = 0, []
 
-            sample_until(2)
-            others = [ray_cluster.add_node(num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20)]
-            sample_until(4)
-            others.append(ray_cluster.add_node(num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20))
-            sample_until(6)
-            began = time.monotonic()
-            ray_cluster.remove_node(others.pop(), allow_graceful=False)
-            sample_until(4)
-            assert time.monotonic() - began < 15.0
-            assert sum(shard.node is None for shard in sampler.stats().shards) == 1
-            assert len({shard.node for shard in sampler.stats().shards}) == 3
-    finally:
-        for node in [first, *others]:
-            ray_cluster.remove_node(node)
+        def sample_until(n_valid: int, seconds: float = 60.0) -> Any:
+            nonlocal itr
+            deadline = time.monotonic() + seconds
+            while True:
+                samples, _ = sampler.obtain_samples(itr)
+                itr += 1
+                shares.append(int(samples.env.valid[0].sum()))
+                if shares[-1] == n_valid:
+                    return samples
+                assert time.monotonic() < deadline, shares
+                time.sleep(0.1)
+
+        sample_until(2)
+        add_node()
+        sample_until(4)
+        add_node()
+        sample_until(6)
+        began = time.monotonic()
+        ray_cluster.remove_node(nodes.pop(), allow_graceful=False)
+        sample_until(4)
+        assert time.monotonic() - began < 15.0
+        assert sum(shard.node is None for shard in sampler.stats().shards) == 1
+        assert len({shard.node for shard in sampler.stats().shards}) == 3
 
 
 def suspend(sampler: RaySampler) -> int:
@@ -280,12 +190,9 @@ def suspend(sampler: RaySampler) -> int:
     return pid
 
 
-SUSPENDED: dict[str, Any] = {"batch_T": 20, "batch_B": 3, "n_shards": 2, "n_workers": 1}
-
-
 def test_a_suspended_shard_is_named() -> None:
     before = our_processes()
-    with RaySampler(WithChild, **SUSPENDED, unavailable_timeout=2.0) as sampler:
+    with ray_sampler(WithChild, batch_B=3, unavailable_timeout=2.0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         suspend(sampler)
         message = r"shard 1 \(node .*, env_rank 2\) was lost: .*not be reached for unavailable_timeout=2 s \(itr=0\)"
@@ -296,9 +203,8 @@ def test_a_suspended_shard_is_named() -> None:
 
 def test_a_suspended_shard_is_built_again_and_a_short_pause_is_only_a_delay() -> None:
     before = our_processes()
-    options: dict[str, Any] = {**SUSPENDED, "on_node_failure": "restart", "sampler_cls": SerialSampler}
     plain = rollouts(SerialSampler, CARTPOLE, RandomAgent, iterations=1, batch_T=20, batch_B=3)
-    with RaySampler(CARTPOLE, **options, unavailable_timeout=8.0) as sampler:
+    with ray_sampler(batch_B=3, **RESTART, unavailable_timeout=8.0) as sampler:
         sampler.initialize(RandomAgent(), seed=11, bootstrap_value=True)
         waker = threading.Timer(2.0, os.kill, (suspend(sampler), signal.SIGCONT))
         waker.start()
@@ -313,21 +219,10 @@ def test_a_suspended_shard_is_built_again_and_a_short_pause_is_only_a_delay() ->
     assert wait_for_none(before, 30.0) == {}
 
 
-class Sleeping(gym.Wrapper[Any, Any, Any, Any]):
-    """A step takes 50 ms."""
-
-    def __init__(self) -> None:
-        super().__init__(gym.make("CartPole-v1"))
-
-    def step(self, action: Any) -> Any:
-        time.sleep(0.05)
-        return super().step(action)
-
-
 def test_ctrl_c_ends_a_wait_which_may_be_made_again() -> None:
     options: dict[str, Any] = {"batch_T": 20, "batch_B": 3, "max_decorrelation_steps": 0}
-    plain = rollouts(SerialSampler, CARTPOLE, RandomAgent, iterations=1, **options)
-    with RaySampler(Sleeping, **options, n_shards=2, n_workers=1) as sampler:
+    plain = rollouts(SerialSampler, CountingEnv, RandomAgent, iterations=1, **options)
+    with ray_sampler(SLEEPING, **options) as sampler:
         sampler.initialize(RandomAgent(), seed=11, bootstrap_value=True)
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
@@ -341,8 +236,8 @@ def test_ctrl_c_ends_a_wait_which_may_be_made_again() -> None:
 @pytest.mark.parametrize("state", ["ready", "sampling", "streaming", "suspended"])
 def test_shutdown_ends_everything_in_each_state(state: str) -> None:
     before = our_processes()
-    options: dict[str, Any] = {"batch_T": 20_000, "close_timeout": 1.0}  # a suspended shard takes all of this time
-    sampler = RaySampler(WithChild, **{**SUSPENDED, **options})
+    # A suspended shard takes all of this time.
+    sampler = ray_sampler(WithChild, batch_T=20_000, batch_B=3, close_timeout=1.0)
     sampler.initialize(RandomAgent(), seed=0)
     if state == "sampling":
         sampler.start_samples(0)
@@ -361,7 +256,7 @@ def test_shutdown_ends_everything_in_each_state(state: str) -> None:
 
 
 def test_shutdown_from_another_thread_ends_a_wait() -> None:
-    sampler = RaySampler(Sleeping, batch_T=2000, batch_B=2, n_shards=2, n_workers=1, max_decorrelation_steps=0)
+    sampler = ray_sampler(SLEEPING, batch_T=2000, batch_B=2, max_decorrelation_steps=0)
     sampler.initialize(RandomAgent(), seed=0)
     closer = threading.Timer(0.3, sampler.shutdown)
     closer.start()

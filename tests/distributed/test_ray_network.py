@@ -31,8 +31,7 @@ pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]
 from penstock import RandomAgent, SerialSampler
 
 from ..scale import FULL
-from .ray_support import our_processes, wait_for_none
-from .test_ray_sampler import CARTPOLE
+from .ray_support import CARTPOLE, our_processes, wait_for_none
 
 pytestmark = [
     pytest.mark.ray,

@@ -8,21 +8,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import pytest
 
 pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
 from penstock import ConfigError, NodeLostError, RandomAgent, SerialSampler, TrajInfo
 from penstock.distributed import RaySampler
+from penstock.envs import SlowEnv
 
 from ..scale import scaled
 from ..support import assert_same
-from .ray_support import our_processes, rollouts, wait_for_none
-from .test_ray_sampler import CARTPOLE, Own
+from .ray_support import CARTPOLE, our_processes, rollouts, wait_for_none
+from .test_ray_sampler import Own
 
 pytestmark = [
     pytest.mark.ray,
@@ -76,61 +77,41 @@ def test_the_same_seed_gives_the_same_batches_on_three_nodes(
     assert_same(reference, found)
 
 
-def test_a_node_that_joins_changes_nothing(ray_cluster: Any) -> None:
-    nodes = [add_node(ray_cluster, "joined")]
+def test_a_node_that_joins_changes_nothing(ray_cluster: Any, nodes: list[Any]) -> None:
+    nodes.append(add_node(ray_cluster, "joined"))
 
     def join(sampler: RaySampler, itr: int) -> None:
         if itr == 2:
             nodes.append(add_node(ray_cluster, "joined"))
         assert len(nodes_of(sampler)) == 1, "shards that run stay where they are"
 
-    try:
-        reference = rollouts(SerialSampler, CARTPOLE, RandomAgent, iterations=5)
-        options: dict[str, Any] = {"n_shards": 2, "before": join, **on("joined")}
-        assert_same(reference, rollouts(RaySampler, CARTPOLE, RandomAgent, iterations=5, **options))
-        assert len(nodes) == 2
-    finally:
-        for node in nodes:
-            ray_cluster.remove_node(node)
+    reference = rollouts(SerialSampler, CARTPOLE, RandomAgent, iterations=5)
+    options: dict[str, Any] = {"n_shards": 2, "before": join, **on("joined")}
+    assert_same(reference, rollouts(RaySampler, CARTPOLE, RandomAgent, iterations=5, **options))
+    assert len(nodes) == 2
 
 
-def test_shards_fit_unequal_nodes_and_what_fits_nowhere_is_refused_at_once(ray_cluster: Any) -> None:
-    nodes: list[Any] = []
-    try:
-        for n_cpus in (1, 5):
-            nodes.append(ray_cluster.add_node(num_cpus=n_cpus, resources={"uneven": 9}, object_store_memory=80 * 2**20))
-        options: dict[str, Any] = {"batch_T": 4, "batch_B": 12, "resources": {"uneven": 1}}
-        for wanted, n_workers in (({}, [2, 2]), ({"n_shards": 1}, [5])):
-            with RaySampler(CARTPOLE, **options, **wanted) as sampler:
-                sampler.initialize(RandomAgent(), seed=0)
-                sampler.obtain_samples(0)
-                assert [len(shard.started.worker_pids) for shard in sampler.run.pool.shards] == n_workers  # type: ignore[union-attr]
-        for wanted, n_places in (({"n_workers": 6}, 0), ({"n_workers": 3, "n_shards": 2}, 1)):
-            began = time.monotonic()
-            with RaySampler(CARTPOLE, **options, **wanted) as sampler, pytest.raises(ConfigError) as caught:
-                sampler.initialize(RandomAgent(), seed=0)
-            assert f"room for {n_places} of" in str(caught.value)
-            assert "'uneven': 9.0}" in str(caught.value)  # of these nodes
-            assert time.monotonic() - began < 2.0
-        restart: dict[str, Any] = {"on_node_failure": "restart", "min_shards": 1}
-        with RaySampler(CARTPOLE, **options, **restart, n_shards=2, n_workers=3) as sampler:
-            sampler.initialize(RandomAgent(), seed=0)  # the other one waits for a node
-            samples, _ = sampler.obtain_samples(0)
-            assert samples.env.valid[0].sum() == 6
-    finally:
-        for node in nodes:
-            ray_cluster.remove_node(node)
-
-
-class Sleeping(gym.Wrapper[Any, Any, Any, Any]):
-    """A step takes 5 ms."""
-
-    def __init__(self) -> None:
-        super().__init__(gym.make("CartPole-v1"))
-
-    def step(self, action: Any) -> Any:
-        time.sleep(0.005)
-        return super().step(action)
+def test_shards_fit_unequal_nodes_and_what_fits_nowhere_is_refused_at_once(ray_cluster: Any, nodes: list[Any]) -> None:
+    for n_cpus in (1, 5):
+        nodes.append(ray_cluster.add_node(num_cpus=n_cpus, resources={"uneven": 9}, object_store_memory=80 * 2**20))
+    options: dict[str, Any] = {"batch_T": 4, "batch_B": 12, "resources": {"uneven": 1}}
+    for wanted, n_workers in (({}, [2, 2]), ({"n_shards": 1}, [5])):
+        with RaySampler(CARTPOLE, **options, **wanted) as sampler:
+            sampler.initialize(RandomAgent(), seed=0)
+            sampler.obtain_samples(0)
+            assert [len(shard.started.worker_pids) for shard in sampler.run.pool.shards] == n_workers  # type: ignore[union-attr]
+    for wanted, n_places in (({"n_workers": 6}, 0), ({"n_workers": 3, "n_shards": 2}, 1)):
+        began = time.monotonic()
+        with RaySampler(CARTPOLE, **options, **wanted) as sampler, pytest.raises(ConfigError) as caught:
+            sampler.initialize(RandomAgent(), seed=0)
+        assert f"room for {n_places} of" in str(caught.value)
+        assert "'uneven': 9.0}" in str(caught.value)  # of these nodes
+        assert time.monotonic() - began < 2.0
+    restart: dict[str, Any] = {"on_node_failure": "restart", "min_shards": 1}
+    with RaySampler(CARTPOLE, **options, **restart, n_shards=2, n_workers=3) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)  # the other one waits for a node
+        samples, _ = sampler.obtain_samples(0)
+        assert samples.env.valid[0].sum() == 6
 
 
 def sample_until(sampler: RaySampler, condition: Callable[[], bool]) -> None:
@@ -143,36 +124,32 @@ def sample_until(sampler: RaySampler, condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("on_node_failure", scaled(["raise", "restart"], ["restart"]))
-def test_a_node_that_is_killed_is_named_or_replaced(ray_cluster: Any, on_node_failure: Any) -> None:
+def test_a_node_that_is_killed_is_named_or_replaced(ray_cluster: Any, nodes: list[Any], on_node_failure: Any) -> None:
     before = our_processes()
-    nodes = [add_node(ray_cluster, "killed", 1), add_node(ray_cluster, "killed", 1)]
-    try:
-        options: dict[str, Any] = {"batch_T": 100, "batch_B": 3, "n_shards": 2, "n_workers": 1, **on("killed")}
-        with RaySampler(Sleeping, **options, on_node_failure=on_node_failure) as sampler:
-            sampler.initialize(RandomAgent(), seed=0)
-            where = [shard.node for shard in sampler.stats().shards]
-            nodes.append(add_node(ray_cluster, "killed", 1))  # for the shard that is lost
-            sampler.obtain_samples(0)
-            lost = next(node for node in nodes if node.node_id.startswith(str(where[1]).split()[1]))
-            nodes.remove(lost)
-            os.kill(lost.all_processes["raylet"][0].process.pid, signal.SIGKILL)
-            began = time.monotonic()
-            if on_node_failure == "raise":
-                with pytest.raises(NodeLostError, match=r"shard 1 \(node .*, env_rank 2\) was lost: .*itr="):
-                    sample_until(sampler, lambda: False)
-            else:
-                sample_until(sampler, lambda: sampler.stats().shards[1].restarts == 1)
-                now = [shard.node for shard in sampler.stats().shards]
-                assert now[0] == where[0]
-                assert now[1] not in where
-            took = time.monotonic() - began
-            ray_cluster.remove_node(lost)
-            print(f"{on_node_failure}: after {took:.2f} s")
-            assert took < 10.0
-        assert wait_for_none(before, 2.0) == {}
-    finally:
-        for node in nodes:
-            ray_cluster.remove_node(node)
+    nodes += [add_node(ray_cluster, "killed", 1), add_node(ray_cluster, "killed", 1)]
+    options: dict[str, Any] = {"batch_T": 100, "batch_B": 3, "n_shards": 2, "n_workers": 1, **on("killed")}
+    with RaySampler(partial(SlowEnv, 0.005), **options, on_node_failure=on_node_failure) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        where = [shard.node for shard in sampler.stats().shards]
+        nodes.append(add_node(ray_cluster, "killed", 1))  # for the shard that is lost
+        sampler.obtain_samples(0)
+        lost = next(node for node in nodes if node.node_id.startswith(str(where[1]).split()[1]))
+        nodes.remove(lost)
+        os.kill(lost.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        began = time.monotonic()
+        if on_node_failure == "raise":
+            with pytest.raises(NodeLostError, match=r"shard 1 \(node .*, env_rank 2\) was lost: .*itr="):
+                sample_until(sampler, lambda: False)
+        else:
+            sample_until(sampler, lambda: sampler.stats().shards[1].restarts == 1)
+            now = [shard.node for shard in sampler.stats().shards]
+            assert now[0] == where[0]
+            assert now[1] not in where
+        took = time.monotonic() - began
+        ray_cluster.remove_node(lost)
+        print(f"{on_node_failure}: after {took:.2f} s")
+        assert took < 10.0
+    assert wait_for_none(before, 2.0) == {}
 
 
 _DRIVER = """

@@ -34,19 +34,18 @@ from penstock import (
     SamplerStateError,
     SerialSampler,
     TrajInfo,
-    WaitResetCollector,
     WorkerError,
 )
 from penstock.distributed import RaySampler, placement
 from penstock.distributed.placement import connect
-from penstock.envs import CountingEnv, NestedEnv
+from penstock.envs import CountingEnv, SlowEnv
 
 from .. import models
 from ..against_loop import compare
 from ..samplers import digest_cases, test_equalities
 from ..scale import scaled
 from ..support import assert_same
-from .ray_support import rollouts
+from .ray_support import CARTPOLE, ray_sampler, rollouts
 
 for module in (models, digest_cases, test_equalities):  # nodes cannot import them
     cloudpickle.register_pickle_by_value(sys.modules[module.__name__])
@@ -58,25 +57,14 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-CARTPOLE = partial(gym.make, "CartPole-v1")
-
 
 class Own(TrajInfo):
     def __init__(self, discount: float = 1.0) -> None:
         super().__init__(discount)
         self.Last = 0.0
 
-    def step(
-        self,
-        observation: Any,
-        action: Any,
-        reward: float,
-        terminated: bool,
-        truncated: bool,
-        agent_info: Any,
-        env_info: Any,
-    ) -> None:
-        super().step(observation, action, reward, terminated, truncated, agent_info, env_info)
+    def step(self, observation: Any, *rest: Any) -> None:
+        super().step(observation, *rest)
         self.Last = float(observation[0])
 
 
@@ -94,20 +82,6 @@ def model_agent() -> CategoricalPgAgent:
     return CategoricalPgAgent(lambda: Model().double())
 
 
-@pytest.mark.parametrize(
-    ("n_shards", "batch_B", "traj_info_cls"),
-    [(1, 7, Own), (2, 32, TrajInfo), (3, 7, TrajInfo), (3, 32, Own)],
-)
-def test_the_same_seed_gives_the_same_batches_for_any_number_of_shards(
-    n_shards: int, batch_B: int, traj_info_cls: type[TrajInfo]
-) -> None:
-    options: dict[str, Any] = {"batch_B": batch_B, "traj_info_cls": traj_info_cls, "eval_n_envs": 2, "eval_episodes": 5}
-    reference = rollouts(SerialSampler, CARTPOLE, RandomAgent, **options)
-    assert any(batch.env.done.any() for batch in reference[0])
-    cls = SerialSampler if n_shards == 3 else ParallelSampler  # which starts fewer processes
-    assert_same(reference, rollouts(RaySampler, CARTPOLE, RandomAgent, n_shards=n_shards, sampler_cls=cls, **options))
-
-
 class Cost(ResetCollector):
     extra_fields: ClassVar[Any] = {"cost": np.float32(0), "position": spaces.Box(-9, 9, (2,), np.float32)}
 
@@ -118,73 +92,48 @@ class Cost(ResetCollector):
             self.record_extra(t, position=self.samples.observation[t][:, :2])
 
 
-def vector_env(num_envs: int) -> gym.vector.VectorEnv[Any, Any, Any]:
-    mode = gym.vector.AutoresetMode.SAME_STEP
-    return gym.vector.SyncVectorEnv([CARTPOLE] * num_envs, autoreset_mode=mode)
+@pytest.mark.parametrize("cls", [SerialSampler, GpuSampler])
+def test_fields_of_a_collector_are_those_of_a_parallel_sampler(cls: Any) -> None:
+    reference = rollouts(ParallelSampler, CARTPOLE, RandomAgent, collector_cls=Cost)
+    found = rollouts(RaySampler, CARTPOLE, RandomAgent, n_shards=2, collector_cls=Cost, sampler_cls=cls)
+    assert_same(reference, found)
 
 
-class Pictures(gym.Env[Any, Any]):
-    """Returns pictures, and an info of every second step."""
-
-    def __init__(self) -> None:
-        self.observation_space, self.action_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8), gym.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.count = 0
-        return self.np_random.integers(0, 256, (8, 8, 3), np.uint8), {}
-
-    def step(self, action: Any) -> Any:
-        self.count += 1
-        info = {"count": self.count} if self.count % 2 else {}
-        return self.np_random.integers(0, 256, (8, 8, 3), np.uint8), 1.0, False, self.count == 9, info
+SERIAL = {"sampler_cls": SerialSampler}
+#: A kind of environment, its form, what is recorded, the number of shards, and what they are.
+CELLS: list[tuple[str, str, str, int, dict[str, Any]]] = [
+    ("single", "odd", "a diary", 1, {}),
+    ("single", "", "counted episodes", 3, SERIAL),
+    ("nested", "wait-reset", "env_info", 2, SERIAL),
+    ("batched, SAME_STEP", "", "", 2, {}),
+    ("lock-step", "", "long trajectories", 3, SERIAL),
+    ("turns", "", "counted episodes", 2, {}),
+    *scaled([(kind, "", "", 2, {}) for kind in test_equalities.KINDS], []),
+]
 
 
-CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "pictures, env_info": (
-        Pictures,
-        RandomAgent,
-        {"env_info": {"count": 0}, "batch_B": 5, "sampler_cls": SerialSampler},
-    ),
-    "nested, wait-reset": (
-        NestedEnv,
-        RandomAgent,
-        {"collector_cls": WaitResetCollector, "sampler_cls": SerialSampler},
-    ),
-    "own fields": (CARTPOLE, RandomAgent, {"collector_cls": Cost, "sampler_cls": SerialSampler}),
-    "own fields, central": (CARTPOLE, RandomAgent, {"collector_cls": Cost, "sampler_cls": GpuSampler}),
-    "batched": (vector_env, RandomAgent, {"batched": True}),
-    "central": (CARTPOLE, model_agent, {"sampler_cls": GpuSampler}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_equals_a_parallel_sampler(name: str) -> None:
-    env_fn, make_agent, options = CASES[name]
-    own = {key: value for key, value in options.items() if key != "sampler_cls"}
-    reference = rollouts(ParallelSampler, env_fn, make_agent, **own)
-    found = rollouts(RaySampler, env_fn, make_agent, n_shards=2, **options)
-    if name != "central":
-        assert_same(reference, found)
-        return
-    for x, y in zip(reference[0], found[0], strict=True):
-        np.testing.assert_array_equal(x.agent.action, y.agent.action)
-        np.testing.assert_array_equal(x.env.observation, y.env.observation)
-        np.testing.assert_allclose(x.agent.bootstrap_value, y.agent.bootstrap_value, rtol=1e-6)
-    assert reference[1] == found[1]
-
-
-@pytest.mark.parametrize("kind", scaled(list(test_equalities.KINDS), ["single", "lock-step", "turns"]))
-def test_batches_are_those_of_a_plain_loop(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "form", "recorded", "n_shards", "shard"), CELLS)
+@pytest.mark.filterwarnings("ignore:.*eval_max_steps.*:RuntimeWarning")
+def test_batches_are_those_of_a_plain_loop(
+    kind: str, form: str, recorded: str, n_shards: int, shard: dict[str, Any]
+) -> None:
     env_fn, of_kind = test_equalities.KINDS[kind]
+    env_fn = test_equalities.ODD[kind] if form == "odd" else env_fn
     agent = RandomAgent if kind in test_equalities.RANDOM_ONLY else digest_cases.Stateful
+    options = {**of_kind, **test_equalities.FORMS[form], **test_equalities.RECORDED.get(recorded, {})}
     sizes: dict[str, Any] = {"batch_T": 5, "batch_B": 3, "n_batches": 3}
-    compare(RaySampler, env_fn, agent, sampler={"n_shards": 2, "n_workers": 1}, **of_kind, **sizes)
+    compare(RaySampler, env_fn, agent, sampler={"n_shards": n_shards, "n_workers": 1, **shard}, **options, **sizes)
 
 
-@pytest.mark.parametrize("model", scaled(list(test_equalities.MODELS), ["recurrent categorical"]))
-def test_agents_with_models_act_as_in_a_plain_loop(model: str) -> None:
-    test_equalities.compare_model(model, RaySampler, {"n_shards": 3, "n_workers": 1})
+@pytest.mark.parametrize(
+    ("model", "shard"),
+    [
+        ("categorical", {"sampler_cls": GpuSampler}),
+        *((model, {}) for model in scaled(list(test_equalities.MODELS), ["recurrent categorical"])),
+    ],
+)
+def test_agents_with_models_act_as_in_a_plain_loop(model: str, shard: dict[str, Any]) -> None:
+    test_equalities.compare_model(model, RaySampler, {"n_shards": 3, "n_workers": 1, **shard})
 
 
 class Listed(gym.Wrapper[Any, Any, Any, Any]):
@@ -225,17 +174,9 @@ def test_environments_of_a_shard_have_one_thread(cls: Any) -> None:
 
 def test_calls_parameters_statistics_and_errors() -> None:
     agent = model_agent()
-    with RaySampler(
-        Listed,
-        env_kwargs=[{"number": i} for i in range(5)],
-        batch_T=10,
-        batch_B=5,
-        n_shards=2,
-        n_workers=1,
-        eval_n_envs=3,
-        eval_max_steps=6000,
-        eval_max_trajectories=4,
-    ) as sampler:
+    evaluation: dict[str, Any] = {"eval_n_envs": 3, "eval_max_steps": 6000, "eval_max_trajectories": 4}
+    numbers = [{"number": i} for i in range(5)]
+    with ray_sampler(Listed, env_kwargs=numbers, batch_T=10, batch_B=5, **evaluation) as sampler:
         with pytest.raises(SamplerStateError, match="expected now is initialize"):
             sampler.obtain_samples(0)
         example = sampler.initialize(agent, seed=0)
@@ -334,32 +275,11 @@ def test_a_stream_hands_over_the_pieces_as_they_come() -> None:
         np.testing.assert_array_equal(own[0].samples.env.observation, reference[0].env.observation[:, :3])
 
 
-class Slow(gym.Wrapper[Any, Any, Any, Any]):
-    """Each step takes `seconds` longer."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(gym.make("CartPole-v1"))
-        self.seconds = seconds
-
-    def step(self, action: Any) -> Any:
-        import time
-
-        time.sleep(self.seconds)
-        return super().step(action)
-
-
 def test_a_slow_shard_is_left_out() -> None:
     seconds = [0.002] * 3 + [0.1]
-    with RaySampler(
-        Slow,
-        env_kwargs=[{"seconds": each} for each in seconds],
-        batch_T=10,
-        batch_B=4,
-        n_shards=4,
-        n_workers=1,
-        sampler_cls=SerialSampler,
-        max_decorrelation_steps=0,
-        min_ready=3,
+    options: dict[str, Any] = {"n_shards": 4, "sampler_cls": SerialSampler, "max_decorrelation_steps": 0}
+    with ray_sampler(
+        SlowEnv, env_kwargs=[{"seconds": each} for each in seconds], batch_T=10, min_ready=3, **options
     ) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         itr = 0
@@ -382,18 +302,9 @@ def test_a_slow_shard_is_left_out() -> None:
         ({"n_shards": 4}, "n_shards must be at most 3"),
         ({"n_shards": 0}, "n_shards must be an integer of at least 1"),
         ({"on_node_failure": "ignore"}, "on_node_failure must be one of raise, restart"),
-        (
-            {"min_ready": 0.0},
-            "min_ready, if it is not a share .* an integer of at least 1, got 0.0",
-        ),
-        (
-            {"min_ready": 1.5},
-            "min_ready, if it is not a share .* an integer of at least 1, got 1.5",
-        ),
-        (
-            {"min_ready": True},
-            "min_ready, if it is not a share .* an integer of at least 1, got True",
-        ),
+        ({"min_ready": 0.0}, "min_ready, if it is not a share .* an integer of at least 1, got 0.0"),
+        ({"min_ready": 1.5}, "min_ready, if it is not a share .* an integer of at least 1, got 1.5"),
+        ({"min_ready": True}, "min_ready, if it is not a share .* an integer of at least 1, got True"),
         ({"min_shards": 1}, 'min_shards needs on_node_failure="restart"'),
         ({"sampler_cls": RaySampler}, "A shard cannot be a RaySampler: for groups of nodes, give each learner its own"),
         ({"sampler_cls": int}, "sampler_cls must be a synchronous sampler class"),
@@ -413,16 +324,12 @@ def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
 
 def test_what_does_not_fit_the_cluster_is_refused() -> None:
     lock = threading.Lock()
-    with (
-        RaySampler(CARTPOLE, batch_T=2, batch_B=3, n_shards=2, min_ready=3) as sampler,
-        pytest.raises(ConfigError, match="min_ready must be at most n_shards=2, got 3"),
+    for env_fn, options, error in (
+        (CARTPOLE, {"min_ready": 3}, "min_ready must be at most n_shards=2, got 3"),
+        (lambda: CARTPOLE() if lock else None, {}, "env_fn cannot be pickled for the workers"),
     ):
-        sampler.initialize(RandomAgent())
-    with (
-        RaySampler(lambda: CARTPOLE() if lock else None, batch_T=2, batch_B=3, n_shards=2) as sampler,
-        pytest.raises(ConfigError, match="env_fn cannot be pickled for the workers"),
-    ):
-        sampler.initialize(RandomAgent())
+        with ray_sampler(env_fn, **options) as sampler, pytest.raises(ConfigError, match=error):
+            sampler.initialize(RandomAgent())
 
 
 def listener(answer: bytes) -> tuple[str, socket.socket]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,6 @@ from tests.support import EVALUATING, assert_same, collect_with
 from tests.toy_games import Book, Published, TurnGame, Valuing, odd_or_even
 
 from ..scale import scaled
-from .ray_support import rollouts
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # shards cannot import what is here
 
@@ -32,42 +32,6 @@ pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.slow,
 ]
-
-# Shards have different numbers of agents, so the keys of their records must be of one kind.
-GAMES: dict[str, Any] = {"env_kwargs": [{"k": k} for k in (3, 4, 2, 3, 1, 5, 3)], "global_state": True}
-
-
-@pytest.mark.parametrize("n_shards", scaled([1, 3], [3]))
-def test_seats_of_shards_are_those_of_one_machine(n_shards: int) -> None:
-    options = {**GAMES, "eval_n_envs": 4, "eval_episodes": 6}
-    wanted = rollouts(SerialSampler, ScriptedGame, RandomAgent, **options)
-    found = rollouts(RaySampler, ScriptedGame, RandomAgent, n_shards=n_shards, sampler_cls=SerialSampler, **options)
-    assert_same(found, wanted)
-    assert any(info["agent_id"] == "a4" for own in found[1] for info in own if "agent_id" in info)
-
-
-@pytest.mark.parametrize("n_shards", [1, 3])
-def test_games_in_turns_are_those_of_one_machine(n_shards: int) -> None:
-    """Rows, open decisions, values after the last row, and the numbers of the games."""
-    options: dict[str, Any] = {"env_kwargs": [{"k": k} for k in (3, 2, 1, 4, 2, 3, 2)]}
-    options |= {"eval_n_envs": 4, "eval_episodes": 6, "eval_max_steps": 2_000, "batch_T": 9, "iterations": 5}
-    wanted = rollouts(SerialSampler, TurnGame, Valuing, **options)
-    found = rollouts(RaySampler, TurnGame, Valuing, n_shards=n_shards, **options)
-    assert_same(found, wanted)
-    assert not wanted[0][0].env.valid.all()
-
-
-def test_pieces_of_a_stream_have_the_seats_of_their_shard() -> None:
-    with RaySampler(ScriptedGame, batch_T=20, batch_B=4, n_shards=2, n_workers=1) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        for piece, _ in zip(sampler.stream(), range(4), strict=False):
-            assert piece.samples.by_env().env.reward.shape == (20, 2, 3)
-            assert {info.env_rank for info in piece.traj_infos} <= set(piece.env_ranks)
-        assert sampler.stats().late_rewards > 0
-        assert sampler.metrics()["sampler/agent_steps"] > 0
-
-
-# ---- several policies --------------------------------------------------------------------------
 
 
 def alone(agent_id: str, env_rank: int) -> str:
@@ -83,35 +47,54 @@ def two(cls: type[Any] = Book) -> dict[str, Any]:
     return {"even": cls(), "odd": cls()}
 
 
+# Shards have different numbers of agents, so the keys of their records must be of one kind.
+GAMES: dict[str, Any] = {"env_kwargs": [{"k": k} for k in (3, 4, 2, 3, 1, 5, 3)]}
+TURNS: dict[str, Any] = {"env_kwargs": [{"k": k} for k in (3, 2, 1, 4, 2, 3, 2)]}
+COUNTED = {"eval_episodes": 6, "eval_max_steps": 2_000}
+#: An environment, agents, options, and options of the shards. A shard may have no seat of a policy, or of any that is
+#: recorded. The largest game in turns is in one shard: the seats of all shards are numbered with it.
+ROWS: dict[str, tuple[Any, Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
+    "one policy": (ScriptedGame, RandomAgent, {**GAMES, "global_state": True, **COUNTED}, {}),
+    "two policies": (ScriptedGame, two, {**GAMES, "policy_of": odd_or_even}, {"sampler_cls": ParallelSampler}),
+    "a lonely seat": (ScriptedGame, two, {**GAMES, "policy_of": alone, "n_slots": 2}, {}),
+    "only it is recorded": (ScriptedGame, two, {**GAMES, "policy_of": alone, "record": ["odd"]}, {}),
+    "turns": (TurnGame, Valuing, {**TURNS, **COUNTED}, {}),
+    "turns, two policies": (
+        TurnGame,
+        partial(two, Valuing),
+        {**TURNS, "policy_of": drawn, "eval_env_kwargs": {"k": 4}},
+        {"sampler_cls": ParallelSampler},
+    ),
+}
+
+
 @pytest.mark.parametrize("n_shards", scaled([1, 2, 3], [3]))
-@pytest.mark.parametrize(
-    ("policy_of", "options"),
-    [
-        (odd_or_even, {"sampler_cls": ParallelSampler}),
-        (alone, {"n_slots": 2}),
-        (alone, {"record": ["odd"]}),
-    ],
-)
-def test_policies_of_shards_are_those_of_one_machine(policy_of: Any, options: dict[str, Any], n_shards: int) -> None:
-    """Also where a shard has no seat of a policy, or of any that is recorded."""
-    kwargs = {**GAMES, "batch_B": 7, "global_state": False, **EVALUATING, "policy_of": policy_of}
-    own = {name: value for name, value in options.items() if name != "sampler_cls"}
-    wanted = collect_with(ParallelSampler, ScriptedGame, two(), n_workers=2, **kwargs, **own)
-    kwargs |= {"n_workers": 1, "n_shards": n_shards, "sampler_cls": SerialSampler, **options}
-    assert_same(wanted, collect_with(RaySampler, ScriptedGame, two(), **kwargs), but="policy_version")
-    assert sum(batch.odd.env.valid.sum() for batch, _ in wanted if batch is not None) > 10
+@pytest.mark.parametrize("row", ROWS)
+def test_seats_and_policies_of_shards_are_those_of_one_machine(row: str, n_shards: int) -> None:
+    """Rows, open decisions, values after the last row, and the numbers of the games."""
+    env_fn, make_agents, own, of_shards = ROWS[row]
+    options = {"batch_B": 7, **EVALUATING, **own}
+    wanted = collect_with(ParallelSampler, env_fn, make_agents(), n_workers=2, **options)
+    options |= {"n_workers": 1, "n_shards": n_shards, "sampler_cls": SerialSampler, **of_shards}
+    assert_same(wanted, collect_with(RaySampler, env_fn, make_agents(), **options), but="policy_version")
+    batches = [batch for batch, _ in wanted if batch is not None]
+    seen = {info.get("agent_id") for _, infos in wanted for info in infos}
+    assert ("a4" if env_fn is ScriptedGame else "a3") in seen, "the largest game"
+    policies = options.get("record", ["even", "odd"]) if "policy_of" in own else [None]
+    for policy in policies:
+        valid = [(batch if policy is None else batch[policy]).env.valid for batch in batches]
+        assert sum(each.sum() for each in valid) > 10
+        assert not all(each.all() for each in valid)
 
 
-@pytest.mark.parametrize("n_shards", scaled([1, 3], [3]))
-def test_players_of_games_in_turns_are_those_of_one_machine(n_shards: int) -> None:
-    """The largest game is in one shard: the seats of all shards are numbered with it."""
-    options: dict[str, Any] = {"env_kwargs": [{"k": k} for k in (3, 2, 1, 4, 2, 3, 2)], "eval_env_kwargs": {"k": 4}}
-    options |= {"batch_B": 7, **EVALUATING, "policy_of": drawn}
-    wanted = collect_with(ParallelSampler, TurnGame, two(Valuing), n_workers=2, **options)
-    found = collect_with(RaySampler, TurnGame, two(Valuing), n_workers=1, n_shards=n_shards, **options)
-    assert_same(wanted, found, but="policy_version")
-    played = {info["policy"] for _, infos in wanted for info in infos if info.get("agent_id") is not None}
-    assert played == {"even", "odd"}
+def test_pieces_of_a_stream_have_the_seats_of_their_shard() -> None:
+    with RaySampler(ScriptedGame, batch_T=20, batch_B=4, n_shards=2, n_workers=1) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for piece, _ in zip(sampler.stream(), range(4), strict=False):
+            assert piece.samples.by_env().env.reward.shape == (20, 2, 3)
+            assert {info.env_rank for info in piece.traj_infos} <= set(piece.env_ranks)
+        assert sampler.stats().late_rewards > 0
+        assert sampler.metrics()["sampler/agent_steps"] > 0
 
 
 def test_each_policy_has_its_own_parameters() -> None:

@@ -25,7 +25,6 @@ def server() -> Iterator[RpcServer]:
     with RpcServer() as made:
         made.register_handler("foo", lambda x: 2 * x)
         made.register_handler("fail", lambda: 1 / 0)
-        made.register_handler("unplain", lambda: {1, 2})
         is_done = threading.Event()
 
         def serve() -> None:
@@ -57,14 +56,10 @@ def test_a_client_in_another_process(server: RpcServer, tmp_path: Path) -> None:
 def test_results_and_errors_of_handlers(server: RpcServer) -> None:
     with RpcClient(server.connection) as client:
         assert client.request("foo", x=np.arange(3)).tolist() == [0, 2, 4]
-        with pytest.raises(RequestError, match="there is no command 'bar'; the commands are fail, foo, unplain"):
+        with pytest.raises(RequestError, match="there is no command 'bar'; the commands are fail, foo"):
             client.request("bar")
         with pytest.raises(RequestError, match="fail raised ZeroDivisionError: division by zero"):
             client.request("fail")
-        with pytest.raises(RequestError, match="foo raised TypeError"):
-            client.request("foo", y=1)
-        with pytest.raises(RequestError, match="unplain raised BadMessageError: a value of type set cannot"):
-            client.request("unplain")
         assert client.request("foo", x=1) == 2
 
 

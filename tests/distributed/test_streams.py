@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from penstock.distributed.parameters import ParameterClient, ParameterServer
 from penstock.distributed.wire import Node
 
 from ..scale import scaled
-from .support import Wires, wait_until
+from .support import Wires, in_four_threads, newer, wait_until
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
 PIECES, PIECES_WITH_FAULTS = scaled((100_000, 1_000), (1_200, 40))
@@ -44,20 +44,14 @@ class Trial:
         self.wires.close()
 
 
-def in_four_threads(run: Callable[[int], None]) -> None:
-    """Call `run` with 0 to 3, at once, and wait for all."""
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 @pytest.fixture(params=["direct", "cut"])
 def trial(request: pytest.FixtureRequest) -> Iterator[Trial]:
     made = Trial(request.param)
     yield made
     made.close()
+
+
+direct = pytest.mark.parametrize("trial", ["direct"], indirect=True)
 
 
 class Taker(threading.Thread):
@@ -106,8 +100,9 @@ def test_each_piece_arrives_once(trial: Trial, routing: str) -> None:
 
 
 def test_a_consumer_that_stops_stops_the_producer(trial: Trial) -> None:
-    consumer = SampleConsumer(*trial.join(), "train", "trainer/0")
     producer = SampleProducer(*trial.join(), "train", credit=3)
+    assert not producer.put(0, 0.2), "there is no consumer"
+    consumer = SampleConsumer(*trial.join(), "train", "trainer/0")
     assert [producer.put(i, 5) for i in range(3)] == [True] * 3
     assert not producer.put(3, 0.2)
     wait_until(lambda: len(consumer) == 3)
@@ -135,41 +130,31 @@ def test_pieces_of_a_consumer_that_ends_go_to_another(trial: Trial) -> None:
     assert producer.n_lost == 0
 
 
-def test_flush_waits_for_the_pieces_of_a_consumer_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial, flushed = Trial("direct"), list[bool]()
-    try:
-        consumer = SampleConsumer(*trial.join(), "train", "a")
-        producer = SampleProducer(*trial.join(), "train")
-        assert producer.put(1, 5)
-        forget = Node.forget
-
-        def flush_and_forget(*arguments: Any) -> None:
-            """While a consumer is lost, and its pieces have not come back yet."""
-            flushed.append(producer.flush(0))
-            forget(*arguments)
-
-        monkeypatch.setattr(Node, "forget", flush_and_forget)
-        consumer.close()
-        wait_until(lambda: bool(flushed))
-        monkeypatch.undo()
-        assert flushed == [False]
-        second = SampleConsumer(*trial.join(), "train", "b")
-        assert producer.put(2, 5)
-        flushing = threading.Thread(target=producer.flush, args=(20,))
-        flushing.start()
-        assert sorted(second.get(5) for _ in range(2)) == [1, 2]
-        flushing.join()
-        assert producer.flush(5)
-    finally:
-        trial.close()
-
-
-def test_without_consumers_put_waits_and_returns_false(trial: Trial) -> None:
+@direct
+def test_flush_waits_for_the_pieces_of_a_consumer_that_ends(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = list[bool]()
+    consumer = SampleConsumer(*trial.join(), "train", "a")
     producer = SampleProducer(*trial.join(), "train")
-    assert not producer.put(1, 0.2)
-    consumer = SampleConsumer(*trial.join(), "train", "late")
-    assert producer.put(1, 10)
-    assert consumer.get(5) == 1
+    assert producer.put(1, 5)
+    forget = Node.forget
+
+    def flush_and_forget(*arguments: Any) -> None:
+        """While a consumer is lost, and its pieces have not come back yet."""
+        flushed.append(producer.flush(0))
+        forget(*arguments)
+
+    monkeypatch.setattr(Node, "forget", flush_and_forget)
+    consumer.close()
+    wait_until(lambda: bool(flushed))
+    monkeypatch.undo()
+    assert flushed == [False]
+    second = SampleConsumer(*trial.join(), "train", "b")
+    assert producer.put(2, 5)
+    flushing = threading.Thread(target=producer.flush, args=(20,))
+    flushing.start()
+    assert sorted(second.get(5) for _ in range(2)) == [1, 2]
+    flushing.join()
+    assert producer.flush(5)
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, word: bytes) -> None:
@@ -198,22 +183,14 @@ def test_parameters_that_cannot_be_read_are_reported(trial: Trial, monkeypatch: 
     refuse(monkeypatch, b"unreadable")
     server.publish(1, {"unreadable": np.zeros(3)})
 
-    def fails() -> bool:
-        server.serve()
-        try:
-            client.newer()
-        except BadMessageError:
-            return True
-        return False
-
-    wait_until(fails, 30)
+    with pytest.raises(BadMessageError):
+        newer(server, client)
 
 
-def test_routings_are_checked() -> None:
-    trial = Trial("direct")
+@direct
+def test_routings_are_checked(trial: Trial) -> None:
     with pytest.raises(ConfigError, match="any, all, one"):
         SampleProducer(*trial.join(), "train", routing="some")
-    trial.close()
 
 
 # ---- inference streams -------------------------------------------------------------------------
@@ -226,6 +203,10 @@ class Doubler(threading.Thread):
         super().__init__(daemon=True)
         self.server, self.label, self.stop, self.sessions = server, name, False, Counter[str]()
         self.start()
+
+    def end(self) -> None:
+        self.stop = True
+        self.join()
 
     def run(self) -> None:
         version = 0
@@ -256,8 +237,7 @@ def test_every_question_has_its_own_answer(trial: Trial) -> None:
 
     in_four_threads(ask)
     for server in servers:
-        server.stop = True
-        server.join()
+        server.end()
     assert failures == []
     assert sum(sum(server.sessions.values()) for server in servers) == 200
 
@@ -266,62 +246,46 @@ def test_a_client_moves_to_another_server_in_a_new_session(trial: Trial) -> None
     first = Doubler(InferenceInbox(*trial.join(), "policy", "a"), "a")
     client = InferenceClient(*trial.join(), "policy", "actor/0")
     assert client.ask({"x": np.ones(1)})["by"] == "a"
-    first.stop = True
-    first.join()
+    first.end()
     first.server.close()
     second = Doubler(InferenceInbox(*trial.join(), "policy", "b"), "b")
     assert client.ask({"x": np.ones(1)})["by"] == "b"
-    second.stop = True
-    second.join()
+    second.end()
     assert client.n_moves >= 1  # 2, if it has asked the first one once more
     assert not first.sessions.keys() & second.sessions.keys()
 
 
-def test_a_server_that_was_lost_and_is_reached_again_gets_a_new_session() -> None:
-    trial = Trial("direct")
-    try:
-        server = Doubler(InferenceInbox(*trial.join(), "policy", "a"), "a")
-        client = InferenceClient(*trial.join(), "policy", "actor/0")
-        assert client.ask({"x": np.ones(1)})["version"] == 1
-        (peer,) = client._servers.live()
-        ask = peer.ask
+@direct
+def test_a_server_that_was_lost_and_is_reached_again_gets_a_new_session(trial: Trial) -> None:
+    server = Doubler(InferenceInbox(*trial.join(), "policy", "a"), "a")
+    client = InferenceClient(*trial.join(), "policy", "actor/0")
+    assert client.ask({"x": np.ones(1)})["version"] == 1
+    (peer,) = client._servers.live()
+    ask = peer.ask
 
-        def ask_and_lose(*args: Any) -> Any:
-            """The server acts, but the answer does not come: the network is broken for a while."""
-            ask(*args).result(5)
-            peer.lose("it was silent")
-            return ask(*args)
+    def ask_and_lose(*args: Any) -> Any:
+        """The server acts, but the answer does not come: the network is broken for a while."""
+        ask(*args).result(5)
+        peer.lose("it was silent")
+        return ask(*args)
 
-        peer.ask = ask_and_lose  # type: ignore[method-assign]
-        assert client.ask({"x": np.ones(1)})["version"] == 3
-        server.stop = True
-        server.join()
-        assert client.n_moves == 1
-        assert sorted(server.sessions.values()) == [1, 2], "the third step is the first one of another session"
-    finally:
-        trial.close()
+    peer.ask = ask_and_lose  # type: ignore[method-assign]
+    assert client.ask({"x": np.ones(1)})["version"] == 3
+    server.end()
+    assert client.n_moves == 1
+    assert sorted(server.sessions.values()) == [1, 2], "the third step is the first one of another session"
 
 
-def test_a_client_without_servers_gives_up() -> None:
-    trial = Trial("direct")
-    try:
-        with pytest.raises(NoReplyError, match="no server of the inference stream policy"):
-            InferenceClient(*trial.join(), "policy", "actor/0", timeout=0.2).ask({})
-        with pytest.raises(NoReplyError):
-            InferenceClient(*trial.join(), "policy", "actor/0", is_over=lambda: True).ask({})
-    finally:
-        trial.close()
-
-
-def test_a_client_gives_up_a_server_that_does_not_answer() -> None:
-    trial = Trial("direct")
-    try:
-        server = InferenceInbox(*trial.join(), "policy", "a")
-        with pytest.raises(NoReplyError, match="did not answer in time"):
-            InferenceClient(*trial.join(), "policy", "actor/0", timeout=0.7).ask({})
-        server.close()
-    finally:
-        trial.close()
+@direct
+def test_a_client_gives_up_without_servers_and_if_they_do_not_answer(trial: Trial) -> None:
+    with pytest.raises(NoReplyError, match="no server of the inference stream policy"):
+        InferenceClient(*trial.join(), "policy", "actor/0", timeout=0.2).ask({})
+    with pytest.raises(NoReplyError):
+        InferenceClient(*trial.join(), "policy", "actor/0", is_over=lambda: True).ask({})
+    server = InferenceInbox(*trial.join(), "policy", "a")
+    with pytest.raises(NoReplyError, match="did not answer in time"):
+        InferenceClient(*trial.join(), "policy", "actor/0", timeout=0.7).ask({})
+    server.close()
 
 
 def test_published_parameters_do_not_change_with_the_trainers(trial: Trial) -> None:
@@ -331,40 +295,29 @@ def test_published_parameters_do_not_change_with_the_trainers(trial: Trial) -> N
     weight += 1  # the trainer trains on, before anybody has asked
     client = ParameterClient(*trial.join(), "policy")
     trial.wires.mend()  # they are larger than what a link carries until it is cut
-    found = list[Any]()
-
-    def comes() -> bool:
-        server.serve()
-        found.append(client.newer())
-        return found[-1] is not None
-
-    wait_until(comes, 30)
-    assert (found[-1]["weight"] == 0).all()
+    assert (newer(server, client)["weight"] == 0).all()
 
 
-def test_a_consumer_that_was_silent_gets_each_piece_once() -> None:
+@direct
+def test_a_consumer_that_was_silent_gets_each_piece_once(trial: Trial) -> None:
     """Its name goes while it is suspended, and comes back. There is no other consumer, so nothing is sent again."""
-    trial = Trial("direct")
-    try:
-        wire, names = trial.join()
-        consumer = SampleConsumer(wire, names, "train", "trainer/0")
-        producer = SampleProducer(*trial.join(), "train", credit=5)
-        assert all(producer.put(i, 5) for i in range(3))
-        place = names.get("streams/train/trainer/0")
-        names.delete("streams/train/trainer/0")
-        wait_until(lambda: not producer.has_room())
-        assert not producer.put(3, 0.1)
-        names.add("streams/train/trainer/0", place)
-        assert producer.put(3, 10)
-        assert sorted(consumer.get(5) for _ in range(4)) == [0, 1, 2, 3]
-        with pytest.raises(NoReplyError):
-            consumer.get(0.1)
-        assert producer.flush(5)
-    finally:
-        trial.close()
+    wire, names = trial.join()
+    consumer = SampleConsumer(wire, names, "train", "trainer/0")
+    producer = SampleProducer(*trial.join(), "train", credit=5)
+    assert all(producer.put(i, 5) for i in range(3))
+    place = names.get("streams/train/trainer/0")
+    names.delete("streams/train/trainer/0")
+    wait_until(lambda: not producer.has_room())
+    assert not producer.put(3, 0.1)
+    names.add("streams/train/trainer/0", place)
+    assert producer.put(3, 10)
+    assert sorted(consumer.get(5) for _ in range(4)) == [0, 1, 2, 3]
+    with pytest.raises(NoReplyError):
+        consumer.get(0.1)
+    assert producer.flush(5)
 
 
-@pytest.mark.parametrize("trial", ["direct"], indirect=True)
+@direct
 def test_parameters_pass_through_several_levels_and_around_a_worker_that_has_ended(trial: Trial) -> None:
     wire, names = trial.join()
     wire.fan = 2

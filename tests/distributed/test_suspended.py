@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,22 @@ with ControlPanel("test", wire="zmq", file=sys.argv[1]) as panel:
 """
 
 
+@contextmanager
+def joined(make: Callable[[], Worker], name: str, file: Path) -> Iterator[tuple[Any, LaunchedProcess]]:
+    """A program with a panel, and a worker that joins it and has begun to run."""
+    command = [sys.executable, "-c", PANEL, str(file), name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as panel:
+        assert panel.stdout is not None
+        wait_until(file.exists, 60)
+        worker = LaunchedProcess(make, Connection.read(file), name, has_joined=True)
+        try:
+            assert panel.stdout.readline() in ("READY\n", "RUNNING\n")
+            yield panel, worker
+        finally:
+            worker.kill()
+            panel.kill()
+
+
 class Idle:
     def __init__(self, agent: Any) -> None:
         pass
@@ -160,22 +177,12 @@ def test_a_worker_that_has_joined_ends_when_its_killed_panel_was_silent_for_long
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The limit is 3 s in place of 30."""
-    file = tmp_path / "trial.json"
-    command = [sys.executable, "-c", PANEL, str(file), "going/0"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as panel:
-        assert panel.stdout is not None
-        wait_until(file.exists, 60)
-        worker = LaunchedProcess(short_lived, Connection.read(file), "going/0", has_joined=True)
-        try:
-            assert panel.stdout.readline() in ("READY\n", "RUNNING\n")
-            panel.kill()
-            began = time.monotonic()
-            assert worker.wait(40)
-            assert 2 < time.monotonic() - began < 20  # it also tries to report its end
-            assert worker.ending() == "exit code 1"
-        finally:
-            worker.kill()
-            panel.kill()
+    with joined(short_lived, "going/0", tmp_path / "trial.json") as (panel, worker):
+        panel.kill()
+        began = time.monotonic()
+        assert worker.wait(40)
+        assert 2 < time.monotonic() - began < 20  # it also tries to report its end
+        assert worker.ending() == "exit code 1"
     assert "the name table was silent for 3 s: its control panel has ended" in capfd.readouterr().err
 
 
@@ -189,34 +196,24 @@ def patient(path: Path, panel_timeout: float, plan: Any) -> Worker:
 def test_a_trainer_that_is_not_its_panels_own_saves_itself_waits_and_ends_after_panel_timeout(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path, file, plan = tmp_path / "trainer.pt", tmp_path / "trial.json", experiment(agent=RandomAgent).plan()
-    command = [sys.executable, "-c", PANEL, str(file), "trainer/0"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as panel:
-        assert panel.stdin is not None
-        assert panel.stdout is not None
-        wait_until(file.exists, 60)
-        make = partial(patient, path, 9.0, plan)
-        trainer = LaunchedProcess(make, Connection.read(file), "trainer/0", has_joined=True)
-        try:
-            assert panel.stdout.readline() in ("READY\n", "RUNNING\n")
-            panel.send_signal(signal.SIGSTOP)
-            wait_until(path.exists, 20)
-            time.sleep(3)
-            panel.send_signal(signal.SIGCONT)
-            time.sleep(1.5)
-            panel.stdin.write("\n")
-            panel.stdin.flush()
-            assert panel.stdout.readline() == "RUNNING\n", "it has waited"
-            path.unlink()
-            panel.kill()
-            began = time.monotonic()
-            assert trainer.wait(40)
-            assert time.monotonic() - began > 8
-            assert trainer.ending() == "exit code 1"
-            assert torch.load(path, weights_only=True)["version"] == 1
-        finally:
-            trainer.kill()
-            panel.kill()
+    path = tmp_path / "trainer.pt"
+    make = partial(patient, path, 9.0, experiment(agent=RandomAgent).plan())
+    with joined(make, "trainer/0", tmp_path / "trial.json") as (panel, trainer):
+        panel.send_signal(signal.SIGSTOP)
+        wait_until(path.exists, 20)
+        time.sleep(3)
+        panel.send_signal(signal.SIGCONT)
+        time.sleep(1.5)
+        panel.stdin.write("\n")
+        panel.stdin.flush()
+        assert panel.stdout.readline() == "RUNNING\n", "it has waited"
+        path.unlink()
+        panel.kill()
+        began = time.monotonic()
+        assert trainer.wait(40)
+        assert time.monotonic() - began > 8
+        assert trainer.ending() == "exit code 1"
+        assert torch.load(path, weights_only=True)["version"] == 1
     errors = capfd.readouterr().err
     found = re.search(r"was silent for (\d+) s, and this worker waits for 9 s: its control panel has ended or", errors)
     assert found, errors

@@ -21,7 +21,7 @@ from penstock.distributed.messages import BadMessageError
 from penstock.distributed.wire import Call, Inbox, Node, Peer
 
 from ..scale import scaled
-from .support import Proxy, Wires, wait_until
+from .support import Proxy, Wires, in_four_threads, wait_until
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
 
@@ -78,6 +78,13 @@ def peer(wires: Wires, inbox: Inbox) -> Peer:
     return wires().reach(inbox.node.address, "echo", target=inbox.node.id)
 
 
+def received(inbox: Inbox) -> Call:
+    """The next call."""
+    call = inbox.receive(20)
+    assert call is not None
+    return call
+
+
 class TestContract:
     # ---- messages --------------------------------------------------------------------------
 
@@ -102,8 +109,7 @@ class TestContract:
         array = np.zeros(3)
         future = peer.ask(array, 10)
         array[:] = 1
-        call = inbox.receive(10)
-        assert call is not None
+        call = received(inbox)
         assert call.message.tolist() == [0, 0, 0]
         call.reply()
         future.result()
@@ -135,8 +141,8 @@ class TestContract:
 
     @pytest.mark.parametrize(
         "message",
-        [object(), {1: 2}, {"a": {2}}, np.array(["text"]), np.array([None]), 2**64, [lambda: 0], Ellipsis],
-        ids=["object", "int-key", "set", "str-array", "object-array", "large-int", "function", "ellipsis"],
+        [object(), {1: 2}, {"a": {2}}, np.array(["text"]), np.array([None]), 2**64, [lambda: 0]],
+        ids=["object", "int-key", "set", "str-array", "object-array", "large-int", "function"],
     )
     def test_what_cannot_cross_is_refused_at_once(self, peer: Peer, echo: Echo, message: object) -> None:
         with pytest.raises(BadMessageError):
@@ -150,13 +156,10 @@ class TestContract:
         with pytest.raises(ClusterError):
             peer.ask(message, 10).result()
 
-    def test_a_large_array_arrives(self, wires: Wires, peer: Peer, echo: Echo) -> None:
+    def test_a_large_array_and_many_small_ones_arrive(self, wires: Wires, peer: Peer, echo: Echo) -> None:
         wires.mend()
         array = np.arange(2_000_000, dtype=np.int32)
         assert (peer.ask(array, 20).result() == array).all()
-
-    def test_many_arrays_arrive(self, wires: Wires, peer: Peer, echo: Echo) -> None:
-        wires.mend()
         arrays = [np.arange(i, dtype=np.float64) for i in range(300)]  # the first ones go into the header
         reply = peer.ask(arrays, 20).result()
         assert [array.tolist() for array in reply] == [array.tolist() for array in arrays]
@@ -165,9 +168,7 @@ class TestContract:
 
     def test_replies_may_come_in_any_order(self, peer: Peer, inbox: Inbox) -> None:
         futures = [peer.ask(i, 10) for i in range(5)]
-        calls = [inbox.receive(10) for _ in range(5)]
-        for call in reversed(calls):
-            assert call is not None
+        for call in reversed([received(inbox) for _ in range(5)]):
             call.reply(call.message * 10)
         assert [future.result() for future in futures] == [0, 10, 20, 30, 40]
 
@@ -175,31 +176,25 @@ class TestContract:
         with pytest.raises(RequestError, match="echo: no such colour"):
             peer.ask({"fail": "no such colour"}, 10).result()
 
-    def test_a_request_without_reply_ends_at_its_deadline(self, peer: Peer, echo: Echo) -> None:
+    def test_a_request_ends_at_its_deadline_and_a_later_reply_is_ignored(self, peer: Peer, echo: Echo) -> None:
         began = time.monotonic()
         with pytest.raises(NoReplyError, match="did not answer in time"):
             peer.ask("drop", 0.4).result()
         assert 0.3 < time.monotonic() - began < 5
-
-    def test_a_reply_after_the_deadline_is_ignored(self, peer: Peer, echo: Echo) -> None:
-        with pytest.raises(NoReplyError):
-            peer.ask("drop", 0.3).result()
         wait_until(lambda: len(echo.kept) == 1)
         echo.kept[0].reply("late")
         assert peer.ask("next", 10).result() == "next"
 
     def test_a_slow_reply_is_waited_for(self, peer: Peer, inbox: Inbox) -> None:
         future = peer.ask("work", 20)
-        call = inbox.receive(10)
-        assert call is not None
+        call = received(inbox)
         assert wait_for([future], 1.2).done == set()  # several probes are answered meanwhile
         call.reply("done")
         assert future.result() == "done"
 
     def test_a_request_is_answered_once(self, peer: Peer, inbox: Inbox) -> None:
         future = peer.ask("x", 10)
-        call = inbox.receive(10)
-        assert call is not None
+        call = received(inbox)
         call.reply(1)
         with pytest.raises(ClusterError, match="answered already"):
             call.reply(2)
@@ -212,15 +207,7 @@ class TestContract:
 
     def test_several_threads_may_use_one_peer(self, peer: Peer, echo: Echo) -> None:
         results: list[int] = []
-
-        def ask(k: int) -> None:
-            results.extend(peer.ask(np.array([k * 100 + i]), 20).result()[0] for i in range(10))
-
-        threads = [threading.Thread(target=ask, args=(k,)) for k in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_four_threads(lambda k: results.extend(peer.ask(np.array([k * 100 + i]), 20).result()[0] for i in range(10)))
         assert sorted(results) == [k * 100 + i for k in range(4) for i in range(10)]
 
     def test_each_of_several_waiting_threads_gets_its_reply(self, peer: Peer, inbox: Inbox) -> None:
@@ -229,9 +216,7 @@ class TestContract:
         threads = [threading.Thread(target=lambda f=future: results.append(f.result())) for future in futures]
         for thread in threads:
             thread.start()
-        calls = [inbox.receive(10) for _ in threads]
-        for call in sorted(calls, key=lambda call: call.message if call is not None else -1):
-            assert call is not None
+        for call in sorted([received(inbox) for _ in threads], key=lambda call: int(call.message)):
             call.reply(call.message)
             threads[call.message].join(10)
         assert results == [0, 1, 2, 3]
@@ -264,16 +249,9 @@ class TestContract:
     def test_two_inboxes_of_one_wire_are_separate(self, wires: Wires, server: Node, echo: Echo) -> None:
         other = server.open("other")
         future = wires().reach(server.address, "other").ask("x", 10)
-        call = other.receive(10)
-        assert call is not None
-        call.reply("from the other")
+        received(other).reply("from the other")
         assert future.result() == "from the other"
         assert echo.n_calls == 0
-
-    def test_each_request_is_executed_once(self, peer: Peer, echo: Echo) -> None:
-        for _ in range(10):
-            wait_for([peer.ask(1, 60) for _ in range(100)])
-        assert echo.n_calls == 1000
 
     def test_what_is_remembered_of_a_sender_is_bounded(self, peer: Peer, echo: Echo) -> None:
         for _ in range(30):
@@ -288,8 +266,7 @@ class TestContract:
         other, done, waits = server.open("other"), wires(), wires()
         assert done.reach(server.address, "echo").ask(1, 60).result() == 1
         answer = waits.reach(server.address, "other").ask(2, 1e9)
-        call = other.receive(60)
-        assert call is not None
+        call = received(other)
 
         def after(seconds: float) -> set[str]:
             """The inboxes of the senders that the server remembers, that much later by its clock."""
@@ -312,10 +289,9 @@ class TestContract:
         with pytest.raises(BadMessageError):
             peer.ask(object(), 10)
         futures = [peer.ask(i, 20) for i in range(3)]
-        calls = [inbox.receive(10) for _ in futures]
+        calls = [received(inbox) for _ in futures]
         assert (peer.n_waiting, peer.is_silent) == (3, False)
         for call in calls:
-            assert call is not None
             call.reply()
         wait_for(futures, 20)
         assert (peer.n_waiting, peer.is_silent) == (0, False)
@@ -323,20 +299,16 @@ class TestContract:
     # ---- the other side ends ---------------------------------------------------------------
 
     def test_an_inbox_that_was_closed_is_lost(self, peer: Peer, echo: Echo) -> None:
-        assert peer.ask(1, 10).result() == 1
+        waiting = peer.ask("drop", 30)
+        wait_until(lambda: len(echo.kept) == 1)
         echo.inbox.close()
+        with pytest.raises(PeerLostError):
+            waiting.result()
         with pytest.raises(PeerLostError, match="echo is lost"):
             peer.ask(2, 30).result()
         assert peer.is_dead
         with pytest.raises(PeerLostError):
             peer.ask(3, 10)
-
-    def test_requests_that_wait_learn_that_the_inbox_was_closed(self, peer: Peer, echo: Echo) -> None:
-        future = peer.ask("drop", 30)
-        wait_until(lambda: len(echo.kept) == 1)
-        echo.inbox.close()
-        with pytest.raises(PeerLostError):
-            future.result()
 
     def test_an_inbox_that_does_not_exist_is_lost(self, wires: Wires, server: Node) -> None:
         with pytest.raises(PeerLostError):
@@ -484,8 +456,6 @@ def test_a_reply_to_a_large_message_is_sent_again_when_its_own_connection_was_lo
     inbox, peer = server.open("large"), sender.reach(server.address, "large", target=server.id)
     for k in range(3):
         answer = peer.ask([k, np.zeros(launch_ray._LARGE, np.uint8)], 60)
-        call = inbox.receive(20)
-        assert call is not None
-        call.reply(np.full(2_000_000, k, np.uint8))
+        received(inbox).reply(np.full(2_000_000, k, np.uint8))
         assert answer.result(30)[0] == k
     assert way_back.n > 1
