@@ -28,7 +28,7 @@ from penstock import (
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import InjectedFault, faulty_env
 
-from ..scale import FULL, pairs, scaled
+from ..scale import pairs, scaled
 from ..support import BOUND, until
 from .support import (
     ERROR_SECONDS,
@@ -237,62 +237,6 @@ def test_a_hang_while_the_learner_is_in_its_own_code_is_reported_by_the_next_cal
         note("async, call after a hang to error, s", time.monotonic() - began, limit + 0.5)
 
 
-def test_waiting_for_a_slot_is_no_hang() -> None:
-    limit = 0.3
-    with async_sampler(step_timeout=limit) as sampler:
-        begin(sampler)
-        for itr in range(3):
-            sampler.obtain_samples(itr)
-            pause(2 * limit)  # the learner trains
-        sampler.pause()
-        pause(2 * limit)
-        sampler.resume()
-        sampler.obtain_samples(3)
-
-
-def test_a_full_pipe_is_no_hang() -> None:
-    """The main process reads the pipes only in its calls."""
-
-    class Talkative(TrajInfo):
-        def terminate(self, final_observation: Any) -> None:
-            self.cargo = bytes(20_000)
-
-    limit = 0.3
-    with async_sampler(step_timeout=limit, traj_info_cls=Talkative) as sampler:
-        begin(sampler)
-        for itr in range(3):
-            _, infos = sampler.obtain_samples(itr)
-            assert len(infos) == int(sampler.samples_np.env.done.sum())
-            pause(2 * limit)
-
-
-# ---- restarts --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("server", "traj_info_cls"), pairs([None, "process"], [TrajInfo, Detailed]))
-def test_a_replacement_collects_the_interrupted_batch_again(server: Any, traj_info_cls: type[TrajInfo]) -> None:
-    rng = generator("async restart", server, traj_info_cls.__name__)
-    endless: dict[str, Any] = {"on_worker_failure": "restart", "max_restarts": 1_000_000}
-    wanted = scaled(75, 3)
-    with killer() as kill, async_sampler(server=server, traj_info_cls=traj_info_cls, **endless) as sampler:
-        begin(sampler)
-        itr = 0
-        for n_kills in range(1, wanted + 1):
-            kill.kill([pid_of(sampler, rng.randrange(N_WORKERS))], rng.uniform(0, 0.02))
-            deadline = time.monotonic() + BOUND
-            while sampler.stats().restarts < n_kills:
-                assert time.monotonic() < deadline
-                samples, infos = sampler.obtain_samples(itr)
-                assert samples.batch == itr
-                itr += 1
-                check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
-                assert len(infos) == int(samples.env.done.sum())
-                assert {info.Length for info in infos} == {5}
-                if rng.random() < 0.1:
-                    pause(rng.uniform(0, 0.01))
-            kill.when()
-
-
 # ---- the main process ------------------------------------------------------------------------
 
 
@@ -340,15 +284,3 @@ def test_workers_that_wait_for_a_slot_use_no_cpu() -> None:
         pause(seconds)
         used = [sum(process.cpu_times()[:2]) - then for process, then in zip(processes, before, strict=True)]
     note("async, CPU share of a worker that waits for a slot", max(used) / seconds, 0.02)
-
-
-@pytest.mark.skipif(not FULL, reason="full scale: 10,000 batches")
-def test_ten_thousand_batches() -> None:
-    with async_sampler() as sampler:
-        begin(sampler)
-        steps = np.zeros(B)
-        for itr in range(10_000):
-            env = sampler.obtain_samples(itr)[0].env.numpy()
-            assert (env.observation[0, :, 0] * 5 + env.observation[0, :, 1] == steps).all()
-            check_counting(env.observation, env.reward, env.done, 5)
-            steps += T
