@@ -16,7 +16,7 @@ from penstock.vector import ShmVectorEnv
 from penstock.workers import pool as pool_module
 from penstock.workers.monitor import Monitor
 
-from ..scale import scaled
+from ..scale import scaled, some
 from ..support import BOUND, sampler_of, until
 from .failing import SAMPLERS
 from .support import SLACK
@@ -94,7 +94,7 @@ def test_in_the_middle_of_calls(kind: str, name: str) -> None:
         call.assert_closed(sampler)
 
 
-@every_kind
+@pytest.mark.parametrize("kind", some(KINDS, 2))
 def test_while_initialize_builds_the_example(kind: str) -> None:
     """It cannot be interrupted there: it closes what it has made when the user's code returns."""
     entered, leave = threading.Event(), threading.Event()
