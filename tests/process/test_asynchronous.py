@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import select
 import signal
 import threading
@@ -11,15 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
 from penstock import (
     AsyncSampler,
     RandomAgent,
-    SamplerBrokenError,
-    TrajInfo,
     WorkerDiedError,
     WorkerError,
     WorkerTimeoutError,
@@ -27,31 +23,20 @@ from penstock import (
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import InjectedFault, faulty_env
 
-from ..scale import pairs, scaled
+from ..scale import scaled
 from ..support import BOUND, until
 from .support import (
-    ERROR_SECONDS,
     SLACK,
     Notebook,
     check_counting,
-    generator,
-    killer,
     note,
     pause,
-    pid_of,
 )
 
 N_WORKERS, B, T = 3, 6, 16
 LOG_SECONDS = 0.2 * SLACK
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
-
-
-class Detailed(TrajInfo):
-    """Goes through the pipe."""
-
-    def terminate(self, final_observation: Any) -> None:
-        self.final = np.asarray(final_observation).copy()
 
 
 def async_sampler(env_fn: Any = CountingEnv, **kwargs: Any) -> AsyncSampler:
@@ -74,48 +59,6 @@ def is_dead(sampler: AsyncSampler, rank: int) -> bool:
 
 
 # ---- deaths --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("server", "traj_info_cls"), pairs([None, "process"], [TrajInfo, Detailed]))
-def test_a_worker_killed_at_a_random_moment(server: Any, traj_info_cls: type[TrajInfo]) -> None:
-    rng = generator("async", server, traj_info_cls.__name__)
-    calls = ("obtain", "poll", "own code", "evaluate")
-    with killer() as kill:
-        for i in range(scaled(50, 4)):
-            with async_sampler(server=server, traj_info_cls=traj_info_cls, eval_n_envs=3, eval_max_steps=60) as sampler:
-                begin(sampler)
-                rank = rng.randrange(N_WORKERS)
-                kill.kill([pid_of(sampler, rank)], rng.uniform(0, 0.03))
-                error, began, when = _work_until_it_breaks(sampler, calls[i % 4], kill.when)
-                seen = time.monotonic()
-            assert isinstance(error, WorkerDiedError)
-            assert re.match(rf"worker {rank} \(pid \d+.* was killed by SIGKILL", str(error))
-            note("async, kill or next call to error, s", seen - max(when, began), ERROR_SECONDS)
-
-
-def _work_until_it_breaks(
-    sampler: AsyncSampler, call: str, when: Callable[[], float]
-) -> tuple[SamplerBrokenError, float, float]:
-    """Returns the error, when the call began that raised it, and when the worker was killed."""
-    killed = when() if call == "own code" else 0.0
-    if killed:
-        until(lambda: any(is_dead(sampler, rank) for rank in range(N_WORKERS)))
-    itr = 0
-    while True:
-        began = time.monotonic()
-        try:
-            if call == "poll":
-                sampler.poll_samples()
-            elif call == "evaluate" and itr % 4 == 3:
-                sampler.evaluate_agent(itr)
-            else:
-                samples, infos = sampler.obtain_samples(itr)
-                check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
-                assert len(infos) == int(samples.env.done.sum())
-            itr += 1
-        except SamplerBrokenError as error:
-            return error, began, killed or when()
-        assert not killed, "the first call reports the death"
 
 
 @pytest.mark.parametrize("is_idle", [False, True], ids=["collecting", "waiting for a slot"])

@@ -129,17 +129,6 @@ except ConfigError as error:
 """
 
 
-def test_the_supervisor_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "downloads"
-    folder.mkdir()
-    (folder / "gymnasium.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
-    (folder / "random.py").write_text("raise SystemExit('executed')")
-    body = f"os.chdir({str(folder)!r})\n{ONE_BATCH}say(os.getcwd(), os.environ.get('PYTHONSAFEPATH'))"
-    with Script(tmp_path, body, new=FULL, METHOD="forkserver") as script:
-        assert script.end(60) == (f"batch\n{folder} None\n", "")
-    assert not (tmp_path / "executed").exists()
-
-
 @methods("forkserver", "spawn")
 def test_a_deleted_current_folder_is_named(tmp_path: Path, start_method: str) -> None:
     body = "import torch; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone')" + ONE_BATCH

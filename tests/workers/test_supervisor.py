@@ -365,6 +365,7 @@ resource_tracker.ensure_running()  # it may import modules of the current folder
 os.chdir("..")
 supervisor = Supervisor()
 start(supervisor, lambda: 0).join()
+assert "PYTHONSAFEPATH" not in os.environ
 class Mine:
     value = 41
 os.environ["NEW"] = "x"
@@ -389,7 +390,7 @@ print("end")
 @pytest.mark.slow
 def test_a_worker_gets_what_the_main_process_has_now(tmp_path: Path) -> None:
     """Variables, import path, folder and CPUs. A script needs no guard, and the current folder is not imported."""
-    for name in ("torch", "pickle", "json", "socket", "ctypes", "penstock"):
+    for name in ("torch", "pickle", "json", "socket", "ctypes", "gymnasium", "random", "penstock"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
     script = tmp_path / "scripts" / "script.py"
     script.parent.mkdir()
