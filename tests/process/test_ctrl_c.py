@@ -46,6 +46,8 @@ def batches(mode: str, start_method: str = "forkserver", delays: Any = None) -> 
                     until(lambda: False)  # it may have been too late for the batch
             if sampler.state is SamplerState.SAMPLING:
                 sampler.wait_samples()
+            elif sampler.stats().workers[0].batches == itr:  # it came before the batch had begun
+                sampler.obtain_samples(itr)
             found.append(sampler.samples_np.copy())
             if delays is not None:
                 with Interrupts(0.05), pytest.raises(KeyboardInterrupt):

@@ -11,8 +11,7 @@ from penstock.errors import SamplerStateError
 from penstock.workers import control as progress_module
 from penstock.workers.control import Command, ControlBlock, Phase, StopCollecting
 
-from ..children import exit_code_of
-from ..scale import START_METHODS, examples, methods
+from ..scale import examples
 
 T, WORKERS = 4, 3
 quick = examples(20, 40)
@@ -73,19 +72,6 @@ def test_a_ninth_open_command_is_refused_unless_it_is_the_same() -> None:
         block.open(Command(itr=3), [0])
     with pytest.raises(SamplerStateError, match="worker 0 has 8 commands open"):
         block.open(Command(itr=4), [0])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@methods(*START_METHODS)
-def test_a_worker_reads_the_words_and_writes_its_row_from_another_process(start_method: str) -> None:
-    block = ControlBlock(WORKERS, T, shared=True)
-    block.open(Command(itr=41), [1])
-    code = "row = block.progress(1); row.arrived = row.command.itr + 1; row.at_env(7)"
-    assert exit_code_of(start_method, code, block=block) == 0
-    assert [block.progress(rank).arrived for rank in range(WORKERS)] == [0, 42, 0]
-    assert block.snapshot(1).env_rank == 7
-    block.memory.close()
 
 
 # ---- progress rows -----------------------------------------------------------------------------
