@@ -171,6 +171,20 @@ def killer() -> Iterator[Killer]:
             raise
 
 
+class Interrupts:
+    """Sends this process a SIGINT from a process of its own."""
+
+    def __init__(self, delay: float) -> None:
+        self._delay = delay
+
+    def __enter__(self) -> None:
+        code = f"import os, time; time.sleep({self._delay}); os.kill({os.getpid()}, 2)"
+        self._process = subprocess.Popen([sys.executable, "-S", "-c", code])
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.wait() == 0
+
+
 def pid_of(sampler: Any, rank: int) -> int:
     """The process of this worker, also if it has just ended."""
     return int(sampler.run.pool.handles[rank].pid)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import ParallelSampler, RandomAgent, Sampler, TrajInfo
+from penstock import AsyncSampler, ParallelSampler, RandomAgent, Sampler, TrajInfo
 from penstock.envs import CountingEnv
 
 from ..scale import scaled
@@ -61,13 +61,17 @@ def expected(samples: Any) -> list[float]:
     return [float(reward[t, b]) for t, b in np.argwhere(done)]
 
 
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Told], ids=["ring", "pipe"])
-def test_every_done_has_its_info_in_order(traj_info_cls: type[TrajInfo]) -> None:
+@pytest.mark.parametrize(
+    ("cls", "traj_info_cls"), [(ParallelSampler, TrajInfo), (ParallelSampler, Told), (AsyncSampler, TrajInfo)]
+)
+def test_every_done_has_its_info_in_order(cls: type[Sampler], traj_info_cls: type[TrajInfo]) -> None:
     n_batches = N_BATCHES if traj_info_cls is TrajInfo else N_BATCHES // 3
     n_episodes = 0
     last = np.full(B, -1.0)
-    with accounted_sampler(traj_info_cls=traj_info_cls) as sampler:
+    with accounted_sampler(cls, traj_info_cls=traj_info_cls) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
+        if isinstance(sampler, AsyncSampler):
+            sampler.start()
         for itr in range(n_batches):
             _, infos = sampler.obtain_samples(itr)
             returns = [info.Return for info in infos]

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import psutil
 import pytest
 
 from penstock import (
+    GpuSampler,
     ParallelSampler,
     RandomAgent,
-    SamplerBrokenError,
     SamplerClosedError,
     SamplerState,
     TrajInfo,
@@ -27,7 +28,7 @@ from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
 from .. import support
-from ..scale import START_METHODS, methods, pairs, scaled
+from ..scale import START_METHODS, methods, pairs, scaled, with_start_methods
 from ..support import PROGRAMS, until
 from .support import SLACK, Script, note
 
@@ -60,67 +61,45 @@ def test_three_times(start_method: str) -> None:
         sampler.obtain_samples(1)
 
 
-def test_before_initialize_and_after_half_of_it() -> None:
+def test_before_initialize() -> None:
     assert close(parallel_sampler(), "not initialized") == []
-    failing = parallel_sampler(faulty_env(CountingEnv, Fault("raise", at=2), "reset"), env_kwargs={"length": 1})
-    with pytest.raises(SamplerBrokenError):
-        failing.initialize(RandomAgent())
-        failing.obtain_samples(0)
-    assert close(failing, "after an error") == []
-
-
-def test_from_another_thread_while_a_call_waits(start_method: str) -> None:
-    sampler = parallel_sampler(SlowEnv, start_method=start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
-    sampler.initialize(RandomAgent())
-    complaints: list[list[str]] = []
-    closer = threading.Thread(target=lambda: complaints.append(close(sampler, "from another thread")))
-    sampler.start_samples(0)
-    closer.start()
-    with pytest.raises(SamplerClosedError):
-        sampler.wait_samples()
-        sampler.start_samples(1)
-    closer.join()
-    assert complaints == [[]]
-    assert sampler.state is SamplerState.CLOSED
 
 
 def test_from_many_threads_at_once() -> None:
     sampler = parallel_sampler()
     sampler.initialize(RandomAgent())
-    barrier, errors = threading.Barrier(8), []
+    barrier = threading.Barrier(8)
 
-    def body() -> None:
+    def body(_: int) -> None:
         barrier.wait()
-        try:
-            sampler.shutdown()
-        except BaseException as error:
-            errors.append(error)
+        sampler.shutdown()
 
-    threads = [threading.Thread(target=body) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-
-
-def test_with_a_batch_outstanding(start_method: str) -> None:
-    sampler = parallel_sampler(SlowEnv, start_method=start_method, env_kwargs={"seconds": 0.01}, batch_T=1000)
-    sampler.initialize(RandomAgent())
-    sampler.start_samples(0)
-    assert close(sampler, "with a batch outstanding") == []
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(body, range(8)))  # raises what they raise
 
 
 class Huge(TrajInfo):
+    """More than a pipe holds."""
+
     def terminate(self, final_observation: Any) -> None:
         self.cargo = bytes(3_000_000)
 
 
-def test_while_a_worker_is_writing_into_a_full_pipe() -> None:
-    sampler = parallel_sampler(traj_info_cls=Huge, env_kwargs={"length": 2})
+SLOW: dict[str, Any] = {"env_fn": SlowEnv, "env_kwargs": {"seconds": 0.01}, "batch_T": 1000}
+OUTSTANDING: dict[str, tuple[Any, dict[str, Any]]] = {
+    "parallel": (ParallelSampler, SLOW),
+    "own process": (GpuSampler, {**SLOW, "server": "process"}),
+    "full pipe": (ParallelSampler, {"traj_info_cls": Huge, "env_kwargs": {"length": 2}}),
+}
+
+
+@with_start_methods("what", OUTSTANDING)
+def test_with_a_batch_outstanding(what: str, start_method: str) -> None:
+    cls, options = OUTSTANDING[what]
+    sampler = support.sampler_of(cls, start_method=start_method, **options)
     sampler.initialize(RandomAgent())
     sampler.start_samples(0)
-    until(lambda: "sending" in repr(sampler))
+    until(lambda: ("sending" if what == "full pipe" else "stepping") in repr(sampler))
     assert close(sampler, "with a batch outstanding") == []
 
 
@@ -232,10 +211,10 @@ def test_a_stopped_worker_does_not_keep_it() -> None:
 @methods("fork", "forkserver")
 def test_nothing_accumulates(tmp_path: Path, start_method: str) -> None:
     """Under -W error, in a process of its own, so that nothing else is in the figures."""
-    n = scaled(500, 8)
+    n = scaled(500, 4)
     with Script(tmp_path, PROGRAMS / "cycles.py", start_method=start_method, n=n, n_before=scaled(10, 2)) as script:
         growth, *others = map(int, script.line())
         _, stderr = script.end()
     assert stderr == ""
     assert others == [0, 0, 0], "descriptors, threads, children"
-    note(f"open/close cycles ({n}): growth of the main process, MB", growth / 1e6, 5.0)
+    note(f"open/close cycles ({n}): growth of the main process, MB", growth / 1e6, scaled(5.0, 2.5))

@@ -1,10 +1,7 @@
 """A sampler in company: forks, threads, daemons, other samplers, test runners, MPI and CUDA."""
 
-import os
-import subprocess
-import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,77 +14,56 @@ from penstock.envs import CountingEnv
 
 from ..scale import methods, scaled
 from ..support import BOUND
-from .support import SLACK, Script, gone_after, python_path
+from .support import SLACK, Script, gone_after
 
 LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was killed
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 
-@methods("forkserver")
-def test_a_fork_that_ends_by_itself_harms_nobody(tmp_path: Path, start_method: str) -> None:
-    body = """
-    sampler = ParallelSampler(CountingEnv, batch_T=5, batch_B=2, n_workers=2, start_method=METHOD)
-    sampler.initialize(RandomAgent())
-    say(*sampler.worker_pids)
+FORKS = """
+import multiprocessing
+
+def total():
+    with ParallelSampler("CartPole-v1", batch_T=5, batch_B=2, n_workers=2, start_method=METHOD) as sampler:
+        sampler.initialize(RandomAgent(), seed=3)
+        return float(sampler.obtain_samples(0)[0].env.observation.sum())
+
+def own_sampler():
+    sys.exit(7 if total() == ours else 1)
+
+def daemon():
+    assert multiprocessing.current_process().daemon
+    own_sampler()
+
+ours = total()
+sampler = ParallelSampler(CountingEnv, batch_T=5, batch_B=2, n_workers=2, start_method=METHOD)
+sampler.initialize(RandomAgent())
+say(*sampler.worker_pids)
+for body in (lambda: sys.exit(7), own_sampler):  # through the interpreter's whole shutdown, with its exit handlers
     child = os.fork()
     if child == 0:
-        sys.exit(7)  # through the interpreter's whole shutdown, with its exit handlers
+        body()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    for itr in range(20):
-        sampler.obtain_samples(itr)
-    sampler.shutdown()
-    say("fine")
-    """
-    with Script(tmp_path, body, METHOD=start_method) as script:
+child = multiprocessing.get_context("fork").Process(target=daemon, daemon=True)
+child.start()
+child.join()
+assert child.exitcode == 7
+for itr in range(20):
+    sampler.obtain_samples(itr)
+sampler.shutdown()
+say("fine")
+"""
+
+
+@methods("forkserver")
+def test_forks_and_daemons_may_have_samplers_and_their_end_harms_nobody(tmp_path: Path, start_method: str) -> None:
+    """Though the main process has used the same start method, and its supervisor, before."""
+    with Script(tmp_path, FORKS, METHOD=start_method) as script:
         workers = script.pids()
         out, stderr = script.end()
-        assert (out, script.process.returncode) == ("fine\n", 0)
+        assert (out, stderr, script.process.returncode) == ("fine\n", "", 0)
         gone_after(workers, time.monotonic(), LEFT_SECONDS)
-        assert stderr == ""
-
-
-@methods("forkserver")
-def test_a_fork_may_have_a_sampler_of_its_own(tmp_path: Path, start_method: str) -> None:
-    """Though the main process has used the same start method, and its supervisor, before."""
-    body = """
-    def total(seed):
-        with ParallelSampler("CartPole-v1", batch_T=5, batch_B=2, n_workers=2, start_method=METHOD) as sampler:
-            sampler.initialize(RandomAgent(), seed=seed)
-            return float(sampler.obtain_samples(0)[0].env.observation.sum())
-    ours = total(3)
-    child = os.fork()
-    if child == 0:
-        os._exit(7 if total(3) == ours else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    """
-    with Script(tmp_path, body, METHOD=start_method) as script:
-        _, stderr = script.end()
-        assert (stderr, script.process.returncode) == ("", 0)
-
-
-@methods("forkserver")
-def test_a_daemonic_parent_may_have_workers(tmp_path: Path, start_method: str) -> None:
-    body = """
-    import multiprocessing
-    def body(results):
-        with ParallelSampler(CountingEnv, batch_T=5, batch_B=2, n_workers=2, start_method=METHOD) as sampler:
-            sampler.initialize(RandomAgent())
-            samples, _ = sampler.obtain_samples(0)
-            results.send((multiprocessing.current_process().daemon, float(samples.env.reward.sum())))
-    context = multiprocessing.get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
-    parent = context.Process(target=body, args=(writer,), daemon=True)
-    parent.start()
-    assert reader.poll(20)
-    daemonic, rewards = reader.recv()
-    assert daemonic and rewards > 0
-    parent.join()
-    assert parent.exitcode == 0
-    """
-    with Script(tmp_path, body, METHOD=start_method) as script:
-        _, stderr = script.end()
-        assert (stderr, script.process.returncode) == ("", 0)
 
 
 @methods("fork")
@@ -119,76 +95,21 @@ def test_two_samplers_at_once_are_strangers(start_method: str) -> None:
 
 
 @methods("forkserver")
-def test_a_sampler_in_a_thread(start_method: str) -> None:
-    results: list[Any] = []
-
-    def body() -> None:
-        try:
-            with ParallelSampler(CountingEnv, batch_T=6, batch_B=2, start_method=start_method) as sampler:
-                sampler.initialize(RandomAgent())
-                results.append(float(sampler.obtain_samples(0)[0].env.reward.sum()))
-        except ConfigError as error:
-            results.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join(BOUND)
-    (result,) = results
-    if start_method == "fork":
-        assert 'start_method="fork" is not safe while this process has other threads' in str(result)
-    else:
-        assert result > 0
-
-
-@methods("forkserver")
-def test_workers_outlive_the_thread_that_started_them(start_method: str) -> None:
-    """The kernel's parent-death signal comes when a thread ends, not a process."""
-    if start_method == "fork":
-        pytest.skip("fork refuses to start workers from a thread")
-    with ParallelSampler(CountingEnv, batch_T=6, batch_B=2, start_method=start_method) as sampler:
-        thread = threading.Thread(target=sampler.initialize, args=(RandomAgent(),))
-        thread.start()
-        thread.join(BOUND)
+def test_a_sampler_of_a_thread_outlives_the_thread(start_method: str) -> None:
+    """The kernel's parent-death signal comes when a thread ends, not a process. A fork is refused in a thread."""
+    with (
+        ParallelSampler(CountingEnv, batch_T=6, batch_B=2, start_method=start_method) as sampler,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        started = threads.submit(sampler.initialize, RandomAgent())
+        if start_method == "fork":
+            with pytest.raises(ConfigError, match='start_method="fork" is not safe while this process has other thr'):
+                started.result(BOUND)
+            return
+        assert threads.submit(sampler.obtain_samples, 0).result(BOUND)[0].env.reward.sum() > 0
+        threads.shutdown()
         for itr in range(scaled(1000, 50)):
             sampler.obtain_samples(itr)
-
-
-def test_inside_pytest_xdist(tmp_path: Path) -> None:
-    pytest.importorskip("xdist")
-    n = scaled(2, 1)
-    (tmp_path / "test_inside.py").write_text(
-        "import pytest\n"
-        "from penstock import ParallelSampler, RandomAgent\n"
-        f"@pytest.mark.parametrize('i', range({n}))\n"
-        "def test_it(i):\n"
-        "    with ParallelSampler('CartPole-v1', batch_T=5, batch_B=1, start_method='spawn') as sampler:\n"
-        "        sampler.initialize(RandomAgent())\n"
-        "        sampler.obtain_samples(0)\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "1",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "error",
-        "test_inside.py",
-    ]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=BOUND,
-        env={**os.environ, "PYTHONPATH": python_path()},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{n} passed" in done.stdout
-    assert done.stderr == ""
 
 
 def test_fork_is_refused_once_cuda_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:

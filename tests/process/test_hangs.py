@@ -1,59 +1,91 @@
-"""step_timeout: what is slow is no hang. `test_faults.py` says what is."""
+"""step_timeout: what is slow is no hang, and who waits is not overdue. `test_faults.py` says what is a hang."""
 
+import threading
 import time
 from typing import Any
 
 import pytest
 
-from penstock import ParallelSampler, RandomAgent
-from penstock.envs import CountingEnv
+from penstock import AgentStep, AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, TrajInfo
+from penstock.envs import CountingEnv, SlowEnv
 
 from ..scale import scaled
+from ..support import sampler_of
+from .support import check_counting, pause
+
+LIMIT = scaled(2.0, 0.4)
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
 
 
-class SlowlyReset(CountingEnv):
-    def __init__(self, seconds: float) -> None:
-        super().__init__(length=3)
-        self.seconds = seconds
+class Slow(SlowEnv):
+    """A batch, an evaluation, and the resets together take longer than the limit."""
+
+    def __init__(self) -> None:
+        super().__init__(seconds=LIMIT / 16)
 
     def reset(self, **kwargs: Any) -> Any:
-        time.sleep(self.seconds)
+        time.sleep(LIMIT / 8)
         return super().reset(**kwargs)
 
 
-@pytest.mark.parametrize("start_method", ["forkserver"])
-def test_slow_is_not_hung(start_method: str) -> None:
-    n_workers, seconds, limit, total = scaled((16, 5.0, 30.0, 600.0), (8, 0.2, 2.0, 3.0))
-    arguments: dict[str, Any] = {"batch_T": 4, "batch_B": 2 * n_workers, "n_workers": n_workers}
-    sampler = ParallelSampler(
-        SlowlyReset, env_kwargs={"seconds": seconds}, step_timeout=limit, max_decorrelation_steps=2, **arguments
-    )
-    with sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        began = time.monotonic()
-        itr = 0
-        while time.monotonic() - began < total:
-            sampler.obtain_samples(itr)
-            itr += 1
-    assert itr >= 2
+class Pausing(RandomAgent):
+    """Takes longer over some steps than a worker may."""
+
+    calls = 0
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        type(self).calls += 1
+        if type(self).calls % 12 == 0:
+            threading.Event().wait(1.5 * LIMIT)
+        return super().step(observation, prev_action, prev_reward)
 
 
-def test_each_sign_of_life_counts_and_the_learner_may_take_its_time() -> None:
-    """A batch, an evaluation and a break between two calls may each take longer than the limit."""
+class Talkative(TrajInfo):
+    """Fills the pipe, which an asynchronous sampler reads only in its calls."""
 
-    class Slow(CountingEnv):
-        def step(self, action: Any) -> Any:
-            time.sleep(0.025)
-            return super().step(action)
+    def terminate(self, final_observation: Any) -> None:
+        self.cargo = bytes(20_000)
 
-    arguments: dict[str, Any] = {"batch_T": 20, "batch_B": 2, "n_workers": 2, "max_decorrelation_steps": 0}
-    with ParallelSampler(Slow, step_timeout=0.3, eval_n_envs=2, eval_max_steps=40, **arguments) as sampler:
-        sampler.initialize(RandomAgent())
-        sampler.obtain_samples(0)
-        assert len(sampler.evaluate_agent(0)) == 8
-        time.sleep(0.4)
-        sampler.start_samples(1)
-        time.sleep(0.6)
-        sampler.wait_samples()
+
+EVALUATION: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 2 * 15}
+#: Many workers: some have not woken up yet when the main process looks at them again.
+MANY: dict[str, Any] = {"batch_B": 8, "n_workers": 8}
+#: One worker is at work all the time. The other, and the server, have nothing to do for longer than they may.
+ONE_SLOW: dict[str, Any] = {"env_fn": [CountingEnv] * 3 + [lambda: SlowEnv(seconds=0.6 * LIMIT)], "batch_T": 3}
+SCENES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "environments": (ParallelSampler, RandomAgent, {"env_fn": Slow, "batch_T": 20, "batch_B": 2, **EVALUATION}),
+    "an agent": (GpuSampler, Pausing, MANY),
+    "an agent, no overlap": (AlternatingSampler, Pausing, {**MANY, "overlap": False}),
+    "one environment": (GpuSampler, RandomAgent, {**ONE_SLOW, "server": "process", "min_ready": 1}),
+    "a learner": (AsyncSampler, RandomAgent, {}),
+    "a learner, with a full pipe": (AsyncSampler, RandomAgent, {"batch_T": 16, "traj_info_cls": Talkative}),
+}
+
+
+@pytest.mark.parametrize("who", SCENES)
+def test_slow_is_not_hung(who: str) -> None:
+    """Nor is a learner that takes its time between two calls, and in the middle of a batch."""
+    cls, agent_cls, options = SCENES[who]
+    with sampler_of(cls, step_timeout=LIMIT, **options) as sampler:
+        sampler.initialize(agent_cls(), seed=0)
+        is_async = cls is AsyncSampler
+        if is_async:
+            sampler.start()
+        for itr in range(3 if is_async else 2):
+            if itr and not is_async:
+                sampler.start_samples(itr)
+                pause(1.5 * LIMIT)
+                samples, infos = sampler.wait_samples()
+            else:
+                samples, infos = sampler.obtain_samples(itr)
+            check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
+            assert len(infos) == int(samples.env.done.sum())
+            pause(1.5 * LIMIT)
+            if sampler.config.eval_n_envs:
+                assert len(sampler.evaluate_agent(itr)) == 6
+        if is_async:
+            sampler.pause()
+            pause(1.5 * LIMIT)
+            sampler.resume()
+            sampler.obtain_samples(3)

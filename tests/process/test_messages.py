@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock import ConfigError, ParallelSampler, RandomAgent, WorkerDiedError, WorkerError
+from penstock import ParallelSampler, RandomAgent, WorkerDiedError, WorkerError
 from penstock.envs import CountingEnv
 from penstock.testing import Fault, faulty_env
-from penstock.workers.affinity import usable_cpus
 
 from ..scale import START_METHODS, methods, scaled
 
@@ -188,12 +187,3 @@ def test_a_segfault_shows_its_python_stack(start_method: str) -> None:
     assert "_watch_main_process" not in message
     assert "Extension modules" not in message
     assert len(message) <= MOST_BYTES
-
-
-def test_a_cpu_that_is_not_there_is_refused() -> None:
-    first = usable_cpus()[0]
-    with (
-        ParallelSampler(CountingEnv, batch_T=4, batch_B=2, n_workers=2) as sampler,
-        pytest.raises(ConfigError, match=r"affinity pins worker 1 to CPUs \[99\].* not among those this process may"),
-    ):
-        sampler.initialize(RandomAgent(), affinity=[first, 99])

@@ -11,20 +11,16 @@ from typing import Any
 
 import pytest
 
-from penstock import GpuSampler, ParallelSampler, RandomAgent, Sampler, WorkerDiedError
+from penstock import GpuSampler, ParallelSampler, RandomAgent, WorkerDiedError
 from penstock.buffers.object_pipe import ObjectPipe
 from penstock.buffers.shared import NamedMemory
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 from penstock.workers.gates import WakeUp
 
-pytestmark = pytest.mark.slow
+from ..support import sampler_of
 
-CLOSERS: list[tuple[type, str]] = [
-    (WakeUp, "close"),
-    (ObjectPipe, "close"),
-    (NamedMemory, "close"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -40,63 +36,58 @@ def closings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, str]]]
 
         return close
 
-    for cls, name in CLOSERS:
-        monkeypatch.setattr(cls, name, counted(getattr(cls, name)))
+    for cls in (WakeUp, ObjectPipe, NamedMemory):
+        monkeypatch.setattr(cls, "close", counted(cls.close))
     yield found
     found.clear()  # a mapping lives as long as anything refers to it
 
 
-def check(closings: list[tuple[Any, str]], place: str) -> None:
-    counts = Counter(id(resource) for resource, _ in closings)
-    assert set(counts.values()) == {1}, [resource for resource, _ in closings if counts[id(resource)] > 1]
-    assert {cls for cls, _ in CLOSERS} <= {type(resource) for resource, _ in closings}
-    assert {found for _, found in closings} == {place}
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
-def test_a_killed_worker(cls: type[Sampler], closings: list[tuple[Any, str]]) -> None:
-    with cls(CountingEnv, batch_T=4, batch_B=4, n_workers=2, eval_n_envs=2) as sampler:
+def use(sampler: Any, kills: bool) -> None:
+    with sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
-        kill(sampler.worker_pids[1])
-        with pytest.raises(WorkerDiedError):
-            sampler.obtain_samples(1)
-        check(closings, "wait")
-        with pytest.raises(WorkerDiedError):
-            sampler.obtain_samples(2)
+        if kills:
+            os.kill(sampler.worker_pids[1], signal.SIGKILL)
+            for _ in range(2):
+                with pytest.raises(WorkerDiedError):
+                    sampler.obtain_samples(1)
     sampler.shutdown()
-    check(closings, "wait")
 
 
-def test_an_ordinary_shutdown(closings: list[tuple[Any, str]]) -> None:
-    with ParallelSampler(CountingEnv, batch_T=4, batch_B=4, n_workers=2) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        sampler.obtain_samples(0)
-    sampler.shutdown()
-    check(closings, "close")
-
-
-def test_a_killed_worker_of_a_vector_environment(closings: list[tuple[Any, str]]) -> None:
+def use_vector_env() -> None:
     envs = ShmVectorEnv([CountingEnv] * 2)
     envs.reset(seed=0)
-    kill(envs.worker_pids[0])
+    os.kill(envs.worker_pids[0], signal.SIGKILL)
     with pytest.raises(WorkerDiedError):
         envs.step([1, 1])
     envs.close()
-    check(closings, "wait")
 
 
-def test_a_worker_that_cannot_start(closings: list[tuple[Any, str]]) -> None:
+def start_in_vain() -> None:
     def build() -> CountingEnv:
         if os.getpid() != main:
-            kill(os.getpid())
+            os.kill(os.getpid(), signal.SIGKILL)
         return CountingEnv()
 
     main = os.getpid()
-    with ParallelSampler(build, batch_T=4, batch_B=4, n_workers=2) as sampler, pytest.raises(WorkerDiedError):
+    with sampler_of(ParallelSampler, build) as sampler, pytest.raises(WorkerDiedError):
         sampler.initialize(RandomAgent(), seed=0)
-    check(closings, "wait")
+
+
+SCENES: dict[str, tuple[Callable[[], None], str]] = {
+    "an ordinary shutdown": (lambda: use(sampler_of(ParallelSampler), kills=False), "close"),
+    "a killed worker": (lambda: use(sampler_of(ParallelSampler), kills=True), "wait"),
+    "a killed worker with a server": (lambda: use(sampler_of(GpuSampler, eval_n_envs=2), kills=True), "wait"),
+    "a killed worker of a vector environment": (use_vector_env, "wait"),
+    "a worker that cannot start": (start_in_vain, "wait"),
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_each_resource_is_closed_once_by_the_pool(scene: str, closings: list[tuple[Any, str]]) -> None:
+    work, place = SCENES[scene]
+    work()
+    counts = Counter(id(resource) for resource, _ in closings)
+    assert set(counts.values()) == {1}, [resource for resource, _ in closings if counts[id(resource)] > 1]
+    assert {type(resource) for resource, _ in closings} >= {WakeUp, ObjectPipe, NamedMemory}
+    assert {found for _, found in closings} == {place}

@@ -227,14 +227,3 @@ def test_a_fork_does_not_prolong_a_lease() -> None:
             assert psutil.pid_exists(fork)
         finally:
             os.kill(fork, signal.SIGKILL)
-
-
-def test_a_refused_lease_does_not_unlock_the_file() -> None:
-    """A process loses its POSIX lock when it closes any descriptor of the file."""
-    ports = free_stretch(1)
-    with lease_port(ports.start, ports.stop), peers(1) as (peer,):
-        for _ in range(3):
-            with pytest.raises(PortLeaseError, match="this process"):
-                lease_port(ports.start, ports.stop, timeout=0)
-            with pytest.raises(PortLeaseError, match=f"leased by pid {os.getpid()} "):
-                peer.lease(1, ports, timeout=0)

@@ -16,7 +16,7 @@ import torch
 
 from penstock import AsyncSampler, RandomAgent, SamplerState, WorkerDiedError
 from penstock.buffers import descriptors
-from penstock.envs import CountingEnv, SlowEnv
+from penstock.envs import CountingEnv
 from penstock.learning import Ratio, Replay
 
 from ..learning.streams import storage_of
@@ -146,27 +146,6 @@ def test_a_killed_main_process_leaves_nothing_but_a_checkpoint(tmp_path: Path) -
         if (tmp_path / "saved" / "replay.json").exists():
             loaded = Replay.load(tmp_path / "saved")
             assert (loaded.sample(100).return_ > 0).all()
-
-
-@pytest.mark.parametrize(("env_seconds", "learn_seconds"), [(0.0, 0.0), (0.001, 0.0), (0.0, 0.001)])
-def test_the_ratio_over_many_steps(env_seconds: float, learn_seconds: float) -> None:
-    """A learner that is as fast as the workers, faster, or slower."""
-    n, per_step = 32, 0.5
-    replay = Replay(B * 20 * T, seed=0)
-    wanted = scaled(1_000_000 if not (env_seconds or learn_seconds) else 100_000, 3_000)
-    env_fn = partial(SlowEnv, env_seconds) if env_seconds else CountingEnv
-    with AsyncSampler(
-        env_fn, batch_T=T, batch_B=B, n_workers=2, replay=replay, ratio=Ratio(per_step), n_slots=4
-    ) as sampler:
-        sampler.initialize(RandomAgent(), seed=1)
-        sampler.start()
-        while replay.n_steps < wanted:
-            replay.sample(n)
-            if learn_seconds:
-                pause(learn_seconds)
-        sampler.pause()
-    slack = per_step * T * B + n
-    assert abs(replay.n_drawn - replay.n_steps * per_step) <= slack
 
 
 @contextmanager

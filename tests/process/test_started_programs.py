@@ -53,8 +53,28 @@ def test_no_game_outlives_the_main_process(kind: str, start_method: str, end: st
             os.kill(own, signal.SIGKILL)
 
 
+SERVED = """
+from penstock import SerialSampler
+class Client(CountingEnv):
+    server = None
+    def __init__(self):
+        super().__init__()
+        if Client.server is None:
+            Client.server = subprocess.Popen(["cat"], stdin=-1, stdout=-1, bufsize=0)
+    def step(self, action):
+        self.server.stdin.write(b"x")
+        assert self.server.stdout.read(1) == b"x"
+        return super().step(action)
+for _ in range(2):
+    with SerialSampler(Client, batch_T=5, batch_B=2) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+Client.server.communicate()
+"""
+
+
 def test_a_program_that_serves_all_environments_of_a_process_stays(tmp_path: Path) -> None:
     """The first environment starts it. So the end of an environment, or of a sampler, must not end it."""
-    with Script(tmp_path, PROGRAMS / "common_server.py") as script:
+    with Script(tmp_path, SERVED) as script:
         assert script.end() == ("", "")
         assert script.process.returncode == 0

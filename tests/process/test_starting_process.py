@@ -31,10 +31,40 @@ from .support import SLACK, Script, gone_after, note
 pytestmark = pytest.mark.timeout(scaled(600, 90))
 
 
+KILLED = """
+import psutil
+from functools import partial
+from penstock.vector import ShmVectorEnv
+class Game(CountingEnv):
+    def __init__(self):
+        super().__init__()
+        self.game = os.posix_spawnp("sleep", ["sleep", "600"], os.environ)  # a Popen would warn that it was left
+make = partial(ShmVectorEnv, [CountingEnv, Game], spaces=(CountingEnv().observation_space, CountingEnv().action_space))
+with make() as first, make() as second:
+    workers, games = [], []
+    for envs in (first, second):
+        envs.reset()
+        workers += envs.worker_pids
+        games.append(envs.apply(lambda env: getattr(env, "game", 0))[1])
+    say(*workers, *games)
+    os.kill(psutil.Process(workers[0]).ppid(), signal.SIGKILL)
+    for envs in (first, second):
+        try:
+            while True:
+                envs.step([0, 0])
+        except WorkerDiedError as error:
+            say(str(error).splitlines()[0])
+with make() as third:
+    third.reset()
+    third.step([0, 0])
+    say("next start")
+"""
+
+
 @pytest.mark.slow
 def test_all_workers_end_with_the_process_that_starts_them_and_the_error_says_so(tmp_path: Path) -> None:
     """So does what their environments have started. The next start makes another such process."""
-    with Script(tmp_path, PROGRAMS / "supervisor_killed.py") as script:
+    with Script(tmp_path, KILLED) as script:
         pids, began = script.pids(), time.monotonic()
         seconds = gone_after(pids if COMPILED else pids[:4], began, 2.0 * SLACK)
         note("starting process killed to no worker left, s", seconds, 2.0 * SLACK)

@@ -1,17 +1,22 @@
-"""Failures of a vector environment beyond the table of `test_faults.py`: what replacements give, kills, Ctrl-C."""
+"""Failures of a vector environment beyond the table of `test_faults.py`: what replacements give, kills, Ctrl-C, odd
+infos, and waits that go on through many calls."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
 
+from penstock import ConfigError, EnvCallError, SpaceError, WorkerError, WorkerTimeoutError
 from penstock.envs import CountingEnv
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
@@ -21,25 +26,11 @@ from ..support import until
 
 pytestmark = [pytest.mark.timeout(scaled(600, 60)), pytest.mark.slow]
 
-N = 4
-
-
-def failing_envs(fault: Fault, **kwargs: Any) -> ShmVectorEnv:
-    """The last of four environments, in the second of two workers, has the fault in its step."""
-    fns = [CountingEnv] * (N - 1) + [faulty_env(CountingEnv, fault)]  # type: ignore[list-item]
-    return ShmVectorEnv(fns, in_series=2, **kwargs)
-
-
-def reset_and_step(envs: ShmVectorEnv, n_steps: int = 8) -> None:
-    envs.reset(seed=1)
-    for _ in range(n_steps):
-        envs.step(np.zeros(N, int))
+MAIN = os.getpid()
 
 
 def test_replacements_are_reproducible(tmp_path: Path) -> None:
     def rewards(marker: str) -> Any:
-        import gymnasium as gym
-
         fns = [partial(gym.make, "Pendulum-v1"), faulty_env("Pendulum-v1", Fault("kill", at=5, marker=marker))]
         with ShmVectorEnv(fns, on_worker_failure="restart") as envs:
             envs.reset(seed=7)
@@ -83,21 +74,29 @@ def test_first_ready_steps_survive_kills() -> None:
         assert cuts >= len(killed)
 
 
-class Interrupting(CountingEnv):
-    """Its second step is a Ctrl-C."""
+class Pressing(CountingEnv):
+    """Its second call of `where` is a Ctrl-C."""
 
-    def __init__(self, main_process: int) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__()
-        self.main_process = main_process
+        self.where, self.n = where, 0
+
+    def call(self, where: str) -> None:
+        self.n += where == self.where
+        if where == self.where and self.n == 2:
+            os.kill(MAIN, signal.SIGINT)
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.call("reset")
+        return super().reset(**kwargs)
 
     def step(self, action: Any) -> Any:
-        if self.count == 1:
-            os.kill(self.main_process, signal.SIGINT)
+        self.call("step")
         return super().step(action)
 
 
 def test_ctrl_c_can_be_gone_on_from() -> None:
-    with ShmVectorEnv([CountingEnv, partial(Interrupting, os.getpid())]) as envs:
+    with ShmVectorEnv([CountingEnv, partial(Pressing, "step")]) as envs:
         envs.reset()
         envs.step([0, 0])
         with pytest.raises(KeyboardInterrupt):
@@ -107,9 +106,173 @@ def test_ctrl_c_can_be_gone_on_from() -> None:
         assert envs.step([0, 0])[1].tolist() == [3, 3]
 
 
+def test_after_ctrl_c_in_a_reset_one_can_send_step_and_reset() -> None:
+    with ShmVectorEnv([partial(Pressing, "reset"), CountingEnv], autoreset_mode="DISABLED") as envs:
+        envs.reset()
+        envs.send([0], [1])
+        with pytest.raises(KeyboardInterrupt):
+            envs.reset(options={"reset_mask": np.array([True, False])})
+        observation, *_, infos = envs.recv(2)
+        assert (infos["env_id"].tolist(), observation.tolist()) == ([1], [[0, 1]])
+        envs.send([0, 0])
+        assert envs.recv(2)[0].tolist() == [[1, 1], [0, 2]]
+        assert envs.reset()[0].tolist() == [[2, 0], [1, 0]]
+
+
 def test_forgotten_it_ends_its_workers() -> None:
-    envs = failing_envs(Fault("raise", at=999))
-    reset_and_step(envs)
+    envs = ShmVectorEnv([CountingEnv] * 4, in_series=2)
+    envs.reset()
     pids = envs.worker_pids
     del envs
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of the workers")
+
+
+class Reusing(CountingEnv):
+    """One info for all its life."""
+
+    def __init__(self) -> None:
+        super().__init__(length=3)
+        self.info: dict[str, Any] = {}
+
+    def reset(self, **kwargs: Any) -> Any:
+        observation, _ = super().reset(**kwargs)
+        self.info["count"] = 0
+        return observation, self.info
+
+    def step(self, action: Any) -> Any:
+        *rest, _ = super().step(action)
+        self.info["count"] = self.count
+        return (*rest, self.info)
+
+
+def test_an_info_is_told_as_it_was_when_it_was_returned() -> None:
+    with ShmVectorEnv([Reusing] * 2, autoreset_mode="SAME_STEP") as envs:
+        envs.reset()
+        for _ in range(3):
+            infos = envs.step([0, 0])[4]
+        assert infos["final_info"]["count"].tolist() == [3, 3]
+        assert infos["count"].tolist() == [0, 0]
+
+
+def test_a_hang_is_found_while_others_go_on_stepping() -> None:
+    hanging: Any = faulty_env(CountingEnv, Fault("hang"))
+    message = r"worker 0 .* made no progress for 0\.5 s \(step_timeout=0\.5\) while stepping env_rank 0"
+    with ShmVectorEnv([hanging, partial(CountingEnv, length=10**6)], step_timeout=0.5) as envs:
+        envs.reset()
+        envs.send([0, 0])
+        with pytest.raises(WorkerTimeoutError, match=message):
+            while True:
+                ids = envs.recv()[4]["env_id"]
+                envs.send([0] * len(ids), ids)
+
+
+class Answering(CountingEnv):
+    """Dies a moment after it has answered a call, while its neighbour is still in it."""
+
+    def __init__(self, rank: int, marker: Path) -> None:
+        super().__init__()
+        self.rank, self.marker = rank, marker
+
+    def ask(self) -> int:
+        if self.rank == 0 and not self.marker.exists():
+            self.marker.touch()
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif self.rank == 1:
+            time.sleep(0.6)
+        return self.rank
+
+
+def test_a_death_after_the_answer_to_a_call_loses_nothing(tmp_path: Path) -> None:
+    fns = [partial(Answering, rank, tmp_path / "marker") for rank in range(2)]
+    with ShmVectorEnv(fns, on_worker_failure="restart") as envs:
+        envs.reset()
+        assert envs.call("ask") == (0, 1)
+        assert envs.n_restarts == 1
+        assert envs.call("ask") == (0, 1)
+
+
+class SlowToBuild(CountingEnv):
+    """Takes long to build in a replacement, and dies a moment after its first step."""
+
+    def __init__(self, rank: int, marker: Path) -> None:
+        super().__init__(length=100)
+        self.rank, self.marker = rank, marker
+        if rank == 0 and marker.exists():
+            time.sleep(1.5)
+
+    def step(self, action: Any) -> Any:
+        if self.rank == 1:
+            time.sleep(0.3)
+        elif not self.marker.exists():
+            self.marker.touch()
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return super().step(action)
+
+
+def test_a_replacement_has_the_time_of_a_start_in_later_waits_too(tmp_path: Path) -> None:
+    fns = [partial(SlowToBuild, rank, tmp_path / "marker") for rank in range(2)]
+    with ShmVectorEnv(fns, on_worker_failure="restart", max_restarts=1, step_timeout=0.8) as envs:
+        envs.reset()
+        for _ in range(4):
+            envs.step([0, 0])
+        assert envs.n_restarts == 1
+
+
+class Unreadable(Exception):
+    """Can be pickled, but not unpickled."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one)
+
+
+class OddInfo(CountingEnv):
+    def __init__(self, what: Any) -> None:
+        super().__init__(length=100)
+        self.what = what
+
+    def step(self, action: Any) -> Any:
+        *rest, info = super().step(action)
+        return (*rest, {**info, "odd": self.what()} if action == 1 else info)
+
+
+def test_an_info_that_cannot_be_unpickled_costs_one_step() -> None:
+    with ShmVectorEnv([partial(OddInfo, partial(Unreadable, 1, 2))] * 3, in_series=2) as envs:
+        envs.reset()
+        with pytest.raises(EnvCallError, match="the info of env_rank 1 has an entry that cannot be unpickled"):
+            envs.step([0, 1, 0])
+        assert envs.step([0, 0, 0])[4]["count"].tolist() == [2, 2, 2]
+        envs.send([1, 0, 0])
+        with pytest.raises(EnvCallError, match="the info of env_rank 0"):
+            while True:
+                envs.recv(3)
+        assert envs.step([0, 0, 0])[4]["count"].tolist() == [4, 4, 4]
+
+
+def test_an_info_that_cannot_be_pickled_is_named() -> None:
+    with ShmVectorEnv([CountingEnv, partial(OddInfo, threading.Lock)], n_workers=1) as envs:
+        envs.reset()
+        with pytest.raises(WorkerError, match=r"info\['odd'\] of env_rank 1 cannot be pickled") as error:
+            envs.step([1, 1])
+        assert isinstance(error.value.__cause__, SpaceError)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with ShmVectorEnv([partial(CountingEnv, dtype=np.float32)] * 2) as envs:
+        envs.reset()
+        with pytest.raises(
+            SpaceError, match="action has values from 0 to 9223372036854775808, which int64 cannot hold"
+        ):
+            envs.step(np.array([2**63, 0], np.uint64))
+        with pytest.raises(EnvCallError, match=r"^call 'nothing' on env_rank 0 raised AttributeError"):
+            envs.call("nothing")
+    with pytest.raises(ConfigError, match="copy must be True or False"):
+        ShmVectorEnv([CountingEnv], copy="no")  # type: ignore[arg-type]
+
+
+def test_a_fault_in_a_step_of_a_replacement_is_one_more() -> None:
+    env: Any = faulty_env(CountingEnv, Fault("kill", at=2))
+    with ShmVectorEnv([env], on_worker_failure="restart", max_restarts=10) as envs:
+        envs.reset()
+        for _ in range(6):
+            envs.step([0])
+        assert envs.n_restarts >= 2

@@ -1,9 +1,7 @@
 """Ports that environments lease: a lease ends with its worker, and no run leaves a lock."""
 
 import os
-import signal
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,23 +74,6 @@ def test_a_workers_leases_end_with_it(start_method: str, tidy: bool, tmp_path: P
     assert lock_files() == []
 
 
-def test_a_killed_workers_ports_are_free_before_the_sampler_closes() -> None:
-    with ParallelSampler(Leasing, batch_T=20, batch_B=2, n_workers=2) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        ports = sampler.get_attr("port")
-        assert all(is_leased(port) for port in ports)
-        for pid in sampler.worker_pids:  # type: ignore[attr-defined]
-            os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="SIGKILL"):
-            sampler.obtain_samples(0)
-        assert not any(is_leased(port) for port in ports)
-    assert lock_files() == [], "who leases a port next removes its file"
-
-
-def is_free(port: int) -> bool:
-    return not is_leased(port)
-
-
 @methods("fork", "forkserver")
 def test_a_killed_main_process_leaves_no_lock(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,7 +88,7 @@ def test_a_killed_main_process_leaves_no_lock(
             gone_after(workers, began, 2 * SLACK)
             # A thread of the process may still run after the process seems to have ended.
             for port in ports:
-                until(partial(is_free, port), "the end of the lease")
+                until(lambda port=port: not is_leased(port), "the end of the lease")
             note("main process killed, to no port leased, s", time.monotonic() - began, 2 * SLACK)
             remove_stale()
             assert lock_files() == []

@@ -44,5 +44,5 @@ if __name__ == "__main__":
     else:
         import multiprocessing
 
-        with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
+        with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
             print(pool.map(rewards_in_pool, range(2)))

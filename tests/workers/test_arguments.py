@@ -104,7 +104,10 @@ def test_arguments_of_the_constructor_are_told_by_name(arguments: dict[str, Any]
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 @pytest.mark.parametrize("size", [{"batch_T": 10**12}, {"batch_T": 2**62}])
 def test_a_batch_that_no_machine_holds_is_told_with_its_size(cls: type[Sampler], size: dict[str, int]) -> None:
-    with sampler_of(cls, **size) as sampler, pytest.raises(ConfigError, match=r"needs [\d,.]+ TiB .* [MG]iB are free"):
+    with (
+        sampler_of(cls, **size) as sampler,
+        pytest.raises(ConfigError, match=r"needs [\d,.]+ TiB .* [MG]iB are free: free some memory"),
+    ):
         sampler.initialize(RandomAgent())
 
 

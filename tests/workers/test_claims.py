@@ -149,15 +149,6 @@ def test_a_fork_owns_nothing(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fork_does_not_prolong_a_claim() -> None:
-    mine = own(1)
-    with waiting_fork():
-        mine.release()
-        with another_owner(1) as (has_it, _):
-            assert has_it
-
-
-@pytest.mark.slow
 def test_a_claim_of_a_thread_outlives_the_thread() -> None:
     got: list[Claim] = []
     thread = threading.Thread(target=lambda: got.append(own(1)))

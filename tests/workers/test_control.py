@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,8 +11,7 @@ from penstock.errors import SamplerStateError
 from penstock.workers import control as progress_module
 from penstock.workers.control import Command, ControlBlock, Phase, StopCollecting
 
-from ..children import exit_code_of
-from ..scale import START_METHODS, examples, methods
+from ..scale import examples
 
 T, WORKERS = 4, 3
 quick = examples(20, 40)
@@ -47,34 +44,6 @@ def block() -> ControlBlock:
 
 # ---- words of the main process -----------------------------------------------------------------
 
-WORDS = {"quit": st.booleans(), "stop_eval": st.booleans()}
-writes = st.lists(st.one_of([st.tuples(st.just(name), values) for name, values in WORDS.items()]))
-
-
-@quick
-@given(writes, st.booleans())
-def test_each_word_reads_as_last_written_whatever_is_written_to_the_others(
-    history: list[tuple[str, Any]], shared: bool
-) -> None:
-    block = ControlBlock(WORKERS, T, shared=shared)
-    expected: dict[str, Any] = dict.fromkeys(WORDS, 0)
-    for name, value in history:
-        setattr(block, name, value)
-        expected[name] = value
-        assert {name: getattr(block, name) for name in WORDS} == expected
-    assert isinstance(block.quit, bool)
-    block.memory.close()
-
-
-@quick
-@given(st.lists(st.integers(0, WORKERS - 1)))
-def test_openings_are_counted_per_worker(ranks: list[int]) -> None:
-    block = ControlBlock(WORKERS, T, shared=False)
-    for rank in ranks:
-        block.open(Command(), [rank])
-    assert [block.opened[rank] for rank in range(WORKERS)] == [ranks.count(rank) for rank in range(WORKERS)]
-
-
 words = st.integers(0, 2**62)
 commands = st.builds(Command, words, st.booleans(), st.booleans(), version=words, batch=words)
 
@@ -94,7 +63,7 @@ def test_every_opening_has_its_own_command(history: list[Command], ahead: int) -
                 progress.arrived += 1
             waiting.clear()
         assert block.command(1, block.opened[1]) == command
-    assert block.opened[0] == 0
+    assert [block.opened[rank] for rank in range(WORKERS)] == [0, len(history), 0]
 
 
 def test_a_ninth_open_command_is_refused_unless_it_is_the_same() -> None:
@@ -103,19 +72,6 @@ def test_a_ninth_open_command_is_refused_unless_it_is_the_same() -> None:
         block.open(Command(itr=3), [0])
     with pytest.raises(SamplerStateError, match="worker 0 has 8 commands open"):
         block.open(Command(itr=4), [0])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@methods(*START_METHODS)
-def test_a_worker_reads_the_words_and_writes_its_row_from_another_process(start_method: str) -> None:
-    block = ControlBlock(WORKERS, T, shared=True)
-    block.open(Command(itr=41), [1])
-    code = "row = block.progress(1); row.arrived = row.command.itr + 1; row.at_env(7)"
-    assert exit_code_of(start_method, code, block=block) == 0
-    assert [block.progress(rank).arrived for rank in range(WORKERS)] == [0, 42, 0]
-    assert block.snapshot(1).env_rank == 7
-    block.memory.close()
 
 
 # ---- progress rows -----------------------------------------------------------------------------
@@ -132,18 +88,21 @@ def test_no_two_rows_lie_in_one_pair_of_cache_lines(n_workers: int) -> None:
     assert len(set.union(*pairs)) == sum(map(len, pairs))
 
 
-def test_a_fresh_row_says_that_the_worker_is_starting(block: ControlBlock) -> None:
-    snapshot = block.snapshot(0)
-    assert snapshot.phase is Phase.STARTING
-    assert (snapshot.t, snapshot.batches, snapshot.steps, snapshot.heartbeat) == (-1, 0, 0, 0)
-
-
-@pytest.mark.parametrize("phase", Phase)
-def test_entering_a_phase_shows_with_a_heartbeat(block: ControlBlock, clock: Clock, phase: Phase) -> None:
-    clock.now = 123.5
-    block.progress(1).enter(phase)
-    assert block.snapshot(1).phase is phase
-    assert block.snapshot(1).heartbeat == pytest.approx(123.5)
+def test_a_row_shows_where_its_worker_is_and_since_when(block: ControlBlock, clock: Clock) -> None:
+    first, progress = block.snapshot(1), block.progress(1)
+    assert (first.phase, first.t, first.batches, first.steps, first.heartbeat) == (Phase.STARTING, -1, 0, 0, 0)
+    for phase in Phase:
+        clock.now += 1
+        progress.enter(phase)
+        assert (block.snapshot(1).phase, block.snapshot(1).heartbeat) == (phase, pytest.approx(clock.now))
+    for phase, begin in ((Phase.ACTING, progress.begin_acting), (Phase.STEPPING, progress.begin_stepping)):
+        clock.now += 1
+        begin(3)
+        assert (block.snapshot(1).phase, block.snapshot(1).t) == (phase, 3)
+        assert block.snapshot(1).heartbeat == pytest.approx(clock.now)
+    progress.words[progress.ENV_RANK] = 11
+    progress.words[progress.PHASE] = Phase.RESETTING
+    assert (block.snapshot(1).env_rank, block.snapshot(1).phase) == (11, Phase.RESETTING)
 
 
 def test_rows_do_not_touch_one_another(block: ControlBlock, clock: Clock) -> None:
@@ -160,18 +119,6 @@ def test_rows_do_not_touch_one_another(block: ControlBlock, clock: Clock) -> Non
     progress.end_batch(T, 2)
     after = block.snapshot(0), block.snapshot(2), block.timeline(0), block.timeline(2)
     np.testing.assert_equal(after, before)
-
-
-def test_the_row_of_time_and_environment_show(block: ControlBlock, clock: Clock) -> None:
-    progress = block.progress(0)
-    progress.begin_acting(3)
-    assert (block.snapshot(0).phase, block.snapshot(0).t) == (Phase.ACTING, 3)
-    assert block.snapshot(0).heartbeat == pytest.approx(clock.now)
-    progress.begin_stepping(3)
-    assert (block.snapshot(0).phase, block.snapshot(0).t) == (Phase.STEPPING, 3)
-    progress.words[progress.ENV_RANK] = 11
-    progress.words[progress.PHASE] = Phase.RESETTING
-    assert (block.snapshot(0).env_rank, block.snapshot(0).phase) == (11, Phase.RESETTING)
 
 
 durations = st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=T)
@@ -220,17 +167,6 @@ def test_a_row_outside_a_batch_is_not_stamped(block: ControlBlock, clock: Clock)
     assert not block.timeline(0).any()
 
 
-def test_resetting_and_waiting_times_add_up(block: ControlBlock, clock: Clock) -> None:
-    progress = block.progress(0)
-    for seconds in (0.25, 1.5):
-        began = progress.enter(Phase.RESETTING)
-        clock.now += seconds
-        progress.add_resetting_since(began)
-        progress.add_waiting(2 * seconds)
-    assert block.snapshot(0).resetting == pytest.approx(1.75)
-    assert block.snapshot(0).waiting == pytest.approx(3.5)
-
-
 def test_resets_are_counted_where_they_happen(block: ControlBlock, clock: Clock) -> None:
     def reset(seconds: float) -> None:
         began = progress.enter(Phase.RESETTING)
@@ -248,10 +184,12 @@ def test_resets_are_counted_where_they_happen(block: ControlBlock, clock: Clock)
         reset(seconds)
         clock.now += 128
         progress.end_batch(1, 1)
+        progress.add_waiting(seconds)
         progress.arrived += 1
         reset(8 * seconds)
     progress.begin()
     reset(256)  # in an evaluation
+    assert block.snapshot(0).resetting == pytest.approx(1 + 9 * (2 + 4) + 256)
     progress.arrived += 1
     block.reset_row(0)
     progress = block.progress(0)  # of another worker
@@ -259,7 +197,7 @@ def test_resets_are_counted_where_they_happen(block: ControlBlock, clock: Clock)
     progress.begin()
     row = block.snapshot(0)
     assert (row.first_resets, row.resets_within, row.resets_between) == pytest.approx((1 + 512, 2 + 4, 16 + 32))
-    assert (row.acting, row.stepping) == pytest.approx((2 * 64, 2 * 128))
+    assert (row.acting, row.stepping, row.waiting) == pytest.approx((2 * 64, 2 * 128, 2 + 4))
 
 
 @pytest.mark.parametrize("begin", ["begin_acting", "begin_row"])
@@ -277,6 +215,7 @@ def test_stop_eval_reaches_the_workers(block: ControlBlock) -> None:
     assert progress.stop_eval is False
     block.stop_eval = True
     assert progress.stop_eval is True
+    assert block.quit is False
 
 
 def test_trajectories_count_from_the_opening_that_the_worker_has_noticed(block: ControlBlock) -> None:

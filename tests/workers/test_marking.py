@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import psutil
 import pytest
 
 from penstock.workers.marking import marked
+
+from ..process.support import SLACK, gone_after
 
 # Prints the process ids of marked programs, then those of others; ends when its input ends.
 START = """
@@ -43,7 +46,7 @@ def test_marked_programs_end_with_the_main_process_and_others_stay(end: str) -> 
         try:
             assert all(map(is_running, programs))
             owner.communicate(b"x", timeout=30)
-            psutil.wait_procs(programs[:4], timeout=5)
+            gone_after([program.pid for program in programs[:4]], time.monotonic(), 5 * SLACK)
             assert [is_running(program) for program in programs] == [False] * 4 + [True] * 2
         finally:
             for program in filter(is_running, programs):

@@ -62,15 +62,9 @@ def test_an_evaluation_makes_no_more_steps_than_allowed_unless_that_is_less_than
     assert 1 <= eval_max_T(steps, n) <= max(1, steps // n)
 
 
-def test_workers_take_the_cpus_of_the_mask_in_turn() -> None:
+def test_workers_take_the_cpus_of_the_mask_in_turn_or_those_that_are_said() -> None:
     assert assign_cpus(Affinity(), 5, (2, 7)) == [(2,), (7,), (2,), (7,), (2,)]
-
-
-def test_explicit_cpus_are_honoured() -> None:
     assert assign_cpus(Affinity(cpus=[7, [2, 7]]), 2, (2, 7)) == [(7,), (2, 7)]
-
-
-def test_pinning_can_be_left_out() -> None:
     assert assign_cpus(Affinity(pin=False), 2, (2, 7)) == [(), ()]
     assert assign_cpus(Affinity(), 2, ()) == [(), ()]  # a system that cannot tell
 

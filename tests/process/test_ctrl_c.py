@@ -1,0 +1,125 @@
+"""Ctrl-C in calls on samplers: what follows is what it would have been. `test_random_signals.py` tries any moment."""
+
+from __future__ import annotations
+
+import signal
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from penstock import Agent, AgentStep, RandomAgent, SamplerBrokenError, SamplerState
+from penstock.testing import DelegatingAgent
+from penstock.workers import sigint
+
+from ..scale import START_METHODS, USUAL_METHODS, pairs, scaled
+from ..support import assert_same, until
+from .support import Interrupts, generator
+from .test_restart import AGENTS, CARTPOLE, ELSEWHERE, KINDS, MODES, NEVER, POLE, restarting_sampler, undisturbed
+
+pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
+
+
+def batches(mode: str, start_method: str = "forkserver", delays: Any = None) -> list[Any]:
+    """Three batches, of which each is asked for in another way. With `delays`, Ctrl-C comes meanwhile, and in an
+    evaluation afterwards."""
+    found = []
+    how: dict[str, Any] = {"batch_T": 400, "eval_max_steps": 3 * 10**6, "start_method": start_method}
+    with restarting_sampler(mode, CARTPOLE, **how) as sampler:
+        sampler.initialize(RandomAgent(), seed=9)
+        for itr in range(3):
+
+            def call(itr: int = itr) -> None:
+                if itr == 0:
+                    sampler.obtain_samples(itr)
+                    return
+                sampler.start_samples(itr)
+                if itr == 1:
+                    sampler.wait_samples()
+
+            if delays is None:
+                call()
+            else:
+                with Interrupts(delays.uniform(0, 0.1)), pytest.raises(KeyboardInterrupt):
+                    call()
+                    until(lambda: False)  # it may have been too late for the batch
+            if sampler.state is SamplerState.SAMPLING:
+                sampler.wait_samples()
+            elif sampler.stats().workers[0].batches == itr:  # it came before the batch had begun
+                sampler.obtain_samples(itr)
+            found.append(sampler.samples_np.copy())
+            if delays is not None:
+                with Interrupts(0.05), pytest.raises(KeyboardInterrupt):
+                    sampler.evaluate_agent(itr)
+                assert sampler.state is SamplerState.READY
+    return found
+
+
+uninterrupted = cache(batches)
+
+
+@pytest.mark.parametrize(
+    ("mode", "start_method"),
+    pairs(["parallel", *MODES, *list(ELSEWHERE)[:: scaled(1, 2)]], scaled(START_METHODS, USUAL_METHODS)),
+)
+def test_an_interrupted_call_changes_nothing_that_follows(mode: str, start_method: str) -> None:
+    for trial in range(scaled(10, 1)):
+        found = batches(mode, start_method, generator("ctrl-c", mode, start_method, trial))
+        assert_same(found, uninterrupted("parallel"))
+
+
+class Interrupting(DelegatingAgent):
+    """Ctrl-C comes in some of its steps: before it has drawn its noise, or when its state has advanced."""
+
+    def __init__(self, agent: Agent, at: set[int], *, late: bool, times: int = 1) -> None:
+        super().__init__(agent)
+        self.at, self.late, self.times, self.calls = at, late, times, [0]
+
+    def _interrupt(self) -> None:
+        if self.in_worker and self.calls[0] in self.at:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        self.calls[0] += self.in_worker
+        if not self.late:
+            self._interrupt()
+        step = super().step(observation, prev_action, prev_reward)
+        if self.late:
+            self._interrupt()
+        return step
+
+
+MOMENTS = scaled([*product(AGENTS, (False, True))], [("random", False), ("recurrent", True)])
+
+
+@pytest.mark.parametrize(("mode", "moment"), pairs(MODES, MOMENTS))
+def test_ctrl_c_while_the_agent_acts_changes_nothing(mode: str, moment: tuple[str, bool]) -> None:
+    (name, late), found, interrupted = moment, [], 0
+    with restarting_sampler(mode, POLE(NEVER)) as sampler:
+        agent = Interrupting(KINDS[name].agent(), {1, 10, 70, 200}, late=late)
+        sampler.initialize(agent, seed=9, bootstrap_value=True)
+        for itr in range(4):
+            try:
+                sampler.obtain_samples(itr)
+            except KeyboardInterrupt:
+                interrupted += 1
+            while sampler.state is SamplerState.SAMPLING:
+                try:
+                    sampler.wait_samples()
+                except KeyboardInterrupt:
+                    interrupted += 1
+            found.append({"agent": sampler.samples_np.copy()})
+    assert interrupted >= 2
+    assert_same(found, undisturbed(name)[0], **KINDS[name].tolerance)
+
+
+def test_a_later_ctrl_c_ends_a_step_that_hangs_and_the_sampler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sigint, "_PATIENCE_SECONDS", 0.0)
+    with restarting_sampler("lock-step", CARTPOLE) as sampler:
+        sampler.initialize(Interrupting(RandomAgent(), {5}, late=True, times=2), seed=9)
+        with pytest.raises(KeyboardInterrupt):
+            sampler.obtain_samples(0)
+        with pytest.raises(SamplerBrokenError, match="interrupted"):
+            sampler.wait_samples()
