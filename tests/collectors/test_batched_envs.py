@@ -8,9 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.vector.utils import batch_space
 from torch import nn
 
 from penstock import (
@@ -22,10 +20,12 @@ from penstock import (
     WaitResetCollector,
     WorkerError,
 )
-from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
+from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv
+from penstock.envs.direct_steps import step_into_of
 
 from ..scale import scaled
-from ..support import assert_same, collect_with
+from ..support import assert_same, collect_with, env_seeds
+from .batches import Batch
 
 pytestmark = pytest.mark.slow
 
@@ -146,56 +146,34 @@ def test_env_info_that_does_not_fit_names_the_environment(mode: AutoresetMode) -
 # ---- one's own ---------------------------------------------------------------------------------
 
 
-class Batch(SameStep):
-    """Episodes of 2, 3, 4, ... steps in a structure; `wrong` spoils what is said of row 1's end."""
-
-    def __init__(self, num_envs: int, wrong: Any = None) -> None:
-        self.num_envs, self.wrong = num_envs, wrong
-        self.single_observation_space = spaces.Dict(
-            {"at": spaces.Box(0, 100, (2,), np.float32), "both": spaces.Tuple([spaces.Discrete(100)] * 2)}
-        )
-        self.single_action_space = spaces.Discrete(2)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.length = np.arange(num_envs) + 2
-        self.count = np.zeros(num_envs, np.int64)
-
-    def _observe(self, rows: Any) -> Any:
-        count = self.count[rows]
-        return {"at": np.stack([count, count], 1).astype(np.float32), "both": (count.copy(), 2 * count)}
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.count[:] = 0
-        return self._observe(slice(None)), {}
-
-    def advance(self, actions: Any) -> Any:
-        self.count += 1
-        observation = self._observe(slice(None))
-        done = self.count == self.length
-        return observation, np.ones(self.num_envs), done, np.zeros_like(done), {"count": self.count.copy()}
-
-    def step(self, actions: Any) -> Any:
-        *step, infos = super().step(actions)
-        if self.wrong is not None and infos.get("_final_obs", [False, False])[1]:
-            infos["final_obs"]["at"] = self.wrong(infos["final_obs"]["at"])
-        return (*step, infos)
-
-    def reset_rows(self, rows: Any) -> Any:
-        self.count[rows] = 0
-        return self._observe(rows), {"count": self.count[rows]}
-
-
-def test_ones_own_batch_in_a_structure_keeps_its_final_observations() -> None:
-    for samples, _ in collect(Batch, 2, env_info={"count": 0}):
+@pytest.mark.parametrize("checks", [{}, {"check_finite": True, "debug": True}])
+def test_ones_own_batch_in_a_structure_keeps_its_final_observations(checks: dict[str, Any]) -> None:
+    assert step_into_of(Batch(1), 0) is not None
+    for samples, _ in collect(Batch, 2, env_info={"count": 0}, **checks):
         env = samples.env
         t, b = np.nonzero(env.done)
-        lengths = np.tile(np.arange(3) + 2, 2)  # two workers, three columns each
+        lengths = np.array(env_seeds(6, small=False)) % 3 + 2
         assert set(b.tolist()) == set(range(6))
         assert (env.final_obs.at[t, b] == lengths[b][:, None]).all()
         assert (env.final_obs.both._1[t, b] == 2 * lengths[b]).all()
         assert (env.env_info.count[t, b] == lengths[b]).all()
-        assert (env.observation.both._0[1:][env.done[:-1]] == 0).all()
+        counts = env.observation.both._0
+        assert (counts[1:] == np.where(env.done[:-1], 0, counts[:-1] + 1)).all()
         assert (env.final_obs.both._1[~env.done] == 0).all()
+
+
+class WrongEnd(Batch):
+    """`wrong` spoils what is said of row 1's end."""
+
+    def __init__(self, num_envs: int, wrong: Any) -> None:
+        super().__init__(num_envs)
+        self.wrong_end = wrong
+
+    def step(self, actions: Any) -> Any:
+        *step, infos = super().step(actions)
+        if infos.get("_final_obs", [False, False])[1]:
+            infos["final_obs"]["at"] = self.wrong_end(infos["final_obs"]["at"])
+        return (*step, infos)
 
 
 @pytest.mark.parametrize(
@@ -213,4 +191,4 @@ def test_ones_own_batch_in_a_structure_keeps_its_final_observations() -> None:
 )
 def test_a_final_observation_that_does_not_fit_is_named(wrong: Any, kwargs: Any, message: str) -> None:
     with pytest.raises(WorkerError, match=message):
-        collect(partial(Batch, wrong=wrong), **kwargs)
+        collect(partial(WrongEnd, wrong=wrong), **kwargs)
