@@ -76,17 +76,19 @@ def test_unusual_data_passes_in_processes_too() -> None:
     compare_with_plain(ParallelSampler, 2, np.bool_, ALL_OPTIONS)
 
 
-def test_nan_and_inf_are_recorded_as_they_are_unless_told_otherwise() -> None:
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_nan_and_inf_are_recorded_as_they_are_unless_told_otherwise(dtype: Any) -> None:
     class Endless(CountingEnv):
         def step(self, action: Any) -> Any:
             _, _, *rest = super().step(action)
-            return np.array([NAN, INF], np.float32), NAN, *rest
+            return np.array([NAN, -INF], dtype), NAN, *rest
 
     with SerialSampler(Endless, batch_T=3, batch_B=2, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent())
         samples, _ = sampler.obtain_samples(0)
     assert samples.env.reward.isnan().all()
-    assert samples.env.observation[1:].isfinite().logical_not().all()
+    assert samples.env.observation[1:, :, 0].isnan().all()
+    assert (samples.env.observation[1:, :, 1] == -INF).all()
 
 
 class Unpacking(CountingEnv):
