@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +27,14 @@ SEED = 4
 
 
 class Jumpy(CountingEnv):
-    """Rewards depend on the action; ends by termination or truncation, or both, at random lengths."""
+    """Rewards depend on the action; ends by termination or truncation, or both, at random lengths. All show their
+    observations on one board."""
+
+    board = np.zeros(2, np.float32)
+
+    def observe(self) -> Any:
+        self.board[:] = self.episode, self.count
+        return self.board
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         observation, info = super().reset(seed=seed)
