@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.agents import CategoricalPgAgent
 from penstock.errors import SpaceError
 
 from ..models import LogitsAndFirst, act, acting
-from ..scale import examples
 
 
 def acting_multi_discrete(space: spaces.MultiDiscrete, columns: range, **options: Any) -> Any:
@@ -73,20 +70,6 @@ def test_components_are_independent() -> None:
     agent = acting_multi_discrete(spaces.MultiDiscrete([2, 2]), range(64))
     actions = np.concatenate([act(agent, np.zeros((64, 4))).action for _ in range(200)])
     assert abs(np.corrcoef(actions.T)[0, 1]) < 0.04
-
-
-@examples(8, 15)
-@given(st.integers(1, 5))
-def test_actions_are_the_same_however_columns_are_split(at: int) -> None:
-    rows = np.random.default_rng(2).normal(size=(140, 6, 6))
-    space = spaces.MultiDiscrete([2, 4])
-
-    def trajectory(columns: range) -> Any:
-        agent = acting_multi_discrete(space, columns)
-        return np.stack([act(agent, row[columns.start : columns.stop]).action for row in rows])
-
-    parts = [trajectory(range(at)), trajectory(range(at, 6))]
-    np.testing.assert_array_equal(np.concatenate(parts, axis=1), trajectory(range(6)))
 
 
 def test_greedy_eval_takes_each_components_most_probable() -> None:
