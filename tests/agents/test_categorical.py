@@ -102,12 +102,6 @@ def test_log_prob_is_finite_for_logits_of_any_size() -> None:
     np.testing.assert_allclose(step.agent_info.log_prob, [0, -np.log(3)], rtol=1e-6)
 
 
-def test_valuing_does_not_disturb_the_actions() -> None:
-    agents = [acting_categorical(100, range(4)) for _ in range(2)]
-    agents[0].value(np.zeros((9, 100), np.float32), np.zeros(9, np.int64), np.zeros(9, np.float32))
-    assert len({tuple(act(agent, np.zeros((4, 100))).action.tolist()) for agent in agents}) == 1
-
-
 # ---- greedy evaluation -------------------------------------------------------------------------
 
 

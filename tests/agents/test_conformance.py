@@ -7,20 +7,27 @@ from typing import Any
 
 import pytest
 
-from penstock.agents import DeterministicPgAgent, EpsilonGreedyAgent, GaussianPgAgent
+from penstock.agents import DeterministicPgAgent, EpsilonGreedyAgent, GaussianPgAgent, RecurrentCategoricalPgAgent
 from penstock.testing import check_agent
 
-from ..models import Net
+from ..models import Lstm, Net
 from ..samplers.test_equalities import CARTPOLE, MODELS, PENDULUM
 from ..scale import scaled
 
 pytestmark = pytest.mark.slow
 
+#: A setting of each of four environments.
+EACH = [0.1, 0.9, 0.2, 0.8]
 AGENTS: dict[str, tuple[Any, Callable[[], Any]]] = {
     **MODELS,
     "gaussian, log_std": (PENDULUM, lambda: GaussianPgAgent(lambda: Net(3, 1, 1, 0), initial_log_std=None)),
-    "epsilon-greedy, spread": (CARTPOLE, lambda: EpsilonGreedyAgent(lambda: Net(4, 2), epsilon=0.5, spread=3)),
+    "epsilon-greedy, epsilons": (CARTPOLE, lambda: EpsilonGreedyAgent(lambda: Net(4, 2), epsilon=EACH)),
+    "deterministic, sigmas": (PENDULUM, lambda: DeterministicPgAgent(lambda: Net(3, 1), sigma=EACH)),
     "deterministic, ou": (PENDULUM, lambda: DeterministicPgAgent(lambda: Net(3, 1), noise="ou")),
+    "a state per batch": (
+        CARTPOLE,
+        lambda: RecurrentCategoricalPgAgent(lambda: Lstm(4, 2), record_state="batch"),
+    ),
 }
 
 #: Daily without those that differ from another in an option.

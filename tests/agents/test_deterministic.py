@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 
-from penstock.agents import DeterministicPgAgent, LinearSchedule, RandomAgent
+from penstock.agents import DeterministicPgAgent, RandomAgent
 from penstock.errors import ConfigError, SpaceError
 
 from .. import models
@@ -83,12 +82,6 @@ def test_sigma_may_hang_on_the_environment_and_on_itr() -> None:
         agent.sample_mode(itr)
         noise = rows(agent, 2000, columns=3)
         np.testing.assert_allclose(noise.std(axis=(0, 2)), np.array([1, 2, 3]) / (1 + itr), rtol=0.06)
-
-
-def test_a_schedule_travels() -> None:
-    agent = cloudpickle.loads(cloudpickle.dumps(acting_deterministic(WIDE, sigma=LinearSchedule(0.5, 0.0, n_itrs=2))))
-    agent.sample_mode(2)
-    assert act(agent, [[1.0, 2.0]] * 2).tolist() == [[1, 2]] * 2
 
 
 def test_ornstein_uhlenbeck_noise_is_correlated_until_its_column_is_reset() -> None:

@@ -100,15 +100,6 @@ def test_a_new_batch_and_an_evaluation_mode_leave_the_state_alone() -> None:
     assert counts(agent) == [1, 1, 1]
 
 
-def test_copies_have_a_state_of_their_own() -> None:
-    agent = acting_recurrent(Counting)
-    counts(agent)
-    other = agent.runtime.column_copy(ColumnStreams(1, range(3)).rngs(Purpose.EVAL_ACTION))
-    assert (counts(other), counts(agent), counts(other)) == ([0] * 3, [1] * 3, [1] * 3)
-    agent.reset_one(0)
-    assert counts(other) == [2] * 3
-
-
 @pytest.mark.parametrize("record_state", ["step", "batch"])
 def test_seeding_anew_takes_another_number_of_columns(record_state: Any) -> None:
     agent = acting_recurrent(Counting, record_state=record_state)

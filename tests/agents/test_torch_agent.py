@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -273,16 +272,6 @@ def test_writing_keeps_the_tensors_that_an_optimizer_holds() -> None:
     assert agent.model.temperature.grad is not None
 
 
-def test_what_was_written_may_be_changed_afterwards() -> None:
-    agent = agent_of(Keeper)
-    arrays = {name: array.copy() for name, array in agent.read_parameters().items()}
-    before = {name: tensor.clone() for name, tensor in tensors(agent.model).items()}
-    agent.write_parameters(arrays)
-    for array in arrays.values():
-        array[...] = 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(agent.model).items())
-
-
 def test_saved_state_restores_the_model() -> None:
     agent, other = agent_of(Keeper, 1), agent_of(Keeper, 2)
     other.load_state_dict(agent.state_dict())
@@ -318,13 +307,6 @@ def test_what_a_worker_does_to_its_copy_does_not_reach_the_learner() -> None:
     randomize(worker.model)
     assert learner.model.training
     assert_same_bits(learner.model, agent_of(Keeper, 1).model)
-
-
-def test_a_worker_copy_travels_whatever_the_factory_was() -> None:
-    learner = agent_of(lambda: nn.Linear(3, 2), 1)
-    twin = pickle.loads(pickle.dumps(learner.runtime.worker_copy()))
-    assert_same_bits(twin.model, learner.model)
-    np.testing.assert_array_equal(twin.forward(*INPUTS), learner.forward(*INPUTS))
 
 
 def test_a_subclass_may_add_to_the_copies_for_workers_and_servers() -> None:
