@@ -151,63 +151,6 @@ def test_values_are_recorded_and_returned_one_per_row(shape: Any, rows: int) -> 
     assert [*step.agent_info.keys()] == ["log_prob", "value"]
 
 
-@pytest.mark.parametrize(
-    ("logits", "got"), [((3, 5), "(3, 5)"), ((3, 1, 4), "(3, 1, 4)"), ((4,), "(4,)"), ((2, 4), "(2, 4)")]
-)
-def test_logits_of_a_wrong_shape_name_both_shapes(logits: tuple[int, ...], got: str) -> None:
-    agent = acting_categorical(4, range(3), model=lambda: Outputs(lambda b: (torch.zeros(logits), torch.zeros(b))))
-    with pytest.raises(SpaceError) as caught:
-        act(agent, np.zeros((3, 4)))
-    assert f"logits must have shape (3, 4), got {got}" in str(caught.value)
-
-
-@pytest.mark.parametrize("value", [(), (2,), (3, 2), (1, 3), (3, 1, 1)], ids=str)
-def test_values_of_a_wrong_shape_name_all_shapes(value: tuple[int, ...]) -> None:
-    agent = acting_categorical(4, range(3), model=lambda: Outputs(lambda b: (torch.zeros(b, 4), torch.zeros(value))))
-    with pytest.raises(SpaceError) as caught:
-        act(agent, np.zeros((3, 4)))
-    assert f"value must have shape (3,) or (3, 1), got {value}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("output", "named"),
-    [
-        (torch.zeros(3, 4), "Tensor"),
-        ([torch.zeros(3, 4), torch.zeros(3)], "list"),
-        ((torch.zeros(3, 4),), "tuple of 1"),
-    ],
-    ids=["a tensor", "a list", "a tuple of one"],
-)
-def test_anything_but_logits_and_value_is_refused(output: Any, named: str) -> None:
-    agent = acting_categorical(4, range(3), model=lambda: Outputs(lambda b: output))
-    with pytest.raises(SpaceError, match=rf"must return a tuple \(logits, value\), got {named}"):
-        act(agent, np.zeros((3, 4)))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
-@pytest.mark.parametrize("greedy", [False, True])
-def test_logits_that_are_not_finite_are_an_error_that_shows_them(bad: float, greedy: bool) -> None:
-    agent = acting_categorical(3, range(2), greedy_eval=greedy)
-    agent.eval_mode(0)
-    with pytest.raises(FloatingPointError, match=r"logits that are not finite: \[ ?0.*(nan|inf)"):
-        act(agent, [[1, 2, 3], [0, bad, 0]])
-
-
-def test_logits_that_allow_no_action_are_an_error() -> None:
-    with pytest.raises(FloatingPointError, match="not finite"):
-        act(acting_categorical(2), [[0, 0], [-np.inf, -np.inf]])
-
-
-@pytest.mark.parametrize(
-    "space", [spaces.Box(0, 1, (2,)), spaces.MultiBinary(2), spaces.Dict({"a": spaces.Discrete(2)})], ids=str
-)
-def test_other_than_discrete_actions_are_refused_with_a_way_out(space: Any) -> None:
-    with pytest.raises(
-        SpaceError, match=r"needs a Discrete or MultiDiscrete action space, the environment has .*use an"
-    ):
-        CategoricalPgAgent(LogitsAndFirst).initialize(spaces.Box(0, 1, (2,)), space)
-
-
 class Softmax(nn.Module):
     """Returns probabilities, as many tutorials do. `sizes`: of the components of the action."""
 

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 
 from penstock.agents import DeterministicPgAgent, RandomAgent
-from penstock.errors import ConfigError, SpaceError
+from penstock.errors import ConfigError
 
 from .. import models
 from ..models import Echo, acting, of_columns
@@ -150,26 +150,6 @@ def test_used_without_a_sampler_it_explores_as_in_the_first_iteration() -> None:
 # ---- what is refused ---------------------------------------------------------------------------
 
 
-def test_squashing_needs_bounds() -> None:
-    with pytest.raises(SpaceError, match="DeterministicPgAgent squashes actions into their bounds"):
-        acting_deterministic(UNBOUNDED, squash=True)
-
-
-def test_other_spaces_are_refused() -> None:
-    with pytest.raises(SpaceError, match="DeterministicPgAgent needs a Box action space"):
-        acting_deterministic(spaces.Discrete(2))
-
-
 def test_other_noise_is_refused() -> None:
     with pytest.raises(ConfigError, match='noise must be "gaussian" or "ou", got \'pink\''):
         DeterministicPgAgent(Echo, noise="pink")  # type: ignore[arg-type]
-
-
-def test_an_action_of_a_wrong_shape_names_both() -> None:
-    with pytest.raises(SpaceError, match=r"action must have shape \(2, 2\), got \(2, 3\)"):
-        act(acting_deterministic(WIDE), np.zeros((2, 3)))
-
-
-def test_an_action_that_is_not_finite_is_an_error() -> None:
-    with pytest.raises(FloatingPointError, match="not finite"):
-        act(acting_deterministic(WIDE), [[0, 0], [np.nan, 0]])

@@ -11,7 +11,6 @@ import torch
 from gymnasium import spaces
 
 from penstock.agents import CategoricalPgAgent
-from penstock.errors import SpaceError
 
 from ..models import LogitsAndFirst, act, acting
 
@@ -76,15 +75,3 @@ def test_greedy_eval_takes_each_components_most_probable() -> None:
     agent = acting_multi_discrete(spaces.MultiDiscrete([2, 3], start=[0, 10]), range(2), greedy_eval=True)
     agent.eval_mode(0)
     assert act(agent, [[0, 1, 2, 1, 0], [1, 0, 0, 0, 3]]).action.tolist() == [[1, 10], [0, 12]]
-
-
-def test_a_component_without_a_possible_action_is_an_error() -> None:
-    agent = acting_multi_discrete(spaces.MultiDiscrete([1, 2]), range(1))
-    with pytest.raises(FloatingPointError, match="not finite"):
-        act(agent, [[0, -np.inf, -np.inf]])
-
-
-def test_logits_of_a_wrong_shape_name_both_shapes() -> None:
-    agent = acting_multi_discrete(spaces.MultiDiscrete([2, 3]), range(2))
-    with pytest.raises(SpaceError, match=r"logits must have shape \(2, 5\), got \(2, 6\)"):
-        act(agent, np.zeros((2, 6)))
