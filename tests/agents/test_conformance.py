@@ -31,7 +31,7 @@ AGENTS: dict[str, tuple[Any, Callable[[], Any]]] = {
 }
 
 #: Daily without those that differ from another in an option.
-DAILY = [name for name in AGENTS if name not in ("gaussian", "recurrent gaussian", "epsilon-greedy")]
+DAILY = [name for name in AGENTS if name not in ("gaussian", "recurrent gaussian", "epsilon-greedy", "traced")]
 
 
 @pytest.mark.parametrize("name", scaled(list(AGENTS), DAILY))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -247,6 +248,27 @@ def worker_copy(agent: Any) -> Any:
 
 def inputs(seed: int = 0) -> tuple[Any, Any, Any]:
     return observations(4, 3, seed=seed), np.zeros(4, np.int64), np.zeros(4, np.float32)
+
+
+@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("model", [TwoHeads, TwoNetworks])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_weights_follow_every_publication(kind: Any, model: Any, pickled: bool) -> None:
+    agent = CategoricalPgAgent(model, inference=kind)
+    worker = worker_copy(agent)
+    source = agent.runtime.share_memory(shared=False)
+    if pickled:
+        worker = pickle.loads(pickle.dumps(worker))
+    worker.runtime.attach(source)
+    for change in (1.0, -0.3):
+        with torch.no_grad():
+            for parameter in agent.model.parameters():
+                parameter.add_(change)
+        agent.sync_shared_memory()
+        worker.runtime.pull_shared_memory()
+        expected = agent.value(*inputs())  # the learner's agent uses torch
+        np.testing.assert_allclose(worker.value(*inputs()), expected, rtol=1e-5, atol=1e-5)
+    agent.runtime.unshare_memory(source)
 
 
 @pytest.mark.parametrize("kind", FAST)
