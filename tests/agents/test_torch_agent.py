@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -307,6 +308,12 @@ def test_what_a_worker_does_to_its_copy_does_not_reach_the_learner() -> None:
     randomize(worker.model)
     assert learner.model.training
     assert_same_bits(learner.model, agent_of(Keeper, 1).model)
+
+
+def test_a_worker_copy_travels_whatever_the_factory_was() -> None:
+    learner = agent_of(lambda: nn.Linear(3, 2), 1)
+    twin = pickle.loads(pickle.dumps(learner.runtime.worker_copy()))
+    assert_same_bits(twin.model, learner.model)
 
 
 def test_a_subclass_may_add_to_the_copies_for_workers_and_servers() -> None:

@@ -56,10 +56,13 @@ both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitReset
 @both_modes
 @pytest.mark.parametrize("recurrent", quick_first([True, False]))
 @examples(10, 15)
-@given(T=st.integers(1, 20), B=st.integers(1, 4))
-def test_every_field_equals_a_plain_loop(collector_cls: Any, recurrent: bool, T: int, B: int) -> None:
+@given(T=st.integers(1, 20), B=st.integers(1, 4), record_final_obs=st.booleans())
+def test_every_field_equals_a_plain_loop(
+    collector_cls: Any, recurrent: bool, T: int, B: int, record_final_obs: bool
+) -> None:
     sizes = {"batch_T": T, "batch_B": B, "n_batches": 4, "wait_reset": collector_cls is WaitResetCollector}
-    compare(SerialSampler, Jumpy, Stateful if recurrent else Plain, **sizes)
+    agent, only_ours = Stateful if recurrent else Plain, {"record_final_obs": record_final_obs}
+    compare(SerialSampler, Jumpy, agent, sampler=only_ours, **sizes)
 
 
 def test_the_first_batch_goes_on_after_the_random_steps() -> None:
