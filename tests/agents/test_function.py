@@ -12,15 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from penstock import (
-    Agent,
-    AlternatingSampler,
-    ConfigError,
-    FunctionAgent,
-    GpuSampler,
-    ParallelSampler,
-    SerialSampler,
-)
+from penstock import Agent, AlternatingSampler, ConfigError, FunctionAgent, GpuSampler, ParallelSampler, SerialSampler
 from penstock.agents import AgentStep
 from penstock.buffers import NamedArrays
 from penstock.envs import CountingEnv

@@ -12,15 +12,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from penstock import (
-    AsyncSampler,
-    ConfigError,
-    ParallelSampler,
-    RandomAgent,
-    SerialSampler,
-    TrajInfo,
-    WorkerError,
-)
+from penstock import AsyncSampler, ConfigError, ParallelSampler, RandomAgent, SerialSampler, TrajInfo, WorkerError
 from penstock.envs import CountingEnv
 from penstock.learning import Replay
 

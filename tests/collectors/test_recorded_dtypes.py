@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from penstock import (
-    Agent,
-    AgentStep,
-    GpuSampler,
-    ParallelSampler,
-    SerialSampler,
-    SpaceError,
-    WorkerError,
-)
+from penstock import Agent, AgentStep, GpuSampler, ParallelSampler, SerialSampler, SpaceError, WorkerError
 from penstock.envs import BatchedCartPole, CountingEnv
 
 from ..scale import mostly_first

@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import (
-    ParallelSampler,
-    RandomAgent,
-    ResetCollector,
-    SamplerBrokenError,
-    SerialSampler,
-    WaitResetCollector,
-)
+from penstock import ParallelSampler, RandomAgent, ResetCollector, SamplerBrokenError, SerialSampler, WaitResetCollector
 from penstock.agents import draw
 from penstock.envs import BatchedCartPole, CountingEnv, Purpose
 from penstock.envs.seeding import ColumnStreams, stream

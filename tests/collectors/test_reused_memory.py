@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from penstock import (
-    AgentStep,
-    GpuSampler,
-    ParallelSampler,
-    RandomAgent,
-    SerialSampler,
-    TrajInfo,
-)
+from penstock import AgentStep, GpuSampler, ParallelSampler, RandomAgent, SerialSampler, TrajInfo
 from penstock.columns.interface import Start, snapshot
 from penstock.columns.single_columns import SingleColumns
 from penstock.envs import NestedEnv
