@@ -1,7 +1,8 @@
-"""CategoricalPgAgent: it samples the softmax of its model's logits and reports what it sampled."""
+"""CategoricalPgAgent: it samples the softmax of its model's logits, or of their parts, and reports what it sampled."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import gymnasium as gym
@@ -20,9 +21,8 @@ from penstock.agents.torch_agent import output_array
 from penstock.errors import SpaceError
 
 from ..models import LogitsAndFirst, acting
+from ..models import act as act_in_double
 from ..scale import examples
-
-quick = examples(20, 60)
 
 
 def acting_categorical(
@@ -86,33 +86,17 @@ def test_the_smallest_and_the_largest_noise_still_choose_what_has_a_probability(
 
 
 @pytest.mark.filterwarnings("ignore:the model seems to return probabilities")  # some of these sum to 1
-@quick
+@examples(20, 60)
 @given(logit_rows, st.integers(-5, 5), st.integers(0, 100))
-def test_actions_are_whole_numbers_of_the_space(logits: Any, start: int, seed: int) -> None:
-    rows, n = logits.shape
-    action = act(acting_categorical(n, range(rows), start=start, seed=seed), logits).action
-    space = spaces.Discrete(n, start=start)
-    assert action.shape == (rows,)
-    assert all(space.contains(a) for a in action)
-
-
-def test_a_space_that_starts_elsewhere_shifts_the_actions_and_nothing_else() -> None:
-    logits = np.random.default_rng(0).normal(size=(8, 4))
-    plain, shifted = (act(acting_categorical(4, range(8), start=start), logits) for start in (0, -7))
-    assert (shifted.action + 7).tolist() == plain.action.tolist()
-    assert shifted.agent_info.log_prob.tolist() == plain.agent_info.log_prob.tolist()
-
-
-@pytest.mark.filterwarnings("ignore:the model seems to return probabilities")  # some of these sum to 1
-@quick
-@given(logit_rows, st.integers(0, 5), st.integers(0, 100))
 def test_log_prob_is_that_of_torchs_categorical(logits: Any, start: int, seed: int) -> None:
     rows, n = logits.shape
-    step = act(acting_categorical(n, range(rows), start=start, seed=seed), logits)
-    index = torch.from_numpy(step.action - start)
+    action, info = act(acting_categorical(n, range(rows), start=start, seed=seed), logits)
+    assert action.shape == (rows,)
+    assert all(spaces.Discrete(n, start=start).contains(each) for each in action)
+    index = torch.from_numpy(action - start)
     expected = torch.distributions.Categorical(logits=torch.from_numpy(logits).double()).log_prob(index)
-    assert step.agent_info.log_prob.dtype == np.float32
-    np.testing.assert_allclose(step.agent_info.log_prob, expected.numpy(), rtol=1e-5, atol=1e-5)
+    assert info.log_prob.dtype == np.float32
+    np.testing.assert_allclose(info.log_prob, expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_log_prob_is_finite_for_logits_of_any_size() -> None:
@@ -120,25 +104,19 @@ def test_log_prob_is_finite_for_logits_of_any_size() -> None:
     np.testing.assert_allclose(step.agent_info.log_prob, [0, -np.log(3)], rtol=1e-6)
 
 
-def test_valuing_does_not_disturb_the_actions() -> None:
-    agents = [acting_categorical(100, range(4)) for _ in range(2)]
-    agents[0].value(np.zeros((9, 100), np.float32), np.zeros(9, np.int64), np.zeros(9, np.float32))
-    assert len({tuple(act(agent, np.zeros((4, 100))).action.tolist()) for agent in agents}) == 1
-
-
 # ---- greedy evaluation -------------------------------------------------------------------------
 
 
 def test_greedy_eval_takes_the_most_probable_action_in_evaluation_alone() -> None:
-    agent = acting_categorical(3, range(32), greedy_eval=True)
+    agent = acting_categorical(3, range(32), start=10, greedy_eval=True)
     rows = np.tile(np.float32([0, 0.1, 0.05]), (32, 1))
     sampled = [act(agent, rows).action]
     agent.eval_mode(0)
     greedy = act(agent, rows)
     agent.sample_mode(0)
     sampled.append(act(agent, rows).action)
-    assert greedy.action.tolist() == [1] * 32
-    assert all(set(action.tolist()) == {0, 1, 2} for action in sampled)
+    assert greedy.action.tolist() == [11] * 32
+    assert all(set(action.tolist()) == {10, 11, 12} for action in sampled)
     expected = torch.from_numpy(rows).log_softmax(1)[:, 1].numpy()
     np.testing.assert_allclose(greedy.agent_info.log_prob, expected, rtol=1e-6)
 
@@ -147,12 +125,6 @@ def test_without_greedy_eval_evaluation_samples_too() -> None:
     agent = acting_categorical(3, range(32))
     agent.eval_mode(0)
     assert set(act(agent, np.zeros((32, 3))).action.tolist()) == {0, 1, 2}
-
-
-def test_greedy_eval_honours_the_start_of_the_space() -> None:
-    agent = acting_categorical(3, range(1), start=10, greedy_eval=True)
-    agent.eval_mode(0)
-    assert act(agent, [[0, 0, 1]]).action.tolist() == [12]
 
 
 # ---- the model's output ------------------------------------------------------------------------
@@ -179,63 +151,6 @@ def test_values_are_recorded_and_returned_one_per_row(shape: Any, rows: int) -> 
     for recorded in (step.agent_info.value, value):
         assert (recorded.tolist(), recorded.dtype) == ([*range(1, rows + 1)], np.float32)
     assert [*step.agent_info.keys()] == ["log_prob", "value"]
-
-
-@pytest.mark.parametrize(
-    ("logits", "got"), [((3, 5), "(3, 5)"), ((3, 1, 4), "(3, 1, 4)"), ((4,), "(4,)"), ((2, 4), "(2, 4)")]
-)
-def test_logits_of_a_wrong_shape_name_both_shapes(logits: tuple[int, ...], got: str) -> None:
-    agent = acting_categorical(4, range(3), model=lambda: Outputs(lambda b: (torch.zeros(logits), torch.zeros(b))))
-    with pytest.raises(SpaceError) as caught:
-        act(agent, np.zeros((3, 4)))
-    assert f"logits must have shape (3, 4), got {got}" in str(caught.value)
-
-
-@pytest.mark.parametrize("value", [(), (2,), (3, 2), (1, 3), (3, 1, 1)], ids=str)
-def test_values_of_a_wrong_shape_name_all_shapes(value: tuple[int, ...]) -> None:
-    agent = acting_categorical(4, range(3), model=lambda: Outputs(lambda b: (torch.zeros(b, 4), torch.zeros(value))))
-    with pytest.raises(SpaceError) as caught:
-        act(agent, np.zeros((3, 4)))
-    assert f"value must have shape (3,) or (3, 1), got {value}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("output", "named"),
-    [
-        (torch.zeros(3, 4), "Tensor"),
-        ([torch.zeros(3, 4), torch.zeros(3)], "list"),
-        ((torch.zeros(3, 4),), "tuple of 1"),
-    ],
-    ids=["a tensor", "a list", "a tuple of one"],
-)
-def test_anything_but_logits_and_value_is_refused(output: Any, named: str) -> None:
-    agent = acting_categorical(4, range(3), model=lambda: Outputs(lambda b: output))
-    with pytest.raises(SpaceError, match=rf"must return a tuple \(logits, value\), got {named}"):
-        act(agent, np.zeros((3, 4)))
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
-@pytest.mark.parametrize("greedy", [False, True])
-def test_logits_that_are_not_finite_are_an_error_that_shows_them(bad: float, greedy: bool) -> None:
-    agent = acting_categorical(3, range(2), greedy_eval=greedy)
-    agent.eval_mode(0)
-    with pytest.raises(FloatingPointError, match=r"logits that are not finite: \[ ?0.*(nan|inf)"):
-        act(agent, [[1, 2, 3], [0, bad, 0]])
-
-
-def test_logits_that_allow_no_action_are_an_error() -> None:
-    with pytest.raises(FloatingPointError, match="not finite"):
-        act(acting_categorical(2), [[0, 0], [-np.inf, -np.inf]])
-
-
-@pytest.mark.parametrize(
-    "space", [spaces.Box(0, 1, (2,)), spaces.MultiBinary(2), spaces.Dict({"a": spaces.Discrete(2)})], ids=str
-)
-def test_other_than_discrete_actions_are_refused_with_a_way_out(space: Any) -> None:
-    with pytest.raises(
-        SpaceError, match=r"needs a Discrete or MultiDiscrete action space, the environment has .*use an"
-    ):
-        CategoricalPgAgent(LogitsAndFirst).initialize(spaces.Box(0, 1, (2,)), space)
 
 
 class Softmax(nn.Module):
@@ -295,3 +210,68 @@ def test_bools_as_outputs_are_refused() -> None:
     for output in (torch.tensor([[True, False]]), np.array([[True, False]])):
         with pytest.raises(SpaceError, match="the model's logits must be numbers, got bools: return what they were"):
             output_array(output, "logits", (1, 2))
+
+
+# ---- MultiDiscrete: one distribution per component, side by side in the logits -------------------
+
+
+def acting_multi_discrete(space: spaces.MultiDiscrete, columns: range, **options: Any) -> Any:
+    logits = spaces.Box(-np.inf, np.inf, (int(space.nvec.sum()),))
+    return acting(CategoricalPgAgent(LogitsAndFirst, **options), logits, space, columns)
+
+
+def components(space: spaces.MultiDiscrete, logits: Any, action: Any) -> list[tuple[Any, Any]]:
+    """Per component, torch's distribution and the index that was taken."""
+    nvec, index = space.nvec.ravel(), (action - space.start).reshape(len(action), -1)
+    bounds = np.cumsum([0, *nvec])
+    return [
+        (torch.distributions.Categorical(logits=torch.from_numpy(logits[:, a:b])), torch.from_numpy(index[:, i]))
+        for i, (a, b) in enumerate(pairwise(bounds))
+    ]
+
+
+SPACES = [
+    spaces.MultiDiscrete([3, 3]),
+    spaces.MultiDiscrete([2, 5, 1, 3]),
+    spaces.MultiDiscrete([4]),
+    spaces.MultiDiscrete([[2, 3], [4, 1]]),
+    spaces.MultiDiscrete([2, 3], start=[-5, 7]),
+    spaces.MultiDiscrete([2, 3], dtype=np.int32),
+    spaces.MultiDiscrete([2, 3], dtype=np.uint8, start=[1, 2]),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_actions_are_of_the_space_and_log_prob_is_the_sum_of_torchs(space: spaces.MultiDiscrete) -> None:
+    logits = np.random.default_rng(0).normal(0, 2, (6, int(space.nvec.sum())))
+    agent = acting_multi_discrete(space, range(6))
+    for _ in range(30):
+        step = act_in_double(agent, logits)
+        assert step.action.dtype == space.dtype
+        assert all(space.contains(row) for row in step.action)
+        expected = sum(d.log_prob(index) for d, index in components(space, logits, step.action.astype(np.int64)))
+        assert step.agent_info.log_prob.dtype == np.float32
+        np.testing.assert_allclose(step.agent_info.log_prob, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_frequencies_are_those_of_each_components_softmax(space: spaces.MultiDiscrete) -> None:
+    row = np.random.default_rng(1).normal(size=int(space.nvec.sum()))
+    logits, agent = np.tile(row, (64, 1)), acting_multi_discrete(space, range(64))
+    actions = np.concatenate([act_in_double(agent, logits).action for _ in range(200)]).astype(np.int64)
+    for distribution, index in components(space, np.tile(row, (len(actions), 1)), actions):
+        p = distribution.probs[0].numpy()
+        observed = np.bincount(index, minlength=len(p)) / len(actions)
+        assert (np.abs(observed - p) <= 4.5 * np.sqrt(p * (1 - p) / len(actions)) + 1e-9).all()
+
+
+def test_components_are_independent() -> None:
+    agent = acting_multi_discrete(spaces.MultiDiscrete([2, 2]), range(64))
+    actions = np.concatenate([act_in_double(agent, np.zeros((64, 4))).action for _ in range(200)])
+    assert abs(np.corrcoef(actions.T)[0, 1]) < 0.04
+
+
+def test_greedy_eval_takes_each_components_most_probable() -> None:
+    agent = acting_multi_discrete(spaces.MultiDiscrete([2, 3], start=[0, 10]), range(2), greedy_eval=True)
+    agent.eval_mode(0)
+    assert act_in_double(agent, [[0, 1, 2, 1, 0], [1, 0, 0, 0, 3]]).action.tolist() == [[1, 10], [0, 12]]

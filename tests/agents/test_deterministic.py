@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 
-from penstock.agents import DeterministicPgAgent, LinearSchedule, RandomAgent
-from penstock.errors import ConfigError, SpaceError
+from penstock.agents import DeterministicPgAgent, RandomAgent
+from penstock.errors import ConfigError
 
 from .. import models
 from ..models import Echo, acting, of_columns
@@ -85,12 +84,6 @@ def test_sigma_may_hang_on_the_environment_and_on_itr() -> None:
         np.testing.assert_allclose(noise.std(axis=(0, 2)), np.array([1, 2, 3]) / (1 + itr), rtol=0.06)
 
 
-def test_a_schedule_travels() -> None:
-    agent = cloudpickle.loads(cloudpickle.dumps(acting_deterministic(WIDE, sigma=LinearSchedule(0.5, 0.0, n_itrs=2))))
-    agent.sample_mode(2)
-    assert act(agent, [[1.0, 2.0]] * 2).tolist() == [[1, 2]] * 2
-
-
 def test_ornstein_uhlenbeck_noise_is_correlated_until_its_column_is_reset() -> None:
     noise = rows(acting_deterministic(UNBOUNDED, range(3), noise="ou", sigma=0.3, ou_theta=0.2), 3000, 3, reset=True)
 
@@ -157,26 +150,6 @@ def test_used_without_a_sampler_it_explores_as_in_the_first_iteration() -> None:
 # ---- what is refused ---------------------------------------------------------------------------
 
 
-def test_squashing_needs_bounds() -> None:
-    with pytest.raises(SpaceError, match="DeterministicPgAgent squashes actions into their bounds"):
-        acting_deterministic(UNBOUNDED, squash=True)
-
-
-def test_other_spaces_are_refused() -> None:
-    with pytest.raises(SpaceError, match="DeterministicPgAgent needs a Box action space"):
-        acting_deterministic(spaces.Discrete(2))
-
-
 def test_other_noise_is_refused() -> None:
     with pytest.raises(ConfigError, match='noise must be "gaussian" or "ou", got \'pink\''):
         DeterministicPgAgent(Echo, noise="pink")  # type: ignore[arg-type]
-
-
-def test_an_action_of_a_wrong_shape_names_both() -> None:
-    with pytest.raises(SpaceError, match=r"action must have shape \(2, 2\), got \(2, 3\)"):
-        act(acting_deterministic(WIDE), np.zeros((2, 3)))
-
-
-def test_an_action_that_is_not_finite_is_an_error() -> None:
-    with pytest.raises(FloatingPointError, match="not finite"):
-        act(acting_deterministic(WIDE), [[0, 0], [np.nan, 0]])

@@ -12,22 +12,15 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from penstock import (
-    Agent,
-    AlternatingSampler,
-    ConfigError,
-    FunctionAgent,
-    GpuSampler,
-    ParallelSampler,
-    SerialSampler,
-)
+from penstock import Agent, AlternatingSampler, ConfigError, FunctionAgent, GpuSampler, ParallelSampler, SerialSampler
 from penstock.agents import AgentStep
 from penstock.buffers import NamedArrays
-from penstock.envs import CountingEnv, NestedEnv
+from penstock.envs import CountingEnv
 
 from .. import models
 from ..models import acting
 from ..scale import quick_first
+from ..support import sampler_of
 
 PAIR = spaces.Tuple((spaces.Discrete(2), spaces.Discrete(3)))
 
@@ -102,23 +95,6 @@ def test_lambdas_travel() -> None:
     assert act(twin).action.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_nested_spaces_are_seen_and_acted_on(cls: Any) -> None:
-    def fn(observation: Any) -> Any:
-        move = -0.5 * observation.position.astype(np.float32)
-        mode = np.stack([observation.goal._0 % 2, observation.camera[:, 0, 0, 0] % 3], axis=1)
-        return {"move": move, "mode": mode}, {"distance": np.abs(observation.position).sum(1)}
-
-    with cls(NestedEnv, batch_T=9, batch_B=3) as sampler:
-        sampler.initialize(FunctionAgent(fn), seed=1)
-        sampler.obtain_samples(0)
-        samples = sampler.samples_np
-        position = samples.env.observation.position
-        np.testing.assert_allclose(samples.agent.action.move, -0.5 * position, rtol=1e-6)
-        np.testing.assert_array_equal(samples.agent.action.mode[..., 0], samples.env.observation.goal._0 % 2)
-        np.testing.assert_array_equal(samples.agent.agent_info.distance, np.abs(position).sum(2))
-
-
 @pytest.mark.slow
 def test_it_runs_without_torch() -> None:
     code = (
@@ -142,26 +118,45 @@ class Constant:
         return np.full(len(observation), self.weights.argmax())
 
 
+class Table(Agent):
+    """Acts in the same way, by an array that the learner writes into."""
+
+    def __init__(self, policy: Constant) -> None:
+        self.weights = policy.weights
+
+    def read_parameters(self) -> Any:
+        return {"weights": self.weights}
+
+    def write_parameters(self, parameters: Any) -> None:
+        self.weights = parameters["weights"].copy()
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        return AgentStep(np.full(len(prev_reward), self.weights.argmax()))
+
+
 @pytest.mark.parametrize(
-    ("sampler_cls", "options"),
+    ("sampler_cls", "make_agent", "options"),
     quick_first(
         [
-            (SerialSampler, {}),
-            (ParallelSampler, {}),
-            (GpuSampler, {}),
-            (GpuSampler, {"server": "process"}),
-            (AlternatingSampler, {}),
+            (SerialSampler, FunctionAgent, {}),
+            (ParallelSampler, FunctionAgent, {}),
+            (GpuSampler, FunctionAgent, {}),
+            (GpuSampler, FunctionAgent, {"server": "process"}),
+            (AlternatingSampler, FunctionAgent, {}),
+            (SerialSampler, Table, {}),
+            (ParallelSampler, Table, {}),
+            (GpuSampler, Table, {}),
         ],
         3,
     ),
 )
-def test_changed_weights_act_only_after_sync_shared_memory(sampler_cls: Any, options: dict[str, Any]) -> None:
+def test_changed_weights_act_only_after_sync_shared_memory(
+    sampler_cls: Any, make_agent: Any, options: dict[str, Any]
+) -> None:
     """In every sampler, and within one batch too."""
     policy = Constant()
-    agent = FunctionAgent(policy)
-    with sampler_cls(
-        CountingEnv, batch_T=3, batch_B=4, n_workers=2, eval_n_envs=2, eval_max_steps=20, **options
-    ) as sampler:
+    agent = make_agent(policy)
+    with sampler_of(sampler_cls, batch_T=3, **options) as sampler:
         sampler.initialize(agent, seed=0)
         policy.weights[:] = [0, 0, 1]
         assert (sampler.obtain_samples(0)[0].agent.action == 1).all()
@@ -171,35 +166,6 @@ def test_changed_weights_act_only_after_sync_shared_memory(sampler_cls: Any, opt
         agent.sync_shared_memory()
         policy.weights[:] = [0, 0, 1]
         assert (sampler.obtain_samples(2)[0].agent.action == 0).all()
-
-
-class Table(Agent):
-    """Acts by an array that the learner writes into."""
-
-    def __init__(self) -> None:
-        self.action = np.ones(1, np.int64)
-
-    def read_parameters(self) -> Any:
-        return {"action": self.action}
-
-    def write_parameters(self, parameters: Any) -> None:
-        self.action = parameters["action"].copy()
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        return AgentStep(np.repeat(self.action, len(prev_reward)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler_cls", [SerialSampler, ParallelSampler, GpuSampler])
-def test_arrays_that_the_learner_writes_into_act_only_after_sync_shared_memory(sampler_cls: Any) -> None:
-    agent = Table()
-    with sampler_cls(CountingEnv, batch_T=3, batch_B=4, n_workers=2) as sampler:
-        sampler.initialize(agent, seed=0)
-        agent.action[:] = 2
-        assert (sampler.obtain_samples(0)[0].agent.action == 1).all()
-        agent.sync_shared_memory()
-        agent.action[:] = 0
-        assert (sampler.obtain_samples(1)[0].agent.action == 2).all()
 
 
 def test_a_function_that_grows_too_much_is_refused() -> None:

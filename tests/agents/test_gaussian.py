@@ -32,15 +32,6 @@ class WithDeviation(Echo):
         return observation[:, 0], observation[:, 1], observation[:, :1].reshape(len(observation), -1).sum(1)
 
 
-class Outputs(nn.Module):
-    def __init__(self, *outputs: Any) -> None:
-        super().__init__()
-        self.outputs = outputs
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        return self.outputs
-
-
 def acting_gaussian(
     space: Any, columns: range = range(2), model: Any = MeanAndSum, seed: int = 0, **options: Any
 ) -> Any:
@@ -169,37 +160,3 @@ def test_with_none_nothing_is_added_and_the_model_must_give_it() -> None:
 def test_an_initial_deviation_of_a_wrong_shape_is_refused() -> None:
     with pytest.raises(SpaceError, match=r"initial_log_std must be one number, or .* \(2,\), got shape \(3,\)"):
         acting_gaussian(UNBOUNDED, initial_log_std=[0, 0, 0])
-
-
-# ---- the model's output ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("outputs", "message"),
-    [
-        ((torch.zeros(2, 3), torch.zeros(2)), r"mean must have shape \(2, 2\), got \(2, 3\)"),
-        (
-            (torch.zeros(2, 2), torch.zeros(3), torch.zeros(2)),
-            r"log_std must have shape \(2, 2\) or \(2,\), got \(3,\)",
-        ),
-        ((torch.zeros(2, 2), torch.zeros(2, 2)), r"value must have shape \(2,\) or \(2, 1\), got \(2, 2\)"),
-        ((torch.zeros(2, 2),), r"a tuple \(mean, value\) or \(mean, log_std, value\), got tuple of 1: see Gaussian"),
-        (([[0.0] * 2] * 2, torch.zeros(2)), r"mean must be a tensor of shape \(2, 2\), got list"),
-    ],
-)
-def test_outputs_of_a_wrong_shape_name_both(outputs: Any, message: str) -> None:
-    agent = acting_gaussian(UNBOUNDED, model=lambda: Outputs(*outputs))
-    with pytest.raises(SpaceError, match=message):
-        act(agent, np.zeros((2, 2)))
-
-
-@pytest.mark.parametrize("mean", [np.nan, np.inf])
-def test_a_mean_that_is_not_finite_is_an_error(mean: float) -> None:
-    with pytest.raises(FloatingPointError, match="not finite: mean"):
-        act(acting_gaussian(UNBOUNDED), [[0, 0], [0, mean]])
-
-
-@pytest.mark.parametrize("space", [spaces.Discrete(2), spaces.Box(0, 3, (2,), np.int64)], ids=str)
-def test_other_spaces_are_refused(space: Any) -> None:
-    with pytest.raises(SpaceError, match="GaussianPgAgent needs a Box action space of a floating-point type"):
-        GaussianPgAgent(MeanAndSum).initialize(UNBOUNDED, space)

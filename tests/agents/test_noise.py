@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.agents import ColumnNoise, OrnsteinUhlenbeck, noise
 from penstock.buffers import NamedArrays
 
-from ..scale import examples
 from ..support import assert_same
-
-quick = examples(10, 15)
 
 
 def numbers(rng: np.random.Generator, n: int) -> Any:
@@ -35,26 +29,15 @@ def rows_of(source: ColumnNoise, n: int) -> list[Any]:
     return [source.next_row().copy() for _ in range(n)]
 
 
-def test_a_columns_rows_are_its_streams_numbers_in_order() -> None:
-    rows = np.stack(rows_of(ColumnNoise(generators(range(3)), numbers), 300))
-    for column, rng in enumerate(generators(range(3))):
-        np.testing.assert_array_equal(rows[:, column], numbers(rng, 300))
-
-
-@quick
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 300))
-def test_rows_do_not_depend_on_how_the_columns_are_split(widths: list[int], n: int) -> None:
-    bounds = np.cumsum([0, *widths]).tolist()
-    whole = np.stack(rows_of(ColumnNoise(generators(range(bounds[-1])), numbers), n))
-    parts = [np.stack(rows_of(ColumnNoise(generators(range(a, b)), numbers), n)) for a, b in pairwise(bounds)]
-    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_rows_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    usual = np.stack(rows_of(ColumnNoise(generators(range(3)), numbers), 300))
+@pytest.mark.parametrize("n_columns", [1, 8])
+@pytest.mark.parametrize("chunk", [1, 7, 128, 1000])
+def test_a_columns_rows_are_its_streams_numbers_in_order_however_many_are_drawn_at_once(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, n_columns: int
+) -> None:
     monkeypatch.setattr(noise, "_CHUNK", chunk)
-    np.testing.assert_array_equal(np.stack(rows_of(ColumnNoise(generators(range(3)), numbers), 300)), usual)
+    rows = np.stack(rows_of(ColumnNoise(generators(range(n_columns)), numbers), 300))
+    for column, rng in enumerate(generators(range(n_columns))):
+        np.testing.assert_array_equal(rows[:, column], numbers(rng, 300))
 
 
 def test_nested_draws_give_nested_rows() -> None:
@@ -77,11 +60,6 @@ def test_a_row_stays_as_it_was_while_the_next_128_are_drawn(draw: Any) -> None:
         kept = [*kept[-128:], (row, row.copy())]
         for given_out, as_it_was in (kept[0], kept[-2] if len(kept) > 1 else kept[0]):
             assert_same(given_out, as_it_was)
-
-
-def test_columns_do_not_share_a_row() -> None:
-    row = ColumnNoise(generators(range(8)), numbers).next_row()
-    assert len(np.unique(row)) == row.size == 16
 
 
 # ---- Ornstein-Uhlenbeck ------------------------------------------------------------------------

@@ -68,11 +68,5 @@ def test_values_are_zero_one_per_row(n: int) -> None:
     assert (value.tolist(), value.dtype) == ([0.0] * n, np.float32)
 
 
-def test_valuing_does_not_disturb_the_actions() -> None:
-    agents = [acting_at_random(spaces.Discrete(1000), range(4)) for _ in range(2)]
-    agents[0].value(None, None, np.zeros(4, np.float32))
-    assert act(agents[0], range(4)).tolist() == act(agents[1], range(4)).tolist()
-
-
 def test_there_are_no_parameters() -> None:
     assert RandomAgent().read_parameters() == {}

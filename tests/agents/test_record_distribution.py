@@ -16,29 +16,18 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 
+from ..models import Gru, Net
 from ..scale import pairs, quick_first
 
 
 class Model(nn.Module):
-    def __init__(self, n_outputs: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.policy, self.critic = nn.Linear(2, n_outputs), nn.Linear(2, 1)
+        self.policy, self.critic = nn.Linear(2, 3), nn.Linear(2, 1)
 
     def forward(self, observation: torch.Tensor) -> Any:
         x = observation * 0.1
         return self.policy(x), self.critic(x)
-
-
-class Pushing(nn.Module):
-    def forward(self, observation: torch.Tensor) -> Any:
-        return observation[:, :1], observation[:, 0]
-
-
-class Recurrent(Model):
-    state_shape = (1,)
-
-    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:  # type: ignore[override]
-        return *super().forward(observation), state + 1
 
 
 @pytest.mark.parametrize(
@@ -63,11 +52,11 @@ def test_the_logits_are_those_that_the_actions_were_drawn_from(cls: Any, inferen
 
 def test_other_agents_record_theirs() -> None:
     with SerialSampler(CountingEnv, batch_T=4, batch_B=2) as sampler:
-        sampler.initialize(RecurrentCategoricalPgAgent(Recurrent, record_distribution=True), seed=0)
+        sampler.initialize(RecurrentCategoricalPgAgent(lambda: Gru(2, 3), record_distribution=True), seed=0)
         info = sampler.obtain_samples(0)[0].agent.agent_info
         assert set(info.keys()) == {"log_prob", "value", "logits", "prev_rnn_state"}
         assert info.logits.shape == (4, 2, 3)
     with SerialSampler("Pendulum-v1", batch_T=4, batch_B=2) as sampler:
-        sampler.initialize(GaussianPgAgent(Pushing, record_distribution=True), seed=0)
+        sampler.initialize(GaussianPgAgent(lambda: Net(3, 1, 0), record_distribution=True), seed=0)
         info = sampler.obtain_samples(0)[0].agent.agent_info
         assert set(info.keys()) == {"raw_action", "mean", "log_std", "log_prob", "value"}

@@ -20,6 +20,7 @@ from penstock.errors import ConfigError, SamplerStateError
 
 from ..children import exit_code_of
 from ..scale import START_METHODS, examples, methods, scaled
+from ..support import sampler_of
 
 
 def constant(value: float, n_elements: int = 6) -> dict[str, Any]:
@@ -109,25 +110,15 @@ def shortened() -> dict[str, Any]:
     ("make", "named"),
     [(renamed, "new_bias"), (shortened, "bias"), (reshaped, r"bias .*\(7,\).*\(6,\)"), (retyped, "bias")],
 )
-def test_other_parameters_than_at_first_are_refused_by_name(
+def test_other_parameters_than_at_first_are_refused_by_name_and_disturb_nobody(
     shared: SharedParameters, make: Callable[[], dict[str, Any]], named: str
 ) -> None:
-    with pytest.raises(ConfigError, match=named):
-        shared.publish(make())
-
-
-@pytest.mark.parametrize("make", [renamed, shortened, reshaped])
-def test_a_refused_publication_disturbs_neither_readers_nor_the_next_one(
-    shared: SharedParameters, make: Callable[[], dict[str, Any]]
-) -> None:
-    shared.publish(constant(1))
-    with pytest.raises(ConfigError):
-        shared.publish(make())
-    parameters, version = shared.read()
-    assert (values_of(parameters), version) == ({1}, 1)
-    shared.publish(constant(3))
-    parameters, version = shared.read()
-    assert (values_of(parameters), version) == ({3}, 2)
+    for version in (1, 2):
+        shared.publish(constant(version))
+        with pytest.raises(ConfigError, match=named):
+            shared.publish(make())
+        parameters, found = shared.read()
+        assert (values_of(parameters), found) == ({version}, version)
 
 
 # ---- a writer that overtakes a reader, made to happen ------------------------------------------
@@ -327,26 +318,20 @@ def test_parameters_cross_to_a_worker_however_it_is_started(start_method: str) -
     assert shared.version == 2
 
 
-@pytest.mark.parametrize("value", [2.5, None, [1.0, 2.0], {"a": 1}, "text"])
-def test_parameters_that_are_no_arrays_are_named(value: Any) -> None:
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        *[({"p": each}, "numpy arrays, got .* for 'p': return np") for each in (2.5, None, [1.0], {"a": 1}, "text")],
+        (None, "a dict, got None"),
+    ],
+)
+def test_parameters_that_are_no_arrays_are_named(parameters: Any, message: str) -> None:
     class Odd(RandomAgent):
         def read_parameters(self) -> Any:
-            return {"p": value}
+            return parameters
 
     with (
-        SerialSampler("CartPole-v1", batch_T=2, batch_B=1) as sampler,
-        pytest.raises(ConfigError, match=r"read_parameters of Odd must return numpy arrays, got .* for 'p': return np"),
-    ):
-        sampler.initialize(Odd())
-
-
-def test_parameters_that_are_no_dict_are_named() -> None:
-    class Odd(RandomAgent):
-        def read_parameters(self) -> Any:
-            return None
-
-    with (
-        SerialSampler("CartPole-v1", batch_T=2, batch_B=1) as sampler,
-        pytest.raises(ConfigError, match="read_parameters of Odd must return a dict, got None"),
+        sampler_of(SerialSampler) as sampler,
+        pytest.raises(ConfigError, match=f"read_parameters of Odd must return {message}"),
     ):
         sampler.initialize(Odd())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,8 @@ import pytest
 import torch
 from gymnasium import spaces
 from torch import distributions as D
-from torch import nn
 
 from penstock.agents import SquashedGaussianAgent
-from penstock.errors import SpaceError
 
 from .. import models
 from ..models import Echo, acting
@@ -103,39 +100,3 @@ def test_warming_up_is_uniform() -> None:
     agent.sample_mode(1)
     raw = np.concatenate([act(agent, np.zeros((64, 1)), np.full((64, 1), -9.0)).action for _ in range(5)])
     np.testing.assert_allclose(raw, 1, atol=0.01)
-
-
-def test_actions_are_the_same_however_columns_are_split() -> None:
-    def trajectory(columns: range) -> Any:
-        agent, found = acting_squashed(SPACES[1], columns, warmup_random_itrs=1), []
-        for itr in range(3):
-            agent.sample_mode(itr)
-            zeros = np.zeros((len(columns), 2))
-            found += [act(agent, zeros, zeros).action for _ in range(70)]
-        return np.stack(found)
-
-    parts = [trajectory(range(a, b)) for a, b in pairwise([0, 1, 3, 6])]
-    np.testing.assert_array_equal(np.concatenate(parts, axis=1), trajectory(range(6)))
-
-
-@pytest.mark.parametrize("space", [spaces.Box(0, np.inf, (2,)), spaces.Discrete(2)], ids=str)
-def test_other_spaces_are_refused(space: Any) -> None:
-    with pytest.raises(SpaceError, match=r"SquashedGaussianAgent (squashes|needs)"):
-        acting_squashed(space)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "message"),
-    [
-        (lambda o: o[:, 0], r"must return a tuple \(mean, log_std\), got Tensor"),
-        (lambda o: (o[:, 0], o[:, 1, :1]), r"log_std must have shape \(2, 2\), got \(2, 1\)"),
-        (lambda o: (o, o[:, 1]), r"mean must have shape \(2, 2\), got \(2, 2, 2\)"),
-    ],
-)
-def test_outputs_of_a_wrong_shape_name_both(outputs: Any, message: str) -> None:
-    class Wrong(nn.Module):
-        def forward(self, observation: torch.Tensor) -> Any:
-            return outputs(observation)
-
-    with pytest.raises(SpaceError, match=message):
-        act(acting_squashed(SPACES[0], model=Wrong), np.zeros((2, 2)), np.zeros((2, 2)))

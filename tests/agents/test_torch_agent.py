@@ -108,12 +108,6 @@ def test_a_factory_that_builds_no_module_is_refused() -> None:
         agent_of(lambda: {})
 
 
-def test_a_seed_gives_the_same_initial_weights_and_another_seed_others() -> None:
-    one, same, other = (agent_of(Keeper, seed).model for seed in (5, 5, 6))
-    assert_same_bits(one, same)
-    assert not torch.equal(one.body[0].weight, other.body[0].weight)
-
-
 @pytest.fixture
 def restored_generator() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
@@ -121,11 +115,13 @@ def restored_generator() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("restored_generator")
-def test_the_initial_weights_under_a_seed_do_not_depend_on_torchs_generator() -> None:
-    torch.manual_seed(1)
-    one = agent_of(Keeper, 5).model
-    torch.manual_seed(2)
-    assert_same_bits(one, agent_of(Keeper, 5).model)
+def test_a_seed_gives_the_same_initial_weights_whatever_torchs_generator_and_another_seed_others() -> None:
+    models = []
+    for torchs, seed in ((1, 5), (2, 5), (1, 6)):
+        torch.manual_seed(torchs)
+        models.append(agent_of(Keeper, seed).model)
+    assert_same_bits(models[0], models[1])
+    assert not torch.equal(models[0].body[0].weight, models[2].body[0].weight)
 
 
 @pytest.mark.usefixtures("restored_generator")
@@ -188,10 +184,9 @@ class OfPrevious(Recorder):
         return observation
 
 
-class OfPreviousAndState(Recorder):
+class OfPreviousAndState(OfPrevious):
     def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any = None) -> Any:
-        self.calls.append((observation, prev_action, prev_reward))
-        return observation
+        return super().forward(observation, prev_action, prev_reward)
 
 
 INPUTS = np.ones((2, 3), np.float32), np.array([1, 0]), np.array([0.5, -2], np.float32)
@@ -261,14 +256,6 @@ def test_modes_switch_the_model_between_training_and_evaluation() -> None:
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parameters_and_buffers_cross_bit_for_bit(dtype: torch.dtype) -> None:
-    source, target = agent_of(lambda: Keeper(dtype), 1), agent_of(lambda: Keeper(dtype), 2)
-    randomize(source.model)
-    target.write_parameters({name: array.copy() for name, array in source.read_parameters().items()})
-    assert_same_bits(target.model, source.model)
-
-
 def test_every_parameter_and_buffer_is_read_the_unsaved_ones_included() -> None:
     agent = agent_of(Keeper)
     read = agent.read_parameters()
@@ -284,16 +271,6 @@ def test_writing_keeps_the_tensors_that_an_optimizer_holds() -> None:
     assert all(tensor is held[name] for name, tensor in tensors(agent.model).items())
     agent.model(torch.ones(2, 3)).sum().backward()
     assert agent.model.temperature.grad is not None
-
-
-def test_what_was_written_may_be_changed_afterwards() -> None:
-    agent = agent_of(Keeper)
-    arrays = {name: array.copy() for name, array in agent.read_parameters().items()}
-    before = {name: tensor.clone() for name, tensor in tensors(agent.model).items()}
-    agent.write_parameters(arrays)
-    for array in arrays.values():
-        array[...] = 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(agent.model).items())
 
 
 def test_saved_state_restores_the_model() -> None:
@@ -337,7 +314,6 @@ def test_a_worker_copy_travels_whatever_the_factory_was() -> None:
     learner = agent_of(lambda: nn.Linear(3, 2), 1)
     twin = pickle.loads(pickle.dumps(learner.runtime.worker_copy()))
     assert_same_bits(twin.model, learner.model)
-    np.testing.assert_array_equal(twin.forward(*INPUTS), learner.forward(*INPUTS))
 
 
 def test_a_subclass_may_add_to_the_copies_for_workers_and_servers() -> None:

@@ -18,14 +18,13 @@ from penstock import (
     Sampler,
     SerialSampler,
     SpaceError,
-    TrajInfo,
     WorkerError,
 )
 from penstock.collectors.acting import AgentInfoWriter
 from penstock.envs import CountingEnv
 from penstock.testing import check_agent
 
-from ..support import sampler_of
+from ..support import Diary, sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 
@@ -128,11 +127,17 @@ def test_what_is_no_agent_step_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.slow
 @both
-def test_so_it_is_in_workers_and_in_evaluation(cls: type[Sampler]) -> None:
-    message = r"Scripted\.step must return AgentStep"
-    later(cls, NO_STEPS["an array"], message)
-    with sampler_of(cls, batch_T=4, eval_n_envs=2, eval_max_steps=20) as sampler:
-        sampler.initialize(Scripted(NO_STEPS["a tuple"], first=6))
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (NO_STEPS["a tuple"], r"Scripted\.step must return AgentStep"),
+        (lambda B: AgentStep(zeros(B), info(B, x=1.0)), r"agent_info\.x with shape"),
+    ],
+)
+def test_so_it_is_in_workers_and_in_evaluation(cls: type[Sampler], returned: Any, message: str) -> None:
+    later(cls, returned, message)
+    with sampler_of(cls, batch_T=4, eval_n_envs=2, eval_max_steps=20, traj_info_cls=Diary) as sampler:
+        sampler.initialize(Scripted(returned, first=6))
         sampler.obtain_samples(0)
         with pytest.raises(WorkerError, match=message):
             sampler.evaluate_agent(0)
@@ -150,19 +155,6 @@ def test_a_bad_agent_info_is_named_in_the_first_step_and_later(name: str) -> Non
 def test_an_agent_info_that_changes_is_named(name: str) -> None:
     returned, message = BAD_LATER[name]
     later(SerialSampler, lambda B: AgentStep(zeros(B), returned(B)), message)
-
-
-class Own(TrajInfo):
-    """Has the agent's report recorded in evaluation too."""
-
-
-@both
-def test_so_it_is_in_evaluation(cls: type[Sampler]) -> None:
-    with sampler_of(cls, batch_T=4, eval_n_envs=2, eval_max_steps=20, traj_info_cls=Own) as sampler:
-        sampler.initialize(Scripted(lambda B: AgentStep(zeros(B), info(B, x=1.0)), first=6))
-        sampler.obtain_samples(0)
-        with pytest.raises(WorkerError, match=r"agent_info\.x with shape"):
-            sampler.evaluate_agent(0)
 
 
 def test_a_report_that_comes_later_is_not_lost_in_silence() -> None:

@@ -1,9 +1,8 @@
-"""Batched environments that reset in the next step: what is recorded, what learners compute from it, evaluations."""
+"""Batched environments that reset in the next step: what is recorded, what a replay has of it, evaluations."""
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -12,31 +11,19 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from torch import nn
 
-from penstock import (
-    AsyncSampler,
-    CategoricalPgAgent,
-    ConfigError,
-    ParallelSampler,
-    RandomAgent,
-    RecurrentCategoricalPgAgent,
-    SerialSampler,
-    TrajInfo,
-    WorkerError,
-)
+from penstock import AsyncSampler, ConfigError, ParallelSampler, RandomAgent, SerialSampler, TrajInfo, WorkerError
 from penstock.envs import CountingEnv
 from penstock.learning import Replay
 
-from ..models import Memory
-from ..scale import mostly_first, scaled
+from ..against_loop import compare
+from ..samplers.digest_cases import Plain, Stateful, rows_of
+from ..scale import scaled
 from ..support import assert_as_plain_loop, assert_same, collect_with, env_seeds, without_infos
 
 pytestmark = pytest.mark.slow
 
-MODES = list(AutoresetMode)
 NEXT = AutoresetMode.NEXT_STEP
-DISCOUNT, LAMBDA = 0.9, 0.8
 
 
 def synced(env_fn: Any, num_envs: int, mode: AutoresetMode = NEXT) -> Any:
@@ -61,56 +48,16 @@ def test_a_reset_belongs_to_no_trajectory(traj_info_cls: Any) -> None:
         assert samples is not None or len(infos) == 7
 
 
-class TwoActions(CountingEnv):
-    """Observations from 1 on, so that a zero is no observation."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{"truncate": True, **kwargs})
-        self.action_space = spaces.Discrete(2)
-
-    def observe(self) -> Any:
-        return super().observe() + 1
-
-    step_into = None  # type: ignore[assignment]
-
-
-class Values(nn.Module):
-    def __init__(self, action_space: Any = None) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, observation: Any) -> Any:
-        return self.scale * observation[:, :2] / 10, observation.sum(dim=1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    mostly_first(
-        product([partial(RecurrentCategoricalPgAgent, Memory), partial(CategoricalPgAgent, Values)], [True, False]),
-        MODES,
-    ),
-)
-def test_final_values_and_what_a_learner_computes_are_right(kind: tuple[Any, bool], mode: AutoresetMode) -> None:
-    agent_cls, record_final_obs = kind
-    env_fn = partial(synced, partial(TwoActions, length=7), mode=mode)
-    n_values = 0
-    with SerialSampler(env_fn, batch_T=20, batch_B=3, batched=True, record_final_obs=record_final_obs) as sampler:
-        agent = agent_cls()
-        sampler.initialize(agent, seed=0, bootstrap_value=True)
-        for itr in range(6):
-            samples, _ = sampler.obtain_samples(itr)
-            now = agent.evaluate(samples.sequences(20))
-            kept, valid = sampler.samples_np, samples.env.valid
-            n_values += int((kept.agent.final_value != 0).sum())
-            assert ((kept.agent.final_value != 0) == kept.env.truncated).all()
-            torch.testing.assert_close(now.value.reshape(20, 3)[valid], samples.agent.agent_info.value[valid])
-            torch.testing.assert_close(now.log_prob.reshape(20, 3)[valid], samples.agent.agent_info.log_prob[valid])
-    assert n_values > 20
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("agent", [Stateful, Plain])
+def test_values_of_final_observations_that_are_not_recorded_are_right(mode: AutoresetMode, agent: Any) -> None:
+    sizes = {"batch_T": 20, "batch_B": 3, "n_batches": 4, "batched": True}
+    compare(SerialSampler, rows_of(mode), agent, sampler={"record_final_obs": False}, **sizes)
 
 
 def test_workers_that_write_into_a_replay_leave_the_resets_out() -> None:
     replay = Replay(500, discount=1.0, max_truncations=500, seed=0)
-    env_fn = partial(synced, partial(TwoActions, length=4))
+    env_fn = partial(synced, partial(CountingEnv, length=4, truncate=True))
     sizes: dict[str, Any] = {"batch_T": 9, "batch_B": 4, "n_workers": 2, "batched": True}
     with AsyncSampler(env_fn, replay=replay, **sizes) as sampler:
         sampler.initialize(RandomAgent(), seed=0)

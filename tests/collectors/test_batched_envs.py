@@ -1,16 +1,15 @@
-"""Batched environments in workers: Gymnasium's CartPole, EnvPool, a written one; what collectors record."""
+"""Batched environments in workers: Gymnasium's CartPole, EnvPool, a written one; what is recorded; their seeds."""
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.vector.utils import batch_space
 from torch import nn
 
 from penstock import (
@@ -18,14 +17,18 @@ from penstock import (
     ConfigError,
     ParallelSampler,
     RandomAgent,
+    Sampler,
     SerialSampler,
+    SpaceError,
     WaitResetCollector,
     WorkerError,
 )
-from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
+from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv
+from penstock.envs.direct_steps import step_into_of
 
-from ..scale import scaled
-from ..support import assert_same, collect_with
+from ..scale import scaled, some
+from ..support import assert_same, collect_with, env_seeds
+from .batches import Batch
 
 pytestmark = pytest.mark.slow
 
@@ -146,56 +149,34 @@ def test_env_info_that_does_not_fit_names_the_environment(mode: AutoresetMode) -
 # ---- one's own ---------------------------------------------------------------------------------
 
 
-class Batch(SameStep):
-    """Episodes of 2, 3, 4, ... steps in a structure; `wrong` spoils what is said of row 1's end."""
-
-    def __init__(self, num_envs: int, wrong: Any = None) -> None:
-        self.num_envs, self.wrong = num_envs, wrong
-        self.single_observation_space = spaces.Dict(
-            {"at": spaces.Box(0, 100, (2,), np.float32), "both": spaces.Tuple([spaces.Discrete(100)] * 2)}
-        )
-        self.single_action_space = spaces.Discrete(2)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.length = np.arange(num_envs) + 2
-        self.count = np.zeros(num_envs, np.int64)
-
-    def _observe(self, rows: Any) -> Any:
-        count = self.count[rows]
-        return {"at": np.stack([count, count], 1).astype(np.float32), "both": (count.copy(), 2 * count)}
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.count[:] = 0
-        return self._observe(slice(None)), {}
-
-    def advance(self, actions: Any) -> Any:
-        self.count += 1
-        observation = self._observe(slice(None))
-        done = self.count == self.length
-        return observation, np.ones(self.num_envs), done, np.zeros_like(done), {"count": self.count.copy()}
-
-    def step(self, actions: Any) -> Any:
-        *step, infos = super().step(actions)
-        if self.wrong is not None and infos.get("_final_obs", [False, False])[1]:
-            infos["final_obs"]["at"] = self.wrong(infos["final_obs"]["at"])
-        return (*step, infos)
-
-    def reset_rows(self, rows: Any) -> Any:
-        self.count[rows] = 0
-        return self._observe(rows), {"count": self.count[rows]}
-
-
-def test_ones_own_batch_in_a_structure_keeps_its_final_observations() -> None:
-    for samples, _ in collect(Batch, 2, env_info={"count": 0}):
+@pytest.mark.parametrize("checks", [{}, {"check_finite": True, "debug": True}])
+def test_ones_own_batch_in_a_structure_keeps_its_final_observations(checks: dict[str, Any]) -> None:
+    assert step_into_of(Batch(1), 0) is not None
+    for samples, _ in collect(Batch, 2, env_info={"count": 0}, **checks):
         env = samples.env
         t, b = np.nonzero(env.done)
-        lengths = np.tile(np.arange(3) + 2, 2)  # two workers, three columns each
+        lengths = np.array(env_seeds(6, small=False)) % 3 + 2
         assert set(b.tolist()) == set(range(6))
         assert (env.final_obs.at[t, b] == lengths[b][:, None]).all()
         assert (env.final_obs.both._1[t, b] == 2 * lengths[b]).all()
         assert (env.env_info.count[t, b] == lengths[b]).all()
-        assert (env.observation.both._0[1:][env.done[:-1]] == 0).all()
+        counts = env.observation.both._0
+        assert (counts[1:] == np.where(env.done[:-1], 0, counts[:-1] + 1)).all()
         assert (env.final_obs.both._1[~env.done] == 0).all()
+
+
+class WrongEnd(Batch):
+    """`wrong` spoils what is said of row 1's end."""
+
+    def __init__(self, num_envs: int, wrong: Any) -> None:
+        super().__init__(num_envs)
+        self.wrong_end = wrong
+
+    def step(self, actions: Any) -> Any:
+        *step, infos = super().step(actions)
+        if infos.get("_final_obs", [False, False])[1]:
+            infos["final_obs"]["at"] = self.wrong_end(infos["final_obs"]["at"])
+        return (*step, infos)
 
 
 @pytest.mark.parametrize(
@@ -213,4 +194,162 @@ def test_ones_own_batch_in_a_structure_keeps_its_final_observations() -> None:
 )
 def test_a_final_observation_that_does_not_fit_is_named(wrong: Any, kwargs: Any, message: str) -> None:
     with pytest.raises(WorkerError, match=message):
-        collect(partial(Batch, wrong=wrong), **kwargs)
+        collect(partial(WrongEnd, wrong=wrong), **kwargs)
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+def of_batches(env_fn: Any, **kwargs: Any) -> Sampler:
+    return SerialSampler(env_fn, batch_T=12, batch_B=2, batched=True, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda result: result[:4], r"env\.step of env_rank 0 must return five values"),
+        (lambda result: None, r"env\.step of env_rank 0 must return five values"),
+        (lambda result: (*result[:4], None), "the info that env.step of env_rank 0 returned must be a dict, got None"),
+    ],
+)
+def test_what_is_no_step_of_a_batch_is_refused(spoil: Any, error: str) -> None:
+    def spoilt(num_envs: int) -> Any:
+        env = synced(CountingEnv, AutoresetMode.SAME_STEP, num_envs)
+        step = env.step
+        env.step = lambda actions: spoil(step(actions))  # type: ignore[method-assign]
+        return env
+
+    with of_batches(spoilt) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError) as caught:
+            sampler.obtain_samples(0)
+    assert isinstance(caught.value.__cause__, SpaceError)
+    assert re.search(error, str(caught.value.__cause__))
+
+
+def test_what_is_no_batched_environment_is_refused() -> None:
+    def one(num_envs: int) -> Any:
+        return CountingEnv()
+
+    with pytest.raises(ConfigError, match="VectorEnv of 1 environments, got CountingEnv"):
+        of_batches(one).initialize(RandomAgent())
+
+
+def test_an_env_fn_for_single_environments_is_told_how_it_is_called() -> None:
+    with (
+        SerialSampler(CountingEnv, batch_T=2, batch_B=2, batched=True) as sampler,
+        pytest.raises(ConfigError, match=r"TypeError: .*'num_envs'.* calls env_fn\(num_envs=n\), which must return"),
+    ):
+        sampler.initialize(RandomAgent())
+
+
+# ---- seeds -------------------------------------------------------------------------------------
+
+
+class Seeded(SyncVectorEnv):
+    """Notes the seeds of its resets. `fails` says which of them raise: (number of the reset, its seed) -> error."""
+
+    seeds: list[Any]
+    fails: Any
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        Seeded.seeds.append(seed)
+        if (error := Seeded.fails(len(Seeded.seeds), seed)) is not None:
+            raise error
+        return super().reset(seed=seed, options=options)
+
+
+def seeded(num_envs: int) -> Any:
+    return Seeded([CountingEnv] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+@pytest.fixture
+def _fails() -> Any:
+    Seeded.seeds = []
+    yield
+    Seeded.fails = None
+
+
+def of_seeded(fails: Any, **kwargs: Any) -> Sampler:
+    Seeded.fails = staticmethod(fails)
+    return of_batches(seeded, **kwargs)
+
+
+@pytest.mark.usefixtures("_fails")
+def test_an_environment_that_takes_a_list_of_seeds_is_reset_once() -> None:
+    with of_seeded(lambda n, seed: None, eval_n_envs=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert [len(seed) for seed in Seeded.seeds] == [2]
+        sampler.obtain_samples(0)
+        sampler.evaluate_agent(0)
+        sampler.evaluate_agent(0)
+    assert [len(seed) for seed in Seeded.seeds] == [2] * 3
+
+
+def is_per_column(seed: Any) -> bool:
+    return isinstance(seed, list | np.ndarray)
+
+
+@pytest.mark.usefixtures("_fails")
+@pytest.mark.parametrize("error", some([gym.error.Error("list"), TypeError("list"), ValueError("list")], 1), ids=repr)
+def test_an_environment_that_takes_one_seed_gets_the_first_and_a_warning(error: Exception, caplog: Any) -> None:
+    with of_seeded(lambda n, seed: error if is_per_column(seed) else None, eval_n_envs=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert "does not take a list of seeds" in caplog.text
+        assert Seeded.seeds[-1] == Seeded.seeds[0][0] % 2**31
+        sampler.obtain_samples(0)
+        sampler.evaluate_agent(0)
+        n = len(Seeded.seeds)
+        sampler.evaluate_agent(0)
+        assert [type(seed) for seed in Seeded.seeds[n:]] == [int]
+
+
+class Picky(BatchedCartPole):
+    """Takes seeds as `accepts` says, as engines in C do."""
+
+    def __init__(self, num_envs: int, accepts: str) -> None:
+        super().__init__(num_envs, max_episode_steps=20)
+        self.accepts = accepts
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        array, most = np.asarray(seed), 2**31 if "small" in self.accepts else 2**32
+        if not isinstance(seed, np.ndarray if "array" in self.accepts else list):
+            raise TypeError("Unsupported seed type")
+        if array.dtype != np.int64 or (array >= most).any():
+            raise OverflowError("too large")
+        return super().reset(seed=array.tolist())
+
+
+@pytest.mark.parametrize("accepts", ["list", "array", "small array", "small list"])
+def test_one_seed_per_column_gives_one_batch_whatever_the_workers(accepts: str, caplog: Any) -> None:
+    env_fn = partial(Picky, accepts=accepts)
+    found = collect(env_fn)
+    for n_workers in scaled((1, 2, 3), (3,)):
+        assert_same(found, collect(env_fn, n_workers))
+    assert "depend on the number of workers" not in caplog.text
+
+
+@pytest.mark.usefixtures("_fails")
+@pytest.mark.parametrize("cls", [TypeError, ValueError, gym.error.Error])
+@pytest.mark.parametrize(
+    "fails", [lambda n, seed: True, lambda n, seed: n == 1], ids=["at every reset", "at the first reset"]
+)
+def test_an_environments_own_error_in_its_first_reset_comes_through(cls: Any, fails: Any) -> None:
+    with (
+        of_seeded(lambda n, seed: cls(f"broken at reset {n}") if fails(n, seed) else None) as sampler,
+        pytest.raises(WorkerError, match="broken at reset 1") as caught,
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+    assert type(caught.value.__cause__) is cls
+
+
+@pytest.mark.usefixtures("_fails")
+@pytest.mark.parametrize("cls", some([gym.error.Error, TypeError, ValueError], 1))
+def test_an_environments_own_error_in_a_later_reset_comes_through(cls: Any) -> None:
+    with of_seeded(lambda n, seed: cls("broken") if n == 3 else None, eval_n_envs=2) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+        sampler.evaluate_agent(0)
+        with pytest.raises(WorkerError, match="broken"):
+            sampler.evaluate_agent(0)
+    assert len(Seeded.seeds) == 3

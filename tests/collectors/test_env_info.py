@@ -22,6 +22,7 @@ from penstock import (
 from penstock.envs import CountingEnv
 
 from ..scale import quick_first
+from ..support import sampler_of
 
 
 class Telling(CountingEnv):
@@ -37,9 +38,8 @@ class Telling(CountingEnv):
         return *result, info
 
 
-def sampler_with(cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Sampler:
-    kwargs = {"batch_T": 7, "batch_B": 3, "n_workers": 2, "max_decorrelation_steps": 0, **kwargs}
-    return cls(**{"env_fn": Telling, **kwargs})
+def sampler_with(cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Any:
+    return sampler_of(cls, **{"env_fn": Telling, "batch_T": 7, "batch_B": 3, **kwargs})
 
 
 class Own(TrajInfo):
@@ -85,25 +85,19 @@ def test_true_finds_what_is_numeric_and_lists_the_rest_once() -> None:
         samples, _ = sampler.obtain_samples(0)
     assert len(caught) == 1
     info = samples.env.env_info
-    assert {name for name, _ in info.leaves()} == {
-        "count", "_count", "stats.speed", "stats._speed", "stats.fuel.left", "stats.fuel._left",
-        "TimeLimit.truncated", "_TimeLimit.truncated",
-    }  # fmt: skip
+    names = "count stats.speed stats.fuel.left TimeLimit.truncated"
+    flags = "_count stats._speed stats.fuel._left _TimeLimit.truncated"
+    assert {name for name, _ in info.leaves()} == {*names.split(), *flags.split()}
     assert (info.count == samples.env.reward).all()
     assert info["_TimeLimit.truncated"].all()
 
 
-def test_names_take_their_examples_from_a_step() -> None:
-    with sampler_with(env_info=["count", "stats.fuel.left"]) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        samples, _ = sampler.obtain_samples(0)
-        assert set(samples.env.env_info.keys()) == {"count", "_count", "stats"}
-
-
-def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
-    with sampler_with() as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        assert "env_info" not in sampler.samples_np.env
+def test_what_is_asked_for_by_name_is_recorded_and_no_more() -> None:
+    for wanted, fields in ((["count", "stats.fuel.left"], {"count", "_count", "stats"}), (False, set())):
+        with sampler_with(env_info=wanted) as sampler:
+            sampler.initialize(RandomAgent(), seed=0)
+            env = sampler.samples_np.env
+            assert (set(env.env_info.keys()) if "env_info" in env else set()) == fields
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -142,20 +141,6 @@ def test_a_batch_says_where_its_trajectories_were() -> None:
             found = [(info.episode, info.seed) for info in infos if info.env_rank == env_rank]
             assert found == [(n, None) for n in range(len(found))]
             assert len(found) >= 5
-
-
-def test_a_batched_environment_has_seeds_for_its_first_episodes_only() -> None:
-    with SerialSampler(
-        lambda num_envs: gym.make_vec("CartPole-v1", num_envs=num_envs, vectorization_mode="sync"),
-        batch_T=2,
-        batch_B=2,
-        eval_n_envs=2,
-        eval_episodes=5,
-        batched=True,
-    ) as sampler:
-        sampler.initialize(RandomAgent(), seed=SEED)
-        infos = sampler.evaluate_agent(0)
-    assert [info.seed for info in infos] == [seed_of(0), seed_of(1), None, None, None]
 
 
 def test_episodes_that_are_cut_short_are_counted_in_a_warning() -> None:

@@ -69,11 +69,10 @@ SAMPLERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k in ("serial", "parallel") else pytest.mark.slow) for k in SAMPLERS]
-)
-def test_every_sampler_returns_them(kind: str) -> None:
-    with SAMPLERS[kind](partial(CountingEnv, LENGTH), batch_T=T, batch_B=B, collector_cls=Cost) as sampler:
+@with_start_methods("kind", SAMPLERS)
+def test_every_sampler_returns_them(kind: str, start_method: str) -> None:
+    options = {"batch_T": T, "batch_B": B, "start_method": start_method}
+    with SAMPLERS[kind](partial(CountingEnv, LENGTH), collector_cls=Cost, **options) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         if kind == "async":
             sampler.start()
@@ -81,18 +80,6 @@ def test_every_sampler_returns_them(kind: str) -> None:
             samples, _ = sampler.obtain_samples(itr)
             require_right(samples)
             assert torch.equal(samples.flatten().env.extra.cost, samples.env.extra.cost.flatten())
-
-
-@pytest.mark.slow
-@with_start_methods("kind", [kind for kind in SAMPLERS if kind != "serial"])
-def test_all_start_methods(kind: str, start_method: str) -> None:
-    options = {"batch_T": T, "batch_B": B, "start_method": start_method}
-    with SAMPLERS[kind](partial(CountingEnv, LENGTH), collector_cls=Cost, **options) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        if kind == "async":
-            sampler.start()
-        for itr in range(2):
-            require_right(sampler.obtain_samples(itr)[0])
 
 
 @pytest.mark.slow

@@ -85,17 +85,8 @@ class Row:
     def run(self, step: Any, watch: int = 0, ends: Any = None) -> list[tuple[int, Any]]:
         """What was returned, up to the end of the row."""
         unusual, first = [], 0
-        while found := step(
-            self.words,
-            self.bound,
-            self.actions,
-            self.outs,
-            first,
-            watch,
-            self.observations,
-            self.rewards,
-            ends,
-        ):
+        lists = self.observations, self.rewards, ends
+        while found := step(self.words, self.bound, self.actions, self.outs, first, watch, *lists):
             unusual.append(found)
             first = found[0] + 1
         return unusual
@@ -234,18 +225,8 @@ def test_nothing_is_held_on_to() -> None:
     answers = [(observation, reward, False, False, info), (observation, reward, True, False, info), None]
     into_answers = [(reward, False, False, info), (reward, True, False, info), None]
     row.outs = [observation] * 2
-    held = [
-        observation,
-        reward,
-        info,
-        action,
-        *answers,
-        *into_answers,
-        row.words,
-        row.bound,
-        row.observations,
-        row.outs,
-    ]
+    held = [observation, reward, info, action, *answers, *into_answers]
+    held += [row.words, row.bound, row.observations, row.outs]
 
     def counts() -> list[int]:
         row.observations[:] = row.rewards[:] = [None] * 2
@@ -379,6 +360,13 @@ LIVING = ["a", "b"]
 SEEN, GAINED, NO = {"a": "seen by a", "b": "seen by b"}, {"a": 1.0, "b": 2.0}, {"a": False, "b": False}
 
 
+def game_step(changed: dict[str, Any]) -> tuple[tuple[Any, ...], Any, Any, Any]:
+    """The result of a step, its list of agents, and where it is stored."""
+    step = {"observations": SEEN, "rewards": GAINED, "terminated": NO, "truncated": NO, "infos": {}} | changed
+    listed = step.pop("listed", LIVING)
+    return tuple(step.values()), listed, [None] * 4, [0.0] * 4
+
+
 @pytest.mark.parametrize("goes_on", GAMES)
 @pytest.mark.parametrize(
     "changed",
@@ -390,16 +378,14 @@ SEEN, GAINED, NO = {"a": "seen by a", "b": "seen by b"}, {"a": 1.0, "b": 2.0}, {
     ],
 )
 def test_a_game_that_goes_on_is_stored(goes_on: Any, changed: dict[str, Any]) -> None:
-    step = {"observations": SEEN, "rewards": GAINED, "terminated": NO, "truncated": NO, "infos": {}} | changed
-    listed = step.pop("listed", LIVING)
-    observations, rewards = [None] * 4, [0.0] * 4
-    assert goes_on(tuple(step.values()), LIVING, listed, observations, rewards, -1)
+    result, listed, observations, rewards = game_step(changed)
+    assert goes_on(result, LIVING, listed, observations, rewards, -1)
     assert observations == [None] * 4
-    assert goes_on(tuple(step.values()), LIVING, listed, observations, rewards, 1)
+    assert goes_on(result, LIVING, listed, observations, rewards, 1)
     assert observations == [None, "seen by a", "seen by b", None]
     assert rewards == [0.0, 1.0, 2.0, 0.0]
     with pytest.raises(IndexError, match="columns"):
-        goes_on(tuple(step.values()), LIVING, listed, observations, rewards, 3)
+        goes_on(result, LIVING, listed, observations, rewards, 3)
 
 
 @pytest.mark.parametrize("goes_on", GAMES)
@@ -421,11 +407,9 @@ def test_a_game_that_goes_on_is_stored(goes_on: Any, changed: dict[str, Any]) ->
     ],
 )
 def test_any_other_step_of_a_game_is_left_to_the_caller(goes_on: Any, changed: dict[str, Any]) -> None:
-    step = {"observations": SEEN, "rewards": GAINED, "terminated": NO, "truncated": NO, "infos": {}} | changed
-    listed = step.pop("listed", LIVING)
-    observations, rewards = [None] * 4, [0.0] * 4
-    assert not goes_on(tuple(step.values()), LIVING, listed, observations, rewards, 1)
-    assert not goes_on(list(step.values()), LIVING, listed, observations, rewards, 1)
+    result, listed, observations, rewards = game_step(changed)
+    assert not goes_on(result, LIVING, listed, observations, rewards, 1)
+    assert not goes_on(list(result), LIVING, listed, observations, rewards, 1)
     assert (observations, rewards) == ([None] * 4, [0.0] * 4)
 
 

@@ -1,21 +1,17 @@
 """ResetCollector and WaitResetCollector against a plain loop, field by field, one environment at a time."""
 
+from __future__ import annotations
+
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import (
-    ParallelSampler,
-    RandomAgent,
-    ResetCollector,
-    SamplerBrokenError,
-    SerialSampler,
-    WaitResetCollector,
-)
+from penstock import ParallelSampler, RandomAgent, ResetCollector, SamplerBrokenError, SerialSampler, WaitResetCollector
 from penstock.agents import draw
-from penstock.envs import CountingEnv, Purpose
+from penstock.envs import BatchedCartPole, CountingEnv, Purpose
 from penstock.envs.seeding import ColumnStreams, stream
 
 from ..against_loop import compare
@@ -26,7 +22,14 @@ SEED = 4
 
 
 class Jumpy(CountingEnv):
-    """Rewards depend on the action; ends by termination or truncation, or both, at random lengths."""
+    """Rewards depend on the action; ends by termination or truncation, or both, at random lengths. All show their
+    observations on one board."""
+
+    board = np.zeros(2, np.float32)
+
+    def observe(self) -> Any:
+        self.board[:] = self.episode, self.count
+        return self.board
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         observation, info = super().reset(seed=seed)
@@ -46,10 +49,13 @@ both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitReset
 @both_modes
 @pytest.mark.parametrize("recurrent", quick_first([True, False]))
 @examples(10, 15)
-@given(T=st.integers(1, 20), B=st.integers(1, 4))
-def test_every_field_equals_a_plain_loop(collector_cls: Any, recurrent: bool, T: int, B: int) -> None:
+@given(T=st.integers(1, 20), B=st.integers(1, 4), record_final_obs=st.booleans())
+def test_every_field_equals_a_plain_loop(
+    collector_cls: Any, recurrent: bool, T: int, B: int, record_final_obs: bool
+) -> None:
     sizes = {"batch_T": T, "batch_B": B, "n_batches": 4, "wait_reset": collector_cls is WaitResetCollector}
-    compare(SerialSampler, Jumpy, Stateful if recurrent else Plain, **sizes)
+    agent, only_ours = Stateful if recurrent else Plain, {"record_final_obs": record_final_obs}
+    compare(SerialSampler, Jumpy, agent, sampler=only_ours, **sizes)
 
 
 def test_the_first_batch_goes_on_after_the_random_steps() -> None:
@@ -134,3 +140,35 @@ def test_a_custom_collector_runs_with_its_hooks(cls: Any) -> None:
         for resets, itr in enumerate((5, 6, 9), start=1):
             samples, _ = sampler.obtain_samples(itr)
             assert (samples.env.reward == 100 * itr + resets).all()
+
+
+# ---- self.envs: a collector reads its environments as a sequence ---------------------------------
+
+
+class Lengthening(ResetCollector):
+    def start_envs(self) -> None:
+        for b, env in enumerate(self.envs):
+            env.length = 2 + b
+        assert self.envs[1].length == 3
+        super().start_envs()
+
+
+class Built(ResetCollector):
+    def start_envs(self) -> None:
+        (env,) = self.envs
+        assert env.num_envs == len(self.columns.env_ranks) == 2
+        super().start_envs()
+
+
+def test_the_environments_are_iterated_and_indexed() -> None:
+    options: dict[str, Any] = {"batch_T": 12, "batch_B": 3, "max_decorrelation_steps": 0}
+    with SerialSampler(CountingEnv, collector_cls=Lengthening, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        _, infos = sampler.obtain_samples(0)
+        assert {info.Length for info in infos} == {2, 3, 4}
+
+
+def test_a_batched_environment_is_one_of_them() -> None:
+    with SerialSampler(BatchedCartPole, batch_T=1, batch_B=2, batched=True, collector_cls=Built) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)

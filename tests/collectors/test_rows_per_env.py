@@ -9,14 +9,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
-from penstock import (
-    AlternatingSampler,
-    ConfigError,
-    GpuSampler,
-    ParallelSampler,
-    RandomAgent,
-    SerialSampler,
-)
+from penstock import AlternatingSampler, ConfigError, GpuSampler, ParallelSampler, RandomAgent, SerialSampler
 from penstock.envs import SameStep
 
 from ..scale import some

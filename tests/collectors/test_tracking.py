@@ -19,7 +19,8 @@ from penstock.buffers.native import COMPILED, PYTHON
 from penstock.collectors import TrajInfo, make_tracker, tracking
 from penstock.collectors.tracking import BatchTracker, ObjectTracker
 
-from ..scale import examples, pairs, quick_first
+from ..scale import examples
+from ..support import Diary
 
 quick = examples(20, 80)
 FIRST_RANK = 40  # columns are not environments
@@ -85,17 +86,16 @@ def sums(*, compiled: bool) -> Iterator[None]:
         yield
 
 
-def batch_tracker(run: Run, columns: range, times_of: str = "batch") -> list[tuple[Any, ...]]:
-    """The same of some columns by a BatchTracker."""
+def batch_tracker(run: Run, times_of: str = "batch") -> list[tuple[Any, ...]]:
+    """The same by a BatchTracker."""
     handed_over: list[Any] = []
-    ranks = range(FIRST_RANK + columns.start, FIRST_RANK + columns.stop)
     with sums(compiled=run.compiled):
-        tracker = BatchTracker(ranks, handed_over.append, run.discount)
-        for own, column in enumerate(columns):
-            tracker.preload(own, run.before[column])
+        tracker = BatchTracker(range(FIRST_RANK, FIRST_RANK + run.reward.shape[1]), handed_over.append, run.discount)
+        for column, rewards in enumerate(run.before):
+            tracker.preload(column, rewards)
         found = []
         for batch, (start, stop) in enumerate(run.batches):
-            rows = slice(start, stop), slice(columns.start, columns.stop)
+            rows = slice(start, stop)
             n = tracker.end_rows(run.reward[rows], run.done[rows], start if times_of == "run" else 0)
             assert n == sum(map(len, handed_over)) == run.done[rows].sum()
             found += [(batch, *record) for records in handed_over for record in records.tolist()]
@@ -106,94 +106,53 @@ def batch_tracker(run: Run, columns: range, times_of: str = "batch") -> list[tup
 # ---- BatchTracker ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("times_of", ["batch", "run"])
 @quick
 @given(runs())
-def test_records_are_those_of_the_plain_loop_however_the_run_is_cut(run: Run) -> None:
-    assert repr(batch_tracker(run, range(run.reward.shape[1]))) == repr(plain_loop(run, times_of="batch"))
+def test_records_are_those_of_the_plain_loop_however_the_run_is_cut(times_of: str, run: Run) -> None:
+    assert repr(batch_tracker(run, times_of)) == repr(plain_loop(run, times_of))
 
 
-@quick
-@given(runs())
-def test_times_count_from_the_first_row_given(run: Run) -> None:
-    assert repr(batch_tracker(run, range(run.reward.shape[1]), "run")) == repr(plain_loop(run, times_of="run"))
+both_sums = pytest.mark.parametrize("compiled", [True, False])
 
 
-@quick
-@given(runs(), st.data())
-def test_records_are_the_same_bit_for_bit_however_the_columns_are_split(run: Run, data: Any) -> None:
-    n = run.reward.shape[1]
-    bounds = sorted({0, n, *data.draw(st.sets(st.integers(0, n)))})
-    parts = [batch_tracker(run, range(a, b)) for a, b in pairwise(bounds)]
-    assert sorted(record for part in parts for record in part) == batch_tracker(run, range(n))
-
-
-@pytest.mark.parametrize(("width", "compiled"), quick_first(pairs([3, 1, 2, 7, 16], [True, False]), 2))
-def test_long_runs_too_are_the_same_bit_for_bit_however_the_columns_are_split(width: int, compiled: bool) -> None:
+@both_sums
+def test_so_are_those_of_a_long_run(compiled: bool) -> None:
     rng = np.random.default_rng(0)
-    shape = 500, 16
-    rewards, dones = rng.normal(size=shape).astype(np.float32), rng.random(shape) < 0.02
-    run = Run(rewards, dones, [[]] * 16, [0, 123, 400, 500], 0.99, compiled)
-    parts = [batch_tracker(run, range(a, min(16, a + width))) for a in range(0, 16, width)]
-    whole = batch_tracker(run, range(16))
-    assert sorted(record for part in parts for record in part) == whole
-    assert repr(whole) == repr(plain_loop(run, "batch"))
+    reward, done = rng.normal(size=(500, 16)).astype(np.float32), rng.random((500, 16)) < 0.02
+    run = Run(reward, done, [[]] * 16, [0, 123, 400, 500], 0.99, compiled)
+    assert repr(batch_tracker(run)) == repr(plain_loop(run, "batch"))
 
 
-def lengths_and_returns(records: list[Any]) -> list[tuple[int, int, float]]:
-    return [(int(r["env_rank"]), int(r["Length"]), float(r["Return"])) for part in records for r in part]
+@both_sums
+def test_a_reward_that_is_not_finite_stays_in_its_own_trajectory(compiled: bool) -> None:
+    run = Run(np.ones((8, 2), np.float32), np.zeros((8, 2), bool), [[], []], [0, 2, 6, 8], 0.5, compiled)
+    run.done[[1, 3, 4, 7]] = True
+    run.reward[1, 0], run.reward[4, 1] = np.inf, np.nan
+    found = batch_tracker(run)
+    assert repr(found) == repr(plain_loop(run, "batch"))
+    assert sum(not np.isfinite(record[4]) for record in found) == 2
 
 
-def half_way(**options: Any) -> tuple[BatchTracker, list[Any]]:
-    """A tracker of three columns that have made two steps of reward 1 each."""
+@pytest.mark.parametrize(
+    ("call", "lengths", "returns"),
+    [
+        (lambda tracker: tracker.restart(), [1, 1, 1], [1, 1, 1]),
+        (lambda tracker: tracker.drop(1), [3, 1, 3], [3, 1, 3]),
+        (lambda tracker: tracker.preload(1, [5.0]), [3, 2, 3], [3, 6, 3]),
+    ],
+    ids=["restart", "drop", "preload"],
+)
+def test_what_is_running_is_dropped_everywhere_or_in_one_column(call: Any, lengths: Any, returns: Any) -> None:
     handed_over: list[Any] = []
-    tracker = BatchTracker(range(3), handed_over.append, **options)
+    tracker = BatchTracker(range(3), handed_over.append)
     assert tracker.end_rows(np.ones((2, 3), np.float32), np.zeros((2, 3), bool)) == 0
-    return tracker, handed_over
-
-
-def finish(tracker: Any) -> None:
+    assert handed_over == []
+    call(tracker)
     tracker.end_rows(np.ones((1, 3), np.float32), np.ones((1, 3), bool))
-
-
-def test_nothing_is_handed_over_where_nothing_has_finished() -> None:
-    assert half_way()[1] == []
-
-
-def test_restart_drops_what_is_running_everywhere() -> None:
-    tracker, handed_over = half_way()
-    tracker.restart()
-    finish(tracker)
-    assert lengths_and_returns(handed_over) == [(0, 1, 1.0), (1, 1, 1.0), (2, 1, 1.0)]
-
-
-def test_drop_drops_what_is_running_in_one_column() -> None:
-    tracker, handed_over = half_way()
-    tracker.drop(1)
-    finish(tracker)
-    assert lengths_and_returns(handed_over) == [(0, 3, 3.0), (1, 1, 1.0), (2, 3, 3.0)]
-
-
-def test_a_preload_replaces_what_is_running_in_one_column() -> None:
-    tracker, handed_over = half_way()
-    tracker.preload(1, [5.0])
-    finish(tracker)
-    assert lengths_and_returns(handed_over) == [(0, 3, 3.0), (1, 2, 6.0), (2, 3, 3.0)]
-
-
-@pytest.mark.parametrize("reward", [np.inf, np.nan], ids=str)
-def test_a_reward_that_is_not_finite_stays_in_its_own_trajectory(reward: float) -> None:
-    run = Run(np.ones((4, 2), np.float32), np.ones((4, 2), bool), [[], []], [0, 4], 0.9)
-    run.reward[1, 0] = reward
-    strange = [r for r in batch_tracker(run, range(2)) if not np.isfinite(r[4])]
-    assert [r[1:3] for r in strange] == [(1, FIRST_RANK)]
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_nor_does_it_live_on_in_the_one_that_begins_with_the_next_batch(compiled: bool) -> None:
-    run = Run(np.ones((4, 1), np.float32), np.zeros((4, 1), bool), [[]], [0, 2, 4], 0.5, compiled)
-    run.reward[1], run.done[1], run.done[3] = np.inf, True, True
-    _, second = batch_tracker(run, range(1))
-    assert second[3:] == (2, 2.0, 2, 1.5)
+    (records,) = handed_over
+    assert records["env_rank"].tolist() == [0, 1, 2]
+    assert (records["Length"].tolist(), records["Return"].tolist()) == (lengths, returns)
 
 
 def test_columns_of_other_environments_than_neighbours_are_named_right() -> None:
@@ -205,7 +164,7 @@ def test_columns_of_other_environments_than_neighbours_are_named_right() -> None
     assert [records["Return"].tolist() for records in handed_over] == [[1, 1], [0, 0]]  # each is its own
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@both_sums
 def test_cells_that_are_not_valid_belong_to_no_trajectory(compiled: bool) -> None:
     rng, shape, handed_over = np.random.default_rng(0), (60, 3), list[Any]()
     reward, valid = rng.normal(size=shape).astype(np.float32), rng.random(shape) < 0.6
@@ -226,23 +185,7 @@ def test_cells_that_are_not_valid_belong_to_no_trajectory(compiled: bool) -> Non
 # ---- ObjectTracker -----------------------------------------------------------------------------
 
 
-class Full(TrajInfo):
-    """Logs all arguments."""
-
-    def __init__(self, discount: float = 1.0) -> None:
-        super().__init__(discount)
-        self.log: list[Any] = []
-        self.final: Any = None
-
-    def step(self, observation: Any, action: Any, reward: float, *rest: Any) -> None:
-        super().step(observation, action, reward, *rest)
-        self.log.append((observation, action, reward, *rest))
-
-    def terminate(self, final_observation: Any) -> None:
-        self.final = final_observation
-
-
-def object_tracker(run: Run, cls: type[TrajInfo] = Full) -> list[tuple[Any, ...]]:
+def object_tracker(run: Run, cls: type[TrajInfo] = Diary) -> list[tuple[Any, ...]]:
     """(batch, t, env_rank, attributes) of every finished trajectory by an ObjectTracker."""
     n = run.reward.shape[1]
     handed_over: list[Any] = []
@@ -288,9 +231,9 @@ def test_objects_are_told_every_step_of_their_own_column_and_the_end(run: Run) -
         assert [t for t, _ in own] == np.flatnonzero(run.done[:, column]).tolist()
         begin = 0
         for end, info in own:
-            assert info["final"] == f"end {end}"
+            assert info["end"] == f"end {end}"
             for t, (observation, action, reward, terminated, truncated, agent_info, env_info) in zip(
-                range(begin, end + 1), info["log"], strict=True
+                range(begin, end + 1), info["steps"], strict=True
             ):
                 assert (observation, action, reward) == ((t, column), t % 3, run.reward[t, column])
                 assert (terminated, truncated, env_info) == (t == end, False, {"t": t})
@@ -301,7 +244,7 @@ def test_objects_are_told_every_step_of_their_own_column_and_the_end(run: Run) -
 @pytest.mark.parametrize("forget", ["restart", "drop"])
 def test_objects_begin_anew_after(forget: str) -> None:
     messages: list[Any] = []
-    tracker = ObjectTracker(Full, {}, range(2), messages.extend)
+    tracker = ObjectTracker(Diary, {}, range(2), messages.extend)
     tracker.set_agent_info(np.zeros(2))
     for column in range(2):
         tracker.on_step(column, None, None, 1.0, False, False, {})
@@ -317,7 +260,7 @@ def test_objects_begin_anew_after(forget: str) -> None:
 
 def test_an_object_is_handed_over_once() -> None:
     messages: list[Any] = []
-    tracker = ObjectTracker(Full, {}, range(1), messages.extend)
+    tracker = ObjectTracker(Diary, {}, range(1), messages.extend)
     tracker.on_episode_end(0, 0, None)
     rows = np.zeros((1, 1)), np.ones((1, 1), bool)
     assert [tracker.end_rows(*rows), tracker.end_rows(*rows)] == [1, 0]
@@ -335,7 +278,7 @@ def test_the_stock_class_is_tracked_by_batch_with_its_keyword_arguments() -> Non
     assert records[0]["DiscountedReturn"].tolist() == [1.75]
 
 
-@pytest.mark.parametrize("cls", [Full, type("Renamed", (TrajInfo,), {})])
+@pytest.mark.parametrize("cls", [Diary, type("Renamed", (TrajInfo,), {})])
 def test_a_subclass_is_stepped_even_if_it_overrides_nothing(cls: type[TrajInfo]) -> None:
     messages: list[Any] = []
     tracker = make_tracker(cls, {"discount": 0.5}, range(1), pytest.fail, messages.extend)

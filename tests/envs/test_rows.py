@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -13,13 +14,24 @@ from hypothesis import strategies as st
 
 from penstock.buffers import NamedArrays
 from penstock.buffers.tree import map_tree
-from penstock.envs import action_splitter, arrays_like, write_row
+from penstock.envs import action_splitter, arrays_like, example_of, observation_example, write_row
 from penstock.envs.rows import write_cell
 from penstock.errors import SpaceError
 
 from ..scale import examples
 from ..support import leaves
-from .space_strategies import any_space, at, empty_row, leaf_paths, nested_spaces, nodes, path_name, replaced, sample
+from .space_strategies import (
+    any_space,
+    at,
+    children,
+    empty_row,
+    leaf_paths,
+    nested_spaces,
+    nodes,
+    path_name,
+    replaced,
+    sample,
+)
 
 quick = examples(20, 80)
 seeds = st.integers(0, 2**31 - 1)
@@ -39,20 +51,12 @@ def write(space: Any, row: Any, values: Any, name: str = "observation") -> None:
     write_row(arrays_like(space, row[np.newaxis]), 0, values, name)
 
 
-@pytest.mark.slow
 @quick
 @given(any_space, counts, seeds)
-def test_sampled_elements_are_recorded_exactly(space: Any, n: int, seed: int) -> None:
+def test_elements_are_recorded_exactly_and_split_again_what_they_were(space: Any, n: int, seed: int) -> None:
     values, row = sample(space, n, seed), empty_row(space, n)
     write(space, row, values)
     assert_recorded(space, row, values)
-
-
-@quick
-@given(any_space, counts, seeds)
-def test_written_and_split_again_elements_are_what_they_were(space: Any, n: int, seed: int) -> None:
-    values, row = sample(space, n, seed), empty_row(space, n)
-    write(space, row, values)
     actions = action_splitter(space)(row)
     assert len(actions) == n
     assert_recorded(space, row, actions)
@@ -114,39 +118,35 @@ def check_refused(space: Any, values: list[Any], path: tuple[Any, ...], column: 
         write(space, empty_row(space, len(values)), values)
 
 
-@quick
-@given(any_space, counts, seeds, st.data())
-def test_a_wrong_shape_names_field_column_and_both_shapes(space: Any, n: int, seed: int, data: Any) -> None:
-    values, column = sample(space, n, seed), data.draw(st.integers(0, n - 1))
-    path, leaf = data.draw(st.sampled_from(leaf_paths(space)))
-    shape = data.draw(st.sampled_from([(*leaf.shape, 2), (1, *leaf.shape), (3, *leaf.shape[1:]), leaf.shape[1:]]))
+def misfit(draw: Any, leaf: Any) -> tuple[Any, str]:
+    """A value that does not fit in the leaf space, and what is said of it."""
+    kind = draw(st.sampled_from(["shape", "dtype", "nothing", "ragged"]))
+    if kind == "nothing":
+        return None, "must have (shape|dtype)"
+    if kind == "ragged":
+        return [[1, 2], [3]], "is ragged"
+    if kind == "dtype":
+        unfit = {"f": [np.complex64, "U3"], "b": [np.int64, np.float32, "U3"]}
+        wrong = draw(st.sampled_from(unfit.get(leaf.dtype.kind, [np.float32, object, "U3"])))
+        value = np.zeros(leaf.shape, wrong)
+        return value, f"must have dtype {leaf.dtype}, got {value.dtype}"
+    shape = draw(st.sampled_from([(*leaf.shape, 2), (1, *leaf.shape), (3, *leaf.shape[1:]), leaf.shape[1:]]))
     if shape == leaf.shape:
         shape = (*leaf.shape, 1)
-    values[column] = replaced(values[column], path, np.zeros(shape, leaf.dtype))
     shapes = f"must have shape {re.escape(str(leaf.shape))}, got {re.escape(str(shape))}"
-    check_refused(space, values, path, column, shapes)
+    return np.zeros(shape, leaf.dtype), shapes
 
 
-@quick
+@examples(80, 320)
 @given(any_space, counts, seeds, st.data())
-def test_a_single_element_that_does_not_fit_names_its_column(space: Any, n: int, seed: int, data: Any) -> None:
-    value, column = sample(space, 1, seed)[0], data.draw(st.integers(0, n - 1))
-    path, leaf = data.draw(st.sampled_from(leaf_paths(space)))
-    wrong = replaced(value, path, np.zeros((*leaf.shape, 2), leaf.dtype))
-    with pytest.raises(SpaceError, match=f"^{re.escape(path_name(path))} of column {column} must have shape"):
-        write_cell(arrays_like(space, empty_row(space, n)[np.newaxis]), 0, column, wrong)
-
-
-@quick
-@given(any_space, counts, seeds, st.data())
-def test_a_wrong_dtype_names_field_column_and_both_dtypes(space: Any, n: int, seed: int, data: Any) -> None:
+def test_what_does_not_fit_in_a_leaf_names_field_column_and_both(space: Any, n: int, seed: int, data: Any) -> None:
     values, column = sample(space, n, seed), data.draw(st.integers(0, n - 1))
     path, leaf = data.draw(st.sampled_from(leaf_paths(space)))
-    unfit = {"f": [np.complex64, "U3"], "b": [np.int64, np.float32, "U3"]}
-    wrong = data.draw(st.sampled_from(unfit.get(leaf.dtype.kind, [np.float32, object, "U3"])))
-    value = np.zeros(leaf.shape, wrong)
+    value, why = misfit(data.draw, leaf)
     values[column] = replaced(values[column], path, value)
-    check_refused(space, values, path, column, f"must have dtype {leaf.dtype}, got {value.dtype}")
+    check_refused(space, values, path, column, why)
+    with pytest.raises(SpaceError, match=f"^{re.escape(path_name(path))} of column {column} {why}"):
+        write_cell(arrays_like(space, empty_row(space, n)[np.newaxis]), 0, column, values[column])
 
 
 @pytest.mark.parametrize(("dtype", "wrong"), [(np.bool_, np.int64), (np.uint8, np.float64), (np.float32, np.complex64)])
@@ -154,24 +154,6 @@ def test_a_wrong_dtype_is_named_where_there_are_no_values_too(dtype: Any, wrong:
     space = spaces.Box(0, 1, (0, 2), dtype)
     expected = f"must have dtype {np.dtype(dtype)}, got {np.dtype(wrong)}"
     check_refused(space, [np.zeros((0, 2), dtype), np.zeros((0, 2), wrong)], (), 1, expected)
-
-
-@quick
-@given(any_space, counts, seeds, st.data())
-def test_nothing_in_place_of_a_leaf_is_refused(space: Any, n: int, seed: int, data: Any) -> None:
-    values, column = sample(space, n, seed), data.draw(st.integers(0, n - 1))
-    path, _ = data.draw(st.sampled_from(leaf_paths(space)))
-    values[column] = replaced(values[column], path, None)
-    check_refused(space, values, path, column, "must have (shape|dtype)")
-
-
-@quick
-@given(any_space, counts, seeds, st.data())
-def test_a_ragged_value_names_field_and_column(space: Any, n: int, seed: int, data: Any) -> None:
-    values, column = sample(space, n, seed), data.draw(st.integers(0, n - 1))
-    path, _ = data.draw(st.sampled_from(leaf_paths(space)))
-    values[column] = replaced(values[column], path, [[1, 2], [3]])
-    check_refused(space, values, path, column, "is ragged")
 
 
 @quick
@@ -246,25 +228,88 @@ def test_each_leaf_of_an_action_is_of_the_documented_type(space: Any, n: int, se
 @quick
 @given(any_space, counts, seeds)
 def test_an_action_that_its_environment_changes_leaves_the_batch_alone(space: Any, n: int, seed: int) -> None:
-    row = empty_row(space, n)
-    write(space, row, sample(space, n, seed))
-    before = [leaf.copy() for leaf in leaves(row)]
+    """And one that it keeps is not changed by the next batch."""
+    values, row = sample(space, n, seed), empty_row(space, n)
+    write(space, row, values)
+    kept = action_splitter(space)(row)
     for action in action_splitter(space)(row):
         for path, _ in leaf_paths(space):
             if isinstance(at(action, path), np.ndarray):
                 at(action, path)[...] = 1 - at(action, path).astype(np.float64).astype(bool)
-    for leaf, expected in zip(leaves(row), before, strict=True):
-        np.testing.assert_array_equal(leaf, expected)
-
-
-@quick
-@given(any_space, counts, seeds)
-def test_an_action_that_its_environment_keeps_is_not_changed_by_the_next_batch(space: Any, n: int, seed: int) -> None:
-    values, row = sample(space, n, seed), empty_row(space, n)
-    write(space, row, values)
-    kept = action_splitter(space)(row)
+    assert_recorded(space, row, values)
     for leaf in leaves(row):
         leaf[...] = 0
     for action, value in zip(kept, values, strict=True):
         for path, _ in leaf_paths(space):
             np.testing.assert_array_equal(at(action, path), at(value, path))
+
+
+# ---- examples: the structure, shapes and dtypes in which elements are recorded -------------------
+
+
+@quick
+@given(any_space)
+def test_fields_are_the_keys_of_a_dict_and_the_numbered_members_of_a_tuple_and_leaves_are_zeros(space: Any) -> None:
+    def check(example: Any, space: Any) -> None:
+        below = children(space)
+        if not below:
+            assert type(example) is np.ndarray
+            assert (example.shape, example.dtype) == (space.shape, space.dtype)
+            assert not example.any()
+            return
+        assert isinstance(example, NamedArrays)
+        assert [*example.keys()] == [f"_{key}" if isinstance(space, spaces.Tuple) else str(key) for key, _ in below]
+        for value, (_, child) in zip(example, below, strict=True):
+            check(value, child)
+
+    check(example_of(space), space)
+
+
+def test_keys_with_the_same_text_are_refused() -> None:
+    box = spaces.Box(0, 1, (2,))
+    with pytest.raises(SpaceError, match="observation"):
+        example_of(spaces.Dict({1: box, "1": box}))
+
+
+class OwnSpace(gym.Space[Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("space", "remedy"),
+    [
+        (spaces.Text(5), "encode the text .*TransformObservation"),
+        (spaces.Sequence(spaces.Discrete(3)), "pad the sequence .*TransformObservation"),
+        (spaces.Graph(spaces.Box(0, 1, (2,)), None), "pad nodes and edges .*TransformObservation"),
+        (spaces.OneOf([spaces.Discrete(2), spaces.Box(0, 1, (2,))]), "FlattenObservation"),
+        (OwnSpace(), "OwnSpace, which penstock does not support: wrap the environment .* Box, Discrete"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (lambda space: space, "sight"),
+        (lambda space: spaces.Dict({"a": spaces.Tuple([spaces.Discrete(2), space])}), "sight['a'][1]"),
+    ],
+    ids=["alone", "nested"],
+)
+def test_a_space_without_fixed_shape_is_refused_with_a_remedy(space: Any, remedy: str, wrap: Any, name: str) -> None:
+    with pytest.raises(SpaceError, match=f"^{re.escape(name)} has a .*{remedy}"):
+        example_of(wrap(space), "sight")
+
+
+@pytest.mark.parametrize("space", [spaces.OneOf([spaces.Discrete(2), spaces.Discrete(3)]), spaces.Text(5)], ids=str)
+def test_the_remedy_for_an_action_space_is_a_wrapper_for_actions(space: Any) -> None:
+    with pytest.raises(SpaceError, match=r"^action has a .*gymnasium\.wrappers\.TransformAction$"):
+        example_of(space, "action")
+
+
+@quick
+@given(any_space)
+def test_a_float_dtype_replaces_only_float_dtypes(space: Any) -> None:
+    plain, same, cast = map(leaves, (example_of(space), observation_example(space), observation_example(space, "f4")))
+    for before, as_it_was, after in zip(plain, same, cast, strict=True):
+        assert after.shape == before.shape
+        assert as_it_was.dtype == before.dtype
+        assert after.dtype == (np.float32 if before.dtype.kind == "f" else before.dtype)

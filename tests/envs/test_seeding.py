@@ -37,11 +37,6 @@ def test_no_two_evaluations_share_a_seed() -> None:
     assert len({*env_seeds, *streams.env_seeds(Purpose.EVAL)}) == 51 * 16
 
 
-@given(seeds, ranks, purposes)
-def test_the_same_seed_gives_the_same_stream(seed: int, env_rank: int, purpose: Purpose) -> None:
-    assert head(stream(seed, purpose, env_rank)) == head(stream(seed, purpose, env_rank))
-
-
 @given(seeds, ranks)
 def test_no_two_purposes_share_a_stream(seed: int, env_rank: int) -> None:
     heads = [head(stream(seed, purpose, env_rank)) for purpose in Purpose]
