@@ -133,24 +133,6 @@ def test_one_index_goes_to_all_fields(t: slice, b: int) -> None:
     assert not part, "what belongs to the end of the batch is not in a part without its last row"
 
 
-def test_a_copy_survives_the_next_batch() -> None:
-    buffer = buffer_of()
-    fill(buffer.batches[0])
-    kept = buffer.batches[0].copy()
-    expected = [leaf.tolist() for _, leaf in buffer.batches[0].leaves()]
-    fill(buffer.batches[0], seed=1)
-    begin_batch(BatchColumns(buffer.slots[0], slice(0, B)))
-    assert [leaf.tolist() for _, leaf in kept.leaves()] == expected
-
-
-def test_the_torch_view_shows_what_columns_write_later() -> None:
-    pytest.importorskip("torch")
-    buffer = buffer_of()
-    tensors = buffer.batches[0].torch()
-    BatchColumns(buffer.slots[0], slice(1, 2)).reward[3, 0] = 7
-    assert tensors.env.reward[2, 1] == 7
-
-
 def test_the_error_for_too_large_a_buffer_names_its_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_memory(monkeypatch, 10, small=0)
     with pytest.raises(ValueError, match="batch_T=5, batch_B=4 needs"):

@@ -38,6 +38,7 @@ def check_all(replay: Replay, stream: Stream, n: int, max_finals: int = 10**9) -
     assert_same(fields["observation"], stream.observation(np.array([row.stack for row in rows])))
     assert_same(fields["next_observation"], stream.observation(np.array([row.next_stack for row in rows])))
     assert_same(fields["action"], np.array([row.number for row in rows]))
+    assert fields["return_"].dtype == np.float32
     np.testing.assert_allclose(fields["return_"], [row.return_ for row in rows], rtol=1e-6, atol=1e-6)
     assert_same(fields["discount"], np.array([row.discount for row in rows], np.float32))
     return len(wanted)
@@ -149,18 +150,6 @@ def test_a_gap_is_found_without_being_told_wherever_episodes_end(B: int, p_end: 
         if not lost:
             replay.append(samples)
             check_all(replay, stream, 3)
-
-
-def test_a_row_of_many_dtypes_and_a_scalar_keeps_its_types() -> None:
-    stream = Stream(0, 2, nested=True)
-    replay = Replay(100, max_truncations=100)
-    replay.append(stream.batch(20))
-    batch = replay.sample(5)
-    assert batch.observation.x.dtype == torch.float32
-    assert batch.observation.x.shape == (5, 2)
-    assert batch.observation.y._0.dtype == batch.action.dtype == batch.index.dtype == torch.int64
-    assert batch.return_.dtype == batch.discount.dtype == torch.float32
-    assert "weight" not in batch
 
 
 def test_lost_final_observations_are_counted_and_said_once() -> None:

@@ -23,7 +23,6 @@ from penstock.vector import ShmVectorEnv
 from ..scale import examples, quick_first, scaled
 
 FIELDS = ("observation", "reward", "terminated", "truncated", "final_obs", "valid", "alive", "late_reward")
-DISABLED = AutoresetMode.DISABLED
 DIES = [{}, {"a0": "die"}, {"a0": "late"}, {"a0": "join", "a1": "cut"}, {}]
 
 
@@ -325,53 +324,34 @@ class Varying(ScriptedGame):
         super().__init__(1 + context.env_rank)
 
 
-OTHER_MODE = r'must be "SAME_STEP", which is their default: .*nobody is left'
-SPACES = CountingEnv().observation_space, CountingEnv().action_space
+UNLIKE = "{0}_space of agent 'a1' is .*, that of agent 'a0' is .*pad"
 
 
 @pytest.mark.parametrize(
-    ("env_fns", "options", "error", "problem"),
-    quick_first(
-        [
-            *(
-                (
-                    [partial(Unlike, kind)] * 2,
-                    {},
-                    SpaceError,
-                    rf"the {kind}_space of agent 'a1' is .*, that of agent 'a0' is .*pad",
-                )
-                for kind in ("observation", "action")
-            ),
-            (
-                [partial(ScriptedGame, 2), partial(Unlike, "neither")],
-                {},
-                WorkerError,
-                r"the observation_space of env_rank 1 is .*must have the same spaces",
-            ),
-            *(([ScriptedGame], {"autoreset_mode": m}, ConfigError, OTHER_MODE) for m in ("NEXT_STEP", DISABLED)),
-            (
-                [ScriptedGame, CountingEnv],
-                {},
-                ConfigError,
-                r"env_fns\[1\] returns CountingEnv, an environment of one agent",
-            ),
-            (
-                [CountingEnv, ScriptedGame],
-                {},
-                WorkerError,
-                r"ScriptedGame has several agents, but env_fns\[0\] returns an environment",
-            ),
-            ([ScriptedGame], {"spaces": SPACES}, WorkerError, "leave `spaces` out"),
-            ([Texts], {}, SpaceError, "observation has a Text space"),
-            ([Turns], {}, ConfigError, r"is played in turns .*: give a ParallelEnv"),
-            ([Varying] * 2, {}, WorkerError, r"possible_agents of env_rank 1 are .*different functions"),
-        ],
-        10,
-    ),
+    ("env_fns", "error", "problem"),
+    [
+        ([partial(Unlike, "observation")] * 2, SpaceError, UNLIKE.format("observation")),
+        ([partial(Unlike, "action")] * 2, SpaceError, UNLIKE.format("action")),
+        ([ScriptedGame, partial(Unlike, "neither")], WorkerError, "of env_rank 1 is .*must have the same spaces"),
+        ([ScriptedGame, CountingEnv], ConfigError, r"env_fns\[1\] returns CountingEnv, an environment of one agent"),
+        ([CountingEnv, ScriptedGame], WorkerError, r"several agents, but env_fns\[0\] returns an environment"),
+        ([Texts], SpaceError, "observation has a Text space"),
+        ([Turns], ConfigError, r"is played in turns .*: give a ParallelEnv"),
+        pytest.param([Varying] * 2, WorkerError, "env_rank 1 are .*different functions", marks=pytest.mark.slow),
+    ],
 )
-def test_what_cannot_work_is_refused(env_fns: Any, options: Any, error: Any, problem: str) -> None:
+def test_environments_that_do_not_fit_are_refused(env_fns: Any, error: Any, problem: str) -> None:
     with pytest.raises(error, match=problem):
-        ShmVectorEnv(env_fns, **options)
+        ShmVectorEnv(env_fns)
+
+
+def test_other_modes_and_given_spaces_are_refused() -> None:
+    for mode in ("NEXT_STEP", AutoresetMode.DISABLED):
+        with pytest.raises(ConfigError, match=r'must be "SAME_STEP", which is their default: .*nobody is left'):
+            ShmVectorEnv([ScriptedGame], autoreset_mode=mode)
+    one = CountingEnv()
+    with pytest.raises(WorkerError, match="leave `spaces` out"):
+        ShmVectorEnv([ScriptedGame], spaces=(one.observation_space, one.action_space))
 
 
 # ---- bad data --------------------------------------------------------------------------------
