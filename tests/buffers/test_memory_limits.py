@@ -46,34 +46,50 @@ class CgroupTree:
         return list(memory_limits.cgroup_headrooms(self.root, self.own))
 
 
-def test_v2_headroom_is_the_limit_less_what_is_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("own", "stat", "headroom"),
+    [
+        ("3:cpuset:/other\n2:memory:/job\n", "total_inactive_file 0\n", [10]),
+        ("2:hugetlb,memory:/job\n", "total_inactive_file 0\n", [10]),  # mounted with another controller
+        ("2:memory_but_not_quite,cpu:/job\n", "total_inactive_file 0\n", []),
+        # usage_in_bytes includes the groups below, and so does total_inactive_file, but not inactive_file.
+        ("2:memory:/job\n", "cache 41\ninactive_file 1\ntotal_inactive_file 40\n", [50]),
+    ],
+)
+def test_v1_headroom_is_the_limit_less_what_is_used_and_no_cache(
+    tmp_path: Path, own: str, stat: str, headroom: list[int]
+) -> None:
+    tree = CgroupTree(tmp_path, own)
+    tree.v1("/job", limit=100, usage=90, stat=stat)
+    assert tree.headrooms() == headroom
+
+
+@pytest.mark.parametrize(
+    ("own", "group", "limit", "usage", "headroom"),
+    [
+        ("/job", "/job", 100 * MIB, 30 * MIB, [70 * MIB]),
+        ("/job", "/job", "max", 30, []),
+        ("/job", "/job", 100, 130, [0]),
+        ("/user:1000", "/user:1000", 100, 30, [70]),
+        # In a container, whose path lies elsewhere, the root of the mount counts.
+        ("/not/mounted/here", "/", 100, 30, [70]),
+        ("/../outside", "/", 100, 30, [70]),
+        ("/", "/", 100, 30, [70]),
+    ],
+)
+def test_v2_headroom_is_the_limit_less_what_is_used(
+    tmp_path: Path, own: str, group: str, limit: object, usage: int, headroom: list[int]
+) -> None:
+    tree = CgroupTree(tmp_path, f"0::{own}\n")
+    tree.v2(group, limit, usage)
+    assert tree.headrooms() == headroom
+
+
+def test_v2_file_cache_is_free_and_nothing_above_the_mount_is_read(tmp_path: Path) -> None:
     tree = CgroupTree(tmp_path, "0::/job\n")
-    tree.v2("/job", limit=100 * MIB, usage=30 * MIB)
-    assert tree.headrooms() == [70 * MIB]
-
-
-def test_v1_headroom_is_the_limit_less_what_is_used(tmp_path: Path) -> None:
-    tree = CgroupTree(tmp_path, "3:cpuset:/other\n2:memory:/job\n")
-    tree.v1("/job", limit=100 * MIB, usage=30 * MIB)
-    assert tree.headrooms() == [70 * MIB]
-
-
-def test_v1_memory_mounted_together_with_another_controller_is_found(tmp_path: Path) -> None:
-    tree = CgroupTree(tmp_path, "2:hugetlb,memory:/job\n")
-    tree.v1("/job", limit=100, usage=30)
-    assert tree.headrooms() == [70]
-
-
-def test_v1_controllers_other_than_memory_do_not_count(tmp_path: Path) -> None:
-    tree = CgroupTree(tmp_path, "2:memory_but_not_quite,cpu:/job\n")
-    tree.v1("/job", limit=100, usage=30)
-    assert tree.headrooms() == []
-
-
-def test_v2_without_a_limit_does_not_count(tmp_path: Path) -> None:
-    tree = CgroupTree(tmp_path, "0::/job\n")
-    tree.v2("/job", limit="max", usage=30)
-    assert tree.headrooms() == []
+    tree.v2("/job", limit=100, usage=90, stat="anon 50\ninactive_file 40\nactive_file 3\n")
+    tree.v2("..", limit=1, usage=0)
+    assert tree.headrooms() == [50]
 
 
 @examples(20, 20)
@@ -88,45 +104,6 @@ def test_every_enclosing_limit_counts_innermost_first(limits: list[object], usag
         assert tree.headrooms() == expected
 
 
-def test_nothing_above_the_mount_is_read(tmp_path: Path) -> None:
-    tree = CgroupTree(tmp_path, "0::/job\n")
-    tree.v2("/job", limit=100, usage=30)
-    tree.v2("..", limit=1, usage=0)
-    assert tree.headrooms() == [70]
-
-
-@pytest.mark.parametrize("path", ["/not/mounted/here", "/../outside", "/"])
-def test_in_a_container_whose_path_lies_elsewhere_the_mounts_root_counts(tmp_path: Path, path: str) -> None:
-    tree = CgroupTree(tmp_path, f"0::{path}\n")
-    tree.v2("/", limit=100, usage=30)
-    assert tree.headrooms() == [70]
-
-
-def test_a_path_with_colons_is_read_whole(tmp_path: Path) -> None:
-    tree = CgroupTree(tmp_path, "0::/user:1000\n")
-    tree.v2("/user:1000", limit=100, usage=30)
-    assert tree.headrooms() == [70]
-
-
-def test_v2_file_cache_is_free(tmp_path: Path) -> None:
-    tree = CgroupTree(tmp_path, "0::/job\n")
-    tree.v2("/job", limit=100, usage=90, stat="anon 50\ninactive_file 40\nactive_file 3\n")
-    assert tree.headrooms() == [50]
-
-
-def test_v1_file_cache_of_the_whole_hierarchy_is_free(tmp_path: Path) -> None:
-    tree = CgroupTree(tmp_path, "2:memory:/job\n")
-    # usage_in_bytes includes the groups below, and so does total_inactive_file, but not inactive_file.
-    tree.v1("/job", limit=100, usage=90, stat="cache 41\ninactive_file 1\ntotal_inactive_file 40\n")
-    assert tree.headrooms() == [50]
-
-
-def test_usage_above_the_limit_leaves_nothing_and_not_less(tmp_path: Path) -> None:
-    tree = CgroupTree(tmp_path, "0::/job\n")
-    tree.v2("/job", limit=100, usage=130)
-    assert tree.headrooms() == [0]
-
-
 @pytest.mark.parametrize("missing", ["memory.max", "memory.current"])
 def test_a_group_that_cannot_be_read_does_not_count(tmp_path: Path, missing: str) -> None:
     tree = CgroupTree(tmp_path, "0::/a/job\n")
@@ -134,10 +111,7 @@ def test_a_group_that_cannot_be_read_does_not_count(tmp_path: Path, missing: str
     tree.v2("/a", limit=100, usage=30)
     (tree.root / "a" / "job" / missing).unlink()
     assert tree.headrooms() == [70]
-
-
-def test_without_cgroups_nothing_counts(tmp_path: Path) -> None:
-    assert list(memory_limits.cgroup_headrooms(tmp_path, tmp_path / "missing")) == []
+    assert list(memory_limits.cgroup_headrooms(tmp_path, tmp_path / "missing")) == [], "there are no cgroups"
 
 
 @pytest.mark.parametrize(("available", "headrooms", "free"), [(500, [], 500), (500, [900, 300, 400], 300), (5, [9], 5)])
@@ -153,16 +127,13 @@ def test_this_machine_has_some_memory_free() -> None:
     assert 0 < free_memory() < 2**50
 
 
-def test_the_check_passes_up_to_the_last_free_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_passes_up_to_the_last_free_byte_and_for_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_memory(monkeypatch, MIB)
     check_memory(MIB, "a test")
     with pytest.raises(ConfigError):
         check_memory(MIB + 1, "a test")
-
-
-def test_small_memory_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_memory(monkeypatch, 0)
-    check_memory(memory_limits.SMALL_BYTES - 1, "a test")
+    check_memory(memory_limits.SMALL_BYTES - 1, "a test")  # so little is not checked
 
 
 @pytest.mark.parametrize(("needed", "free"), [(1536 * MIB, 20 * MIB), (2 * MIB, 3 * MIB // 2), (12_207_031 * MIB, 0)])

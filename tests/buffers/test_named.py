@@ -78,40 +78,23 @@ def test_a_basic_index_gives_views(tree: Any, loc: Any) -> None:
 @quick
 @given(trees, locations)
 def test_an_assignment_writes_every_field_as_numpy_would(tree: Any, loc: Any) -> None:
-    target, source = as_named(tree).copy(), as_named(tree).map(lambda leaf: ~leaf if leaf.dtype == bool else leaf + 1)
-    expected = {name: leaf.copy() for name, leaf in flatten(tree).items()}
-    for (name, new), array in zip(source.leaves(), expected.values(), strict=True):
-        assert array.shape == new.shape, name
-        array[loc] = new[loc]
-    target[loc] = source[loc]
-    assert_same(dict(target.leaves()), expected)
+    source = as_named(tree).map(lambda leaf: ~leaf if leaf.dtype == bool else leaf + 1)
+    for value, new in ((source[loc], dict(source.leaves())), (1, None)):
+        target, expected = as_named(tree).copy(), {name: leaf.copy() for name, leaf in flatten(tree).items()}
+        for name, array in expected.items():
+            array[loc] = 1 if new is None else new[name][loc]
+        target[loc] = value
+        assert_same(dict(target.leaves()), expected)
+
+
+COPIES: list[Any] = [NamedArrays.copy, copy.deepcopy, lambda named: pickle.loads(pickle.dumps(named))]
 
 
 @quick
-@given(trees, locations)
-def test_one_number_is_written_to_every_field(tree: Any, loc: Any) -> None:
-    target = as_named(tree).copy()
-    expected = {name: leaf.copy() for name, leaf in flatten(tree).items()}
-    for array in expected.values():
-        array[loc] = 1
-    target[loc] = 1
-    assert_same(dict(target.leaves()), expected)
-
-
-@quick
-@given(trees)
-def test_a_copy_is_equal_and_shares_no_memory(tree: Any) -> None:
-    twin = as_named(tree).copy()
-    assert_same(dict(twin.leaves()), flatten(tree))
-    for (_, mine), theirs in zip(twin.leaves(), flatten(tree).values(), strict=True):
-        assert not np.shares_memory(mine, theirs)
-
-
-@quick
-@given(trees, st.sampled_from([pickle.dumps, copy.deepcopy]))
-def test_pickling_and_deepcopy_give_an_equal_object_with_memory_of_its_own(tree: Any, how: Any) -> None:
+@given(trees, st.sampled_from(COPIES))
+def test_copies_are_equal_and_have_memory_of_their_own(tree: Any, copied: Any) -> None:
     named = as_named(tree)
-    twin = pickle.loads(how(named)) if how is pickle.dumps else how(named)
+    twin = copied(named)
     assert type(twin) is NamedArrays
     assert_same(dict(twin.leaves()), flatten(tree))
     for (_, mine), (_, theirs) in zip(twin.leaves(), named.leaves(), strict=True):
@@ -166,10 +149,7 @@ def test_tensors_are_copied_by_copy() -> None:
 def test_map_applies_to_every_leaf_and_keeps_the_structure(tree: Any) -> None:
     shapes = as_named(tree).map(lambda leaf: leaf.shape)
     assert dict(shapes.leaves()) == {name: leaf.shape for name, leaf in flatten(tree).items()}
-
-
-def test_map_leaves_takes_a_single_leaf_too() -> None:
-    assert map_leaves(lambda leaf: leaf + 1, 2) == 3
+    assert map_leaves(lambda leaf: leaf + 1, 2) == 3, "a single leaf"
 
 
 # ---- fields ------------------------------------------------------------------------------------
@@ -194,12 +174,9 @@ def test_fields_are_read_as_attributes() -> None:
     assert {"a", "b", "copy"} <= set(dir(named))
 
 
-def test_an_unknown_attribute_names_the_fields_there_are() -> None:
+def test_an_unknown_name_is_refused_with_the_fields_there_are() -> None:
     with pytest.raises(AttributeError, match="NamedArrays has no field 'rewards'; it has reward, done"):
         _ = NamedArrays(reward=1, done=2).rewards
-
-
-def test_an_unknown_string_index_names_the_fields_there_are() -> None:
     with pytest.raises(KeyError, match="no field 'rewards'; there are reward, done"):
         _ = NamedArrays(reward=1, done=2)["rewards"]
 
@@ -237,12 +214,8 @@ def test_writing_mismatched_fields_names_both_sides_and_writes_nothing(value: An
     with pytest.raises(ConfigError, match=r"cannot write the fields \[.*\] into the fields \['a', 'b'\]"):
         named[0] = value
     assert named.a.tolist() == named.b.tolist() == [0, 0]
-
-
-def test_writing_mismatched_fields_is_seen_at_any_depth() -> None:
-    named = NamedArrays(a=NamedArrays(x=np.zeros(2)))
-    with pytest.raises(ValueError, match=r"the fields \['y'\] into the fields \['x'\]"):
-        named[0] = {"a": {"y": 1}}
+    with pytest.raises(ValueError, match=r"cannot write the fields \[.*\] into the fields \['a', 'b'\]"):
+        NamedArrays(deep=named)[0] = {"deep": value}
 
 
 @pytest.mark.parametrize(
@@ -254,12 +227,9 @@ def test_values_are_matched_by_name(value: Any) -> None:
     named = NamedArrays(a=np.zeros(2), b=np.zeros(2))
     named[1] = value
     assert (named.a.tolist(), named.b.tolist()) == ([0, 1], [0, 2])
-
-
-def test_a_tuple_is_written_to_the_fields_of_a_tuple_space() -> None:
-    named = NamedArrays(_0=np.zeros(2), _1=np.zeros(2))
-    named[1] = (1, 2)
-    assert (named._0.tolist(), named._1.tolist()) == ([0, 1], [0, 2])
+    of_a_tuple_space = NamedArrays(_0=np.zeros(2), _1=np.zeros(2))
+    of_a_tuple_space[1] = (1, 2)
+    assert (of_a_tuple_space._0.tolist(), of_a_tuple_space._1.tolist()) == ([0, 1], [0, 2])
 
 
 def test_truth_is_whether_there_are_fields() -> None:
@@ -297,9 +267,6 @@ def test_as_named_converts_mappings_namedtuples_and_tuples_at_any_depth() -> Non
     named = as_named({"a": (1, {"b": 2}), 3: pair(x=4, y=(5,))})
     assert dict(named.leaves()) == {"a._0": 1, "a._1.b": 2, "3.x": 4, "3.y._0": 5}
     assert all(isinstance(node, NamedArrays) for node in (named, named.a, named.a._1, named["3"], named["3"].y))
-
-
-def test_as_named_converts_below_named_arrays_too() -> None:
     assert dict(as_named(NamedArrays(dist={"mean": 1, "scale": 2})).leaves()) == {"dist.mean": 1, "dist.scale": 2}
 
 
@@ -349,45 +316,34 @@ columns = st.one_of(st.integers(-B, B - 1), st.slices(B))
 
 
 @quick
-@given(st.one_of(rows, row_masks, st.lists(st.integers(0, T - 1), min_size=1)))
-def test_an_index_of_time_does_not_apply_to_the_bootstrap_value(t: Any) -> None:
+@given(
+    st.one_of(rows, row_masks, st.lists(st.integers(0, T - 1), min_size=1)),
+    hnp.arrays(np.bool_, (T, B)),
+)
+def test_an_index_of_time_or_of_cells_does_not_apply_to_the_bootstrap_value(t: Any, cells: Any) -> None:
     check(t, WHOLE)
     check((t,), WHOLE)
+    check(cells, WHOLE)
 
 
 @quick
-@given(st.one_of(rows, row_masks), columns)
-def test_an_index_of_columns_picks_their_bootstrap_values(t: Any, b: Any) -> None:
-    check((t, b), WHOLE[b])
-
-
-@quick
-@given(rows, hnp.arrays(np.bool_, (B,)))
-def test_a_mask_of_columns_picks_their_bootstrap_values(t: Any, mask: Any) -> None:
-    check((t, mask), WHOLE[mask])
-
-
-@quick
-@given(rows, st.lists(st.integers(-B, B - 1), min_size=1), st.booleans())
-def test_a_list_or_array_of_columns_picks_their_bootstrap_values(t: Any, b: Any, as_array: bool) -> None:
-    check((t, np.array(b) if as_array else b), WHOLE[b])
-
-
-@quick
-@given(hnp.arrays(np.bool_, (T, B)))
-def test_a_mask_of_cells_does_not_apply_to_the_bootstrap_value(mask: Any) -> None:
-    check(mask, WHOLE)
+@given(
+    rows,
+    row_masks,
+    columns,
+    hnp.arrays(np.bool_, (B,)),
+    st.lists(st.integers(-B, B - 1), min_size=1),
+)
+def test_an_index_of_columns_picks_their_bootstrap_values(t: Any, mask: Any, b: Any, of: Any, listed: Any) -> None:
+    for own in (b, of, listed, np.array(listed)):
+        check((t, own), WHOLE[own])
+    check((t, b, ...), WHOLE[b])
+    check((mask, b), WHOLE[b])
 
 
 @pytest.mark.parametrize("loc", [..., (..., 0), (1, ...), (slice(1, 3), ...)], ids=str)
 def test_an_ellipsis_in_place_of_the_columns_leaves_the_bootstrap_value_whole(loc: Any) -> None:
     check(loc, WHOLE)
-
-
-@quick
-@given(rows, columns)
-def test_an_ellipsis_behind_the_columns_changes_nothing(t: Any, b: Any) -> None:
-    check((t, b, ...), WHOLE[b])
 
 
 def test_an_assignment_writes_the_bootstrap_values_of_its_columns() -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium import spaces
 
-from penstock import RandomAgent, SerialSampler
 from penstock.buffers import NamedArrays, Samples, SamplesBuffer, SampleSpec
 from penstock.buffers.named import map_leaves
 from penstock.buffers.samples import BatchStatus, with_status
@@ -18,7 +15,7 @@ from penstock.errors import ConfigError
 torch = pytest.importorskip("torch")
 
 T, B = 6, 4
-OBSERVATION = NamedArrays(camera=np.zeros((2, 3), np.uint8), number=np.zeros((), np.int64))
+FINAL = 60_000  # needs the highest bit of 16
 STATE = NamedArrays(h=np.zeros(2, np.float32), c=np.zeros(2, np.float32))
 
 both = pytest.mark.parametrize("kind", ["numpy", "torch"])
@@ -32,12 +29,14 @@ def batch(
     final_obs: bool = True,
     state: bool = False,
     row_0_only: bool = False,
+    dtype: Any = np.int64,
 ) -> Samples:
     """A batch in which everything says where it is: 100 t + b. The observation after the last row says 100 T + b."""
     info = NamedArrays(value=np.zeros((), np.float32), **({"prev_rnn_state": STATE} if state else {}))
     if row_0_only:
         info = NamedArrays({**dict(info.items()), "has_rnn_state": np.zeros((), np.bool_)})
-    spec = SampleSpec(OBSERVATION, np.zeros((), np.int64), info, bootstrap_value=True, final_obs=final_obs)
+    observation = NamedArrays(camera=np.zeros((2, 3), np.uint8), number=np.zeros((), dtype))
+    spec = SampleSpec(observation, np.zeros((), np.int64), info, bootstrap_value=True, final_obs=final_obs)
     buffer = SamplesBuffer(spec, T, B, shared=False)
     (arrays,) = buffer.slots
     where = 100 * np.arange(T + 1)[:, None] + np.arange(B)
@@ -54,7 +53,7 @@ def batch(
     for t, b, flag in ends:
         arrays.done[t + 1, b] = arrays[flag][t, b] = True
         if final_obs:
-            arrays.final_obs.number[t, b] = -where[t, b]
+            arrays.final_obs.number[t, b] = where[t, b] + FINAL
     for t, b in invalid:
         arrays.valid[t, b] = False
     (samples,) = buffer.batches
@@ -165,15 +164,19 @@ def test_minibatches_of_whole_sequences(kind: str) -> None:
     assert sorted(starts) == sorted(100 * t + b for t in (0, 3) for b in range(B))
 
 
-@pytest.mark.parametrize("n", [0, 25, 2.0, "2", True])
-def test_a_wrong_number_of_minibatches_is_named(n: Any) -> None:
-    with pytest.raises(ConfigError, match=f"from 1 to the 24 steps that there are, got {n!r}"):
-        batch("torch").minibatches(n)
-
-
-def test_a_wrong_generator_is_named() -> None:
-    with pytest.raises(ConfigError, match="rng must be a numpy or torch Generator, or None, got 7"):
-        batch("torch").minibatches(2, 7)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        *((lambda s, n=n: s.minibatches(n), f"from 1 to the 24 steps.*, got {n!r}") for n in (0, 25, 2.0, "2", True)),
+        (lambda s: s.minibatches(2, 7), "rng must be a numpy or torch Generator, or None, got 7"),
+        *((lambda s, n=n: s.sequences(n), f"divides the 6 rows of these samples, got {n}") for n in (0, 4, 7, 3.0)),
+        (lambda s: s[2].flatten(), r"flatten needs samples with the dimensions \[T, B\], these have \[4\]"),
+        (lambda s: s[2].transitions(), r"transitions needs samples with the dimensions \[T, B\], these have \[4\]"),
+    ],
+)
+def test_what_cannot_be_done_is_named(call: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        call(batch("torch"))
 
 
 # ---- sequences -------------------------------------------------------------------------------------
@@ -220,27 +223,23 @@ def test_recorded_states_may_all_be_zero(kind: str) -> None:
     assert (as_array(samples.sequences(2).initial_state.h) == 0).all()
 
 
-@pytest.mark.parametrize("length", [0, 4, 7, 3.0])
-def test_a_length_that_does_not_divide_the_rows_is_named(length: Any) -> None:
-    with pytest.raises(ConfigError, match=f"that divides the 6 rows of these samples, got {length}"):
-        batch("torch").sequences(length)
-
-
 # ---- transitions -----------------------------------------------------------------------------------
 
 ENDS = [(1, 0, "terminated"), (2, 1, "truncated"), (T - 1, 2, "terminated"), (T - 1, 3, "truncated")]
 
 
 @both
-def test_transitions_never_show_another_episodes_observation(kind: str) -> None:
-    steps = batch(kind, ends=ENDS).transitions(0.9)
+@pytest.mark.parametrize("dtype", [np.int64, np.uint16, np.uint32, np.uint64])
+def test_transitions_never_show_another_episodes_observation(kind: str, dtype: Any) -> None:
+    steps = batch(kind, ends=ENDS, dtype=dtype).transitions(0.9)
+    assert as_array(steps.next_observation.number).dtype == dtype
     assert steps.observation.camera.shape == (T * B, 2, 3)
     ended = {(t, b): flag for t, b, flag in ENDS}
     for i, action in enumerate(as_array(steps.action).tolist()):
         t, b = divmod(action, 100)
         flag = ended.get((t, b))
         assert int(steps.observation.number[i]) == action
-        assert int(steps.next_observation.number[i]) == (-action if flag else action + 100)
+        assert int(steps.next_observation.number[i]) == (action + FINAL if flag else action + 100)
         assert float(steps.discount[i]) == pytest.approx(0.0 if flag == "terminated" else 0.9)
         assert (bool(steps.terminated[i]), bool(steps.truncated[i])) == (flag == "terminated", flag == "truncated")
         assert float(steps.agent_info.value[i]) == action + 1
@@ -262,7 +261,7 @@ def test_next_observation_is_a_copy_in_the_structure_of_the_space(kind: str) -> 
     assert int(samples.env.observation.number[1, 1]) == 101
     assert following.camera.shape == (T, B, 2, 3)
     column = samples[2:, 1:3].env.next_observation
-    assert as_array(column.number[-1]).tolist() == [100 * T + 1, -502]
+    assert as_array(column.number[-1]).tolist() == [100 * T + 1, 502 + FINAL]
 
 
 @both
@@ -275,52 +274,6 @@ def test_next_observation_says_what_is_missing(kind: str) -> None:
         batch(kind, ends=ENDS, final_obs=False).transitions()
     whole = batch(kind, final_obs=False).env.next_observation
     assert as_array(whole.number[-1]).tolist() == [100 * T + b for b in range(B)]
-
-
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
-@pytest.mark.parametrize("is_dict", [False, True])
-def test_wide_unsigned_observations_are_followed_too(dtype: Any, is_dict: bool) -> None:
-    with SerialSampler(Wide, env_kwargs={"dtype": dtype, "is_dict": is_dict}, batch_T=5, batch_B=2) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        samples, _ = sampler.obtain_samples(0)
-        t, b = np.nonzero(as_array(samples.env.valid))
-        wanted = (
-            as_array(samples.env.observation.depth if is_dict else samples.env.observation)[t, b, 0].astype(int) + 1
-        )
-        for kind in (samples, sampler.samples_np):
-            for following in (kind.env.next_observation, kind.transitions(0.9).next_observation):
-                found = as_array(following.depth if is_dict else following)
-                assert found.dtype == dtype
-                np.testing.assert_array_equal(found.reshape(10, 2).astype(int), np.repeat(wanted[:, None], 2, 1))
-
-
-class Wide(gym.Env[Any, Any]):
-    """Counts from a number that needs the highest bit of 16; episodes of three steps."""
-
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, dtype: Any, is_dict: bool) -> None:
-        own = spaces.Box(0, 60_000, (2,), dtype)
-        self.observation_space, self.is_dict = spaces.Dict(depth=own) if is_dict else own, is_dict
-        self.dtype = dtype
-
-    def observe(self) -> Any:
-        depth = np.full(2, self.count, self.dtype)
-        return {"depth": depth} if self.is_dict else depth
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.count = 50_000
-        return self.observe(), {}
-
-    def step(self, action: Any) -> Any:
-        self.count += 1
-        return self.observe(), 0.0, False, self.count == 50_003, {}
-
-
-@pytest.mark.parametrize("call", ["flatten", "transitions"])
-def test_parts_without_both_dimensions_are_named(call: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{call} needs samples with the dimensions \[T, B\], these have \[4\]"):
-        getattr(batch("torch")[2], call)()
 
 
 # ---- targets, devices, dicts -----------------------------------------------------------------------

@@ -76,37 +76,29 @@ def test_every_field_has_its_leading_dimensions_and_the_examples_dtype(n_T: int,
     }
 
 
-def test_the_view_is_of_the_documented_classes() -> None:
-    samples = buffer_of().batches[0]
+def test_a_field_that_is_not_recorded_is_not_there_and_says_how_to_record_it() -> None:
+    buffer = buffer_of(bootstrap_value=False, final_obs=False)
+    (samples,) = buffer.batches
     assert [type(samples), type(samples.env), type(samples.agent)] == [Samples, EnvSamples, AgentSamples]
-
-
-def test_without_bootstrap_value_there_are_no_values() -> None:
-    buffer = buffer_of(bootstrap_value=False)
-    assert "bootstrap_value" not in buffer.batches[0].agent
-    assert "final_value" not in buffer.batches[0].agent
-    columns = BatchColumns(buffer.slots[0], slice(0, B))
-    assert columns.bootstrap_value is None
-    assert columns.final_value is None
-
-
-def test_a_field_that_was_not_recorded_says_how_to_record_it() -> None:
-    samples = buffer_of(bootstrap_value=False, final_obs=False).batches[0]
-    for name, remedy in (("bootstrap_value", "bootstrap_value=True"), ("final_value", "bootstrap_value=True")):
-        with pytest.raises(AttributeError, match=rf"no field '{name}'.*To record it, call .*{remedy}"):
+    for name in ("bootstrap_value", "final_value"):
+        assert name not in samples.agent
+        with pytest.raises(AttributeError, match=rf"no field '{name}'.*To record it, call .*bootstrap_value=True"):
             getattr(samples.agent, name)
+    assert "final_obs" not in samples.env
     with pytest.raises(AttributeError, match="To record it, make the sampler with record_final_obs=True"):
         _ = samples.env.final_obs
     with pytest.raises(AttributeError, match="To record it, make the sampler with env_info="):
         _ = samples.env.env_info
     with pytest.raises(AttributeError, match=r"no field 'rewards'; it has .*prev_done, valid, bootstrap_obs$"):
         _ = samples.env.rewards  # type: ignore[attr-defined]
-
-
-def test_without_final_obs_there_are_no_final_observations() -> None:
-    buffer = buffer_of(final_obs=False)
-    assert "final_obs" not in buffer.batches[0].env
-    assert BatchColumns(buffer.slots[0], slice(0, B)).final_obs is None
+    columns = BatchColumns(buffer.slots[0], slice(0, B))
+    assert columns.bootstrap_value is columns.final_value is columns.final_obs is None
+    columns.reward[T] = 3
+    columns.done[...] = True
+    begin_batch(columns)  # carries all the same
+    assert columns.episode_start.all()
+    assert (columns.reward[0] == 3).all()
+    assert not columns.done.any()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -139,24 +131,6 @@ def test_one_index_goes_to_all_fields(t: slice, b: int) -> None:
         elif has_last:
             np.testing.assert_array_equal(part.pop(name), leaf[b], err_msg=name)
     assert not part, "what belongs to the end of the batch is not in a part without its last row"
-
-
-def test_a_copy_survives_the_next_batch() -> None:
-    buffer = buffer_of()
-    fill(buffer.batches[0])
-    kept = buffer.batches[0].copy()
-    expected = [leaf.tolist() for _, leaf in buffer.batches[0].leaves()]
-    fill(buffer.batches[0], seed=1)
-    begin_batch(BatchColumns(buffer.slots[0], slice(0, B)))
-    assert [leaf.tolist() for _, leaf in kept.leaves()] == expected
-
-
-def test_the_torch_view_shows_what_columns_write_later() -> None:
-    pytest.importorskip("torch")
-    buffer = buffer_of()
-    tensors = buffer.batches[0].torch()
-    BatchColumns(buffer.slots[0], slice(1, 2)).reward[3, 0] = 7
-    assert tensors.env.reward[2, 1] == 7
 
 
 def test_the_error_for_too_large_a_buffer_names_its_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,17 +205,6 @@ def test_begin_batch_clears_final_obs_wherever_an_episode_ended(ends: list[tuple
         columns.final_obs[t, b] = 9
     begin_batch(columns)
     assert not any(leaf.any() for _, leaf in NamedArrays(x=columns.final_obs).leaves())
-
-
-def test_begin_batch_without_optional_fields_carries_all_the_same() -> None:
-    buffer = buffer_of(bootstrap_value=False, final_obs=False)
-    columns = BatchColumns(buffer.slots[0], slice(0, B))
-    columns.reward[T] = 3
-    columns.done[...] = True
-    begin_batch(columns)
-    assert columns.episode_start.all()
-    assert (columns.reward[0] == 3).all()
-    assert not columns.done.any()
 
 
 def test_a_column_that_was_parked_at_the_end_begins_an_episode() -> None:

@@ -109,13 +109,3 @@ def test_a_writer_knows_which_batches_it_has_written() -> None:
             replay.append(stream.batch(5))
             appender = storage_of(replay).appender
             assert [appender.has_batch(number, 5) for number in range(3)] == [number < n_batches for number in range(3)]
-
-
-def test_a_gap_is_noticed_wherever_episodes_end() -> None:
-    stream, replay = Stream(0, 1, p_end=0.5), Replay(500, max_truncations=500)
-    for k in range(80):
-        samples = stream.batch(3, lost=k % 2 == 1)
-        if k % 2 == 0:  # every second batch is lost
-            replay.append(samples)
-    assert replay.contents.steps == range(3 * 40)
-    assert replay.contents.rows(0).begins[::3].all()

@@ -60,6 +60,7 @@ def test_a_batch_that_is_drawn_is_the_one_that_can_be_read(options: dict[str, An
     again = replay.contents.read(drawn.index)
     assert type(again) is batch_cls
     assert_same(again, drawn)
+    assert "weight" not in drawn, "there are no priorities"
     assert replay.n_drawn == 2000, "to read is not to draw"
 
 

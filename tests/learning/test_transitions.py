@@ -38,6 +38,7 @@ def check_all(replay: Replay, stream: Stream, n: int, max_finals: int = 10**9) -
     assert_same(fields["observation"], stream.observation(np.array([row.stack for row in rows])))
     assert_same(fields["next_observation"], stream.observation(np.array([row.next_stack for row in rows])))
     assert_same(fields["action"], np.array([row.number for row in rows]))
+    assert fields["return_"].dtype == np.float32
     np.testing.assert_allclose(fields["return_"], [row.return_ for row in rows], rtol=1e-6, atol=1e-6)
     assert_same(fields["discount"], np.array([row.discount for row in rows], np.float32))
     return len(wanted)
@@ -140,44 +141,15 @@ def test_windows_are_the_same_in_c_and_in_numpy(n: int, B: int) -> None:
                 assert compiled.tobytes() == fallback.tobytes()
 
 
-def test_a_gap_is_found_without_being_told() -> None:
-    stream = Stream(0, 8, p_end=0.0)
-    replay = Replay(8 * 100, 3, DISCOUNT)
-    for lost in (False, True, False, False, True, True, False):
-        samples = stream.batch(10, lost=lost)
+@pytest.mark.parametrize(("B", "p_end"), [(8, 0.0), (1, 0.5)])
+def test_a_gap_is_found_without_being_told_wherever_episodes_end(B: int, p_end: float) -> None:
+    stream = Stream(0, B, p_end=p_end)
+    replay = Replay(B * 1000, 3, DISCOUNT, max_truncations=1000)
+    for lost in (False, True, False, False, True, True, False) * 10:
+        samples = stream.batch(3, lost=lost)
         if not lost:
             replay.append(samples)
             check_all(replay, stream, 3)
-
-
-def test_a_terminated_step_has_no_next_observation_and_a_truncated_one_its_own() -> None:
-    stream = Stream(3, 4, p_end=0.5, nested=True)
-    replay = Replay(400, 1, DISCOUNT, max_truncations=400, seed=0)
-    for _ in range(10):
-        replay.append(stream.batch(9))
-    batch = replay.sample(256)
-    rows = [stream.history[i % 4][i // 4] for i in batch.index.tolist()]
-    terminated = torch.tensor([row.terminated for row in rows])
-    truncated = torch.tensor([row.truncated and not row.terminated for row in rows])
-    assert terminated.any()
-    assert truncated.any()
-    assert (batch.discount[terminated] == 0).all()
-    assert (batch.discount[~terminated] == DISCOUNT).all()
-    assert (batch.next_observation.y._0[terminated] == 0).all()
-    numbers = torch.tensor([row.number for row in rows])
-    assert (batch.next_observation.y._0 == 100_000 + numbers)[truncated].all()
-
-
-def test_a_row_of_many_dtypes_and_a_scalar_keeps_its_types() -> None:
-    stream = Stream(0, 2, nested=True)
-    replay = Replay(100, max_truncations=100)
-    replay.append(stream.batch(20))
-    batch = replay.sample(5)
-    assert batch.observation.x.dtype == torch.float32
-    assert batch.observation.x.shape == (5, 2)
-    assert batch.observation.y._0.dtype == batch.action.dtype == batch.index.dtype == torch.int64
-    assert batch.return_.dtype == batch.discount.dtype == torch.float32
-    assert "weight" not in batch
 
 
 def test_lost_final_observations_are_counted_and_said_once() -> None:

@@ -1,5 +1,6 @@
 """Every fault has its effect. test_faulty.py injects them into environments, agents and collectors."""
 
+import faulthandler
 import os
 import pickle
 import select
@@ -154,27 +155,15 @@ def test_system_exit() -> None:
 @pytest.mark.parametrize(
     ("how", "code"), quick_first([("kill", -signal.SIGKILL), ("exit", 0), ("segfault", -signal.SIGSEGV)])
 )
-def test_exits(how: str, code: int) -> None:
-    import faulthandler
-
+def test_exits(how: str, code: int, tmp_path: Path) -> None:
     def body() -> None:
         faulthandler.disable()  # pytest's, which would print the crash
+        os.chdir(tmp_path)
         Fault(how).fire()
 
     assert exit_code_of(body) == code
+    assert not list(tmp_path.iterdir()), "a segfault leaves no core file"
     assert exit_code_of(lambda: Fault(how, spare_pid=os.getpid()).fire()) == CONTINUED
-
-
-def test_a_segfault_leaves_no_core_file(tmp_path: Path) -> None:
-    import faulthandler
-
-    def body() -> None:
-        faulthandler.disable()
-        os.chdir(tmp_path)
-        Fault("segfault").fire()
-
-    exit_code_of(body)
-    assert not list(tmp_path.iterdir())
 
 
 # ---- delays --------------------------------------------------------------------------------

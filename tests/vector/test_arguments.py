@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from gymnasium.vector import AsyncVectorEnv
 
-from penstock import ConfigError, SpaceError, WorkerError
+from penstock import ConfigError, WorkerError
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
+
+from .vector_support import counting
 
 
 @pytest.mark.parametrize("cls", [AsyncVectorEnv, ShmVectorEnv])
@@ -22,48 +24,64 @@ def test_a_line_that_gives_all_defaults_of_async_runs(cls: Any) -> None:
     envs.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
-        ("shared_memory", False, "results are always in shared memory"),
-        ("daemon", False, "workers always exit with the main process"),
-        ("observation_mode", "different", "all environments must have the same spaces"),
-        ("observation_mode", (CountingEnv().observation_space,) * 2, "all environments must have the same spaces"),
-    ],
-)
-def test_other_values_are_refused_with_the_reason(name: str, value: Any, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be .*{reason}"):
-        ShmVectorEnv([CountingEnv] * 2, **{name: value})
-
-
-def test_shared_memory_by_position_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"in_series must be an integer, got True: .*AsyncVectorEnv is shared_memory"):
-        ShmVectorEnv([CountingEnv] * 2, True)
+UNKNOWN = "^ShmVectorEnv has no argument "
+SPACES = CountingEnv().observation_space, CountingEnv().action_space
+BATCHED = {"env_fns": counting, "num_envs": 2}
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
+    ("arguments", "problem"),
     [
-        ("in_serie", "did you mean 'in_series'"),
-        ("num_workers", "did you mean 'n_workers'"),
-        ("step_timeouts", "did you mean 'step_timeout'"),
-        ("worker", "change what an environment does with a wrapper"),
-        ("max_concurrency", "n_workers is the number of environments that step at once"),
+        # Arguments of AsyncVectorEnv, with the reason.
+        ({"shared_memory": False}, "shared_memory must be .*results are always in shared memory"),
+        ({"daemon": False}, "daemon must be .*workers always exit with the main process"),
+        ({"observation_mode": "different"}, "observation_mode must be .*all environments must have the same spaces"),
+        ({"observation_mode": SPACES[:1] * 2}, "observation_mode must be .*all environments must have the same spaces"),
+        ({"in_series": True}, r"in_series must be an integer, got True: .*AsyncVectorEnv is shared_memory"),
+        # Unknown arguments, with the nearest.
+        ({"in_serie": 2}, f"{UNKNOWN}'in_serie': did you mean 'in_series'"),
+        ({"num_workers": 2}, f"{UNKNOWN}'num_workers': did you mean 'n_workers'"),
+        ({"step_timeouts": 2}, f"{UNKNOWN}'step_timeouts': did you mean 'step_timeout'"),
+        ({"worker": 2}, f"{UNKNOWN}'worker': change what an environment does with a wrapper"),
+        ({"max_concurrency": 2}, f"{UNKNOWN}'max_concurrency': n_workers is the number of environments that step at o"),
+        ({"zzz": 2}, rf"{UNKNOWN}'zzz'; it has \w+, .* 18 others: see help\(ShmVectorEnv\)$"),
+        # Values.
+        ({"env_fns": []}, "env_fns must be a list of callables"),
+        ({"env_fns": "CartPole-v1"}, "env_fns must be a list of callables"),
+        ({"env_fns": [1]}, "callable"),
+        ({"env_fns": CountingEnv}, "env_fns must be a list of callables"),
+        ({"env_fns": [lambda: 3]}, "the environment function must return a gymnasium.Env, got builtins.int"),
+        ({"env_fns": ["Nothing-v9"]}, r"env_fns\[0\]='Nothing-v9' is not a registered environment id"),
+        ({"in_series": 0}, "in_series must be an integer of at least 1"),
+        ({"n_workers": 0}, "n_workers must be an integer of at least 1"),
+        ({"in_series": 2, "n_workers": 2}, "leave one out"),
+        ({"context": "thread"}, "context must be one of fork, forkserver, spawn"),
+        ({"autoreset_mode": "sometimes"}, "autoreset_mode must be one of NEXT_STEP, SAME_STEP, DISABLED"),
+        ({"on_worker_failure": "shrug"}, "on_worker_failure must be one of raise, restart"),
+        ({"step_timeout": 0}, "step_timeout must be a positive number of seconds"),
+        ({"start_timeout": "x"}, "start_timeout must be a positive number of seconds"),
+        ({"affinity": [0]}, "affinity lists CPUs for 1 workers, there are 2"),
+        ({"max_restarts": -1}, "max_restarts must be an integer of at least 0"),
+        ({"check_finite": "yes"}, "check_finite must be True or False"),
+        ({"rows_per_env": 2}, "rows_per_env is for batched environments"),
+        # Of batched environments.
+        ({"env_fns": counting}, "needs num_envs"),
+        ({"env_fns": [counting], "num_envs": 2}, "leave num_envs out"),
+        ({"env_fns": counting, "num_envs": 0}, "num_envs must be an integer of at least 1"),
+        ({"env_fns": CountingEnv, "num_envs": 2}, r"calls env_fn\(num_envs=n\)"),
+        ({"env_fns": "FrozenLake-v1", "num_envs": 2}, "FrozenLake-v1 has no batched environment"),
+        ({"env_fns": "Nothing-v9", "num_envs": 2}, "env_fns='Nothing-v9' is not a registered environment id"),
+        ({**BATCHED, "autoreset_mode": "DISABLED"}, "is DISABLED, but .* has the mode SAME_STEP"),
+        ({**BATCHED, "spaces": SPACES}, "pass autoreset_mode"),
+        ({**BATCHED, "num_envs": 8, "rows_per_env": 3}, "num_envs must be a multiple of rows_per_env=3, got 8"),
     ],
 )
-def test_an_unknown_argument_is_named_with_the_nearest(name: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=f"^ShmVectorEnv has no argument '{name}': {hint}"):
-        ShmVectorEnv([CountingEnv], **{name: 2})  # type: ignore[arg-type]
+def test_what_cannot_work_is_refused_with_the_reason(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        ShmVectorEnv(**{"env_fns": [CountingEnv] * 2, **arguments})
 
 
-def test_an_unknown_argument_without_a_near_one_is_named_with_some_that_there_are() -> None:
-    with pytest.raises(
-        ConfigError, match=r"has no argument 'zzz'; it has \w+, .* 18 others: see help\(ShmVectorEnv\)$"
-    ):
-        ShmVectorEnv([CountingEnv], zzz=2)  # type: ignore[arg-type]
-
-
-def test_ids_as_env_fns() -> None:
+def test_ids_as_env_fns_and_an_environment_that_is_returned_twice() -> None:
     class OfTheScript(CountingEnv):
         pass
 
@@ -75,19 +93,6 @@ def test_ids_as_env_fns() -> None:
             assert envs.apply(lambda env: type(env.unwrapped).__name__) == ("OfTheScript", "CountingEnv")
     finally:
         del gym.registry["tests/OfTheScript-v0"]
-    with pytest.raises(ConfigError, match=r"env_fns\[0\]='Nothing-v9' is not a registered environment id"):
-        ShmVectorEnv(["Nothing-v9"])
-
-
-def test_env_fns_that_return_the_same_environment() -> None:
     env = CountingEnv()
     with pytest.raises(WorkerError, match="two of the env_fns of env_rank 0 to 1 return the same environment"):
         ShmVectorEnv([lambda: env] * 2, n_workers=1)
-
-
-def test_actions_of_another_kind_are_refused() -> None:
-    with ShmVectorEnv([CountingEnv] * 2) as envs:
-        envs.reset()
-        for actions in (np.array([True, False]), np.array([0.0, 1.0])):
-            with pytest.raises(SpaceError, match=rf"dtype int64, got shape \(2,\) and dtype {actions.dtype}"):
-                envs.step(actions)

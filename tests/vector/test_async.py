@@ -113,10 +113,12 @@ def test_a_reset_that_is_late_goes_on() -> None:
         assert envs.step([0, 0])[1].tolist() == [1, 1]
 
 
-def test_errors_are_also_gymnasiums() -> None:
+def test_errors_of_calls_out_of_order_are_also_gymnasiums() -> None:
     envs = ShmVectorEnv([CountingEnv] * 2)
+    with pytest.raises(SamplerStateError, match="step was called out of order: the call expected now is reset"):
+        envs.step([0, 0])
     for call in (envs.step_wait, envs.reset_wait, envs.recv):
-        with pytest.raises(NoAsyncCallError, match="was called out of order") as none:
+        with pytest.raises(NoAsyncCallError, match=f"{call.__name__} was called out of order") as none:
             call()
         assert isinstance(none.value, SamplerStateError)
         assert none.value.name == call.__name__
@@ -126,18 +128,28 @@ def test_errors_are_also_gymnasiums() -> None:
     assert isinstance(pending.value, SamplerStateError)
     assert pending.value.name == "reset"
     envs.reset_wait()
-    for begin, name in ((envs.step_async, "step"), (envs.send, "send")):
+    for begin, name in ((envs.send, "send"), (envs.step_async, "step")):
         begin([0, 0])
         for call in (lambda: envs.step([0, 0]), lambda: envs.step_async([0, 0]), envs.step_wait):
             if (name, call) != ("step", envs.step_wait):
                 with pytest.raises(AlreadyPendingCallError) as pending:
                     call()
                 assert pending.value.name == name
-        envs.reset()
+        if name == "step":
+            for call in (lambda: envs.step_async([0, 0]), lambda: envs.get_attr("count"), envs.recv):
+                with pytest.raises(SamplerStateError, match="the call expected now is step_wait"):
+                    call()
+        observation, infos = envs.reset()  # lets the step end
+        assert (observation[:, 1].tolist(), infos) == ([0, 0], {})
+        assert envs.step([0, 0])[1].tolist() == [1, 1]
     envs.close()
-    with pytest.raises(ClosedEnvironmentError, match="was called after close") as closed:
-        envs.reset()
-    assert isinstance(closed.value, SamplerClosedError)
+    envs.close()
+    assert envs.closed
+    assert repr(envs) == "ShmVectorEnv(num_envs=2)"
+    for call in (lambda: envs.step([0, 0]), envs.reset, envs.render):
+        with pytest.raises(ClosedEnvironmentError, match="after close: make a new vector environment") as closed:
+            call()
+        assert isinstance(closed.value, SamplerClosedError)
 
 
 def test_a_reset_that_is_refused_loses_no_step() -> None:

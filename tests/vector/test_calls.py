@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 
-from penstock import ConfigError, EnvCallError, SamplerClosedError, SamplerStateError, SpaceError, WorkerError
-from penstock.envs import CountingEnv, EnvContext, EpisodicLife, MaskInObservation, ScriptedGame, Seats
+from penstock import ConfigError, EnvCallError, SamplerStateError, SpaceError, WorkerError
+from penstock.envs import CountingEnv, EnvContext, EpisodicLife, MaskInObservation, NestedEnv, ScriptedGame, Seats
 from penstock.vector import ShmVectorEnv, tile
 
 from ..children import exit_code_of_fork
+from .vector_support import OnlySeed, Pictured
 
 pytestmark = pytest.mark.slow
-
-
-class Pictured(CountingEnv):
-    """Shows a picture of one colour, its level."""
-
-    metadata: ClassVar[Any] = {"render_modes": ["rgb_array"], "colour": "grey"}
-
-    def __init__(self, level: int = 0, shape: tuple[int, ...] = (4, 6, 3), render_mode: str = "rgb_array") -> None:
-        super().__init__()
-        self.level, self.shape, self.render_mode = level, shape, render_mode
-
-    def raise_level(self, by: int, *, factor: int = 1) -> int:
-        if by < 0:
-            raise ValueError("never down")
-        self.level += by * factor
-        return self.level
-
-    def render(self) -> Any:
-        return np.full(self.shape, self.level, np.uint8)
 
 
 def five() -> ShmVectorEnv:
@@ -117,31 +99,6 @@ def test_factories_are_told_where_they_build() -> None:
     assert len({context.seed for context in contexts}) == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ({"env_fns": []}, "env_fns must be a list of callables"),
-        ({"env_fns": "CartPole-v1"}, "env_fns must be a list of callables"),
-        ({"env_fns": [1]}, "callable"),
-        ({"env_fns": CountingEnv}, "env_fns must be a list of callables"),
-        ({"env_fns": [lambda: 3]}, "the environment function must return a gymnasium.Env, got builtins.int"),
-        ({"in_series": 0}, "in_series must be an integer of at least 1"),
-        ({"n_workers": 0}, "n_workers must be an integer of at least 1"),
-        ({"in_series": 2, "n_workers": 2}, "leave one out"),
-        ({"context": "thread"}, "context must be one of fork, forkserver, spawn"),
-        ({"autoreset_mode": "sometimes"}, "autoreset_mode must be one of NEXT_STEP, SAME_STEP, DISABLED"),
-        ({"on_worker_failure": "shrug"}, "on_worker_failure must be one of raise, restart"),
-        ({"step_timeout": 0}, "step_timeout must be a positive number of seconds"),
-        ({"start_timeout": "x"}, "start_timeout must be a positive number of seconds"),
-        ({"affinity": [0]}, "affinity lists CPUs for 1 workers, there are 2"),
-        ({"max_restarts": -1}, "max_restarts must be an integer of at least 0"),
-    ],
-)
-def test_arguments_that_cannot_work(arguments: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        ShmVectorEnv(**{"env_fns": [CountingEnv] * 2, **arguments})
-
-
 def test_seeds_and_masks_that_do_not_fit() -> None:
     with five() as envs:
         for seed in ([1, 2], 1.5, -1, ["a"] * 5):
@@ -155,44 +112,21 @@ def test_seeds_and_masks_that_do_not_fit() -> None:
         assert set(options) == {"reset_mask", "x"}  # the caller's own
 
 
-@pytest.mark.parametrize("actions", [[0, 1], np.zeros((5, 1), int), np.zeros(5), None, "01201"])
-def test_actions_that_do_not_fit_are_refused_and_harm_nobody(actions: Any) -> None:
+def test_actions_that_do_not_fit_are_refused_and_harm_nobody() -> None:
     with five() as envs:
         envs.reset()
-        with pytest.raises(SpaceError, match=r"action must have shape \(5,\) and dtype int64"):
-            envs.step(actions)
+        for actions in ([0, 1], np.zeros((5, 1), int), None, "01201"):
+            with pytest.raises(SpaceError, match=r"action must have shape \(5,\) and dtype int64"):
+                envs.step(actions)
+        for dtype in ("bool", "float64"):
+            with pytest.raises(SpaceError, match=rf"dtype int64, got shape \(5,\) and dtype {dtype}"):
+                envs.step(np.zeros(5, dtype))
         assert envs.step([0, 1, 2, 0, 1])[1].tolist() == [1] * 5
-
-
-def test_nested_actions_that_do_not_fit() -> None:
-    from penstock.envs import NestedEnv
-
     with ShmVectorEnv([NestedEnv] * 2) as envs:
         envs.reset()
         for wrong in ({"move": np.zeros((2, 3))}, [0, 1], {"move": np.zeros((2, 3)), "mode": np.zeros((2, 3))}):
             with pytest.raises(SpaceError, match="action"):
                 envs.step(wrong)
-
-
-def test_calls_out_of_order() -> None:
-    envs = ShmVectorEnv([CountingEnv] * 2)
-    with pytest.raises(SamplerStateError, match="step was called out of order: the call expected now is reset"):
-        envs.step([0, 0])
-    envs.reset()
-    with pytest.raises(SamplerStateError, match="step_wait was called out of order"):
-        envs.step_wait()
-    envs.step_async([0, 0])
-    for call in (lambda: envs.step_async([0, 0]), lambda: envs.get_attr("count"), envs.recv):
-        with pytest.raises(SamplerStateError, match="the call expected now is step_wait"):
-            call()
-    envs.step_wait()
-    envs.close()
-    envs.close()
-    assert envs.closed
-    for call in (lambda: envs.step([0, 0]), envs.reset, envs.render):
-        with pytest.raises(SamplerClosedError, match="was called after close: make a new vector environment"):
-            call()
-    assert repr(envs) == "ShmVectorEnv(num_envs=2)"
 
 
 def test_a_fork_of_the_main_process_may_not_use_it() -> None:
@@ -206,18 +140,6 @@ def test_a_fork_of_the_main_process_may_not_use_it() -> None:
 
         assert exit_code_of_fork(in_fork) == 0
         assert envs.step(np.zeros(5, int))[1].tolist() == [1] * 5
-
-
-class OnlySeed(CountingEnv):
-    """Its `reset` knows no options, as in many environments that people write."""
-
-    told: ClassVar[dict[str, Any]] = {"lives": 1, "action_mask": np.ones(3, np.int8)}
-
-    def reset(self, seed: int | None = None) -> Any:  # type: ignore[override]
-        return super().reset(seed=seed)[0], self.told
-
-    def step(self, action: Any) -> Any:
-        return *super().step(action)[:4], self.told
 
 
 class OnlySeedBatch(gym.vector.SyncVectorEnv):

@@ -18,24 +18,12 @@ from hypothesis import strategies as st
 
 from penstock import ConfigError, SamplerStateError, SpaceError, WorkerDiedError
 from penstock.envs import CountingEnv
+from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 from penstock.vector.vector_pool import WaitTimeoutError
 
 from ..scale import examples
-
-
-class Waiting(CountingEnv):
-    """A step whose action is 2 waits until somebody writes to its pipe."""
-
-    def __init__(self, pipe: Path, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.pipe = pipe
-
-    def step(self, action: Any) -> Any:
-        if action == 2:
-            with self.pipe.open("rb") as pipe:
-                pipe.read(1)
-        return super().step(action)
+from .vector_support import Waiting, let_go
 
 
 @pytest.fixture
@@ -46,13 +34,8 @@ def pipes(tmp_path: Path) -> list[Path]:
     return found
 
 
-def let_go(pipe: Path) -> None:
-    with pipe.open("wb") as file:
-        file.write(b"x")
-
-
 def test_a_slow_environment_keeps_nobody_waiting(pipes: list[Path]) -> None:
-    with ShmVectorEnv([partial(Waiting, pipe, length=100) for pipe in pipes]) as envs:
+    with ShmVectorEnv([partial(Waiting, pipe) for pipe in pipes]) as envs:
         envs.reset()
         envs.send([0, 2, 0, 0])
         seen: list[int] = []
@@ -118,7 +101,7 @@ def test_the_reply_that_was_missing_ends_the_wait_and_no_other_does(pipes: list[
         nonlocal looks
         looks += event == "call" and frame.f_code.co_name == "_watch"
 
-    with ShmVectorEnv([partial(Silent, pipe, length=99) for pipe in pipes], n_workers=n_workers) as envs:
+    with ShmVectorEnv([partial(Silent, pipe) for pipe in pipes], n_workers=n_workers) as envs:
         envs.reset()
         for _ in range(8):
             envs.send([2] * 4)
@@ -238,7 +221,7 @@ def test_every_environment_goes_its_own_way(data: Any, mode: AutoresetMode, n_wo
 
 
 def test_a_wait_with_a_timeout(pipes: list[Path]) -> None:
-    with ShmVectorEnv([partial(Waiting, pipe, length=100) for pipe in pipes]) as envs:
+    with ShmVectorEnv([partial(Waiting, pipe) for pipe in pipes]) as envs:
         envs.reset()
         envs.send([0, 2, 0, 0])
         assert envs.recv(3, timeout=60)[4]["env_id"].tolist() == [0, 2, 3]
@@ -253,32 +236,19 @@ def test_a_wait_with_a_timeout(pipes: list[Path]) -> None:
         envs.recv()
 
 
-class Exits(CountingEnv):
-    """A step whose action is 2 ends the process, unless the file exists."""
-
-    def __init__(self, marker: Path, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.marker = marker
-
-    def step(self, action: Any) -> Any:
-        if action == 2 and not self.marker.exists():
-            self.marker.touch()
-            os._exit(3)
-        return super().step(action)
-
-
 def test_a_failure_says_which_environment_was_stepping(tmp_path: Path) -> None:
-    makes = [partial(Exits, tmp_path / "marker")] * 4
-    with ShmVectorEnv(makes, n_workers=2, on_worker_failure="restart") as envs:
+    once, always = Fault("exit", marker=str(tmp_path / "marker")), Fault("exit")
+    with ShmVectorEnv(
+        [CountingEnv] * 3 + [faulty_env(CountingEnv, once)], n_workers=2, on_worker_failure="restart"
+    ) as envs:
         envs.reset()
         assert list(envs.restarts) == []
-        envs.step([0, 0, 0, 2])
+        envs.step([0] * 4)
         (restart,) = envs.restarts
         assert (restart.rank, restart.env_rank) == (1, 3)
-        assert "exited with code 3 while stepping env_rank 3" in restart.what
-    (tmp_path / "marker").unlink()
-    with ShmVectorEnv(makes, n_workers=2) as envs:
+        assert "exited with code 0 while stepping env_rank 3" in restart.what
+    with ShmVectorEnv([CountingEnv, faulty_env(CountingEnv, always), CountingEnv], n_workers=2) as envs:
         envs.reset()
         with pytest.raises(WorkerDiedError) as caught:
-            envs.step([0, 2, 0, 0])
+            envs.step([0] * 3)
         assert caught.value.env_rank == 1

@@ -20,10 +20,9 @@ from penstock.vector import ShmVectorEnv
 
 from ..scale import pairs
 from ..support import assert_same
+from .vector_support import compare, modes, pair
 
 pytestmark = pytest.mark.slow
-
-modes = pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
 
 
 class Custom(spaces.Space[Any]):
@@ -89,32 +88,22 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-def run_and_compare(fns: list[Any], mode: AutoresetMode, **kwargs: Any) -> None:
-    theirs: Any = SyncVectorEnv(fns, autoreset_mode=mode)
-    with ShmVectorEnv(fns, autoreset_mode=mode, **kwargs) as ours:
+def run_and_compare(fns: list[Any], mode: AutoresetMode) -> None:
+    ours, theirs = pair(fns, mode, in_series=2)
+    with ours:
         assert ours.observation_space == theirs.observation_space
-        assert_same(ours.reset(seed=3), theirs.reset(seed=3), "reset")
-        theirs.action_space.seed(1)
-        for t in range(8):
-            actions = theirs.action_space.sample()
-            got, wanted = ours.step(actions), theirs.step(actions)
-            assert_same(got, wanted, f"step {t}")
-            ended = wanted[2]
-            if mode is AutoresetMode.DISABLED and ended.any():
-                assert_same(
-                    ours.reset(options={"reset_mask": ended}), theirs.reset(options={"reset_mask": ended.copy()})
-                )
+        compare(ours, theirs, 8, seed=3)
 
 
 @pytest.mark.parametrize(("mode", "space"), pairs(AutoresetMode, [*OBJECTS.values(), NESTED]))
 def test_observations(space: Any, mode: AutoresetMode) -> None:
     fns = [partial(Sampling, space, spaces.Discrete(2), length) for length in (2, 3, 4)]
-    run_and_compare(fns, mode, in_series=2)
+    run_and_compare(fns, mode)
 
 
 @some_space
 def test_actions(space: Any) -> None:
-    run_and_compare([partial(Sampling, spaces.Box(-1, 1, (2,)), space)] * 3, AutoresetMode.NEXT_STEP, in_series=2)
+    run_and_compare([partial(Sampling, spaces.Box(-1, 1, (2,)), space)] * 3, AutoresetMode.NEXT_STEP)
 
 
 def test_without_copies_and_as_they_get_ready() -> None:

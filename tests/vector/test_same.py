@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,33 +20,9 @@ from penstock.vector import ShmVectorEnv
 
 from ..envs.space_strategies import any_space
 from ..scale import START_METHODS, examples, pairs, scaled
-from ..support import assert_same
-from .vector_support import talkative
+from .vector_support import MODES, compare, modes, pair, talkative
 
 pytestmark = pytest.mark.slow
-
-MODES = list(AutoresetMode)
-modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-
-
-def pair(env_fns: list[Any], mode: AutoresetMode, **kwargs: Any) -> tuple[ShmVectorEnv, SyncVectorEnv]:
-    return ShmVectorEnv(env_fns, autoreset_mode=mode, **kwargs), SyncVectorEnv(env_fns, autoreset_mode=mode)
-
-
-def compare(ours: ShmVectorEnv, theirs: SyncVectorEnv, n_steps: int, *, seed: Any = 5, options: Any = None) -> None:
-    def asked() -> Any:
-        return None if options is None else dict(options)
-
-    assert_same(ours.reset(seed=seed, options=asked()), theirs.reset(seed=seed, options=asked()), "reset")
-    theirs.action_space.seed(1)
-    for t in range(n_steps):
-        action = theirs.action_space.sample()
-        got, wanted = ours.step(action), theirs.step(action)
-        assert_same(got, wanted, f"step {t}")
-        ended = wanted[2] | wanted[3]
-        if theirs.metadata["autoreset_mode"] is AutoresetMode.DISABLED and ended.any():
-            mask = {"reset_mask": ended}
-            assert_same(ours.reset(options=dict(mask)), theirs.reset(options=dict(mask)), f"reset {t}")
 
 
 @pytest.mark.parametrize(("mode", "in_series"), pairs(MODES, [1, 2, 5]))
@@ -116,18 +92,6 @@ def test_without_copies_observations_are_views_of_the_shared_memory() -> None:
             later = envs.step(np.zeros(2, int))[0]
             assert np.shares_memory(observation, later)
             np.testing.assert_array_equal(observation[:, 1], [t, t])
-
-
-def test_split_step() -> None:
-    with ShmVectorEnv([CountingEnv] * 2) as envs:
-        envs.reset()
-        envs.step_async([0, 1])
-        assert envs.step_wait()[1].tolist() == [1, 1]
-        envs.step_async(np.array([0, 1]))
-        observation, infos = envs.reset()  # lets the step end
-        assert observation[:, 1].tolist() == [0, 0]
-        assert infos == {}
-        assert envs.step(np.zeros(2, int))[1].tolist() == [1, 1]
 
 
 class Draws(gym.Env[Any, Any]):

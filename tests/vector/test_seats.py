@@ -307,51 +307,14 @@ class Unlike(ScriptedGame):
         return spaces.Discrete(3 + (self.kind == "action") * int(agent[1:]))
 
 
-@pytest.mark.parametrize("kind", ["observation", "action"])
-def test_unequal_spaces_name_both_agents(kind: str) -> None:
-    with pytest.raises(SpaceError, match=rf"the {kind}_space of agent 'a1' is .*, that of agent 'a0' is .*pad"):
-        ShmVectorEnv([partial(Unlike, kind)] * 2)
-
-
-def test_environments_with_other_spaces() -> None:
-    with pytest.raises(WorkerError, match=r"the observation_space of env_rank 1 is .*must have the same spaces"):
-        ShmVectorEnv([partial(ScriptedGame, 2), partial(Unlike, "neither")])
-
-
-@pytest.mark.parametrize("mode", ["NEXT_STEP", AutoresetMode.DISABLED])
-def test_other_modes_are_refused_with_what_to_write(mode: Any) -> None:
-    with pytest.raises(ConfigError, match=r'must be "SAME_STEP", which is their default: .*nobody is left'):
-        ShmVectorEnv([ScriptedGame], autoreset_mode=mode)
-
-
-def test_mixed_lists_and_spaces() -> None:
-    with pytest.raises(ConfigError, match=r"env_fns\[1\] returns CountingEnv, an environment of one agent"):
-        ShmVectorEnv([ScriptedGame, CountingEnv])  # type: ignore[list-item]
-    one = CountingEnv()
-    with pytest.raises(WorkerError, match=r"ScriptedGame has several agents, but env_fns\[0\] returns an environment"):
-        ShmVectorEnv([CountingEnv, ScriptedGame])  # type: ignore[list-item]
-    with pytest.raises(WorkerError, match="leave `spaces` out"):
-        ShmVectorEnv([ScriptedGame], spaces=(one.observation_space, one.action_space))
-
-
 class Texts(ScriptedGame):
     def observation_space(self, agent: str) -> Any:
         return spaces.Text(4)
 
 
-def test_spaces_without_a_fixed_shape() -> None:
-    with pytest.raises(SpaceError, match="observation has a Text space"):
-        ShmVectorEnv([Texts])
-
-
 class Turns(ScriptedGame):
     def agent_iter(self) -> None:
         """As AECEnv has it."""
-
-
-def test_turns_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"is played in turns .*: give a ParallelEnv"):
-        ShmVectorEnv([Turns])
 
 
 class Varying(ScriptedGame):
@@ -361,97 +324,95 @@ class Varying(ScriptedGame):
         super().__init__(1 + context.env_rank)
 
 
-@pytest.mark.slow
-def test_a_function_that_returns_other_agents_each_time() -> None:
-    with pytest.raises(WorkerError, match=r"possible_agents of env_rank 1 are .*different functions"):
-        ShmVectorEnv([Varying] * 2)
+UNLIKE = "{0}_space of agent 'a1' is .*, that of agent 'a0' is .*pad"
+
+
+@pytest.mark.parametrize(
+    ("env_fns", "error", "problem"),
+    [
+        ([partial(Unlike, "observation")] * 2, SpaceError, UNLIKE.format("observation")),
+        ([partial(Unlike, "action")] * 2, SpaceError, UNLIKE.format("action")),
+        ([ScriptedGame, partial(Unlike, "neither")], WorkerError, "of env_rank 1 is .*must have the same spaces"),
+        ([ScriptedGame, CountingEnv], ConfigError, r"env_fns\[1\] returns CountingEnv, an environment of one agent"),
+        ([CountingEnv, ScriptedGame], WorkerError, r"several agents, but env_fns\[0\] returns an environment"),
+        ([Texts], SpaceError, "observation has a Text space"),
+        ([Turns], ConfigError, r"is played in turns .*: give a ParallelEnv"),
+        pytest.param([Varying] * 2, WorkerError, "env_rank 1 are .*different functions", marks=pytest.mark.slow),
+    ],
+)
+def test_environments_that_do_not_fit_are_refused(env_fns: Any, error: Any, problem: str) -> None:
+    with pytest.raises(error, match=problem):
+        ShmVectorEnv(env_fns)
+
+
+def test_other_modes_and_given_spaces_are_refused() -> None:
+    for mode in ("NEXT_STEP", AutoresetMode.DISABLED):
+        with pytest.raises(ConfigError, match=r'must be "SAME_STEP", which is their default: .*nobody is left'):
+            ShmVectorEnv([ScriptedGame], autoreset_mode=mode)
+    one = CountingEnv()
+    with pytest.raises(WorkerError, match="leave `spaces` out"):
+        ShmVectorEnv([ScriptedGame], spaces=(one.observation_space, one.action_space))
 
 
 # ---- bad data --------------------------------------------------------------------------------
 
 
 class Bad(ScriptedGame):
-    """Returns something wrong in its second step."""
+    """`change` changes what its second step returns. By then a0 has died."""
 
-    def __init__(self, fault: str) -> None:
-        super().__init__(3, [{}] * 6)
-        self.fault = fault
+    def __init__(self, change: Any) -> None:
+        super().__init__(3, [{"a0": "die"}, *[{}] * 5])
+        self.change = change
 
     def step(self, actions: Any) -> Any:
         result = super().step(actions)
-        return FAULTS[self.fault](self, *result) if self.t == 2 else result
-
-
-def wrong(change: Any) -> Any:
-    """A fault that changes parts of the result."""
-
-    def apply(game: Any, *result: Any) -> Any:
-        change(game, *result)
+        if self.t == 2:
+            self.change(*result)
         return result
 
-    return apply
 
-
-def put(which: int, agent: str, value: Any) -> Any:
-    return wrong(lambda game, *result: result[which].update({agent: value}))
+def meet_a_stranger(observations: Any, *_: Any) -> None:
+    observations["stranger"] = np.zeros(4, np.float32)
 
 
 def lose_a_piece(*_: Any) -> None:
     raise KeyError("a lost piece")
 
 
-FAULTS = {
-    "unknown": put(0, "stranger", np.zeros(4, np.float32)),
-    "nan": put(1, "a2", float("nan")),
-    "nan observation": put(0, "a1", np.full(4, np.nan, np.float32)),
-    "raises": wrong(lose_a_piece),
-}
-BAD = {
-    "unknown": "env_rank 1, agent 'stranger' is not one of possible_agents",
-    "raises": "raised KeyError.*while stepping env_rank 1",
-}
+def see_nan(observations: Any, *_: Any) -> None:
+    observations["a1"] = np.full(4, np.nan, np.float32)
 
 
-@pytest.mark.parametrize("fault", BAD)
+def get_nan(agent: str, observations: Any, rewards: Any, *_: Any) -> None:
+    rewards[agent] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    quick_first(
+        [
+            (meet_a_stranger, WorkerError, "env_rank 1, agent 'stranger' is not one of possible_agents"),
+            (lose_a_piece, WorkerError, "raised KeyError.*while stepping env_rank 1"),
+            (see_nan, SpaceError, "observation of env_rank 1, agent 'a1' must be finite"),
+            (partial(get_nan, "a2"), SpaceError, "reward of env_rank 1, agent 'a2' must be finite"),
+            (partial(get_nan, "a0"), SpaceError, "late_reward of env_rank 1, agent 'a0' must be finite"),
+        ]
+    ),
+)
 @pytest.mark.parametrize("one_by_one", quick_first([False, True]))
-def test_bad_data_name_environment_and_agent(fault: str, one_by_one: bool) -> None:
-    with ShmVectorEnv([partial(ScriptedGame, 3, [{}] * 6), partial(Bad, fault)], n_workers=1) as envs:
+def test_bad_data_name_environment_and_agent(change: Any, error: Any, words: str, one_by_one: bool) -> None:
+    games = [partial(ScriptedGame, 3, [{}] * 6), partial(Bad, change)]
+    with ShmVectorEnv(games, n_workers=1, check_finite=True) as envs:
         envs.reset(seed=0)
         envs.step(np.zeros(6, int))
-        with pytest.raises(WorkerError, match=BAD[fault]):
+        with pytest.raises(SpaceError, match="action must have shape"):
+            envs.step(np.zeros(5, int))
+        with pytest.raises(error, match=words):
             if one_by_one:
                 envs.send(np.zeros(3, int), [1])
                 envs.recv()
             else:
                 envs.step(np.zeros(6, int))
-
-
-@pytest.mark.parametrize(("fault", "name"), quick_first([("nan observation", "observation"), ("nan", "reward")]))
-def test_check_finite_names_the_agent(fault: str, name: str) -> None:
-    agent = "a2" if fault == "nan" else "a1"
-    with ShmVectorEnv([partial(ScriptedGame, 3, [{}] * 6), partial(Bad, fault)], check_finite=True) as envs:
-        envs.reset(seed=0)
-        envs.step(np.zeros(6, int))
-        with pytest.raises(SpaceError, match=rf"{name} of env_rank 1, agent '{agent}' must be finite"):
-            envs.step(np.zeros(6, int))
-        with pytest.raises(SpaceError, match="action must have shape"):
-            envs.step(np.zeros(5, int))
-
-
-class LateNan(ScriptedGame):
-    def step(self, actions: Any) -> Any:
-        observations, rewards, *rest = super().step(actions)
-        rewards["a0"] = float("nan") if "a0" not in actions else rewards["a0"]
-        return observations, rewards, *rest
-
-
-@pytest.mark.slow
-def test_check_finite_sees_late_rewards() -> None:
-    with ShmVectorEnv([partial(LateNan, 2, [{"a0": "die"}, {}, {}])], check_finite=True) as envs:
-        envs.reset(seed=0)
-        envs.step([0, 0])
-        with pytest.raises(SpaceError, match=r"late_reward of env_rank 0, agent 'a0' must be finite"):
-            envs.step([0, 0])
 
 
 # ---- failures --------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 
 from penstock import WorkerError
 from penstock.envs import NestedEnv
 from penstock.vector import ShmVectorEnv
 
 from ..scale import quick_first
-from ..support import assert_same
+from .vector_support import compare, pair
 
 modes = pytest.mark.parametrize(
     "mode",
@@ -80,27 +80,21 @@ class Nested(NestedEnv):
         return tuple(rest)
 
 
+def step_or_send(envs: Any, action: Any, t: int) -> Any:
+    if t % 3:
+        return envs.step(action)
+    envs.send(action)
+    *results, infos = envs.recv(min_ready=3)
+    infos.pop("env_id")
+    return (*results, infos)
+
+
 @modes
 @pytest.mark.parametrize("env_cls", quick_first([Nested, Frames, Number]), ids=lambda cls: cls.__name__)
 def test_results_are_those_of_step(mode: AutoresetMode, env_cls: Any) -> None:
-    theirs = SyncVectorEnv([env_cls] * 3, autoreset_mode=mode)
-    theirs.action_space.seed(1)
-    with ShmVectorEnv([env_cls] * 3, n_workers=2, autoreset_mode=mode) as ours:
-        assert_same(ours.reset(seed=5), theirs.reset(seed=5))
-        for t in range(30):
-            action = theirs.action_space.sample()
-            wanted = theirs.step(action)
-            if t % 3:
-                assert_same(ours.step(action), wanted, f"step {t}")
-            else:
-                ours.send(action)
-                *results, infos = ours.recv(min_ready=3)
-                infos.pop("env_id")
-                assert_same((*results, infos), wanted, f"step {t}")
-            ended = wanted[2] | wanted[3]
-            if mode is AutoresetMode.DISABLED and ended.any():
-                options = {"reset_mask": ended}
-                assert_same(ours.reset(options=dict(options)), theirs.reset(options=dict(options)), f"reset {t}")
+    ours, theirs = pair([env_cls] * 3, mode, n_workers=2)
+    with ours:
+        compare(ours, theirs, 30, step=step_or_send)
         assert min(ours.get_attr("n_calls")) > 0
 
 
@@ -120,18 +114,11 @@ def test_a_wrong_result_is_an_error_that_names_the_environment() -> None:
 
 @pytest.mark.slow
 @modes
-def test_wrappers_without_their_functions_give_the_same(mode: AutoresetMode) -> None:
+@pytest.mark.parametrize("flatten_wrappers", [True, False])
+def test_wrappers_without_their_functions_give_the_same(mode: AutoresetMode, flatten_wrappers: bool) -> None:
     env_fns = [partial(gym.make, "CartPole-v1", max_episode_steps=9)] * 2
-    results = []
-    for flatten_wrappers in (True, False):
-        with ShmVectorEnv(env_fns, n_workers=1, autoreset_mode=mode, flatten_wrappers=flatten_wrappers) as envs:
-            found = [envs.reset(seed=3)]
-            for t in range(40):
-                found.append(envs.step(np.array([t % 2, 1 - t % 2])))
-                ended = found[-1][2] | found[-1][3]
-                if mode is AutoresetMode.DISABLED and ended.any():
-                    found.append(envs.reset(options={"reset_mask": ended}))
-            found.append((envs.get_attr("_elapsed_steps"), envs.get_attr("_has_reset")))
-            results.append(found)
-    for t, (one, other) in enumerate(zip(*results, strict=True)):
-        assert_same(one, other, f"call {t}")
+    ours, theirs = pair(env_fns, mode, n_workers=1, flatten_wrappers=flatten_wrappers)
+    with ours:
+        compare(ours, theirs, 40)
+        for name in ("_elapsed_steps", "_has_reset"):
+            assert ours.get_attr(name) == theirs.get_attr(name)
