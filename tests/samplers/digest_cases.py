@@ -21,6 +21,7 @@ import penstock
 from penstock import Agent, AgentStep, GameError, NamedArrays, RandomAgent, SerialSampler, TrajInfo
 from penstock.envs.toy import ScriptedGame
 from penstock.vector import ShmVectorEnv
+from tests.support import figures_of
 from tests.toy_games import TurnGame
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
@@ -194,10 +195,6 @@ def rows_of(mode: AutoresetMode) -> Any:
     return lambda num_envs: SyncVectorEnv([Walk] * num_envs, autoreset_mode=mode, copy=False)
 
 
-def batched() -> dict[str, Any]:
-    return {"batched": True}
-
-
 Case = tuple[str, Any, dict[str, Any], Callable[[], Any], dict[str, Any]]
 
 
@@ -236,10 +233,11 @@ def sampler_cases() -> Iterator[Case]:
     yield "wait-reset, nested, env_info", Nested, {**no_steps, **waits, "env_info": {"n": 0.0}}, RandomAgent, {}
     yield "wait-reset, step_into, plain", IntoWalk, waits, Plain, b
     for mode in AutoresetMode:
-        yield f"batched, {mode.name}, state", rows_of(mode), {**batched(), **ev}, Stateful, b
-        yield f"batched, {mode.name}, plain", rows_of(mode), {**batched(), **ev, "eval_episodes": 5}, Plain, b
+        make, rows = rows_of(mode), {"batched": True, **ev}
+        yield f"batched, {mode.name}, state", make, rows, Stateful, b
+        yield f"batched, {mode.name}, plain", make, {**rows, "eval_episodes": 5}, Plain, b
         two = {"traj_info_cls": LongInfo, "env_info": {"n": 0.0}}
-        yield f"batched, {mode.name}, two episodes", rows_of(mode), {**batched(), **two, **ev}, RandomAgent, {}
+        yield f"batched, {mode.name}, two episodes", make, {**rows, **two}, RandomAgent, {}
     game, masked = partial(ScriptedGame, 4), partial(ScriptedGame, 3, mask=True)
     yield "seats, state, counted episodes", game, {**ev, "eval_episodes": 4}, Stateful, b
     yield "seats, plain, no final_obs", game, {**ev, "record_final_obs": False}, Plain, b
@@ -289,12 +287,7 @@ def _update(digest: Any, name: str, value: Any) -> None:
         digest.update(repr(value).encode())
 
 
-def figures(info: Any) -> list[tuple[str, Any]]:
-    """The public attributes of a `TrajInfo`, as plain Python."""
-    return sorted((name, value) for name, value in vars(info).items() if not name.startswith("_"))
-
-
-def digests_of_sampler(case: Case, shape: tuple[int, int]) -> dict[str, str]:
+def digests_of_sampler(case: Case, shape: tuple[int, int]) -> str:
     """One digest of all batches, one of their trajectories, one of the evaluations."""
     _, env_fn, options, make_agent, arguments = case
     batches, infos, evaluations = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
@@ -306,11 +299,12 @@ def digests_of_sampler(case: Case, shape: tuple[int, int]) -> dict[str, str]:
             for name, own in each:
                 for path, leaf in own.numpy().leaves():
                     _update(batches, f"{itr} {name} {path}", leaf)
-            _update(infos, f"{itr}", [figures(info) for info in found])
+            _update(infos, f"{itr}", [sorted(figures.items()) for figures in figures_of(found)])
             if "eval_n_envs" in options and itr % 2 == 0:
-                _update(evaluations, f"{itr}", [figures(info) for info in sampler.evaluate_agent(itr)])
-    found_digests = {"batches": batches, "trajectories": infos, "evaluations": evaluations}
-    return {name: digest.hexdigest()[:16] for name, digest in found_digests.items()}
+                evaluated = figures_of(sampler.evaluate_agent(itr))
+                _update(evaluations, f"{itr}", [sorted(figures.items()) for figures in evaluated])
+    digests = {"batches": batches, "trajectories": infos, "evaluations": evaluations}
+    return ", ".join(f"{name} {digest.hexdigest()[:16]}" for name, digest in digests.items())
 
 
 VectorCase = tuple[str, Any, dict[str, Any]]

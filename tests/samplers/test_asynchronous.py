@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from penstock import (
+    AgentStep,
     AsyncSampler,
     ConfigError,
-    ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
     SamplerClosedError,
@@ -29,7 +29,7 @@ from penstock.samplers.inference_server import ServerOptions
 
 from ..models import Gru
 from ..scale import FULL, pairs
-from ..support import until
+from ..support import Diary, until
 from .async_support import (
     B,
     Delayed,
@@ -60,13 +60,6 @@ def started(env_fn: Any = CountingEnv, agent: Any = None, **kwargs: Any) -> Asyn
     return sampler
 
 
-class Detailed(TrajInfo):
-    """Goes through the pipe."""
-
-    def terminate(self, final_observation: Any) -> None:
-        self.final = np.asarray(final_observation).tolist()
-
-
 # ---- lag=1 -------------------------------------------------------------------------------------
 
 
@@ -75,19 +68,25 @@ class Slow(Delayed):
         super().__init__(CountingEnv(length=4), 0.004)
 
 
-@pytest.mark.parametrize(("sizes", "server"), pairs(SIZES, SERVERS))
-def test_lag_1_equals_a_serial_loop_that_trains_one_batch_late(sizes: tuple[int, int], server: Any) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        *((sizes, {"server": server}) for sizes, server in pairs(SIZES, SERVERS)),
+        ((3, 3), {"server": "process", "max_wait": 1e-4}),  # that waits for nobody: batches are not mixed
+    ],
+)
+def test_lag_1_equals_a_serial_loop_that_trains_one_batch_late(sizes: tuple[int, int], options: Any) -> None:
     n_workers, n_slots = sizes
     expected = one_batch_late(partial(CountingEnv, length=4), TabularAgent(), 12)
     rng = random.SystemRandom()
-    with async_sampler(Slow, n_workers=n_workers, n_slots=n_slots, lag=1, server=server) as sampler:
+    with async_sampler(Slow, n_workers=n_workers, n_slots=n_slots, lag=1, **options) as sampler:
         found = sample(sampler, TabularAgent(), 12, between=lambda itr: time.sleep(rng.choice([0, 0, 0.004])))
     assert found == expected
     versions = [np.frombuffer(batch["agent.policy_version"], np.int64) for batch, _ in found]
     assert [set(each) for each in versions] == [{1}, {1}, *({k} for k in range(2, 12))]
 
 
-def test_lag_1_waits_before_it_overwrites_parameters_that_a_worker_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lag_1_waits_before_it_overwrites_parameters_that_a_worker_needs() -> None:
     """The learner publishes several times for each batch, as fast as it can, while resets delay the workers."""
 
     class SlowReset(WaitResetCollector):
@@ -108,6 +107,8 @@ def test_lag_1_waits_before_it_overwrites_parameters_that_a_worker_needs(monkeyp
                 newest += 1
             expected.append(newest)  # of batch itr + 2, which may begin when batch itr + 1 is handed out
         assert sampler.stats().lag.max == 3  # type: ignore[union-attr]
+    for _ in range(2):  # nobody waits for workers that have ended
+        agent.publish()
 
 
 def test_a_batch_is_complete_before_the_resets_that_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +137,8 @@ def test_an_evaluation_and_calls_change_no_batch_with_lag_1(server: Any) -> None
     with async_sampler(partial(CountingEnv, length=4), lag=1, server=server, **options) as sampler:
 
         def between(itr: int) -> None:
-            assert len(sampler.evaluate_agent(itr)) == 2 * (10 // 4)
+            for _ in range(10):  # more commands than there are places for open ones
+                assert len(sampler.evaluate_agent(itr)) == 2 * (10 // 4)
             assert sampler.get_attr("length") == [4] * B
             sampler.set_attr("length", 4)
             if itr % 3 == 2:
@@ -150,7 +152,7 @@ def test_an_evaluation_and_calls_change_no_batch_with_lag_1(server: Any) -> None
 # ---- free running ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("server", "traj_info_cls"), pairs(SERVERS, [TrajInfo, Detailed]))
+@pytest.mark.parametrize(("server", "traj_info_cls"), pairs(SERVERS, [TrajInfo, Diary]))
 def test_columns_are_unbroken_and_versions_true_and_infos_complete(server: Any, traj_info_cls: type[TrajInfo]) -> None:
     agent, rng = VersionAgent(), random.Random(1)
     batches: list[Any] = []
@@ -166,7 +168,7 @@ def test_columns_are_unbroken_and_versions_true_and_infos_complete(server: Any, 
             n_done, n_infos = n_done + int(samples.env.done.sum()), n_infos + len(infos)
             assert n_done == n_infos
             assert {info.Length for info in infos} <= {5}
-            assert all(info.final[1] == 5 for info in infos if isinstance(info, Detailed))
+            assert all(info.end[1] == 5 for info in infos if isinstance(info, Diary))
             batches = [*batches[-1:], samples.copy()]
             check_streams(batches)
             for _ in range(rng.choice([0, 1, 1, 2])):
@@ -240,13 +242,6 @@ def test_states_at_the_start_of_a_batch_need_environments_that_begin_together() 
     started("CartPole-v1", agent, server="process", min_ready=1, lag=1).shutdown()
 
 
-def test_lag_1_with_a_server_that_waits_for_nobody() -> None:
-    """Each batch has its own version of the parameters, so batches are not mixed."""
-    expected = one_batch_late(partial(CountingEnv, length=4), TabularAgent(), 12)
-    with async_sampler(Slow, n_workers=3, lag=1, server="process", max_wait=1e-4) as sampler:
-        assert sample(sampler, TabularAgent(), 12) == expected
-
-
 @pytest.mark.parametrize("n_slots", [2, 3, 8])
 def test_a_batch_is_at_most_as_many_batches_old_as_there_are_slots(n_slots: int) -> None:
     agent = VersionAgent()
@@ -270,10 +265,7 @@ def test_a_batch_that_is_held_does_not_change() -> None:
 
 def until_idle(sampler: AsyncSampler) -> None:
     """All workers have collected what they may."""
-    control, deadline = sampler.run.memory.control, time.monotonic() + 30
-    while control.pending(sampler.n_workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: not sampler.run.memory.control.pending(sampler.n_workers))
 
 
 def test_several_batches_can_be_held() -> None:
@@ -346,23 +338,6 @@ def test_pause_lets_the_workers_stand_still_and_resume_goes_on() -> None:
         check_streams(batches)
 
 
-def test_evaluations_and_calls_return_what_a_parallel_sampler_returns() -> None:
-    found = []
-    for cls in (ParallelSampler, AsyncSampler):
-        with cls("CartPole-v1", batch_T=T, batch_B=B, n_workers=2, eval_n_envs=2, eval_max_steps=200) as sampler:
-            sampler.initialize(RandomAgent(), seed=5)
-            results = [[vars(info) for info in sampler.evaluate_agent(0)]]
-            if isinstance(sampler, AsyncSampler):
-                sampler.start()
-            sampler.obtain_samples(0)
-            for itr in range(10):  # more commands than there are places for open ones
-                results.append([vars(info) for info in sampler.evaluate_agent(itr)])
-            results.append([str(space) for space in sampler.get_attr("action_space")])  # type: ignore[arg-type]
-            sampler.obtain_samples(1)
-        found.append(results)
-    assert found[0] == found[1]
-
-
 def test_the_itr_of_the_agent_is_that_of_the_calls() -> None:
     class Noting(RandomAgent):
         def sample_mode(self, itr: int) -> None:
@@ -370,19 +345,14 @@ def test_the_itr_of_the_agent_is_that_of_the_calls() -> None:
 
         def step(self, *inputs: Any) -> Any:
             action, _ = super().step(*inputs)
-            return type(super().step(*inputs))(action, {"itr": np.full(len(inputs[2]), self.itr)})
+            return AgentStep(action, {"itr": np.full(len(action), self.itr)})
 
-    with started_at(10, Noting()) as sampler:
+    with async_sampler() as sampler:
+        sampler.initialize(Noting(), seed=7)
+        sampler.start(10)
         assert [int(sampler.obtain_samples(itr)[0].agent.agent_info.itr[0, 0]) for itr in range(10, 16)] == [
             *range(10, 16)
         ]
-
-
-def started_at(itr: int, agent: Any) -> AsyncSampler:
-    sampler = async_sampler()
-    sampler.initialize(agent, seed=7)
-    sampler.start(itr)
-    return sampler
 
 
 # ---- arguments and order of calls --------------------------------------------------------------
@@ -412,10 +382,11 @@ def test_calls_out_of_order_name_the_call_that_was_meant() -> None:
             call()
         assert "\n" not in str(caught.value)
 
-    sampler = async_sampler()
+    sampler = async_sampler(eval_n_envs=1, eval_max_steps=5)
     refused(sampler.start, "start was called out of order: the call expected now is initialize")
     with sampler:
         sampler.initialize(RandomAgent())
+        assert [info.Length for info in sampler.evaluate_agent(0)] == [5]
         refused(lambda: sampler.obtain_samples(0), "obtain_samples was called .* expected now is start")
         refused(sampler.poll_samples, "poll_samples was called .* expected now is start")
         refused(sampler.pause, "pause was called .* expected now is start")
@@ -435,11 +406,3 @@ def test_calls_out_of_order_name_the_call_that_was_meant() -> None:
 
 def test_a_sampler_that_runs_can_be_dropped() -> None:
     started().obtain_samples(0)  # the fixture finds what it leaves
-
-
-def test_parameters_can_be_published_after_the_end() -> None:
-    agent = VersionAgent()
-    with started(agent=agent, lag=1) as sampler:
-        sampler.obtain_samples(0)
-    agent.publish()
-    agent.publish()

@@ -8,7 +8,6 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ from ..support import until
 
 pytestmark = pytest.mark.slow
 
-servers = pytest.mark.parametrize("server", ["caller", "process"])
 compiling = pytest.mark.xdist_group("compiling")  # one process imports what torch needs for it, in 2 s
 DEVICE = torch.device("cuda", 0)
 
@@ -247,47 +245,36 @@ def test_memory_that_cannot_be_locked_is_sent_all_the_same(monkeypatch: pytest.M
     block.close()
 
 
-@needs_cuda
-@compiles
-@servers
-@pytest.mark.parametrize("kwargs", [{}, {"min_ready": 1}, {"compile_model": True}], ids=str)
-@pytest.mark.parametrize("recurrent", [False, True])
-def test_a_gpu_acts_as_the_cpu_does(recurrent: bool, kwargs: Any, server: Any) -> None:
-    def make(device: str) -> Any:
-        torch.manual_seed(0)
-        model = (Gru(2, 3) if recurrent else Net()).to(device)
-        return (RecurrentCategoricalPgAgent if recurrent else CategoricalPgAgent)(model)
-
-    found = batches(GpuSampler(CountingEnv, n_workers=2, server=server, **SIZES, **kwargs), make("cuda"))
-    offset = 1000 if kwargs.get("compile_model") and not recurrent else 0
-    assert_same_actions_and_values(found, batches(SerialSampler(CountingEnv, **SIZES), make("cpu")), offset)
-
-
 # ---- with a GPU, each way to act and to train ----------------------------------------------
 
-SAMPLERS: dict[str, Any] = {
-    "GpuSampler": GpuSampler,
-    "GpuSampler, process": partial(GpuSampler, server="process"),
-    "AlternatingSampler": AlternatingSampler,
-    "ParallelSampler": ParallelSampler,
-    "SerialSampler": SerialSampler,
-}
+SAMPLERS: list[tuple[Any, dict[str, Any]]] = [
+    (SerialSampler, {}),
+    (ParallelSampler, {}),
+    (AlternatingSampler, {}),
+    *((GpuSampler, {"server": "process", **options}) for options in ({}, {"min_ready": 1}, {"compile_model": True})),
+    *((GpuSampler, options) for options in ({}, {"min_ready": 1}, {"compile_model": True})),
+    # It records CUDA graphs, which write each result where they wrote the last one.
+    (GpuSampler, {"compile_model": {"mode": "reduce-overhead"}}),
+]
 
 
-def agent(device: Any, recurrent: bool = False) -> Any:
+def agent(device: Any, recurrent: bool = False, is_moved: bool = False) -> Any:
+    """Its model is sent to the device by the agent, or already there."""
     torch.manual_seed(0)
-    if recurrent:
-        return RecurrentCategoricalPgAgent(Gru(2, 3), device=device)
-    return CategoricalPgAgent(Net(), device=device)
+    model, cls = (Gru(2, 3), RecurrentCategoricalPgAgent) if recurrent else (Net(), CategoricalPgAgent)
+    return cls(model.to(device)) if is_moved else cls(model, device=device)
 
 
 @needs_cuda
-@pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("cls", SAMPLERS.values(), ids=SAMPLERS)
-def test_each_sampler_collects_what_it_collects_without_a_gpu(cls: Any, recurrent: bool) -> None:
-    kwargs = {} if cls is SerialSampler else {"n_workers": 2}
-    found = batches(cls(CountingEnv, **SIZES, **kwargs), agent("cuda", recurrent))
-    assert_same_actions_and_values(found, batches(SerialSampler(CountingEnv, **SIZES), agent(None, recurrent)))
+@compiles
+@pytest.mark.parametrize(("recurrent", "is_moved"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(("cls", "options"), SAMPLERS, ids=str)
+def test_each_sampler_collects_what_it_collects_without_a_gpu(
+    cls: Any, options: dict[str, Any], recurrent: bool, is_moved: bool
+) -> None:
+    found = batches(cls(CountingEnv, n_workers=2, **SIZES, **options), agent("cuda", recurrent, is_moved))
+    offset = 1000 if "compile_model" in options and not recurrent else 0
+    assert_same_actions_and_values(found, batches(SerialSampler(CountingEnv, **SIZES), agent(None, recurrent)), offset)
 
 
 @needs_cuda
@@ -304,16 +291,6 @@ def test_an_asynchronous_sampler(server: Any) -> None:
             with torch.no_grad():
                 next(learner.model.parameters()).add_(0.1)
             learner.sync_shared_memory()
-
-
-@needs_cuda
-@compiles
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_model(mode: str) -> None:
-    """ "reduce-overhead" records CUDA graphs, which write each result where they wrote the last one."""
-    sampler = GpuSampler(CountingEnv, n_workers=2, compile_model={"mode": mode}, **SIZES)
-    found = batches(sampler, agent("cuda"))
-    assert_same_actions_and_values(found, batches(SerialSampler(CountingEnv, **SIZES), agent(None)), offset=1000)
 
 
 @needs_cuda

@@ -169,11 +169,9 @@ class Dice(RandomAgent):
         return AgentStep(torch.randint(10_000, (len(observation),)).numpy())
 
 
-def draws(cls: type[Sampler], **kwargs: Any) -> Any:
+def draws(cls: type[Sampler], seed: int = 3, **kwargs: Any) -> Any:
     """The observations of the first batch."""
-    sizes: dict[str, Any] = {"batch_T": 3, "batch_B": 4, "max_decorrelation_steps": 0, **kwargs}
-    seed = sizes.pop("seed", 3)
-    with cls(Draws, **sizes) as sampler:
+    with sampler_of(cls, Draws, batch_T=3, **kwargs) as sampler:
         sampler.initialize(RandomAgent(), seed=seed)
         return sampler.obtain_samples(0)[0].env.observation.numpy().copy()
 
@@ -214,8 +212,8 @@ def test_the_serial_sampler_does_not_seed_the_generators_of_its_caller() -> None
 
 
 def test_a_replaced_worker_and_evaluations_draw_other_numbers() -> None:
-    sizes: dict[str, Any] = {"batch_T": 3, "batch_B": 2, "n_workers": 2, "max_decorrelation_steps": 0}
-    with ParallelSampler(Draws, **sizes, eval_n_envs=2, eval_max_steps=2, on_worker_failure="restart") as sampler:
+    options = {"eval_n_envs": 2, "eval_max_steps": 2, "on_worker_failure": "restart"}
+    with sampler_of(ParallelSampler, Draws, batch_T=3, batch_B=2, **options) as sampler:
         sampler.initialize(RandomAgent(), seed=3)
         first = sampler.obtain_samples(0)[0].env.observation.numpy().copy()
         os.kill(sampler.worker_pids[1], signal.SIGKILL)
@@ -226,10 +224,9 @@ def test_a_replaced_worker_and_evaluations_draw_other_numbers() -> None:
 
 
 def test_a_run_that_continues_draws_other_numbers_than_at_its_start() -> None:
-    sizes: dict[str, Any] = {"batch_T": 3, "batch_B": 2, "n_workers": 2, "max_decorrelation_steps": 0}
     found, state = [], None
     for _ in range(2):
-        with ParallelSampler(Draws, **sizes) as sampler:
+        with sampler_of(ParallelSampler, Draws, batch_T=3, batch_B=2) as sampler:
             sampler.initialize(RandomAgent(), seed=3)
             if state is not None:
                 sampler.load_state_dict(state)

@@ -22,13 +22,10 @@ from penstock import (
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, Purpose
 
 from ..scale import quick_first
+from ..support import Diary
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 with_central = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
-
-
-class Own(TrajInfo):
-    """Its infos share the pipe with the results of calls."""
 
 
 class Unreadable:
@@ -91,7 +88,7 @@ def wrapped_sampler(cls: type[Sampler], **kwargs: Any) -> Sampler:
 
 
 @with_central
-@pytest.mark.parametrize("traj_info_cls", quick_first([TrajInfo, Own]))
+@pytest.mark.parametrize("traj_info_cls", quick_first([TrajInfo, Diary]))
 def test_methods_and_attributes_are_reached_through_wrappers_in_order(cls: type[Sampler], traj_info_cls: Any) -> None:
     with wrapped_sampler(cls, traj_info_cls=traj_info_cls) as sampler:
         sampler.initialize(RandomAgent(), seed=3)

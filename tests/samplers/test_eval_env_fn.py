@@ -36,28 +36,20 @@ def test_it_has_the_forms_and_the_arguments_of_env_fn() -> None:
         assert context.purpose is Purpose.EVAL
         return CountingEnv(length)
 
-    for forms, lengths in (
-        ({"eval_env_fn": make, "eval_env_kwargs": [{"length": 4}, {"length": 5}]}, {4, 5}),
-        ({"eval_env_fn": [partial(CountingEnv, 6), partial(CountingEnv, 7)]}, {6, 7}),
-        ({"env_kwargs": {"length": 5}}, {5}),
-    ):
-        with SerialSampler(CountingEnv, **OPTIONS, **forms) as sampler:  # type: ignore[arg-type]
+    short_poles = partial(BatchedCartPole, max_episode_steps=5)
+    forms: list[tuple[Any, dict[str, Any], set[int]]] = [
+        (CountingEnv, {"eval_env_fn": make, "eval_env_kwargs": [{"length": 4}, {"length": 5}]}, {4, 5}),
+        (CountingEnv, {"eval_env_fn": [partial(CountingEnv, 6), partial(CountingEnv, 7)]}, {6, 7}),
+        (CountingEnv, {"env_kwargs": {"length": 5}}, {5}),
+        (BatchedCartPole, {"eval_env_fn": short_poles, "batched": True}, {5}),
+    ]
+    for env_fn, form, lengths in forms:
+        with SerialSampler(env_fn, **OPTIONS, **form) as sampler:
             sampler.initialize(RandomAgent(), seed=0)
             assert {info.Length for info in sampler.evaluate_agent(0)} == lengths
     with SerialSampler("CartPole-v1", eval_env_fn="CartPole-v0", **OPTIONS) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         assert sampler.get_attr("spec", evaluation=True)[0].id == "CartPole-v0"
-
-
-def test_batched_environments() -> None:
-    with SerialSampler(
-        BatchedCartPole,
-        eval_env_fn=partial(BatchedCartPole, max_episode_steps=5),
-        batched=True,
-        **OPTIONS,
-    ) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        assert {info.Length for info in sampler.evaluate_agent(0)} == {5}
 
 
 def test_wrong_ones_are_named() -> None:

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
 
 from penstock import CategoricalPgAgent, FunctionAgent, ParallelSampler, SerialSampler, SpaceError
-from penstock.envs.batched import SameStep
 
 
 class Masked(gym.Env[Any, Any]):
@@ -43,37 +42,6 @@ class Masked(gym.Env[Any, Any]):
         return self._observe(), 1.0, self.t == 5, False, {}
 
 
-class MaskedBatch(SameStep):
-    """The same, batched."""
-
-    def __init__(self, num_envs: int) -> None:
-        self.num_envs = num_envs
-        self.single_observation_space, self.single_action_space = Masked.observation_space, Masked.action_space
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.t = np.zeros(num_envs, int)
-
-    def _observe(self) -> Any:
-        mask = np.ones((self.num_envs, 3), np.int8)
-        mask[np.arange(self.num_envs), self.t % 3] = 0
-        return {"mask": mask, "x": np.zeros((self.num_envs, 2), np.float32)}
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.t[:] = 0
-        return self._observe(), {}
-
-    def reset_rows(self, rows: Any) -> Any:
-        self.t[rows] = 0
-        observation = self._observe()
-        return {name: value[rows] for name, value in observation.items()}, {}
-
-    def advance(self, actions: Any) -> Any:
-        assert (actions != self.t % 3).all(), "a forbidden action"
-        self.t += 1
-        done = self.t == 5
-        return self._observe(), np.ones(self.num_envs), done, np.zeros_like(done), {}
-
-
 class MaskedModel(nn.Module):
     def __init__(self, observation_space: Any, action_space: Any) -> None:
         super().__init__()
@@ -100,7 +68,10 @@ def test_agents_that_do_not_take_a_mask_of_zeros(make_agent: Any) -> None:
 
 @pytest.mark.slow
 def test_batched_environments_too() -> None:
-    with ParallelSampler(MaskedBatch, batch_T=12, batch_B=2, batched=True) as sampler:
+    def env_fn(num_envs: int) -> Any:
+        return SyncVectorEnv([Masked] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+    with ParallelSampler(env_fn, batch_T=12, batch_B=2, batched=True) as sampler:
         sampler.initialize(FunctionAgent(legal), seed=0)
         assert len(sampler.obtain_samples(0)[1]) == 4
 

@@ -11,10 +11,7 @@ from penstock import ParallelSampler, RandomAgent, TrajInfo
 from penstock.envs import CountingEnv
 
 from ..scale import quick_first
-
-
-class Own(TrajInfo):
-    pass
+from ..support import Diary
 
 
 @pytest.fixture
@@ -30,7 +27,7 @@ def memory_files() -> int:
 
 
 @pytest.mark.usefixtures("_no_collector")
-@pytest.mark.parametrize("traj_info_cls", quick_first([TrajInfo, Own]))
+@pytest.mark.parametrize("traj_info_cls", quick_first([TrajInfo, Diary]))
 def test_a_sampler_is_part_of_no_cycle(traj_info_cls: type[TrajInfo]) -> None:
     before = memory_files()
     sampler = ParallelSampler(CountingEnv, batch_T=16, batch_B=4, n_workers=2, traj_info_cls=traj_info_cls)

@@ -66,19 +66,16 @@ def check_publications(cls: Any, kind: Any, wrap: Any = lambda agent: agent, **o
             assert {info.Length for info in sampler.evaluate_agent(itr)} <= {8, 9, 10, 11}
 
 
-@pytest.mark.parametrize(("case", "kind"), pairs(SAMPLERS, FAST))
-def test_every_sampler_follows_publications(case: str, kind: str) -> None:
+STARTED = [
+    (*case, {"start_method": method})
+    for case, method in pairs(product(["parallel", "central, in a process"], FAST), START_METHODS)
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "more"), [*((*case, {}) for case in pairs(SAMPLERS, FAST)), *STARTED])
+def test_every_sampler_follows_publications(case: str, kind: str, more: dict[str, Any]) -> None:
     cls, options = SAMPLERS[case]
-    check_publications(cls, kind, **options)
-
-
-@pytest.mark.parametrize(
-    ("server", "kind", "start_method"),
-    [(*case, method) for case, method in pairs(product(["caller", "process"], FAST), START_METHODS)],
-)
-def test_workers_of_every_start_method_follow_publications(kind: str, server: str, start_method: str) -> None:
-    cls, options = (ParallelSampler, {}) if server == "caller" else (GpuSampler, {"server": "process"})
-    check_publications(cls, kind, n_workers=2, start_method=start_method, **options)
+    check_publications(cls, kind, **options, **more)
 
 
 @pytest.mark.parametrize("kind", FAST)

@@ -143,3 +143,4 @@ def test_there_is_no_run_before_initialize(cls: type[Sampler]) -> None:
     sampler.initialize(RandomAgent(), seed=1)
     assert isinstance(sampler.run, Run)
     sampler.shutdown()
+    assert sampler.worker_pids == []

@@ -98,11 +98,11 @@ def test_libraries_that_an_environment_loads_are_limited_too() -> None:
         assert sampler.obtain_samples(1)[0].env.observation.unique().tolist() == [1.0]
 
 
-def test_the_threads_of_the_main_process_stay(start_method: str) -> None:
-    before = torch.get_num_threads(), threadpoolctl.threadpool_info()
+def test_the_threads_and_cpus_of_the_main_process_stay(start_method: str) -> None:
+    before = torch.get_num_threads(), threadpoolctl.threadpool_info(), usable_cpus()
     with ParallelSampler(CountingEnv, batch_T=1, batch_B=2, start_method=start_method) as sampler:
         sampler.initialize(RandomAgent())
-        assert (torch.get_num_threads(), threadpoolctl.threadpool_info()) == before
+        assert (torch.get_num_threads(), threadpoolctl.threadpool_info(), usable_cpus()) == before
 
 
 class Threads(nn.Module):
@@ -128,13 +128,6 @@ def test_the_server_process_uses_as_many_threads_as_torch_does_here(start_method
             assert sampler.obtain_samples(0)[0].agent.agent_info.value.unique().tolist() == [1.0]
     finally:
         torch.set_num_threads(before)
-
-
-def test_the_main_process_is_not_pinned() -> None:
-    before = usable_cpus()
-    with ParallelSampler(CountingEnv, batch_T=1, batch_B=2) as sampler:
-        sampler.initialize(RandomAgent())
-    assert usable_cpus() == before
 
 
 class Revealing(nn.Module):

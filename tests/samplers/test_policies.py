@@ -42,14 +42,11 @@ def two(cls: type[Any] = Book) -> dict[str, Any]:
     return {"even": cls(), "odd": cls()}
 
 
-# ---- one seed, one batch -----------------------------------------------------------------------
-
-
 # ---- the batch ---------------------------------------------------------------------------------
 
 
 def test_a_batch_has_the_samples_of_each_policy() -> None:
-    with SerialSampler(ScriptedGame, batch_T=6, batch_B=3) as sampler:
+    with SerialSampler(ScriptedGame, batch_T=6, batch_B=3, debug=True) as sampler:
         example = sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0, bootstrap_value=True)
         assert set(example.keys()) == {"even", "odd"}
         assert example.even.env.observation.shape == (4,)
@@ -68,32 +65,14 @@ def test_a_batch_has_the_samples_of_each_policy() -> None:
                 advantage, _ = gae(Steps.of(own), 0.99, 0.95)
                 assert not advantage[~own.env.valid].any()
                 assert len(own.flatten().env.reward) == int(own.env.valid.sum())
-        kept = samples
-        sampler.obtain_samples(3)
-        assert not kept.is_current
-
-
-def test_samples_that_were_given_back_say_so() -> None:
-    with SerialSampler(ScriptedGame, batch_T=6, batch_B=3, debug=True) as sampler:
-        sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0)
-        samples, _ = sampler.obtain_samples(0)
         copied = samples.copy()
-        sampler.obtain_samples(1)
+        sampler.obtain_samples(3)
+        assert not samples.is_current
         for name in ("even", "odd"):
-            with pytest.raises(StaleSamplesError, match="batch 0 was used after its memory was given back"):
+            with pytest.raises(StaleSamplesError, match="batch 2 was used after its memory was given back"):
                 _ = samples[name].env.reward
         assert (copied.batch, copied.is_current) == (None, True)
         assert copied.odd.env.valid.any()
-
-
-def test_there_is_one_timeline_for_all_policies() -> None:
-    with ParallelSampler(ScriptedGame, batch_T=6, batch_B=3, n_workers=2) as sampler:
-        sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0)
-        sampler.obtain_samples(0)
-        times = sampler.timeline()
-        assert times.shape == (2, 13)
-        assert (np.diff(times) >= 0).all()
-        assert [worker.steps for worker in sampler.stats().workers] == [12, 6]
 
 
 @pytest.mark.slow
@@ -101,6 +80,10 @@ def test_the_columns_of_an_environment_can_be_seen_together() -> None:
     with ParallelSampler(ScriptedGame, env_kwargs={"k": 5}, batch_T=6, batch_B=3, n_workers=2) as sampler:
         sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0, bootstrap_value=True)
         samples, _ = sampler.obtain_samples(0)
+        times = sampler.timeline()
+        assert times.shape == (2, 13), "one for all policies"
+        assert (np.diff(times) >= 0).all()
+        assert [worker.steps for worker in sampler.stats().workers] == [12, 6]
         even, odd = samples.even.by_env(), samples.odd.by_env()
         assert even.env.reward.shape == (6, 3, 3)
         assert odd.env.reward.shape == (6, 3, 2)
@@ -117,14 +100,6 @@ def test_the_columns_of_an_environment_can_be_seen_together() -> None:
             samples.even.by_env()
 
 
-def test_a_replay_needs_one_agent() -> None:
-    with (
-        AsyncSampler(ScriptedGame, batch_T=4, batch_B=2, replay=Replay(100)) as sampler,
-        pytest.raises(ConfigError, match="several policies and a replay into which workers write do not go together"),
-    ):
-        sampler.initialize(two(RandomAgent), policy_of=odd_or_even)
-
-
 def test_an_asynchronous_sampler_notes_the_version_of_each_policy() -> None:
     agents = {"even": Published(), "odd": Published()}
     with AsyncSampler(ScriptedGame, batch_T=5, batch_B=4, n_workers=2) as sampler:
@@ -138,15 +113,6 @@ def test_an_asynchronous_sampler_notes_the_version_of_each_policy() -> None:
             assert sampler.policy_version["odd"] == 1
             agents["even"].publish()
         assert version.min() > 10
-
-
-def test_ids_are_the_names_by_default() -> None:
-    agents = {name: RandomAgent() for name in ("a0", "a1", "a2")}
-    with SerialSampler(ScriptedGame, batch_T=4, batch_B=2) as sampler:
-        sampler.initialize(agents, seed=0)
-        assert sampler.seats() == {name: [(0, name), (1, name)] for name in agents}
-        samples, _ = sampler.obtain_samples(0)
-        assert samples.a1.env.valid.shape == (4, 2)
 
 
 @pytest.mark.slow
@@ -218,43 +184,32 @@ def test_a_policy_that_is_never_published_is_named() -> None:
 # ---- trajectories and figures ------------------------------------------------------------------
 
 
-def test_figures_are_told_apart_by_policy() -> None:
+@pytest.mark.parametrize("names", [("agent",), ("even", "odd")], ids=len)
+def test_figures_are_told_apart_by_policy(names: tuple[str, ...]) -> None:
     with SerialSampler(ScriptedGame, batch_T=40, batch_B=3, eval_n_envs=2, eval_episodes=10) as sampler:
-        sampler.initialize(two(), policy_of=odd_or_even, seed=0)
+        agents = {"agent": Book()} if len(names) == 1 else {"agent": two(), "policy_of": odd_or_even}
+        sampler.initialize(**agents, seed=0)
         before = sampler.metrics()
         infos, n_cells = [], 0
         for itr in range(2):
             infos += sampler.obtain_samples(itr)[1]
-            n_cells += sum(int(own.env.valid.sum()) for own in sampler.samples_np.values())
+            samples = sampler.samples_np.values() if len(names) > 1 else [sampler.samples_np]
+            n_cells += sum(int(own.env.valid.sum()) for own in samples)
         evaluated = sampler.evaluate_agent(2)
         figures = sampler.metrics()
         assert figures.keys() == before.keys()
         assert all(isinstance(value, float) for value in figures.values())
         assert figures["sampler/env_steps"] == 2 * 40 * 3
         assert figures["sampler/agent_steps"] == n_cells
-        assert (figures["sampler/policy_version/even"], figures["sampler/policy_version/odd"]) == (1, 1)
+        versions = [""] if len(names) == 1 else [f"/{name}" for name in names]
+        assert [figures[f"sampler/policy_version{name}"] for name in versions] == [1] * len(names)
         for group, own in (("train", infos), ("eval", evaluated)):
-            for name, chosen in (
-                ("", [info for info in own if info.agent_id is None]),
-                ("even/", [info for info in own if info.policy == "even"]),
-                ("odd/", [info for info in own if info.policy == "odd"]),
-            ):
-                newest = chosen[-100:]
-                returns = [info.Return for info in newest]
-                assert figures[f"{group}/{name}trajectories"] == len(newest) > 3
-                assert figures[f"{group}/{name}Return_mean"] == pytest.approx(sum(returns) / len(returns))
-                assert figures[f"{group}/{name}Return_max"] == max(returns)
-
-
-def test_one_policy_has_figures_of_its_own_too() -> None:
-    with SerialSampler(ScriptedGame, batch_T=40, batch_B=3) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        _, infos = sampler.obtain_samples(0)
-        figures = sampler.metrics()
-        assert figures["train/agent/trajectories"] == sum(info.agent_id is not None for info in infos)
-        assert figures["train/trajectories"] == sum(info.agent_id is None for info in infos)
-        assert figures["sampler/policy_version"] == 1
-        assert figures["sampler/agent_steps"] == sampler.samples_np.env.valid.sum()
+            for name in (None, *names):
+                returns = [info.Return for info in own if info.policy == name][-100:]
+                prefix = f"{group}/{name}/" if name else f"{group}/"
+                assert figures[f"{prefix}trajectories"] == len(returns) > 3
+                assert figures[f"{prefix}Return_mean"] == pytest.approx(sum(returns) / len(returns))
+                assert figures[f"{prefix}Return_max"] == max(returns)
 
 
 # ---- evaluation --------------------------------------------------------------------------------
@@ -281,7 +236,8 @@ def test_an_evaluation_that_is_too_short_says_how_many_games_are_missing() -> No
     with SerialSampler(
         ScriptedGame, batch_T=4, batch_B=1, eval_n_envs=2, eval_episodes=20, eval_max_steps=60
     ) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+        sampler.initialize({name: RandomAgent() for name in ("a0", "a1", "a2")}, seed=0)
+        assert sampler.seats() == {name: [(0, name)] for name in ("a0", "a1", "a2")}, "ids are the names by default"
         with pytest.warns(RuntimeWarning, match=r"of 20") as told:
             infos = sampler.evaluate_agent(0)
         n_games = sum(info.agent_id is None for info in infos)
@@ -303,25 +259,14 @@ def test_an_evaluation_that_is_too_short_says_how_many_games_are_missing() -> No
         ),
         (two(RandomAgent), lambda agent: "both", r"policy_of returned 'both' for env_rank 0, agent 'a0', but the "),
         (two(RandomAgent), lambda agent: 1 / 0, "policy_of raised ZeroDivisionError: .* for env_rank 0, agent 'a0'"),
-        (
-            two(RandomAgent),
-            lambda agent, rng: "odd",
-            "policy_of with episode or rng and agents that all act in each step do not go together",
-        ),
-        (
-            two(RandomAgent),
-            lambda agent, episode, rng: "odd",
-            "policy_of with episode or rng and agents that all act in each step do not go together",
-        ),
+        (two(RandomAgent), lambda agent, rng: "odd", "policy_of with episode or rng and agents that all act in each"),
         (two(RandomAgent), "odd", "policy_of must be a function of agent_id, got 'odd'"),
         (two(RandomAgent), lambda agent: "odd", "no agent of the training environments has the policy 'even'"),
         (RandomAgent(), odd_or_even, "policy_of needs a dict of agents"),
-        ({"a b": RandomAgent()}, None, "a policy cannot be called 'a b'"),
-        ({"_a": RandomAgent()}, None, "a policy cannot be called '_a'"),
-        ({"class": RandomAgent()}, None, "a policy cannot be called 'class'"),
-        ({"keys": RandomAgent()}, None, "a policy cannot be called 'keys'"),
-        ({"batch": RandomAgent()}, None, "a policy cannot be called 'batch'"),
-        ({3: RandomAgent()}, None, "a policy cannot be called 3"),
+        *(
+            ({name: RandomAgent()}, None, f"a policy cannot be called {name!r}")
+            for name in ("a b", "_a", "class", "keys", "batch", 3)
+        ),
         (dict.fromkeys(("odd", "even"), RandomAgent()), odd_or_even, "two policies have the same agent"),
         ({"odd": RandomAgent(), "even": 3}, odd_or_even, "agent must be a penstock Agent, got int"),
     ],
@@ -331,49 +276,34 @@ def test_wrong_policies_are_refused(agents: Any, policy_of: Any, message: str) -
         sampler.initialize(agents, policy_of=policy_of, seed=0)
 
 
-def test_a_policy_of_evaluation_alone_is_refused() -> None:
-    with (
-        SerialSampler(
-            ScriptedGame, env_kwargs={"k": 1}, eval_env_kwargs={"k": 2}, batch_T=2, batch_B=1, eval_n_envs=1
-        ) as sampler,
-        pytest.raises(ConfigError, match="no agent of the training environments has the policy 'a1'"),
-    ):
-        sampler.initialize({"a0": RandomAgent(), "a1": RandomAgent()}, seed=0)
-
-
-def test_one_policy_for_unlike_spaces_names_both_agents() -> None:
-    with (
-        SerialSampler(Roles, batch_T=2, batch_B=2) as sampler,
-        pytest.raises(
-            SpaceError, match=r"env_rank 0, agent 'a0' and env_rank 0, agent 'a1' have the same policy"
-        ) as told,
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
-    assert "(5,)" in str(told.value)
-    assert "(4,)" in str(told.value)
-    assert "policy_of" in str(told.value)
+SERVER = "several policies and an inference server .* do not go together: each of these serves one"
 
 
 @pytest.mark.parametrize(
     ("cls", "kwargs", "message"),
     [
-        (GpuSampler, {}, "several policies and an inference server .* do not go together: each of these serves one"),
-        (
-            AlternatingSampler,
-            {"n_workers": 2},
-            "several policies and an inference server .* do not go together: each of these serves one",
-        ),
-        (
-            AsyncSampler,
-            {"server": "process"},
-            "several policies and an inference server .* do not go together: each of these serves one",
-        ),
+        (GpuSampler, {}, SERVER),
+        (AlternatingSampler, {"n_workers": 2}, SERVER),
+        (AsyncSampler, {"server": "process"}, SERVER),
         (AsyncSampler, {"lag": 1}, r"several policies and AsyncSampler\(lag=1\) do not go together"),
+        (AsyncSampler, {"replay": Replay(100)}, "several policies and a replay into which workers write do not go"),
+        (
+            SerialSampler,
+            {"env_kwargs": {"k": 1}, "eval_env_kwargs": {"k": 2}, "eval_n_envs": 1},
+            "no agent of the training environments has the policy 'odd'",
+        ),
     ],
 )
 def test_several_policies_are_refused_by(cls: type[Any], kwargs: dict[str, Any], message: str) -> None:
     with cls(ScriptedGame, batch_T=2, batch_B=2, **kwargs) as sampler, pytest.raises(ConfigError, match=message):
         sampler.initialize(two(), policy_of=odd_or_even, seed=0)
+
+
+def test_one_policy_for_unlike_spaces_names_both_agents_and_their_spaces() -> None:
+    message = "env_rank 0, agent 'a0' and env_rank 0, agent 'a1' have the same policy"
+    with SerialSampler(Roles, batch_T=2, batch_B=2) as sampler, pytest.raises(SpaceError, match=message) as told:
+        sampler.initialize(RandomAgent(), seed=0)
+    assert all(part in str(told.value) for part in ("(5,)", "(4,)", "policy_of"))
 
 
 def test_what_is_for_several_agents_is_refused_for_one() -> None:

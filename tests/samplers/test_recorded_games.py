@@ -22,12 +22,13 @@ from penstock import (
     RecordedEpisode,
     RepeatError,
     SerialSampler,
-    TrajInfo,
     WaitResetCollector,
     WorkerError,
 )
 from penstock.envs.toy import ScriptedGame
 
+from ..against_loop import figures
+from ..support import Diary, assert_same, kept
 from ..toy_games import Odd, TurnGame
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
@@ -112,10 +113,6 @@ class Drifting(Plain):
         return observations, {agent: reward + self.drift for agent, reward in rewards.items()}, *rest
 
 
-class OwnInfo(TrajInfo):
-    """Is followed step by step."""
-
-
 def policies_of(n: int) -> dict[str, Any]:
     if n == 1:
         return {"agent": RandomAgent()}
@@ -189,7 +186,7 @@ def running_seeds(sampler: Any) -> list[int]:
 def test_a_plain_loop_plays_the_same_games_with_the_seeds_of_the_trajectories(
     cls: Any, n_policies: int, waits: bool
 ) -> None:
-    options: dict[str, Any] = {"collector_cls": WaitResetCollector} if waits else {"traj_info_cls": OwnInfo}
+    options: dict[str, Any] = {"collector_cls": WaitResetCollector} if waits else {"traj_info_cls": Diary}
     with recording_sampler(cls, **options) as sampler:
         sampler.initialize(seed=4, **policies_of(n_policies))
         batches, infos = [], []
@@ -303,7 +300,7 @@ def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where:
 
 def test_games_of_a_worker_that_was_replaced_have_new_seeds(tmp_path: Path) -> None:
     env_fn = partial(FailsOnce, "step", 60, tmp_path / "marker")
-    with recording_sampler(ParallelSampler, env_fn, on_worker_failure="restart", traj_info_cls=OwnInfo) as sampler:
+    with recording_sampler(ParallelSampler, env_fn, on_worker_failure="restart", traj_info_cls=Diary) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         seeds = defaultdict(set)
         for itr in range(10):
@@ -340,26 +337,19 @@ def test_games_that_are_built_again_are_repeated_too(waits: bool) -> None:
 @pytest.mark.parametrize("env_fn", [Plain, Unpicklable])
 def test_a_run_continues_with_the_seeds_of_its_games(env_fn: Any, n_policies: int) -> None:
     def collect(sampler: Any, itrs: range) -> list[Any]:
-        found = []
-        for itr in itrs:
-            infos = sampler.obtain_samples(itr)[1]
-            found.append(([(info.env_rank, info.agent_id, info.seed) for info in infos], sampler.samples_np.copy()))
-        return found
+        return [(kept(samples, infos), figures(infos)) for samples, infos in map(sampler.obtain_samples, itrs)]
 
-    with recording_sampler(ParallelSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=OwnInfo) as sampler:
+    with recording_sampler(ParallelSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=Diary) as sampler:
         sampler.initialize(seed=3, **policies_of(n_policies))
         collect(sampler, range(2))
         state = sampler.state_dict()
         wanted = collect(sampler, range(2, 5))
     kinds = {column["kind"] for column in state["columns"].values()}
     assert kinds == {"repeat" if env_fn is Unpicklable else "pickle"}
-    with recording_sampler(SerialSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=OwnInfo) as sampler:
+    with recording_sampler(SerialSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=Diary) as sampler:
         sampler.initialize(seed=3, **policies_of(n_policies))
         assert sampler.load_state_dict(state).exact == (0, 1, 2, 3)
-        for (infos, batch), (wanted_infos, wanted_batch) in zip(collect(sampler, range(2, 5)), wanted, strict=True):
-            assert infos == wanted_infos
-            for (name, ours), (_, theirs) in zip(batch.leaves(), wanted_batch.leaves(), strict=True):
-                np.testing.assert_array_equal(ours, theirs, err_msg=name)
+        assert_same(collect(sampler, range(2, 5)), wanted)
         for e in range(B):
             check_episode(sampler, e, T - 1)
 

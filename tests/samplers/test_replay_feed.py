@@ -47,9 +47,11 @@ def feeding_sampler(
     return AsyncSampler(env_fn, replay=replay, ratio=ratio, **options)
 
 
-def started(replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, **kwargs: Any) -> AsyncSampler:
+def started(
+    replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, agent: Any = None, **kwargs: Any
+) -> AsyncSampler:
     sampler = feeding_sampler(replay, env_fn, ratio, **kwargs)
-    sampler.initialize(RandomAgent(), seed=1)
+    sampler.initialize(agent or RandomAgent(), seed=1)
     sampler.start()
     return sampler
 
@@ -133,9 +135,7 @@ def test_sequences_with_stored_states() -> None:
             return self.layer(observation), observation[:, 0], observation + 0.25
 
     replay = Replay(B * 64, sequences=Sequences(6, 2, 2), prioritized=Prioritized(), seed=0)
-    with feeding_sampler(replay, CountingEnv, Ratio(2)) as sampler:
-        sampler.initialize(RecurrentCategoricalPgAgent(Memory), seed=1)
-        sampler.start()
+    with started(replay, ratio=Ratio(2), agent=RecurrentCategoricalPgAgent(Memory)):
         for _ in range(50):
             batch = replay.sample(16)
             replay.update(batch.index, torch.rand(16))
@@ -173,9 +173,7 @@ def test_frames_and_what_is_no_stack() -> None:
 
 def test_policy_versions_and_newer_than() -> None:
     agent, replay = VersionAgent(), Replay(B * 60, seed=0)
-    with feeding_sampler(replay, ratio=Ratio(4)) as sampler:
-        sampler.initialize(agent, seed=1)
-        sampler.start()
+    with started(replay, ratio=Ratio(4), agent=agent) as sampler:
         for itr in itertools.count():
             replay.sample(32)
             agent.publish()
@@ -283,7 +281,6 @@ def test_all_trajectories_arrive_once() -> None:
 
 
 def test_old_trajectories_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-
     monkeypatch.setattr(feed, "_MOST_INFOS", 10)
     replay = Replay(B * 80, seed=0)
     with started(replay, ratio=Ratio(1, min_steps=B * 40)) as sampler:

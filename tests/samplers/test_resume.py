@@ -40,7 +40,7 @@ from penstock.testing import Fault, faulty_env
 
 from .. import support
 from ..scale import FULL, pairs
-from ..support import Batch, assert_same
+from ..support import Batch, Diary, assert_same
 
 pytestmark = pytest.mark.slow
 
@@ -84,18 +84,6 @@ class MeanAndLogStd(Bits):
 
 def draws(observation: Any, rngs: Any) -> Any:
     return np.array([rng.integers(2) for rng in rngs])
-
-
-class LongInfo(TrajInfo):
-    """Goes through the pipe, and keeps what it saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def step(self, observation: Any, *rest: Any) -> None:
-        super().step(observation, *rest)
-        self.seen.append(float(np.sum(observation)))
 
 
 class Rebuilt(gym.Wrapper[Any, Any, Any, Any], EzPickle):
@@ -155,7 +143,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "nested": (RandomAgent, {"env_fn": NestedEnv}),
     "in place": (RandomAgent, {"env_fn": partial(CountingEnv, 40)}),
     "slots": (RandomAgent, {"n_slots": 3, "debug": True}),
-    "traj info": (RandomAgent, {"traj_info_cls": LongInfo, "env_fn": partial(CountingEnv, 40)}),
+    "traj info": (RandomAgent, {"traj_info_cls": Diary, "env_fn": partial(CountingEnv, 40)}),
     "env info": (RandomAgent, {"env_info": ["count"], "env_fn": CountingEnv}),
     "seeded episodes": (RandomAgent, {"seed_episodes": True}),
     "replayed": (RandomAgent, {"seed_episodes": True, "env_fn": Rebuilt, "batch_T": 50}),
@@ -168,35 +156,29 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-#: Daily these run with workers only, in the tests below.
+#: Daily these run with workers only.
 WITH_WORKERS = ("random", "wait reset", "traj info", "replayed", "recurrent", "slots", "noise with drift")
+#: Two of these in each row: the numbers of workers differ.
+FIRST_AND_SECOND: dict[str, tuple[type[Sampler], type[Sampler], dict[str, Any]]] = {
+    "serial": (SerialSampler, SerialSampler, {}),
+    "parallel": (ParallelSampler, ParallelSampler, {}),
+    "serial, parallel": (SerialSampler, ParallelSampler, {}),
+    "central, first-ready": (GpuSampler, GpuSampler, {"min_ready": 1}),
+    "central, alternating": (GpuSampler, AlternatingSampler, {}),
+}
+RUNS = [
+    *((name, "serial") for name in OPTIONS if FULL or name not in WITH_WORKERS),
+    *pairs(["random", "wait reset", "traj info", "replayed", "recurrent"], ["parallel", "serial, parallel"]),
+    *pairs(["slots", "recurrent", "noise with drift"], ["central, first-ready", "central, alternating"]),
+]
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if FULL or name not in WITH_WORKERS])
-def test_a_run_continues_exactly(name: str) -> None:
-    make_agent, kwargs = OPTIONS[name]
-    report = resumed(make_agent, SerialSampler, SerialSampler, **kwargs)
+@pytest.mark.parametrize(("name", "samplers"), RUNS)
+def test_a_run_continues_exactly(name: str, samplers: str) -> None:
+    (make_agent, kwargs), (first, second, more) = OPTIONS[name], FIRST_AND_SECOND[samplers]
+    report = resumed(make_agent, first, second, **kwargs, **more)
     assert (report.exact, report.reseeded) == ((0, 1, 2, 3, 4), {})
     assert str(report) == "5 environments continue exactly, 0 began new episodes"
-
-
-@pytest.mark.parametrize(
-    ("name", "cls"),
-    pairs(["random", "wait reset", "traj info", "replayed", "recurrent"], [ParallelSampler, SerialSampler]),
-)
-def test_a_run_continues_exactly_with_another_number_of_workers(name: str, cls: type[Sampler]) -> None:
-    make_agent, kwargs = OPTIONS[name]
-    assert len(resumed(make_agent, cls, ParallelSampler, **kwargs).exact) == 5
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs"),
-    pairs(["slots", "recurrent", "noise with drift"], [{"min_ready": 1}, {}]),
-)
-def test_a_run_with_central_inference_continues_exactly(name: str, kwargs: dict[str, Any]) -> None:
-    make_agent, options = OPTIONS[name]
-    other = AlternatingSampler if kwargs == {} else GpuSampler
-    assert len(resumed(make_agent, GpuSampler, other, **options, **kwargs).exact) == 5
 
 
 # ---- reseeded ------------------------------------------------------------------------------
@@ -404,33 +386,27 @@ def test_a_state_of_another_run_is_refused() -> None:
             sampler.load_state_dict(state)
 
 
-def test_a_run_that_is_saved_before_its_first_batch() -> None:
+def test_a_run_that_is_saved_before_its_first_batch_and_again_as_soon_as_it_was_loaded() -> None:
     with started(resumable_sampler(), RandomAgent()) as sampler:
         state = sampler.state_dict()
         expected = collect(sampler, 0, 3)
-    with started(resumable_sampler(), RandomAgent()) as sampler:
-        sampler.load_state_dict(state)
-        again = sampler.state_dict()  # loading and saving at once
-        assert_same(collect(sampler, 0, 3), expected)
-    with started(resumable_sampler(), RandomAgent()) as sampler:
-        sampler.load_state_dict(again)
-        assert_same(collect(sampler, 0, 3), expected)
+    for _ in range(2):
+        with started(resumable_sampler(), RandomAgent()) as sampler:
+            sampler.load_state_dict(state)
+            state = sampler.state_dict()
+            assert_same(collect(sampler, 0, 3), expected)
 
 
 def test_the_version_of_the_parameters_continues() -> None:
-    versions = []
-    agent = CategoricalPgAgent(LogitsAndValue(2))
-    with started(resumable_sampler(), agent) as sampler:
-        for itr in range(4):
-            agent.sync_shared_memory()
-            sampler.obtain_samples(itr)
-            versions.append(int(sampler.samples_np.agent.policy_version[0, 0]))
-        state = sampler.state_dict()
-    agent = CategoricalPgAgent(LogitsAndValue(2))
-    with started(resumable_sampler(), agent) as sampler:
-        sampler.load_state_dict(state)
-        for itr in range(2):
-            agent.sync_shared_memory()
-            sampler.obtain_samples(itr)
-            versions.append(int(sampler.samples_np.agent.policy_version[0, 0]))
+    versions, state = [], None
+    for n_batches in (4, 2):
+        agent = CategoricalPgAgent(LogitsAndValue(2))
+        with started(resumable_sampler(), agent) as sampler:
+            if state is not None:
+                sampler.load_state_dict(state)
+            for itr in range(n_batches):
+                agent.sync_shared_memory()
+                sampler.obtain_samples(itr)
+                versions.append(int(sampler.samples_np.agent.policy_version[0, 0]))
+            state = sampler.state_dict()
     assert versions == [2, 3, 4, 5, 6, 7]

@@ -26,7 +26,7 @@ from penstock import (
 from penstock.envs.toy import ScriptedGame
 from penstock.testing import check_env_state
 
-from ..support import assert_same, collect
+from ..support import Diary, assert_same, collect
 from ..toy_games import Book, TurnGame, split_agents
 
 T, B, SEED = 6, 4, 5
@@ -73,18 +73,6 @@ class Counting(ResetCollector):
     def load_column_state(self, e: int, state: Mapping[str, Any]) -> None:
         super().load_column_state(e, state)
         self.n[e] = state["n"]
-
-
-class Own(TrajInfo):
-    """A trajectory that is followed step by step."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.actions = 0
-
-    def step(self, observation: Any, action: Any, *rest: Any) -> None:
-        super().step(observation, action, *rest)
-        self.actions += int(action)
 
 
 class Unsaved(ScriptedGame):
@@ -155,7 +143,7 @@ def continued(
 def test_a_run_continues_as_if_it_had_never_ended(
     first: Any, second: Any, n_policies: int, collector_cls: Any, env_fn: Any
 ) -> None:
-    options = {"collector_cls": collector_cls, "traj_info_cls": Own if n_policies == 2 else TrajInfo}
+    options = {"collector_cls": collector_cls, "traj_info_cls": Diary if n_policies == 2 else TrajInfo}
     state, report = continued(first, second, env_fn, partial(split_agents, n_policies, Kept), **options)
     assert {column["kind"] for column in state["columns"].values()} == {
         "pickle" if env_fn is ScriptedGame else "get_state"
