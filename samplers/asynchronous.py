@@ -167,11 +167,11 @@ class Ahead(Schedule):
     def release(self, run: Run) -> None:
         """Give all batches back except the last one that was handed out, and let the workers continue."""
         last = self.taken - 1
+        while len(run.batches.held) > 1:  # before the workers may write there: `debug` poisons this memory
+            run.batches.give_back(last)
         self.released = max(self.released, last)
         if run.guard.state is _RUNNING:
             self.give_credit(run)
-        while len(run.batches.held) > 1:
-            run.batches.give_back(last)
 
     def _infos(self, run: Run, batch: _OpenBatch) -> list[TrajInfo]:
         """The trajectories that finished in this batch, which is complete."""
