@@ -114,11 +114,8 @@ class JointRuntime(DelegatingRuntime):
 
     agent: JointSeats
 
-    def column_copy(self, rngs: Sequence[np.random.Generator]) -> JointSeats:
-        copied = super().column_copy(rngs[:: self.agent.k])
-        assert isinstance(copied, JointSeats)
-        copied._joined = set()
-        return copied
+    def column_copy(self, rngs: Sequence[np.random.Generator]) -> DelegatingAgent:
+        return super().column_copy(rngs[:: self.agent.k])
 
     def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
         AgentRuntime.set_columns(self, env_ranks, n_envs)  # the base would give the inner agent a rank for each seat
@@ -131,8 +128,8 @@ class JointRuntime(DelegatingRuntime):
 class JointSeats(DelegatingAgent):
     """Columns of seats for a `joint` agent, which gets and returns arrays `[environments, k, ...]`.
 
-    An environment's streams are those of its first seat. Its state is reset when all its seats join at once: when its
-    game begins.
+    An environment's streams are those of its first seat, and its state is reset with that seat. Workers reset all seats
+    when a game begins, those of absent agents too, and none when an agent joins later.
     """
 
     runtime_cls = JointRuntime
@@ -141,7 +138,6 @@ class JointSeats(DelegatingAgent):
         super().__init__(agent)
         self.k, self.joint = k, False
         self.observation_space, self.action_space = agent.observation_space, agent.action_space
-        self._joined: set[int] = set()
 
     def _divided(self, rows: Any) -> Any:
         return map_leaves(lambda leaf: leaf.reshape(len(leaf) // self.k, self.k, *leaf.shape[1:]), rows)
@@ -159,10 +155,6 @@ class JointSeats(DelegatingAgent):
         return map_leaves(joined, as_named(rows))
 
     def step(self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32]) -> AgentStep:
-        for env in {column // self.k for column in self._joined}:
-            if all(env * self.k + i in self._joined for i in range(self.k)):
-                self.agent.reset_one(env)
-        self._joined.clear()
         step = as_agent_step(self.agent.step(*map(self._divided, (observation, prev_action, prev_reward))), self.agent)
         return AgentStep(self._joint(step.action, "actions"), self._joint(step.agent_info, "agent_info"))
 
@@ -178,19 +170,12 @@ class JointSeats(DelegatingAgent):
     def select(self, columns: npt.NDArray[np.intp] | None) -> None:
         self.agent.select(None if columns is None else columns[:: self.k] // self.k)
 
-    def reset(self) -> None:
-        self._joined.clear()
-        self.agent.reset()
-
     def reset_one(self, column: int) -> None:
-        self._joined.add(column)
+        if column % self.k == 0:
+            self.agent.reset_one(column // self.k)
 
     def column_state(self, column: int) -> dict[str, Any]:
-        return {"agent": self.agent.column_state(column // self.k), "joined": column in self._joined}
+        return self.agent.column_state(column // self.k)
 
     def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
-        self.agent.load_column_state(column // self.k, state["agent"])
-        if state["joined"]:
-            self._joined.add(column)
-        else:
-            self._joined.discard(column)
+        self.agent.load_column_state(column // self.k, state)

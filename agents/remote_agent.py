@@ -32,7 +32,7 @@ class RemoteAgent(Agent):
 
     def __init__(self, agent: Agent) -> None:
         """Keep what collectors use of `agent`."""
-        self.recurrent, self.mask_key = agent.recurrent, agent.mask_key
+        self.recurrent, self.mask_key, self.joint = agent.recurrent, agent.mask_key, agent.joint
         self.initialize(agent.observation_space, agent.action_space)
 
     def connect(self, row: NamedArrays, request: Callable[[int], None]) -> None:

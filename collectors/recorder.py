@@ -85,6 +85,12 @@ class Recorder:
         self._random_mask = self._mask or mask_in(columns.observation_space, columns.action_space)
         self._has_agent_info, self._on_step = len(samples.agent_info) > 0, parts.tracker.on_step
         self.has_state = type(parts.agent).reset_one is not Agent.reset_one
+        # An agent that acts for all seats of an environment has one state for them: that of the game.
+        self._is_joint = parts.agent.joint or isinstance(parts.agent, JointSeats)
+        # With several seats, their value at an end is that of all together: what they see after step t, by (t, env).
+        self._n_joint = parts.agent.k if isinstance(parts.agent, JointSeats) else 1
+        self._has_joint_values = self._n_joint > 1 and samples.final_value is not None
+        self._joint_rows: dict[tuple[int, int], Any] = {}
         self._waits, self._has_gaps = waits, samples.has_gaps or waits
         self.keeps_infos = samples.env_info is not None
         # What depends on the slot is made once for each slot.
@@ -117,6 +123,7 @@ class Recorder:
     def begin_batch(self, itr: int) -> None:
         """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
         samples, columns = self.samples, self.columns
+        columns.take_begun(())  # at the start, the whole agent has been reset
         samples.begin_batch(None if self._is_first else self._before)
         if self._is_first or self._rejoined:
             columns.write_observations(samples.observation_rows[0])
@@ -209,6 +216,8 @@ class Recorder:
             self._record_each(t, ends, going)
         elif ends is not None:
             self._record_rows(t, ends, going)
+        if self._has_joint_values:
+            self._keep_joint_rows(t, events)
         if events.cut:
             for column in events.cut:
                 self._at(column)
@@ -300,8 +309,8 @@ class Recorder:
 
     def _write_values(self) -> None:
         samples = self.samples
-        if isinstance(self.agent, JointSeats):  # all seats of an environment have a value together
-            self._write_joint_values(self.agent.k, self._ends.pending)
+        if self._has_joint_values:
+            self._write_joint_values()
         if samples.bootstrap_value is not None:
             last = samples.observation[self.batch_T]
             samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
@@ -310,25 +319,39 @@ class Recorder:
         if self._ends.pending:
             self._ends.write_values()
 
-    def _write_joint_values(self, k: int, pending: list[tuple[int, int]]) -> None:
-        """The values of episodes that were cut: each seat of their environment counts with its next observation."""
-        samples = self.samples
+    def _keep_joint_rows(self, t: int, events: PolicyEvents) -> None:
+        """Keep what all seats see in the environments where a seat has ended, or was cut: row t + 1 may be that of the
+        next game. Absent seats see zeros."""
+        k = self._n_joint
+        if events.ends:
+            row = map_leaves(np.zeros_like, self.samples.observation_rows[t])
+            self.columns.write_observations(row)
+            for env in {end[0] // k for end in events.ends}:
+                self._joint_rows[t, env] = row[env * k : (env + 1) * k]
+        for env in {column // k for column in events.cut}:  # the step before is the last one
+            row = self.samples.observation_rows[t][env * k : (env + 1) * k]
+            self._joint_rows[t - 1, env] = map_leaves(np.copy, row)
+
+    def _write_joint_values(self) -> None:
+        """The values of episodes that were truncated: each seat of their environment counts with what it sees next."""
+        samples, k, pending = self.samples, self._n_joint, self._ends.pending
         for t, env in sorted({(t, column // k) for t, column in pending}):
-            own = slice(env * k, (env + 1) * k)
-            row = map_leaves(np.copy, samples.observation_rows[t + 1][own])
+            own, row = slice(env * k, (env + 1) * k), self._joint_rows[t, env]
             done = samples.done[t, own]
             row[done] = samples.final_obs[t, own][done]
             values = self.agent.value(row, samples.action_rows[t + 1][own], samples.reward_rows[t + 1][own])
             cut = done & ~samples.terminated[t, own]
             samples.final_value[t, own][cut] = np.asarray(values)[cut]
         pending.clear()
+        self._joint_rows.clear()
 
     # ---- episodes --------------------------------------------------------------------------
 
     def begin(self, joined: Sequence[int]) -> None:
-        """Episodes begin in these columns: reset the state of the agent."""
+        """Episodes begin in these columns: reset the state of the agent. That of a joint agent only if the game
+        begins."""
         if self.has_state:
-            for column in joined:
+            for column in self.columns.take_begun(joined) if self._is_joint else joined:
                 self._at(column)
                 self.agent.reset_one(column)
 

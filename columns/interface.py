@@ -172,6 +172,11 @@ class PolicyColumns:
         """The row `[B, ...]` of observations is written, or there is none (None): from now on the rewards of idle
         columns are zero."""
 
+    def take_begun(self, joined: Sequence[int]) -> Sequence[int]:
+        """All columns of the games that have begun since the last call, those of absent agents too. `joined` are the
+        columns in which episodes begin."""
+        return joined
+
     def check_final(self, column: int, observation: Any) -> None:
         """Raise `SpaceError` unless the final observation of column's episode fits its space."""
 

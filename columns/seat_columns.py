@@ -46,6 +46,7 @@ class SeatColumns(ListedColumns):
         #: What has happened since the last `take`: ends, columns that joined or were cut, and late rewards by column.
         self.ends, self.joined, self.cut = list[End](), list[int](), list[int]()
         self.late: list[tuple[int, float]] = []
+        self.begun: set[int] = set()  #: the columns of games that have begun since the last `take_begun`
 
         self.when_watched: Callable[[], None] = lambda: None
 
@@ -58,6 +59,11 @@ class SeatColumns(ListedColumns):
         ends, joined, cut, late = self.ends, self.joined, self.cut, self.late
         self.ends, self.joined, self.cut, self.late = [], [], [], []
         return PolicyEvents([end[0] for end in ends], ends, joined, cut, late)
+
+    def take_begun(self, joined: Sequence[int]) -> Sequence[int]:
+        begun = sorted(self.begun)
+        self.begun.clear()
+        return begun
 
     def join(self, column: int, observation: Any) -> None:
         """The agent of this column acts from now on; `observation` is its first."""
@@ -189,6 +195,8 @@ class LockStepColumns(Columns):
             raise SpaceError(f"env.reset of env_rank {env_rank} must leave at least one agent in env.agents")
         self._require_known(e, [*agents, *observations])
         self.clear(e)
+        for columns, column in self.places[e].values():
+            columns.begun.add(column)
         self._join(e, agents, observations)
         if self._tells_infos:
             self._tell_infos(e, "reset")

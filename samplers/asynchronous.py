@@ -113,7 +113,7 @@ class Ahead(Schedule):
             self.opened, self._pinned = batch + 1, (opening, version)
 
     def require_batch(self, run: Run, call: str) -> None:
-        """Raise `SamplerStateError` if no batch is being collected that `call` could wait for."""
+        """Raise `SamplerStateError` if `call` waits for a batch, and none is being collected."""
         if not self.open and run.guard.state is _PAUSED:
             raise SamplerStateError(
                 f"{call} was called while the sampler is paused, and you have had all its batches: call resume() first"
@@ -167,11 +167,11 @@ class Ahead(Schedule):
     def release(self, run: Run) -> None:
         """Give all batches back except the last one that was handed out, and let the workers continue."""
         last = self.taken - 1
+        while len(run.batches.held) > 1:  # before the workers may write there: `debug` poisons this memory
+            run.batches.give_back(last)
         self.released = max(self.released, last)
         if run.guard.state is _RUNNING:
             self.give_credit(run)
-        while len(run.batches.held) > 1:
-            run.batches.give_back(last)
 
     def _infos(self, run: Run, batch: _OpenBatch) -> list[TrajInfo]:
         """The trajectories that finished in this batch, which is complete."""
@@ -360,14 +360,16 @@ class AsyncSampler(Sampler):
             return ahead.wait_and_take(run, integer("itr", itr), newest=newest)
 
     def poll_samples(self) -> tuple[Samples, list[TrajInfo]] | None:
-        """The same as `obtain_samples`, but None if no batch is complete. It does not wait. The batch gets the `itr`
-        after that of the batch before."""
+        """The same as `obtain_samples`, but None if no batch is complete: also while the sampler is paused, when there
+        will be none until `resume`. It does not wait. The batch gets the `itr` after that of the batch before."""
         self._refuse_with_replay("poll_samples")
         with self._guard.call("poll_samples", _RUNNING, _PAUSED):
             run, ahead = self._ahead
             itr = ahead.first_itr + ahead.taken
-            ahead.require_batch(run, "poll_samples")
             _pool(run).wait_for(0, f"itr={itr}")
+            if not ahead.open and self.state is _PAUSED:  # the end of a loop that takes all that is complete
+                return None
+            ahead.require_batch(run, "poll_samples")
             return ahead.take(run, itr) if _pool(run).has_completed(ahead.open[0].opening) else None
 
     @contextmanager

@@ -8,7 +8,7 @@ import pickle
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -206,6 +206,16 @@ def _class_without_column_state(*classes: type) -> str:
     return ""
 
 
+def _with_inner_agents(agents: Iterable[Agent]) -> list[Agent]:
+    """These agents, and those that they wrap or have as attributes, whose states `Agent.column_state` saves too."""
+    found = list(agents)
+    for agent in found:  # it grows meanwhile
+        found += [
+            part for part in vars(agent).values() if isinstance(part, Agent) and all(part is not a for a in found)
+        ]
+    return found
+
+
 # ---- loading -----------------------------------------------------------------------------------
 
 
@@ -295,7 +305,9 @@ def save_run(run: Run, env_state: str) -> dict[str, Any]:
     """See `Sampler.state_dict`."""
     run.require(STATES)
     server = run.acting.server
-    untrusted = _class_without_column_state(run.config.collector_cls, *map(type, run.agents.values()))
+    untrusted = _class_without_column_state(
+        run.config.collector_cls, *map(type, _with_inner_agents(run.agents.values()))
+    )
     answers = run.send(SaveMessage(env_state != "never", untrusted), "state_dict")
     columns = {rank: column for own, _ in answers for rank, column in own.items()}
     reseeded = {rank: column["why"] for rank, column in columns.items() if column["kind"] == RESEEDED}

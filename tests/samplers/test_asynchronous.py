@@ -333,6 +333,7 @@ def test_pause_lets_the_workers_stand_still_and_resume_goes_on() -> None:
         assert [worker.batches for worker in sampler.stats().workers] == collected
         with pytest.raises(SamplerStateError, match="you have had all its batches: call resume"):
             sampler.obtain_samples(3)
+        assert sampler.poll_samples() is None
         sampler.resume()
         batches += [sampler.obtain_samples(itr)[0].copy() for itr in range(3, 8)]
         check_streams(batches)

@@ -36,7 +36,7 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.samplers.resuming import described
-from penstock.testing import Fault, faulty_env
+from penstock.testing import DelegatingAgent, Fault, faulty_env
 
 from .. import support
 from ..scale import FULL, pairs
@@ -309,6 +309,14 @@ class Own(Agent):
         return AgentStep(np.zeros(len(prev_reward), np.int64))
 
 
+class Around(DelegatingAgent):
+    """Keeps nothing, but the agents that it has may."""
+
+    def __init__(self, agent: Agent, second: Agent | None = None) -> None:
+        super().__init__(agent)
+        self.second = second
+
+
 def test_classes_that_may_keep_more_are_not_trusted() -> None:
     class Unpicklable(TrajInfo):
         def __init__(self) -> None:
@@ -321,12 +329,16 @@ def test_classes_that_may_keep_more_are_not_trusted() -> None:
     for kwargs, why in (
         ({"collector_cls": Sticky}, "Sticky does not define column_state and load_column_state"),
         ({"agent": Own()}, "Own does not define column_state"),
+        ({"agent": DelegatingAgent(Own())}, "Own does not define column_state"),
+        ({"agent": DelegatingAgent(DelegatingAgent(Own()))}, "Own does not define column_state"),
+        ({"agent": Around(RandomAgent(), Own())}, "Own does not define column_state"),
         ({"traj_info_cls": Unpicklable}, "its state cannot be pickled: TypeError"),
     ):
         state, _ = saved(2, **kwargs)
         assert all(column["kind"] == "reseeded" and why in column["why"] for column in state["columns"].values())
         with pytest.raises(ConfigError, match=f'env_state="require".*env_rank 0, 1, 2, 3, 4: {why}'):
             saved(2, env_state="require", **kwargs)
+    saved(2, env_state="require", agent=DelegatingAgent(RandomAgent()))
     state, _ = saved(2, env_state="require", collector_cls=Trusted)
     with started(resumable_sampler(collector_cls=Trusted), RandomAgent()) as sampler:
         assert len(sampler.load_state_dict(state).exact) == 5

@@ -1,6 +1,7 @@
 """Who owns a batch: how long it stays valid, that torch notices when it ends, and what `debug` adds."""
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from penstock import (
     StaleSamplesError,
 )
 from penstock.envs import CountingEnv
+from penstock.samplers.batches import Batches
 
 from ..scale import quick_first
+from ..support import until
 from .async_support import VersionAgent, batch_of, check_streams
 from .started import started
 
@@ -115,6 +118,58 @@ def test_with_debug_what_was_given_back_is_poisoned_and_refused(cls: type[Sample
             expected = np.isnan(array) if kind == "f" else ~array if kind == "b" else array == np.iinfo(array.dtype).min
             assert expected.all(), name
         assert newer.env.reward.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cls", "way", "options"),
+    [
+        (ParallelSampler, "each", {}),
+        (ParallelSampler, "each", {"n_slots": 2}),
+        (GpuSampler, "each", {"server": "process"}),
+        (AsyncSampler, "each", {"n_slots": 2}),
+        (AsyncSampler, "each", {"lag": 1}),
+        (AsyncSampler, "each", {"server": "process"}),
+        (AsyncSampler, "newest", {}),
+        (AsyncSampler, "hold", {}),
+        (AsyncSampler, "pause", {}),
+    ],
+)
+def test_debug_overwrites_nothing_that_workers_have_written_since(
+    cls: type[Sampler], way: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, n_infos = Batches.give_back, 0
+
+    def give_back_late(*args: Any, **kwargs: Any) -> None:
+        until_idle()
+        plain(*args, **kwargs)
+
+    def until_idle() -> None:  # the workers have collected all that they may
+        until(lambda: not sampler.run.memory.control.pending(sampler.n_workers))
+
+    def take(itr: int, **kwargs: Any) -> None:
+        nonlocal n_infos
+        samples, infos = sampler.obtain_samples(itr, **kwargs)
+        env, step = samples.numpy().env, samples.batch * T + np.arange(T)[:, None]
+        assert (env.observation == np.stack([step // 5, step % 5], -1)).all()
+        assert (env.reward == step % 5 + 1).all()
+        assert (env.done == (step % 5 == 4)).all()
+        n_infos += len(infos)
+        assert n_infos == (samples.batch + 1) * T // 5 * B
+
+    monkeypatch.setattr(Batches, "give_back", give_back_late)
+    with begin(cls, debug=True, max_decorrelation_steps=0, **options) as sampler:
+        for itr in range(0, 12, 2):
+            if isinstance(sampler, AsyncSampler) and way == "pause":
+                sampler.pause()
+                take(itr)
+                sampler.resume()
+            elif way == "newest":
+                until_idle()
+                take(itr, newest=True)
+            with sampler.hold() if isinstance(sampler, AsyncSampler) and way == "hold" else nullcontext():
+                take(itr)
+                take(itr + 1)
 
 
 @every
