@@ -61,7 +61,7 @@ def _compare_memory_with_the_estimate(n_steps: int) -> None:
         replay.append(samples[start // T % 2], continues=False)
     replay.sample(32)
     found = process.memory_info().rss - before
-    assert found == pytest.approx(estimate.total, rel=0.01)
+    assert found == pytest.approx(estimate.total, rel=0.01, abs=2**22)  # and what a draw needs
     assert found <= 1.05 * n_steps * (84 * 84 + 64)
 
 
