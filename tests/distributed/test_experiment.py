@@ -613,12 +613,14 @@ class FullDiskTrainer(CountingTrainer):
 def test_a_full_disk_is_named_and_the_old_checkpoint_stays(tmp_path: Path, save_every: int) -> None:
     path = tmp_path / "trainer.pt"
     training = Training(FullDiskTrainer, batch=2, checkpoint=path, save_every=save_every)
-    run = replace(experiment(None), training=training).run(wire="zmq", max_restarts=0)
-    error = r"trainer/0 .*checkpoint='.*/trainer.pt' cannot be written: File too large"
-    with pytest.raises(ClusterError, match=error), run:  # in the middle of the run, or at its end
-        run.wait(lambda state: state.version >= 5, timeout=60)
-        assert save_every > 2
-    run.close()  # again
+    error, run = r"trainer/0 .*checkpoint='.*/trainer.pt' cannot be written: File too large", None
+    with pytest.raises(ClusterError, match=error):  # while the run starts, in its middle, or at its end
+        run = replace(experiment(None), training=training).run(wire="zmq", max_restarts=0)
+        with run:
+            run.wait(lambda state: state.version >= 5, timeout=60)
+            assert save_every > 2
+    if run is not None:
+        run.close()  # again
     assert [each.name for each in tmp_path.iterdir()] == (["trainer.pt"] if save_every == 2 else [])
     if save_every == 2:
         assert torch.load(path, weights_only=True)["version"] == 2
