@@ -123,7 +123,7 @@ class Recorder:
     def begin_batch(self, itr: int) -> None:
         """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
         samples, columns = self.samples, self.columns
-        columns.take_begun(())  # at the start, the whole agent has been reset
+        columns.take_begun(())  # forget the games that began before: the agent was reset for them
         samples.begin_batch(None if self._is_first else self._before)
         if self._is_first or self._rejoined:
             columns.write_observations(samples.observation_rows[0])

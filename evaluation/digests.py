@@ -22,11 +22,11 @@ from penstock.agents import Agent
 from penstock.agents.shared_parameters import parameters_of
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-#: What changes while a policy acts, or where it acts, and does not make it another one: only their class is compared.
+#: What changes while a policy acts: only the class is compared.
 _STATE = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random, deque)
-#: Attributes of penstock's agents that are settings, though their names are private.
+#: The private attributes of penstock's agents that are settings.
 _SETTINGS = ("_fn", "_epsilon_setting", "_eval_setting", "_sigma_setting", "_ou", "_initial_log_std")
-#: Public ones that are none: the parameters are compared by themselves, and the rest follows from where it acts.
+#: The public attributes that are none. Parameters and model are compared by themselves.
 _NO_SETTINGS = ("parameters", "model", "inference", "observation_space", "action_space", "env_ranks", "n_envs")
 
 

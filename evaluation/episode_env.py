@@ -138,9 +138,7 @@ class EpisodeEnv(gym.Env[Any, Any]):
         while self._env is not None and (self._pending or acts):
             if not self._pending:
                 self._put(self._own_chunk())
-            result = self._step_env(self._pending.popleft())
-            if not _is_usual(result):
-                result = self._checked(checked_step, result)
+            result = self._checked(checked_step, self._step_env(self._pending.popleft()))
             self._observation, reward, terminated, truncated, info = result
             self._rewards.append(reward)
             if (facts := self._facts(info, terminated, truncated)) is not None:
@@ -200,17 +198,6 @@ class EpisodeEnv(gym.Env[Any, Any]):
                 env.close()
             except Exception as error:  # the next episode has a new environment in any case
                 _log.warning("an environment of an evaluation could not be closed: %s", in_one_line(error))
-
-
-def _is_usual(result: Any) -> bool:
-    """Whether a step has returned values of the usual classes: others are checked, which takes longer."""
-    return (
-        result.__class__ is tuple
-        and len(result) == 5
-        and result[1].__class__ is float
-        and result[2].__class__ is result[3].__class__ is bool
-        and result[4].__class__ is dict
-    )
 
 
 class _UnfitError(SpaceError):

@@ -99,7 +99,7 @@ def with_code(base: Any, name: str, k: int) -> Any:
     return type("Own", (base,), {"__module__": __name__, name: lambda self, *given: (k, *given)})
 
 
-class Unchecked(EpsilonGreedyAgent):
+class WithGain(EpsilonGreedyAgent):
     """An agent with a setting of its own."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -112,7 +112,7 @@ class Unchecked(EpsilonGreedyAgent):
 
 
 def with_gain(k: int) -> Any:
-    made = greedy(0.0, cls=Unchecked)
+    made = greedy(0.0, cls=WithGain)
     made._gain = k
     return made
 

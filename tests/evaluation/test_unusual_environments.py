@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_arrays_that_are_used_again(act_in: str) -> None:
 
 
 class Moves(gym.Env[Any, Any]):
-    """It walks from the place that its options give, and writes into them. In the process of `home` it has no prize."""
+    """It walks from the place that its options give, and writes into them. The last reward is the prize."""
 
     observation_space, action_space = gym.spaces.Discrete(2), gym.spaces.Discrete(2)
 
@@ -103,9 +104,9 @@ def test_the_last_step_of_a_repeated_episode_is_compared(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path / "other")
     episode = found.episode("policy", "", 0)
     assert len(list(episode.steps())) == 4
-    object.__setattr__(episode.factory, "fn", partial(Moves, prize=1.0))
+    another = replace(episode, factory=replace(episode.factory, fn=partial(Moves, prize=1.0)))
     with pytest.raises(RepeatError, match=r"the reward of its last step is 1.0, recorded was 5.0"):
-        list(episode.steps())
+        list(another.steps())
 
 
 class Unfit(gym.Env[Any, Any]):
