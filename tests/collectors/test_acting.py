@@ -1,6 +1,7 @@
 """What agents may and may not return: errors name it, in the first step and in later ones."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from penstock import (
     AgentStep,
     CategoricalPgAgent,
     ConfigError,
+    GpuSampler,
     NamedArrays,
     ParallelSampler,
     Sampler,
@@ -20,11 +22,11 @@ from penstock import (
     SpaceError,
     WorkerError,
 )
-from penstock.collectors.acting import AgentInfoWriter
 from penstock.envs import CountingEnv
 from penstock.testing import check_agent
 
-from ..support import Diary, sampler_of
+from ..scale import mostly_first
+from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 
@@ -125,24 +127,6 @@ def test_what_is_no_agent_step_is_refused_by_name(name: str) -> None:
     later(SerialSampler, returned, message)
 
 
-@pytest.mark.slow
-@both
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (NO_STEPS["a tuple"], r"Scripted\.step must return AgentStep"),
-        (lambda B: AgentStep(zeros(B), info(B, x=1.0)), r"agent_info\.x with shape"),
-    ],
-)
-def test_so_it_is_in_workers_and_in_evaluation(cls: type[Sampler], returned: Any, message: str) -> None:
-    later(cls, returned, message)
-    with sampler_of(cls, batch_T=4, eval_n_envs=2, eval_max_steps=20, traj_info_cls=Diary) as sampler:
-        sampler.initialize(Scripted(returned, first=6))
-        sampler.obtain_samples(0)
-        with pytest.raises(WorkerError, match=message):
-            sampler.evaluate_agent(0)
-
-
 @pytest.mark.parametrize("name", BAD_INFO)
 def test_a_bad_agent_info_is_named_in_the_first_step_and_later(name: str) -> None:
     returned, at_first, afterwards = BAD_INFO[name]
@@ -171,25 +155,6 @@ def test_a_report_that_comes_later_is_not_lost_in_silence() -> None:
             sampler.obtain_samples(0)
 
 
-@pytest.mark.parametrize(
-    "report",
-    [
-        {"a": [1, 2], "b": {"c": (3.0, 4.0)}},
-        {"a": np.array([1, 2]), "b": {"c": np.array([3, 4])}},
-        {"b": NamedArrays(c=torch.tensor([3.0, 4.0])), "a": torch.tensor([1, 2])},
-        NamedArrays(a=np.array([1, 2], np.int8), b={"c": np.array([3, 4])}),
-    ],
-    ids=["lists", "arrays", "tensors", "named"],
-)
-def test_what_can_be_recorded_is(report: Any) -> None:
-    if isinstance(report, dict) and isinstance(report["b"], dict):
-        report["b"] = {"c": np.asarray(report["b"]["c"])}
-    rows = NamedArrays(a=np.zeros((3, 2), np.float32), b=NamedArrays(c=np.zeros((3, 2))))
-    AgentInfoWriter(rows).write(1, report)
-    assert rows.a.tolist() == [[0, 0], [1, 2], [0, 0]]
-    assert rows.b.c.tolist() == [[0, 0], [3, 4], [0, 0]]
-
-
 class WithHandle(nn.Module):
     """What it opened when it was built cannot be copied."""
 
@@ -209,3 +174,66 @@ def test_a_model_that_cannot_be_copied_is_told_with_its_attribute(cls: type[Samp
     )
     with sampler_of(cls, batch_T=4) as sampler, pytest.raises(ConfigError, match=message):
         sampler.initialize(CategoricalPgAgent(WithHandle))
+
+
+# ---- values that would change in the dtype of the first step ------------------------------------
+
+SIZES: dict[str, Any] = {"batch_T": 4, "batch_B": 3}
+SAMPLERS: dict[str, Any] = {
+    "serial": SerialSampler,
+    "parallel": ParallelSampler,
+    "gpu": GpuSampler,
+    "gpu parts": partial(GpuSampler, min_ready=1),
+}
+
+
+class Reporting(Agent):
+    """Reports `first` in its first step, and later `later` for the last environment."""
+
+    def __init__(self, first: Any, later: Any) -> None:
+        self.first, self.later, self.n_steps = first, later, 0
+
+    def seed_columns(self, rngs: Any) -> None:
+        self.n_steps = 0
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        self.n_steps += 1
+        B = len(prev_reward)
+        columns = range(B) if self.selected is None else self.selected
+        assert self.env_ranks is not None
+        is_last = [self.n_steps > 2 and self.env_ranks[b] == 2 for b in columns]
+        values = np.array([self.later if last else self.first for last in is_last])
+        return AgentStep(np.zeros(B, np.int64), {"eps": values})
+
+
+CHANGED = [
+    (0, 0.5, r"agent_info.eps of env_rank 2 must have dtype int64, as in the agent's first step, got float64 0.5"),
+    (np.int8(1), np.int64(300), r"agent_info.eps of env_rank 2 must have dtype int8, .* got int64 300"),
+    (np.uint8(0), np.int64(-1), r"agent_info.eps of env_rank 2 must have dtype uint8, .* got int64 -1"),
+    (False, 2, r"agent_info.eps of env_rank \d must have dtype bool, .* got int64 \d"),
+    (np.float32(0), np.float64(1e300), r"agent_info.eps of env_rank 2 must have dtype float32, .* float64 1e\+300"),
+    (0.0, 1j, r"agent_info.eps of env_rank \d must have dtype float64, .* got complex128"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "changed"), mostly_first(SAMPLERS, CHANGED))
+def test_agent_info_that_would_change_is_refused(kind: str, changed: Any) -> None:
+    first, later, message = changed
+    with sampler_of(SAMPLERS[kind], CountingEnv, **SIZES) as sampler:
+        sampler.initialize(Reporting(first, later))
+        with pytest.raises(WorkerError, match=message) as caught:
+            sampler.obtain_samples(0)
+        assert isinstance(caught.value.__cause__, SpaceError)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "recorded"),
+    [(np.float64(0), 7, 7.0), (np.float32(0), 0.1, np.float32(0.1)), (5, np.int8(3), 3), (np.int8(5), 7, 7)],
+)
+def test_agent_info_that_fits_is_converted(first: Any, later: Any, recorded: Any) -> None:
+    with sampler_of(SAMPLERS["serial"], CountingEnv, **SIZES) as sampler:
+        sampler.initialize(Reporting(first, later))
+        samples, _ = sampler.obtain_samples(0)
+        assert sampler.samples_np.agent.agent_info.eps[-1, 2] == recorded
+        assert samples.agent.agent_info.eps.shape == (4, 3)

@@ -1,41 +1,38 @@
-"""Batched environments in workers: Gymnasium's CartPole, EnvPool, a written one; what is recorded; their seeds."""
+"""Batched environments in workers: what is recorded of them, resets in the next step, rows that belong together,
+what is refused, and seeds."""
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from torch import nn
 
 from penstock import (
-    CategoricalPgAgent,
+    AsyncSampler,
     ConfigError,
+    GpuSampler,
     ParallelSampler,
     RandomAgent,
     Sampler,
     SerialSampler,
     SpaceError,
+    TrajInfo,
     WaitResetCollector,
     WorkerError,
 )
 from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv
-from penstock.envs.direct_steps import step_into_of
+from penstock.learning import Replay
 
 from ..scale import scaled, some
-from ..support import assert_same, collect_with, env_seeds
-from .batches import Batch
+from ..support import assert_as_plain_loop, assert_same, collect_with, env_seeds, without_infos
 
 pytestmark = pytest.mark.slow
-
-
-class Values(nn.Module):
-    def forward(self, observation: Any) -> Any:
-        return observation[:, :2], observation.sum(dim=1)
 
 
 def collect(env_fn: Any, n_workers: int | None = None, agent: Any = None, **kwargs: Any) -> Any:
@@ -55,12 +52,10 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5, "rough": ""}
 # ---- Gymnasium's CartPole ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("agent_cls", [RandomAgent, partial(CategoricalPgAgent, Values)])
-def test_batched_cartpole_goes_the_way_of_single_ones(agent_cls: Any) -> None:
-    single = collect(partial(gym.make, "CartPole-v1", max_episode_steps=25), batched=False, agent=agent_cls())
-    batched = partial(BatchedCartPole, max_episode_steps=25)
-    assert_same(single, collect(batched, agent=agent_cls()), **CLOSE)
-    assert_same(single, collect(batched, 2, agent=agent_cls()), **CLOSE)
+def test_batched_cartpole_goes_the_way_of_single_ones() -> None:
+    single = collect(partial(gym.make, "CartPole-v1", max_episode_steps=25), batched=False)
+    for n_workers in (None, 2):
+        assert_same(single, collect(partial(BatchedCartPole, max_episode_steps=25), n_workers), **CLOSE)
 
 
 def test_the_rows_of_a_batched_environment_cannot_wait_for_their_resets() -> None:
@@ -75,21 +70,6 @@ def test_the_rows_of_a_batched_environment_cannot_wait_for_their_resets() -> Non
 # ---- EnvPool -----------------------------------------------------------------------------------
 
 
-def test_envpool_gives_one_batch_per_seed_whatever_the_workers() -> None:
-    pytest.importorskip("envpool")
-    env_fn = partial(BatchedEnvPool, "CartPole-v1", max_episode_steps=20)
-    one = collect(env_fn)
-    for n_workers in scaled((1, 2), (2,)):
-        assert_same(one, collect(env_fn, n_workers, start_method=scaled("forkserver", "fork")))
-    for samples, _ in one:
-        ended = samples.env.terminated
-        assert (np.abs(samples.env.final_obs[ended][:, [0, 2]]) > (2.4, 12 * np.pi / 180)).any(axis=1).all()
-        first = samples.env.observation[1:][samples.env.done[:-1]]
-        assert (np.abs(first) <= 0.05).all()
-    assert any(samples.env.truncated.any() for samples, _ in one)
-    assert len({samples.env.observation[0, b].tobytes() for samples, _ in one[:1] for b in range(6)}) == 6
-
-
 def test_what_envpool_says_of_a_step_is_recorded() -> None:
     pytest.importorskip("envpool")
     env_fn = partial(BatchedEnvPool, "CartPole-v1")
@@ -100,38 +80,14 @@ def test_what_envpool_says_of_a_step_is_recorded() -> None:
         assert len(infos) >= done.sum()
 
 
-# ---- what the collector records, against single environments -----------------------------------
-
-
-class Described(CountingEnv):
-    """Also says things in `info`: always, now and then, and deeper down."""
-
-    def _info(self) -> dict[str, Any]:
-        info: dict[str, Any] = {"count": self.count, "deep": {"position": np.full(2, self.count, np.float32)}}
-        return {**info, "even": self.count} if self.count % 2 == 0 else info
-
-    def reset(self, **kwargs: Any) -> Any:
-        return super().reset(**kwargs)[0], {**self._info(), "count": 77}
-
-    def step(self, action: Any) -> Any:
-        *step, _ = super().step(action)
-        return (*step, self._info())
+# ---- what the collector records ----------------------------------------------------------------
 
 
 def synced(env_fn: Any, mode: AutoresetMode, num_envs: int) -> Any:
     return SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode)
 
 
-MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_env_info_is_recorded_as_from_single_environments(mode: AutoresetMode) -> None:
-    env_fn = partial(Described, length=5)
-    wanted = {"count": 0, "even": 0, "deep.position": np.zeros(2, np.float32), "missing": 0.0}
-    expected = collect(env_fn, batched=False, env_info=wanted)
-    assert_same(expected, collect(partial(synced, env_fn, mode), env_info=wanted))
-    assert all(samples.env.env_info.even.any() for samples, _ in expected)
+MODES, NEXT = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED], AutoresetMode.NEXT_STEP
 
 
 class Wordy(CountingEnv):
@@ -146,55 +102,116 @@ def test_env_info_that_does_not_fit_names_the_environment(mode: AutoresetMode) -
         collect(partial(synced, Wordy, mode), env_info={"count": 0})
 
 
-# ---- one's own ---------------------------------------------------------------------------------
+# ---- resets in the next step --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checks", [{}, {"check_finite": True, "debug": True}])
-def test_ones_own_batch_in_a_structure_keeps_its_final_observations(checks: dict[str, Any]) -> None:
-    assert step_into_of(Batch(1), 0) is not None
-    for samples, _ in collect(Batch, 2, env_info={"count": 0}, **checks):
-        env = samples.env
-        t, b = np.nonzero(env.done)
-        lengths = np.array(env_seeds(6, small=False)) % 3 + 2
-        assert set(b.tolist()) == set(range(6))
-        assert (env.final_obs.at[t, b] == lengths[b][:, None]).all()
-        assert (env.final_obs.both._1[t, b] == 2 * lengths[b]).all()
-        assert (env.env_info.count[t, b] == lengths[b]).all()
-        counts = env.observation.both._0
-        assert (counts[1:] == np.where(env.done[:-1], 0, counts[:-1] + 1)).all()
-        assert (env.final_obs.both._1[~env.done] == 0).all()
+class Own(TrajInfo):
+    """Is called at each step."""
 
 
-class WrongEnd(Batch):
-    """`wrong` spoils what is said of row 1's end."""
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Own])
+def test_a_reset_belongs_to_no_trajectory(traj_info_cls: Any) -> None:
+    evaluation = {"eval_n_envs": 3, "eval_max_steps": 300, "eval_episodes": 7, "traj_info_cls": traj_info_cls}
+    env_fn = partial(synced, partial(CountingEnv, length=4), NEXT)
+    found = collect_with(SerialSampler, env_fn, None, 2, (1,), batched=True, **evaluation)
+    for samples, infos in found:
+        assert infos
+        assert all((info["Length"], info["Return"]) == (4, 10) for info in infos)
+        assert samples is not None or len(infos) == 7
 
-    def __init__(self, num_envs: int, wrong: Any) -> None:
-        super().__init__(num_envs)
-        self.wrong_end = wrong
 
-    def step(self, actions: Any) -> Any:
-        *step, infos = super().step(actions)
-        if infos.get("_final_obs", [False, False])[1]:
-            infos["final_obs"]["at"] = self.wrong_end(infos["final_obs"]["at"])
-        return (*step, infos)
+def test_workers_that_write_into_a_replay_leave_the_resets_out() -> None:
+    replay = Replay(500, discount=1.0, max_truncations=500, seed=0)
+    env_fn = partial(synced, partial(CountingEnv, length=4, truncate=True), NEXT)
+    sizes: dict[str, Any] = {"batch_T": 9, "batch_B": 4, "n_workers": 2, "batched": True}
+    with AsyncSampler(env_fn, replay=replay, **sizes) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.start()
+        for _ in range(3):
+            batch = replay.sample(300)
+            torch.testing.assert_close(batch.next_observation[:, 1], batch.observation[:, 1] + 1)
+            torch.testing.assert_close(batch.next_observation[:, 0], batch.observation[:, 0])
+
+
+class Masked(gym.Env[Any, Any]):
+    """One action is legal at each step, and none after the last."""
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Dict({"at": spaces.Discrete(6), "mask": spaces.MultiBinary(3)})
+        self.action_space = spaces.Discrete(3)
+
+    def _observe(self) -> Any:
+        return {"at": self.at, "mask": np.array([self.at < 5 and self.at % 3 == i for i in range(3)], np.int8)}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.at = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self.at += 1
+        return self._observe(), 1.0, self.at == 5, False, {}
+
+
+def test_an_observation_that_allows_no_action_may_end_an_episode() -> None:
+    for samples, infos in collect(partial(synced, Masked, NEXT), agent=RandomAgent(mask_key="observation.mask")):
+        assert all(info["Length"] == 5 for info in infos)
+        valid = samples.env.valid
+        assert not valid.all()
+        assert (samples.agent.action[valid] == samples.env.observation.at[valid] % 3).all()
+
+
+def test_an_environment_id_means_its_batched_environment() -> None:
+    """It has one random stream, so only runs with the same number of workers are equal."""
+    kwargs: dict[str, Any] = {"env_kwargs": {"max_episode_steps": 25}}
+    found = collect("CartPole-v1", **kwargs)
+    assert_same(found, collect("CartPole-v1", 1, **kwargs))
+    env: Any = gym.make_vec("CartPole-v1", 6, "vector_entry_point", max_episode_steps=25)
+    assert assert_as_plain_loop(env, env_seeds(6)[0], without_infos(found)) > 10
+
+
+# ---- columns that belong together, such as the players of one game ------------------------------
+
+
+def of_threes(num_envs: int) -> Any:
+    assert num_envs % 3 == 0
+    return synced(CountingEnv, AutoresetMode.SAME_STEP, num_envs)
+
+
+THREES: dict[str, Any] = {"batched": True, "rows_per_env": 3}
+
+
+SIZES: dict[str, Any] = {"batch_T": 25, "batch_B": 12, "eval_n_envs": 6, "eval_max_steps": 240}
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
+def test_rows_that_belong_together_are_never_cut(cls: Any, n_workers: int) -> None:
+    with cls(of_threes, **SIZES, **THREES, n_workers=n_workers) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert {len(worker.env_ranks) % 3 for worker in sampler.stats().workers} == {0}
+        sampler.obtain_samples(0)
+        assert sampler.evaluate_agent(0)
+
+
+def test_there_are_no_more_workers_than_games(caplog: Any) -> None:
+    with ParallelSampler(of_threes, batch_T=2, batch_B=6, n_workers=3, **THREES) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        assert [len(worker.env_ranks) for worker in sampler.stats().workers] == [3, 3]
+    assert "2 are enough" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("wrong", "kwargs", "message"),
+    ("kwargs", "message"),
     [
-        (
-            lambda at: at[:, :1],
-            {},
-            r"the final observation\['at'\] of the batched environment .* must have shape \(6, 2\)",
-        ),
-        (lambda at: at.astype(complex), {}, r"the final observation\['at'\] .*complex"),
-        (lambda at: at * np.nan, {"check_finite": True}, r"the final observation\['at'\] of env_rank 1 must be finite"),
-        (lambda at: at - 99, {"debug": True}, "the final observation of env_rank 1 must be in"),
+        ({"batch_B": 8}, "batch_B must be a multiple of rows_per_env=3, got 8"),
+        ({"eval_n_envs": 4}, "eval_n_envs must be a multiple of rows_per_env=3, got 4"),
+        ({"batched": False}, "rows_per_env is for batched environments"),
+        ({"rows_per_env": 0}, "rows_per_env must be an integer of at least 1"),
     ],
 )
-def test_a_final_observation_that_does_not_fit_is_named(wrong: Any, kwargs: Any, message: str) -> None:
-    with pytest.raises(WorkerError, match=message):
-        collect(partial(WrongEnd, wrong=wrong), **kwargs)
+def test_other_sizes_are_refused(kwargs: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SerialSampler(of_threes, **{**SIZES, **THREES, **kwargs})
 
 
 # ---- what is refused ---------------------------------------------------------------------------
@@ -204,42 +221,70 @@ def of_batches(env_fn: Any, **kwargs: Any) -> Sampler:
     return SerialSampler(env_fn, batch_T=12, batch_B=2, batched=True, **kwargs)
 
 
+def replacing(change: Any, place: int = 0) -> Any:
+    """A spoil of one value that a step returns."""
+    return lambda result: (*result[:place], change(result[place]), *result[place + 1 :])
+
+
+def at_end(change: Any) -> Any:
+    """A spoil of the final observations."""
+    return replacing(lambda infos: {**infos, "final_obs": change(infos["final_obs"])} if infos else infos, 4)
+
+
+FINAL = "the final observation of "
+
+
 @pytest.mark.parametrize(
-    ("spoil", "error"),
+    ("spoil", "options", "error"),
     [
-        (lambda result: result[:4], r"env\.step of env_rank 0 must return five values"),
-        (lambda result: None, r"env\.step of env_rank 0 must return five values"),
-        (lambda result: (*result[:4], None), "the info that env.step of env_rank 0 returned must be a dict, got None"),
+        (lambda result: result[:4], {}, r"env\.step of env_rank 0 must return five values"),
+        (lambda result: None, {}, r"env\.step of env_rank 0 must return five values"),
+        (replacing(lambda _: None, 4), {}, "info that env.step of env_rank 0 returned must be a dict, got None"),
+        (
+            replacing(lambda seen: seen[:, :1]),
+            {},
+            r"observation of the batched environment .* must have shape \(2, 4\)",
+        ),
+        (replacing(lambda seen: seen.astype(complex)), {}, "observation of the batched environment .*complex"),
+        (at_end(lambda seen: seen[:, :1]), {}, FINAL + r"the batched environment .* must have shape \(2, 4\)"),
+        (at_end(lambda seen: seen.astype(complex)), {}, FINAL + "the batched environment .*complex"),
+        (at_end(lambda seen: seen * np.nan), {"check_finite": True}, FINAL + "env_rank 0 must be finite"),
+        (at_end(lambda seen: seen - 99), {"debug": True}, FINAL + "env_rank 0 must be in"),
     ],
 )
-def test_what_is_no_step_of_a_batch_is_refused(spoil: Any, error: str) -> None:
+def test_what_is_no_step_of_a_batch_is_refused(spoil: Any, options: Any, error: str) -> None:
     def spoilt(num_envs: int) -> Any:
-        env = synced(CountingEnv, AutoresetMode.SAME_STEP, num_envs)
+        env: Any = BatchedCartPole(num_envs, max_episode_steps=3)
         step = env.step
-        env.step = lambda actions: spoil(step(actions))  # type: ignore[method-assign]
+        env.step = lambda actions: spoil(step(actions))
         return env
 
-    with of_batches(spoilt) as sampler:
+    with of_batches(spoilt, **options) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
-        with pytest.raises(WorkerError) as caught:
+        with pytest.raises(WorkerError, match=error) as caught:
             sampler.obtain_samples(0)
     assert isinstance(caught.value.__cause__, SpaceError)
-    assert re.search(error, str(caught.value.__cause__))
 
 
-def test_what_is_no_batched_environment_is_refused() -> None:
-    def one(num_envs: int) -> Any:
-        return CountingEnv()
+def silent(num_envs: int) -> Any:
+    """It does not tell its mode."""
+    env = synced(CountingEnv, NEXT, num_envs)
+    del env.metadata["autoreset_mode"]
+    return env
 
-    with pytest.raises(ConfigError, match="VectorEnv of 1 environments, got CountingEnv"):
-        of_batches(one).initialize(RandomAgent())
 
-
-def test_an_env_fn_for_single_environments_is_told_how_it_is_called() -> None:
-    with (
-        SerialSampler(CountingEnv, batch_T=2, batch_B=2, batched=True) as sampler,
-        pytest.raises(ConfigError, match=r"TypeError: .*'num_envs'.* calls env_fn\(num_envs=n\), which must return"),
-    ):
+@pytest.mark.parametrize(
+    ("env_fn", "error", "message"),
+    [
+        (lambda num_envs: CountingEnv(), ConfigError, "VectorEnv of 1 environments, got CountingEnv"),
+        (CountingEnv, ConfigError, r"TypeError: .*'num_envs'.* calls env_fn\(num_envs=n\), which must return"),
+        ("FrozenLake-v1", ConfigError, r"FrozenLake-v1 has no batched environment .*leave batched out"),
+        (silent, WorkerError, r"set metadata\['autoreset_mode'\]"),
+        (lambda num_envs: synced(CountingEnv, NEXT, 3), ConfigError, "got SyncVectorEnv.*rows_per_env"),
+    ],
+)
+def test_what_is_no_batched_environment_is_refused(env_fn: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message), of_batches(env_fn) as sampler:
         sampler.initialize(RandomAgent())
 
 
@@ -331,25 +376,11 @@ def test_one_seed_per_column_gives_one_batch_whatever_the_workers(accepts: str, 
 
 @pytest.mark.usefixtures("_fails")
 @pytest.mark.parametrize("cls", [TypeError, ValueError, gym.error.Error])
-@pytest.mark.parametrize(
-    "fails", [lambda n, seed: True, lambda n, seed: n == 1], ids=["at every reset", "at the first reset"]
-)
-def test_an_environments_own_error_in_its_first_reset_comes_through(cls: Any, fails: Any) -> None:
-    with (
-        of_seeded(lambda n, seed: cls(f"broken at reset {n}") if fails(n, seed) else None) as sampler,
-        pytest.raises(WorkerError, match="broken at reset 1") as caught,
-    ):
+@pytest.mark.parametrize("at", [(1, 2, 3, 4), (1,), (3,)], ids=str)
+def test_an_environments_own_error_in_a_reset_comes_through(cls: Any, at: tuple[int, ...]) -> None:
+    fails = of_seeded(lambda n, seed: cls(f"broken at reset {n}") if n in at else None, eval_n_envs=2)
+    with fails as sampler, pytest.raises(WorkerError, match=f"broken at reset {at[0]}") as caught:
         sampler.initialize(RandomAgent(), seed=0)
-    assert type(caught.value.__cause__) is cls
-
-
-@pytest.mark.usefixtures("_fails")
-@pytest.mark.parametrize("cls", some([gym.error.Error, TypeError, ValueError], 1))
-def test_an_environments_own_error_in_a_later_reset_comes_through(cls: Any) -> None:
-    with of_seeded(lambda n, seed: cls("broken") if n == 3 else None, eval_n_envs=2) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        sampler.obtain_samples(0)
-        sampler.evaluate_agent(0)
-        with pytest.raises(WorkerError, match="broken"):
+        for _ in range(2):
             sampler.evaluate_agent(0)
-    assert len(Seeded.seeds) == 3
+    assert type(caught.value.__cause__) is cls

@@ -1,7 +1,11 @@
-"""Data that does not fit: a SpaceError naming field and environment, within the batch in which it happened."""
+"""Data that does not fit: a SpaceError naming field and environment, within the batch in which it happened. What is
+unusual but right is recorded."""
 
+import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,7 @@ from penstock.collectors.acting import write_action
 from penstock.envs import CountingEnv
 from penstock.errors import brief
 
+from ..against_loop import compare
 from ..scale import mostly_first, quick_first, scaled
 from ..support import sampler_of
 
@@ -210,67 +215,31 @@ def test_bad_data_is_named_in_its_batch(cls: type[Sampler], name: str) -> None:
     assert "env_rank 3, t=0 (itr=1): " in str(error.value)
 
 
+class Adding(TrajInfo):
+    """Gets only what has been checked."""
+
+    def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
+        self.Twice = 2 * float(reward)
+
+    def terminate(self, final_observation: Any) -> None:
+        self.Last = final_observation
+
+
 IN_EVALUATION = [name for name in BAD if "not recorded" not in name]
 
 
 @pytest.mark.parametrize("name", quick_first(IN_EVALUATION, 12))
 def test_bad_data_is_named_in_evaluations_too(name: str) -> None:
     wrong, options, message = BAD[name]
-    size = {"eval_n_envs": 2, "eval_max_steps": 20, "eval_env_kwargs": [others(wrong), wrong]}
-    with spoilt_envs(SerialSampler, others(wrong), **size, **options) as sampler:
+    size: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 20, "traj_info_cls": Adding}
+    with spoilt_envs(
+        SerialSampler, others(wrong), eval_env_kwargs=[others(wrong), wrong], **size, **options
+    ) as sampler:
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
         with pytest.raises(WorkerError, match=r"env_rank 1, t=\d \(.*itr=3\)") as error:
             sampler.evaluate_agent(3)
     check_named(error, message.replace("env_rank 3", "env_rank 1"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["reward NaN", "final observation of wrong shape", "action outside the space"])
-def test_evaluations_in_processes(name: str) -> None:
-    agent: Agent = RandomAgent()
-    if name in BAD:
-        wrong, options, message = BAD[name]
-    else:
-        wrong, options, agent, message = MARKED, DEBUG, Wild(), NO_SUCH_ACTION
-    size = {"eval_n_envs": 2, "eval_max_steps": 20, "eval_env_kwargs": [others(wrong), wrong]}
-    with spoilt_envs(ParallelSampler, others(wrong), **size, **options) as sampler:
-        sampler.initialize(agent)
-        with pytest.raises(WorkerError, match=r"\(evaluation, itr=3\)") as error:
-            sampler.evaluate_agent(3)
-    check_named(error, message.replace("env_rank 3", "env_rank 1"))
-
-
-@pytest.mark.slow
-@both
-@pytest.mark.parametrize(
-    "name", ["observation of wrong shape", "reward None", "reward NaN", "info None", "four values"]
-)
-def test_bad_data_is_named_while_decorrelating(cls: type[Sampler], name: str) -> None:
-    wrong, options, message = BAD[name]
-    with (
-        spoilt_envs(cls, [{}] * 3 + [wrong], max_decorrelation_steps=1000, **options) as sampler,
-        pytest.raises(WorkerError, match=r"while decorrelating env_rank 3 \(start-up\): ") as error,
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
-    check_named(error, message)
-
-
-@both
-@pytest.mark.parametrize("steps", quick_first([0, 50]))
-def test_a_misshapen_first_observation_is_named_at_start_up(cls: type[Sampler], steps: int) -> None:
-    class Misshapen(CountingEnv):
-        def reset(self, **kwargs: Any) -> Any:
-            observation, info = super().reset(**kwargs)
-            return observation[:1], info
-
-    envs = [CountingEnv, CountingEnv, Misshapen]
-    with (
-        cls(envs, batch_T=2, batch_B=3, n_workers=2, max_decorrelation_steps=steps) as sampler,
-        pytest.raises(WorkerError, match=r"while resetting env_rank 2.*\(start-up\)") as error,
-    ):
-        sampler.initialize(RandomAgent())
-    check_named(error, r"observation of env_rank 2 must have shape \(2,\), got \(1,\)")
 
 
 class Silent(Spoilt):
@@ -352,18 +321,13 @@ def test_bad_actions_are_named_in_their_batch(
     check_named(error, message)
 
 
-class Dividing(Agent):
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        return AgentStep(observation[:, 1] / 2)
-
-
 @both
 def test_actions_of_another_kind_are_refused_before_any_worker_starts(cls: type[Sampler]) -> None:
     with (
         spoilt_envs(cls, {}) as sampler,
         pytest.raises(SpaceError, match="action of column 0 must have dtype int64, as in the action space, got"),
     ):
-        sampler.initialize(Dividing())
+        sampler.initialize(Wild(lambda action, marked: action / 2))
 
 
 def test_nested_actions_are_compared_leaf_by_leaf() -> None:
@@ -381,26 +345,65 @@ def test_nested_actions_are_compared_leaf_by_leaf() -> None:
         write_action(row, NamedArrays(move=np.ones((2, 3))))
 
 
-# ---- what users see of it ------------------------------------------------------------------
+# ---- what is unusual but right -----------------------------------------------------------------
 
 
-class Adding(TrajInfo):
-    def step(self, observation: Any, action: Any, reward: Any, *rest: Any) -> None:
-        self.Twice = 2 * float(reward)
-
-    def terminate(self, final_observation: Any) -> None:
-        self.Last = final_observation + np.zeros(2)
+class Info(OrderedDict[str, Any]):
+    pass
 
 
-@pytest.mark.parametrize("name", ["reward None", "final observation of wrong shape"])
-def test_a_traj_info_gets_only_what_has_been_checked(name: str) -> None:
-    wrong, options, message = BAD[name]
-    with spoilt_envs(SerialSampler, [others(wrong)] * 3 + [wrong], traj_info_cls=Adding, **options) as sampler:
+def unusual(place: int, change: Callable[[Any], Any]) -> type[CountingEnv]:
+    class Unusual(CountingEnv):
+        def step(self, action: Any) -> Any:
+            result: list[Any] = list(super().step(action))
+            result[place] = change(result[place])
+            return tuple(result)
+
+    return Unusual
+
+
+@pytest.mark.parametrize("options", quick_first([{}, {**FINITE, **DEBUG}]), ids=["plain", "all options"])
+@pytest.mark.parametrize(
+    ("place", "change"),
+    [
+        (0, lambda observation: observation.astype(np.float16)),
+        (1, int),
+        (1, bool),
+        (1, np.float32),
+        (1, np.float64),
+        (1, np.array),
+        (1, Fraction),
+        (1, lambda reward: 10**25 if reward == 2 else reward),
+        (2, np.bool_),
+        (2, int),
+        (2, lambda terminated: np.array([terminated])),
+        (3, np.bool_),
+        (3, np.array),
+        (4, Info),
+        (4, types.MappingProxyType),
+    ],
+)
+def test_unusual_data_that_is_right_passes(place: int, change: Callable[[Any], Any], options: dict[str, Any]) -> None:
+    sizes = {"batch_T": 12, "batch_B": 2, "n_batches": 1, "eval_n_envs": 1, "eval_max_steps": 12}
+    compare(SerialSampler, unusual(place, change), RandomAgent, sampler=options, **sizes)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_nan_and_inf_are_recorded_as_they_are_unless_told_otherwise(dtype: Any) -> None:
+    class Endless(CountingEnv):
+        def step(self, action: Any) -> Any:
+            _, _, *rest = super().step(action)
+            return np.array([NAN, -INF], dtype), NAN, *rest
+
+    with SerialSampler(Endless, batch_T=3, batch_B=2, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent())
-        sampler.obtain_samples(0)
-        with pytest.raises(WorkerError) as error:
-            sampler.obtain_samples(1)
-    check_named(error, message)
+        samples, _ = sampler.obtain_samples(0)
+    assert samples.env.reward.isnan().all()
+    assert samples.env.observation[1:, :, 0].isnan().all()
+    assert (samples.env.observation[1:, :, 1] == -INF).all()
+
+
+# ---- what users see of it ------------------------------------------------------------------
 
 
 def test_values_in_errors_are_brief() -> None:

@@ -1,5 +1,6 @@
 """What environments say in `info`, recorded: chosen by name or example, flagged where it is missing."""
 
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -19,7 +20,7 @@ from penstock import (
     WaitResetCollector,
     WorkerError,
 )
-from penstock.envs import CountingEnv
+from penstock.envs import CountingEnv, ScriptedGame
 
 from ..scale import quick_first
 from ..support import sampler_of
@@ -122,6 +123,38 @@ def test_a_value_that_changes_its_shape_is_named() -> None:
         sampler.obtain_samples(0)
 
 
+class Informing(CountingEnv):
+    """Its info has `n`: `first`, and from its third step on `later`."""
+
+    def __init__(self, first: Any, later: Any) -> None:
+        super().__init__(length=100)
+        self.first, self.later, self.n_steps = first, later, 0
+
+    def step(self, action: Any) -> Any:
+        self.n_steps += 1
+        *result, _ = super().step(action)
+        return (*result, {"n": self.first if self.n_steps < 3 else self.later})
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "dtypes"),
+    [
+        (np.int8(1), 300, "int8, as the example, .* int64 300"),
+        (np.float32(0), 1e300, r"float32, as the example, .* float64 1e\+300"),
+        (0, 0.5, "int64, as the example, .* float64 0.5"),
+        (0, "text", "int64"),
+    ],
+)
+@pytest.mark.parametrize("env_rank", [0, 2])
+def test_env_info(first: Any, later: Any, dtypes: str, env_rank: int) -> None:
+    factories = [partial(Informing, first, later if b == env_rank else first) for b in range(3)]
+    with sampler_with(env_fn=factories, env_info=["n"]) as sampler:
+        sampler.initialize(RandomAgent())
+        misfit = rf"info\['n'\] of env_rank {env_rank} must have shape \(\) and dtype {dtypes}"
+        with pytest.raises(WorkerError, match=rf"while stepping env_rank {env_rank}, t=\d \(.*\): {misfit}"):
+            sampler.obtain_samples(0)
+
+
 class Keeping(CountingEnv):
     """Episodes of three steps. The info is one dict, with one array and one list, which `reset` changes too."""
 
@@ -129,46 +162,30 @@ class Keeping(CountingEnv):
         super().__init__()
         self.info = {"at": np.zeros(2), "parts": {"trail": [0]}}
 
-    def _tell(self, count: int) -> Any:
+    def show(self, count: int) -> Any:
         self.count = count
         self.info["at"][:] = self.info["n"] = self.info["parts"]["trail"][0] = count
         return np.full(2, count, np.float32)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        return self._tell(0), self.info
+        return self.show(0), self.info
 
     def step(self, action: Any) -> Any:
-        return self._tell(self.count + 1), float(self.count), self.count == 3, False, self.info
+        return self.show(self.count + 1), float(self.count), self.count == 3, False, self.info
 
 
-class KeepingGame:
-    """Two agents with a `Keeping` environment each. Both end together."""
-
-    possible_agents = ("a0", "a1")
-    metadata: dict[str, Any] = {}  # noqa: RUF012
+class KeepingGame(ScriptedGame):
+    """Two agents, each with an info that it keeps. Both end after three steps."""
 
     def __init__(self) -> None:
-        self.envs = {agent: Keeping() for agent in self.possible_agents}
+        super().__init__(2, [{}] * 3)
+        self.told = {agent: Keeping() for agent in self.possible_agents}
 
-    def observation_space(self, agent: str) -> Any:
-        return self.envs[agent].observation_space
-
-    def action_space(self, agent: str) -> Any:
-        return self.envs[agent].action_space
-
-    def reset(self, seed: int | None = None, options: Any = None) -> Any:
-        self.agents = list(self.possible_agents)
-        found = {agent: env.reset(seed=seed) for agent, env in self.envs.items()}
-        return tuple({agent: result[i] for agent, result in found.items()} for i in range(2))
-
-    def step(self, actions: Any) -> Any:
-        found = {agent: self.envs[agent].step(action) for agent, action in actions.items()}
-        self.agents = [agent for agent in self.agents if not found[agent][2]]
-        return tuple({agent: result[i] for agent, result in found.items()} for i in range(5))
-
-    def close(self) -> None:
-        pass
+    def _infos(self) -> Any:
+        for each in self.told.values():
+            each.show(self.t)
+        return {agent: self.told[agent].info for agent in self._own}
 
 
 class KeepingBatch(gym.vector.VectorEnv[Any, Any, Any]):
@@ -197,25 +214,11 @@ class KeepingBatch(gym.vector.VectorEnv[Any, Any, Any]):
         return self._tell(), self.n.astype(np.float64), self.n == 3, np.zeros_like(self.n, np.bool_), self.info
 
 
-class OfTheDocs(ResetCollector):
-    """As docs/collectors.md writes a collector."""
-
-    def step_envs(self, t: int) -> None:
-        self.progress.begin_stepping(t)
-        events = self.columns.step([recorder.prev_action for recorder in self.recorders], t + 1)
-        self.record_env_info(t)
-        if events is not None:
-            self.settle(t, events)
-        self.write_step(t)
-
-
 @pytest.mark.parametrize(
     ("cls", "env_fn", "how"),
     quick_first(
         [
             (SerialSampler, Keeping, {}),
-            (SerialSampler, Keeping, {"collector_cls": OfTheDocs}),
-            (SerialSampler, KeepingBatch, {"collector_cls": OfTheDocs, "batched": True}),
             (SerialSampler, KeepingGame, {}),
             (ParallelSampler, Keeping, {"traj_info_cls": Own}),
             (ParallelSampler, Keeping, {"collector_cls": WaitResetCollector}),
@@ -224,7 +227,7 @@ class OfTheDocs(ResetCollector):
             (GpuSampler, Keeping, {}),
             (AlternatingSampler, KeepingGame, {}),
         ],
-        4,
+        2,
     ),
 )
 def test_what_a_reset_changes_is_recorded_as_the_last_step_returned_it(cls: Any, env_fn: Any, how: Any) -> None:
@@ -233,10 +236,11 @@ def test_what_a_reset_changes_is_recorded_as_the_last_step_returned_it(cls: Any,
         sampler.initialize(RandomAgent(), seed=0)
         for itr in range(2):
             sampler.obtain_samples(itr)
-            env = sampler.samples_np.env
+            env, action = sampler.samples_np.env, sampler.samples_np.agent.action
+            count = env.reward - action if env_fn is KeepingGame else env.reward
             if itr == 0 and how.get("collector_cls") is not WaitResetCollector:
-                assert env.reward[:, 0].tolist() == [1, 2, 3, 1, 2, 3, 1]
+                assert count[:, 0].tolist() == [1, 2, 3, 1, 2, 3, 1]
             assert env.done.any()
             for value in (env.env_info.n, env.env_info.at[..., 1], env.env_info.parts.trail[..., 0]):
-                np.testing.assert_array_equal(value, env.reward)
+                np.testing.assert_array_equal(value, count)
             assert (env.env_info["_n"] == env.valid).all()

@@ -1,8 +1,8 @@
-"""Collectors of the user's own, and those that wait, where agents share an environment: against a plain loop."""
+"""Where agents share an environment, against a plain loop: collectors of the user's own, and who joins and ends."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -156,28 +156,16 @@ class Twice(EvalCollector):
 
 @pytest.mark.parametrize("cls", [SerialSampler, partial(ParallelSampler, n_workers=2)])
 def test_an_evaluation_of_the_users_own(cls: Any) -> None:
-    """The games are those of a plain loop that resets with the same seed again."""
     evaluation = {"eval_n_envs": 2, "eval_episodes": 6, "eval_env_kwargs": KINDS[:2], "eval_max_steps": 2000}
     with cls(ScriptedGame, **SIZES, eval_collector_cls=Twice, **evaluation) as sampler:
         sampler.initialize(Still(), seed=SEED)
-        found = [(i.env_rank, i.agent_id, i.Length, i.Return) for i in sampler.evaluate_agent(0)]
-    wanted = []
-    for e in range(2):
-        for _ in range(3):
-            game = GAMES[e]()
-            game.reset(seed=eval_seed(SEED, e))
-            lengths, returns = Counter[Any](), Counter[Any]()
-            while game.agents:
-                acted = list(game.agents)
-                _, rewards, terminated, truncated, _ = game.step(dict.fromkeys(acted, 1))
-                returns.update({agent: rewards[agent] for agent in acted})
-                returns[None] += sum(rewards.values())
-                lengths.update([None, *acted])
-                for agent in acted:
-                    if terminated[agent] or truncated[agent]:
-                        wanted.append((e, agent, lengths.pop(agent), returns.pop(agent)))
-            wanted.append((e, None, lengths[None], returns[None]))
-    assert sorted(wanted, key=repr) == sorted(found, key=repr)
+        infos = sampler.evaluate_agent(0)
+    found = defaultdict(list)
+    for info in infos:
+        found[info.env_rank, info.episode].append((info.agent_id, info.Length, info.Return))
+    assert found.keys() == {(env_rank, episode) for env_rank in range(2) for episode in range(3)}
+    for (env_rank, _), figures in found.items():
+        assert figures == found[env_rank, 0], "each episode is the first one again"
 
 
 class Still(RandomAgent):
@@ -198,3 +186,40 @@ def test_in_turns_they_are_refused_with_the_reason(name: str) -> None:
         ),
     ):
         sampler.initialize(RandomAgent(), seed=0)
+
+
+# ---- games whose lists and flags are unusual -----------------------------------------------------
+
+
+class Listing(ScriptedGame):
+    """Lists agents as `lists` says for each step, and flags those in `ends`."""
+
+    def __init__(self, lists: list[list[str]], ends: dict[int, list[str]]) -> None:
+        super().__init__(2, [{}] * (len(lists) + 1), ["a0"])
+        self.lists, self.ends = [*lists, []], ends
+
+    def step(self, actions: Any) -> Any:
+        assert actions.keys() <= {"a0", "a1"}
+        self.t += 1
+        self.agents = self.lists[self.t - 1]
+        seen = {agent: np.full(4, self.t, np.float32) for agent in self.possible_agents}
+        flagged = self.possible_agents if not self.agents else self.ends.get(self.t, [])
+        return seen, {}, dict.fromkeys(flagged, True), {}, {}
+
+
+def joined_at(lists: list[list[str]], ends: dict[int, list[str]]) -> list[int]:
+    """The steps before which a1 joins the first game."""
+    ((samples, _),) = compare(
+        SerialSampler, partial(Listing, lists, ends), RandomAgent, batch_T=7, batch_B=2, n_batches=1
+    )
+    return np.flatnonzero(samples.prev_done[: len(lists) + 1, 1]).tolist()
+
+
+def test_who_is_flagged_when_it_is_listed_first_does_not_join_and_may_come_later() -> None:
+    lists = [["a0", "a1"], ["a0", "a1"], ["a0"], ["a0", "a1"]]
+    assert joined_at(lists, {1: ["a1"]}) == [4], "it joins when it was not listed in between"
+
+
+def test_who_was_listed_after_its_end_can_come_back() -> None:
+    lists = [["a0", "a1"], ["a0", "a1"], ["a0", "a1"], ["a0"], ["a0", "a1"]]
+    assert joined_at(lists, {2: ["a1"]}) == [1, 5]

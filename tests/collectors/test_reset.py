@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 
 from penstock import ParallelSampler, RandomAgent, ResetCollector, SamplerBrokenError, SerialSampler, WaitResetCollector
 from penstock.agents import draw
-from penstock.envs import BatchedCartPole, CountingEnv, Purpose
+from penstock.envs import CountingEnv, Purpose
 from penstock.envs.seeding import ColumnStreams, stream
 
 from ..against_loop import compare
 from ..samplers.digest_cases import Plain, Stateful
 from ..scale import examples, quick_first
+from ..support import crashing_env
 
 SEED = 4
 
@@ -100,46 +102,13 @@ def test_an_environment_that_waits_is_reset_between_the_batches_and_not_within()
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 def test_the_error_of_a_reset_between_the_batches_says_so(cls: Any) -> None:
-    class FailsInItsThirdReset(CountingEnv):
-        n_resets = 0
-
-        def reset(self, **kwargs: Any) -> Any:
-            self.n_resets += 1
-            if self.n_resets == 3:
-                raise OSError("no level left")
-            return super().reset(**kwargs)
-
     options: Any = {"collector_cls": WaitResetCollector, "max_decorrelation_steps": 0}
-    with cls(FailsInItsThirdReset, batch_T=12, batch_B=1, **options) as sampler:
+    with cls(partial(crashing_env, "reset", at=3), batch_T=12, batch_B=1, **options) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
-        expected = r"raised OSError while resetting env_rank 0 between two batches( \(itr=\d\))?: no level left"
+        expected = r"raised .*InjectedFault while resetting env_rank 0 between two batches( \(itr=\d\))?: "
         with pytest.raises(SamplerBrokenError, match=expected):
             for itr in range(3):
                 sampler.obtain_samples(itr)
-
-
-class Short(ResetCollector):
-    """A collector of a user's own: leaves a mark in each batch, and uses the hooks."""
-
-    def start_agent(self) -> None:
-        super().start_agent()
-        self.resets = 0
-
-    def reset_if_needed(self) -> None:
-        self.resets += 1
-
-    def collect_batch(self, itr: int) -> None:
-        super().collect_batch(itr)
-        self.samples.reward[1:] = 100 * itr + self.resets
-
-
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_a_custom_collector_runs_with_its_hooks(cls: Any) -> None:
-    with cls(CountingEnv, batch_T=3, batch_B=2, collector_cls=Short) as sampler:
-        sampler.initialize(Stateful())
-        for resets, itr in enumerate((5, 6, 9), start=1):
-            samples, _ = sampler.obtain_samples(itr)
-            assert (samples.env.reward == 100 * itr + resets).all()
 
 
 # ---- self.envs: a collector reads its environments as a sequence ---------------------------------
@@ -153,22 +122,9 @@ class Lengthening(ResetCollector):
         super().start_envs()
 
 
-class Built(ResetCollector):
-    def start_envs(self) -> None:
-        (env,) = self.envs
-        assert env.num_envs == len(self.columns.env_ranks) == 2
-        super().start_envs()
-
-
 def test_the_environments_are_iterated_and_indexed() -> None:
     options: dict[str, Any] = {"batch_T": 12, "batch_B": 3, "max_decorrelation_steps": 0}
     with SerialSampler(CountingEnv, collector_cls=Lengthening, **options) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         _, infos = sampler.obtain_samples(0)
         assert {info.Length for info in infos} == {2, 3, 4}
-
-
-def test_a_batched_environment_is_one_of_them() -> None:
-    with SerialSampler(BatchedCartPole, batch_T=1, batch_B=2, batched=True, collector_cls=Built) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        sampler.obtain_samples(0)

@@ -9,35 +9,17 @@ import pytest
 from gymnasium import spaces
 
 from penstock import AgentStep, GpuSampler, ParallelSampler, RandomAgent, SerialSampler, TrajInfo
-from penstock.columns.interface import Start, snapshot
-from penstock.columns.single_columns import SingleColumns
-from penstock.envs import NestedEnv
-from penstock.testing import check_traj_info
+from penstock.envs import ScriptedGame
 from penstock.vector import ShmVectorEnv
-from penstock.workers.control import ControlBlock, Progress
 
 from ..against_loop import compare
 from ..scale import quick_first
 from ..support import Diary
-
-
-@pytest.mark.slow
-def test_the_kit_finds_nothing_wrong_with_a_diary() -> None:
-    check_traj_info(Diary, NestedEnv)
-
-
-def test_what_is_kept_is_a_copy_of_the_same_structure() -> None:
-    value = {"a": np.zeros(2), "b": (np.ones(1), 3), "c": [np.zeros(1)], "d": "text"}
-    copy = snapshot(value)
-    for array in (value["a"], value["b"][0], value["c"][0]):
-        array[...] = 7
-    assert (copy["a"].tolist(), copy["b"][0].tolist(), copy["b"][1]) == ([0, 0], [1], 3)
-    assert (copy["c"][0].tolist(), copy["d"], type(copy["b"])) == ([0], "text", tuple)
-
+from ..toy_games import TurnGame
 
 # ---- one buffer for several environments -------------------------------------------------------
 
-BOARD = np.zeros(2, np.float32)  # workers have one each
+BOARD, SHARED = np.zeros(2, np.float32), np.zeros(4, np.float32)  # workers have one each
 SPACE = spaces.Box(0, 99, (2,), np.float32)
 
 
@@ -67,55 +49,20 @@ class OneBoard(gym.Env[Any, Any]):
         return self.observe(), 0.0, self.count == 3, False, {}
 
 
-class OneBoardGame:
-    """Two agents who see the same board, which is that of all games; games of three steps."""
+class OneBoardGame(ScriptedGame):
+    """Its agents see the same board, which is that of all games."""
 
-    possible_agents = ("a0", "a1")
-    metadata: dict[str, Any] = {}  # noqa: RUF012
-
-    def __init__(self, i: int | None = None) -> None:
-        self.env = OneBoard(i)
-
-    def observation_space(self, agent: str) -> Any:
-        return SPACE
-
-    def action_space(self, agent: str) -> Any:
-        return self.env.action_space
-
-    def each(self, value: Any) -> dict[str, Any]:
-        return dict.fromkeys(self.possible_agents, value)
-
-    def reset(self, seed: int | None = None, options: Any = None) -> Any:
-        self.agents = list(self.possible_agents)
-        return self.each(self.env.reset(seed=seed)[0]), self.each({})
-
-    def step(self, actions: Any) -> Any:
-        observation, reward, terminated, *_ = self.env.step(0)
-        self.agents = [] if terminated else self.agents
-        return self.each(observation), self.each(reward), self.each(terminated), self.each(False), self.each({})
-
-    def close(self) -> None:
-        pass
+    def observe(self) -> Any:
+        SHARED[:] = *self.np_random.random(3), self.t
+        return dict.fromkeys(super().observe(), SHARED)
 
 
-class OneBoardInTurns(OneBoardGame):
-    """The same without an end: the agents move in turns."""
-
-    def reset(self, seed: int | None = None, options: Any = None) -> None:
-        super().reset(seed)
-
-    @property
-    def agent_selection(self) -> str:
-        return f"a{self.env.count % 2}"
-
-    def agent_iter(self) -> Any:
-        yield self.agent_selection
+class OneBoardInTurns(TurnGame):
+    """The same in turns."""
 
     def last(self, observe: bool = True) -> Any:
-        return self.env.observe(), 0.0, False, False, {}
-
-    def step(self, action: Any) -> None:
-        self.env.count += 1
+        SHARED[:], *rest = super().last(observe)
+        return SHARED, *rest
 
 
 class Mirror(RandomAgent):
@@ -154,30 +101,12 @@ def test_environments_that_share_a_buffer_are_recorded_as_if_each_had_its_own(cl
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
-@pytest.mark.parametrize("env_fn", [OneBoard, OneBoardGame])
-def test_so_are_the_rows_of_a_vector_environment(env_fn: Any, mode: str) -> None:
-    has_seats = env_fn is OneBoardGame
-    if has_seats and mode != "SAME_STEP":
-        pytest.skip("games begin again at once")
-    fns = [partial(env_fn, i) for i in range(3)]
-    with ShmVectorEnv(fns, n_workers=1, autoreset_mode=mode) as envs:
-        i = np.repeat(np.arange(3), 1 + has_seats)
+def test_so_are_the_rows_of_a_vector_environment(mode: str) -> None:
+    with ShmVectorEnv([partial(OneBoard, i) for i in range(3)], n_workers=1, autoreset_mode=mode) as envs:
         envs.reset()
         counts = {"NEXT_STEP": [1, 2, 3, 0, 1, 2, 3], "SAME_STEP": [1, 2, 0, 1, 2, 0, 1], "DISABLED": [1, 2, 3]}[mode]
         for count in counts:
-            observation, _, terminated, _, infos = envs.step(np.zeros(len(i), int))
-            assert observation.tolist() == [[each, count] for each in i]
+            observation, _, terminated, _, infos = envs.step(np.zeros(3, int))
+            assert observation.tolist() == [[i, count] for i in range(3)]
             if terminated.any() and mode == "SAME_STEP":
-                assert [each.tolist() for each in infos["final_obs"]] == [[each, 3] for each in i]
-
-
-def test_after_the_first_row_only_a_shared_buffer_is_copied() -> None:
-    for kind, is_copied in (("own", False), ("array", True), ("only reset", True)):
-        progress = Progress(ControlBlock(1, 1, shared=False), 0)
-        envs = [OneBoard(i, kind) for i in range(2)]
-        columns = SingleColumns(envs, range(2), progress)
-        columns.reset([0, 1], [Start(0), Start(1)])
-        for _ in range(2):
-            columns.step([np.zeros(2, np.int64)])
-        kept = [own is env.shown for own, env in zip(columns.observations, envs, strict=True)]
-        assert kept == [not is_copied] * 2, kind
+                assert [each.tolist() for each in infos["final_obs"]] == [[i, 3] for i in range(3)]

@@ -15,14 +15,13 @@ from gymnasium.wrappers import TimeLimit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import ParallelSampler, RandomAgent, SerialSampler, SpaceError, WorkerError
+from penstock import RandomAgent, SerialSampler, SpaceError, WorkerError
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv
-from penstock.envs.direct_steps import cells_of, step_into_of
+from penstock.envs.direct_steps import step_into_of
 
 from ..against_loop import compare
 from ..scale import examples, quick_first
 from ..support import Diary, collect_with, sampler_of
-from .batches import Batch
 
 SIZES: dict[str, Any] = {"batch_T": 12, "batch_B": 4, "n_batches": 3}
 
@@ -59,24 +58,6 @@ class Walk(gym.Env[Any, Any]):
         return tuple(rest)
 
 
-class Pictures(CountingEnv):
-    """Pictures of its count, and the outs that it got."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.observation_space = spaces.Box(0, 255, (5, 4, 2), np.uint8)
-        self.shapes: set[Any] = set()
-
-    def observe(self) -> Any:
-        return np.arange(40, dtype=np.uint8).reshape(5, 4, 2) + np.uint8(self.count)
-
-    def step_into(self, out: Any, action: Any) -> Any:
-        result = super().step_into([0, 0], action)
-        self.shapes.add((out.shape, str(out.dtype), out.flags.c_contiguous, out.flags.writeable))
-        out[...] = self.observe()
-        return result
-
-
 class Without(CountingEnv):
     step_into = None  # type: ignore[assignment]
 
@@ -90,7 +71,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("env_fn", [CountingEnv, partial(CountingEnv, truncate=True), Nested, Walk, Pictures])
+@pytest.mark.parametrize("env_fn", [CountingEnv, partial(CountingEnv, truncate=True), Nested, Walk])
 @pytest.mark.parametrize("options", quick_first(OPTIONS), ids=str)
 def test_batches_are_those_of_a_plain_loop_that_calls_step(env_fn: Any, options: dict[str, Any]) -> None:
     assert step_into_of(env_fn(), 0) is not None
@@ -122,29 +103,6 @@ def test_what_is_written_in_place_has_the_dtype_that_is_recorded() -> None:
         np.testing.assert_array_equal(position[1:][goes_on], batch.agent.action.move[:-1][goes_on])
 
 
-def test_out_is_a_cell_of_the_samples() -> None:
-    with SerialSampler(Pictures, batch_T=4, batch_B=3) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        sampler.obtain_samples(0)
-        assert sampler.get_attr("shapes") == [{((5, 4, 2), "uint8", True, True)}] * 3
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 1)])
-def test_cells_are_views(shape: tuple[int, ...]) -> None:
-    arrays = {"a": np.zeros((2, 3, *shape)), "b": (np.zeros((2, 3, *shape), np.int8), {}, ())}
-    cells = cells_of(arrays, 1, 3)
-    assert len(cells) == 3
-    for b, cell in enumerate(cells):
-        cell["a"][...] = b
-        cell["b"][0][...] = b + 1
-        assert cell["b"][1:] == ({}, ())
-    wanted = np.zeros((2, 3, *shape))
-    wanted[1].T[...] = [0, 1, 2]
-    assert np.array_equal(arrays["a"], wanted)  # type: ignore[arg-type]
-    wanted[1].T[...] = [1, 2, 3]
-    assert np.array_equal(arrays["b"][0], wanted)  # type: ignore[arg-type]
-
-
 # ---- batched environments ----------------------------------------------------------------------
 
 
@@ -153,18 +111,6 @@ def test_batched_environments_write_whole_rows(options: dict[str, Any]) -> None:
     env_fn = partial(BatchedCartPole, max_episode_steps=9)
     assert step_into_of(env_fn(num_envs=1), 0) is not None
     compare(SerialSampler, env_fn, RandomAgent, batched=True, **SIZES, **options)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda seen: {**seen, "at": seen["at"][:, :1]}, "must have shape"),
-        (lambda seen: {**seen, "both": (seen["both"][0] + 0.5, seen["both"][1])}, "same_kind"),
-    ],
-)
-def test_a_batched_environment_with_wrong_observations_is_refused(wrong: Any, message: str) -> None:
-    with pytest.raises(WorkerError, match=f"env_rank 0.*{message}"):
-        collect_with(SerialSampler, partial(Batch, wrong=wrong), batched=True)
 
 
 # ---- which method is called --------------------------------------------------------------------
@@ -216,55 +162,40 @@ def test_a_step_that_is_set_on_the_environment_is_used() -> None:
 
 
 class Wrong(CountingEnv):
-    """Fails in `step_into`, in the environment that moves for the `at`-th time."""
+    """Its 8th move writes or returns something wrong."""
 
-    def __init__(self, how: str, at: int = 8) -> None:
-        super().__init__(dtype=np.float32, length=20)
-        self.how, self.at = how, at
+    def __init__(self, returned: Any = "as it should", written: Any = None) -> None:
+        super().__init__(length=20)
+        self.returned, self.written = returned, written
 
     def step_into(self, out: Any, action: Any) -> Any:
-        result: Any = super().step_into(out, action)
-        if self.count < self.at:
-            return result
-        if self.how == "raises":
-            raise RuntimeError("the game has crashed")
-        if self.how == "writes a wrong shape":
-            out[...] = np.zeros(3)
-        if self.how == "writes NaN":
-            out[0] = np.nan
-        if self.how == "leaves its space":
-            out[0] = -5
-        wrong = {
-            "five values": (out, *result),
-            "none": None,
-            "flag": (1.0, "no", False, {}),
-            "info": (1.0, False, False, 3),
-            "reward": ("much", False, False, {}),
-            "end without reward": (None, True, False, {}),
-        }
-        return wrong.get(self.how, result)
+        result = super().step_into(out, action)
+        if self.count == 8 and self.written is not None:
+            out[...] = self.written
+        return self.returned if self.count == 8 and self.returned != "as it should" else result
+
+
+FOUR = r"env.step_into of env_rank 2 must return four values .*: got "
 
 
 @pytest.mark.parametrize(
-    ("how", "message", "cause"),
+    ("wrong", "message", "cause", "checks"),
     [
-        ("raises", "the game has crashed", RuntimeError),
-        ("writes a wrong shape", "could not broadcast", ValueError),
-        ("writes NaN", "observation of env_rank 2 must be finite", SpaceError),
-        ("leaves its space", "observation of env_rank 2 must be in Box", SpaceError),
-        ("five values", "env.step_into of env_rank 2 must return four values .*: got 5 values", SpaceError),
-        ("none", "env.step_into of env_rank 2 must return four values .*: got None", SpaceError),
-        ("flag", "terminated of env_rank 2 must be True or False", SpaceError),
-        ("info", "info .* of env_rank 2 .*must be a dict", SpaceError),
-        ("reward", "reward of env_rank 2 must be a single number", SpaceError),
-        ("end without reward", "reward of env_rank 2 must be a single number", SpaceError),
+        ({"written": np.zeros(3)}, "could not broadcast", ValueError, {}),
+        ({"written": np.nan}, "observation of env_rank 2 must be finite", SpaceError, {"check_finite": True}),
+        ({"written": -5}, "observation of env_rank 2 must be in Box", SpaceError, {"debug": True}),
+        ({"returned": (0, 1.0, False, False, {})}, FOUR + "5 values", SpaceError, {}),
+        ({"returned": None}, FOUR + "None", SpaceError, {}),
+        ({"returned": (1.0, "no", False, {})}, "terminated of env_rank 2 must be True or False", SpaceError, {}),
+        ({"returned": (1.0, False, False, 3)}, "info .* of env_rank 2 .*must be a dict", SpaceError, {}),
+        ({"returned": ("much", False, False, {})}, "reward of env_rank 2 must be a single number", SpaceError, {}),
+        ({"returned": (None, True, False, {})}, "reward of env_rank 2 must be a single number", SpaceError, {}),
     ],
 )
-def test_an_error_names_the_environment(how: str, message: str, cause: type[Exception]) -> None:
-    cls = ParallelSampler if how == "raises" else SerialSampler
-    env_fns = [partial(Wrong, how, 8 if b == 2 else 10**9) for b in range(4)]
-    checks = {"check_finite": how == "writes NaN", "debug": how == "leaves its space"}
-    with sampler_of(cls, env_fns, **checks) as sampler:
+def test_an_error_names_the_environment(wrong: Any, message: str, cause: type[Exception], checks: Any) -> None:
+    with sampler_of(
+        SerialSampler, [partial(Wrong, **(wrong if b == 2 else {})) for b in range(4)], **checks
+    ) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         with pytest.raises(WorkerError, match=message) as caught:
             sampler.obtain_samples(0)

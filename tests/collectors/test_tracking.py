@@ -1,10 +1,13 @@
-"""Trackers: a run has the same trajectories as a plain loop, however batches and workers divide it."""
+"""TrajInfo, and trackers: a run has the same trajectories as a plain loop, however batches and workers divide it."""
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,10 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from penstock import RandomAgent, SerialSampler
 from penstock.buffers import NamedArrays
 from penstock.buffers.native import COMPILED, PYTHON
 from penstock.collectors import TrajInfo, make_tracker, tracking
 from penstock.collectors.tracking import BatchTracker, ObjectTracker
+from penstock.envs import CountingEnv
+from penstock.errors import ConfigError
 
 from ..scale import examples
 from ..support import Diary
@@ -114,14 +120,6 @@ def test_records_are_those_of_the_plain_loop_however_the_run_is_cut(times_of: st
 
 
 both_sums = pytest.mark.parametrize("compiled", [True, False])
-
-
-@both_sums
-def test_so_are_those_of_a_long_run(compiled: bool) -> None:
-    rng = np.random.default_rng(0)
-    reward, done = rng.normal(size=(500, 16)).astype(np.float32), rng.random((500, 16)) < 0.02
-    run = Run(reward, done, [[]] * 16, [0, 123, 400, 500], 0.99, compiled)
-    assert repr(batch_tracker(run)) == repr(plain_loop(run, "batch"))
 
 
 @both_sums
@@ -258,34 +256,97 @@ def test_objects_begin_anew_after(forget: str) -> None:
     assert [info["Length"] for *_, info in messages] == ([0, 0] if forget == "restart" else [1, 0])
 
 
-def test_an_object_is_handed_over_once() -> None:
-    messages: list[Any] = []
-    tracker = ObjectTracker(Diary, {}, range(1), messages.extend)
-    tracker.on_episode_end(0, 0, None)
-    rows = np.zeros((1, 1)), np.ones((1, 1), bool)
-    assert [tracker.end_rows(*rows), tracker.end_rows(*rows)] == [1, 0]
-    assert len(messages) == 1
-
-
 # ---- make_tracker ------------------------------------------------------------------------------
 
 
-def test_the_stock_class_is_tracked_by_batch_with_its_keyword_arguments() -> None:
-    records: list[Any] = []
-    tracker = make_tracker(TrajInfo, {"discount": 0.5}, range(1), records.append, pytest.fail)
-    assert tracker.on_step is None
-    tracker.end_rows(np.ones((3, 1), np.float32), np.array([[False], [False], [True]]))
-    assert records[0]["DiscountedReturn"].tolist() == [1.75]
+# ---- TrajInfo, stepped by hand, and of several episodes ----------------------------------------
 
 
-@pytest.mark.parametrize("cls", [Diary, type("Renamed", (TrajInfo,), {})])
-def test_a_subclass_is_stepped_even_if_it_overrides_nothing(cls: type[TrajInfo]) -> None:
-    messages: list[Any] = []
-    tracker = make_tracker(cls, {"discount": 0.5}, range(1), pytest.fail, messages.extend)
-    tracker.set_agent_info(np.zeros(1))
-    for _ in range(3):
-        tracker.on_step(0, None, None, 1.0, False, False, {})
-    tracker.on_episode_end(2, 0, None)
-    tracker.end_rows(np.ones((3, 1), np.float32), np.array([[False], [False], [True]]))
-    ((_, t, env_rank, attributes),) = messages
-    assert (t, env_rank, attributes["DiscountedReturn"]) == (2, 0, 1.75)
+REWARDS = st.lists(st.one_of(st.just(0.0), st.floats(-100, 100)), max_size=20)
+
+
+def stepped(rewards: list[Any], **kwargs: Any) -> TrajInfo:
+    info = TrajInfo(**kwargs)
+    for reward in rewards:
+        info.step(None, None, reward, False, False, None, {})
+    return info
+
+
+@given(REWARDS, st.sampled_from([1.0, 0.9, 0.0]))
+def test_the_figures_are_those_of_the_rewards(rewards: list[float], discount: float) -> None:
+    info = stepped(rewards, discount=discount)
+    assert info.Length == len(rewards)
+    assert info.Return == pytest.approx(sum(rewards))
+    assert info.NonzeroRewards == sum(reward != 0 for reward in rewards)
+    assert info.DiscountedReturn == pytest.approx(sum(discount**t * reward for t, reward in enumerate(rewards)))
+
+
+@pytest.mark.parametrize(
+    "number", [float, int, bool, np.float32, np.float64, np.int64, np.array], ids=lambda n: n.__name__
+)
+def test_figures_are_plain_numbers_whatever_kind_the_reward_is(number: Any) -> None:
+    info = stepped([number(1), number(0), number(1)])
+    assert json.loads(json.dumps(vars(info)))["NonzeroRewards"] == 2
+    assert (type(info.Length), type(info.Return), type(info.DiscountedReturn)) == (int, float, float)
+
+
+class Own(TrajInfo):
+    """Adds a figure and a private attribute."""
+
+    def __init__(self, factor: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.Scaled = 0.0
+        self._factor = factor
+
+    def step(self, observation: Any, action: Any, reward: float, *rest: Any) -> None:
+        super().step(observation, action, reward, *rest)
+        self.Scaled += self._factor * reward
+
+
+def test_a_restored_object_has_the_class_and_attributes_and_steps_on() -> None:
+    original = Own(factor=3.0, discount=0.5)
+    original.step(None, None, 2.0, False, False, None, {})
+    twin = Own.restore(pickle.loads(pickle.dumps(vars(original))))
+    assert type(twin) is Own
+    assert vars(twin) == vars(original)
+    for info in (original, twin):
+        info.step(None, None, 1.0, True, False, None, {})
+    assert (twin.Scaled, twin.DiscountedReturn) == (9.0, 2.5) == (original.Scaled, original.DiscountedReturn)
+
+
+def test_repr_shows_the_record_and_hides_what_is_private() -> None:
+    assert repr(Own(2.0)) == "Own(Length=0, Return=0.0, NonzeroRewards=0, DiscountedReturn=0.0, Scaled=0.0)"
+
+
+@pytest.mark.parametrize("discount", ["0.9", None])
+def test_a_discount_that_is_no_number_is_refused(discount: Any) -> None:
+    with pytest.raises(ConfigError, match="discount must be a number, got"):
+        TrajInfo(discount)
+
+
+class Three(TrajInfo):
+    """One trajectory has three episodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_ends, self.finals = 0, list[Any]()
+
+    def step(self, observation: Any, action: Any, reward: Any, terminated: bool, *rest: Any) -> None:
+        super().step(observation, action, reward, terminated, *rest)
+        self.n_ends += terminated
+
+    def traj_done(self, terminated: bool, truncated: bool, env_info: Any) -> bool:
+        return self.n_ends == 3
+
+    def terminate(self, final_observation: Any) -> None:
+        self.finals.append(final_observation.tolist())
+
+
+def test_a_trajectory_of_three_episodes_is_told_of_its_last_end_only() -> None:
+    sizes = {"batch_T": 15, "batch_B": 1, "max_decorrelation_steps": 0, "traj_info_cls": Three}
+    with SerialSampler(partial(CountingEnv, length=4), **sizes) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        infos = [info for itr in range(4) for info in sampler.obtain_samples(itr)[1]]
+    assert [(info.Length, info.Return, info.finals) for info in infos] == [
+        (12, 30, [[episode, 4]]) for episode in (2, 5, 8, 11, 14)
+    ]

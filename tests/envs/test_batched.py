@@ -125,13 +125,3 @@ def test_without_envpool_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(__import__("sys").modules, "envpool", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[envpool\]'"):
         BatchedEnvPool("CartPole-v1")
-
-
-def test_other_tasks_of_envpool_have_their_own_spaces() -> None:
-    pytest.importorskip("envpool")
-    env = BatchedEnvPool("Pendulum-v1", 3)
-    observation, _ = env.reset(seed=0)
-    assert env.observation_space.contains(observation)
-    observation, *_ = env.step(np.zeros((3, 1), np.float32))
-    assert env.observation_space.contains(observation)
-    env.close()

@@ -8,18 +8,19 @@ from typing import Any
 
 import cloudpickle
 import gymnasium as gym
+import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.spaces import Box, Discrete
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import ParallelSampler, RandomAgent, SerialSampler
+from penstock.columns.builder import EnvBuilder
 from penstock.envs import CountingEnv, EnvFactory, ScriptedGame, build_example_env, env_factories
 from penstock.envs.factory import EnvContext
-from penstock.errors import ConfigError
-from penstock.vector import ShmVectorEnv
-
-from ..support import sampler_of
+from penstock.envs.seeding import Purpose
+from penstock.errors import ConfigError, SpaceError
+from penstock.workers.control import ControlBlock
 
 
 def lengths(factories: tuple[EnvFactory, ...]) -> list[int]:
@@ -119,11 +120,6 @@ def test_what_is_not_a_gymnasium_env_is_named_with_advice(make: Any, got: str) -
             build(EnvFactory(make))
 
 
-def test_the_example_environment_is_what_the_factory_builds() -> None:
-    env = CountingEnv()
-    assert build_example_env(EnvFactory(lambda: env)) is env
-
-
 def raising(error: Exception) -> Any:
     raise error
 
@@ -210,29 +206,6 @@ def test_an_own_argument_named_context_stays(env_fn: Any, env_kwargs: Any, wante
         assert type(found) is EnvContext if wanted is EnvContext else found == wanted
 
 
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_so_it_is_with_samplers_and_their_evaluations(cls: Any) -> None:
-    pytest.importorskip("torch", reason="samplers need torch")
-    evaluation = {"eval_n_envs": 1, "eval_max_steps": 9, "eval_env_fn": partial(OfRain, context="rain")}
-    with sampler_of(cls, OfRain, env_kwargs={"context": "rain"}, **evaluation) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        assert sampler.get_attr("context") == ["rain"] * 4
-        sampler.evaluate_agent(0)
-
-
-class OfRain(Weather):
-    def reset(self, **kwargs: Any) -> Any:
-        assert self.context == "rain"
-        return super().reset(**kwargs)
-
-
-def test_so_it_is_with_vector_environments() -> None:
-    with ShmVectorEnv([partial(Weather, context="rain"), Weather, of_must]) as envs:
-        *others, context = envs.get_attr("context")
-    assert others == ["rain", "sunny"]
-    assert context.env_rank == 2
-
-
 class Spaceless(CountingEnv):
     """An environment without the space `missing`; records whether it was closed."""
 
@@ -277,3 +250,39 @@ def test_environments_of_other_kinds_get_the_right_advice(make: Any, message: st
     with pytest.raises(ConfigError, match=message) as error:
         build_example_env(env_factories(make, None, 1)[0])
     assert "shimmy" not in str(error.value)
+
+
+# ---- every environment must have the spaces of the example environment --------------------------
+
+BOX = Box(-1.0, np.array([1.0, np.inf], np.float32))
+CONTEXT = EnvContext(env_rank=3, worker_rank=0, seed=0, purpose=Purpose.TRAIN)
+
+
+class Spaced(gym.Env[Any, Any]):
+    action_space = Discrete(2)
+
+    def __init__(self, observation_space: gym.Space[Any]) -> None:
+        self.observation_space = observation_space
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Box(-1.0, np.array([1.0, np.inf], np.float32)),
+        Box(-1.0, np.array([1.0 + 1e-7, np.inf], np.float32)),  # Gymnasium compares bounds with a tolerance
+        Box(-1.0, np.array([1.0, 9.0], np.float32)),
+        Box(-2.0, np.array([1.0, np.inf], np.float32)),
+        Box(-1.0, np.array([1.0, np.inf], np.float64), dtype=np.float64),
+        Box(-1.0, np.array([1.0, np.inf, np.inf], np.float32)),
+        Discrete(2),
+    ],
+)
+def test_a_space_is_refused_where_gymnasium_says_that_it_differs(other: gym.Space[Any]) -> None:
+    builder = EnvBuilder(ControlBlock(1, 1, shared=False).progress(0), BOX, Discrete(2))
+    factory = EnvFactory(Spaced, {"observation_space": other})
+    if other == BOX:
+        assert builder.build(factory, CONTEXT).observation_space is other
+    else:
+        with pytest.raises(SpaceError, match=r"the observation_space of env_rank 3 is .*must have the same spaces"):
+            builder.build(factory, CONTEXT)
+    builder.close()

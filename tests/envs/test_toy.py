@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env
 from gymnasium.wrappers import PassiveEnvChecker
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,11 +15,6 @@ from penstock.envs import CountingEnv, NestedEnv, SlowEnv, toy
 from ..scale import examples
 
 quick = examples(15, 30)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # the checker's advice about the shapes of spaces
-def test_gymnasiums_checker_finds_no_error() -> None:
-    check_env(NestedEnv(), skip_render_check=True)
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,6 @@ class ReadsAhead(ResetCollector):
         super().act(t)
 
 
-@BROKEN.breaks("sample_mode_is_called_once_per_batch", r"no call in the batch itr=7")
-class SaysNothing(ResetCollector):
-    def begin_batch(self, itr: int) -> None:
-        agent: Any = self.agent
-        agent.sample_mode = lambda itr: None
-        super().begin_batch(itr)
-        del agent.sample_mode
-
-
 @BROKEN.breaks("sample_mode_is_called_once_per_batch", r"sample_mode\(6\) in the batch itr=7")
 class SaysLess(ResetCollector):
     def begin_batch(self, itr: int) -> None:
@@ -78,13 +69,6 @@ class StepsTwice(ResetCollector):
 class NeverResets(ResetCollector):
     def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
         return [list(events.over)]
-
-
-@BROKEN.breaks("valid_marks_the_recorded_steps", r"valid is False at itr=7, t=2, env_rank=1; it should be True")
-class Invalidates(ResetCollector):
-    def step_envs(self, t: int) -> None:
-        super().step_envs(t)
-        self.samples.valid[t, 1] = t != 2
 
 
 @BROKEN.breaks("valid_marks_the_recorded_steps", r"valid is True at itr=7, .*False.*set waits = True")
@@ -171,14 +155,6 @@ class MisreportsTheAgent(ResetCollector):
         self.samples.agent_info.probe[t] += 1
 
 
-@BROKEN.breaks("previous_values_are_zero_at_an_episodes_start", r"agent\.step's prev_action is [12] at itr=7")
-class RemembersActions(ResetCollector):
-    def settle(self, t: int, events: Events) -> None:
-        super().settle(t, events)
-        for column in events.over:
-            self.prev_action[column] = max(self.samples.action[t + 1, column], 1)
-
-
 @BROKEN.breaks(
     "previous_values_are_zero_at_an_episodes_start", r"agent\.step's prev_reward is .* at itr=7.*should be 0\.0"
 )
@@ -202,31 +178,11 @@ class ForgetsTheAgent(ResetCollector):
         return [()]
 
 
-@BROKEN.breaks("the_agent_is_reset_with_its_environment", r"0 calls of agent\.reset_one\(0\).*reset 1 times")
-class ResetsAnotherColumn(ResetCollector):
-    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
-        (joined,) = super().begin_episodes(events, going)
-        return [[(column + 1) % len(self.envs) for column in joined]]
-
-
 @BROKEN.breaks("the_agent_is_reset_with_its_environment", r"2 calls of agent\.reset_one\(.*reset 1 times")
 class ResetsTheAgentTwice(ResetCollector):
     def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
         (joined,) = super().begin_episodes(events, going)
         return [[*joined, *joined]]
-
-
-@BROKEN.breaks("the_agent_is_reset_with_its_environment", r"0 calls of agent\.reset_one\(.*reset 1 times")
-class ResetsTheAgentLate(ResetCollector):
-    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
-        (joined,) = super().begin_episodes(events, going)
-        self.late = [*vars(self).get("late", []), *joined]
-        return [()]
-
-    def act(self, t: int) -> None:
-        super().act(t)
-        for column in vars(self).pop("late", []):
-            self.agent.reset_one(column)
 
 
 @BROKEN.breaks("values_are_of_the_next_observation", r"bootstrap_value is .* at itr=7, env_rank=0; it should be")

@@ -65,31 +65,28 @@ def exit_code_of(body: Callable[[], object]) -> int:
 
 
 @contextmanager
-def echoing(fault: Fault) -> Iterator[tuple[int, Callable[[float], bool]]]:
-    """A child with the fault, whose other thread answers: pid, and `answers(seconds)`."""
-    ask_read, ask_write = os.pipe()
-    tell_read, tell_write = os.pipe()
+def beating(fault: Fault) -> Iterator[tuple[int, Callable[[float], bool]]]:
+    """A child with the fault, whose other thread goes on to write: pid, and whether it writes within some seconds."""
+    read, write = os.pipe()
 
-    def echo() -> None:
+    def beat() -> None:
         while True:
-            os.write(tell_write, os.read(ask_read, 1))
+            os.write(write, b".")
+            time.sleep(0.001)
 
     def body() -> None:
-        threading.Thread(target=echo, daemon=True).start()
-        os.write(tell_write, b"!")
+        threading.Thread(target=beat, daemon=True).start()
         fault.fire()
 
-    def answers(seconds: float) -> bool:
-        os.write(ask_write, b"?")
-        return bool(select.select([tell_read], [], [], seconds)[0] and os.read(tell_read, 1))
+    def beats(seconds: float) -> bool:
+        return bool(select.select([read], [], [], seconds)[0] and os.read(read, 2**16))
 
     try:
         with forked(body) as pid:
-            assert os.read(tell_read, 1) == b"!"
-            yield pid, answers
+            yield pid, beats
     finally:
-        for descriptor in (ask_read, ask_write, tell_read, tell_write):
-            os.close(descriptor)
+        os.close(read)
+        os.close(write)
 
 
 # ---- wrong arguments -----------------------------------------------------------------------
@@ -177,23 +174,23 @@ def test_delay_continues_after_its_time() -> None:
 
 
 def test_hang_does_not_stop_other_threads() -> None:
-    with echoing(Fault("hang")) as (pid, answers):
-        assert all(answers(BOUND) for _ in range(20))
+    with beating(Fault("hang")) as (pid, beats):
+        assert all(beats(BOUND) for _ in range(20))
         until(lambda: psutil.Process(pid).status() == psutil.STATUS_SLEEPING, seconds=BOUND)
         assert psutil.Process(pid).cpu_times().user < 1
 
 
 def test_spin_uses_cpu_time() -> None:
-    with echoing(Fault("spin")) as (pid, answers):
+    with beating(Fault("spin")) as (pid, beats):
         until(lambda: psutil.Process(pid).cpu_times().user >= 0.05, seconds=BOUND)
-        assert answers(BOUND), "other threads get the interpreter lock"
+        assert beats(BOUND), "other threads get the interpreter lock"
 
 
 def test_hold_the_gil_stops_all_threads() -> None:
-    with echoing(Fault("hold the gil")) as (pid, answers):
-        until(lambda: not answers(0.3), seconds=BOUND)
+    with beating(Fault("hold the gil")) as (pid, beats):
+        until(lambda: not beats(0.3), seconds=BOUND)
         assert psutil.Process(pid).status() == psutil.STATUS_SLEEPING
-        assert not answers(0.1)
+        assert not beats(0.1)
 
 
 def test_stop_lasts_until_sigcont() -> None:

@@ -1,18 +1,23 @@
-"""The arguments of ShmVectorEnv: AsyncVectorEnv's, ids of environments, and misspelt names."""
+"""The arguments of ShmVectorEnv and of make_vec: AsyncVectorEnv's, ids, misspelt names; and what check_finite names."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv
+from gymnasium.wrappers import TimeAwareObservation, TransformReward
 
-from penstock import ConfigError, WorkerError
+from penstock import ConfigError, SpaceError, WorkerError
 from penstock.envs import CountingEnv
-from penstock.vector import ShmVectorEnv
+from penstock.vector import ShmVectorEnv, make_vec
 
+from ..scale import quick_first
+from ..support import assert_same
 from .vector_support import counting
 
 
@@ -96,3 +101,88 @@ def test_ids_as_env_fns_and_an_environment_that_is_returned_twice() -> None:
     env = CountingEnv()
     with pytest.raises(WorkerError, match="two of the env_fns of env_rank 0 to 1 return the same environment"):
         ShmVectorEnv([lambda: env] * 2, n_workers=1)
+
+
+# ---- check_finite ------------------------------------------------------------------------------
+
+
+class Told(gym.Env[Any, Any]):
+    """Does what its action says."""
+
+    observation_space = spaces.Dict(speed=spaces.Box(-np.inf, np.inf, (3,)), n=spaces.Discrete(3))
+    action_space = spaces.Discrete(5)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self._observe(np.nan if options else 0), {}
+
+    def _observe(self, third: float) -> Any:
+        return {"speed": np.array([0, 0, third], np.float32), "n": 1}
+
+    def step(self, action: Any) -> Any:
+        third, reward = [(0.0, 0.0), (np.inf, 0.0), (0.0, np.nan), (0.0, 0.0), (np.nan, 0.0)][action]
+        return self._observe(third), reward, action > 2, False, {}
+
+
+CASES = [
+    (1, r"observation\['speed'\] of env_rank 1 must be finite \(check_finite=True\), got inf at index \(2,\)"),
+    (2, r"reward of env_rank 1 must be finite \(check_finite=True\), got nan$"),
+    (4, r"final_obs\['speed'\] of env_rank 1 must be finite \(check_finite=True\), got nan at index \(2,\)"),
+]
+
+
+@pytest.mark.parametrize(("action", "problem"), quick_first(CASES))
+def test_what_is_not_finite_is_named_and_costs_one_step(action: int, problem: str) -> None:
+    with ShmVectorEnv([Told] * 2, autoreset_mode="SAME_STEP", check_finite=True) as envs:
+        envs.reset()
+        for _ in range(2):
+            assert envs.step([3, 0])[1].tolist() == [0, 0]
+            with pytest.raises(SpaceError, match=problem):
+                envs.step([0, action])
+            envs.send([action], [1])
+            with pytest.raises(SpaceError, match=problem):
+                envs.recv()
+        with pytest.raises(SpaceError, match=r"observation\['speed'\] of env_rank 0"):
+            envs.reset(options={"wrong": True})
+        envs.reset()
+        envs.step([0, 0])
+
+
+@pytest.mark.slow
+def test_without_the_check_it_passes() -> None:
+    with ShmVectorEnv([Told] * 2) as envs:
+        envs.reset()
+        assert np.isnan(envs.step([0, 2])[1][1])
+
+
+# ---- make_vec ----------------------------------------------------------------------------------
+
+
+def test_arguments_go_where_they_belong() -> None:
+    wrappers: Any = [TimeAwareObservation, partial(TransformReward, func=lambda reward: 2 * reward)]
+    with make_vec("CartPole-v1", 3, wrappers, n_workers=2, sutton_barto_reward=True, max_episode_steps=7) as envs:
+        assert len(envs.worker_pids) == 2
+        assert envs.observation_space.shape == (3, 5)
+        envs.reset(seed=0)
+        assert envs.step([0, 1, 0])[1].tolist() == [0, 0, 0]
+        assert envs.spec is not None
+        assert envs.spec.max_episode_steps == 7
+
+
+def test_as_the_entry_point_of_a_registered_environment() -> None:
+    gym.register("tests/Shm-v1", vector_entry_point="penstock.vector:make_vec", kwargs={"id": "CartPole-v1"})
+    try:
+        envs: Any = gym.make_vec("tests/Shm-v1", 2, vectorization_mode="vector_entry_point", autoreset_mode="SAME_STEP")
+        theirs = gym.make_vec("CartPole-v1", 2, vectorization_mode="sync")
+        assert isinstance(envs, ShmVectorEnv)
+        assert_same(envs.reset(seed=3), theirs.reset(seed=3))
+        envs.close()
+    finally:
+        del gym.registry["tests/Shm-v1"]
+
+
+def test_what_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match="id='Nothing-v7' is not a registered environment id"):
+        make_vec("Nothing-v7", 2)
+    with pytest.raises(ConfigError, match="n_worker"):  # it is given to the environment
+        make_vec("CartPole-v1", 2, n_worker=2)

@@ -14,16 +14,13 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock import ConfigError, EnvCallError, SamplerStateError, SpaceError, WorkerError
 from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
-from ..envs.space_strategies import any_space
-from ..scale import examples, quick_first, scaled
+from ..scale import quick_first, scaled
 from ..support import assert_same, until
 from .vector_support import MODES, Pictured, Waiting, compare, counting, let_go, modes, synced, talkative
 
@@ -50,15 +47,6 @@ def test_the_same_for_any_number_of_workers(mode: AutoresetMode) -> None:
         with ShmVectorEnv(env_fn, num_envs=5, n_workers=n_workers, autoreset_mode=mode) as ours:
             assert len(ours.worker_pids) == n_workers
             assert compare(ours, env_fn(num_envs=5), 40) > 20
-
-
-@pytest.mark.slow
-@examples(6, 40)
-@given(data=st.data(), mode=st.sampled_from(MODES), n=st.integers(1, 5), n_workers=st.integers(1, 3))
-def test_any_space(data: Any, mode: AutoresetMode, n: int, n_workers: int) -> None:
-    env_fn = partial(synced, talkative(data.draw(any_space), data.draw(any_space)), mode=mode)
-    with ShmVectorEnv(env_fn, num_envs=n, n_workers=n_workers) as ours:
-        compare(ours, env_fn(num_envs=n), 6)
 
 
 def cartpole(num_envs: int) -> Any:
@@ -350,22 +338,6 @@ def test_results_that_do_not_fit_are_refused(part: int, value: Any, message: str
                 envs.step(np.zeros(2, int))
 
 
-@pytest.mark.slow
-def test_numbers_that_are_not_finite_are_refused() -> None:
-    class Ends(CountingEnv):
-        def observe(self) -> Any:
-            return np.array([np.nan if self.count == self.length else 0, 0], np.float32)
-
-        step_into = None  # type: ignore[assignment]
-
-    with ShmVectorEnv(partial(synced, partial(Ends, length=2)), num_envs=3, n_workers=2, check_finite=True) as envs:
-        envs.reset()
-        envs.step(np.zeros(3, int))
-        with pytest.raises(SpaceError, match=r"final_obs of env_rank 0 must be finite .* got nan at index \(0,\)"):
-            envs.step(np.zeros(3, int))
-        assert envs.step(np.zeros(3, int))[1].tolist() == [1, 1, 1]
-
-
 def with_fault(fault: Fault, mode: AutoresetMode) -> Any:
     """The last of three workers, which has two of six rows, has the fault."""
 
@@ -452,36 +424,3 @@ def test_no_row_is_ready_while_its_worker_still_writes_the_others() -> None:
             assert exchange.ready.tolist() == [0, 1]
             replied[row] += 1
         assert envs.recv(4)[4]["env_id"].tolist() == [0, 1, 2, 3]
-
-
-class Reusing(SyncVectorEnv):
-    """Returns the same array of observations at each call. Its third step fails once."""
-
-    def __init__(self, num_envs: int, file: str) -> None:
-        super().__init__(
-            [partial(CountingEnv, length=50)] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP, copy=False
-        )
-        self.file, self.n_steps = file, 0
-
-    def step(self, actions: Any) -> Any:
-        self.n_steps += 1
-        if self.n_steps == 3 and not os.path.exists(self.file):
-            Path(self.file).touch()
-            raise RuntimeError("once")
-        return super().step(actions)
-
-    def scribble(self) -> None:
-        self._observations[...] = 77
-
-
-def test_the_first_observation_after_a_replacement_is_kept_as_a_copy(tmp_path: Path) -> None:
-    env_fn = partial(Reusing, file=str(tmp_path / "failed"))
-    with ShmVectorEnv(env_fn, num_envs=2, n_workers=1, on_worker_failure="restart") as envs:
-        begin = envs.reset(seed=1)[0]
-        for _ in range(3):
-            infos = envs.step(np.zeros(2, int))[4]
-        assert infos["worker_restarted"].all()
-        envs.call("scribble")
-        observation, reward, terminated, truncated, _ = envs.step(np.zeros(2, int))
-        assert_same((observation, reward), (begin, np.zeros(2)))
-        assert not (terminated | truncated).any()

@@ -33,7 +33,6 @@ from penstock.vector import Sb3VecEnv  # noqa: E402
 from ..scale import pairs, scaled  # noqa: E402
 from ..support import assert_same  # noqa: E402
 from ..toy_games import ScriptedGame  # noqa: E402
-from .vector_support import OnlySeed  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -47,13 +46,6 @@ def batched(make: Any, n: int) -> Any:
         return SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
     return Sb3VecEnv(env_fn, num_envs=n, n_workers=2)
-
-
-def test_a_reset_without_options_is_called_without() -> None:
-    mine, theirs = Sb3VecEnv([OnlySeed] * 2), DummyVecEnv([OnlySeed] * 2)
-    np.testing.assert_array_equal(mine.reset(), theirs.reset())
-    for envs in (mine, theirs):
-        envs.close()
 
 
 @pytest.mark.parametrize(

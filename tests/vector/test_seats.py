@@ -274,22 +274,6 @@ def test_infos_of_ordinary_steps_ends_and_resets() -> None:
         assert infos["t"].tolist() == [0] * 6
 
 
-class Doubles(ScriptedGame):
-    """Its space says float32, and it returns float64."""
-
-    def observe(self) -> Any:
-        return {agent: value.astype(np.float64) for agent, value in super().observe().items()}
-
-
-def test_a_last_observation_keeps_its_type() -> None:
-    with ShmVectorEnv([partial(Doubles, 1, [{}])]) as envs:
-        observation, _ = envs.reset(seed=0)
-        infos = envs.step([0])[-1]
-        assert observation.dtype == np.float32
-        assert infos["final_obs"][0].dtype == np.float64
-        assert infos["final_obs"][0][:3].tolist() == [1, 1, 1]
-
-
 # ---- refusals ------------------------------------------------------------------------------------
 
 
@@ -458,38 +442,3 @@ def test_a_replacement_while_environments_step_one_by_one() -> None:
         assert reward.tolist() == [1, 1, 0, 0, 1, 1]  # now environment 1 is cut off
         assert truncated.tolist() == [False, False, True, True, False, False]
         assert infos["valid"].tolist() == [True, True, False, False, True, True]
-
-
-@pytest.mark.slow
-def test_a_reset_after_a_replacement_begins_a_game() -> None:
-    with ShmVectorEnv([partial(ScriptedGame, 2, [{}] * 5)], on_worker_failure="restart") as envs:
-        first = envs.reset(seed=3)[0]
-        os.kill(envs.worker_pids[0], signal.SIGKILL)
-        assert np.array_equal(envs.reset(seed=3)[0], first)
-        results = envs.step([0, 0])
-        assert results[1].tolist() == [1, 1]
-        assert not results[3].any()
-
-
-@pytest.mark.slow
-def test_registered_ids_of_pettingzoo() -> None:
-    pettingzoo = pytest.importorskip("pettingzoo")
-    mpe2 = pytest.importorskip("mpe2.simple_spread_v3", exc_type=ImportError)
-    if not hasattr(pettingzoo, "register"):
-        pytest.skip("this PettingZoo has no registry")
-    pettingzoo.register("parallel", "tests/Spread-v0", entry_point=mpe2.parallel_env)
-    with ShmVectorEnv(["tests/Spread-v0"] * 2) as envs:
-        assert envs.seats == [(e, f"agent_{i}") for e in range(2) for i in range(3)]
-        assert envs.reset(seed=0)[0].shape == (6, 18)
-
-
-@pytest.mark.slow
-def test_attributes_behind_the_wrapper_of_turns() -> None:
-    mpe2 = pytest.importorskip("mpe2.simple_spread_v3", exc_type=ImportError)
-    with ShmVectorEnv([partial(mpe2.parallel_env, render_mode="rgb_array")] * 2) as envs:
-        envs.reset(seed=0)
-        assert envs.render_mode == "rgb_array"
-        assert envs.get_attr("local_ratio") == (0.5, 0.5)
-        envs.set_attr("local_ratio", [0.1, 0.2])
-        assert envs.apply(lambda game: game.unwrapped.local_ratio) == (0.1, 0.2)
-        assert envs.render_tiled().ndim == 3

@@ -134,18 +134,6 @@ def test_what_the_script_does_with_its_environments() -> None:
     envs.close()
 
 
-def test_a_death_in_the_swap() -> None:
-    envs = concat_vec_envs(ScriptedGame(2, [{}, {"a0": "die"}, {"a0": "late"}]), 1)
-    envs.reset(seed=0)
-    infos = [envs.step(np.zeros(2, int))[-1] for _ in range(3)]
-    assert [info[0]["valid"] for info in infos] == [True, True, False]
-    assert [info[0]["alive"] for info in infos] == [True, False, True]
-    assert infos[1][0]["terminal_observation"][:3].tolist() == [1, 2, 2]
-    assert "terminal_observation" not in infos[1][1]
-    assert infos[2][0]["late_reward"] == 0.5
-    envs.close()
-
-
 # ---- learners ----------------------------------------------------------------------------------
 
 
@@ -197,25 +185,3 @@ def test_stable_baselines3_sees_who_is_idle() -> None:
     assert envs.get_attr("level", [4]) == [3]
     assert envs.env_method("render", indices=[4])[0].max() == 9
     envs.close()
-
-
-def test_a_game_with_deaths_of_pettingzoo() -> None:
-    zombies = pytest.importorskip("pettingzoo.butterfly.knights_archers_zombies_v11", exc_type=ImportError)
-    make = partial(zombies.parallel_env, max_cycles=400, spawn_delay=4)
-    rows: dict[int, Any] = {}
-    for n_workers in (1, 2):
-        rng = np.random.default_rng(0)
-        with ShmVectorEnv([make] * 2, n_workers=n_workers) as envs:
-            envs.reset(seed=0)
-            results = [envs.step(rng.integers(0, 6, envs.num_envs)) for _ in range(150)]
-        rows[n_workers] = [np.stack([result[field] for result in results]) for field in range(4)]
-        states = [np.stack([result[4][name] for result in results]) for name in STATES]
-        rows[n_workers] += states
-        valid, alive, _ = states
-        assert not valid.all()  # somebody died while others played on
-        assert np.array_equal(valid[1:], alive[:-1])
-        ended = rows[n_workers][2] | rows[n_workers][3]
-        came_back = ~valid & alive
-        assert np.array_equal(ended[~valid], came_back[~valid])
-        assert not rows[n_workers][0][~alive].any()
-    assert_same(rows[1], rows[2])
