@@ -19,56 +19,10 @@ ale_py = pytest.importorskip("ale_py")
 SMALL = {"img_height": 10, "img_width": 10, "num_threads": 1, "reward_clipping": False, "noop_max": 4}
 
 
-def game(name: str = "Breakout") -> Any:
-    gym.register_envs(ale_py)
-    return gym.make(f"ALE/{name}-v5", obs_type="ram", frameskip=4, repeat_action_probability=0.0)
-
-
 def games(rom: str = "breakout", mode: str = "SameStep", **kwargs: Any) -> Any:
     from ale_py.vector_env import AtariVectorEnv
 
     return AtariVectorEnv(rom, 3, autoreset_mode=mode, **SMALL, **kwargs)
-
-
-def test_one_game_has_an_episode_for_each_life() -> None:
-    plain, env, rng = game(), EpisodicLife(game()), np.random.default_rng(0)
-    before, info = plain.reset(seed=3)
-    lives, episodes = info["lives"], []
-    observation, info = env.reset(seed=3)
-    while not (episodes and episodes[-1]):
-        assert (observation == before).all()
-        action = int(rng.integers(4))
-        before, reward, terminated, truncated, wanted = plain.step(action)
-        observation, given, ended, cut, info = env.step(action)
-        assert (given, cut, info) == (reward, truncated, {**wanted, "game_over": terminated})
-        assert ended == (wanted["lives"] < lives)
-        lives = wanted["lives"]
-        if ended:
-            episodes.append(info["game_over"])
-            if not info["game_over"]:
-                observation, info = env.reset()
-                assert info["episode_frame_number"] == wanted["episode_frame_number"]
-    assert episodes == [False, False, False, False, True]
-    observation, _ = env.reset()
-    assert (observation == plain.reset()[0]).all()
-    plain.close()
-    env.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [None, 5])
-def test_a_reset_starts_a_new_game_in_the_middle_of_an_episode_or_with_a_seed(seed: int | None) -> None:
-    env = EpisodicLife(game())
-    env.reset(seed=3)
-    ended = False
-    while not ended:
-        _, _, ended, _, info = env.step(1)
-    assert info["lives"] == 4
-    if seed is None:
-        env.reset()  # the same game
-        assert env.step(1)[-1]["lives"] == 4
-    assert env.reset(seed=seed)[1]["lives"] == 5
-    env.close()
 
 
 @pytest.mark.slow
@@ -120,17 +74,34 @@ class Lives(gym.Env[Any, Any]):
         return np.full(1, self._t, np.float32), 1.0, is_over, False, {"lives": lives}
 
 
-def test_a_last_life_that_the_game_outlives_ends_no_episode_of_its_own() -> None:
-    env = EpisodicLife(Lives(2, 3, frames=2))
+@pytest.mark.parametrize("frames", [0, 2])
+def test_one_game_has_an_episode_for_each_life(frames: int) -> None:
+    """A last life that the game outlives ends no episode of its own."""
+    plain, env = Lives(2, 3, 1, frames=frames), EpisodicLife(Lives(2, 3, 1, frames=frames))
+    plain.reset()
     env.reset()
     ends = []
-    for t in range(1, 8):
-        _, _, ended, _, info = env.step(0)
+    for t in range(1, 7 + frames):
+        before, reward, terminated, truncated, info = plain.step(0)
+        observation, given, ended, cut, told = env.step(0)
+        assert (observation, given, cut, told) == (before, reward, truncated, {**info, "game_over": terminated})
         if ended:
-            ends.append((t, info["game_over"], info["lives"]))
-            first, _ = env.reset()
-    assert ends == [(2, False, 1), (7, True, 0)]
-    assert first.tolist() == [0]
+            ends.append((t, told["game_over"], told["lives"]))
+            observation, info = env.reset()
+            assert (observation, info["lives"]) == ((before, told["lives"]) if t < 6 else (0, 3))
+    assert ends == [(2, False, 2), (5, False, 1), (6 + frames, True, 0)]
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_reset_starts_a_new_game_in_the_middle_of_an_episode_or_with_a_seed(seed: int | None) -> None:
+    env = EpisodicLife(Lives(1, 9))
+    env.reset()
+    assert env.step(0)[2]
+    if seed is None:
+        assert env.reset()[1]["lives"] == 1  # the same game
+        env.step(0)
+    assert env.reset(seed=seed)[1]["lives"] == 2
+    assert env.step(0)[4]["lives"] == 1
 
 
 def test_games_of_gymnasium_step_together_too() -> None:

@@ -174,29 +174,6 @@ def test_a_flat_step_does_what_the_wrappers_do(
     assert outcomes_of(plain, step, operations) == outcomes_of(flat, flat_step, operations)
 
 
-def test_no_python_frame_of_a_known_wrapper_is_left() -> None:
-    depth: list[int] = []
-
-    class Deep(CountingEnv):
-        def step(self, action: Any) -> Any:
-            frame: Any = inspect.currentframe()
-            while frame is not None:
-                depth[-1] += "gymnasium" in frame.f_code.co_filename
-                frame = frame.f_back
-            return super().step(action)
-
-    env = TimeLimit(OrderEnforcing(PassiveEnvChecker(Deep()) if gym.__version__ >= "1.4" else Deep()), 9)
-    step = flat_step_of(env)
-    env.reset(seed=0)
-    depth.append(0)
-    for _ in range(2):  # PassiveEnvChecker checks the first steps
-        step(0)
-    for call in (step, env.step):
-        depth.append(0)
-        call(0)
-    assert depth[1] == 0 < depth[2]
-
-
 @pytest.mark.parametrize("wrap", [RecordEpisodeStatistics, lambda env: OtherTimeLimit(env, 3)])
 def test_other_wrappers_stay_as_they_are(wrap: Any) -> None:
     for env in (wrap(OrderEnforcing(CountingEnv())), OrderEnforcing(CountingEnv()), CountingEnv()):

@@ -18,8 +18,6 @@ from penstock import (
     ConfigError,
     RandomAgent,
     ResetCollector,
-    SerialSampler,
-    SpaceError,
 )
 from penstock.agents.agent import AgentRuntime
 from penstock.envs import CountingEnv, NestedEnv, ScriptedGame
@@ -472,14 +470,3 @@ def test_a_joint_agent_that_breaks_a_rule(make: Any, rule: str, seen: str) -> No
 def test_a_joint_agent_needs_an_environment_of_several_agents() -> None:
     with pytest.raises(ConfigError, match="joint, so env_fn must return"):
         check_agent(FollowTheLeader, CARTPOLE)
-
-
-class ReturnsNothing(FollowTheLeader):
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        return None  # type: ignore[return-value]
-
-
-def test_a_joint_agent_whose_step_returns_nothing_is_named_by_a_sampler() -> None:
-    sampler = SerialSampler(ScriptedGame, env_kwargs=GAME, batch_T=4, batch_B=2)
-    with sampler, pytest.raises(SpaceError, match=r"^ReturnsNothing\.step must return AgentStep.*: got None$"):
-        sampler.initialize(ReturnsNothing())

@@ -1,10 +1,10 @@
-"""The collector's kit: correct collectors pass, and leftovers are found; test_broken_collectors.py has the rest."""
+"""The collector's kit: correct collectors pass, and leftovers and each broken rule are found."""
 
 import functools
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,22 @@ import numpy as np
 import psutil
 import pytest
 
-from penstock import CategoricalPgAgent, ConfigError, RandomAgent, ResetCollector, WaitResetCollector, WorkerError
+from penstock import (
+    CategoricalPgAgent,
+    Collector,
+    ConfigError,
+    RandomAgent,
+    ResetCollector,
+    WaitResetCollector,
+    WorkerError,
+)
 from penstock.columns import Events
 from penstock.envs import CountingEnv, NestedEnv
-from penstock.testing import check_collector, run_rules
+from penstock.testing import check_collector, collector_rules, run_rules
 
 from ..models import CartPoleNet
 from ..scale import FULL, scaled
-from .broken import finds
+from .broken import Broken, assert_rules_are_stated, finds
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +113,7 @@ def test_subclasses_that_override_each_part_keep_all_rules(cls: type[ResetCollec
     check_collector(cls, CountingEnv, n_workers=(3,), central=FULL)
 
 
-class Interrupts(ResetCollector):
+class InterruptsWithoutRejoin(ResetCollector):
     def collect_batch(self, itr: int) -> None:
         (joined,) = self.columns.reset(range(len(self.envs)))
         self.recorders[0].begin(joined)
@@ -125,7 +133,7 @@ def test_a_collector_may_interrupt_episodes_if_that_is_declared() -> None:
     check_collector(Restarts, CountingEnv, continues=False, n_workers=(2,), central=FULL)
     # The TrajInfo also counts the steps before the reset.
     with finds("each_episode_that_ends_gives_a_traj_info", r"Return=.*for the episode that ended"):
-        check_collector(Interrupts, CountingEnv, continues=False)
+        check_collector(InterruptsWithoutRejoin, CountingEnv, continues=False)
 
 
 # ---- after shutdown -----------------------------------------------------------------------
@@ -189,3 +197,262 @@ def test_an_agent_without_values_can_be_used() -> None:
             raise ConfigError("no values here")
 
     check_collector(ResetCollector, CountingEnv, agent=Mute(), n_workers=(2,), central=FULL)
+
+
+# ---- what breaks a rule ------------------------------------------------------------------------
+
+Joined = Sequence[Sequence[int]]
+BROKEN = Broken()
+
+
+@BROKEN.breaks("one_seed_gives_one_batch", r"in two runs with one seed, itr=7")
+class Draws(ResetCollector):
+    def act(self, t: int) -> None:
+        super().act(t)
+        self.prev_action[:] = np.random.default_rng().integers(0, 2, len(self.envs))
+        self.samples.action[t + 1] = self.prev_action
+
+
+@BROKEN.breaks("every_cell_is_written", r"agent\.agent_info\.probe at t=1, env_rank=0: .* and nan")
+class LeavesGaps(ResetCollector):
+    def act(self, t: int) -> None:
+        kept = self.samples.agent_info[t].copy()
+        super().act(t)
+        if t % 2:
+            self.samples.agent_info[t] = kept
+
+
+@BROKEN.breaks("every_cell_is_written", r"RuntimeError while .*: not finite.*read no row before it is written")
+class ReadsAhead(ResetCollector):
+    def act(self, t: int) -> None:
+        if not np.isfinite(self.samples.observation[self.batch_T - 1]).all():
+            raise RuntimeError("not finite")
+        super().act(t)
+
+
+@BROKEN.breaks("sample_mode_is_called_once_per_batch", r"sample_mode\(6\) in the batch itr=7")
+class SaysLess(ResetCollector):
+    def begin_batch(self, itr: int) -> None:
+        super().begin_batch(itr - 1)
+
+
+@BROKEN.breaks("the_agent_acts_once_per_row", r"32 calls of agent\.step in the batch itr=7 of 16 rows")
+class ActsTwice(ResetCollector):
+    def act(self, t: int) -> None:
+        super().act(t)
+        super().act(t)
+
+
+@BROKEN.breaks("the_agent_acts_once_per_row", r"an extra environment step at itr=7, t=3, env_rank=0")
+class StepsTwice(ResetCollector):
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        if t == 3:
+            super().step_envs(t)
+
+
+@BROKEN.breaks("environments_are_reset_after_an_episode", r"after the end of the episode")
+class NeverResets(ResetCollector):
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
+        return [list(events.over)]
+
+
+@BROKEN.breaks("valid_marks_the_recorded_steps", r"valid is True at itr=7, .*False.*set waits = True")
+class ParksWithoutSaying(ResetCollector):
+    """`waits` is not set."""
+
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
+        self.columns.park(events.over)
+        return [()]
+
+
+@BROKEN.breaks(
+    "observations_are_what_the_environment_returned", r"observation is \[.*\] at itr=7.*the environment returned \["
+)
+class ShowsTheEnd(ResetCollector):
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        done = self.samples.done[t]
+        if self.samples.final_obs is not None:
+            self.samples.observation[t + 1, done] = self.samples.final_obs[t, done]
+
+
+@BROKEN.breaks(
+    "actions_are_what_the_environment_took", r"action is . at itr=7, t=\d+, env_rank=0; the environment took ."
+)
+class Sticks(ResetCollector):
+    def act(self, t: int) -> None:
+        before = self.prev_action.copy()
+        super().act(t)
+        self.prev_action[0] = before[0]
+
+
+@BROKEN.breaks(
+    "rewards_are_what_the_environment_returned", r"reward is 1\.0 at itr=7, .*; the environment returned \d\.0"
+)
+class Clips(ResetCollector):
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        self.samples.reward[t + 1] = np.sign(self.samples.reward[t + 1])
+
+
+@BROKEN.breaks("ends_are_what_the_environment_returned", r"truncated is False at itr=7.*it should be True")
+class ForgetsTruncation(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        self.samples.truncated[...] &= ~self.samples.terminated
+
+
+@BROKEN.breaks("done_is_terminated_or_truncated", r"done is False at itr=7.*it should be True")
+class Ends(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        self.samples.done[...] = self.samples.terminated
+
+
+@BROKEN.breaks("final_obs_is_the_last_observation", r"final_obs is .* at itr=7.*the episode ended with")
+class KeepsTheWrongEnd(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        t, b = np.nonzero(self.samples.done)
+        self.samples.final_obs[t, b] = self.samples.observation[t + 1, b]
+
+
+@BROKEN.breaks("previous_values_carry_over", r"prev_reward is 0\.0 at itr=8, t=0, env_rank=.*the last one was")
+class StartsFromZero(ResetCollector):
+    def begin_batch(self, itr: int) -> None:
+        super().begin_batch(itr)
+        self.samples.reward[0] = 0
+
+
+@BROKEN.breaks("the_agent_sees_what_is_recorded", r"agent\.step's observation is .*recorded is")
+class ShowsSomethingElse(ResetCollector):
+    def act(self, t: int) -> None:
+        row = self.samples.observation_rows[t]
+        self.samples.observation_rows[t] = row * 0.5
+        super().act(t)
+        self.samples.observation_rows[t] = row
+
+
+@BROKEN.breaks("the_agent_sees_what_is_recorded", r"agent_info\.probe is .*the agent returned")
+class MisreportsTheAgent(ResetCollector):
+    def act(self, t: int) -> None:
+        super().act(t)
+        self.samples.agent_info.probe[t] += 1
+
+
+@BROKEN.breaks(
+    "previous_values_are_zero_at_an_episodes_start", r"agent\.step's prev_reward is .* at itr=7.*should be 0\.0"
+)
+class RemembersRewards(ResetCollector):
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        self.prev_reward[...] = self.samples.reward[t + 1]
+
+
+@BROKEN.breaks("the_agent_gets_its_previous_values", r"agent\.step's prev_reward is 0\.0 at itr=7.*the last one was")
+class ForgetsRewards(ResetCollector):
+    def act(self, t: int) -> None:
+        self.prev_reward[...] = 0
+        super().act(t)
+
+
+@BROKEN.breaks("the_agent_is_reset_with_its_environment", r"0 calls of agent\.reset_one\(.*was reset 1 times")
+class ForgetsTheAgent(ResetCollector):
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
+        super().begin_episodes(events, going)
+        return [()]
+
+
+@BROKEN.breaks("the_agent_is_reset_with_its_environment", r"2 calls of agent\.reset_one\(.*reset 1 times")
+class ResetsTheAgentTwice(ResetCollector):
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
+        (joined,) = super().begin_episodes(events, going)
+        return [[*joined, *joined]]
+
+
+@BROKEN.breaks("values_are_of_the_next_observation", r"bootstrap_value is .* at itr=7, env_rank=0; it should be")
+class ValuesTheLastRow(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        last = self.samples.observation[self.batch_T - 1]
+        self.samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
+
+
+@BROKEN.breaks("values_are_of_the_next_observation", r"final_value is 0\.0 at itr=7")
+class ValuesNoEnds(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        self.samples.final_value[...] = 0
+
+
+@BROKEN.breaks(
+    "episodes_continue_in_the_next_batch", r"in the middle of an episode, before itr=7, t=0, .*continues=False"
+)
+class Interrupts(ResetCollector):
+    def collect_batch(self, itr: int) -> None:
+        self.recorders[0].rejoin(self.columns.reset(range(len(self.envs)))[0])
+        super().collect_batch(itr)
+
+
+@BROKEN.breaks("each_episode_that_ends_gives_a_traj_info", r"trajectories were returned for the batch itr=7")
+class LosesTrajectories(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        self.progress.n_results = max(self.progress.n_results - 1, 0)
+
+
+@BROKEN.breaks("a_traj_info_subclass_sees_every_step", r"SteppedTrajInfo\(Length=.*for the episode that ended")
+class SkipsSteps(ResetCollector):
+    def step_envs(self, t: int) -> None:
+        (own,) = self.columns.policies
+        hook, own.on_step = own.on_step, None
+        super().step_envs(t)
+        own.on_step = hook
+
+
+@BROKEN.breaks("any_number_of_workers_gives_the_same_batch", r"in one process and in 2 workers, itr=0")
+class DependsOnColumns(ResetCollector):
+    def act(self, t: int) -> None:
+        super().act(t)
+        self.prev_action[0] = 0
+        self.samples.action[t + 1] = self.prev_action
+
+
+@BROKEN.breaks("central_samplers_give_the_same_batch", r"agent_info\.probe at t=.* and in a GpuSampler.*central=False")
+class RecordsLate(ResetCollector):
+    """Keeps the agent's output until the next step; a remote agent returns it in the same memory again."""
+
+    last: Any = None
+
+    def act(self, t: int) -> None:
+        self.progress.begin_acting(t)
+        step = self.agent.step(self.samples.observation[t], self.prev_action, self.prev_reward)
+        self.samples.action[t + 1] = step.action
+        self.prev_action[...] = step.action
+        if t:
+            self.samples.agent_info[t - 1] = self.last
+        self.last = step.agent_info
+        if t == self.batch_T - 1:
+            self.samples.agent_info[t] = step.agent_info
+
+
+@pytest.mark.parametrize(("cls", "rule", "words"), BROKEN, ids=BROKEN.names)
+def test_each_broken_rule_is_found(cls: type[Collector], rule: str, words: str) -> None:
+    with finds(rule, words, cls.__name__):
+        check_collector(cls, CountingEnv)
+
+
+def test_a_collector_need_not_be_for_central_samplers() -> None:
+    check_collector(RecordsLate, CountingEnv, central=False)
+
+
+def test_every_rule_has_a_statement_and_a_class_that_breaks_it() -> None:
+    rules: list[Callable[..., None]] = [
+        *collector_rules.TRACE_RULES,
+        collector_rules.episodes_continue_in_the_next_batch,
+        collector_rules.a_traj_info_subclass_sees_every_step,
+        *(rule for rule in vars(run_rules).values() if getattr(rule, "__module__", "") == run_rules.__name__),
+    ]
+    rules = [rule for rule in rules if not rule.__name__.startswith("_")]
+    assert_rules_are_stated(rules, BROKEN.rules | {"nothing_is_left_after_shutdown"})

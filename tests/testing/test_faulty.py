@@ -16,7 +16,6 @@ from penstock import (
     Sampler,
     SerialSampler,
     TrajInfo,
-    WorkerDiedError,
     WorkerError,
 )
 from penstock.envs import CountingEnv
@@ -91,13 +90,6 @@ def test_an_exception_from_every_place_in_a_worker_or_in_this_process(where: str
     assert isinstance(caught.value.__cause__, InjectedFault)
 
 
-@pytest.mark.parametrize("where", scaled(list(PLACES), ["env init", "agent reset_one", "collect_batch", "sending"]))
-def test_a_kill_in_every_place(where: str) -> None:
-    place, words = PLACES[where]
-    with pytest.raises(WorkerDiedError, match=f"(?s)SIGKILL.*{words}"):
-        last_batch_and_evaluation(ParallelSampler, **place(Fault("kill", spare_pid=os.getpid())))
-
-
 @pytest.mark.parametrize(
     ("cls", "where"),
     [(SerialSampler, where) for where in PLACES]
@@ -118,14 +110,6 @@ def test_a_fault_that_never_fires_changes_nothing(cls: type[Sampler], where: str
 def test_unusual_exceptions_are_reported(how: str, where: str) -> None:
     with pytest.raises(WorkerError, match=how.capitalize()):
         last_batch_and_evaluation(ParallelSampler, **PLACES[where][0](Fault(how)))
-
-
-def test_an_environment_that_fails_to_close_is_one_warning() -> None:
-    fault = Fault("raise", spare_pid=os.getpid())
-    sampler = ParallelSampler(faulty_env("CartPole-v1", fault, "close"), batch_T=2, batch_B=1)
-    sampler.initialize(RandomAgent())
-    with pytest.warns(RuntimeWarning, match="InjectedFault"):
-        sampler.shutdown()
 
 
 # ---- which call, in which process ----------------------------------------------------------

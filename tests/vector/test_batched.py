@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from penstock import ConfigError, EnvCallError, SamplerStateError, SpaceError, WorkerError
-from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, SameStep
+from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
@@ -110,33 +110,10 @@ def test_atari_also_with_seeds_for_some_rows(n_workers: int, mode: str) -> None:
     plain.close()
 
 
-class Into(SameStep):
-    """Counts its steps in place. The rows end after 3, 4, 5, ... steps."""
+class Into(BatchedCartPole):
+    """Counts its calls of `step_into`."""
 
-    def __init__(self, num_envs: int) -> None:
-        self.num_envs = num_envs
-        self.single_observation_space = spaces.Box(0, 99, (2,), np.float32)
-        self.single_action_space = spaces.Discrete(2)
-        self.count, self.n_into = np.zeros((num_envs, 2), np.float32), 0
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.count[:] = 0
-        return self.count.copy(), {"whole": True}
-
-    def advance(self, actions: Any) -> Any:
-        self.count += 1
-        over = self.count[:, 0] == 3 + np.arange(self.num_envs)
-        return (
-            self.count.copy(),
-            np.ones(self.num_envs),
-            over,
-            np.zeros_like(over),
-            {"told": "once"} if over.any() else {},
-        )
-
-    def reset_rows(self, rows: Any) -> Any:
-        self.count[rows] = 0
-        return self.count[rows], {}
+    n_into = 0
 
     def step_into(self, out: Any, actions: Any) -> Any:
         self.n_into += 1
@@ -145,18 +122,11 @@ class Into(SameStep):
 
 @pytest.mark.slow
 def test_an_environment_may_write_in_place() -> None:
-    with ShmVectorEnv(Into, num_envs=4, n_workers=2) as envs:
-        assert envs.reset()[1]["whole"].tolist() == [True] * 4
-        for t in range(1, 4):
-            observation, _, terminated, _, infos = envs.step(np.zeros(4, int))
-            assert observation[:, 0].tolist() == [t % 3, t, t % 3, t]
-        assert terminated.tolist() == [True, False, True, False]
-        assert infos["told"].tolist() == ["once"] * 4  # what is no array holds for each row of its worker
-        assert [final.tolist() for final in infos["final_obs"][terminated]] == [[3, 3], [3, 3]]
-        assert envs.get_attr("n_into") == (3, 3)
-        infos = envs.step(np.zeros(4, int))[4]
-        assert infos["told"].tolist() == ["once"] * 4
-    with ShmVectorEnv(Into, num_envs=4, n_workers=2, on_worker_failure="restart") as envs:
+    env_fn: Any = partial(Into, max_episode_steps=9)
+    with ShmVectorEnv(env_fn, num_envs=4, n_workers=2) as envs:
+        assert compare(envs, env_fn(4), 20, part=plain_parts) >= 8
+        assert envs.get_attr("n_into") == (20, 20)
+    with ShmVectorEnv(env_fn, num_envs=4, n_workers=2, on_worker_failure="restart") as envs:
         envs.reset()
         envs.step(np.zeros(4, int))
         assert envs.get_attr("n_into") == (0, 0)  # the shared memory keeps the last observation during a step
@@ -167,13 +137,15 @@ def test_entries_of_some_workers_have_a_mask() -> None:
     class Told(SyncVectorEnv):
         def step(self, actions: Any) -> Any:
             *parts, _ = super().step(actions)
-            return (*parts, {"wide": np.full((self.num_envs, 2), "abc" * self.num_envs)} if self.num_envs > 1 else {})
+            wide = np.full((self.num_envs, 2), "abc" * self.num_envs)
+            return (*parts, {"wide": wide, "told": "once"} if self.num_envs > 1 else {})
 
     with ShmVectorEnv(lambda num_envs: Told([CountingEnv] * num_envs), num_envs=3, n_workers=2) as envs:
         envs.reset()
         infos = envs.step(np.zeros(3, int))[4]
     assert infos["wide"].tolist() == [["abcabc"] * 2] * 2 + [[""] * 2]
-    assert infos["_wide"].tolist() == [True, True, False]
+    assert infos["_wide"].tolist() == infos["_told"].tolist() == [True, True, False]
+    assert infos["told"].tolist() == ["once", "once", ""]  # what is no array holds for each row of its worker
 
 
 # ---- send, recv, masks, options -----------------------------------------------------------------

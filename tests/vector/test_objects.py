@@ -12,15 +12,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 
 from penstock import SpaceError, WorkerError
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
 from ..scale import pairs
-from ..support import assert_same
-from .vector_support import compare, modes, pair
+from .vector_support import compare, modes, pair, step_or_send
 
 pytestmark = pytest.mark.slow
 
@@ -88,11 +87,11 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
-def run_and_compare(fns: list[Any], mode: AutoresetMode) -> None:
-    ours, theirs = pair(fns, mode, in_series=2)
+def run_and_compare(fns: list[Any], mode: AutoresetMode, **options: Any) -> None:
+    ours, theirs = pair(fns, mode, in_series=2, **options)
     with ours:
         assert ours.observation_space == theirs.observation_space
-        compare(ours, theirs, 8, seed=3)
+        compare(ours, theirs, 8, seed=3, step=step_or_send)
 
 
 @pytest.mark.parametrize(("mode", "space"), pairs(AutoresetMode, [*OBJECTS.values(), NESTED]))
@@ -103,32 +102,7 @@ def test_observations(space: Any, mode: AutoresetMode) -> None:
 
 @some_space
 def test_actions(space: Any) -> None:
-    run_and_compare([partial(Sampling, spaces.Box(-1, 1, (2,)), space)] * 3, AutoresetMode.NEXT_STEP)
-
-
-def test_without_copies_and_as_they_get_ready() -> None:
-    fns = [partial(Sampling, NESTED, NESTED, 100)] * 3
-    theirs: Any = SyncVectorEnv(fns)
-    with ShmVectorEnv(fns, in_series=2, copy=False) as ours:
-        assert_same(ours.reset(seed=3), theirs.reset(seed=3))
-        actions = theirs.action_space.sample()
-        wanted = theirs.step(actions)
-        ours.send(actions)
-        *got, infos = ours.recv(3)
-        assert_same(got, list(wanted[:4]))
-        assert infos["action"].tolist() == wanted[4]["action"].tolist()
-        alone = {"z": actions["z"][2:], "mission": ("ab",), "t": _last(actions["t"])}
-        ours.send(alone, [2])
-        observation, *_, infos = ours.recv()
-        assert observation["mission"] == (theirs.step(actions)[0]["mission"][2],)
-        assert "('mission', 'ab')" in infos["action"][0]
-
-
-def _last(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {key: _last(part) for key, part in batch.items()}
-    number, nested, custom = batch
-    return number[2:], {"g": nested["g"][2:], "b": nested["b"][2:]}, custom[2:]
+    run_and_compare([partial(Sampling, space, space)] * 3, AutoresetMode.NEXT_STEP, copy=False)
 
 
 class Texts(gym.Env[Any, Any]):

@@ -11,16 +11,17 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.utils.env_checker import data_equivalence
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.envs import CountingEnv, NestedEnv
-from penstock.vector import ShmVectorEnv
+from penstock.vector import ShmVectorEnv, exchange
 
 from ..envs.space_strategies import any_space
-from ..scale import START_METHODS, examples, pairs, scaled
-from .vector_support import MODES, compare, modes, pair, talkative
+from ..scale import START_METHODS, examples, pairs, quick_first, scaled
+from .vector_support import MODES, compare, modes, pair, step_or_send, talkative
 
 pytestmark = pytest.mark.slow
 
@@ -122,3 +123,138 @@ def test_workers_draw_other_numbers_from_global_generators_and_with_a_seed_the_s
         numbers = np.concatenate([unseeded.ravel(), found.ravel(), others.ravel(), envs.reset()[0].ravel()])
         assert len(np.unique(numbers)) == len(numbers)
         np.testing.assert_array_equal(found, seeded(envs, 5))
+
+
+# ---- `final_obs` under SAME_STEP: the same value, type and dtype --------------------------------
+
+BOX, DISCRETE = spaces.Box(-9, 9, (2,), np.float32), spaces.Discrete(5)
+
+
+class Returning(gym.Env[Any, Any]):
+    """Episodes of one step, which ends with `last`."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, observation_space: Any, last: Any) -> None:
+        self.observation_space, self.last = observation_space, last
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self.last, {}
+
+    def step(self, action: Any) -> Any:
+        return self.last, 1.0, True, False, {}
+
+
+@pytest.mark.parametrize(
+    ("space", "last", "is_sent"),
+    quick_first(
+        [
+            (BOX, np.ones(2, np.float32), False),
+            (BOX, np.full(2, 0.1), True),
+            (BOX, [0.5, 1], True),
+            (DISCRETE, 2, True),
+            (DISCRETE, np.int64(2), False),
+            (spaces.Box(-1, 1, ()), np.array(0.5, np.float32), True),
+            (spaces.Dict(a=BOX, b=DISCRETE), {"a": np.ones(2, np.float32), "b": np.int64(1)}, False),
+            (spaces.Dict(a=BOX, b=DISCRETE), {"a": np.ones(2, np.float32), "b": 1}, True),
+            (spaces.Tuple([BOX, DISCRETE]), (np.ones(2, np.float32), np.int64(1)), False),
+            (spaces.Tuple([BOX, DISCRETE]), [np.ones(2, np.float32), np.int64(1)], True),
+        ],
+        2,
+    ),
+)
+def test_it_is_what_the_environment_returned(space: Any, last: Any, is_sent: bool, monkeypatch: Any) -> None:
+    n_unpickled = 0
+    unpickled = exchange.unpickled
+
+    def counting(*args: Any) -> Any:
+        nonlocal n_unpickled
+        n_unpickled += 1
+        return unpickled(*args)
+
+    monkeypatch.setattr(exchange, "unpickled", counting)
+    fns = [partial(Returning, space, last)] * 2
+    theirs = SyncVectorEnv(fns, autoreset_mode="SameStep")
+    theirs.reset()
+    for in_series in (1, 2):
+        with ShmVectorEnv(fns, in_series, autoreset_mode="SAME_STEP") as envs:
+            envs.reset()
+            got, wanted = envs.step([0, 0])[4]["final_obs"], theirs.step([0, 0])[4]["final_obs"]
+        for one, other in zip(got, wanted, strict=True):
+            assert type(one) is type(other)
+            assert data_equivalence(one, other)
+    assert (n_unpickled > 0) is is_sent
+
+
+# ---- environments that write in place, and wrappers whose functions are left out ----------------
+
+same_step_first = pytest.mark.parametrize(
+    "mode",
+    quick_first(sorted(AutoresetMode, key=lambda mode: mode is not AutoresetMode.SAME_STEP)),
+    ids=lambda mode: mode.name,
+)
+
+
+class Frames(gym.Env[Any, Any]):
+    """Random frames. Counts its calls of `step_into`."""
+
+    observation_space, action_space = spaces.Box(0, 255, (8, 8, 2), np.uint8), spaces.Discrete(3)
+    n_calls = 0
+
+    def _observe(self) -> Any:
+        return self.np_random.integers(0, 255, (8, 8, 2)).astype(np.uint8)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.left = int(self.np_random.integers(1, 6))
+        return self._observe(), {"left": self.left}
+
+    def _advance(self) -> Any:
+        self.left -= 1
+        return float(self.left), self.left == 0, self.left == 2, {"left": self.left} if self.left % 2 else {}
+
+    def step(self, action: Any) -> Any:
+        return self._observe(), *self._advance()
+
+    def step_into(self, out: Any, action: Any) -> Any:
+        self.n_calls += 1
+        out[...] = self._observe()
+        return self._advance()
+
+
+class Nested(NestedEnv):
+    """Dicts and tuples of arrays."""
+
+    n_calls = 0
+
+    def step(self, action: Any) -> Any:
+        return super().step(action)
+
+    def step_into(self, out: Any, action: Any) -> Any:
+        self.n_calls += 1
+        observation, *rest = super().step(action)
+        out["position"][...], out["camera"][...] = observation["position"], observation["camera"]
+        out["goal"][0][...], out["goal"][1][...] = observation["goal"]
+        return tuple(rest)
+
+
+@same_step_first
+@pytest.mark.parametrize("env_cls", quick_first([Nested, Frames]), ids=lambda cls: cls.__name__)
+def test_results_are_those_of_step(mode: AutoresetMode, env_cls: Any) -> None:
+    ours, theirs = pair([env_cls] * 3, mode, n_workers=2)
+    with ours:
+        compare(ours, theirs, 30, step=step_or_send)
+        assert min(ours.get_attr("n_calls")) > 0
+
+
+@pytest.mark.slow
+@same_step_first
+@pytest.mark.parametrize("flatten_wrappers", [True, False])
+def test_wrappers_without_their_functions_give_the_same(mode: AutoresetMode, flatten_wrappers: bool) -> None:
+    env_fns = [partial(gym.make, "CartPole-v1", max_episode_steps=9)] * 2
+    ours, theirs = pair(env_fns, mode, n_workers=1, flatten_wrappers=flatten_wrappers)
+    with ours:
+        compare(ours, theirs, 40)
+        for name in ("_elapsed_steps", "_has_reset"):
+            assert ours.get_attr(name) == theirs.get_attr(name)

@@ -31,8 +31,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMoni
 from penstock.vector import Sb3VecEnv  # noqa: E402
 
 from ..scale import pairs, scaled  # noqa: E402
-from ..support import assert_same  # noqa: E402
-from ..toy_games import ScriptedGame  # noqa: E402
+from ..support import assert_same, until  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -188,17 +187,6 @@ def test_a_list_of_actions_that_does_not_fit() -> None:
     envs.close()
 
 
-def test_the_class_for_make_vec_env() -> None:
-    options = {"start_method": "fork", "n_workers": 2}
-    envs = make_vec_env("CartPole-v1", 3, seed=1, vec_env_cls=Sb3VecEnv, vec_env_kwargs=options)  # type: ignore[arg-type]
-    theirs = make_vec_env("CartPole-v1", 3, seed=1)
-    assert isinstance(envs, Sb3VecEnv)
-    assert len(envs.envs.worker_pids) == 2
-    np.testing.assert_array_equal(envs.reset(), theirs.reset())
-    assert envs.env_is_wrapped(Monitor) == [True] * 3
-    envs.close()
-
-
 def test_stable_baselines3_is_imported_on_first_use_only() -> None:
     # Daily, the other tests use it: the import of torch takes 2 s of CPU time.
     code = "import sys, penstock.vector; assert 'stable_baselines3' not in sys.modules"
@@ -312,81 +300,29 @@ def test_a_method_that_cannot_be_pickled_is_there_and_the_error_says_how_to_use_
     envs.close()
 
 
-def test_asking_batched_environments_and_several_agents_calls_nothing() -> None:
-    batch = Sb3VecEnv(lambda num_envs: RecordEpisodeStatistics(BatchedCartPole(num_envs)), num_envs=4, n_workers=2)
-    wanted = {"reset": True, "reset_rows": True, "length": True, "x": False}
-    assert {name: batch.has_attr(name) for name in wanted} == wanted
-    batch.close()
-    games = Sb3VecEnv([partial(ScriptedGame, 2, [{}] * 9)] * 2, n_workers=1)
-    assert {name: games.has_attr(name) for name in ("reset", "possible_agents", "x")} == {
-        "reset": True,
-        "possible_agents": True,
-        "x": False,
-    }
-    assert games.get_attr("possible_agents", indices=[0, 3])[0] == games.get_attr("possible_agents")[3]
-    games.close()
-
-
 class Signalling(CountingEnv):
-    """In its third step and at its second reset it interrupts the main process, and waits for a file."""
+    """At its second reset it interrupts the main process, and waits for a file."""
 
-    def __init__(self, main_process: int, file: str, at: str) -> None:
+    def __init__(self, main_process: int, file: Path) -> None:
         super().__init__(length=50)
-        self.main_process, self.file, self.at, self.n_resets = main_process, file, at, 0
-
-    def interrupt(self) -> None:
-        os.kill(self.main_process, signal.SIGINT)
-        while not os.path.exists(self.file):
-            os.sched_yield()
+        self.main_process, self.file, self.n_resets = main_process, file, 0
 
     def reset(self, **kwargs: Any) -> Any:
         self.n_resets += 1
-        if self.at == "reset" and self.n_resets == 2:
-            self.interrupt()
+        if self.n_resets == 2:
+            os.kill(self.main_process, signal.SIGINT)
+            until(self.file.exists)
         return super().reset(**kwargs)
-
-    def step(self, action: Any) -> Any:
-        result = super().step(action)
-        if self.at == "step" and self.count == 3 and self.n_resets == 1:
-            self.interrupt()
-        return result
-
-
-def signalling(file: Path, at: str, n_workers: int) -> Any:
-    """Two environments, of which the first interrupts."""
-    return Sb3VecEnv([partial(Signalling, os.getpid(), str(file), own) for own in (at, "never")], n_workers=n_workers)
 
 
 class Interrupted(Exception):
     pass
 
 
-def test_after_an_interrupted_step_the_error_says_how_learning_goes_on(tmp_path: Path) -> None:
-    file = tmp_path / "go on"
-    envs = signalling(file, "step", n_workers=1)
-    model = sb3.PPO("MlpPolicy", envs, n_steps=8, batch_size=16, n_epochs=1, seed=0, device="cpu")
-    with pytest.raises(KeyboardInterrupt):
-        model.learn(64)
-    file.touch()
-    n_steps = model.num_timesteps
-    for _ in range(2):
-        with pytest.raises(
-            SamplerStateError, match=r"envs\.reset\(\), or, for learn.* model\._last_obs = None before it"
-        ):
-            model.learn(64, reset_num_timesteps=False)
-    with pytest.raises(SamplerStateError, match=r"get_attr was called out of order.* envs\.reset\(\)"):
-        envs.get_attr("count")
-    model._last_obs = None
-    model.learn(64, reset_num_timesteps=False)
-    assert model.num_timesteps == n_steps + 64
-    assert envs.get_attr("n_resets") == [2, 2]
-    envs.close()
-
-
 def test_no_result_of_an_interrupted_call_is_dropped_in_silence(tmp_path: Path) -> None:
     """The interruption may come when the results are there, but not yet at the caller."""
     file = tmp_path / "go on"
-    envs = signalling(file, "reset", n_workers=2)
+    envs = Sb3VecEnv([partial(Signalling, os.getpid(), file), CountingEnv], n_workers=2)
     action = np.zeros(2, int)
     envs.reset()
     take = envs.envs.step_wait_listed
@@ -399,7 +335,8 @@ def test_no_result_of_an_interrupted_call_is_dropped_in_silence(tmp_path: Path) 
     with pytest.raises(Interrupted):
         envs.step(action)
     envs.envs.step_wait_listed = take
-    with pytest.raises(SamplerStateError, match="interrupted"):
+    told = r"interrupted.* envs\.reset\(\), or, for learn.* model\._last_obs = None before it"
+    with pytest.raises(SamplerStateError, match=told):
         envs.step(action)
     with pytest.raises(KeyboardInterrupt):
         envs.reset()

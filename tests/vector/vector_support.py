@@ -77,6 +77,16 @@ def compare(
     return n_ends
 
 
+def step_or_send(envs: Any, action: Any, t: int) -> Any:
+    """A step, which every third time is a `send` to all and a `recv`."""
+    if t % 3:
+        return envs.step(action)
+    envs.send(action)
+    *results, infos = envs.recv(min_ready=envs.num_envs)
+    infos.pop("env_id")
+    return (*results, infos)
+
+
 # ---- environments --------------------------------------------------------------------------
 
 
