@@ -1,7 +1,6 @@
 """What agents may and may not return: errors name it, in the first step and in later ones."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from penstock import (
     AgentStep,
     CategoricalPgAgent,
     ConfigError,
-    GpuSampler,
     NamedArrays,
     ParallelSampler,
     Sampler,
@@ -25,7 +23,6 @@ from penstock import (
 from penstock.envs import CountingEnv
 from penstock.testing import check_agent
 
-from ..scale import mostly_first
 from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
@@ -43,7 +40,7 @@ class Scripted(Agent):
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
         self.n_steps += 1
         B = len(prev_reward)
-        good = AgentStep(zeros(B), {"x": np.full(B, self.n_steps, np.float32), "deep": {"y": np.zeros((B, 2))}})
+        good = AgentStep(zeros(B), info(B, x=np.full(B, self.n_steps, np.float32)))
         returned: AgentStep = good if self.n_steps < self.first else self.returned(B)
         return returned
 
@@ -53,7 +50,8 @@ def zeros(n: int) -> Any:
 
 
 def info(B: int, **fields: Any) -> dict[str, Any]:
-    return {"x": np.zeros(B, np.float32), "deep": {"y": np.zeros((B, 2))}, **fields}
+    numbers = {"x": np.zeros(B, np.float32), "n": zeros(B), "small": np.zeros(B, np.int8), "flag": np.zeros(B, bool)}
+    return {**numbers, "deep": {"y": np.zeros((B, 2))}, **fields}
 
 
 NO_STEPS: dict[str, Callable[[int], Any]] = {
@@ -63,8 +61,9 @@ NO_STEPS: dict[str, Callable[[int], Any]] = {
     "a dict": lambda B: {"action": zeros(B)},
 }
 
+ALL = r"with the fields \['x', 'n', 'small', 'flag', 'deep'\]"
 BAD_INFO: dict[str, tuple[Callable[[int], Any], str, str]] = {
-    "None": (lambda B: None, "must be a dict of arrays .* got None", r"with the fields \['x', 'deep'\], .* got None"),
+    "None": (lambda B: None, "must be a dict of arrays .* got None", ALL + ", .* got None"),
     "an array": (zeros, r"must be a dict of arrays .* got array", r"with the fields .* got array"),
     "text": (
         lambda B: info(B, x=["a"] * B),
@@ -99,10 +98,21 @@ BAD_INFO: dict[str, tuple[Callable[[int], Any], str, str]] = {
 }
 
 BAD_LATER: dict[str, tuple[Callable[[int], Any], str]] = {
-    "left out": (lambda B: NamedArrays(), r"with the fields \['x', 'deep'\], .* got the fields \[\]"),
-    "a node left out": (lambda B: {"x": zeros(B)}, r"with the fields \['x', 'deep'\], .* got the fields \['x'\]"),
-    "a field too many": (lambda B: info(B, z=zeros(B)), r"with the fields \['x', 'deep'\], .* got the fields \['x', "),
-    "another field": (lambda B: {"x": zeros(B), "z": zeros(B)}, r"with the fields \['x', 'deep'\]"),
+    "left out": (lambda B: NamedArrays(), ALL + r", .* got the fields \[\]"),
+    "a node left out": (lambda B: {"x": zeros(B)}, ALL + r", .* got the fields \['x'\]"),
+    "a field too many": (lambda B: info(B, z=zeros(B)), ALL + r", .* got the fields \['x', 'n', "),
+    "another field": (lambda B: {"x": zeros(B), "z": zeros(B)}, ALL),
+    "no whole number": (
+        lambda B: info(B, n=np.arange(B) / 2),
+        r"agent_info.n of env_rank 1 must have dtype int64, as in the agent's first step, got float64 0.5",
+    ),
+    "too large": (lambda B: info(B, small=zeros(B) + 300), "agent_info.small of env_rank 0 must .* int8, .* int64 300"),
+    "too large for float32": (
+        lambda B: info(B, x=np.full(B, 1e300)),
+        r"agent_info.x of .* float32, .* float64 1e\+300",
+    ),
+    "no flag": (lambda B: info(B, flag=zeros(B) + 2), "agent_info.flag of env_rank 0 must have dtype bool, .* int64 2"),
+    "complex": (lambda B: info(B, deep={"y": np.zeros((B, 2), complex)}), r"deep\.y .* float64, .* got complex128"),
     "another shape": (lambda B: info(B, x=np.zeros((B, 2))), r"agent_info\.x with shape \(\d,\) .* got \(\d, 2\)"),
     "a leaf for a node": (lambda B: info(B, deep=zeros(B)), r"agent_info\.deep with the fields \['y'\], .* got array"),
 }
@@ -150,7 +160,7 @@ def test_a_report_that_comes_later_is_not_lost_in_silence() -> None:
     with sampler_of(SerialSampler, batch_T=4) as sampler:
         sampler.initialize(Late(lambda B: None, first=99))
         with pytest.raises(
-            WorkerError, match=r"with the fields \[\], as in the agent's first step, got the fields \['x', 'd"
+            WorkerError, match=r"with the fields \[\], as in the agent's first step, got the fields \['x', 'n', "
         ):
             sampler.obtain_samples(0)
 
@@ -176,64 +186,11 @@ def test_a_model_that_cannot_be_copied_is_told_with_its_attribute(cls: type[Samp
         sampler.initialize(CategoricalPgAgent(WithHandle))
 
 
-# ---- values that would change in the dtype of the first step ------------------------------------
-
-SIZES: dict[str, Any] = {"batch_T": 4, "batch_B": 3}
-SAMPLERS: dict[str, Any] = {
-    "serial": SerialSampler,
-    "parallel": ParallelSampler,
-    "gpu": GpuSampler,
-    "gpu parts": partial(GpuSampler, min_ready=1),
-}
-
-
-class Reporting(Agent):
-    """Reports `first` in its first step, and later `later` for the last environment."""
-
-    def __init__(self, first: Any, later: Any) -> None:
-        self.first, self.later, self.n_steps = first, later, 0
-
-    def seed_columns(self, rngs: Any) -> None:
-        self.n_steps = 0
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        self.n_steps += 1
-        B = len(prev_reward)
-        columns = range(B) if self.selected is None else self.selected
-        assert self.env_ranks is not None
-        is_last = [self.n_steps > 2 and self.env_ranks[b] == 2 for b in columns]
-        values = np.array([self.later if last else self.first for last in is_last])
-        return AgentStep(np.zeros(B, np.int64), {"eps": values})
-
-
-CHANGED = [
-    (0, 0.5, r"agent_info.eps of env_rank 2 must have dtype int64, as in the agent's first step, got float64 0.5"),
-    (np.int8(1), np.int64(300), r"agent_info.eps of env_rank 2 must have dtype int8, .* got int64 300"),
-    (np.uint8(0), np.int64(-1), r"agent_info.eps of env_rank 2 must have dtype uint8, .* got int64 -1"),
-    (False, 2, r"agent_info.eps of env_rank \d must have dtype bool, .* got int64 \d"),
-    (np.float32(0), np.float64(1e300), r"agent_info.eps of env_rank 2 must have dtype float32, .* float64 1e\+300"),
-    (0.0, 1j, r"agent_info.eps of env_rank \d must have dtype float64, .* got complex128"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "changed"), mostly_first(SAMPLERS, CHANGED))
-def test_agent_info_that_would_change_is_refused(kind: str, changed: Any) -> None:
-    first, later, message = changed
-    with sampler_of(SAMPLERS[kind], CountingEnv, **SIZES) as sampler:
-        sampler.initialize(Reporting(first, later))
-        with pytest.raises(WorkerError, match=message) as caught:
-            sampler.obtain_samples(0)
-        assert isinstance(caught.value.__cause__, SpaceError)
-
-
-@pytest.mark.parametrize(
-    ("first", "later", "recorded"),
-    [(np.float64(0), 7, 7.0), (np.float32(0), 0.1, np.float32(0.1)), (5, np.int8(3), 3), (np.int8(5), 7, 7)],
-)
-def test_agent_info_that_fits_is_converted(first: Any, later: Any, recorded: Any) -> None:
-    with sampler_of(SAMPLERS["serial"], CountingEnv, **SIZES) as sampler:
-        sampler.initialize(Reporting(first, later))
-        samples, _ = sampler.obtain_samples(0)
-        assert sampler.samples_np.agent.agent_info.eps[-1, 2] == recorded
-        assert samples.agent.agent_info.eps.shape == (4, 3)
+@pytest.mark.parametrize(("field", "later_values"), [("x", 7), ("x", 0.1), ("n", np.int8(3)), ("small", 7)])
+def test_agent_info_that_fits_is_converted(field: str, later_values: Any) -> None:
+    returned = Scripted(lambda B: AgentStep(zeros(B), info(B, **{field: np.full(B, later_values)})), first=3)
+    with sampler_of(SerialSampler, batch_T=4) as sampler:
+        sampler.initialize(returned)
+        sampler.obtain_samples(0)
+        recorded = sampler.samples_np.agent.agent_info[field]
+        assert (recorded[-1] == recorded.dtype.type(later_values)).all()

@@ -56,19 +56,6 @@ class Holds(Walk):
         self.simulator = Rebuilt()
 
 
-class Forgets(Walk):
-    """Its pickled copy is a new environment, and no base class says so."""
-
-    def __reduce__(self) -> Any:
-        return _reset_copy, (type(self),)
-
-
-def _reset_copy(cls: Any) -> Any:
-    env = cls()
-    env.reset(seed=0)
-    return env
-
-
 class ForgetsTheStream(Saving):
     """The copy differs from the next random number on."""
 
@@ -115,7 +102,6 @@ def test_environments_that_continue_alike(env_fn: Any, kind: str) -> None:
         (Rebuilt, "Rebuilt is an EzPickle: .* Give it get_state"),
         (lambda: TimeLimit(Rebuilt(), 5), "Rebuilt is an EzPickle"),
         (Holds, "Rebuilt is an EzPickle"),
-        (Forgets, "does not continue alike .* observation of step 0 after that is"),
         (ForgetsTheStream, "does not continue alike .* observation of step 0 after that is"),
         (DiffersAfterReset, "the first observation of an episode of step 50 after that is"),
     ],

@@ -270,46 +270,6 @@ def test_with_spaces_no_environment_is_built_in_the_main_process() -> None:
         ShmVectorEnv(env_fn, num_envs=2, spaces=own, autoreset_mode="SAME_STEP")
 
 
-class Wrong(SyncVectorEnv):
-    """Returns something wrong in its third step."""
-
-    def __init__(self, num_envs: int, part: int, value: Any) -> None:
-        super().__init__([CountingEnv] * num_envs, autoreset_mode=SAME)
-        self.part, self.value, self.left = part, value, 3
-
-    def step(self, actions: Any) -> Any:
-        result = list(super().step(actions))
-        self.left -= 1
-        if self.left == 0:
-            result[self.part] = self.value
-        return tuple(result)
-
-
-@pytest.mark.parametrize(
-    ("part", "value", "message"),
-    quick_first(
-        [
-            (
-                0,
-                np.zeros((2, 3)),
-                r"observation of the batched environment \(env_rank 0 to 1\) must have shape \(2, 2\)",
-            ),
-            (1, np.zeros(3), r"rewards must have shape \(2,\), got \(3,\)"),
-            (2, None, r"terminated of .* \(env_rank 0 to 1\) must be bools \(2,\), got None"),
-            (3, np.zeros(2), r"truncated of .* \(env_rank 0 to 1\) must be bools \(2,\)"),
-            (2, np.ones(2, bool), "gave no final_obs for env_rank 0"),
-            (4, None, "must be a dict, got None"),
-        ]
-    ),
-)
-def test_results_that_do_not_fit_are_refused(part: int, value: Any, message: str) -> None:
-    with ShmVectorEnv(partial(Wrong, part=part, value=value), num_envs=2, n_workers=1) as envs:
-        envs.reset()
-        with pytest.raises(WorkerError, match=message):
-            for _ in range(3):
-                envs.step(np.zeros(2, int))
-
-
 def with_fault(fault: Fault, mode: AutoresetMode) -> Any:
     """The last of three workers, which has two of six rows, has the fault."""
 
