@@ -29,6 +29,8 @@ from penstock import (
 from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv
 from penstock.learning import Replay
 
+from ..against_loop import compare
+from ..samplers.digest_cases import Plain, Stateful, rows_of
 from ..scale import scaled, some
 from ..support import assert_as_plain_loop, assert_same, collect_with, env_seeds, without_infos
 
@@ -118,6 +120,13 @@ def test_a_reset_belongs_to_no_trajectory(traj_info_cls: Any) -> None:
         assert infos
         assert all((info["Length"], info["Return"]) == (4, 10) for info in infos)
         assert samples is not None or len(infos) == 7
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("agent", [Stateful, Plain])
+def test_values_of_final_observations_that_are_not_recorded_are_right(mode: AutoresetMode, agent: Any) -> None:
+    sizes = {"batch_T": 20, "batch_B": 3, "n_batches": 4, "batched": True}
+    compare(SerialSampler, rows_of(mode), agent, sampler={"record_final_obs": False}, **sizes)
 
 
 def test_workers_that_write_into_a_replay_leave_the_resets_out() -> None:

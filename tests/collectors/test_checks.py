@@ -242,6 +242,17 @@ def test_bad_data_is_named_in_evaluations_too(name: str) -> None:
     check_named(error, message.replace("env_rank 3", "env_rank 1"))
 
 
+@pytest.mark.parametrize("name", ["observation of wrong shape", "four values", "reset observation of wrong shape"])
+def test_bad_data_is_named_at_start_up(name: str) -> None:
+    wrong, options, message = BAD[name]
+    with (
+        spoilt_envs(SerialSampler, [others(wrong)] * 3 + [wrong], max_decorrelation_steps=1000, **options) as sampler,
+        pytest.raises(WorkerError, match=r"while decorrelating env_rank 3 \(start-up\): ") as error,
+    ):
+        sampler.initialize(RandomAgent(), seed=0)
+    check_named(error, message)
+
+
 class Silent(Spoilt):
     """Ignores all warnings, as many simulators do, and numpy's errors too."""
 

@@ -375,3 +375,21 @@ def test_a_killed_worker_is_replaced_and_its_seats_are_cut_off() -> None:
         assert again[1][3:].tolist() == [1, 1, 1]
         assert again[-1]["valid"][3:].all()
         assert not again[3][3:].any()
+
+
+@pytest.mark.slow
+def test_a_replacement_while_environments_step_one_by_one() -> None:
+    with ShmVectorEnv([partial(ScriptedGame, 2, [{}] * 9)] * 3, n_workers=1, on_worker_failure="restart") as envs:
+        envs.reset(seed=0)
+        envs.step(np.zeros(6, int))
+        os.kill(envs.worker_pids[0], signal.SIGKILL)
+        envs.send(np.zeros(4, int), [2, 0])
+        *_, truncated, infos = envs.recv(min_ready=2)
+        assert infos["env_id"].tolist() == [0, 2]
+        assert infos["final_info"]["worker_restarted"].all()
+        assert truncated.all()
+        envs.send(np.zeros(6, int))
+        _, reward, _, truncated, infos = envs.recv(min_ready=3)
+        assert reward.tolist() == [1, 1, 0, 0, 1, 1]  # now environment 1 is cut off
+        assert truncated.tolist() == [False, False, True, True, False, False]
+        assert infos["valid"].tolist() == [True, True, False, False, True, True]
