@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode
 
 from penstock.envs import BatchedCartPole, BatchedEnvPool
 from penstock.errors import ConfigError
@@ -37,15 +36,6 @@ def envpool(n: int) -> Any:
 
 
 both = pytest.mark.parametrize("make", [cartpole, envpool])
-
-
-@both
-def test_the_mode_is_same_step(make: Any) -> None:
-    env = make(2)
-    assert env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
-    assert env.observation_space.shape == (2, 4)
-    assert env.action_space.shape == (2,)
-    env.close()
 
 
 @both

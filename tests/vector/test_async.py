@@ -64,17 +64,6 @@ def test_a_reset_of_some_during_a_step_drops_their_results(mode: str) -> None:
         assert envs.step([0, 0])[1].tolist() == [1, 2]
 
 
-def test_a_reset_in_two_halves_between_send_and_recv() -> None:
-    with ShmVectorEnv([CountingEnv] * 2) as envs:
-        envs.reset()
-        envs.send([0, 0])
-        envs.reset_async(options={"reset_mask": np.array([True, False])})
-        envs.reset_wait()
-        assert envs.recv(2)[4]["env_id"].tolist() == [1]
-        envs.send([0, 0])
-        assert envs.recv(2)[1].tolist() == [1, 2]
-
-
 def test_options_of_each_environment() -> None:
     with ShmVectorEnv([Slow] * 2) as envs:
         assert envs.reset(options=[{"a": 1}, None])[1]["options"].tolist() == ["{'a': 1}", "None"]
