@@ -3,9 +3,9 @@
 from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from penstock import (
     AlternatingSampler,
@@ -179,30 +179,24 @@ class KeepingGame(ScriptedGame):
         return {agent: self.told[agent].info for agent in self._own}
 
 
-class KeepingBatch(gym.vector.VectorEnv[Any, Any, Any]):
+class KeepingBatch(SyncVectorEnv):
     """The same for rows of a batched environment, which the caller resets."""
 
-    metadata = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED}  # noqa: RUF012
-
     def __init__(self, num_envs: int) -> None:
-        self.num_envs, example = num_envs, Keeping()
-        self.single_observation_space, self.single_action_space = example.observation_space, example.action_space
-        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        super().__init__([Keeping] * num_envs, autoreset_mode=AutoresetMode.DISABLED)
         self.n = np.zeros(num_envs, np.int64)
         self.info = {"n": self.n, "at": np.zeros((num_envs, 2)), "parts": {"trail": np.zeros((num_envs, 1), np.int64)}}
 
-    def _tell(self) -> Any:
+    def tell(self) -> Any:
+        self.n[:] = self.get_attr("count")
         self.info["at"][:] = self.info["parts"]["trail"][:] = self.n[:, None]
-        return np.full((self.num_envs, 2), self.n[:, None], np.float32)
+        return self.info
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.n[(options or {}).get("reset_mask", slice(None))] = 0
-        return self._tell(), self.info
+    def reset(self, **kwargs: Any) -> Any:
+        return super().reset(**kwargs)[0], self.tell()
 
     def step(self, actions: Any) -> Any:
-        self.n += 1
-        return self._tell(), self.n.astype(np.float64), self.n == 3, np.zeros_like(self.n, np.bool_), self.info
+        return *super().step(actions)[:4], self.tell()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from penstock import (
     TrajInfo,
     WorkerError,
 )
-from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv, ScriptedGame
+from penstock.envs import BatchedCartPole, CountingEnv, ScriptedGame
 from penstock.envs.direct_steps import step_into_of
 from penstock.vector import ShmVectorEnv
 
@@ -33,20 +33,9 @@ from ..against_loop import compare
 from ..scale import examples, quick_first
 from ..support import Diary, collect_with, sampler_of
 from ..toy_games import TurnGame
+from ..vector.vector_support import NestedInPlace
 
 SIZES: dict[str, Any] = {"batch_T": 12, "batch_B": 4, "n_batches": 3}
-
-
-class Nested(NestedEnv):
-    """A NestedEnv that writes in place."""
-
-    def step_into(self, out: Any, action: Any) -> Any:
-        observation, *rest = super().step(action)
-        out["position"][...] = observation["position"]
-        out["camera"][...] = observation["camera"]
-        out["goal"][0][...] = observation["goal"][0]
-        out["goal"][1][...] = observation["goal"][1]
-        return tuple(rest)
 
 
 class Walk(gym.Env[Any, Any]):
@@ -82,7 +71,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("env_fn", [CountingEnv, partial(CountingEnv, truncate=True), Nested, Walk])
+@pytest.mark.parametrize("env_fn", [CountingEnv, partial(CountingEnv, truncate=True), NestedInPlace, Walk])
 @pytest.mark.parametrize("options", quick_first(OPTIONS), ids=str)
 def test_batches_are_those_of_a_plain_loop_that_calls_step(env_fn: Any, options: dict[str, Any]) -> None:
     assert step_into_of(env_fn(), 0) is not None
@@ -107,7 +96,7 @@ def test_some_environments_may_write_in_place(
 
 def test_what_is_written_in_place_has_the_dtype_that_is_recorded() -> None:
     options = {"observation_dtype": np.float32, "env_info": {"count": 0}}
-    for batch, _ in collect_with(SerialSampler, Nested, bootstrap_value=False, **options):
+    for batch, _ in collect_with(SerialSampler, NestedInPlace, bootstrap_value=False, **options):
         position, goes_on = batch.env.observation.position, ~batch.env.done[:-1]
         assert position.dtype == np.float32
         assert goes_on.any()

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock import RandomAgent, SerialSampler
-from penstock.buffers import NamedArrays
 from penstock.buffers.native import COMPILED, PYTHON
-from penstock.collectors import TrajInfo, make_tracker, tracking
+from penstock.collectors import TrajInfo, tracking
 from penstock.collectors.tracking import BatchTracker, ObjectTracker
 from penstock.envs import CountingEnv
 from penstock.errors import ConfigError
@@ -181,62 +180,6 @@ def test_cells_that_are_not_valid_belong_to_no_trajectory(compiled: bool) -> Non
 
 
 # ---- ObjectTracker -----------------------------------------------------------------------------
-
-
-def object_tracker(run: Run, cls: type[TrajInfo] = Diary) -> list[tuple[Any, ...]]:
-    """(batch, t, env_rank, attributes) of every finished trajectory by an ObjectTracker."""
-    n = run.reward.shape[1]
-    handed_over: list[Any] = []
-    ranks = range(FIRST_RANK, FIRST_RANK + n)
-    tracker = make_tracker(cls, {"discount": run.discount}, ranks, pytest.fail, handed_over.extend)
-    for column, rewards in enumerate(run.before):
-        for reward in rewards:
-            tracker.set_agent_info(np.full(n, -1))
-            tracker.on_step(column, None, None, reward, False, False, {})
-        tracker.preload(column, rewards)
-    found, agent_info = [], NamedArrays(value=np.zeros((n, 1)))  # as rows of a batch, it is written again
-    for batch, (start, stop) in enumerate(run.batches):
-        for t in range(start, stop):
-            agent_info.value[:, 0] = np.arange(n) + 100 * t
-            tracker.set_agent_info(agent_info)
-            for column in range(n):
-                done = bool(run.done[t, column])
-                tracker.on_step(column, (t, column), t % 3, float(run.reward[t, column]), done, False, {"t": t})
-                if done:
-                    tracker.on_episode_end(t - start, column, f"end {t}")
-        n_done = tracker.end_rows(run.reward[start:stop], run.done[start:stop])
-        assert n_done == len(handed_over)
-        found += [(batch, *message[1:]) for message in handed_over]
-        handed_over.clear()
-    return sorted(found, key=lambda message: message[:3])
-
-
-@quick
-@given(runs())
-def test_objects_have_the_figures_of_the_plain_loop(run: Run) -> None:
-    names = ("Length", "Return", "NonzeroRewards", "DiscountedReturn")
-    found = [(*message[:3], *(message[3][name] for name in names)) for message in object_tracker(run)]
-    assert repr(found) == repr(plain_loop(run, times_of="batch"))
-
-
-@quick
-@given(runs())
-def test_objects_are_told_every_step_of_their_own_column_and_the_end(run: Run) -> None:
-    run.before = [[] for _ in run.before]
-    messages = object_tracker(run)
-    for column in range(run.reward.shape[1]):
-        own = [(run.bounds[batch] + t, info) for batch, t, rank, info in messages if rank == FIRST_RANK + column]
-        assert [t for t, _ in own] == np.flatnonzero(run.done[:, column]).tolist()
-        begin = 0
-        for end, info in own:
-            assert info["end"] == f"end {end}"
-            for t, (observation, action, reward, terminated, truncated, agent_info, env_info) in zip(
-                range(begin, end + 1), info["steps"], strict=True
-            ):
-                assert (observation, action, reward) == ((t, column), t % 3, run.reward[t, column])
-                assert (terminated, truncated, env_info) == (t == end, False, {"t": t})
-                assert agent_info.value.tolist() == [column + 100 * t]
-            begin = end + 1
 
 
 @pytest.mark.parametrize("forget", ["restart", "drop"])

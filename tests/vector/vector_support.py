@@ -16,7 +16,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from penstock.envs import CountingEnv
+from penstock.envs import CountingEnv, NestedEnv
 from penstock.vector import ShmVectorEnv
 
 from ..envs.space_strategies import sample
@@ -174,3 +174,19 @@ class OnlySeed(CountingEnv):
 
     def step(self, action: Any) -> Any:
         return *super().step(action)[:4], self.told
+
+
+class NestedInPlace(NestedEnv):
+    """Writes dicts and tuples of arrays in place, and counts how often."""
+
+    n_calls = 0
+
+    def step(self, action: Any) -> Any:
+        return super().step(action)
+
+    def step_into(self, out: Any, action: Any) -> Any:
+        self.n_calls += 1
+        observation, *rest = super().step(action)
+        out["position"][...], out["camera"][...] = observation["position"], observation["camera"]
+        out["goal"][0][...], out["goal"][1][...] = observation["goal"]
+        return tuple(rest)
