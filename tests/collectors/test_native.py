@@ -149,15 +149,6 @@ def test_without_outs_step_is_called(step: Any) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_an_out_that_is_missing_is_an_error(step: Any) -> None:
-    row = Row([ORDINARY[0]], [0], 1, frozenset({0}))
-    row.outs.clear()
-    with pytest.raises(IndexError):
-        row.run(step)
-    assert not row.seen
-
-
-@pytest.mark.parametrize("step", STEPS)
 def test_an_error_of_an_environment_comes_through_and_its_env_rank_is_noted(step: Any) -> None:
     def fail(action: Any) -> Any:
         raise KeyError("no such square")
@@ -171,10 +162,13 @@ def test_an_error_of_an_environment_comes_through_and_its_env_rank_is_noted(step
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_there_is_an_action_for_each(step: Any) -> None:
-    row = Row([ORDINARY[0]] * 3, [0, 1, 2], 3)
-    row.actions.pop()
-    with pytest.raises(ValueError, match="expected 3 actions, got 2"):
+@pytest.mark.parametrize(
+    ("what", "error", "message"), [("actions", ValueError, "expected 3 actions, got 2"), ("outs", IndexError, ".")]
+)
+def test_there_is_an_action_and_an_out_for_each(step: Any, what: str, error: type[Exception], message: str) -> None:
+    row = Row([ORDINARY[0]] * 3, [0, 1, 2], 3, frozenset({0, 1, 2}))
+    del getattr(row, what)[2 if what == "actions" else 0 :]
+    with pytest.raises(error, match=message):
         row.run(step)
     assert not row.seen
 
@@ -192,21 +186,6 @@ def test_a_list_that_is_emptied_meanwhile_is_an_error(step: Any, what: str) -> N
     with pytest.raises(IndexError):
         row.run(step)
     assert not row.seen
-
-
-@needs_compiler
-def test_an_index_may_empty_the_lists() -> None:
-    class Index:
-        def __index__(self) -> int:
-            row.bound.clear()
-            row.actions.clear()
-            return 0
-
-    row = Row([ORDINARY[0]] * 2, [0, 1], 2)
-    row.bound[0] = (Index(), 10, lambda action: (action, 1.0, False, False, {}), None)
-    with pytest.raises(IndexError, match="shorter"):
-        row.run(step_ordinary)
-    assert row.observations[0] == "action 0"
 
 
 class NoTruth:

@@ -199,9 +199,6 @@ def test_objects_begin_anew_after(forget: str) -> None:
     assert [info["Length"] for *_, info in messages] == ([0, 0] if forget == "restart" else [1, 0])
 
 
-# ---- make_tracker ------------------------------------------------------------------------------
-
-
 # ---- TrajInfo, stepped by hand, and of several episodes ----------------------------------------
 
 

@@ -22,16 +22,16 @@ from penstock import ConfigError, EnvCallError, SamplerStateError, SpaceError
 from penstock.envs import BatchedCartPole, CountingEnv
 from penstock.vector import ShmVectorEnv
 
-sb3 = pytest.importorskip("stable_baselines3")
+pytest.importorskip("stable_baselines3")
 
-from stable_baselines3.common.env_util import make_vec_env  # noqa: E402
-from stable_baselines3.common.monitor import Monitor  # noqa: E402
-from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor  # noqa: E402
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecMonitor
 
-from penstock.vector import Sb3VecEnv  # noqa: E402
+from penstock.vector import Sb3VecEnv
 
-from ..scale import pairs, scaled  # noqa: E402
-from ..support import assert_same, until  # noqa: E402
+from ..scale import pairs, scaled
+from ..support import assert_same, until
 
 pytestmark = pytest.mark.slow
 
@@ -122,17 +122,6 @@ def test_the_rest_of_the_interface_of_batched_environments() -> None:
     with pytest.raises(ConfigError, match="None or one dict"):
         envs.reset()
     monitored.close()
-
-
-def test_the_statistics_of_gymnasiums_vector_wrapper_are_those_of_the_episode() -> None:
-    def env_fn(num_envs: int) -> Any:
-        return RecordEpisodeStatistics(BatchedCartPole(num_envs, max_episode_steps=3))
-
-    envs = Sb3VecEnv(env_fn, num_envs=3, n_workers=2)
-    model = sb3.PPO("MlpPolicy", envs, n_steps=8, batch_size=24, n_epochs=1, seed=0, device="cpu")
-    model.learn(24)
-    assert [episode["l"] for episode in model.ep_info_buffer] == [3] * 6
-    envs.close()
 
 
 class Acting(gym.Env[Any, Any]):
