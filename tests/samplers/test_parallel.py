@@ -1,14 +1,18 @@
 """What ParallelSampler promises beside determinism: exact accounting, uneven shares, pinning, parameters."""
 
 import copy
+import gc
 import itertools
 import os
 import pickle
 import re
+import sys
 import time
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -21,6 +25,7 @@ from torch import nn
 
 from penstock import (
     Affinity,
+    AgentStep,
     AsyncSampler,
     CategoricalPgAgent,
     FunctionAgent,
@@ -31,14 +36,17 @@ from penstock import (
     Sampler,
     SamplerStateError,
     SerialSampler,
+    TrajInfo,
     WaitResetCollector,
 )
 from penstock.agents.joint import DelegatingAgent
 from penstock.envs import CountingEnv
 from penstock.workers.affinity import usable_cpus
 
-from ..scale import START_METHODS, methods
-from ..support import sampler_of
+from ..models import Constant
+from ..scale import START_METHODS, methods, quick_first
+from ..support import Diary, sampler_of
+from .started import started
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 
@@ -130,42 +138,10 @@ def test_the_server_process_uses_as_many_threads_as_torch_does_here(start_method
         torch.set_num_threads(before)
 
 
-class Revealing(nn.Module):
-    """All parameters are published equal; the value shows whether a worker ever sees them mixed."""
-
-    def __init__(self, n: int = 200_000) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(n))
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        spread = self.weight.max() - self.weight.min()
-        logits = spread.expand(len(observation), 3)
-        return logits, self.weight.mean().expand(len(observation))
-
-
-def test_a_worker_never_acts_on_half_written_parameters() -> None:
-    agent = CategoricalPgAgent(Revealing)
-    with ParallelSampler(CountingEnv, batch_T=1, batch_B=2, n_workers=2) as sampler:
-        sampler.initialize(agent, seed=0)
-        version = 0
-        for itr in range(60):
-            sampler.start_samples(itr)
-            for _ in range(5):  # publish while the workers read
-                version += 1
-                with torch.no_grad():
-                    agent.model.weight.fill_(float(version))
-                agent.sync_shared_memory()
-            samples, _ = sampler.wait_samples()
-            # log(1/3): the logits are equal; and the weights were all of one whole version.
-            assert torch.allclose(samples.agent.agent_info.log_prob, torch.tensor(1 / 3).log())
-            values = samples.agent.agent_info.value
-            assert torch.equal(values, values.round())
-
-
 @pytest.mark.slow
 @both
 def test_one_agent_may_serve_two_samplers(cls: type[Sampler]) -> None:
-    agent = CategoricalPgAgent(partial(Revealing, 10))
+    agent = CategoricalPgAgent(Constant)
     with cls(CountingEnv, batch_T=1, batch_B=1) as first, cls(CountingEnv, batch_T=1, batch_B=1) as second:
         first.initialize(agent)
         second.initialize(agent)
@@ -275,7 +251,7 @@ def test_running_statistics_are_no_training() -> None:
 
 
 def test_a_copy_of_an_agent_in_use_is_an_agent_of_its_own() -> None:
-    agent = CategoricalPgAgent(partial(Revealing, 10))
+    agent = CategoricalPgAgent(Constant)
     with ParallelSampler(CountingEnv, batch_T=1, batch_B=1) as sampler:
         sampler.initialize(agent)
         target = copy.deepcopy(agent)
@@ -286,22 +262,6 @@ def test_a_copy_of_an_agent_in_use_is_an_agent_of_its_own() -> None:
         with pytest.raises(SamplerStateError, match="belongs to no sampler yet"):
             target.sync_shared_memory()
         agent.sync_shared_memory()
-
-
-@both
-def test_start_and_wait_are_the_two_halves_of_obtain(cls: type[Sampler]) -> None:
-    def run(halves: bool) -> Any:
-        with cls("CartPole-v1", batch_T=20, batch_B=3) as sampler:
-            sampler.initialize(RandomAgent(), seed=2)
-            for itr in range(3):
-                if halves:
-                    sampler.start_samples(itr)
-                    sampler.wait_samples()
-                else:
-                    sampler.obtain_samples(itr)
-            return sampler.samples_np.copy()
-
-    np.testing.assert_array_equal(run(True).env.observation, run(False).env.observation)
 
 
 @both
@@ -389,3 +349,82 @@ def test_an_id_and_a_registration_in_this_process_are_enough(cls: type[Sampler])
             assert len(sampler.obtain_samples(0)[1]) == 4
     finally:
         gym.registry.pop("PenstockCounting-v0")
+
+
+class Thirds(CountingEnv):
+    """Its observations have more digits than float16."""
+
+    step_into = None
+
+    def observe(self) -> Any:
+        return super().observe() / 3
+
+
+class Telling(RandomAgent):
+    """Reports what it was given."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        size = np.full(len(observation), observation.dtype.itemsize)
+        action, _ = super().step(observation, prev_action, prev_reward)
+        return AgentStep(action, {"given": observation.copy(), "size": size})
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler])
+def test_an_agent_acts_on_observations_in_the_dtype_in_which_they_are_recorded(cls: type[Sampler]) -> None:
+    options: dict[str, Any] = {"observation_dtype": np.float16, "n_workers": 2}
+    with started(partial(Thirds, dtype=np.float64), Telling(), cls, **options) as sampler:
+        sampler.obtain_samples(0)
+        info, observation = sampler.samples_np.agent.agent_info, sampler.samples_np.env.observation
+        assert info.given.dtype == observation.dtype == np.float16
+        np.testing.assert_array_equal(info.given, observation)
+        assert (info.size == 2).all()
+
+
+# ---- what it costs, and what is left -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "batch_T", "n_batches", "most"),
+    quick_first([(GpuSampler, 128, 4, 100 * 4 * 128), (ParallelSampler, 1, 50, 150 * 50)]),
+)
+def test_the_main_process_calls_few_functions(cls: type[Sampler], batch_T: int, n_batches: int, most: int) -> None:
+    """For each row of central sampling, and for each short batch."""
+    calls: list[str] = []
+    with started(CountingEnv, cls=cls, batch_T=batch_T, batch_B=4, n_workers=2) as sampler:
+        sampler.obtain_samples(0)
+        sys.setprofile(lambda frame, event, argument: calls.append(event))
+        try:
+            for itr in range(n_batches):
+                sampler.obtain_samples(itr)
+        finally:
+            sys.setprofile(None)
+    assert calls.count("call") <= most
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize(
+    ("is_shut_down", "traj_info_cls"), quick_first([(True, TrajInfo), (True, Diary), (False, Diary)])
+)
+def test_a_sampler_that_is_done_with_is_freed_at_once(is_shut_down: bool, traj_info_cls: type[TrajInfo]) -> None:
+    """It is part of no cycle. One that is dropped ends its workers too."""
+
+    def memory_files() -> int:
+        entries = Path("/proc/self/fd").iterdir()
+        return sum("memfd" in os.readlink(entry) for entry in entries if entry.is_symlink())
+
+    before = memory_files()
+    sampler = sampler_of(ParallelSampler, traj_info_cls=traj_info_cls)
+    sampler.initialize(RandomAgent())
+    sampler.obtain_samples(0)
+    if is_shut_down:
+        sampler.shutdown()
+    del sampler
+    assert memory_files() == before
