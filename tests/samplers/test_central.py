@@ -38,6 +38,7 @@ from ..models import Constant
 from ..scale import pairs, scaled, some
 from ..support import PROGRAMS, Gated, assert_same, collect_with, pipes
 from .digest_cases import Plain, Stateful
+from .test_equalities import SAMPLERS
 
 T = 10
 
@@ -258,18 +259,12 @@ class Halting(ResetCollector):
         self.end_batch()
 
 
-HOW: dict[str, tuple[type[GpuSampler], dict[str, Any]]] = {
-    "lock-step": (GpuSampler, {"n_workers": 2}),
-    "first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1}),
-    "alternating": (AlternatingSampler, {"n_workers": 3}),
-    "no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
-    "own process": (GpuSampler, {"n_workers": 3, "min_ready": 1, "server": "process"}),
-}
+HOW = ("central", "central, first-ready", "alternating", "alternating, no overlap", "central, own process, first-ready")
 
 
 @pytest.mark.parametrize(("agent_cls", "how"), pairs([Plain, Stateful], HOW))
 def test_a_collector_of_ones_own_records_what_it_does_in_one_process(agent_cls: Any, how: str) -> None:
-    cls, kwargs = HOW[how]
+    cls, kwargs = SAMPLERS[how]
     env_kwargs = [{"length": n, "truncate": n > 3} for n in (3, 5, 1, 4, 7)]
     options: dict[str, Any] = {"batch_T": 13, "n": 4, "env_kwargs": env_kwargs, "collector_cls": Halting}
     wanted = collect_with(SerialSampler, CountingEnv, agent_cls(), **options)
@@ -279,7 +274,7 @@ def test_a_collector_of_ones_own_records_what_it_does_in_one_process(agent_cls: 
 
 @pytest.mark.parametrize("how", HOW)
 def test_an_evaluation_ends_when_there_are_enough_trajectories(how: str) -> None:
-    cls, kwargs = HOW[how]
+    cls, kwargs = SAMPLERS[how]
     limits: dict[str, Any] = {"eval_n_envs": 3, "eval_max_steps": 3_000_000_000, "eval_max_trajectories": 10}
     with cls(CountingEnv, batch_T=2, batch_B=4, **limits, **kwargs) as sampler:
         sampler.initialize(RandomAgent(), seed=0)

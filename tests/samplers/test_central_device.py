@@ -40,6 +40,7 @@ from penstock.learning import gae
 from ..models import Gru
 from ..scale import pairs, scaled
 from ..support import until
+from .started import check_refused
 
 pytestmark = pytest.mark.slow
 
@@ -136,21 +137,15 @@ def assert_same_actions_and_values(ours: list[Any], theirs: list[Any], offset: f
 @compiling
 @pytest.mark.parametrize(("server", "min_ready"), pairs(["caller", "process"], [1, None]))
 def test_a_compiled_model_acts_as_it_would_otherwise(server: Any, min_ready: Any) -> None:
-    """Traced by torch, and run without a compiler of machine code."""
+    """Traced by torch, and run without a compiler of machine code. The learner's model is not compiled."""
     kwargs: dict[str, Any] = {"n_workers": 2, "min_ready": min_ready, "compile_model": {"backend": "eager"}}
-    found = batches(GpuSampler(CountingEnv, server=server, **SIZES, **kwargs), CategoricalPgAgent(Net))
+    agent = CategoricalPgAgent(Net)
+    found = batches(GpuSampler(CountingEnv, server=server, **SIZES, **kwargs), agent)
     assert_same_actions_and_values(
         found, batches(SerialSampler(CountingEnv, **SIZES), CategoricalPgAgent(Net)), offset=1000
     )
-
-
-@compiling
-def test_the_learners_model_is_not_compiled() -> None:
-    agent = CategoricalPgAgent(Net)
-    with GpuSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=1, compile_model={"backend": "eager"}) as sampler:
-        sampler.initialize(agent, seed=0)
-        assert type(agent.model) is Net
-        assert agent.model(torch.zeros(1, 2).double())[1] < 1000
+    assert type(agent.model) is Net
+    assert agent.model(torch.zeros(1, 2).double())[1] < 1000
 
 
 @compiling
@@ -162,27 +157,18 @@ def test_a_model_that_cannot_be_compiled_is_named_before_the_first_batch(server:
                 raise NotImplementedError("not this one")
             return super().forward(observation)
 
-    kwargs: dict[str, Any] = {"compile_model": {"backend": "eager", "fullgraph": True}, "server": server}
-    with (
-        GpuSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=1, **kwargs) as sampler,
-        pytest.raises(ConfigError if server == "caller" else WorkerError, match="the model could not be compiled: "),
-    ):
-        sampler.initialize(CategoricalPgAgent(Odd), seed=0)
-
-
-def test_there_must_be_a_model_to_compile() -> None:
-    sampler = GpuSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=1, compile_model=True)
-    with sampler, pytest.raises(ConfigError, match="RandomAgent has no model that could be compiled"):
-        sampler.initialize(RandomAgent())
+    options: dict[str, Any] = {"compile_model": {"backend": "eager", "fullgraph": True}, "server": server}
+    options |= {"cls": GpuSampler, "error": ConfigError if server == "caller" else WorkerError}
+    check_refused(CountingEnv, "the model could not be compiled: ", CategoricalPgAgent(Odd), **options)
 
 
 def test_arguments_of_torch_compile_are_checked() -> None:
-    sampler = GpuSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=1, compile_model={"speed": 9})
-    with sampler, pytest.raises(ConfigError, match=r"torch.compile\(model, \*\*{'speed': 9}\) raised"):
-        sampler.initialize(CategoricalPgAgent(Net))
+    with_model, options = CategoricalPgAgent(Net), {"cls": GpuSampler, "compile_model": {"speed": 9}}
+    check_refused(CountingEnv, "RandomAgent has no model that could be compiled", **options)
+    check_refused(CountingEnv, r"torch.compile\(model, \*\*{'speed': 9}\) raised", with_model, **options)
     for odd in (None, 1, "fast", ["mode"]):
-        with pytest.raises(ConfigError, match="compile_model must be True, False or arguments"):
-            GpuSampler(CountingEnv, batch_T=2, batch_B=2, compile_model=odd)
+        options["compile_model"] = odd
+        check_refused(CountingEnv, "compile_model must be True, False or arguments", with_model, **options)
 
 
 # ---- the way to a GPU ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Calls on the environments between batches, and what their factories are told."""
+"""Calls on the environments between batches, what their factories are told, and results that nobody can read."""
 
 import os
 from functools import partial
@@ -15,14 +15,17 @@ from penstock import (
     ParallelSampler,
     RandomAgent,
     Sampler,
+    SamplerState,
     SamplerStateError,
     SerialSampler,
+    TrajectoryCountError,
     TrajInfo,
 )
+from penstock.buffers.object_pipe import ObjectPipe
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, Purpose
 
 from ..scale import quick_first
-from ..support import Diary
+from ..support import Diary, sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 with_central = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
@@ -127,35 +130,27 @@ def test_a_result_may_be_of_a_class_of_the_script(start_method: str) -> None:
 
 @both
 def test_an_exception_names_its_environment_and_harms_nobody(cls: type[Sampler]) -> None:
+    refused: list[tuple[type[Exception], tuple[Any, ...], str]] = [
+        (EnvCallError, ("fail_on", 3), "call 'fail_on' on env_rank 3 raised ArithmeticError: not here"),
+        (EnvCallError, ("unpicklable",), r"^the result of .* on env_rank 0, a generator, cannot be pickled: Ty"),
+        (EnvCallError, ("unreadable",), r"^the result of call .* on env_rank 0, a Unr.*, cannot be unpickled: Z"),
+        (EnvCallError, ("unspeakable",), r"on env_rank 0 raised .*Unspeakable: .its message could not be formatted"),
+        (ConfigError, (3,), "call needs the name of a method or an attribute, got 3"),
+        (ConfigError, ("add", (i for i in range(3))), "arguments for 'add' cannot be pickled"),
+    ]
     with wrapped_sampler(cls) as sampler:
         sampler.initialize(RandomAgent())
-        with pytest.raises(
-            EnvCallError, match="call 'fail_on' on env_rank 3 raised ArithmeticError: not here"
-        ) as caught:
-            sampler.call("fail_on", 3)
-        assert isinstance(caught.value.__cause__, ArithmeticError)
-        assert "in fail_on" in str(caught.value.__cause__.__cause__)
+        for error, arguments, message in refused:
+            with pytest.raises(error, match=message) as caught:
+                sampler.call(*arguments)
+            if arguments[0] == "fail_on":
+                assert isinstance(caught.value.__cause__, ArithmeticError)
+                assert "in fail_on" in str(caught.value.__cause__.__cause__)
         with pytest.raises(EnvCallError, match="get_attr 'nothing' on env_rank 0 raised AttributeError"):
             sampler.get_attr("nothing")
-        with pytest.raises(
-            EnvCallError, match=r"^the result of .*unpicklable' on env_rank 0, a generator, cannot be pickled: Ty"
-        ):
-            sampler.call("unpicklable")
-        with pytest.raises(
-            EnvCallError, match=r"^the result of call 'unreadable' on env_rank 0, a Unr.*, cannot be unpickled: Z"
-        ):
-            sampler.call("unreadable")
-        with pytest.raises(
-            EnvCallError, match=r"on env_rank 0 raised .*Unspeakable: .its message could not be formatted"
-        ):
-            sampler.call("unspeakable")
-        with pytest.raises(ConfigError, match="call needs the name of a method or an attribute, got 3"):
-            sampler.call(3)  # type: ignore[arg-type]
-        assert sampler.call("named", name="x") == ["x"] * 5, "an argument may be called name"
         with pytest.raises(ConfigError, match=r"set_attr\('level'\) got 2 values for 5 environments"):
             sampler.set_attr("level", [1, 2])
-        with pytest.raises(ConfigError, match="arguments for 'add' cannot be pickled"):
-            sampler.call("add", (i for i in range(3)))
+        assert sampler.call("named", name="x") == ["x"] * 5, "an argument may be called name"
         assert sampler.call("add", 1) == [(b, 1) for b in range(5)]
         sampler.obtain_samples(0)
 
@@ -211,11 +206,7 @@ def test_the_example_environment_is_told_that_it_is_one() -> None:
 
 
 class LevelledBatch(BatchedCartPole):
-    """A batched environment with an attribute and methods."""
-
-    def __init__(self, num_envs: int, **kwargs: Any) -> None:
-        super().__init__(num_envs, **kwargs)
-        self.level = 0
+    level = 0
 
     def add(self, n: int, factor: int = 1) -> tuple[int, int]:
         self.level += n * factor
@@ -230,13 +221,11 @@ class LevelledBatch(BatchedCartPole):
     ("cls", "sizes", "evals"), [(SerialSampler, [5], [3]), (partial(ParallelSampler, n_workers=2), [3, 2], [2, 1])]
 )
 def test_calls_reach_the_batched_environment_of_each_worker(cls: Any, sizes: list[int], evals: list[int]) -> None:
-    """As a plain loop over the environments, one for each worker, would do it."""
     with cls(LevelledBatch, batch_T=4, batch_B=5, batched=True, eval_n_envs=3) as sampler:
         sampler.initialize(RandomAgent(), seed=7)
         for evaluation, own in ((False, sizes), (True, evals)):
-            loop = [LevelledBatch(n) for n in own]
-            assert sampler.get_attr("num_envs", evaluation=evaluation) == [env.num_envs for env in loop]
-            assert sampler.call("add", 2, factor=3, evaluation=evaluation) == [env.add(2, factor=3) for env in loop]
+            assert sampler.get_attr("num_envs", evaluation=evaluation) == own
+            assert sampler.call("add", 2, factor=3, evaluation=evaluation) == [(n, 6) for n in own]
             levels = list(range(10, 10 + len(own)))
             sampler.set_attr("level", levels, evaluation=evaluation)
             assert sampler.get_attr("level", evaluation=evaluation) == levels
@@ -250,3 +239,69 @@ def test_calls_reach_the_batched_environment_of_each_worker(cls: Any, sizes: lis
             sampler.call("fail_on", sizes[-1])
         batch, _ = sampler.obtain_samples(0)
         assert batch.env.valid.all()
+
+
+# ---- what arrives here and cannot be unpickled, or was not expected --------------------------
+
+
+class NeedsTwo(Exception):
+    """Its pickle calls it with one argument."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one)
+
+
+class KeepsErrors(TrajInfo):
+    def terminate(self, final_observation: Any) -> None:
+        self.Error = NeedsTwo(1, 2)
+
+
+def test_an_attribute_that_cannot_be_unpickled_is_named_in_that_batch_and_no_other() -> None:
+    with sampler_of(ParallelSampler, batch_T=12, traj_info_cls=KeepsErrors) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        says = r"attribute 'Error' of a KeepsErrors of env_rank 0, .* cannot be unpickled .*TypeError"
+        for itr in range(3):
+            with pytest.raises(ConfigError, match=says) as caught:
+                sampler.obtain_samples(itr)
+            assert isinstance(caught.value.__cause__, TypeError)
+            assert sampler.state is SamplerState.READY
+            assert sampler.samples_np.env.valid.all()
+            assert sampler.get_attr("length") == [5] * 4, "nothing of the batch is left in the pipes"
+        assert sampler.stats().workers[0].batches == 3
+
+
+def test_another_number_than_promised_breaks_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sampler_of(ParallelSampler, batch_T=12, traj_info_cls=KeepsErrors) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+
+        def lose(self: ObjectPipe, promised: int, **options: Any) -> Any:
+            return take(self, promised + 1, **options)
+
+        take = ObjectPipe.take
+        monkeypatch.setattr(ObjectPipe, "take", lose)
+        for _ in range(2):
+            with pytest.raises(TrajectoryCountError, match=r"1 results arrived|2 results arrived, 3 were expected"):
+                sampler.get_attr("length")
+            assert sampler.state is SamplerState.BROKEN
+
+
+class AtHome:
+    """Can be unpickled in one process alone."""
+
+    def __reduce__(self) -> Any:
+        return eval, (f"1 // (__import__('os').getpid() == {os.getpid()})",)
+
+
+def test_a_result_that_cannot_be_unpickled_here_harms_nobody() -> None:
+    class Homely(CountingEnv):
+        def answer(self) -> Any:
+            return AtHome()
+
+    says = "call .answer. on env_rank 0 returned a result .* cannot be unpickled .* ZeroDiv"
+    with sampler_of(ParallelSampler, Homely) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for _ in range(2):
+            with pytest.raises(EnvCallError, match=says):
+                sampler.call("answer")
+            assert sampler.get_attr("length") == [5] * 4
+        sampler.obtain_samples(0)

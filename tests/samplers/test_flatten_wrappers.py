@@ -10,11 +10,12 @@ import pytest
 from gymnasium.error import ResetNeeded
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
-from penstock import ConfigError, GpuSampler, ParallelSampler, RandomAgent, SerialSampler, WorkerError
+from penstock import GpuSampler, ParallelSampler, RandomAgent, SerialSampler, WorkerError
 from penstock.envs import CountingEnv
 from penstock.envs.direct_steps import flat_step_of
 
 from ..scale import quick_first
+from .started import started
 
 CASES: list[tuple[Any, str, dict[str, Any]]] = [
     (SerialSampler, "CartPole-v1", {}),
@@ -52,9 +53,7 @@ def test_batches_are_equal_bit_for_bit(cls: Any, env_id: str, kwargs: dict[str, 
 def test_attributes_of_the_wrappers_can_be_read_and_set(flatten_wrappers: bool) -> None:
     """Between two batches a user changes the limit and the count, and resets and renders."""
     env_fn = partial(_limited, 50)
-    size: dict[str, Any] = {"batch_T": 8, "batch_B": 2, "max_decorrelation_steps": 0}
-    with SerialSampler(env_fn, flatten_wrappers=flatten_wrappers, **size) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with started(env_fn, flatten_wrappers=flatten_wrappers, batch_T=8) as sampler:
         samples, _ = sampler.obtain_samples(0)
         assert sampler.get_attr("_elapsed_steps") == [8, 8]
         assert not samples.env.truncated.any()
@@ -87,17 +86,10 @@ def _limited(n: int) -> Any:
 
 
 def test_an_environment_that_is_put_in_its_place_is_stepped() -> None:
-    size: dict[str, Any] = {"batch_T": 6, "batch_B": 1, "max_decorrelation_steps": 0}
-    with SerialSampler(partial(_limited, 50), **size) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with started(partial(_limited, 50), batch_T=6, batch_B=1) as sampler:
         sampler.obtain_samples(0)
         other = TimeLimit(CountingEnv(length=2), 10)
         other.reset()
         sampler.set_attr("env", [other])
         samples, _ = sampler.obtain_samples(1)
         assert samples.env.terminated[:, 0].tolist() == [False, True] * 3
-
-
-def test_the_argument_must_be_a_bool() -> None:
-    with pytest.raises(ConfigError, match="flatten_wrappers must be True or False, got 'no'"):
-        SerialSampler(CountingEnv, batch_T=1, batch_B=1, flatten_wrappers="no")  # type: ignore[arg-type]

@@ -153,51 +153,32 @@ def test_one_agent_may_serve_two_samplers(cls: type[Sampler]) -> None:
     agent.sync_shared_memory()  # with no one left to hear it
 
 
-class Statistics(nn.Module):
-    """A model of CountingEnv that counts its forward passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.out = nn.BatchNorm1d(2), nn.Linear(2, 4)
-
-    def forward(self, observation: Any) -> Any:
-        out = self.out(self.norm(observation))
-        return out[:, :3], out[:, 3]
-
-
-def torch_agent(fused: bool, wrap: Any = lambda agent: agent) -> Any:
-    """An agent, and what trains it."""
-    agent = wrap(CategoricalPgAgent(Statistics))
-
-    def train() -> None:
-        model = getattr(agent, "agent", agent).model
-        optimizer = torch.optim.Adam(model.parameters(), fused=fused)
-        model(torch.ones(2, 2))[1].sum().backward()
-        optimizer.step()
-
-    return agent, train
-
-
-def numpy_agent() -> Any:
-    agent = FunctionAgent(lambda weights, observation: np.zeros(len(observation), np.int64), parameters=np.zeros(2))
-
-    def train() -> None:
-        agent.parameters += 1.0
-
-    return agent, train
+def scripted(parameters: Any, observation: Any) -> Any:
+    return np.zeros(len(observation), np.int64)
 
 
 AGENTS: dict[str, Any] = {
-    "torch": partial(torch_agent, False),
-    "fused": partial(torch_agent, True),
-    "delegating": partial(torch_agent, False, DelegatingAgent),
-    "numpy": numpy_agent,
+    "torch": partial(CategoricalPgAgent, Constant),
+    "fused": partial(CategoricalPgAgent, Constant),
+    "delegating": lambda: DelegatingAgent(CategoricalPgAgent(Constant)),
+    "numpy": lambda: FunctionAgent(scripted, parameters=np.zeros(2)),
 }
+
+
+def train(kind: str, agent: Any) -> None:
+    if kind == "numpy":
+        agent.parameters += 1.0
+        return
+    model = getattr(agent, "agent", agent).model
+    model(torch.ones(2, 2))[1].sum().backward()
+    torch.optim.Adam(model.parameters(), fused=kind == "fused").step()
+
+
 UNPUBLISHED = r"parameters of agent have changed.* 5 batches.*: call agent\.sync_shared_memory\(\)"
 
 
-def batches(sampler: Any, train: Any, n: int = 12, first: int = 0) -> Any:
-    """The numbers of the batches whose call warns, while `train` is called after each."""
+def batches(sampler: Any, then: Any, n: int = 12, first: int = 0) -> Any:
+    """The numbers of the batches whose call warns, while `then` is called after each."""
     for itr in range(first, first + n):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -206,7 +187,7 @@ def batches(sampler: Any, train: Any, n: int = 12, first: int = 0) -> Any:
             assert re.search(UNPUBLISHED, str(warning.message))
             assert warning.filename == __file__
             yield itr
-        train()
+        then()
 
 
 @pytest.mark.parametrize(
@@ -214,23 +195,19 @@ def batches(sampler: Any, train: Any, n: int = 12, first: int = 0) -> Any:
     [*product(AGENTS, [SerialSampler]), ("torch", ParallelSampler), ("numpy", GpuSampler), ("torch", AsyncSampler)],
 )
 def test_parameters_that_are_never_published_are_noticed_once(kind: str, cls: Any) -> None:
-    agent, train = AGENTS[kind]()
-    with sampler_of(cls, batch_T=2, batch_B=2, n_workers=1) as sampler:
-        sampler.initialize(agent, seed=0)
-        if cls is AsyncSampler:
-            sampler.start()
+    agent = AGENTS[kind]()
+    with started(CountingEnv, agent, cls, batch_T=2, n_workers=1) as sampler:
         # Batch 0 has the right parameters, the batches 1 to 5 have not.
-        assert list(batches(sampler, train, 40)) == [5]
+        assert list(batches(sampler, partial(train, kind, agent), 40)) == [5]
 
 
 @pytest.mark.parametrize("kind", AGENTS)
 def test_who_publishes_or_does_not_train_is_not_warned(kind: str) -> None:
-    agent, train = AGENTS[kind]()
-    with sampler_of(SerialSampler, batch_T=2, batch_B=2, eval_n_envs=1, eval_episodes=1) as sampler:
-        sampler.initialize(agent, seed=0)
+    agent = AGENTS[kind]()
+    with started(CountingEnv, agent, eval_n_envs=1, eval_episodes=1) as sampler:
 
         def publish_sometimes() -> None:
-            train()
+            train(kind, agent)
             if next(count) % 5 == 4:
                 agent.sync_shared_memory()
 
@@ -239,13 +216,20 @@ def test_who_publishes_or_does_not_train_is_not_warned(kind: str) -> None:
         assert not list(batches(sampler, publish_sometimes, 20, 20))
         for itr in range(20):
             sampler.evaluate_agent(itr)
-        assert list(batches(sampler, train, 40, 40)), "from now on it is forgotten"
+        assert list(batches(sampler, partial(train, kind, agent), 40, 40)), "from now on it is forgotten"
 
 
 def test_running_statistics_are_no_training() -> None:
-    agent, _ = torch_agent(False)
-    with sampler_of(SerialSampler, batch_T=2, batch_B=2) as sampler:
-        sampler.initialize(agent, seed=0)
+    class Statistics(Constant):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, observation: Any) -> Any:
+            return super().forward(self.norm(observation))
+
+    agent = CategoricalPgAgent(Statistics)
+    with started(CountingEnv, agent) as sampler:
         assert not list(batches(sampler, lambda: agent.model.train()(torch.rand(4, 2))))
         assert agent.model.norm.num_batches_tracked == 12
 
