@@ -26,14 +26,15 @@ from penstock import (
 from penstock.buffers import Samples
 from penstock.columns.builder import EnvBuilder
 from penstock.envs import CountingEnv
+from penstock.envs.direct_steps import flat_step_of
 from penstock.envs.factory import EnvContext
 from penstock.envs.seeding import Purpose
 from penstock.learning import gae
 from penstock.workers.control import ControlBlock
 
 from ..models import CartPoleNet
-from ..scale import some
-from ..support import assert_same
+from ..scale import quick_first, some
+from ..support import EVALUATING, assert_same, collect_with
 from .started import check_refused, started
 
 CARTPOLE = partial(gym.make, "CartPole-v1")
@@ -92,6 +93,27 @@ def test_samplers_of_unequal_size_give_the_columns_of_one_large_one() -> None:
             returns += [info.Return for info in sampler.evaluate_agent(0)]
         first, first_eval = first + n, first_eval + n_evals
     assert sorted(returns) == evaluated
+
+
+@pytest.mark.parametrize(
+    ("cls", "env_id", "kwargs"),
+    quick_first(
+        [
+            (SerialSampler, "CartPole-v1", {}),
+            (SerialSampler, "CartPole-v1", {"max_episode_steps": 7, "disable_env_checker": True}),
+            (SerialSampler, "MountainCarContinuous-v0", {"max_episode_steps": 1}),
+            (ParallelSampler, "CartPole-v1", {"max_episode_steps": 13}),
+            (GpuSampler, "Pendulum-v1", {"max_episode_steps": 11}),
+        ],
+        2,
+    ),
+)
+def test_flattened_wrappers_of_gymnasium_change_nothing(cls: Any, env_id: str, kwargs: dict[str, Any]) -> None:
+    env_fn = partial(gym.make, env_id, **kwargs)
+    env = env_fn()
+    assert flat_step_of(env) != env.step
+    found = collect_with(cls, env_fn, batch_T=30, **EVALUATING)
+    assert_same(found, collect_with(SerialSampler, env_fn, batch_T=30, flatten_wrappers=False, **EVALUATING))
 
 
 @pytest.mark.parametrize(

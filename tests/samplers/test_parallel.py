@@ -15,7 +15,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
@@ -71,10 +70,8 @@ def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> Non
     cpus = usable_cpus()
 
     def places(affinity: Any, cls: type[Sampler] = ParallelSampler) -> tuple[list[float], set[float]]:
-        with cls(
-            WhereEnv, batch_T=1, batch_B=3, n_workers=3, start_method=start_method, max_decorrelation_steps=0
-        ) as sampler:
-            sampler.initialize(RandomAgent(), affinity=affinity)
+        options: dict[str, Any] = {"cls": cls, "n_workers": 3, "start_method": start_method, "affinity": affinity}
+        with started(WhereEnv, batch_T=1, batch_B=3, **options) as sampler:
             sampler.obtain_samples(0)
             samples, _ = sampler.obtain_samples(1)
             return samples.env.reward[0].tolist(), set(samples.env.observation.unique().tolist())
@@ -100,16 +97,14 @@ class Unlimited(WhereEnv):
 @pytest.mark.slow
 def test_libraries_that_an_environment_loads_are_limited_too() -> None:
     pytest.importorskip("scipy")
-    with ParallelSampler(Unlimited, batch_T=1, batch_B=1, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent())
+    with started(Unlimited, cls=ParallelSampler, batch_T=1, batch_B=1) as sampler:
         sampler.obtain_samples(0)  # the next batch begins with the observation of its last step
         assert sampler.obtain_samples(1)[0].env.observation.unique().tolist() == [1.0]
 
 
 def test_the_threads_and_cpus_of_the_main_process_stay(start_method: str) -> None:
     before = torch.get_num_threads(), threadpoolctl.threadpool_info(), usable_cpus()
-    with ParallelSampler(CountingEnv, batch_T=1, batch_B=2, start_method=start_method) as sampler:
-        sampler.initialize(RandomAgent())
+    with started(CountingEnv, cls=ParallelSampler, start_method=start_method):
         assert (torch.get_num_threads(), threadpoolctl.threadpool_info(), usable_cpus()) == before
 
 
@@ -131,8 +126,8 @@ def test_the_server_process_uses_as_many_threads_as_torch_does_here(start_method
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with GpuSampler(CountingEnv, batch_T=2, batch_B=2, server="process", start_method=start_method) as sampler:
-            sampler.initialize(CategoricalPgAgent(Threads))
+        options: dict[str, Any] = {"server": "process", "start_method": start_method}
+        with started(CountingEnv, CategoricalPgAgent(Threads), GpuSampler, **options) as sampler:
             assert sampler.obtain_samples(0)[0].agent.agent_info.value.unique().tolist() == [1.0]
     finally:
         torch.set_num_threads(before)
@@ -142,14 +137,12 @@ def test_the_server_process_uses_as_many_threads_as_torch_does_here(start_method
 @both
 def test_one_agent_may_serve_two_samplers(cls: type[Sampler]) -> None:
     agent = CategoricalPgAgent(Constant)
-    with cls(CountingEnv, batch_T=1, batch_B=1) as first, cls(CountingEnv, batch_T=1, batch_B=1) as second:
-        first.initialize(agent)
-        second.initialize(agent)
+    with started(CountingEnv, agent, cls, batch_B=1) as first, started(CountingEnv, agent, cls, batch_B=1) as second:
         with torch.no_grad():
             agent.model.weight.fill_(4.0)
         agent.sync_shared_memory()
         for sampler in (first, second):
-            assert float(sampler.obtain_samples(0)[0].agent.agent_info.value) == 4.0
+            assert (sampler.obtain_samples(0)[0].agent.agent_info.value == 4.0).all()
     agent.sync_shared_memory()  # with no one left to hear it
 
 
@@ -236,8 +229,7 @@ def test_running_statistics_are_no_training() -> None:
 
 def test_a_copy_of_an_agent_in_use_is_an_agent_of_its_own() -> None:
     agent = CategoricalPgAgent(Constant)
-    with ParallelSampler(CountingEnv, batch_T=1, batch_B=1) as sampler:
-        sampler.initialize(agent)
+    with started(CountingEnv, agent, ParallelSampler):
         target = copy.deepcopy(agent)
         with torch.no_grad():
             target.model.weight.fill_(4.0)
@@ -264,8 +256,7 @@ def test_samples_are_views_of_one_memory_and_a_copy_is_not(cls: type[Sampler]) -
 
 
 def test_stats_add_up() -> None:
-    with ParallelSampler(CountingEnv, batch_T=50, batch_B=4, n_workers=2) as sampler:
-        sampler.initialize(RandomAgent())
+    with started(CountingEnv, cls=ParallelSampler, batch_T=50, batch_B=4, n_workers=2) as sampler:
         for itr in range(3):
             sampler.obtain_samples(itr)
         stats = sampler.stats()
@@ -312,27 +303,14 @@ def test_slow_resets_are_told_from_steps_and_from_waiting(cls: type[Sampler], wa
 @methods(*START_METHODS)
 def test_workers_see_todays_environment_variables(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Variables(CountingEnv):
-        def step(self, action: Any) -> Any:
-            observation, _, *rest = super().step(action)
-            return observation, float(os.environ["PENSTOCK_TEST"] + str(len(os.environ.get("OMPI_RANK", "")))), *rest
+        def variables(self) -> Any:
+            return [os.environ.get(name) for name in ("PENSTOCK_TEST", "OMPI_RANK")]
 
     monkeypatch.setenv("PENSTOCK_TEST", "7")
     monkeypatch.setenv("OMPI_RANK", "1")  # MPI variables are hidden, so that nothing takes a worker for a rank
-    with ParallelSampler(Variables, batch_T=1, batch_B=1, start_method=start_method) as sampler:
-        sampler.initialize(RandomAgent())
-        assert float(sampler.obtain_samples(0)[0].env.reward) == 70
+    with started(Variables, cls=ParallelSampler, batch_B=1, start_method=start_method) as sampler:
+        assert sampler.call("variables") == [["7", None]]
     assert os.environ["OMPI_RANK"] == "1"
-
-
-@both
-def test_an_id_and_a_registration_in_this_process_are_enough(cls: type[Sampler]) -> None:
-    gym.register("PenstockCounting-v0", entry_point=CountingEnv, disable_env_checker=True)
-    try:
-        with cls("PenstockCounting-v0", env_kwargs={"length": 2}, batch_T=4, batch_B=2) as sampler:
-            sampler.initialize(RandomAgent())
-            assert len(sampler.obtain_samples(0)[1]) == 4
-    finally:
-        gym.registry.pop("PenstockCounting-v0")
 
 
 class Thirds(CountingEnv):
