@@ -15,6 +15,8 @@ import numpy as np
 
 from penstock import Agent, AgentStep, AsyncSampler, NamedArrays, SerialSampler
 
+from ..support import until
+
 # Workers cannot import what lies here: it travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -122,3 +124,8 @@ def check_streams(batches: list[Any]) -> None:
             part = "agent" if name == "action" else "env"
             now, then = getattr(after[part], f"prev_{name}"), getattr(before[part], name)
             assert (np.asarray(now)[0] == np.asarray(then)[-1]).all(), name
+
+
+def until_idle(sampler: Any) -> None:
+    """All workers have collected what they may."""
+    until(lambda: not sampler.run.memory.control.pending(sampler.n_workers))

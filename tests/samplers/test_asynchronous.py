@@ -31,7 +31,7 @@ from ..models import Gru
 from ..scale import FULL, pairs
 from ..support import Diary, Gated, pipes, until
 from ..toy_games import Published
-from .async_support import B, Delayed, T, TabularAgent, check_streams, one_batch_late, sample
+from .async_support import B, Delayed, T, TabularAgent, check_streams, one_batch_late, sample, until_idle
 from .started import started
 
 SIZES = list(itertools.product((1, 2, 3, 5), (2, 3, 4))) if FULL else [(1, 2), (2, 3), (3, 4), (5, 2)]
@@ -214,11 +214,6 @@ def test_states_at_the_start_of_a_batch_need_environments_that_begin_together() 
         begin("CartPole-v1", agent, server="process", min_ready=1).__enter__()
     with begin("CartPole-v1", agent, server="process", min_ready=1, lag=1):
         pass
-
-
-def until_idle(sampler: AsyncSampler) -> None:
-    """All workers have collected what they may."""
-    until(lambda: not sampler.run.memory.control.pending(sampler.n_workers))
 
 
 def test_several_batches_can_be_held() -> None:

@@ -46,18 +46,28 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]  # what is served in th
 
 
 class Recorder(RandomAgent):
-    """Writes down for which columns it acts."""
+    """Writes down for which columns it acts, and for which it computes values. A recurrent agent's are asked for within
+    the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, recurrent: bool = False) -> None:
+        self.recurrent = recurrent
         self.log: list[list[int]] = []
+        self.valued: list[tuple[int, ...]] = []
         self.then: list[Callable[[list[int]], None]] = []  # its copies share the lists
 
+    def _columns(self, n: int) -> list[int]:
+        return list(range(n)) if self.selected is None else self.selected.tolist()
+
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        columns = list(range(len(prev_reward))) if self.selected is None else self.selected.tolist()
+        columns = self._columns(len(prev_reward))
         self.log.append(columns)
         for then in self.then:
             then(columns)
         return super().step(observation, prev_action, prev_reward)
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        self.valued.append(tuple(self._columns(len(prev_reward))))
+        return observation[:, 1]
 
     def counts(self) -> Counter[int]:
         return Counter(b for columns in self.log for b in columns)
@@ -91,17 +101,6 @@ def gated_sampler(cls: type[Sampler], env_kwargs: list[dict[str, Any]], **kwargs
 # ---- values --------------------------------------------------------------------------------
 
 
-class Valuing(RandomAgent):
-    """Each value depends on nothing but the observation. A recurrent agent's are asked for within the batch."""
-
-    def __init__(self, recurrent: bool) -> None:
-        self.recurrent, self.asked = recurrent, list[tuple[int, ...]]()  # its copies share the list
-
-    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        self.asked.append(tuple(range(len(prev_reward)) if self.selected is None else self.selected.tolist()))
-        return observation[:, 1]
-
-
 @pytest.mark.parametrize(
     ("cls", "kwargs", "recurrent"),
     [
@@ -116,15 +115,15 @@ def test_values_are_computed_for_the_same_environments_whichever_is_slow(
 ) -> None:
     found = []
     for slow in (0, 5):
-        agent = Valuing(recurrent)
+        agent = Recorder(recurrent)
         # The other workers ask for values long before the one of the slow environment does.
         env_kwargs = [{"length": 3 + b % 4, "truncate": True, "seconds": (b == slow) / 2000} for b in range(6)]
         with cls(SlowEnv, env_kwargs=env_kwargs, batch_T=T, batch_B=6, n_workers=3, **kwargs) as sampler:
             sampler.initialize(agent, seed=0, bootstrap_value=True)
-            agent.asked.clear()
+            agent.valued.clear()
             for itr in range(5):
                 sampler.obtain_samples(itr)
-        found.append(Counter(agent.asked))
+        found.append(Counter(agent.valued))
     assert found[0] == found[1]
     assert recurrent or max(found[0], key=len) == tuple(range(6 if cls is GpuSampler else 4))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from penstock import (
     AlternatingSampler,
@@ -81,7 +82,7 @@ class Levelled(CountingEnv):
 
 
 def wrapped(context: EnvContext) -> gym.Env[Any, Any]:
-    return gym.wrappers.TimeLimit(Levelled(context), 50)
+    return TimeLimit(Levelled(context), 50)
 
 
 def begin(cls: type[Sampler], **kwargs: Any) -> Any:
@@ -107,11 +108,6 @@ def test_methods_and_attributes_are_reached_through_wrappers_in_order(cls: type[
         sampler.set_attr("length", 2)
         samples, _ = sampler.obtain_samples(9)
         assert samples.env.done.sum() >= 2 * 5, "episodes have become short"
-
-
-@both
-def test_results_of_any_size_arrive(cls: type[Sampler]) -> None:
-    with begin(cls) as sampler:
         assert sampler.call("big") == [bytes(300_000)] * 5
 
 
@@ -158,6 +154,21 @@ def test_a_new_attribute_is_created_with_a_warning(cls: type[Sampler]) -> None:
         sampler.set_attr("lenght", 3)  # now it is there
         assert sampler.get_attr("lenght") == [3] * 5
         assert sampler.get_attr("length") == [5] * 5
+
+
+def test_calls_change_flattened_wrappers_and_put_another_environment_in_its_place() -> None:
+    def env_fn() -> Any:
+        return TimeLimit(OrderEnforcing(CountingEnv(length=1000)), 50)
+
+    with started(env_fn, batch_T=6, batch_B=1) as sampler:
+        sampler.obtain_samples(0)
+        assert sampler.get_attr("_elapsed_steps") == [6]
+        sampler.set_attr("_elapsed_steps", 48)
+        assert sampler.obtain_samples(1)[0].env.truncated.nonzero().tolist() == [[1, 0]]
+        other = CountingEnv(length=2)
+        other.reset()
+        sampler.set_attr("env", [other])
+        assert sampler.obtain_samples(2)[0].env.terminated[:, 0].tolist() == [False, True] * 3
 
 
 def test_calls_have_their_time() -> None:

@@ -26,6 +26,7 @@ from penstock import (
     WorkerError,
 )
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext
+from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
 from ..scale import quick_first
@@ -144,17 +145,12 @@ class Masked(gym.Env[Any, Any]):
     observation_space = spaces.Dict({"mask": spaces.MultiBinary(3), "x": spaces.Box(-1, 1, (2,), np.float32)})
     action_space = spaces.Discrete(3)
 
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-
     def _observe(self) -> Any:
         mask = np.ones(3, np.int8)
         mask[self.t % 3] = 0
         return {"mask": mask, "x": np.zeros(2, np.float32)}
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        if self.fails:
-            raise OSError("no simulator")
         self.t = 0
         return self._observe(), {}
 
@@ -198,7 +194,7 @@ def test_batched_environments_too() -> None:
 
 def test_the_agents_own_error_stands_if_there_is_no_observation() -> None:
     message = "(?s)FunctionAgent failed on example observations.*IndexError"
-    check_refused(partial(Masked, fails=True), message, FunctionAgent(legal), error=SpaceError)
+    check_refused(faulty_env(Masked, Fault("raise"), "reset"), message, FunctionAgent(legal), error=SpaceError)
 
 
 def test_an_agent_that_fails_on_both_is_reported_with_the_real_observation() -> None:

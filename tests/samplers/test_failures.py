@@ -22,7 +22,7 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.envs.toy import ScriptedGame
-from penstock.testing import Fault
+from penstock.testing import Fault, UnprintableFault
 from penstock.testing.faults import Trigger
 
 from ..support import crashing_env, sampler_of, until
@@ -45,32 +45,23 @@ def test_a_trajectory_info_that_raises_is_named_with_the_step_that_ended_it() ->
         assert sampler.worker_pids == [], "the system may give their numbers to other processes"
 
 
-class Wordless(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-
 class Leaving(Exception):
     def __str__(self) -> str:
         raise SystemExit("no text")
 
 
-def of_another_sampler() -> WorkerError:
-    return WorkerError("of another sampler")
-
-
 @pytest.mark.parametrize(
     ("exception", "text"),
     [
-        (Wordless, r"Wordless .*: \(its message could not be formatted"),
-        (Leaving, r"Leaving .*: \(its message could not be formatted"),
-        (of_another_sampler, r"penstock\.errors\.WorkerError .*: of another sampler"),
+        (UnprintableFault("x"), r"UnprintableFault .*: \(its message could not be formatted"),
+        (Leaving(), r"Leaving .*: \(its message could not be formatted"),
+        (WorkerError("of another sampler"), r"penstock\.errors\.WorkerError .*: of another sampler"),
     ],
 )
 def test_whatever_an_environment_raises_breaks_the_serial_sampler(exception: Any, text: str) -> None:
     class Raising(CountingEnv):
         def step(self, action: Any) -> Any:
-            raise exception()
+            raise exception
 
     kind, message = text.split(" .*: ")
     where = r"while stepping env_rank 4, t=0 \(itr=0\)"

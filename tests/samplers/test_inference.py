@@ -17,7 +17,6 @@ from penstock import (
     GpuSampler,
     ParallelSampler,
     RandomAgent,
-    SerialSampler,
     WorkerError,
 )
 from penstock.testing import DelegatingAgent, Fault, faulty_env
@@ -43,11 +42,22 @@ def set_weights(agent: CategoricalPgAgent, action: int, value: float) -> None:
         agent.model.value.bias.fill_(value)
 
 
-def check_publications(cls: Any, kind: Any, wrap: Any = lambda agent: agent, **options: Any) -> None:
-    agent = CategoricalPgAgent(Net, inference=kind)
-    with cls(CARTPOLE, batch_T=6, batch_B=5, eval_n_envs=2, eval_max_steps=60, **options) as sampler:
-        outer = wrap(agent)
-        sampler.initialize(outer, seed=1, bootstrap_value=True)
+STARTED = [
+    (*case, False, {"start_method": method})
+    for case, method in pairs(product(["2 workers", "central, own process"], FAST), START_METHODS)
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "is_wrapped", "more"),
+    [*((*case, False, {}) for case in pairs(USED, FAST)), *(("serial", kind, True, {}) for kind in FAST), *STARTED],
+)
+def test_every_sampler_follows_publications(case: str, kind: Any, is_wrapped: bool, more: dict[str, Any]) -> None:
+    (cls, options), agent = SAMPLERS[case], CategoricalPgAgent(Net, inference=kind)
+    outer = DelegatingAgent(agent) if is_wrapped else agent
+    sizes: dict[str, Any] = {"batch_T": 6, "batch_B": 5, "eval_n_envs": 2, "eval_max_steps": 60}
+    with started(CARTPOLE, outer, cls, bootstrap_value=True, **sizes, **options, **more) as sampler:
+        assert 0 <= sampler.stats().inference_difference < 1e-5, "from what torch computes"
         for itr, (action, value) in enumerate([(0, 3.0), (1, -4.0), (0, 5.0)]):
             set_weights(agent, action, value)
             outer.sync_shared_memory()
@@ -61,31 +71,7 @@ def check_publications(cls: Any, kind: Any, wrap: Any = lambda agent: agent, **o
             assert {info.Length for info in sampler.evaluate_agent(itr)} <= {8, 9, 10, 11}
 
 
-STARTED = [
-    (*case, {"start_method": method})
-    for case, method in pairs(product(["2 workers", "central, own process"], FAST), START_METHODS)
-]
-
-
-@pytest.mark.parametrize(("case", "kind", "more"), [*((*case, {}) for case in pairs(USED, FAST)), *STARTED])
-def test_every_sampler_follows_publications(case: str, kind: str, more: dict[str, Any]) -> None:
-    cls, options = SAMPLERS[case]
-    check_publications(cls, kind, **options, **more)
-
-
-@pytest.mark.parametrize("kind", FAST)
-def test_an_agent_around_it_follows_publications(kind: str) -> None:
-    check_publications(SerialSampler, kind, DelegatingAgent)
-
-
 # ---- the check at the start --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("case", "kind"), pairs(["serial", "2 workers", "central, own process", "central"], FAST))
-def test_stats_have_the_difference_to_torch(case: str, kind: Any) -> None:
-    cls, options = SAMPLERS[case]
-    with started(CARTPOLE, CategoricalPgAgent(Net, inference=kind), cls, **options) as sampler:
-        assert 0 <= sampler.stats().inference_difference < 1e-5
 
 
 @pytest.mark.parametrize("agent", [RandomAgent(), CategoricalPgAgent(Net)], ids=["random", "torch"])

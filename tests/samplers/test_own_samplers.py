@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +24,7 @@ from penstock.envs import CountingEnv
 from penstock.samplers import OnDemand, Run, Schedule, WorkersAct
 from penstock.samplers.refusals import ASYNC
 
+from ..docs.test_pages import blocks
 from ..support import assert_same, collect_with, crashing_env
 from .started import started
 
@@ -34,11 +33,10 @@ SIZE = {"batch_T": 5, "batch_B": 4, "n_workers": 2, "eval_n_envs": 2, "eval_max_
 
 @cache
 def documented() -> dict[str, Any]:
-    page = (Path(__file__).parents[2] / "docs/subclassing.md").read_text(encoding="utf-8")
-    section = page.partition("## Batches at other times\n")[2].partition("\n## Check them")[0]
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
-        exec(compile(block, "subclassing.md", "exec"), namespace)
+    for block in blocks("subclassing.md"):
+        if "EagerSampler" in block or "WideSampler" in block:
+            exec(compile(block, "subclassing.md", "exec"), namespace)
     for name in ("sampler", "samples", "traj_infos"):  # they keep memory
         del namespace[name]
     return namespace

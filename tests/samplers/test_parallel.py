@@ -29,6 +29,7 @@ from penstock import (
     CategoricalPgAgent,
     FunctionAgent,
     GpuSampler,
+    NamedArrays,
     ParallelSampler,
     RandomAgent,
     ResetCollector,
@@ -39,12 +40,12 @@ from penstock import (
     WaitResetCollector,
 )
 from penstock.agents.joint import DelegatingAgent
-from penstock.envs import CountingEnv
+from penstock.envs import CountingEnv, NestedEnv
 from penstock.workers.affinity import usable_cpus
 
 from ..models import Constant
 from ..scale import START_METHODS, methods, quick_first
-from ..support import Diary, sampler_of
+from ..support import Diary, assert_same, leaves, sampler_of
 from .started import started
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
@@ -313,33 +314,24 @@ def test_workers_see_todays_environment_variables(start_method: str, monkeypatch
     assert os.environ["OMPI_RANK"] == "1"
 
 
-class Thirds(CountingEnv):
-    """Its observations have more digits than float16."""
-
-    step_into = None
-
-    def observe(self) -> Any:
-        return super().observe() / 3
-
-
 class Telling(RandomAgent):
     """Reports what it was given."""
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        size = np.full(len(observation), observation.dtype.itemsize)
+        size = np.full(len(prev_reward), sum(leaf.dtype.itemsize for leaf in leaves(observation)))
         action, _ = super().step(observation, prev_action, prev_reward)
-        return AgentStep(action, {"given": observation.copy(), "size": size})
+        return AgentStep(action, NamedArrays(given=observation.copy(), size=size))
 
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler])
-def test_an_agent_acts_on_observations_in_the_dtype_in_which_they_are_recorded(cls: type[Sampler]) -> None:
-    options: dict[str, Any] = {"observation_dtype": np.float16, "n_workers": 2}
-    with started(partial(Thirds, dtype=np.float64), Telling(), cls, **options) as sampler:
+@pytest.mark.parametrize(("env_fn", "dtype"), [("CartPole-v1", np.float16), (NestedEnv, None)])
+def test_an_agent_acts_on_observations_as_they_are_recorded(cls: type[Sampler], env_fn: Any, dtype: Any) -> None:
+    with started(env_fn, Telling(), cls, observation_dtype=dtype, n_workers=2) as sampler:
         sampler.obtain_samples(0)
         info, observation = sampler.samples_np.agent.agent_info, sampler.samples_np.env.observation
-        assert info.given.dtype == observation.dtype == np.float16
-        np.testing.assert_array_equal(info.given, observation)
-        assert (info.size == 2).all()
+        assert_same(info.given, observation)
+        assert (info.size == sum(leaf.dtype.itemsize for leaf in leaves(observation))).all()
+        assert dtype is None or observation.dtype == dtype
 
 
 # ---- what it costs, and what is left -------------------------------------------------------

@@ -41,7 +41,6 @@ LENGTH = 5
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 SERVERS = (None, "process")
-servers = pytest.mark.parametrize("server", SERVERS, ids=["workers act", "server acts"])
 
 
 def begin(replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, agent: Any = None, **more: Any) -> Any:
@@ -69,10 +68,12 @@ def check_transitions(replay: Replay, batch: Any, truncates: bool = False) -> No
 
 @pytest.mark.parametrize(("server", "truncates"), pairs(SERVERS, [False, True]))
 def test_the_replay_holds_what_the_environments_did(server: Any, truncates: bool, tmp_path: Path) -> None:
+    """Evaluations, calls and pauses change nothing in it."""
     file = tmp_path / "steps" if truncates else None
     replay = Replay(B * 80, 3, 1.0, file=file, max_truncations=B * 40, seed=0)
-    with begin(replay, partial(CountingEnv, truncate=truncates), Ratio(4), server=server) as sampler:
-        for _ in range(60):
+    options: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 40, "server": server}
+    with begin(replay, partial(CountingEnv, truncate=truncates), Ratio(4), **options) as sampler:
+        for itr in range(60):
             batch = replay.sample(64)
             check_transitions(replay, batch, truncates)
             # One stream for each column: nothing is missing and nothing comes twice.
@@ -84,6 +85,12 @@ def test_the_replay_holds_what_the_environments_did(server: Any, truncates: bool
             newest = replay.contents.index[-9:]
             assert replay.contents.read(newest).index.tolist() == newest.tolist()
             assert sampler.state is SamplerState.RUNNING
+            if itr % 6 == 5:
+                assert len(sampler.evaluate_agent(itr)) == 2 * (20 // LENGTH)
+                assert sampler.get_attr("length") == [LENGTH] * B
+            if itr % 18 == 17:
+                sampler.pause()
+                sampler.resume()
         infos = sampler.take_traj_infos()
         assert {info.Length for info in infos} == {LENGTH}
         assert sampler.metrics()["train/Length_mean"] == LENGTH
@@ -208,23 +215,6 @@ def test_without_a_ratio_the_workers_continue_with_each_draw() -> None:
 
 
 # ---- other calls ---------------------------------------------------------------------------------
-
-
-@servers
-def test_evaluations_calls_and_pauses_change_nothing_in_the_replay(server: Any) -> None:
-    replay = Replay(B * 80, seed=0)
-    options: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 40, "server": server}
-    with begin(replay, ratio=Ratio(2), **options) as sampler:
-        for itr in range(12):
-            assert len(sampler.evaluate_agent(itr)) == 2 * (20 // LENGTH)
-            assert sampler.get_attr("length") == [LENGTH] * B
-            batch = replay.sample(64)
-            check_transitions(replay, batch)
-            number = batch.observation[:, 0] * LENGTH + batch.observation[:, 1]
-            assert torch.equal(number, (batch.index // B).float())
-            if itr % 3 == 0:
-                sampler.pause()
-                sampler.resume()
 
 
 @pytest.mark.parametrize("most", [10, 10_000])

@@ -21,8 +21,7 @@ from penstock.envs import CountingEnv
 from penstock.samplers.batches import Batches
 
 from ..scale import quick_first
-from ..support import until
-from .async_support import batch_of, check_streams
+from .async_support import batch_of, check_streams, until_idle
 from .started import started
 
 T, B = 4, 4
@@ -133,11 +132,8 @@ def test_debug_overwrites_nothing_that_workers_have_written_since(
     plain, n_infos = Batches.give_back, 0
 
     def give_back_late(*args: Any, **kwargs: Any) -> None:
-        until_idle()
+        until_idle(sampler)
         plain(*args, **kwargs)
-
-    def until_idle() -> None:  # the workers have collected all that they may
-        until(lambda: not sampler.run.memory.control.pending(sampler.n_workers))
 
     def take(itr: int, **kwargs: Any) -> None:
         nonlocal n_infos
@@ -157,7 +153,7 @@ def test_debug_overwrites_nothing_that_workers_have_written_since(
                 take(itr)
                 sampler.resume()
             elif way == "newest":
-                until_idle()
+                until_idle(sampler)
                 take(itr, newest=True)
             with sampler.hold() if isinstance(sampler, AsyncSampler) and way == "hold" else nullcontext():
                 take(itr)
