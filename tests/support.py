@@ -8,6 +8,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -292,13 +293,27 @@ def until(condition: Callable[[], Any], what: str = "it", seconds: float = BOUND
     return fact
 
 
-class Held(CountingEnv):
-    """Reads a pipe for leave to step."""
+@contextmanager
+def pipes(n: int) -> Iterator[list[tuple[int, int]]]:
+    """Their ends for reading and for writing, inherited by forked workers."""
+    made = [os.pipe() for _ in range(n)]
+    try:
+        yield made
+    finally:
+        for fd in (fd for pipe in made for fd in pipe):
+            os.close(fd)
 
-    def __init__(self, gate: int) -> None:
+
+class Gated(CountingEnv):
+    """Reads `gate` for leave to end each step, after writing to `sign` that it has begun."""
+
+    def __init__(self, gate: int | None = None, sign: int | None = None) -> None:
         super().__init__()
-        self.gate = gate
+        self.gate, self.sign = gate, sign
 
     def step(self, action: Any) -> Any:
-        os.read(self.gate, 1)
+        if self.sign is not None:
+            os.write(self.sign, b"1")
+        if self.gate is not None:
+            os.read(self.gate, 1)
         return super().step(action)

@@ -26,7 +26,7 @@ from penstock.testing import FaultyAgent
 
 from ..models import Constant
 from ..scale import FULL, methods, scaled
-from ..support import Held, sampler_of, until
+from ..support import Gated, sampler_of, until
 from .support import ERROR_SECONDS, SLACK, Notebook, check_counting, is_running, note, pause
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
@@ -169,7 +169,7 @@ def test_nobody_burns_cpu_while_nothing_can_be_done(spin_seconds: float | None) 
     read, write = os.pipe()
     kwargs: dict[str, Any] = {"start_method": "fork", "step_timeout": 2.0, "spin_seconds": spin_seconds}
     try:
-        with served_sampler(Held, env_kwargs={"gate": read}, batch_T=2, **kwargs) as sampler:
+        with served_sampler(Gated, env_kwargs={"gate": read}, batch_T=2, **kwargs) as sampler:
             sampler.initialize(RandomAgent())
             processes = [psutil.Process(), *map(psutil.Process, sampler.worker_pids)]
             sampler.start_samples(0)

@@ -1,4 +1,4 @@
-"""What the tests of asynchronous sampling share: agents whose parameters show, delays, and a serial loop."""
+"""What the tests of asynchronous sampling share: an agent that learns, delays, and a serial loop."""
 
 from __future__ import annotations
 
@@ -15,32 +15,12 @@ import numpy as np
 
 from penstock import Agent, AgentStep, AsyncSampler, NamedArrays, SerialSampler
 
+from ..support import until
+
 # Workers cannot import what lies here: it travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 T, B = 6, 6
-
-
-class VersionAgent(Agent):
-    """Acts with its only parameter: the number of times that it was published."""
-
-    def __init__(self) -> None:
-        self.value_now = np.zeros((), np.int64)
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        n = len(prev_reward)
-        return AgentStep(np.full(n, self.value_now % 3), {"number": np.full(n, self.value_now)})
-
-    def read_parameters(self) -> Any:
-        return {"number": self.value_now}
-
-    def write_parameters(self, parameters: Any) -> None:
-        self.value_now = parameters["number"].copy()
-
-    def publish(self) -> None:
-        """Version v of the parameters has the number v - 1: `initialize` publishes the first."""
-        self.value_now = self.value_now + 1
-        self.sync_shared_memory()
 
 
 class TabularAgent(Agent):
@@ -144,3 +124,8 @@ def check_streams(batches: list[Any]) -> None:
             part = "agent" if name == "action" else "env"
             now, then = getattr(after[part], f"prev_{name}"), getattr(before[part], name)
             assert (np.asarray(now)[0] == np.asarray(then)[-1]).all(), name
+
+
+def until_idle(sampler: Any) -> None:
+    """All workers have collected what they may."""
+    until(lambda: not sampler.run.memory.control.pending(sampler.n_workers))

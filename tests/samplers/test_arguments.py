@@ -1,16 +1,15 @@
-"""The names of the constructors' arguments: misspelt ones fail in the type checker and at run time."""
+"""Arguments of samplers: misspelt ones fail in the type checker and at run time, and some do not go together."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import pydoc
-import signal
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, get_origin
 
 import numpy as np
-import psutil
 import pytest
 from typing_extensions import Required, get_type_hints
 
@@ -21,17 +20,18 @@ from penstock import (
     ConfigError,
     GpuSampler,
     ParallelSampler,
-    RandomAgent,
     ResetCollector,
     Sampler,
     SerialSampler,
     TrajInfo,
     WaitResetCollector,
-    WorkerDiedError,
 )
 from penstock.collectors import EvalCollector
 from penstock.envs import CountingEnv, EnvFn
 from penstock.samplers.config import SamplerConfig, SamplerOptions
+from penstock.samplers.refusals import NAMES, TABLE, as_table, refuse
+
+from .started import check_refused, started
 
 SAMPLERS = [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler]
 every = pytest.mark.parametrize("cls", SAMPLERS)
@@ -85,7 +85,7 @@ def test_missing_arguments_are_named(cls: Any) -> None:
         (("n_slots",), 10**9, "at most 10,000, got 1000000000"),
         (("eval_env_kwargs",), 0, "a dict, a list of dicts or None, got 0$"),
         *(
-            (("debug", "check_finite", "record_final_obs"), value, "True or False, got ")
+            (("debug", "check_finite", "record_final_obs", "flatten_wrappers"), value, "True or False, got ")
             for value in (1, None, "x", [])
         ),
     ],
@@ -130,17 +130,14 @@ def test_a_subclass_with_arguments_of_its_own_shows_these() -> None:
 
 @pytest.mark.parametrize("cls", [ResetCollector, WaitResetCollector, EvalCollector])
 def test_a_collector_is_given_as_a_class(cls: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=f"each worker makes its own {cls.__name__}: give the sampler the class itself"
-    ):
+    with pytest.raises(ConfigError, match=f"each worker makes its own {cls.__name__}: give .* the class itself"):
         cls()
 
 
 def test_flags_of_initialize_may_be_those_of_numpy() -> None:
-    with SerialSampler(CountingEnv, batch_T=1, batch_B=2) as sampler:
-        with pytest.raises(ConfigError, match=r"^bootstrap_value must be True or False, got 'x'$"):
-            sampler.initialize(RandomAgent(), bootstrap_value="x")  # type: ignore[arg-type]
-        sampler.initialize(RandomAgent(), bootstrap_value=np.False_)  # type: ignore[arg-type]
+    check_refused(CountingEnv, r"^bootstrap_value must be True or False, got 'x'$", bootstrap_value="x")
+    with started(CountingEnv, bootstrap_value=np.False_):
+        pass
 
 
 def test_type_checkers_and_run_time_know_the_same_names_and_types() -> None:
@@ -153,38 +150,45 @@ def test_type_checkers_and_run_time_know_the_same_names_and_types() -> None:
     assert {"env_fn", *required} == {field.name for field in fields(SamplerConfig) if field.default is MISSING}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
-def test_worker_pids_are_empty_when_the_workers_have_ended(cls: type[Sampler]) -> None:
-    """The system may give their numbers to other processes."""
-    with cls(CountingEnv, batch_T=1, batch_B=2, n_workers=2) as sampler:
-        assert sampler.worker_pids == []
-        sampler.initialize(RandomAgent())
-        assert len(sampler.worker_pids) == 2
-        assert all(map(psutil.pid_exists, sampler.worker_pids))
-        os.kill(sampler.worker_pids[0], signal.SIGKILL)
-        with pytest.raises(WorkerDiedError):
-            sampler.obtain_samples(0)
-        assert sampler.worker_pids == []
-    with cls(CountingEnv, batch_T=1, batch_B=2, n_workers=2) as sampler:
-        sampler.initialize(RandomAgent())
-    assert sampler.worker_pids == []
-
-
 @every
 @pytest.mark.parametrize(
     ("affinity", "message"),
     [([9999, 9999], "pins worker 0 to CPUs"), (["a", "b"], "must list, for each worker"), (3, "must list, for each")],
 )
 def test_an_affinity_that_cannot_work_is_refused(cls: type[Sampler], affinity: Any, message: str) -> None:
-    sampler = cls(CountingEnv, batch_T=2, batch_B=2, n_workers=2)
-    with sampler, pytest.raises(ConfigError, match=message):
-        sampler.initialize(RandomAgent(), affinity=affinity)
+    check_refused(CountingEnv, message, cls=cls, n_workers=2, affinity=affinity)
 
 
 def test_a_serial_sampler_takes_the_affinity_of_other_samplers() -> None:
     cpu = sorted(os.sched_getaffinity(0))[0]
     for affinity in ([cpu, cpu], Affinity(cpus=[[cpu]] * 3), Affinity(pin=False)):
-        with SerialSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=2) as sampler:
-            sampler.initialize(RandomAgent(), affinity=affinity)
+        with started(CountingEnv, n_workers=2, affinity=affinity) as sampler:
             assert sampler.stats().workers[0].cpus == ()
+
+
+# ---- what does not go together -------------------------------------------------------------
+
+PAIRS = [(row, feature, other) for row in TABLE for feature in row.features for other in row.others]
+
+
+def test_the_documentation_has_the_table_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "samplers.md").read_text()
+    section = page.partition("## What does not go together\n")[2].partition("\n## ")[0]
+    table = [line for line in section.splitlines(keepends=True) if line.startswith("|")]
+    assert "".join(table) == as_table()
+    assert len(TABLE) <= 9
+
+
+@pytest.mark.parametrize(("row", "feature", "other"), PAIRS)
+def test_each_pair_is_refused_with_its_reason(row: Any, feature: str, other: str) -> None:
+    asked: dict[str, object] = dict.fromkeys(NAMES, False)
+    refuse({**asked, feature: True})
+    refuse({**asked, other: True})
+    with pytest.raises(ConfigError) as told:
+        refuse({**asked, feature: True, other: True})
+    assert str(told.value) == f"{feature} and {other} do not go together: {row.reason}. {row.instead}"
+
+
+def test_a_name_that_is_not_in_the_table_is_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="a misspelt name"):
+        refuse({"a misspelt name": True})

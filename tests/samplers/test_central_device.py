@@ -24,7 +24,6 @@ from penstock import (
     ConfigError,
     GpuSampler,
     ParallelSampler,
-    RandomAgent,
     RecurrentCategoricalPgAgent,
     SerialSampler,
     WorkerDiedError,
@@ -40,6 +39,7 @@ from penstock.learning import gae
 from ..models import Gru
 from ..scale import pairs, scaled
 from ..support import until
+from .started import check_refused, started
 
 pytestmark = pytest.mark.slow
 
@@ -136,21 +136,15 @@ def assert_same_actions_and_values(ours: list[Any], theirs: list[Any], offset: f
 @compiling
 @pytest.mark.parametrize(("server", "min_ready"), pairs(["caller", "process"], [1, None]))
 def test_a_compiled_model_acts_as_it_would_otherwise(server: Any, min_ready: Any) -> None:
-    """Traced by torch, and run without a compiler of machine code."""
+    """Traced by torch, and run without a compiler of machine code. The learner's model is not compiled."""
     kwargs: dict[str, Any] = {"n_workers": 2, "min_ready": min_ready, "compile_model": {"backend": "eager"}}
-    found = batches(GpuSampler(CountingEnv, server=server, **SIZES, **kwargs), CategoricalPgAgent(Net))
+    agent = CategoricalPgAgent(Net)
+    found = batches(GpuSampler(CountingEnv, server=server, **SIZES, **kwargs), agent)
     assert_same_actions_and_values(
         found, batches(SerialSampler(CountingEnv, **SIZES), CategoricalPgAgent(Net)), offset=1000
     )
-
-
-@compiling
-def test_the_learners_model_is_not_compiled() -> None:
-    agent = CategoricalPgAgent(Net)
-    with GpuSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=1, compile_model={"backend": "eager"}) as sampler:
-        sampler.initialize(agent, seed=0)
-        assert type(agent.model) is Net
-        assert agent.model(torch.zeros(1, 2).double())[1] < 1000
+    assert type(agent.model) is Net
+    assert agent.model(torch.zeros(1, 2).double())[1] < 1000
 
 
 @compiling
@@ -162,27 +156,18 @@ def test_a_model_that_cannot_be_compiled_is_named_before_the_first_batch(server:
                 raise NotImplementedError("not this one")
             return super().forward(observation)
 
-    kwargs: dict[str, Any] = {"compile_model": {"backend": "eager", "fullgraph": True}, "server": server}
-    with (
-        GpuSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=1, **kwargs) as sampler,
-        pytest.raises(ConfigError if server == "caller" else WorkerError, match="the model could not be compiled: "),
-    ):
-        sampler.initialize(CategoricalPgAgent(Odd), seed=0)
-
-
-def test_there_must_be_a_model_to_compile() -> None:
-    sampler = GpuSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=1, compile_model=True)
-    with sampler, pytest.raises(ConfigError, match="RandomAgent has no model that could be compiled"):
-        sampler.initialize(RandomAgent())
+    options: dict[str, Any] = {"compile_model": {"backend": "eager", "fullgraph": True}, "server": server}
+    options |= {"cls": GpuSampler, "error": ConfigError if server == "caller" else WorkerError}
+    check_refused(CountingEnv, "the model could not be compiled: ", CategoricalPgAgent(Odd), **options)
 
 
 def test_arguments_of_torch_compile_are_checked() -> None:
-    sampler = GpuSampler(CountingEnv, batch_T=2, batch_B=2, n_workers=1, compile_model={"speed": 9})
-    with sampler, pytest.raises(ConfigError, match=r"torch.compile\(model, \*\*{'speed': 9}\) raised"):
-        sampler.initialize(CategoricalPgAgent(Net))
+    with_model, options = CategoricalPgAgent(Net), {"cls": GpuSampler, "compile_model": {"speed": 9}}
+    check_refused(CountingEnv, "RandomAgent has no model that could be compiled", **options)
+    check_refused(CountingEnv, r"torch.compile\(model, \*\*{'speed': 9}\) raised", with_model, **options)
     for odd in (None, 1, "fast", ["mode"]):
-        with pytest.raises(ConfigError, match="compile_model must be True, False or arguments"):
-            GpuSampler(CountingEnv, batch_T=2, batch_B=2, compile_model=odd)
+        options["compile_model"] = odd
+        check_refused(CountingEnv, "compile_model must be True, False or arguments", with_model, **options)
 
 
 # ---- the way to a GPU ----------------------------------------------------------------------
@@ -265,6 +250,10 @@ def agent(device: Any, recurrent: bool = False, is_moved: bool = False) -> Any:
     return cls(model.to(device)) if is_moved else cls(model, device=device)
 
 
+def begin(cls: Any, agent: Any, env_fn: Any = CountingEnv, **options: Any) -> Any:
+    return started(env_fn, agent, cls, **{"batch_T": 6, "batch_B": 4, "n_workers": 2, "seed": 3, **options})
+
+
 @needs_cuda
 @compiles
 @pytest.mark.parametrize(("recurrent", "is_moved"), [(False, False), (False, True), (True, False), (True, True)])
@@ -282,9 +271,7 @@ def test_each_sampler_collects_what_it_collects_without_a_gpu(
 def test_an_asynchronous_sampler(server: Any) -> None:
     """It collects batches while the learner changes the parameters."""
     learner = agent("cuda")
-    with AsyncSampler(CountingEnv, n_workers=2, server=server, batch_T=6, batch_B=4) as sampler:
-        sampler.initialize(learner, seed=3)
-        sampler.start()
+    with begin(AsyncSampler, learner, server=server) as sampler:
         for itr in range(6):
             samples, _ = sampler.obtain_samples(itr)
             assert samples.agent.agent_info.value.abs().sum() > 0
@@ -296,9 +283,8 @@ def test_an_asynchronous_sampler(server: Any) -> None:
 @needs_cuda
 def test_a_batch_moves_to_the_gpu_and_is_evaluated_there_as_on_a_cpu() -> None:
     there, here = agent("cuda"), agent(None)
-    with SerialSampler(CountingEnv, **SIZES) as sampler, SerialSampler(CountingEnv, **SIZES) as other:
-        sampler.initialize(there, seed=3, bootstrap_value=True)
-        other.initialize(here, seed=3, bootstrap_value=True)
+    options = {"bootstrap_value": True}
+    with begin(SerialSampler, there, **options) as sampler, begin(SerialSampler, here, **options) as other:
         samples, _ = sampler.obtain_samples(0)
         others, _ = other.obtain_samples(0)
         advantage, value = gae(samples, discount=0.9, lambda_=0.9)
@@ -320,8 +306,7 @@ def test_a_batch_moves_to_the_gpu_and_is_evaluated_there_as_on_a_cpu() -> None:
 @needs_cuda
 def test_the_memory_of_batches_is_page_locked_until_the_end() -> None:
     """So that `samples.to("cuda")` copies at full speed. The batch stays readable afterwards."""
-    with ParallelSampler(CountingEnv, n_workers=2, **SIZES) as sampler:
-        sampler.initialize(agent("cuda"), seed=3)
+    with begin(ParallelSampler, agent("cuda")) as sampler:
         samples, _ = sampler.obtain_samples(0)
         assert samples.env.observation.is_pinned()
         wanted = samples.to("cuda").env.observation.cpu()
@@ -332,16 +317,14 @@ def test_the_memory_of_batches_is_page_locked_until_the_end() -> None:
 @needs_cuda
 def test_a_run_is_saved_and_resumed(tmp_path: Path) -> None:
     first = agent("cuda")
-    with GpuSampler(CountingEnv, n_workers=2, **SIZES) as sampler:
-        sampler.initialize(first, seed=3)
+    with begin(GpuSampler, first) as sampler:
         sampler.obtain_samples(0)
         torch.save(first.state_dict(), tmp_path / "agent.pt")
     second = agent("cuda")
     with torch.no_grad():
         for parameter in second._model_source.parameters():
             parameter.zero_()
-    with GpuSampler(CountingEnv, n_workers=2, **SIZES) as sampler:
-        sampler.initialize(second, seed=3)
+    with begin(GpuSampler, second) as sampler:
         second.load_state_dict(torch.load(tmp_path / "agent.pt", map_location="cpu"))
         samples, _ = sampler.obtain_samples(0)
         assert samples.agent.agent_info.value.abs().sum() > 0
@@ -359,9 +342,8 @@ def test_bfloat16_parameters() -> None:
             out = self.out(observation)
             return out[:, :3], out[:, 3]
 
-    with GpuSampler(CountingEnv, n_workers=2, server="process", **SIZES) as sampler:
-        learner = CategoricalPgAgent(Small, device="cuda")
-        sampler.initialize(learner, seed=3)
+    learner = CategoricalPgAgent(Small, device="cuda")
+    with begin(GpuSampler, learner, server="process") as sampler:
         samples, _ = sampler.obtain_samples(0)
         assert samples.agent.agent_info.value.dtype == torch.float32
         again = learner.evaluate(samples.to("cuda")).value.float().cpu()
@@ -370,8 +352,7 @@ def test_bfloat16_parameters() -> None:
 
 @needs_cuda
 def test_a_worker_is_killed_and_the_batch_is_completed() -> None:
-    with GpuSampler(CountingEnv, n_workers=2, on_worker_failure="restart", **SIZES) as sampler:
-        sampler.initialize(agent("cuda"), seed=3)
+    with begin(GpuSampler, agent("cuda"), on_worker_failure="restart") as sampler:
         sampler.obtain_samples(0)
         os.kill(sampler.worker_pids[0], signal.SIGKILL)
         for itr in range(1, 4):
@@ -382,10 +363,7 @@ def test_a_worker_is_killed_and_the_batch_is_completed() -> None:
 @needs_cuda
 @pytest.mark.parametrize("cls", [GpuSampler, AsyncSampler])
 def test_the_server_is_killed(cls: Any) -> None:
-    with cls(CountingEnv, n_workers=2, server="process", batch_T=6, batch_B=4) as sampler:
-        sampler.initialize(agent("cuda"), seed=3)
-        if cls is AsyncSampler:
-            sampler.start()
+    with begin(cls, agent("cuda"), server="process") as sampler:
         sampler.obtain_samples(0)
         server = psutil.Process(sampler.worker_pids[-1])
         assert uses_the_gpu(server.pid)
@@ -404,8 +382,7 @@ def uses_the_gpu(pid: int) -> bool:
 @pytest.mark.parametrize("cls", [GpuSampler, ParallelSampler])
 def test_no_worker_uses_the_gpu(cls: Any) -> None:
     """Each process that does takes hundreds of MB there."""
-    with cls(CountingEnv, n_workers=2, **SIZES) as sampler:
-        sampler.initialize(agent("cuda"), seed=3)
+    with begin(cls, agent("cuda")) as sampler:
         sampler.obtain_samples(0)
         assert not [pid for pid in sampler.worker_pids if uses_the_gpu(pid)]
 
@@ -419,33 +396,28 @@ def test_an_error_on_the_gpu_is_named() -> None:
             return super().forward(observation)
 
     with (
-        GpuSampler(CountingEnv, n_workers=2, **SIZES) as sampler,
         pytest.raises((ConfigError, WorkerError), match="out of memory"),
+        begin(GpuSampler, CategoricalPgAgent(Large, device="cuda")) as sampler,
     ):
-        sampler.initialize(CategoricalPgAgent(Large, device="cuda"), seed=3)
         sampler.obtain_samples(0)
 
 
 @needs_cuda
 def test_fork_is_refused_once_the_gpu_is_in_use() -> None:
-    with (
-        ParallelSampler(CountingEnv, n_workers=2, start_method="fork", **SIZES) as sampler,
-        pytest.raises(ConfigError, match='start_method="fork" is not possible once CUDA is initialized'),
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
+    message = 'start_method="fork" is not possible once CUDA is initialized'
+    check_refused(CountingEnv, message, cls=ParallelSampler, start_method="fork")
 
 
 @needs_cuda
 def test_several_agents_of_a_game_act_on_the_gpu() -> None:
     """Agents die, join and leave, so that the server acts for some of the columns only."""
 
-    def found(cls: Any, device: Any, **kwargs: Any) -> Any:
+    def found(cls: Any, device: Any) -> Any:
         learner = CategoricalPgAgent(Heads, device=device)
-        with cls(ScriptedGame, batch_T=9, batch_B=4, env_kwargs={"k": 3}, **kwargs) as sampler:
-            sampler.initialize(learner, seed=3, bootstrap_value=True)
+        with begin(cls, learner, ScriptedGame, env_kwargs={"k": 3}, bootstrap_value=True) as sampler:
             return [(sampler.obtain_samples(itr), sampler.samples_np.copy())[1] for itr in range(3)]
 
-    assert_same_actions_and_values(found(GpuSampler, "cuda", n_workers=2), found(SerialSampler, None))
+    assert_same_actions_and_values(found(GpuSampler, "cuda"), found(SerialSampler, None))
 
 
 class Heads(Net):

@@ -17,7 +17,6 @@ from penstock import (
     AlternatingSampler,
     AsyncSampler,
     CategoricalPgAgent,
-    ConfigError,
     GpuSampler,
     ParallelSampler,
     RandomAgent,
@@ -27,14 +26,16 @@ from penstock import (
 from penstock.buffers import Samples
 from penstock.columns.builder import EnvBuilder
 from penstock.envs import CountingEnv
+from penstock.envs.direct_steps import flat_step_of
 from penstock.envs.factory import EnvContext
 from penstock.envs.seeding import Purpose
 from penstock.learning import gae
 from penstock.workers.control import ControlBlock
 
 from ..models import CartPoleNet
-from ..scale import some
-from ..support import assert_same, sampler_of
+from ..scale import quick_first, some
+from ..support import EVALUATING, assert_same, collect_with
+from .started import check_refused, started
 
 CARTPOLE = partial(gym.make, "CartPole-v1")
 
@@ -42,10 +43,8 @@ CARTPOLE = partial(gym.make, "CartPole-v1")
 @pytest.mark.slow
 def test_an_evaluation_cut_short_does_not_change_the_next() -> None:
     def second_evaluation(limit: int | None) -> list[dict[str, Any]]:
-        with ParallelSampler(
-            CARTPOLE, batch_T=4, batch_B=2, eval_n_envs=2, eval_max_steps=2000, eval_max_trajectories=limit
-        ) as sampler:
-            sampler.initialize(RandomAgent(), seed=3)
+        limits: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 2000, "eval_max_trajectories": limit}
+        with started(CARTPOLE, cls=ParallelSampler, seed=3, **limits) as sampler:
             sampler.evaluate_agent(0)
             return [vars(info) for info in sampler.evaluate_agent(1)]
 
@@ -57,8 +56,7 @@ def test_an_evaluation_cut_short_does_not_change_the_next() -> None:
 
 def test_another_seed_gives_other_batches_and_no_seed_a_fresh_one() -> None:
     def first_batch(seed: int | None) -> tuple[Any, int | None]:
-        with SerialSampler(CARTPOLE, batch_T=20, batch_B=3) as sampler:
-            sampler.initialize(RandomAgent(), seed=seed)
+        with started(CARTPOLE, batch_T=20, seed=seed) as sampler:
             sampler.obtain_samples(0)
             return sampler.samples_np.copy(), sampler.seed
 
@@ -73,39 +71,49 @@ def test_another_seed_gives_other_batches_and_no_seed_a_fresh_one() -> None:
 def test_machines_of_one_run_share_no_stream() -> None:
     observations = []
     for rank in range(2):
-        with SerialSampler(CARTPOLE, batch_T=1, batch_B=4, max_decorrelation_steps=0) as sampler:
-            sampler.initialize(RandomAgent(), seed=5, rank=rank, world_size=2)
+        with started(CARTPOLE, batch_T=1, batch_B=4, rank=rank, world_size=2) as sampler:
             sampler.obtain_samples(0)
             observations.append(sampler.samples_np.env.observation[0].copy())
-    rows = np.concatenate(observations)
-    assert len(np.unique(rows, axis=0)) == 8
+    assert len(np.unique(np.concatenate(observations), axis=0)) == 8
 
 
 @pytest.mark.slow
 def test_samplers_of_unequal_size_give_the_columns_of_one_large_one() -> None:
-    options = {"batch_T": 30, "eval_max_steps": 200}
-    with SerialSampler(CARTPOLE, batch_B=7, eval_n_envs=3, **options) as sampler:
-        sampler.initialize(RandomAgent(), seed=5)
+    options: dict[str, Any] = {"batch_T": 30, "seed": 5}
+    with started(CARTPOLE, batch_B=7, eval_n_envs=3, eval_max_steps=200, **options) as sampler:
         whole, _ = sampler.obtain_samples(0)
-        evaluated = sorted(vars(info)["Return"] for info in sampler.evaluate_agent(0))
-    first, returns = 0, []
+        evaluated = sorted(info.Return for info in sampler.evaluate_agent(0))
+    options |= {"cls": ParallelSampler, "n_workers": 2, "n_envs": 7, "n_eval_envs": 3}
+    first, first_eval, returns = 0, 0, list[float]()
     for n, n_evals in ((4, 2), (3, 1)):
-        with ParallelSampler(
-            CARTPOLE, batch_B=n, eval_n_envs=n_evals, n_workers=2, **{**options, "eval_max_steps": n_evals * 66}
-        ) as sampler:
-            sampler.initialize(
-                RandomAgent(),
-                seed=5,
-                first_env_rank=first,
-                n_envs=7,
-                first_eval_env_rank=len(returns) and 2,
-                n_eval_envs=3,
-            )
+        options |= {"batch_B": n, "first_env_rank": first, "first_eval_env_rank": first_eval, "eval_n_envs": n_evals}
+        with started(CARTPOLE, eval_max_steps=n_evals * 66, **options) as sampler:
             part, _ = sampler.obtain_samples(0)
             assert_same(part, whole[:, first : first + n])
             returns += [info.Return for info in sampler.evaluate_agent(0)]
-            first += n
+        first, first_eval = first + n, first_eval + n_evals
     assert sorted(returns) == evaluated
+
+
+@pytest.mark.parametrize(
+    ("cls", "env_id", "kwargs"),
+    quick_first(
+        [
+            (SerialSampler, "CartPole-v1", {}),
+            (SerialSampler, "CartPole-v1", {"max_episode_steps": 7, "disable_env_checker": True}),
+            (SerialSampler, "MountainCarContinuous-v0", {"max_episode_steps": 1}),
+            (ParallelSampler, "CartPole-v1", {"max_episode_steps": 13}),
+            (GpuSampler, "Pendulum-v1", {"max_episode_steps": 11}),
+        ],
+        2,
+    ),
+)
+def test_flattened_wrappers_of_gymnasium_change_nothing(cls: Any, env_id: str, kwargs: dict[str, Any]) -> None:
+    env_fn = partial(gym.make, env_id, **kwargs)
+    env = env_fn()
+    assert flat_step_of(env) != env.step
+    found = collect_with(cls, env_fn, batch_T=30, **EVALUATING)
+    assert_same(found, collect_with(SerialSampler, env_fn, batch_T=30, flatten_wrappers=False, **EVALUATING))
 
 
 @pytest.mark.parametrize(
@@ -119,11 +127,7 @@ def test_samplers_of_unequal_size_give_the_columns_of_one_large_one() -> None:
     ],
 )
 def test_wrong_shares_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with (
-        SerialSampler(CARTPOLE, batch_T=2, batch_B=2, eval_n_envs=1) as sampler,
-        pytest.raises(ConfigError, match=message),
-    ):
-        sampler.initialize(RandomAgent(), **arguments)
+    check_refused(CARTPOLE, message, eval_n_envs=1, **arguments)
 
 
 @pytest.mark.parametrize("dim", ["T", "B"])
@@ -131,9 +135,9 @@ def test_joined_batches_are_one_batch_of_the_same_sampler(dim: Any) -> None:
     """Along T, two batches are one that is twice as long; along B, two halves are one that is twice as wide."""
 
     def sampled(batch_T: int, n: int) -> list[Any]:
-        sizes: dict[str, Any] = {"batch_T": batch_T, "batch_B": 4, "max_decorrelation_steps": 0, "env_info": {"x": 0.0}}
-        with SerialSampler(partial(gym.make, "CartPole-v1", max_episode_steps=11), **sizes) as sampler:
-            sampler.initialize(CategoricalPgAgent(CartPoleNet), seed=5, bootstrap_value=True)
+        env_fn, agent = partial(gym.make, "CartPole-v1", max_episode_steps=11), CategoricalPgAgent(CartPoleNet)
+        options: dict[str, Any] = {"env_info": {"x": 0.0}, "bootstrap_value": True}
+        with started(env_fn, agent, batch_T=batch_T, batch_B=4, seed=5, **options) as sampler:
             return [batch.copy() for batch, _ in (sampler.obtain_samples(itr) for itr in range(n))]
 
     (whole,) = sampled(48, 1)
@@ -171,8 +175,7 @@ class Dice(RandomAgent):
 
 def draws(cls: type[Sampler], seed: int = 3, **kwargs: Any) -> Any:
     """The observations of the first batch."""
-    with sampler_of(cls, Draws, batch_T=3, **kwargs) as sampler:
-        sampler.initialize(RandomAgent(), seed=seed)
+    with started(Draws, cls=cls, seed=seed, batch_T=3, batch_B=4, **kwargs) as sampler:
         return sampler.obtain_samples(0)[0].env.observation.numpy().copy()
 
 
@@ -211,35 +214,30 @@ def test_the_serial_sampler_does_not_seed_the_generators_of_its_caller() -> None
     np.testing.assert_array_equal(found, np.array(wanted)[3::4][:3])
 
 
-def test_a_replaced_worker_and_evaluations_draw_other_numbers() -> None:
-    options = {"eval_n_envs": 2, "eval_max_steps": 2, "on_worker_failure": "restart"}
-    with sampler_of(ParallelSampler, Draws, batch_T=3, batch_B=2, **options) as sampler:
-        sampler.initialize(RandomAgent(), seed=3)
-        first = sampler.obtain_samples(0)[0].env.observation.numpy().copy()
+def test_a_replaced_worker_an_evaluation_and_a_run_that_continues_draw_other_numbers() -> None:
+    options: dict[str, Any] = {"cls": ParallelSampler, "batch_T": 3, "n_workers": 2, "seed": 3}
+    found: list[Any] = []
+
+    def sample(sampler: Any) -> None:
+        found.append(sampler.obtain_samples(0)[0].env.observation.numpy().copy())
+
+    with started(Draws, eval_n_envs=2, eval_max_steps=2, on_worker_failure="restart", **options) as sampler:
+        sample(sampler)
         os.kill(sampler.worker_pids[1], signal.SIGKILL)
-        second = sampler.obtain_samples(1)[0].env.observation.numpy().copy()
+        sample(sampler)
         assert sampler.stats().restarts == 1
-        assert all_differ(first, second)
-        assert all_differ(sampler.call("observe", evaluation=True), sampler.call("observe"), second)
-
-
-def test_a_run_that_continues_draws_other_numbers_than_at_its_start() -> None:
-    found, state = [], None
-    for _ in range(2):
-        with sampler_of(ParallelSampler, Draws, batch_T=3, batch_B=2) as sampler:
-            sampler.initialize(RandomAgent(), seed=3)
-            if state is not None:
-                sampler.load_state_dict(state)
-            found.append(sampler.obtain_samples(0)[0].env.observation.numpy().copy())
-            state = sampler.state_dict(env_state="never")
+        assert all_differ(sampler.call("observe", evaluation=True), sampler.call("observe"), *found)
+        state = sampler.state_dict(env_state="never")
+    with started(Draws, **options) as sampler:
+        sampler.load_state_dict(state)
+        sample(sampler)
     assert all_differ(*found)
 
 
 @pytest.mark.parametrize(("cls", "layout"), [(ParallelSampler, {}), (GpuSampler, {"server": "process"})])
 def test_agents_in_workers_and_servers_draw_with_torch_as_the_seed_says(cls: Any, layout: Any) -> None:
     def actions(seed: int) -> Any:
-        with sampler_of(cls, n_workers=4, **layout) as sampler:
-            sampler.initialize(Dice(), seed=seed)
+        with started(CountingEnv, Dice(), cls, seed=seed, batch_B=4, n_workers=4, **layout) as sampler:
             return sampler.obtain_samples(0)[0].agent.action.numpy().copy()
 
     found = actions(3)

@@ -1,4 +1,4 @@
-"""Calls on the environments between batches, and what their factories are told."""
+"""Calls on the environments between batches, what their factories are told, and results that nobody can read."""
 
 import os
 from functools import partial
@@ -6,6 +6,7 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from penstock import (
     AlternatingSampler,
@@ -13,8 +14,8 @@ from penstock import (
     EnvCallError,
     GpuSampler,
     ParallelSampler,
-    RandomAgent,
     Sampler,
+    SamplerState,
     SamplerStateError,
     SerialSampler,
     TrajInfo,
@@ -23,6 +24,7 @@ from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, Purpose
 
 from ..scale import quick_first
 from ..support import Diary
+from .started import started
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 with_central = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler])
@@ -80,18 +82,18 @@ class Levelled(CountingEnv):
 
 
 def wrapped(context: EnvContext) -> gym.Env[Any, Any]:
-    return gym.wrappers.TimeLimit(Levelled(context), 50)
+    return TimeLimit(Levelled(context), 50)
 
 
-def wrapped_sampler(cls: type[Sampler], **kwargs: Any) -> Sampler:
-    return cls(wrapped, batch_T=6, batch_B=5, n_workers=2, eval_n_envs=3, eval_max_steps=60, **kwargs)
+def begin(cls: type[Sampler], **kwargs: Any) -> Any:
+    sizes: dict[str, Any] = {"batch_T": 6, "batch_B": 5, "n_workers": 2, "eval_n_envs": 3, "eval_max_steps": 60}
+    return started(wrapped, cls=cls, **sizes, **kwargs)
 
 
 @with_central
 @pytest.mark.parametrize("traj_info_cls", quick_first([TrajInfo, Diary]))
 def test_methods_and_attributes_are_reached_through_wrappers_in_order(cls: type[Sampler], traj_info_cls: Any) -> None:
-    with wrapped_sampler(cls, traj_info_cls=traj_info_cls) as sampler:
-        sampler.initialize(RandomAgent(), seed=3)
+    with begin(cls, traj_info_cls=traj_info_cls) as sampler:
         for itr in range(2):
             samples, infos = sampler.obtain_samples(itr)
             assert len(infos) == samples.env.done.sum()
@@ -106,18 +108,11 @@ def test_methods_and_attributes_are_reached_through_wrappers_in_order(cls: type[
         sampler.set_attr("length", 2)
         samples, _ = sampler.obtain_samples(9)
         assert samples.env.done.sum() >= 2 * 5, "episodes have become short"
-
-
-@both
-def test_results_of_any_size_arrive(cls: type[Sampler]) -> None:
-    with wrapped_sampler(cls) as sampler:
-        sampler.initialize(RandomAgent())
         assert sampler.call("big") == [bytes(300_000)] * 5
 
 
 def test_a_result_may_be_of_a_class_of_the_script(start_method: str) -> None:
-    with wrapped_sampler(ParallelSampler, start_method=start_method) as sampler:
-        sampler.initialize(RandomAgent())
+    with begin(ParallelSampler, start_method=start_method) as sampler:
         found = sampler.call("point")
         assert [type(point) for point in found] == [Point] * 5
         assert [(point.x, point.double()) for point in found] == [(b, 2 * b) for b in range(5)]
@@ -127,43 +122,33 @@ def test_a_result_may_be_of_a_class_of_the_script(start_method: str) -> None:
 
 @both
 def test_an_exception_names_its_environment_and_harms_nobody(cls: type[Sampler]) -> None:
-    with wrapped_sampler(cls) as sampler:
-        sampler.initialize(RandomAgent())
-        with pytest.raises(
-            EnvCallError, match="call 'fail_on' on env_rank 3 raised ArithmeticError: not here"
-        ) as caught:
-            sampler.call("fail_on", 3)
-        assert isinstance(caught.value.__cause__, ArithmeticError)
-        assert "in fail_on" in str(caught.value.__cause__.__cause__)
+    refused: list[tuple[type[Exception], tuple[Any, ...], str]] = [
+        (EnvCallError, ("fail_on", 3), "call 'fail_on' on env_rank 3 raised ArithmeticError: not here"),
+        (EnvCallError, ("unpicklable",), r"^the result of .* on env_rank 0, a generator, cannot be pickled: Ty"),
+        (EnvCallError, ("unreadable",), r"^the result of call .* on env_rank 0, a Unr.*, cannot be unpickled: Z"),
+        (EnvCallError, ("unspeakable",), r"on env_rank 0 raised .*Unspeakable: .its message could not be formatted"),
+        (ConfigError, (3,), "call needs the name of a method or an attribute, got 3"),
+        (ConfigError, ("add", (i for i in range(3))), "arguments for 'add' cannot be pickled"),
+    ]
+    with begin(cls) as sampler:
+        for error, arguments, message in refused:
+            with pytest.raises(error, match=message) as caught:
+                sampler.call(*arguments)
+            if arguments[0] == "fail_on":
+                assert isinstance(caught.value.__cause__, ArithmeticError)
+                assert "in fail_on" in str(caught.value.__cause__.__cause__)
         with pytest.raises(EnvCallError, match="get_attr 'nothing' on env_rank 0 raised AttributeError"):
             sampler.get_attr("nothing")
-        with pytest.raises(
-            EnvCallError, match=r"^the result of .*unpicklable' on env_rank 0, a generator, cannot be pickled: Ty"
-        ):
-            sampler.call("unpicklable")
-        with pytest.raises(
-            EnvCallError, match=r"^the result of call 'unreadable' on env_rank 0, a Unr.*, cannot be unpickled: Z"
-        ):
-            sampler.call("unreadable")
-        with pytest.raises(
-            EnvCallError, match=r"on env_rank 0 raised .*Unspeakable: .its message could not be formatted"
-        ):
-            sampler.call("unspeakable")
-        with pytest.raises(ConfigError, match="call needs the name of a method or an attribute, got 3"):
-            sampler.call(3)  # type: ignore[arg-type]
-        assert sampler.call("named", name="x") == ["x"] * 5, "an argument may be called name"
         with pytest.raises(ConfigError, match=r"set_attr\('level'\) got 2 values for 5 environments"):
             sampler.set_attr("level", [1, 2])
-        with pytest.raises(ConfigError, match="arguments for 'add' cannot be pickled"):
-            sampler.call("add", (i for i in range(3)))
+        assert sampler.call("named", name="x") == ["x"] * 5, "an argument may be called name"
         assert sampler.call("add", 1) == [(b, 1) for b in range(5)]
         sampler.obtain_samples(0)
 
 
 @both
 def test_a_new_attribute_is_created_with_a_warning(cls: type[Sampler]) -> None:
-    with wrapped_sampler(cls) as sampler:
-        sampler.initialize(RandomAgent())
+    with begin(cls) as sampler:
         with pytest.warns(RuntimeWarning, match=r"created the attribute 'lenght': 5 of 5 .*; did you mean 'length'\?$"):
             sampler.set_attr("lenght", 2)
         sampler.set_attr("lenght", 3)  # now it is there
@@ -171,23 +156,34 @@ def test_a_new_attribute_is_created_with_a_warning(cls: type[Sampler]) -> None:
         assert sampler.get_attr("length") == [5] * 5
 
 
+def test_calls_change_flattened_wrappers_and_put_another_environment_in_its_place() -> None:
+    def env_fn() -> Any:
+        return TimeLimit(OrderEnforcing(CountingEnv(length=1000)), 50)
+
+    with started(env_fn, batch_T=6, batch_B=1) as sampler:
+        sampler.obtain_samples(0)
+        assert sampler.get_attr("_elapsed_steps") == [6]
+        sampler.set_attr("_elapsed_steps", 48)
+        assert sampler.obtain_samples(1)[0].env.truncated.nonzero().tolist() == [[1, 0]]
+        other = CountingEnv(length=2)
+        other.reset()
+        sampler.set_attr("env", [other])
+        assert sampler.obtain_samples(2)[0].env.terminated[:, 0].tolist() == [False, True] * 3
+
+
 def test_calls_have_their_time() -> None:
-    sampler = wrapped_sampler(SerialSampler)
     with pytest.raises(SamplerStateError, match="initialize"):
-        sampler.call("add", 1)
-    sampler.initialize(RandomAgent())
-    sampler.start_samples(0)
-    with pytest.raises(SamplerStateError, match=r"get_attr was called out of order: .* wait_samples"):
-        sampler.get_attr("level")
-    with pytest.raises(SamplerStateError, match=r"set_attr was called out of order: .* wait_samples"):
-        sampler.set_attr("level", 3)
-    sampler.shutdown()
+        SerialSampler(CountingEnv, batch_T=1, batch_B=1).get_attr("level")
+    with begin(SerialSampler) as sampler:
+        sampler.start_samples(0)
+        for call in (partial(sampler.get_attr, "level"), partial(sampler.set_attr, "level", 3)):
+            with pytest.raises(SamplerStateError, match=r"[gs]et_attr was called out of order: .* wait_samples"):
+                call()
 
 
 @both
 def test_a_factory_that_asks_for_it_is_told_where_and_for_what(cls: type[Sampler]) -> None:
-    with wrapped_sampler(cls) as sampler:
-        sampler.initialize(RandomAgent(), seed=3, rank=1, world_size=2)
+    with begin(cls, rank=1, world_size=2) as sampler:
         contexts = sampler.get_attr("context")
         evals = sampler.get_attr("context", evaluation=True)
     assert [context.env_rank for context in contexts] == [5, 6, 7, 8, 9]
@@ -205,17 +201,12 @@ def test_the_example_environment_is_told_that_it_is_one() -> None:
         told.append((context.purpose, context.worker_rank, os.getpid()))
         return CountingEnv()
 
-    with ParallelSampler(env_fn, batch_T=2, batch_B=2) as sampler:
-        sampler.initialize(RandomAgent())
-    assert told == [(None, -1, os.getpid())]
+    with started(env_fn, cls=ParallelSampler):
+        assert told == [(None, -1, os.getpid())]
 
 
 class LevelledBatch(BatchedCartPole):
-    """A batched environment with an attribute and methods."""
-
-    def __init__(self, num_envs: int, **kwargs: Any) -> None:
-        super().__init__(num_envs, **kwargs)
-        self.level = 0
+    level = 0
 
     def add(self, n: int, factor: int = 1) -> tuple[int, int]:
         self.level += n * factor
@@ -230,13 +221,10 @@ class LevelledBatch(BatchedCartPole):
     ("cls", "sizes", "evals"), [(SerialSampler, [5], [3]), (partial(ParallelSampler, n_workers=2), [3, 2], [2, 1])]
 )
 def test_calls_reach_the_batched_environment_of_each_worker(cls: Any, sizes: list[int], evals: list[int]) -> None:
-    """As a plain loop over the environments, one for each worker, would do it."""
-    with cls(LevelledBatch, batch_T=4, batch_B=5, batched=True, eval_n_envs=3) as sampler:
-        sampler.initialize(RandomAgent(), seed=7)
+    with started(LevelledBatch, cls=cls, batch_B=5, batched=True, eval_n_envs=3) as sampler:
         for evaluation, own in ((False, sizes), (True, evals)):
-            loop = [LevelledBatch(n) for n in own]
-            assert sampler.get_attr("num_envs", evaluation=evaluation) == [env.num_envs for env in loop]
-            assert sampler.call("add", 2, factor=3, evaluation=evaluation) == [env.add(2, factor=3) for env in loop]
+            assert sampler.get_attr("num_envs", evaluation=evaluation) == own
+            assert sampler.call("add", 2, factor=3, evaluation=evaluation) == [(n, 6) for n in own]
             levels = list(range(10, 10 + len(own)))
             sampler.set_attr("level", levels, evaluation=evaluation)
             assert sampler.get_attr("level", evaluation=evaluation) == levels
@@ -250,3 +238,52 @@ def test_calls_reach_the_batched_environment_of_each_worker(cls: Any, sizes: lis
             sampler.call("fail_on", sizes[-1])
         batch, _ = sampler.obtain_samples(0)
         assert batch.env.valid.all()
+
+
+# ---- what arrives here and cannot be unpickled --------------------------
+
+
+class NeedsTwo(Exception):
+    """Its pickle calls it with one argument."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one)
+
+
+class KeepsErrors(TrajInfo):
+    def terminate(self, final_observation: Any) -> None:
+        self.Error = NeedsTwo(1, 2)
+
+
+def test_an_attribute_that_cannot_be_unpickled_is_named_in_that_batch_and_no_other() -> None:
+    with started(CountingEnv, cls=ParallelSampler, batch_T=12, traj_info_cls=KeepsErrors) as sampler:
+        says = r"attribute 'Error' of a KeepsErrors of env_rank 0, .* cannot be unpickled .*TypeError"
+        for itr in range(3):
+            with pytest.raises(ConfigError, match=says) as caught:
+                sampler.obtain_samples(itr)
+            assert isinstance(caught.value.__cause__, TypeError)
+            assert sampler.state is SamplerState.READY
+            assert sampler.samples_np.env.valid.all()
+            assert sampler.get_attr("length") == [5] * 2, "nothing of the batch is left in the pipes"
+        assert sampler.stats().workers[0].batches == 3
+
+
+class AtHome:
+    """Can be unpickled in one process alone."""
+
+    def __reduce__(self) -> Any:
+        return eval, (f"1 // (__import__('os').getpid() == {os.getpid()})",)
+
+
+def test_a_result_that_cannot_be_unpickled_here_harms_nobody() -> None:
+    class Homely(CountingEnv):
+        def answer(self) -> Any:
+            return AtHome()
+
+    says = "call .answer. on env_rank 0 returned a result .* cannot be unpickled .* ZeroDiv"
+    with started(Homely, cls=ParallelSampler) as sampler:
+        for _ in range(2):
+            with pytest.raises(EnvCallError, match=says):
+                sampler.call("answer")
+            assert sampler.get_attr("length") == [5] * 2
+        sampler.obtain_samples(0)

@@ -48,7 +48,7 @@ from penstock.envs.toy import ScriptedGame
 
 from ..against_loop import compare
 from ..models import CartPoleNet, Lstm, LstmQ, Modes, Net
-from ..scale import FULL, START_METHODS, covering, examples
+from ..scale import FULL, START_METHODS, covering, examples, scaled
 from ..support import Diary
 from ..toy_games import Numbered, Odd, Roles, TurnGame, Valuing
 from .digest_cases import IntoWalk, LongInfo, Nested, Plain, Stateful, Walk, rows_of
@@ -267,34 +267,25 @@ MODELS: dict[str, tuple[Any, Callable[[], Any]]] = {
 }
 #: They have no value.
 WITHOUT_VALUE = ("deterministic", "squashed", "function")
-#: Samplers that differ most in what an agent is asked for at once.
-UNLIKE = (
-    "serial",
-    "3 workers, spawn",
-    "central, first-ready",
-    "alternating",
-    "central, own process",
-    "central",
-    "2 workers",
-)
 
 
-def compare_model(model: str, cls: type[Sampler], of_sampler: Options) -> None:
+def of_models() -> list[tuple[str, str]]:
+    """All pairs at full scale; daily two samplers for each model, and each sampler."""
+    names = list(SAMPLERS)
+    return [
+        (model, names[(i + k) % len(names)])
+        for i, model in enumerate(MODELS)
+        for k in scaled(range(len(names)), (0, 7))
+    ]
+
+
+@pytest.mark.parametrize(("model", "sampler"), of_models())
+def test_agents_with_models_act_as_in_a_plain_loop(model: str, sampler: str) -> None:
     """Four batches and two evaluations."""
-    env_fn, make_agent = MODELS[model]
+    (env_fn, make_agent), (cls, of_sampler) = MODELS[model], SAMPLERS[sampler]
     sizes = {"batch_T": 20, "batch_B": 5, "n_batches": 4, "eval_n_envs": 2, "eval_max_steps": 60}
     has_value = {"bootstrap_value": model not in WITHOUT_VALUE}
     compare(cls, env_fn, make_agent, sampler=of_sampler, rtol=1e-6, **has_value, **sizes)
-
-
-@pytest.mark.parametrize(
-    ("model", "sampler"),
-    list(product(MODELS, SAMPLERS))
-    if FULL
-    else [(m, UNLIKE[(i + k) % 6]) for i, m in enumerate(MODELS) for k in (0, 3)],
-)
-def test_agents_with_models_act_as_in_a_plain_loop(model: str, sampler: str) -> None:
-    compare_model(model, *SAMPLERS[sampler])
 
 
 def test_every_stock_agent_is_among_them() -> None:

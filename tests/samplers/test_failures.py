@@ -22,11 +22,12 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.envs.toy import ScriptedGame
-from penstock.testing import Fault
+from penstock.testing import Fault, UnprintableFault
 from penstock.testing.faults import Trigger
 
 from ..support import crashing_env, sampler_of, until
 from ..toy_games import TurnGame
+from .started import check_refused, started
 
 pytestmark = pytest.mark.slow
 
@@ -41,11 +42,7 @@ def test_a_trajectory_info_that_raises_is_named_with_the_step_that_ended_it() ->
         sampler.initialize(RandomAgent())
         with pytest.raises(WorkerError, match=r"KeyError while stepping env_rank \d, t=4 \(.*\): 'nothing to say'"):
             sampler.obtain_samples(0)
-
-
-class Wordless(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
+        assert sampler.worker_pids == [], "the system may give their numbers to other processes"
 
 
 class Leaving(Exception):
@@ -53,28 +50,22 @@ class Leaving(Exception):
         raise SystemExit("no text")
 
 
-def of_another_sampler() -> WorkerError:
-    return WorkerError("of another sampler")
-
-
 @pytest.mark.parametrize(
     ("exception", "text"),
     [
-        (Wordless, r"Wordless .*: \(its message could not be formatted"),
-        (Leaving, r"Leaving .*: \(its message could not be formatted"),
-        (of_another_sampler, r"penstock\.errors\.WorkerError .*: of another sampler"),
+        (UnprintableFault("x"), r"UnprintableFault .*: \(its message could not be formatted"),
+        (Leaving(), r"Leaving .*: \(its message could not be formatted"),
+        (WorkerError("of another sampler"), r"penstock\.errors\.WorkerError .*: of another sampler"),
     ],
 )
 def test_whatever_an_environment_raises_breaks_the_serial_sampler(exception: Any, text: str) -> None:
     class Raising(CountingEnv):
         def step(self, action: Any) -> Any:
-            raise exception()
+            raise exception
 
     kind, message = text.split(" .*: ")
     where = r"while stepping env_rank 4, t=0 \(itr=0\)"
-    fns = [CountingEnv] * 4 + [Raising]
-    with SerialSampler(fns, batch_T=4, batch_B=5, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with started([CountingEnv] * 4 + [Raising], batch_B=5) as sampler:
         with pytest.raises(WorkerError, match=rf"worker 0 .* raised .*{kind} {where}: {message}"):
             sampler.obtain_samples(0)
         assert sampler.state is SamplerState.BROKEN
@@ -124,6 +115,7 @@ def test_worker_pids_names_no_worker_that_has_ended() -> None:
         sampler.obtain_samples(0)
         assert len(sampler.worker_pids) == 2
         assert first not in sampler.worker_pids
+    assert sampler.worker_pids == []
 
 
 def test_where_warnings_are_errors_close_leaves_nothing_open_either() -> None:
@@ -163,18 +155,15 @@ def test_step_timeout_counts_from_the_first_random_step_on(kind: str) -> None:
     env_fn = fns.get(kind) or partial(crashing_env, kind, "hang", at=3, spare_pid=os.getpid())
     limits = {"step_timeout": 0.4, "start_timeout": 60, "on_worker_failure": "restart", "max_restarts": 1}
     began = time.monotonic()
-    with (
-        ParallelSampler(env_fn, batch_T=4, batch_B=1, max_decorrelation_steps=1000, **limits) as sampler,
-        # The worker that replaces the first one hangs too.
-        pytest.raises(WorkerTimeoutError, match=r"\(step_timeout=0.4\) while .* \(start-up\)"),
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
+    # The worker that replaces the first one hangs too.
+    message = r"\(step_timeout=0.4\) while .* \(start-up\)"
+    options: dict[str, Any] = {"cls": ParallelSampler, "batch_B": 1, "max_decorrelation_steps": 1000, **limits}
+    check_refused(env_fn, message, error=WorkerTimeoutError, **options)
     assert time.monotonic() - began < 30
 
 
 def test_each_random_step_has_its_own_time() -> None:
     env = partial(SlowEnv, 0.02, length=1000)
-    with sampler_of(ParallelSampler, env, max_decorrelation_steps=80, step_timeout=0.4) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with started(env, cls=ParallelSampler, batch_B=4, max_decorrelation_steps=80, step_timeout=0.4) as sampler:
         samples, _ = sampler.obtain_samples(0)
     assert samples.env.observation[0, :, 1].max() > 20, "more than the limit in all"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,7 @@ def _handler_is_restored() -> Iterator[None]:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_it_is_answered_at_the_end() -> None:
+def test_it_is_answered_at_the_end_or_where_it_may_pass() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), sigint.deferred():
         ctrl_c()
@@ -40,21 +40,17 @@ def test_it_is_answered_at_the_end() -> None:
         with sigint.deferred(), sigint.deferred():
             done.append(2)
         done.append(3)
-    assert done == [1, 2, 3]
-
-
-def test_it_is_answered_where_it_may_pass() -> None:
-    done = []
-    with pytest.raises(KeyboardInterrupt), sigint.deferred():
-        ctrl_c()
-        done.append(1)
         with sigint.allowed():
-            done.append(2)
+            done.append(4)
+    with pytest.raises(KeyboardInterrupt), sigint.deferred():
+        with sigint.deferred():
+            ctrl_c()
+        done.append(5)
     with pytest.raises(KeyboardInterrupt), sigint.deferred(), sigint.allowed():
-        done.append(3)
+        done.append(6)
         ctrl_c()
-        done.append(4)
-    assert done == [1, 3]
+        done.append(7)
+    assert done == [1, 2, 3, 5, 6]
 
 
 def test_one_that_comes_after_three_seconds_of_waiting_is_answered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,64 +133,46 @@ def test_between_two_gates(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counts == [0, 4]
 
 
-@pytest.mark.parametrize("times", [1, 2])  # the second is answered at once
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Lets a method that starts or awaits processes be interrupted `times` times in its first call, before it or after
+    it. Gives a list, which grows with each call."""
+
+    def let(owner: Any, name: str, times: int, *, after: bool = False) -> list[int]:
+        plain, calls = getattr(owner, name), list[int]()
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(times)
+            found = plain(*args, **kwargs) if after else None
+            for _ in range(times if len(calls) == 1 else 0):
+                ctrl_c()
+            return found if after else plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, interrupted)
+        return calls
+
+    return let
+
+
+@pytest.mark.parametrize(("times", "end_too"), [(1, False), (2, False), (2, True)])  # the second is answered at once
 @methods(*START_METHODS)
-def test_while_processes_start(monkeypatch: pytest.MonkeyPatch, start_method: str, times: int) -> None:
-    started = []
-    plain = pool_module.Launcher.start
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        process = plain(*args, **kwargs)
-        started.append(process.pid)
-        for _ in range(times):
-            ctrl_c()
-        return process
-
-    monkeypatch.setattr(pool_module.Launcher, "start", interrupted)
+def test_while_processes_start(interrupt: Any, start_method: str, times: int, end_too: bool) -> None:
+    """Nobody has the pool yet, so nobody could close it again, not even if its end is interrupted too. The suite's own
+    check finds what is left."""
+    started = interrupt(pool_module.Launcher, "start", times, after=True)
+    awaited = interrupt(Monitor, "await_deaths", 2) if end_too else [1]
     with sampler_of(ParallelSampler, batch_T=4, start_method=start_method) as sampler, pytest.raises(KeyboardInterrupt):
         sampler.initialize(RandomAgent())
-    assert len(started) == 1  # the suite's own check finds that it is gone
-
-
-@methods(*START_METHODS)
-def test_a_start_whose_end_is_interrupted_too(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
-    """Nobody has the pool yet, so nobody could close it again. The suite's own check finds what is left."""
-    start, await_deaths, awaited = pool_module.Launcher.start, Monitor.await_deaths, list[Any]()
-
-    def twice(*args: Any, **kwargs: Any) -> Any:
-        process = start(*args, **kwargs)
-        ctrl_c()
-        ctrl_c()
-        return process
-
-    def interrupted(*args: Any) -> Any:
-        awaited.append(args)
-        if len(awaited) == 1:
-            ctrl_c()
-            ctrl_c()
-        return await_deaths(*args)
-
-    monkeypatch.setattr(pool_module.Launcher, "start", twice)
-    monkeypatch.setattr(Monitor, "await_deaths", interrupted)
-    with sampler_of(ParallelSampler, batch_T=4, start_method=start_method) as sampler, pytest.raises(KeyboardInterrupt):
-        sampler.initialize(RandomAgent())
+    assert len(started) == 1
     assert awaited
 
 
-def test_shutdown_that_is_cut_short_is_done_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_that_is_cut_short_is_done_by_the_next(interrupt: Any) -> None:
     sampler = sampler_of(ParallelSampler, batch_T=4)
     sampler.initialize(RandomAgent())
-    plain = Monitor.await_deaths
-
-    def interrupted(crew: Any, members: Any, seconds: float) -> Any:
-        ctrl_c()
-        ctrl_c()
-        return plain(crew, members, seconds)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Monitor, "await_deaths", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            sampler.shutdown()
+    interrupt(Monitor, "await_deaths", 2)
+    with pytest.raises(KeyboardInterrupt):
+        sampler.shutdown()
     sampler.shutdown()
     sampler.shutdown()
 

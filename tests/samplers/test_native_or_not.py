@@ -8,8 +8,6 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
-import torch
-from torch import nn
 
 from penstock import CategoricalPgAgent, RandomAgent, SerialSampler
 from penstock.agents import distributions
@@ -17,6 +15,7 @@ from penstock.buffers import native
 from penstock.columns import stepping
 from penstock.envs import NestedEnv, ScriptedGame
 
+from ..models import CartPoleNet
 from ..scale import quick_first
 from ..support import Batch, assert_same, collect_with
 
@@ -26,15 +25,6 @@ DRAWING = set(distributions.PYTHON)
 FUNCTIONS = {*native.PYTHON, "step_ordinary"}
 LOOPS = {"step_ordinary", "sum_episodes"}
 ALWAYS = {"put_row", *LOOPS}
-
-
-class Model(nn.Module):
-    def __init__(self, observation_space: Any, action_space: Any) -> None:
-        super().__init__()
-        self.policy, self.critic = nn.Linear(observation_space.shape[0], int(action_space.n)), nn.Linear(4, 1)
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.policy(observation), self.critic(observation)
 
 
 @contextmanager
@@ -81,7 +71,7 @@ LONG_GAMES = {
     "eval_max_steps": 3000,
 }
 CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
-    ("CartPole-v1", partial(CategoricalPgAgent, Model), {}, FUNCTIONS | DRAWING),
+    ("CartPole-v1", partial(CategoricalPgAgent, CartPoleNet), {}, FUNCTIONS | DRAWING),
     ("CartPole-v1", RandomAgent, {"check_finite": True}, ALWAYS),
     (partial(gym.make, "Pendulum-v1", max_episode_steps=20), RandomAgent, {}, FUNCTIONS),
     (partial(gym.make, "MountainCarContinuous-v0", max_episode_steps=9), RandomAgent, {}, ALWAYS),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from penstock import (
     AsyncSampler,
     ConfigError,
+    GpuSampler,
     ParallelSampler,
     RandomAgent,
     Sampler,
@@ -25,47 +24,33 @@ from penstock.envs import CountingEnv
 from penstock.samplers import OnDemand, Run, Schedule, WorkersAct
 from penstock.samplers.refusals import ASYNC
 
-from ..support import assert_same, crashing_env
+from ..docs.test_pages import blocks
+from ..support import assert_same, collect_with, crashing_env
+from .started import started
 
 SIZE = {"batch_T": 5, "batch_B": 4, "n_workers": 2, "eval_n_envs": 2, "eval_max_steps": 40}
 
 
 @cache
 def documented() -> dict[str, Any]:
-    page = (Path(__file__).parents[2] / "docs/subclassing.md").read_text(encoding="utf-8")
-    section = page.partition("## Batches at other times\n")[2].partition("\n## Check them")[0]
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
-        exec(compile(block, "subclassing.md", "exec"), namespace)
+    for block in blocks("subclassing.md"):
+        if "EagerSampler" in block or "WideSampler" in block:
+            exec(compile(block, "subclassing.md", "exec"), namespace)
     for name in ("sampler", "samples", "traj_infos"):  # they keep memory
         del namespace[name]
     return namespace
 
 
-def collected(cls: type[Sampler], n: int = 5, *, evaluates: bool = False, **options: Any) -> list[Any]:
-    with cls(CountingEnv, **{**SIZE, **options}) as sampler:
-        sampler.initialize(RandomAgent(), seed=3)
-        found = list[Any]()
-        for itr in range(n):
-            samples, infos = sampler.obtain_samples(itr)
-            found.append([samples.numpy().copy(), [vars(info) for info in infos]])
-            if evaluates:
-                found[-1] += [[vars(info) for info in sampler.evaluate_agent(itr)], sampler.get_attr("render_mode")]
-        return found
-
-
-@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("evaluate", [(), range(5)])
 @pytest.mark.parametrize("name", ["EagerSampler", "WideSampler"])
-def test_a_sampler_of_the_page_collects_the_same_batches(name: str, evaluates: bool) -> None:
-    found = collected(documented()[name], evaluates=evaluates, n_slots=2)
-    for own, expected in zip(found, collected(SerialSampler, evaluates=evaluates), strict=True):
-        assert_same(own[0], expected[0])
-        assert own[1:] == expected[1:]
+def test_a_sampler_of_the_page_collects_the_same_batches(name: str, evaluate: Any) -> None:
+    found = collect_with(documented()[name], CountingEnv, evaluate=evaluate, n_slots=2, **SIZE)
+    assert_same(found, collect_with(SerialSampler, CountingEnv, evaluate=evaluate, **SIZE))
 
 
 def test_the_eager_one_samples_while_the_learner_trains() -> None:
-    with documented()["EagerSampler"](CountingEnv, **SIZE, n_slots=2) as sampler:
-        sampler.initialize(RandomAgent(), seed=3)
+    with started(CountingEnv, cls=documented()["EagerSampler"], n_slots=2, **SIZE) as sampler:
         first, _ = sampler.obtain_samples(0)
         assert sampler.state is SamplerState.READY
         before = first.copy()
@@ -77,24 +62,17 @@ def test_the_eager_one_samples_while_the_learner_trains() -> None:
         second, _ = sampler.wait_samples()
         assert sampler.state is SamplerState.READY
         assert (first.is_current, second.is_current) == (False, True)  # batch 2 has begun, in the memory of batch 0
+        assert sampler.get_attr("length") == [5] * 4
 
 
 def test_the_wide_one_has_a_worker_for_each_environment() -> None:
-    with documented()["WideSampler"](CountingEnv, **SIZE) as sampler:
-        sampler.initialize(RandomAgent(), seed=3)
+    with started(CountingEnv, cls=documented()["WideSampler"], **SIZE) as sampler:
         assert [list(worker.env_ranks) for worker in sampler.stats().workers] == [[0], [1], [2], [3]]
 
 
 def test_an_error_of_a_worker_comes_out_of_a_schedule_of_ones_own() -> None:
-    with documented()["EagerSampler"](
-        crashing_env,
-        env_kwargs={"at": 7, "spare_pid": os.getpid()},
-        batch_T=5,
-        batch_B=2,
-        n_slots=2,
-        max_decorrelation_steps=0,
-    ) as sampler:
-        sampler.initialize(RandomAgent(), seed=3)
+    options: dict[str, Any] = {"env_kwargs": {"at": 7, "spare_pid": os.getpid()}, "n_slots": 2}
+    with started(crashing_env, cls=documented()["EagerSampler"], batch_T=5, **options) as sampler:
         with pytest.raises(WorkerError):
             for itr in range(4):
                 sampler.obtain_samples(itr)
@@ -109,8 +87,7 @@ def test_what_a_part_refuses_names_its_reason() -> None:
         def schedule(self) -> Schedule:
             return Busy()
 
-    with BusySampler(CountingEnv, **SIZE) as sampler:
-        sampler.initialize(RandomAgent(), seed=3)
+    with started(CountingEnv, cls=BusySampler) as sampler:
         with pytest.raises(
             ConfigError, match=r"state_dict\(\) and load_state_dict\(\) and AsyncSampler do not go together"
         ):
@@ -130,7 +107,7 @@ def test_each_hook_is_called_once() -> None:
             calls.append("schedule")
             return OnDemand()
 
-    collected(Counted, evaluates=True)
+    collect_with(Counted, CountingEnv, evaluate=range(2), **SIZE)
     assert sorted(calls) == ["acting", "schedule"]
 
 
@@ -139,6 +116,8 @@ def test_there_is_no_run_before_initialize(cls: type[Sampler]) -> None:
     sampler = cls(CountingEnv, **SIZE)
     with pytest.raises(SamplerStateError, match=r"run was called before initialize: call sampler.initialize\(agent\)"):
         _ = sampler.run
+    with pytest.raises(SamplerStateError, match="server_stats was called before initialize"):
+        _ = GpuSampler(CountingEnv, **SIZE).server_stats
     assert (sampler.policy_version, sampler.n_workers, sampler.worker_pids) == (None, 0, [])
     sampler.initialize(RandomAgent(), seed=1)
     assert isinstance(sampler.run, Run)

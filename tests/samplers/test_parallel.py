@@ -1,17 +1,20 @@
 """What ParallelSampler promises beside determinism: exact accounting, uneven shares, pinning, parameters."""
 
 import copy
+import gc
 import itertools
 import os
 import pickle
 import re
+import sys
 import time
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
@@ -21,24 +24,29 @@ from torch import nn
 
 from penstock import (
     Affinity,
+    AgentStep,
     AsyncSampler,
     CategoricalPgAgent,
     FunctionAgent,
     GpuSampler,
+    NamedArrays,
     ParallelSampler,
     RandomAgent,
     ResetCollector,
     Sampler,
     SamplerStateError,
     SerialSampler,
+    TrajInfo,
     WaitResetCollector,
 )
 from penstock.agents.joint import DelegatingAgent
-from penstock.envs import CountingEnv
+from penstock.envs import CountingEnv, NestedEnv
 from penstock.workers.affinity import usable_cpus
 
-from ..scale import START_METHODS, methods
-from ..support import sampler_of
+from ..models import Constant
+from ..scale import START_METHODS, methods, quick_first
+from ..support import Diary, assert_same, leaves, sampler_of
+from .started import started
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 
@@ -63,10 +71,8 @@ def test_workers_run_where_the_mask_or_the_caller_says(start_method: str) -> Non
     cpus = usable_cpus()
 
     def places(affinity: Any, cls: type[Sampler] = ParallelSampler) -> tuple[list[float], set[float]]:
-        with cls(
-            WhereEnv, batch_T=1, batch_B=3, n_workers=3, start_method=start_method, max_decorrelation_steps=0
-        ) as sampler:
-            sampler.initialize(RandomAgent(), affinity=affinity)
+        options: dict[str, Any] = {"cls": cls, "n_workers": 3, "start_method": start_method, "affinity": affinity}
+        with started(WhereEnv, batch_T=1, batch_B=3, **options) as sampler:
             sampler.obtain_samples(0)
             samples, _ = sampler.obtain_samples(1)
             return samples.env.reward[0].tolist(), set(samples.env.observation.unique().tolist())
@@ -92,16 +98,14 @@ class Unlimited(WhereEnv):
 @pytest.mark.slow
 def test_libraries_that_an_environment_loads_are_limited_too() -> None:
     pytest.importorskip("scipy")
-    with ParallelSampler(Unlimited, batch_T=1, batch_B=1, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent())
+    with started(Unlimited, cls=ParallelSampler, batch_T=1, batch_B=1) as sampler:
         sampler.obtain_samples(0)  # the next batch begins with the observation of its last step
         assert sampler.obtain_samples(1)[0].env.observation.unique().tolist() == [1.0]
 
 
 def test_the_threads_and_cpus_of_the_main_process_stay(start_method: str) -> None:
     before = torch.get_num_threads(), threadpoolctl.threadpool_info(), usable_cpus()
-    with ParallelSampler(CountingEnv, batch_T=1, batch_B=2, start_method=start_method) as sampler:
-        sampler.initialize(RandomAgent())
+    with started(CountingEnv, cls=ParallelSampler, start_method=start_method):
         assert (torch.get_num_threads(), threadpoolctl.threadpool_info(), usable_cpus()) == before
 
 
@@ -123,105 +127,52 @@ def test_the_server_process_uses_as_many_threads_as_torch_does_here(start_method
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with GpuSampler(CountingEnv, batch_T=2, batch_B=2, server="process", start_method=start_method) as sampler:
-            sampler.initialize(CategoricalPgAgent(Threads))
+        options: dict[str, Any] = {"server": "process", "start_method": start_method}
+        with started(CountingEnv, CategoricalPgAgent(Threads), GpuSampler, **options) as sampler:
             assert sampler.obtain_samples(0)[0].agent.agent_info.value.unique().tolist() == [1.0]
     finally:
         torch.set_num_threads(before)
 
 
-class Revealing(nn.Module):
-    """All parameters are published equal; the value shows whether a worker ever sees them mixed."""
-
-    def __init__(self, n: int = 200_000) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(n))
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        spread = self.weight.max() - self.weight.min()
-        logits = spread.expand(len(observation), 3)
-        return logits, self.weight.mean().expand(len(observation))
-
-
-def test_a_worker_never_acts_on_half_written_parameters() -> None:
-    agent = CategoricalPgAgent(Revealing)
-    with ParallelSampler(CountingEnv, batch_T=1, batch_B=2, n_workers=2) as sampler:
-        sampler.initialize(agent, seed=0)
-        version = 0
-        for itr in range(60):
-            sampler.start_samples(itr)
-            for _ in range(5):  # publish while the workers read
-                version += 1
-                with torch.no_grad():
-                    agent.model.weight.fill_(float(version))
-                agent.sync_shared_memory()
-            samples, _ = sampler.wait_samples()
-            # log(1/3): the logits are equal; and the weights were all of one whole version.
-            assert torch.allclose(samples.agent.agent_info.log_prob, torch.tensor(1 / 3).log())
-            values = samples.agent.agent_info.value
-            assert torch.equal(values, values.round())
-
-
 @pytest.mark.slow
 @both
 def test_one_agent_may_serve_two_samplers(cls: type[Sampler]) -> None:
-    agent = CategoricalPgAgent(partial(Revealing, 10))
-    with cls(CountingEnv, batch_T=1, batch_B=1) as first, cls(CountingEnv, batch_T=1, batch_B=1) as second:
-        first.initialize(agent)
-        second.initialize(agent)
+    agent = CategoricalPgAgent(Constant)
+    with started(CountingEnv, agent, cls, batch_B=1) as first, started(CountingEnv, agent, cls, batch_B=1) as second:
         with torch.no_grad():
             agent.model.weight.fill_(4.0)
         agent.sync_shared_memory()
         for sampler in (first, second):
-            assert float(sampler.obtain_samples(0)[0].agent.agent_info.value) == 4.0
+            assert (sampler.obtain_samples(0)[0].agent.agent_info.value == 4.0).all()
     agent.sync_shared_memory()  # with no one left to hear it
 
 
-class Statistics(nn.Module):
-    """A model of CountingEnv that counts its forward passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.out = nn.BatchNorm1d(2), nn.Linear(2, 4)
-
-    def forward(self, observation: Any) -> Any:
-        out = self.out(self.norm(observation))
-        return out[:, :3], out[:, 3]
-
-
-def torch_agent(fused: bool, wrap: Any = lambda agent: agent) -> Any:
-    """An agent, and what trains it."""
-    agent = wrap(CategoricalPgAgent(Statistics))
-
-    def train() -> None:
-        model = getattr(agent, "agent", agent).model
-        optimizer = torch.optim.Adam(model.parameters(), fused=fused)
-        model(torch.ones(2, 2))[1].sum().backward()
-        optimizer.step()
-
-    return agent, train
-
-
-def numpy_agent() -> Any:
-    agent = FunctionAgent(lambda weights, observation: np.zeros(len(observation), np.int64), parameters=np.zeros(2))
-
-    def train() -> None:
-        agent.parameters += 1.0
-
-    return agent, train
+def scripted(parameters: Any, observation: Any) -> Any:
+    return np.zeros(len(observation), np.int64)
 
 
 AGENTS: dict[str, Any] = {
-    "torch": partial(torch_agent, False),
-    "fused": partial(torch_agent, True),
-    "delegating": partial(torch_agent, False, DelegatingAgent),
-    "numpy": numpy_agent,
+    "torch": partial(CategoricalPgAgent, Constant),
+    "fused": partial(CategoricalPgAgent, Constant),
+    "delegating": lambda: DelegatingAgent(CategoricalPgAgent(Constant)),
+    "numpy": lambda: FunctionAgent(scripted, parameters=np.zeros(2)),
 }
+
+
+def train(kind: str, agent: Any) -> None:
+    if kind == "numpy":
+        agent.parameters += 1.0
+        return
+    model = getattr(agent, "agent", agent).model
+    model(torch.ones(2, 2))[1].sum().backward()
+    torch.optim.Adam(model.parameters(), fused=kind == "fused").step()
+
+
 UNPUBLISHED = r"parameters of agent have changed.* 5 batches.*: call agent\.sync_shared_memory\(\)"
 
 
-def batches(sampler: Any, train: Any, n: int = 12, first: int = 0) -> Any:
-    """The numbers of the batches whose call warns, while `train` is called after each."""
+def batches(sampler: Any, then: Any, n: int = 12, first: int = 0) -> Any:
+    """The numbers of the batches whose call warns, while `then` is called after each."""
     for itr in range(first, first + n):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
@@ -230,7 +181,7 @@ def batches(sampler: Any, train: Any, n: int = 12, first: int = 0) -> Any:
             assert re.search(UNPUBLISHED, str(warning.message))
             assert warning.filename == __file__
             yield itr
-        train()
+        then()
 
 
 @pytest.mark.parametrize(
@@ -238,23 +189,19 @@ def batches(sampler: Any, train: Any, n: int = 12, first: int = 0) -> Any:
     [*product(AGENTS, [SerialSampler]), ("torch", ParallelSampler), ("numpy", GpuSampler), ("torch", AsyncSampler)],
 )
 def test_parameters_that_are_never_published_are_noticed_once(kind: str, cls: Any) -> None:
-    agent, train = AGENTS[kind]()
-    with sampler_of(cls, batch_T=2, batch_B=2, n_workers=1) as sampler:
-        sampler.initialize(agent, seed=0)
-        if cls is AsyncSampler:
-            sampler.start()
+    agent = AGENTS[kind]()
+    with started(CountingEnv, agent, cls, batch_T=2, n_workers=1) as sampler:
         # Batch 0 has the right parameters, the batches 1 to 5 have not.
-        assert list(batches(sampler, train, 40)) == [5]
+        assert list(batches(sampler, partial(train, kind, agent), 40)) == [5]
 
 
 @pytest.mark.parametrize("kind", AGENTS)
 def test_who_publishes_or_does_not_train_is_not_warned(kind: str) -> None:
-    agent, train = AGENTS[kind]()
-    with sampler_of(SerialSampler, batch_T=2, batch_B=2, eval_n_envs=1, eval_episodes=1) as sampler:
-        sampler.initialize(agent, seed=0)
+    agent = AGENTS[kind]()
+    with started(CountingEnv, agent, eval_n_envs=1, eval_episodes=1) as sampler:
 
         def publish_sometimes() -> None:
-            train()
+            train(kind, agent)
             if next(count) % 5 == 4:
                 agent.sync_shared_memory()
 
@@ -263,21 +210,27 @@ def test_who_publishes_or_does_not_train_is_not_warned(kind: str) -> None:
         assert not list(batches(sampler, publish_sometimes, 20, 20))
         for itr in range(20):
             sampler.evaluate_agent(itr)
-        assert list(batches(sampler, train, 40, 40)), "from now on it is forgotten"
+        assert list(batches(sampler, partial(train, kind, agent), 40, 40)), "from now on it is forgotten"
 
 
 def test_running_statistics_are_no_training() -> None:
-    agent, _ = torch_agent(False)
-    with sampler_of(SerialSampler, batch_T=2, batch_B=2) as sampler:
-        sampler.initialize(agent, seed=0)
+    class Statistics(Constant):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, observation: Any) -> Any:
+            return super().forward(self.norm(observation))
+
+    agent = CategoricalPgAgent(Statistics)
+    with started(CountingEnv, agent) as sampler:
         assert not list(batches(sampler, lambda: agent.model.train()(torch.rand(4, 2))))
         assert agent.model.norm.num_batches_tracked == 12
 
 
 def test_a_copy_of_an_agent_in_use_is_an_agent_of_its_own() -> None:
-    agent = CategoricalPgAgent(partial(Revealing, 10))
-    with ParallelSampler(CountingEnv, batch_T=1, batch_B=1) as sampler:
-        sampler.initialize(agent)
+    agent = CategoricalPgAgent(Constant)
+    with started(CountingEnv, agent, ParallelSampler):
         target = copy.deepcopy(agent)
         with torch.no_grad():
             target.model.weight.fill_(4.0)
@@ -286,22 +239,6 @@ def test_a_copy_of_an_agent_in_use_is_an_agent_of_its_own() -> None:
         with pytest.raises(SamplerStateError, match="belongs to no sampler yet"):
             target.sync_shared_memory()
         agent.sync_shared_memory()
-
-
-@both
-def test_start_and_wait_are_the_two_halves_of_obtain(cls: type[Sampler]) -> None:
-    def run(halves: bool) -> Any:
-        with cls("CartPole-v1", batch_T=20, batch_B=3) as sampler:
-            sampler.initialize(RandomAgent(), seed=2)
-            for itr in range(3):
-                if halves:
-                    sampler.start_samples(itr)
-                    sampler.wait_samples()
-                else:
-                    sampler.obtain_samples(itr)
-            return sampler.samples_np.copy()
-
-    np.testing.assert_array_equal(run(True).env.observation, run(False).env.observation)
 
 
 @both
@@ -320,8 +257,7 @@ def test_samples_are_views_of_one_memory_and_a_copy_is_not(cls: type[Sampler]) -
 
 
 def test_stats_add_up() -> None:
-    with ParallelSampler(CountingEnv, batch_T=50, batch_B=4, n_workers=2) as sampler:
-        sampler.initialize(RandomAgent())
+    with started(CountingEnv, cls=ParallelSampler, batch_T=50, batch_B=4, n_workers=2) as sampler:
         for itr in range(3):
             sampler.obtain_samples(itr)
         stats = sampler.stats()
@@ -368,24 +304,81 @@ def test_slow_resets_are_told_from_steps_and_from_waiting(cls: type[Sampler], wa
 @methods(*START_METHODS)
 def test_workers_see_todays_environment_variables(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Variables(CountingEnv):
-        def step(self, action: Any) -> Any:
-            observation, _, *rest = super().step(action)
-            return observation, float(os.environ["PENSTOCK_TEST"] + str(len(os.environ.get("OMPI_RANK", "")))), *rest
+        def variables(self) -> Any:
+            return [os.environ.get(name) for name in ("PENSTOCK_TEST", "OMPI_RANK")]
 
     monkeypatch.setenv("PENSTOCK_TEST", "7")
     monkeypatch.setenv("OMPI_RANK", "1")  # MPI variables are hidden, so that nothing takes a worker for a rank
-    with ParallelSampler(Variables, batch_T=1, batch_B=1, start_method=start_method) as sampler:
-        sampler.initialize(RandomAgent())
-        assert float(sampler.obtain_samples(0)[0].env.reward) == 70
+    with started(Variables, cls=ParallelSampler, batch_B=1, start_method=start_method) as sampler:
+        assert sampler.call("variables") == [["7", None]]
     assert os.environ["OMPI_RANK"] == "1"
 
 
-@both
-def test_an_id_and_a_registration_in_this_process_are_enough(cls: type[Sampler]) -> None:
-    gym.register("PenstockCounting-v0", entry_point=CountingEnv, disable_env_checker=True)
-    try:
-        with cls("PenstockCounting-v0", env_kwargs={"length": 2}, batch_T=4, batch_B=2) as sampler:
-            sampler.initialize(RandomAgent())
-            assert len(sampler.obtain_samples(0)[1]) == 4
-    finally:
-        gym.registry.pop("PenstockCounting-v0")
+class Telling(RandomAgent):
+    """Reports what it was given."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        size = np.full(len(prev_reward), sum(leaf.dtype.itemsize for leaf in leaves(observation)))
+        action, _ = super().step(observation, prev_action, prev_reward)
+        return AgentStep(action, NamedArrays(given=observation.copy(), size=size))
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler])
+@pytest.mark.parametrize(("env_fn", "dtype"), [("CartPole-v1", np.float16), (NestedEnv, None)])
+def test_an_agent_acts_on_observations_as_they_are_recorded(cls: type[Sampler], env_fn: Any, dtype: Any) -> None:
+    with started(env_fn, Telling(), cls, observation_dtype=dtype, n_workers=2) as sampler:
+        sampler.obtain_samples(0)
+        info, observation = sampler.samples_np.agent.agent_info, sampler.samples_np.env.observation
+        assert_same(info.given, observation)
+        assert (info.size == sum(leaf.dtype.itemsize for leaf in leaves(observation))).all()
+        assert dtype is None or observation.dtype == dtype
+
+
+# ---- what it costs, and what is left -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "batch_T", "n_batches", "most"),
+    quick_first([(GpuSampler, 128, 4, 100 * 4 * 128), (ParallelSampler, 1, 50, 150 * 50)]),
+)
+def test_the_main_process_calls_few_functions(cls: type[Sampler], batch_T: int, n_batches: int, most: int) -> None:
+    """For each row of central sampling, and for each short batch."""
+    calls: list[str] = []
+    with started(CountingEnv, cls=cls, batch_T=batch_T, batch_B=4, n_workers=2) as sampler:
+        sampler.obtain_samples(0)
+        sys.setprofile(lambda frame, event, argument: calls.append(event))
+        try:
+            for itr in range(n_batches):
+                sampler.obtain_samples(itr)
+        finally:
+            sys.setprofile(None)
+    assert calls.count("call") <= most
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize(
+    ("is_shut_down", "traj_info_cls"), quick_first([(True, TrajInfo), (True, Diary), (False, Diary)])
+)
+def test_a_sampler_that_is_done_with_is_freed_at_once(is_shut_down: bool, traj_info_cls: type[TrajInfo]) -> None:
+    """It is part of no cycle. One that is dropped ends its workers too."""
+
+    def memory_files() -> int:
+        entries = Path("/proc/self/fd").iterdir()
+        return sum("memfd" in os.readlink(entry) for entry in entries if entry.is_symlink())
+
+    before = memory_files()
+    sampler = sampler_of(ParallelSampler, traj_info_cls=traj_info_cls)
+    sampler.initialize(RandomAgent())
+    sampler.obtain_samples(0)
+    if is_shut_down:
+        sampler.shutdown()
+    del sampler
+    assert memory_files() == before

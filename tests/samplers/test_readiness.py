@@ -13,52 +13,53 @@ from hypothesis import strategies as st
 
 from penstock import AlternatingSampler, ConfigError, GpuSampler
 from penstock.envs import CountingEnv
-from penstock.samplers import inference_server, readiness
+from penstock.samplers import readiness
 from penstock.samplers.readiness import Alternating, FirstReady, LockStep, Readiness, columns_wanted
 from penstock.samplers.stats import ServerTotals, WorkerStats
 
 
 class WorkerPool:
-    """Workers who work, then ask, then wait for an answer: `T` times each. Who comes back next is drawn."""
+    """Workers that ask in the order of their scripts, "s" for actions and "v" for values, and wait for each answer. Who
+    comes back next is drawn, and with `is_late` whether the server looks at once or after another request."""
 
-    def __init__(self, policy: Readiness, n: int, T: int, data: Any) -> None:
-        self.policy, self.T, self.data = policy, T, data
-        self.working, self.asking, self.kept = set(range(n)), list[int](), list[int]()
-        self.done = [0] * n
-        self.served: list[list[int]] = []
+    def __init__(self, rule: Readiness, scripts: list[str], data: Any, is_late: bool = False) -> None:
+        self.rule, self.left, self.data = rule, [list(script) for script in scripts], data
+        self.looks = st.booleans() if is_late else st.just(True)
+        self.working, self.asking, self.kept = set(range(len(scripts))), dict[int, str](), list[int]()
+        self.served: list[tuple[str, list[int]]] = []
 
-    def run(self) -> None:
+    def run(self) -> list[tuple[str, list[int]]]:
         while self.working:
             rank = self.data.draw(st.sampled_from(sorted(self.working)))
             self.working.discard(rank)
-            if self.done[rank] < self.T:
-                self.asking.append(rank)
-                self.asking.sort()  # the server looks at them by rank
-            while self.serve():
+            if self.left[rank]:
+                self.asking[rank] = self.left[rank].pop(0)
+            while (self.data.draw(self.looks) or not self.working) and self.serve():
                 self.check()
-        assert self.done == [self.T] * len(self.done), "nobody waits for ever"
+        assert not self.asking, "nobody waits for ever"
+        assert not any(self.left)
+        return self.served
 
     def serve(self) -> bool:
-        if self.kept and self.policy.may_reply(sorted(self.working)):
-            self.answer(self.kept)
+        working = sorted(self.working)
+        if self.kept and self.rule.may_reply(working):
+            self.working.update(self.kept)
             self.kept = []
             return True
-        chosen = list(self.policy.choose(tuple(self.asking), sorted(self.working)))
+        steps, values = ([r for r in sorted(self.asking) if self.asking[r] == kind] for kind in "sv")
+        valued = self.rule.choose_values(values, working)
+        chosen = list(valued or self.rule.choose(steps, working))
         if not chosen:
             return False
-        self.served.append(chosen)
-        self.asking = [rank for rank in self.asking if rank not in chosen]
-        if self.policy.may_reply(sorted(self.working)):
-            self.answer(chosen)
+        self.served.append(("v" if valued else "s", chosen))
+        for rank in chosen:
+            del self.asking[rank]
+        if valued or self.rule.may_reply(working):
+            self.working.update(chosen)
         else:
             assert not self.kept
             self.kept = chosen
         return True
-
-    def answer(self, ranks: list[int]) -> None:
-        for rank in ranks:
-            self.done[rank] += 1
-        self.working.update(ranks)
 
     def check(self) -> None:
         """For subclasses."""
@@ -66,9 +67,7 @@ class WorkerPool:
 
 @given(n=st.integers(1, 5), T=st.integers(1, 6), data=st.data())
 def test_lock_step_serves_all_together(n: int, T: int, data: Any) -> None:
-    crew = WorkerPool(LockStep(), n, T, data)
-    crew.run()
-    assert crew.served == [list(range(n))] * T
+    assert WorkerPool(LockStep(), [T * "s"] * n, data).run() == [("s", list(range(n)))] * T
 
 
 @given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=5), T=st.integers(1, 6), data=st.data())
@@ -78,11 +77,10 @@ def test_first_ready_serves_whoever_waits_once_they_are_enough(sizes: list[int],
     class Checked(WorkerPool):
         def check(self) -> None:
             assert not self.asking, "all who wait are served together, so nobody is served twice before another"
-            columns = sum(sizes[rank] for rank in self.served[-1])
-            others = [rank for rank in self.working if rank not in self.served[-1]]
-            assert columns >= least or not others, "as many as were asked for, or there are no others"
+            (_, served), others = self.served[-1], self.working.difference(self.served[-1][1])
+            assert sum(map(sizes.__getitem__, served)) >= least or not others, "enough, or there are no others"
 
-    Checked(FirstReady(least, sizes.__getitem__), len(sizes), T, data).run()
+    Checked(FirstReady(least, sizes.__getitem__), [T * "s"] * len(sizes), data).run()
 
 
 @given(times=st.lists(st.tuples(st.floats(0, 2), st.integers(0, 4)), max_size=20), max_wait=st.floats(0.1, 3))
@@ -123,18 +121,13 @@ def test_alternating_serves_whole_halves(overlap: bool, n: int, T: int, data: An
     halves = set(range(middle)), set(range(middle, n))
 
     class Checked(WorkerPool):
-        begun = False  # at first all are on their way, and none has actions yet
-
         def check(self) -> None:
-            assert set(self.served[-1]) in halves
-            self.begun = self.begun or not self.working
+            assert set(self.served[-1][1]) in halves
             if not overlap:
-                with_actions = {rank for rank in self.working if self.done[rank]}
+                with_actions = {rank for rank in self.working if len(self.left[rank]) < T}
                 assert not all(with_actions & half for half in halves), "one half at a time"
 
-    crew = Checked(Alternating(halves, overlap=overlap), n, T, data)
-    crew.run()
-    assert len(crew.served) == 2 * T
+    assert len(Checked(Alternating(halves, overlap=overlap), [T * "s"] * n, data).run()) == 2 * T
 
 
 def test_alternating_goes_on_with_what_is_left_of_a_half() -> None:
@@ -146,40 +139,6 @@ def test_alternating_goes_on_with_what_is_left_of_a_half() -> None:
     assert policy.choose([0], [2, 3]) == [0]
 
 
-class ValuedWorkerPool:
-    """Workers that ask in the order of their scripts, for values or for actions. Who comes back next is drawn."""
-
-    def __init__(self, rule: Readiness, scripts: list[str], data: Any) -> None:
-        self.rule, self.left, self.data = rule, [list(script) for script in scripts], data
-        self.working, self.asking = set(range(len(scripts))), dict[int, str]()
-        self.served: list[tuple[str, list[int]]] = []
-
-    def run(self) -> list[tuple[str, list[int]]]:
-        while self.working:
-            rank = self.data.draw(st.sampled_from(sorted(self.working)))
-            self.working.discard(rank)
-            if self.left[rank]:
-                self.asking[rank] = self.left[rank].pop(0)
-            while self.data.draw(st.booleans()) or not self.working:  # the server looks now, or after the next request
-                if not self.serve():
-                    break
-        assert not self.asking, "nobody waits for ever"
-        assert not any(self.left)
-        return self.served
-
-    def serve(self) -> bool:
-        steps, values = ([r for r in sorted(self.asking) if self.asking[r] == kind] for kind in "sv")
-        working = sorted(self.working)
-        valued = self.rule.choose_values(values, working)
-        chosen = list(valued or self.rule.choose(steps, working))
-        for rank in chosen:
-            del self.asking[rank]
-        self.working.update(chosen)
-        if chosen:
-            self.served.append(("v" if valued else "s", chosen))
-        return bool(chosen)
-
-
 SCRIPTS = st.lists(st.text("sv", max_size=6), min_size=2, max_size=5)
 
 
@@ -188,7 +147,7 @@ def test_values_are_served_for_the_same_workers_however_fast_each_is(scripts: li
     middle, ranks = len(scripts) // 2, range(len(scripts))
     halves = ranks[:middle], ranks[middle:]
     for make in (LockStep, lambda: Alternating(halves, overlap=True)):
-        first, second = (ValuedWorkerPool(make(), scripts, data).run() for _ in range(2))
+        first, second = (WorkerPool(make(), scripts, data, is_late=True).run() for _ in range(2))
         for half in halves:  # which half comes first may differ, and does not matter
             mine, others = ([found for found in run if half[0] <= min(found[1]) <= half[-1]] for run in (first, second))
             assert mine == others
@@ -260,10 +219,9 @@ def test_halves_need_two_of_everything() -> None:
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("spin_seconds", [0, 0.0, 1e-4, np.float32(1e-4), np.int64(0)])
-def test_numbers_of_every_kind_are_seconds(spin_seconds: Any) -> None:
-    GpuSampler(CountingEnv, batch_T=2, batch_B=8, spin_seconds=spin_seconds)
-    AlternatingSampler(CountingEnv, batch_T=2, batch_B=8, spin_seconds=spin_seconds, overlap=np.False_)
+def test_numbers_of_every_kind_are_seconds() -> None:
+    for spin_seconds in (0, 0.0, 1e-4, np.float32(1e-4), np.int64(0)):
+        AlternatingSampler(CountingEnv, batch_T=2, batch_B=8, spin_seconds=spin_seconds, overlap=np.False_)
 
 
 # ---- what the server says ------------------------------------------------------------------
@@ -305,13 +263,3 @@ def test_server_stats_say_where_the_time_went(
 
 def test_server_stats_before_the_first_step() -> None:
     assert repr(ServerTotals(4, shared=False).stats).startswith("0 steps of the agent, for 0.0 environments")
-
-
-@pytest.mark.parametrize(("left", "seconds"), [(math.inf, math.inf), (0.0025, 0.002), (0.0005, 0.0), (-1.0, 0.0)])
-def test_a_server_sleeps_until_its_rule_is_due(left: float, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whole milliseconds, as `poll` takes them."""
-    monkeypatch.setattr(inference_server.time, "monotonic", lambda: 100.0)
-    server = object.__new__(inference_server.InferenceServer)
-    server._rule = rule = FirstReady(2, lambda rank: 1)
-    rule.due = 100.0 + left
-    assert server.sleep_seconds == pytest.approx(seconds)

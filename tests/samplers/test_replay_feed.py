@@ -12,48 +12,40 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.wrappers import FrameStackObservation, TransformObservation
 from torch import Tensor, nn
 
 from penstock import (
     AsyncSampler,
     ConfigError,
+    NamedArrays,
     RandomAgent,
     RecurrentCategoricalPgAgent,
     SamplerState,
     SamplerStateError,
-    SerialSampler,
     WorkerError,
 )
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.learning import Frames, Prioritized, Ratio, Replay, Sequences, feed
 from penstock.samplers import Ahead
 
-from ..scale import pairs
+from ..learning.streams import storage_of
+from ..scale import pairs, scaled
 from ..support import assert_same
-from .async_support import VersionAgent
+from ..toy_games import Published
+from .async_support import Delayed, TabularAgent
+from .started import check_refused, started
 
 T, B = 4, 5
 LENGTH = 5
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 SERVERS = (None, "process")
-servers = pytest.mark.parametrize("server", SERVERS, ids=["workers act", "server acts"])
 
 
-def feeding_sampler(
-    replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, **kwargs: Any
-) -> AsyncSampler:
-    options: dict[str, Any] = {"batch_T": T, "batch_B": B, "n_workers": 2, "max_decorrelation_steps": 0, **kwargs}
-    return AsyncSampler(env_fn, replay=replay, ratio=ratio, **options)
-
-
-def started(
-    replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, agent: Any = None, **kwargs: Any
-) -> AsyncSampler:
-    sampler = feeding_sampler(replay, env_fn, ratio, **kwargs)
-    sampler.initialize(agent or RandomAgent(), seed=1)
-    sampler.start()
-    return sampler
+def begin(replay: Replay, env_fn: Any = CountingEnv, ratio: Ratio | None = None, agent: Any = None, **more: Any) -> Any:
+    options = {"batch_T": T, "batch_B": B, "n_workers": 2, "seed": 1, **more}
+    return started(env_fn, agent, AsyncSampler, replay=replay, ratio=ratio, **options)
 
 
 def check_transitions(replay: Replay, batch: Any, truncates: bool = False) -> None:
@@ -76,15 +68,29 @@ def check_transitions(replay: Replay, batch: Any, truncates: bool = False) -> No
 
 @pytest.mark.parametrize(("server", "truncates"), pairs(SERVERS, [False, True]))
 def test_the_replay_holds_what_the_environments_did(server: Any, truncates: bool, tmp_path: Path) -> None:
+    """Evaluations, calls and pauses change nothing in it."""
     file = tmp_path / "steps" if truncates else None
     replay = Replay(B * 80, 3, 1.0, file=file, max_truncations=B * 40, seed=0)
-    with started(replay, partial(CountingEnv, truncate=truncates), Ratio(4), server=server) as sampler:
-        for _ in range(60):
+    options: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 40, "server": server}
+    with begin(replay, partial(CountingEnv, truncate=truncates), Ratio(4), **options) as sampler:
+        for itr in range(60):
             batch = replay.sample(64)
             check_transitions(replay, batch, truncates)
             # One stream for each column: nothing is missing and nothing comes twice.
             step, b = batch.index // B, batch.index % B
             assert torch.equal(batch.observation[:, 0] * LENGTH + batch.observation[:, 1], step.float())
+            rows = replay.contents.rows()
+            assert rows.valid.all()
+            assert (rows.reward == rows.observation[..., 1] + 1).all()
+            newest = replay.contents.index[-9:]
+            assert replay.contents.read(newest).index.tolist() == newest.tolist()
+            assert sampler.state is SamplerState.RUNNING
+            if itr % 6 == 5:
+                assert len(sampler.evaluate_agent(itr)) == 2 * (20 // LENGTH)
+                assert sampler.get_attr("length") == [LENGTH] * B
+            if itr % 18 == 17:
+                sampler.pause()
+                sampler.resume()
         infos = sampler.take_traj_infos()
         assert {info.Length for info in infos} == {LENGTH}
         assert sampler.metrics()["train/Length_mean"] == LENGTH
@@ -92,35 +98,17 @@ def test_the_replay_holds_what_the_environments_did(server: Any, truncates: bool
     assert replay.n_steps > B * 80, "the ring has wrapped"
 
 
-def everything(replay: Replay) -> Any:
-    """All transitions that can be drawn."""
-    return replay.contents.read(replay.contents.index)
-
-
-def test_contents_can_be_read_while_workers_write() -> None:
-    replay = Replay(B * 80, seed=0)
-    with started(replay, ratio=Ratio(1, min_steps=B * 20)) as sampler:
-        for _ in range(20):
-            replay.sample(8)
-            rows = replay.contents.rows()
-            assert rows.valid.all()
-            assert (rows.reward == rows.observation[..., 1] + 1).all()
-            newest = replay.contents.index[-9:]
-            assert replay.contents.read(newest).index.tolist() == newest.tolist()
-            assert sampler.state is SamplerState.RUNNING
-
-
 def test_the_same_steps_as_with_append() -> None:
     replay, other = Replay(B * 80, seed=0), Replay(B * 80, seed=0)
-    with started(replay, ratio=Ratio(1, min_steps=B * 20)) as sampler:
+    with begin(replay, ratio=Ratio(1, min_steps=B * 20)) as sampler:
         replay.sample(1)
         sampler.pause()
-    with SerialSampler(CountingEnv, batch_T=T, batch_B=B, max_decorrelation_steps=0) as serial:
-        serial.initialize(RandomAgent(), seed=1)
+    with started(CountingEnv, batch_T=T, batch_B=B, seed=1) as serial:
         while other.n_steps < replay.n_steps:
             other.append(serial.obtain_samples(0)[0])
     assert len(replay.contents.index) > 50
-    assert_same(everything(replay), everything(other))
+    found, wanted = (each.contents.read(each.contents.index) for each in (replay, other))
+    assert_same(found, wanted)
 
 
 def test_sequences_with_stored_states() -> None:
@@ -135,7 +123,7 @@ def test_sequences_with_stored_states() -> None:
             return self.layer(observation), observation[:, 0], observation + 0.25
 
     replay = Replay(B * 64, sequences=Sequences(6, 2, 2), prioritized=Prioritized(), seed=0)
-    with started(replay, ratio=Ratio(2), agent=RecurrentCategoricalPgAgent(Memory)):
+    with begin(replay, ratio=Ratio(2), agent=RecurrentCategoricalPgAgent(Memory)):
         for _ in range(50):
             batch = replay.sample(16)
             replay.update(batch.index, torch.rand(16))
@@ -148,32 +136,25 @@ def test_sequences_with_stored_states() -> None:
 
 
 def test_frames_and_what_is_no_stack() -> None:
-    class Stacked(CountingEnv):
-        def __init__(self, is_stack: bool = True) -> None:
-            super().__init__()
-            from gymnasium.spaces import Box
+    def stacked() -> Any:
+        return FrameStackObservation(CountingEnv(), 3)
 
-            self.observation_space, self.is_stack = Box(0, 2**20, (3, 1), np.float32), is_stack
-
-        def observe(self) -> Any:
-            counts = np.maximum(np.arange(self.count - 2, self.count + 1), 0)
-            return (counts if self.is_stack else counts[::-1].copy()).astype(np.float32)[:, None]
-
-        step_into = None  # type: ignore[assignment]
+    def backwards() -> Any:
+        return TransformObservation(stacked(), lambda stack: stack[::-1].copy(), None)
 
     replay = Replay(B * 60, 2, 1.0, frames=Frames(3), seed=0)
-    with started(replay, Stacked, Ratio(1)):
+    with begin(replay, stacked, Ratio(1)):
         for _ in range(20):
-            newest = (batch := replay.sample(16)).observation[:, -1, 0]
-            assert torch.equal(batch.observation[:, 0, 0], (newest - 2).clamp(min=0))
+            oldest, _, newest = replay.sample(16).observation[..., 1].unbind(1)
+            assert torch.equal(oldest, (newest - 2).clamp(min=0))
     replay = Replay(B * 60, 2, 1.0, frames=Frames(3))
-    with started(replay, partial(Stacked, False), Ratio(1)), pytest.raises(WorkerError, match="is no stack"):
+    with begin(replay, backwards, Ratio(1)), pytest.raises(WorkerError, match="is no stack"):
         replay.sample(16)
 
 
 def test_policy_versions_and_newer_than() -> None:
-    agent, replay = VersionAgent(), Replay(B * 60, seed=0)
-    with started(replay, ratio=Ratio(4), agent=agent) as sampler:
+    agent, replay = Published(), Replay(B * 60, seed=0)
+    with begin(replay, ratio=Ratio(4), agent=agent) as sampler:
         for itr in itertools.count():
             replay.sample(32)
             agent.publish()
@@ -197,7 +178,7 @@ def test_the_draws_stay_within_the_slack(env_seconds: float, learn_seconds: floa
     n, per_step, min_steps = 16, 2.0, 2 * T * B
     replay = Replay(B * 200, seed=0)
     slack = per_step * T * B + n
-    with started(replay, partial(SlowEnv, env_seconds), Ratio(per_step, min_steps=min_steps)) as sampler:
+    with begin(replay, partial(SlowEnv, env_seconds), Ratio(per_step, min_steps=min_steps)) as sampler:
         for itr in range(60):
             replay.sample(n)
             ahead = replay.n_drawn - (replay.n_steps - min_steps) * per_step
@@ -218,27 +199,14 @@ def test_a_batch_that_becomes_complete_while_the_learner_looks(monkeypatch: pyte
 
     monkeypatch.setattr(Ahead, "pass_on", take_all)
     replay = Replay(B * 400, seed=0)
-    with started(replay, ratio=Ratio(1.0)):
+    with begin(replay, ratio=Ratio(1.0)):
         for _ in range(50):
             replay.sample(32)
 
 
-def test_the_workers_wait_for_the_learner() -> None:
-    replay = Replay(B * 400, seed=0)
-    with started(replay, ratio=Ratio(1.0, batch_size=T * B)) as sampler:
-        replay.sample(T * B)
-        sampler.pause()  # waits for what they may collect
-        assert replay.n_steps <= 3 * T * B
-        sampler.resume()
-        for _ in range(30):
-            replay.sample(T * B)
-        sampler.pause()
-        assert 28 * T * B <= replay.n_steps <= 33 * T * B
-
-
 def test_without_a_ratio_the_workers_continue_with_each_draw() -> None:
     replay = Replay(B * 400, seed=0)
-    with started(replay) as sampler:
+    with begin(replay) as sampler:
         for _ in range(5):
             replay.sample(1000)
             sampler.pause()
@@ -249,51 +217,26 @@ def test_without_a_ratio_the_workers_continue_with_each_draw() -> None:
 # ---- other calls ---------------------------------------------------------------------------------
 
 
-@servers
-def test_evaluations_calls_and_pauses_change_nothing_in_the_replay(server: Any) -> None:
+@pytest.mark.parametrize("most", [10, 10_000])
+def test_trajectories_arrive_once_or_are_dropped_and_counted(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "_MOST_INFOS", most)
     replay = Replay(B * 80, seed=0)
-    options: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 40, "server": server}
-    with started(replay, ratio=Ratio(2), **options) as sampler:
-        for itr in range(12):
-            assert len(sampler.evaluate_agent(itr)) == 2 * (20 // LENGTH)
-            assert sampler.get_attr("length") == [LENGTH] * B
-            batch = replay.sample(64)
-            check_transitions(replay, batch)
-            number = batch.observation[:, 0] * LENGTH + batch.observation[:, 1]
-            assert torch.equal(number, (batch.index // B).float())
-            if itr % 3 == 0:
-                sampler.pause()
-                sampler.resume()
-
-
-def test_all_trajectories_arrive_once() -> None:
-    replay = Replay(B * 80, seed=0)
-    with started(replay, ratio=Ratio(1)) as sampler:
-        n_infos = 0
+    with begin(replay, ratio=Ratio(1)) as sampler:
+        taken = []
         for itr in range(100):
             replay.sample(40)
             if itr % 7 == 0:
-                n_infos += len(sampler.take_traj_infos())
+                taken.append(len(sampler.take_traj_infos()))
         sampler.pause()
-        n_infos += len(sampler.take_traj_infos())
-        assert n_infos == replay.n_steps // B // LENGTH * B
-        assert sampler.stats().dropped_trajectories == 0
-
-
-def test_old_trajectories_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "_MOST_INFOS", 10)
-    replay = Replay(B * 80, seed=0)
-    with started(replay, ratio=Ratio(1, min_steps=B * 40)) as sampler:
-        replay.sample(40)
-        sampler.pause()
-        infos = sampler.take_traj_infos()
-        assert len(infos) == 10
-        assert sampler.stats().dropped_trajectories == replay.n_steps // B // LENGTH * B - 10
+        taken.append(len(sampler.take_traj_infos()))
+        n_dropped = sampler.stats().dropped_trajectories
+        assert sum(taken) + n_dropped == replay.n_steps // B // LENGTH * B
+        assert max(taken) == 10 if most == 10 else n_dropped == 0
 
 
 def test_a_paused_sampler_and_one_that_was_shut_down() -> None:
     replay = Replay(B * 80, seed=0)
-    with started(replay, ratio=Ratio(1)) as sampler:
+    with begin(replay, ratio=Ratio(1)) as sampler:
         replay.sample(40)
         sampler.pause()
         with pytest.raises(SamplerStateError, match=r"paused.*Call resume\(\) first"):
@@ -312,7 +255,7 @@ def test_save_while_the_workers_run_and_go_on_with_another_sampler(
 ) -> None:
     env_fn = partial(CountingEnv, truncate=truncates)
     replay = Replay(B * 60, 2, 1.0, **options, max_truncations=B * 30, seed=0)
-    with started(replay, env_fn, Ratio(2), n_workers=3) as sampler:
+    with begin(replay, env_fn, Ratio(2), n_workers=3) as sampler:
         for _ in range(40):
             replay.sample(20)
         replay.save(tmp_path)
@@ -324,20 +267,20 @@ def test_save_while_the_workers_run_and_go_on_with_another_sampler(
     for batch in draws:
         check_transitions(loaded, batch, truncates)
     loaded, n_steps = Replay.load(tmp_path), loaded.n_steps
-    with started(loaded, env_fn, Ratio(2)) as sampler:
+    with begin(loaded, env_fn, Ratio(2)) as sampler:
         while loaded.n_steps < n_steps + 200 * B:
             batch = loaded.sample(50)
             check_transitions(loaded, batch, truncates)
         assert (batch.index >= n_steps).any()
     # The replay of a sampler that was shut down serves another one.
-    with started(loaded, env_fn, Ratio(2), n_workers=4) as sampler:
+    with begin(loaded, env_fn, Ratio(2), n_workers=4) as sampler:
         for _ in range(50):
             check_transitions(loaded, loaded.sample(50), truncates)
 
 
 def test_lost_final_observations_are_counted_and_warned_of() -> None:
     replay = Replay(B * 60, max_truncations=B, seed=0)
-    with started(replay, partial(CountingEnv, truncate=True), Ratio(2)):
+    with begin(replay, partial(CountingEnv, truncate=True), Ratio(2)):
         while not replay.n_without_final:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -349,12 +292,92 @@ def test_lost_final_observations_are_counted_and_warned_of() -> None:
             check_transitions(replay, replay.sample(16), truncates=True)
 
 
+# ---- lag=1: the draws are the same whatever the timing, and those of a serial loop ---------------
+
+N_DRAWS, BATCH = 60, 16
+RATIO = Ratio(1.0, T * B, BATCH, min_steps=2 * T * B)
+
+
+def make_replay(max_truncations: int) -> Replay:
+    # The ring wraps several times.
+    return Replay(B * 6 * T, 2, 0.9, Prioritized(), max_truncations=max_truncations, seed=3)
+
+
+def learn(replay: Replay, agent: TabularAgent) -> dict[str, Any]:
+    """Draw, and train in a way that the draw alone determines. Returns what was drawn."""
+    batch = replay.sample(BATCH)
+    replay.update(batch.index, batch.return_.abs() + 0.1)
+    agent.weights = agent.weights + 0.01 * np.tanh(batch.observation.double().mean(0).numpy())
+    agent.sync_shared_memory()
+    return {name: leaf.numpy().tobytes() for name, leaf in batch.leaves()} | {"n_steps": replay.n_steps}
+
+
+def asynchronous(max_truncations: int = 10_000, **options: Any) -> list[dict[str, Any]]:
+    replay, agent = make_replay(max_truncations), TabularAgent()
+
+    def env_fn() -> Any:
+        return Delayed(CountingEnv(truncate=True), 0.004)
+
+    with begin(replay, env_fn, RATIO, agent, lag=1, **options) as sampler:
+        drawn = [learn(replay, agent) for _ in range(N_DRAWS)]
+        sampler.take_traj_infos()
+        assert replay.n_steps > 2 * replay.capacity
+        if max_truncations < 10_000:
+            assert replay.n_without_final
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def serial() -> list[dict[str, Any]]:
+    """The next batch is collected as soon as the ratio allows it, and appended when no draw is possible without it."""
+    replay, agent, drawn = make_replay(10_000), TabularAgent(), []
+    waiting: NamedArrays | None = None
+
+    def show() -> None:
+        if replay.n_steps:
+            ring = storage_of(replay).ring
+            end = ring.written(0)
+            ring.pin(end, end + (0 if waiting is None else T))
+
+    env_fn = partial(CountingEnv, truncate=True)
+    with started(env_fn, agent, batch_T=T, batch_B=B, seed=1, bootstrap_value=False) as sampler:
+        for _ in range(N_DRAWS):
+            while True:
+                if waiting is None and RATIO.may_append(replay):
+                    waiting = sampler.obtain_samples(0)[0].copy()
+                    show()
+                if RATIO.may_sample(replay):
+                    break
+                assert waiting is not None
+                replay.append(waiting)
+                waiting = None
+                show()
+            drawn.append(learn(replay, agent))
+    return drawn
+
+
+SETTINGS = scaled([(1, 2, None), (3, 4, None), (2, 3, "process")], [(3, 4, None), (2, 3, "process")])
+
+
+@pytest.mark.parametrize(("n_workers", "n_slots", "server"), SETTINGS)
+def test_the_draws_are_those_of_a_serial_loop(serial: Any, n_workers: int, n_slots: int, server: Any) -> None:
+    drawn = asynchronous(n_workers=n_workers, n_slots=n_slots, server=server)
+    for k, (found, expected) in enumerate(zip(drawn, serial, strict=True)):
+        assert found == expected, f"draw {k}"
+
+
+@pytest.mark.filterwarnings("ignore:more than max_truncations")
+def test_the_draws_are_the_same_when_final_observations_are_lost() -> None:
+    assert asynchronous(10) == asynchronous(10)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_calls_that_do_not_fit() -> None:
     replay = Replay(B * 80, seed=0)
-    with feeding_sampler(replay, ratio=Ratio(1)) as sampler:
+    options: dict[str, Any] = {"batch_T": T, "batch_B": B, "replay": replay}
+    with AsyncSampler(CountingEnv, ratio=Ratio(1), **options) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         with pytest.raises(SamplerStateError, match=r"replay\.sample was called out of order.*start"):
             replay.sample(1)
@@ -365,16 +388,13 @@ def test_calls_that_do_not_fit() -> None:
         samples = sampler.run.batches.views[0]
         with pytest.raises(ConfigError, match="workers of a sampler write into this replay"):
             replay.append(samples)
-        with (
-            feeding_sampler(replay) as other,
-            pytest.raises(ConfigError, match="another sampler writes into this replay"),
-        ):
-            other.initialize(RandomAgent(), seed=1)
+        check_refused(CountingEnv, "another sampler writes into this replay", cls=AsyncSampler, **options)
         replay.sample(10)
-    with AsyncSampler(CountingEnv, batch_T=T, batch_B=B) as sampler:
-        sampler.initialize(RandomAgent())
-        with pytest.raises(SamplerStateError, match="needs a replay"):
-            sampler.take_traj_infos()
+    with (
+        started(CountingEnv, cls=AsyncSampler) as without,
+        pytest.raises(SamplerStateError, match="needs a replay"),
+    ):
+        without.take_traj_infos()
 
 
 @pytest.mark.parametrize(
@@ -386,20 +406,14 @@ def test_calls_that_do_not_fit() -> None:
         ({"replay": Replay(1000), "ratio": 8}, "must be a penstock.learning.Ratio"),
         ({"replay": Replay(1000), "ratio": Ratio(1, 7)}, "batch_steps=7.*has 20"),
         ({"replay": Replay(1000), "ratio": Ratio(1, batch_size=10, slack=14.5)}, "of their sum, 15"),
+        ({"replay": Replay(B * 12)}, "workers may be writing 12 others: raise capacity"),
     ],
 )
 def test_settings_that_cannot_work(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        AsyncSampler(CountingEnv, batch_T=T, batch_B=B, **options)
-
-
-def test_a_replay_that_is_too_small() -> None:
-    message = "workers may be writing 12 others: raise capacity"
-    with feeding_sampler(Replay(B * 12)) as sampler, pytest.raises(ConfigError, match=message):
-        sampler.initialize(RandomAgent())
+    check_refused(CountingEnv, message, cls=AsyncSampler, **{"batch_T": T, "batch_B": B, "n_workers": 2, **options})
 
 
 def test_a_slack_that_is_too_small_for_the_draw() -> None:
     replay = Replay(B * 80)
-    with started(replay, ratio=Ratio(1, slack=29)), pytest.raises(ConfigError, match="sum, 30"):
+    with begin(replay, ratio=Ratio(1, slack=29)), pytest.raises(ConfigError, match="sum, 30"):
         replay.sample(40)

@@ -27,9 +27,9 @@ from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 
 from ..process.support import is_running
-from ..samplers.async_support import VersionAgent
 from ..scale import USUAL_METHODS, pairs, quick_first
 from ..support import assert_same, collect_with, until
+from ..toy_games import Published
 
 T, B, AT = 6, 4, 15  # episodes have 5 steps; step 15 ends one
 WRONG = -100.0
@@ -115,9 +115,9 @@ def test_a_fork_that_comes_back_writes_into_no_batch(tmp_path: Path, kind: Any, 
     fns: Any = [CountingEnv, lambda: Forking(tmp_path), CountingEnv, CountingEnv]
     with cls(fns, n_workers=2, start_method=start_method, **SIZE, **options) as sampler:
         if cls is AsyncSampler:
-            sampler.initialize(VersionAgent(), seed=0)
+            sampler.initialize(Published(), seed=0)
             sampler.start()
-            check(sampler, tmp_path, VersionAgent())
+            check(sampler, tmp_path, Published())
         else:
             sampler.initialize(RandomAgent(), seed=0)
             check(sampler, tmp_path, RandomAgent())

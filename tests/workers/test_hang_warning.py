@@ -19,8 +19,8 @@ from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 from penstock.workers import monitor
 
-from ..samplers.async_support import VersionAgent
 from ..support import until
+from ..toy_games import Published
 
 SECONDS = 0.4
 SIZE: dict[str, Any] = {"batch_T": 4, "batch_B": 4, "n_workers": 2, "max_decorrelation_steps": 0}
@@ -147,7 +147,7 @@ def test_with_a_limit_there_is_an_error_and_no_warning(tmp_path: Path, checks: C
 def test_an_asynchronous_sampler_warns_while_the_learner_does_other_work(tmp_path: Path, checks: Checks) -> None:
     checks.hold(6)
     with AsyncSampler([CountingEnv, lambda: Held(tmp_path), CountingEnv, CountingEnv], **SIZE) as sampler:
-        sampler.initialize(VersionAgent())
+        sampler.initialize(Published())
         checks.await_more()  # the workers are idle
         sampler.start()
         until(lambda: checks.warnings)
