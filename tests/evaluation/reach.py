@@ -76,6 +76,7 @@ def direction(hand: Any, instruction: str, noise: Any) -> Any:
 
 def vla(observation: Any, rngs: Any) -> Any:
     """Chunks `[n, CHUNK, 2]` for n environments, each with its own instruction and noise."""
+    assert isinstance(observation["instruction"], list)
     chunks = []
     for hand, text, rng in zip(observation["hand"], observation["instruction"], rngs, strict=True):
         chunks.append([direction(hand, text, noise) for noise in rng.standard_normal((CHUNK, 2))])
