@@ -88,6 +88,14 @@ def weaker(observation: Any, rngs: Any) -> Any:
     return np.where([[[rng.random() < 0.6]] for rng in rngs], 0, vla(observation, rngs))
 
 
+class Moody(Exception):
+    """Of a policy."""
+
+
+def moody(observation: Any, rngs: Any) -> Any:
+    raise Moody("I will not")
+
+
 class Played(NamedTuple):
     """One episode, as a plain loop plays it."""
 

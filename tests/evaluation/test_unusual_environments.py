@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from penstock import ConfigError, RepeatError, WorkerError, evaluate
+from penstock import RepeatError, evaluate
 
 from ..support import assert_same
 
@@ -107,59 +107,3 @@ def test_the_last_step_of_a_repeated_episode_is_compared(tmp_path: Path, monkeyp
     another = replace(episode, factory=replace(episode.factory, fn=partial(Moves, prize=1.0)))
     with pytest.raises(RepeatError, match=r"the reward of its last step is 1.0, recorded was 5.0"):
         list(another.steps())
-
-
-class Unfit(gym.Env[Any, Any]):
-    """It returns these values instead of good ones: of a step, or of the reset."""
-
-    observation_space, action_space = gym.spaces.Discrete(2), gym.spaces.Discrete(2)
-
-    def __init__(self, **wrong: Any) -> None:
-        self.wrong = wrong
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return self.wrong.get("reset", (0, {}))
-
-    def step(self, action: Any) -> Any:
-        usual = {"observation": 0, "reward": 1.0, "terminated": True, "truncated": False, "info": {}}
-        return tuple({**usual, **{k: v for k, v in self.wrong.items() if k in usual}}.values())
-
-
-UNFIT: dict[str, tuple[dict[str, Any], str]] = {
-    "no reward": ({"reward": None}, "the reward of env_rank 0 must be a single number, got None"),
-    "a text": ({"reward": "1"}, "the reward of env_rank 0 must be a single number, got '1'"),
-    "a flag": ({"terminated": None}, "terminated of env_rank 0 must be True or False, got None"),
-    "an info": ({"info": None}, "the info that env.step of env_rank 0 returned must be a dict"),
-    "a reset": ({"reset": 0}, r"env.reset of env_rank 0 must return a tuple \(observation, info\), got 0"),
-}
-
-
-@pytest.mark.parametrize("kind", UNFIT)
-def test_what_does_not_fit_is_named(kind: str) -> None:
-    wrong, message = UNFIT[kind]
-    with pytest.raises(WorkerError, match=f"the environment is broken: .*{message}"):
-        evaluate(zeros, partial(Unfit, **wrong), episodes=2, n_workers=1, attempts=1)
-
-
-@pytest.mark.parametrize("reward", [1, np.float32(1), np.array(1.0), True])
-def test_usual_numbers_are_rewards(reward: Any) -> None:
-    found = evaluate(zeros, partial(Unfit, reward=reward, terminated=np.True_), episodes=1, n_workers=1)
-    assert found.episodes[0].metrics["return"] == 1.0
-
-
-class Locked:
-    """A policy that cannot be copied."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("cannot pickle a lock")
-
-    def reset(self) -> None:
-        """Nothing."""
-
-    def select_action(self, batch: Any) -> Any:
-        return zeros(batch)
-
-
-def test_a_policy_that_cannot_be_copied_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"Locked object at .* cannot be copied, .*cannot pickle a lock"):
-        evaluate(Locked(), Moves, options=starts, episodes=1, n_workers=1)
