@@ -111,28 +111,6 @@ def test_the_table_of_two_batches() -> None:
     assert two.env.done.T.tolist() == [[F, F, T, F], [F, F, F, T]]
     assert two.env.prev_done.T.tolist() == [[F, F, F, F], [T, F, F, F]]
     assert two.agent.action.T.tolist() == [[g1[2], g1[4], g1[6], 0], [g1[1], g1[3], g1[5], g1[7]]]
-    # What both see, and what follows.
-    plain = game("tictactoe_v3")()
-    plain.reset()
-    seen = []
-    for moves in (g0, g1, g2):
-        for move in moves:
-            while plain.agents and plain.last()[2]:
-                plain.step(None)
-            if not plain.agents:
-                plain.reset()
-            seen.append(plain.last()[0]["observation"])
-            plain.step(move)
-    g1_at = len(g0)
-    g2_at = g1_at + len(g1)
-    equal = np.testing.assert_array_equal
-    equal(one.env.bootstrap_obs.observation[0], seen[g1_at + 2])  # asked
-    equal(one.env.bootstrap_obs.observation[1], seen[g1_at + 1])  # open
-    equal(one.env.observation.observation[2, 1], seen[g1_at + 1])  # its observation is kept
-    assert not one.env.observation.observation[3, 1].any()
-    equal(two.env.bootstrap_obs.observation[0], seen[g2_at])  # open
-    equal(two.env.bootstrap_obs.observation[1], seen[g2_at + 1])  # asked
-    equal(two.env.observation.observation[3, 0], seen[g2_at])
 
 
 def test_a_vector_environment_refuses_turns() -> None:
