@@ -176,7 +176,7 @@ def test_the_distribution_of_the_agents_page_is_evaluated() -> None:
         samples, _ = sampler.obtain_samples(0)
         found, recorded = agent.evaluate(samples), samples.agent.agent_info
         torch.testing.assert_close(found.log_prob.detach(), recorded.log_prob, check_dtype=False)
-        torch.testing.assert_close(found.value.detach(), recorded.value)
+        torch.testing.assert_close(found.value.detach(), recorded.value, check_dtype=False)
         assert found.entropy.shape == (4, 2)
 
 
@@ -362,7 +362,7 @@ def outputs(*processes: subprocess.Popen[str]) -> list[str]:
 @pytest.mark.usefixtures("starter")
 def test_four_runs_at_once_give_what_one_alone_gives(scripts: Path) -> None:
     """Four processes, then two in a pool, and at full scale two of joblib. No two pin their workers to the same CPU.
-    Daily the pool forks; test_inside_pools.py has one whose processes import torch again."""
+    Daily the pool forks; process/test_coexistence.py has one whose processes import torch again."""
     runs = outputs(*(Program([scripts / "train.py", seed], cwd=scripts, **FORKED) for seed in range(4)))
     found = [re.search(r"seed (\d) return (\S+)", run) for run in runs]
     assert [match and match[1] for match in found] == list("0123")
@@ -406,35 +406,39 @@ def test_two_ranks_of_torchrun_have_one_model_and_different_environments(
 # ---- samplers and collectors of subclassing.md -------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def subclassing() -> Any:
+    """Its names, which hold a batch: so it is executed before a test is watched for what it leaves."""
+    return definitions(SUBCLASSING)
+
+
 def test_each_program_has_at_most_40_lines() -> None:
     for block in blocks(SUBCLASSING):
         assert len([line for line in block.splitlines() if line.strip()]) <= 40
 
 
 @pytest.mark.parametrize("n_workers", [1, 3])
-def test_the_episodes_are_the_first_that_began_and_are_whole(n_workers: int) -> None:
-    with page(SUBCLASSING)["EpisodeSampler"](CountingEnv, batch_T=7, batch_B=3, n_workers=n_workers) as sampler:
+def test_the_episodes_are_the_first_that_began_and_are_whole(subclassing: Any, n_workers: int) -> None:
+    with subclassing["EpisodeSampler"](CountingEnv, batch_T=7, batch_B=3, n_workers=n_workers) as sampler:
         sampler.n_episodes = 9
         sampler.initialize(RandomAgent(), seed=2)
         for itr in range(3):
             samples, infos = sampler.obtain_samples(itr)
             env = samples.copy().numpy().env
             starts = [(t, b) for t in range(len(env.done)) for b in range(3) if env.prev_done[t, b]][:9]
-            found = page(SUBCLASSING)["first_episodes"](samples, 9)
+            found = subclassing["first_episodes"](samples, 9)
             assert [(rows.start, b) for rows, b in found] == starts
             for rows, b in found:
                 assert env.done[rows.stop - 1, b]
                 assert not env.done[rows.start : rows.stop - 1, b].any()
             assert len(infos) == env.done.sum()
             last = len(env.done) - 7
-            assert not last or page(SUBCLASSING)["first_episodes"](samples[:last], 9) is None, (
-                "it stops as soon as it can"
-            )
+            assert not last or subclassing["first_episodes"](samples[:last], 9) is None, "it stops as soon as it can"
 
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_the_second_agent_acts_in_odd_rows_with_its_own_numbers(cls: Any) -> None:
-    collector = page(SUBCLASSING)["TwoAgentsCollector"]
+def test_the_second_agent_acts_in_odd_rows_with_its_own_numbers(subclassing: Any, cls: Any) -> None:
+    collector = subclassing["TwoAgentsCollector"]
     with cls(CountingEnv, batch_T=6, batch_B=3, collector_cls=collector, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=5)
         actions = [sampler.obtain_samples(itr)[0].agent.action.clone().numpy() for itr in range(2)]
@@ -444,11 +448,11 @@ def test_the_second_agent_acts_in_odd_rows_with_its_own_numbers(cls: Any) -> Non
         np.testing.assert_array_equal(np.concatenate(actions)[:, b], wanted)
 
 
-def test_both_samplers_give_the_same_batches_with_any_number_of_workers() -> None:
+def test_both_samplers_give_the_same_batches_with_any_number_of_workers(subclassing: Any) -> None:
     for name in ("EpisodeSampler", "TwoAgentsSampler"):
         found = []
         for n_workers in (1, 3):
-            with page(SUBCLASSING)[name](CountingEnv, batch_T=7, batch_B=3, n_workers=n_workers) as sampler:
+            with subclassing[name](CountingEnv, batch_T=7, batch_B=3, n_workers=n_workers) as sampler:
                 sampler.initialize(RandomAgent(), seed=1)
                 found.append([sampler.obtain_samples(itr)[0].env.reward.clone() for itr in range(3)])
         assert all(one.equal(other) for one, other in zip(*found, strict=True))
