@@ -1,6 +1,5 @@
 """Infos delivered == dones recorded, in every batch, in a fixed order: none late, none lost, none twice."""
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -87,17 +86,3 @@ def test_every_done_has_its_info_in_order(cls: type[Sampler], traj_info_cls: typ
     name = f"episodes accounted for ({traj_info_cls.__name__})"
     FIGURES[name].append(n_episodes)
     LIMITS[name] = float("inf")
-
-
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Told], ids=["ring", "pipe"])
-def test_a_bounded_evaluation_neither_loses_nor_repeats(traj_info_cls: type[TrajInfo]) -> None:
-    kwargs: dict[str, Any] = {"eval_n_envs": 4, "eval_max_steps": 10**9, "eval_max_trajectories": 30}
-    with accounted_sampler(**kwargs, eval_env_kwargs={"column": 1}, traj_info_cls=traj_info_cls) as sampler:
-        sampler.initialize(RandomAgent(), seed=1)
-        for itr in range(scaled(300, 20)):
-            returns = Counter(info.Return for info in sampler.evaluate_agent(itr))
-            assert sum(returns.values()) >= 30
-            # An environment's k-th episode has a return of its own: no environment may give it twice.
-            assert max(returns.values()) <= 4
-            _, infos = sampler.obtain_samples(itr)
-            assert [info.Return for info in infos] == expected(sampler.samples_np)

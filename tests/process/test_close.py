@@ -61,10 +61,6 @@ def test_three_times(start_method: str) -> None:
         sampler.obtain_samples(1)
 
 
-def test_before_initialize() -> None:
-    assert close(parallel_sampler(), "not initialized") == []
-
-
 def test_from_many_threads_at_once() -> None:
     sampler = parallel_sampler()
     sampler.initialize(RandomAgent())
@@ -195,14 +191,6 @@ def test_after_a_failure_there_is_little_time_to_close(tmp_path: Path) -> None:
         sampler.obtain_samples(0)
     note("shutdown, after a failure, s", time.monotonic() - began, CLOSE_SECONDS)
     assert close(sampler, "after an error") == []
-
-
-def test_a_stopped_worker_does_not_keep_it() -> None:
-    sampler = parallel_sampler()
-    sampler.initialize(RandomAgent())
-    psutil.Process(sampler.worker_pids[0]).suspend()
-    (complaint,) = close(sampler, "with a stopped worker")
-    assert "worker 0 " in complaint
 
 
 # ---- again and again -----------------------------------------------------------------------

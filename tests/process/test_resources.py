@@ -167,12 +167,3 @@ def test_whatever_dev_shm_is(shm: str, start_method: str) -> None:
         pytest.skip(f"this system does not let /dev/shm be replaced: {tried.stderr.strip()}")
     done = in_a_room_of_its_own(SHM[shm], f"{PROGRAMS / 'large_samples.py'} {start_method}")
     assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
-
-
-def test_workers_need_no_name_in_dev_shm(start_method: str) -> None:
-    before = set(os.listdir("/dev/shm"))
-    kwargs: dict[str, Any] = {"batch_T": 5, "batch_B": 2, "n_workers": 2, "start_method": start_method}
-    with ParallelSampler(CountingEnv, **kwargs) as sampler:
-        sampler.initialize(RandomAgent())
-        sampler.obtain_samples(0)
-        assert set(os.listdir("/dev/shm")) == before

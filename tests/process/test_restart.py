@@ -427,13 +427,3 @@ def test_the_quota_ends_it_with_the_history() -> None:
     assert message.startswith(f"worker 1 (pid {pids[3]}")
     assert "max_restarts=3 in 60 s are used up, earlier:" in message
     assert re.findall(r"^  [\d.]+ s ago: worker 1 \(pid (\d+)", message, re.MULTILINE) == [str(p) for p in pids[:3]]
-
-
-def test_the_quota_is_of_a_window_of_time() -> None:
-    with restarting_sampler("parallel", CountingEnv, max_restarts=1, restart_window=0.2) as sampler:
-        sampler.initialize(RandomAgent(), seed=5)
-        for itr in range(3):
-            psutil.Process(sampler.worker_pids[1]).kill()
-            until(lambda known=itr: sampler.obtain_samples(0) and sampler.stats().restarts == known + 1)
-            replaced = time.monotonic()
-            until(lambda since=replaced: time.monotonic() - since > 0.2)

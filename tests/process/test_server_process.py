@@ -1,4 +1,4 @@
-"""The inference server as a process of its own: what ends it, what it ends, and what goes on meanwhile."""
+"""The inference server as a process of its own: what ends it, what it ends, what goes on meanwhile, and its agent."""
 
 import os
 import signal
@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from penstock import (
+    AgentStep,
+    AlternatingSampler,
     CategoricalPgAgent,
     ConfigError,
     GpuSampler,
@@ -22,14 +24,15 @@ from penstock import (
     WorkerTimeoutError,
 )
 from penstock.envs import CountingEnv, SlowEnv
-from penstock.testing import FaultyAgent
+from penstock.testing import Fault, FaultyAgent
 
 from ..models import Constant
-from ..scale import FULL, methods, scaled
+from ..scale import FULL, methods, pairs, scaled
 from ..support import Held, sampler_of, until
 from .support import ERROR_SECONDS, SLACK, Notebook, check_counting, is_running, note, pause
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
+
 
 SERVER_RANK = 2
 
@@ -220,3 +223,49 @@ def test_more_workers_than_one_message_can_have_descriptors(start_method: str) -
         s.initialize(RandomAgent(), seed=0)
         samples, _ = s.obtain_samples(0)
         assert samples.env.reward.shape == (2, 130)
+
+
+# ---- what the agent does -------------------------------------------------------------------------
+
+
+#: At which call of the agent's method it raises, and what the error says.
+PLACES = {
+    "sample_mode": (2, r"beginning for env_rank \[0, 1, 2, 3\] \(itr=1\): a fault"),
+    "value": (1, r"acting for env_rank .*: a fault"),
+    "reset_one": (5, r"acting for env_rank .*: a fault"),
+}
+
+
+@pytest.mark.parametrize(("where", "cls"), pairs(PLACES, (GpuSampler, AlternatingSampler)))
+def test_an_agent_that_raises_is_the_action_servers(where: str, cls: type[GpuSampler]) -> None:
+    """In a step, `test_faults.py` has it."""
+    at, doing = PLACES[where]
+    with sampler_of(cls) as sampler:
+        with pytest.raises(WorkerError, match=rf"^the inference server raised \S+Fault while {doing}") as caught:
+            sampler.initialize(FaultyAgent(RandomAgent(), Fault("raise", at), where), seed=3, bootstrap_value=True)
+            for itr in range(3):
+                sampler.obtain_samples(itr)
+        assert sampler.worker_pids == []
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+class Stopping(RandomAgent):
+    """Stops a process, once all have made two steps."""
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []  # the copy that acts has the same list
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        if self.pids and observation[0, 1] == 2:
+            os.kill(self.pids.pop(), signal.SIGSTOP)
+        return super().step(observation, prev_action, prev_reward)
+
+
+def test_a_worker_that_is_stopped_while_it_waits_is_blamed_once_it_has_its_answer() -> None:
+    agent = Stopping()
+    with sampler_of(GpuSampler, CountingEnv, step_timeout=scaled(2.0, 0.5)) as sampler:
+        sampler.initialize(agent, seed=0)
+        agent.pids.append(sampler.worker_pids[1])
+        with pytest.raises(WorkerTimeoutError, match=r"worker 1 .* is stopped by a signal while waiting for actions"):
+            sampler.obtain_samples(0)

@@ -94,18 +94,6 @@ def test_a_refused_system_call_has_a_fallback(tmp_path: Path, name: str, error: 
 
 
 @only_x86_64
-@pytest.mark.parametrize(
-    ("name", "used"),
-    [("pidfd_open", "sentinel"), ("eventfd2", "wake-ups  pipe"), ("memfd_create", "shared memory  a temporary file")],
-)
-def test_the_report_on_the_machine_names_the_fallback(tmp_path: Path, name: str, used: str) -> None:
-    body = "from penstock.__main__ import main\nmain()"
-    with Script(tmp_path, refusing(name, errno.EPERM) + body, new=True) as script:
-        output, errors = script.end(60)
-    assert f"{used} ([Errno 1] Operation not permitted)" in output, output + errors
-
-
-@only_x86_64
 @pytest.mark.parametrize("error", scaled([errno.EPERM, errno.ENOSYS], [errno.EPERM]), ids=errno.errorcode.get)
 def test_where_pinning_is_refused_a_worker_says_so_and_runs(tmp_path: Path, error: int) -> None:
     body = refusing("sched_setaffinity", error) + SAMPLES

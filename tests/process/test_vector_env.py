@@ -13,7 +13,6 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import psutil
 import pytest
 
 from penstock import ConfigError, EnvCallError, SpaceError, WorkerError, WorkerTimeoutError
@@ -117,14 +116,6 @@ def test_after_ctrl_c_in_a_reset_one_can_send_step_and_reset() -> None:
         envs.send([0, 0])
         assert envs.recv(2)[0].tolist() == [[1, 1], [0, 2]]
         assert envs.reset()[0].tolist() == [[2, 0], [1, 0]]
-
-
-def test_forgotten_it_ends_its_workers() -> None:
-    envs = ShmVectorEnv([CountingEnv] * 4, in_series=2)
-    envs.reset()
-    pids = envs.worker_pids
-    del envs
-    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of the workers")
 
 
 class Reusing(CountingEnv):
