@@ -20,7 +20,6 @@ from penstock import (
     RandomAgent,
     SamplerClosedError,
     SamplerState,
-    TrajInfo,
     WorkerError,
 )
 from penstock.envs import CountingEnv, SlowEnv
@@ -30,7 +29,7 @@ from penstock.vector import ShmVectorEnv
 from .. import support
 from ..scale import START_METHODS, methods, pairs, scaled, with_start_methods
 from ..support import PROGRAMS, until
-from .support import SLACK, Script, note
+from .support import SLACK, Script, Talkative, note
 
 CLOSE_SECONDS = 2.5 * SLACK
 
@@ -74,18 +73,11 @@ def test_from_many_threads_at_once() -> None:
         list(threads.map(body, range(8)))  # raises what they raise
 
 
-class Huge(TrajInfo):
-    """More than a pipe holds."""
-
-    def terminate(self, final_observation: Any) -> None:
-        self.cargo = bytes(3_000_000)
-
-
 SLOW: dict[str, Any] = {"env_fn": SlowEnv, "env_kwargs": {"seconds": 0.01}, "batch_T": 1000}
 OUTSTANDING: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallel": (ParallelSampler, SLOW),
     "own process": (GpuSampler, {**SLOW, "server": "process"}),
-    "full pipe": (ParallelSampler, {"traj_info_cls": Huge, "env_kwargs": {"length": 2}}),
+    "full pipe": (ParallelSampler, {"traj_info_cls": Talkative, "env_kwargs": {"length": 2}}),
 }
 
 

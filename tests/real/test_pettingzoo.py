@@ -1,4 +1,4 @@
-"""The games of PettingZoo, mpe2, SuperSuit and magent2, as far as they are installed."""
+"""The games of PettingZoo, mpe2 and SuperSuit, as far as they are installed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from penstock import (
     Agent,
-    AgentStep,
     ParallelSampler,
     RandomAgent,
     SerialSampler,
@@ -90,26 +88,16 @@ GAMES: dict[str, tuple[str, dict[str, Any]]] = {
         "pettingzoo.sisl.multiwalker_v9",
         {"max_cycles": 60, "terminate_on_fall": False, "remove_on_fall": True},
     ),
-    "battle": ("magent2.environments.battle_v4", {"max_cycles": 300, "map_size": 12}),
 }
 #: The options of batches for games that take long to show an end.
 LONG = {
     "knights": {"batch_T": 120, "n_batches": 2, "batch_B": scaled(3, 2)},
     "multiwalker, falling": {"batch_T": 60},
-    "battle": {"batch_T": 200, "n_batches": 2},
     "pistonball": {"batch_T": 8, "n_batches": 2},
     "cooperative_pong": {"batch_T": 8, "n_batches": 2},
 }
 #: Games in which agents die one by one.
-DEATHS = ("knights", "multiwalker, falling", "battle")
-
-
-class Attacking(RandomAgent):
-    """The last 8 of the 21 actions in a battle are attacks. Random moves would kill nobody."""
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        step = super().step(observation, prev_action, prev_reward)
-        return AgentStep(13 + np.asarray(step.action) % 8)
+DEATHS = ("knights", "multiwalker, falling")
 
 
 #: The games of mpe2 run the same code. Daily: one with two policies, one with Box actions. The pictures of
@@ -122,7 +110,6 @@ DAILY = (
     "pistonball",
     "multiwalker",
     "multiwalker, falling",
-    "battle",
 )
 
 
@@ -134,8 +121,7 @@ def test_every_game_in_two_workers_is_that_of_a_plain_loop(name: str) -> None:
     by_agent = policies_of(env_fn())
 
     def agents() -> dict[str, Agent]:
-        cls = Attacking if name == "battle" else RandomAgent
-        return {policy: cls() for policy in sorted(set(by_agent.values()))}
+        return {policy: RandomAgent() for policy in sorted(set(by_agent.values()))}
 
     options: dict[str, Any] = {"batch_T": 15, "batch_B": 3, "n_batches": 3, **LONG.get(name, {})}
     options |= {"policy_of": by_agent.__getitem__, "bootstrap_value": False, "sampler": {"n_workers": 2}}

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium import spaces
 
 from penstock import ParallelSampler, RandomAgent, SerialSampler
 from penstock.errors import ConfigError
@@ -116,33 +115,3 @@ def test_the_table_of_two_batches() -> None:
 def test_a_vector_environment_refuses_turns() -> None:
     with pytest.raises(ConfigError, match=r"played in turns .*Samplers take such environments"):
         ShmVectorEnv([game("rps_v2")] * 2)
-
-
-@pytest.mark.parametrize("name", ["kuhn_poker", "leduc_poker", "goofspiel", "matrix_rps", "tic_tac_toe"])
-def test_openspiel_through_shimmy_equals_a_plain_loop(name: str) -> None:
-    """Cards that are dealt and simultaneous moves too."""
-    pytest.importorskip("pyspiel")
-    compatibility = pytest.importorskip("shimmy.openspiel_compatibility", exc_type=ImportError)
-
-    class Seeded(compatibility.OpenSpielCompatibilityV0):  # type: ignore[misc, name-defined]
-        """Each reset is seeded: without a seed, shimmy takes a new one from the operating system."""
-
-        def reset(self, seed: int | None = None, options: Any = None) -> None:
-            self.seed = self.seed + 1 if seed is None else seed
-            super().reset(self.seed, options)
-
-    class Masked(Seeded):
-        """The mask is a part of the observation."""
-
-        def observation_space(self, agent: Any) -> Any:
-            n = self.action_space(agent).n
-            return spaces.Dict(
-                {"observation": super().observation_space(agent), "action_mask": spaces.Box(0, 1, (n,), np.int8)}
-            )
-
-        def last(self, observe: bool = True) -> Any:
-            seen, *others, info = super().last(observe)
-            return {"observation": seen, "action_mask": np.array(info["action_mask"], np.int8)}, *others, info
-
-    agent = partial(NoValue, mask_key=MASKED)
-    compare(SerialSampler, partial(Masked, game_name=name), agent, batch_T=6, batch_B=3, n_batches=12)
