@@ -233,11 +233,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "env list": ({"env_fn": [Reach]}, ConfigError, "env_fn must be one callable"),
     "shape": ({"policies": lambda x: np.zeros((len(x), 2, 2))}, SpaceError, r"must return actions \[\d, \] or chunks"),
     "dtype": ({"policies": lambda x: np.zeros(len(x))}, SpaceError, "must return int64 as action"),
-    "chunk": (
-        {"policies": lambda x: np.zeros((len(x), 200), int)},
-        ConfigError,
-        "chunks of 200 actions, more",
-    ),
+    "chunk": ({"policies": lambda x: np.zeros((len(x), 200), int)}, ConfigError, "chunks of 200 actions, more"),
     "no start": ({"options": {}}, ConfigError, "options must be a function"),
     "bad options": ({"options": lambda task, k: 3}, ConfigError, r"options\('', 0\) must return a dict or None, got 3"),
     "start method": ({"start_method": "thread"}, ConfigError, "start_method must be one of"),

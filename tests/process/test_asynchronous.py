@@ -11,23 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock import (
-    AsyncSampler,
-    RandomAgent,
-    WorkerDiedError,
-    WorkerTimeoutError,
-)
+from penstock import AsyncSampler, RandomAgent, WorkerDiedError, WorkerTimeoutError
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import faulty_env
 
 from ..scale import scaled
 from ..support import until
-from .support import (
-    SLACK,
-    Notebook,
-    note,
-    pause,
-)
+from .support import SLACK, Notebook, note, pause
 
 N_WORKERS, B, T = 3, 6, 16
 LOG_SECONDS = 0.2 * SLACK

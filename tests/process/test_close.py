@@ -14,14 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock import (
-    GpuSampler,
-    ParallelSampler,
-    RandomAgent,
-    SamplerClosedError,
-    SamplerState,
-    WorkerError,
-)
+from penstock import GpuSampler, ParallelSampler, RandomAgent, SamplerClosedError, SamplerState, WorkerError
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv

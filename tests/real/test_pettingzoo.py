@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock import (
-    Agent,
-    ParallelSampler,
-    RandomAgent,
-    SerialSampler,
-)
+from penstock import Agent, ParallelSampler, RandomAgent, SerialSampler
 from penstock.envs.toy import ScriptedGame
 
 from ..against_loop import compare
