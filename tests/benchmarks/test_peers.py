@@ -180,12 +180,11 @@ def turn(rate: float, *, disturbed: bool = False) -> dict[str, float]:
 
 @pytest.fixture
 def report(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Writes the rounds of each work to a file, and reports them: the picture's path."""
+    """Writes the rounds of a work to a file, and reports them: the picture's path."""
     pytest.importorskip("matplotlib")
 
-    def run(rounds: list[dict[str, Any]], **others: list[dict[str, Any]]) -> Path:
-        same = {"seconds": 0.5, "pause": 0.0, "missing": {}}
-        results = [{**same, "work": work, "rounds": found} for work, found in {"random": rounds, **others}.items()]
+    def run(rounds: list[dict[str, Any]]) -> Path:
+        results = [{"seconds": 0.5, "pause": 0.0, "missing": {}, "work": "random", "rounds": rounds}]
         file, picture = tmp_path / "figures.json", tmp_path / "peers.svg"
         file.write_text(json.dumps({"results": results}), encoding="utf-8")
         importlib.import_module("peers").main(["--report", str(file), "--picture", str(picture)])
@@ -195,16 +194,11 @@ def report(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         yield run
 
 
-def all_bars(picture: Path) -> list[tuple[str, str]]:
+def bars(picture: Path) -> dict[str, str]:
     """Each contestant's name and the number at its bar, from the top."""
     texts = re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>([^<]+)<', picture.read_text(encoding="utf-8"))
     above: list[tuple[float, str]] = sorted((float(y), html.unescape(text)) for y, text in texts)
-    return [(name, number) for (_, name), (_, number) in zip(above[::2], above[1::2], strict=True)]
-
-
-def bars(picture: Path) -> dict[str, str]:
-    """The bars of a picture of one work."""
-    return dict(all_bars(picture))
+    return {name: number for (_, name), (_, number) in zip(above[::2], above[1::2], strict=True)}
 
 
 def rows(printed: str) -> dict[str, list[str]]:
@@ -223,23 +217,6 @@ def test_pictures_show_every_contestant_in_steps_per_second(report: Callable[...
     assert list(short.items()) == [(name, number) for name, number in expected.items() if name in few]
     for file, n_own in ((picture, 4), (picture.with_name("peers_short.svg"), 1)):
         assert file.read_text(encoding="utf-8").count(OWN) == n_own, "penstock's bars have a colour of their own"
-
-
-def test_every_panel_shows_every_contestant(report: Callable[..., Path]) -> None:
-    """All works with all contestants; of "short" there are no figures, since nothing could be measured."""
-    adapters = importlib.import_module("peer_adapters")
-    panels = {}
-    for i, work in enumerate(adapters.WORKS):
-        names = adapters.contestants_of(work)
-        panels[work] = {name: 10_000 * (i + 1) - j for j, name in enumerate(names)}
-    assert min(map(len, panels.values())) >= 5
-    assert {"TorchRL MultiAsync", "EnvPool, send and recv (its own CartPole)"} <= panels["random"].keys()
-    assert {"TorchRL AsyncBatched", "TorchRL AsyncBatched, server process"} <= panels["uneven"].keys()
-    assert {"ALE AtariVectorEnv", "ALE AtariVectorEnv, send and recv"} <= panels["pong"].keys()
-    panels["short"] = {}
-    rounds = {work: [{name: turn(rate) for name, rate in panel.items()}] for work, panel in panels.items()}
-    expected = [(name, f"{rate:,}") for panel in panels.values() for name, rate in panel.items()]
-    assert all_bars(report(rounds.pop("random"), **rounds)) == expected
 
 
 def test_the_table_has_the_figures_of_the_picture(
