@@ -176,10 +176,19 @@ def test_an_object_with_a_queue_plays_each_episode_alone() -> None:
     assert found[0][:3] == loop
 
 
+class Contrary(Lstm):
+    """It often takes another action than the last one."""
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+        logits, value, state = super().forward(observation, prev_action, prev_reward, state)
+        last = prev_action.reshape(len(logits), 1)
+        return logits + torch.cat([3 * last, -3 * last], 1), value, state
+
+
 AGENTS: dict[str, Any] = {
     "samples": lambda: CategoricalPgAgent(partial(Net, 4, 2, 0)),
     "numpy": lambda: CategoricalPgAgent(partial(CartPoleNet, 8), inference="numpy", greedy_eval=True),
-    "recurrent": lambda: RecurrentCategoricalPgAgent(partial(Lstm, 4, 2)),
+    "recurrent": lambda: RecurrentCategoricalPgAgent(partial(Contrary, 4, 2)),
     "function": lambda: FunctionAgent(lambda x, rngs: np.array([rng.integers(2) for rng in rngs])),
 }
 
