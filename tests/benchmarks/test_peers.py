@@ -1,12 +1,15 @@
-"""`peers.py` with few steps: the contestants take turns, and those that step what is ready record it."""
+"""`peers.py` with few steps: the contestants take turns, and those that step what is ready record it. And its report:
+the tables and pictures that it makes of figures."""
 
 from __future__ import annotations
 
 import contextlib
+import html
 import importlib
 import importlib.util
 import io
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -142,3 +145,91 @@ def test_peers_with_a_pause_of_the_learner(peers: Callable[..., Any]) -> None:
     assert all(turn["steps"] % (5 * 32) == 0 for turn in turns.values()), "whole batches"
     # A working learner takes more CPU than a batch of so few steps, but its time does not count.
     assert turns["penstock SerialSampler, work"]["cpu_us"] < 0.02 * 1e6 / (5 * 32)
+
+
+# ---- the report, for which nothing is measured ---------------------------------------------------
+
+
+OWN = "#0f9d8c"
+
+#: Steps per second in undisturbed rounds.
+RATES = {
+    "bare loops": 1000,
+    "penstock ParallelSampler, BatchedCartPole": 1500,
+    "penstock ParallelSampler": 950,
+    "EnvPool (its own CartPole in C++)": 900,
+    "a loop in rlpyt's style": 800,
+    "penstock ShmVectorEnv": 700,
+    "bare loop, 1 process": 500,
+    "penstock SerialSampler": 480,
+    "Gymnasium SyncVectorEnv": 400,
+    "SB3 DummyVecEnv": 300,
+    "tianshou DummyVectorEnv": 250,
+    "SB3 SubprocVecEnv": 60,
+    "Gymnasium AsyncVectorEnv": 50,
+    "tianshou ShmemVectorEnv": 40,
+    "TorchRL MultiSync": 30,
+}
+
+
+def turn(rate: float, *, disturbed: bool = False) -> dict[str, float]:
+    slower = rate / 2 if disturbed else rate
+    others = 9.0 if disturbed else 0.0
+    return {"rate": slower, "in_step": slower, "cpu_us": 1e6 / slower, "steal": 0.0, "others": others}
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Writes the rounds of a work to a file, and reports them: the picture's path."""
+    pytest.importorskip("matplotlib")
+
+    def run(rounds: list[dict[str, Any]]) -> Path:
+        results = [{"seconds": 0.5, "pause": 0.0, "missing": {}, "work": "random", "rounds": rounds}]
+        file, picture = tmp_path / "figures.json", tmp_path / "peers.svg"
+        file.write_text(json.dumps({"results": results}), encoding="utf-8")
+        importlib.import_module("peers").main(["--report", str(file), "--picture", str(picture)])
+        return picture
+
+    with benchmark_modules():
+        yield run
+
+
+def bars(picture: Path) -> dict[str, str]:
+    """Each contestant's name and the number at its bar, from the top."""
+    texts = re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>([^<]+)<', picture.read_text(encoding="utf-8"))
+    above: list[tuple[float, str]] = sorted((float(y), html.unescape(text)) for y, text in texts)
+    return {name: number for (_, name), (_, number) in zip(above[::2], above[1::2], strict=True)}
+
+
+def rows(printed: str) -> dict[str, list[str]]:
+    """The cells of each contestant's row in the first table."""
+    table = printed.partition("| work |")[0]
+    found = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return {name: cells for name, *cells in found[2:]}
+
+
+def test_pictures_show_every_contestant_in_steps_per_second(report: Callable[..., Path]) -> None:
+    picture = report([{name: turn(rate) for name, rate in RATES.items()}] * 3)
+    expected = {name: f"{rate:,}" for name, rate in sorted(RATES.items(), key=lambda item: -item[1])}
+    assert list(bars(picture).items()) == list(expected.items()), "the fastest is at the top, the slowest is there too"
+    short = bars(picture.with_name("peers_short.svg"))
+    few = {"penstock ParallelSampler", "a loop in rlpyt's style", "Gymnasium SyncVectorEnv", "SB3 DummyVecEnv"}
+    assert list(short.items()) == [(name, number) for name, number in expected.items() if name in few]
+    for file, n_own in ((picture, 4), (picture.with_name("peers_short.svg"), 1)):
+        assert file.read_text(encoding="utf-8").count(OWN) == n_own, "penstock's bars have a colour of their own"
+
+
+def test_the_table_has_the_figures_of_the_picture(
+    report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both are of the undisturbed rounds, if there are at least three."""
+    calm = {name: turn(rate) for name, rate in RATES.items()}
+    noisy = {name: turn(rate, disturbed=name != "a loop in rlpyt's style") for name, rate in RATES.items()}
+    picture = report([calm] * 3 + [noisy] * 5)
+    table = rows(capsys.readouterr().out)
+    assert {name: cells[0].split(" (")[0] for name, cells in table.items()} == bars(picture)
+    assert list(table) == list(bars(picture)), "the table has the same order"
+    assert table["penstock SerialSampler"] == ["480 (480 to 480)", "0.48", f"{1e6 / 480:.1f}", "3/8"]
+    assert table["a loop in rlpyt's style"][-1] == "8/8"
+    report([calm] * 2 + [noisy] * 5)
+    assert rows(capsys.readouterr().out)["penstock SerialSampler"][::3] == ["240 (240 to 360)", "2/7"]

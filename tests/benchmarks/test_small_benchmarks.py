@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import multiprocessing
+import shlex
 import sys
 import warnings
 from multiprocessing import forkserver
@@ -25,9 +26,6 @@ from penstock.columns import stepping
 from .. import starter
 from ..scale import FULL, scaled
 from .support import ROOT, SECONDS, assert_measured, benchmark_modules
-
-HAS_ZMQ = all(importlib.util.find_spec(name) for name in ("zmq", "msgpack"))
-needs_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="the wire over sockets needs pyzmq and msgpack")
 
 pytestmark = [pytest.mark.timeout(SECONDS), pytest.mark.usefixtures("starter"), pytest.mark.slow]
 
@@ -69,6 +67,63 @@ def run_benchmark(folder: Path, name: str, *options: object, starts: str = "") -
     return printed.getvalue(), json.loads(file.read_text(encoding="utf-8"))
 
 
+LAYERS = {"Tanh", "ELU", "GELU", "LayerNorm", "expand_as", "clamp"}  # those that are run in numpy too
+CASES = "--cases 'CartPole, random' 'CartPole, mlp' 'Dict of 16' pixels" + scaled("", " --batch-T 8 --turn 1")
+PARTS = {"nothing", *native.PYTHON, *distributions.PYTHON, *stepping.PYTHON, "everything"}
+#: Benchmark, options, what it prints, and names of its measurements and contestants.
+TWO_TURNS = {
+    "spaces": ("--batch-B 4 --batch-T 8 --seconds 0.02", "observations of 288 bytes", {"flat", "nested, 16 leaves"}),
+    "replay": ("--capacity 20000 --pictures 1100 --seconds 0.001", "penstock", {"sample", "prioritized", "pixels"}),
+    "waits": ("--workers 1 2 --seconds 0.02", "than the hub", {"hub", "ParallelSampler", "GpuSampler", "ShmVectorEnv"}),
+    "native": (CASES, "saved", PARTS),
+    "inference": ("--layers --n-envs 1 --seconds 0.001", "torch / traced", {"torch", "traced", "numpy", *LAYERS}),
+    "cluster_wire": ("--seconds 0.01", "time of bare, CURVE", {"bare", "bare, CURVE", "penstock", "penstock, arrays"}),
+    "vector_env": ("--seconds 0.01 --n-envs 2 --batch-T 8", "steps/s", {"cartpole", "pixels", "sleeping"}),
+}
+
+
+def names_in(figures: Any) -> set[str]:
+    return set(figures).union(*map(names_in, figures.values())) if isinstance(figures, dict) else set()
+
+
+@pytest.mark.usefixtures("daily_forks")
+@pytest.mark.parametrize("name", TWO_TURNS)
+def test_two_turns(folder: Path, request: pytest.FixtureRequest, name: str) -> None:
+    if name == "waits" and not COMPILED:
+        pytest.skip("was built without a C compiler")
+    if name == "cluster_wire":
+        pytest.importorskip("zmq")
+        pytest.importorskip("msgpack")
+    if name == "vector_env" and FULL:
+        request.getfixturevalue("_fork_server")
+    options, words, names = TWO_TURNS[name]
+    printed, content = run_benchmark(folder, name, *shlex.split(options), "--repeats", 2)
+    assert words in printed
+    figures = content["figures" if name == "spaces" else "results"]
+    assert names_in(figures) >= names
+    assert_measured(figures)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "n"), [("noise", "--columns 2 3 --rows 10", 18), ("checks", "--n-envs 2 --rows 300", 9)]
+)
+def test_nanoseconds(folder: Path, name: str, options: str, n: int) -> None:
+    printed, content = run_benchmark(folder, name, *options.split(), "--repeats", 2)
+    assert "ns per environment step" in printed
+    found = content["ns_per_step"].values() if name == "checks" else [result["ns"] for result in content["results"]]
+    assert list(map(len, found)) == [2] * n
+
+
+def test_seats_vector(folder: Path) -> None:
+    pytest.importorskip("supersuit")
+    games = scaled(("idle3", "idle20"), ("idle3",))
+    printed, content = run_program(folder, "seats_vector", *games, "--repeats", 2, "--seconds", 0.01)
+    assert "times faster" in printed
+    contestants = {f"{name}, {n}" for name in ("SuperSuit", "ShmVectorEnv") for n in (1, 2)}
+    assert names_in(content["results"]) >= {*games, *contestants}
+    assert_measured(content["results"])
+
+
 def test_batched(folder: Path) -> None:
     agents, n_envs = scaled(("random", "mlp"), ("mlp",)), scaled((4, 6), (4,))
     sizes = ["--batch-B", *n_envs, "--batch-T", 8, "--n-workers", 1, "--seconds", 0.02, "--repeats", 1]
@@ -82,13 +137,10 @@ def test_batched(folder: Path) -> None:
     assert all(len(result["steps_per_s"]) == 1 and min(result["steps_per_s"]) > 0 for result in content["results"])
 
 
-def test_batched_copies(folder: Path) -> None:
+def test_batched_copies_and_atari() -> None:
     done = starter.run("benchmarks/batched_copies.py", "--batch-T", 8, "--batch-B", 4, "--repeats", 2, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "copies in each step" in done.stdout
-
-
-def test_batched_atari(folder: Path) -> None:
     pytest.importorskip("ale_py")
     sizes = ["--batch-T", 4, "--batch-B", 2, "--repeats", 1, "--seconds", 0.02]
     names = ["whole games", "ShmVectorEnv", "bare", *scaled(["SameStep", "NextStep", "ShmVectorEnv, single"], [])]
@@ -96,21 +148,6 @@ def test_batched_atari(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = {line.split("│")[1].strip() for line in done.stdout.splitlines() if "│" in line}
     assert found >= {"single", *names}
-
-
-def test_spaces(folder: Path) -> None:
-    options = ["--batch-B", 4, "--batch-T", 8, "--seconds", 0.02, "--repeats", 2]
-    printed, content = run_benchmark(folder, "spaces", *options)
-    assert "observations of 288 bytes" in printed
-    assert content["figures"].keys() == {"flat", "flat again", "nested, 4 leaves", "nested, 16 leaves"}
-    assert_measured(content["figures"])
-
-
-def test_noise(folder: Path) -> None:
-    printed, content = run_benchmark(folder, "noise", "--columns", 2, 3, "--rows", 10, "--repeats", 2)
-    assert "ns per environment step" in printed
-    assert len(content["results"]) == 3 * 2 * 3
-    assert all(len(result["ns"]) == 2 and min(result["ns"]) > 0 for result in content["results"])
 
 
 @pytest.fixture(scope="module")
@@ -135,31 +172,6 @@ def test_central(central: Any, what: str) -> None:
     assert {"GpuSampler", "AlternatingSampler", "lock-step", "1 worker"} & figures.keys()
     assert all(len(values) == (1 if what in ("vector", "deadline", "sync") else 2) for values in figures.values())
     assert what == "sync" or all(min(values) > 0 for values in figures.values())
-
-
-@pytest.mark.usefixtures("daily_forks")
-def test_vector_env(folder: Path, request: pytest.FixtureRequest) -> None:
-    if FULL:
-        request.getfixturevalue("_fork_server")
-    options = ["--repeats", 2, "--seconds", 0.01, "--n-envs", 2, "--batch-T", 8]
-    printed, content = run_benchmark(folder, "vector_env", *options)
-    assert "steps/s" in printed
-    assert content["results"].keys() == {"cartpole", "pixels", "sleeping"}
-    assert_measured(content["results"])
-
-
-def test_seats_vector(folder: Path) -> None:
-    for name in scaled(("supersuit", "mpe2"), ("supersuit",)):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"needs {name}")
-    games = scaled(("idle3", "idle20", "spread"), ("idle3",))
-    printed, content = run_program(folder, "seats_vector", *games, "--repeats", 2, "--seconds", 0.01)
-    assert "times faster" in printed
-    assert content["results"].keys() == set(games)
-    for by_clock in content["results"].values():
-        for figures in by_clock.values():
-            assert figures.keys() == {f"{name}, {n}" for name in ("SuperSuit", "ShmVectorEnv") for n in (1, 2)}
-    assert_measured(content["results"])
 
 
 def test_connect_four(folder: Path) -> None:
@@ -201,70 +213,9 @@ def test_scale(folder: Path) -> None:
     assert "bare loops" in picture.read_text(encoding="utf-8")
 
 
-def test_checks(folder: Path) -> None:
-    printed, content = run_benchmark(folder, "checks", "--n-envs", 2, "--rows", 300, "--repeats", 2)
-    assert "ns per environment step" in printed
-    assert len(content["ns_per_step"]) == 9
-    assert all(len(values) == 2 for values in content["ns_per_step"].values())
-
-
-def test_replay(folder: Path) -> None:
-    sizes = ["--capacity", 20000, "--pictures", 1100]
-    printed, content = run_benchmark(folder, "replay", *sizes, "--seconds", 0.001, "--repeats", 2)
-    assert "penstock" in printed
-    assert content["results"].keys() == {"sample", "prioritized", "append [128, 32]", "append [1, 32]", "pixels"}
-    assert all(len(values) == 2 for figures in content["results"].values() for values in figures.values())
-
-
-@pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
-def test_waits(folder: Path) -> None:
-    printed, content = run_benchmark(folder, "waits", "--workers", 1, 2, "--seconds", 0.02, "--repeats", 2)
-    assert "more than the hub" in printed
-    for figures in content["results"].values():
-        assert figures.keys() == {"hub", "ParallelSampler", "GpuSampler", "ShmVectorEnv"}
-    assert_measured(content["results"])
-
-
-def test_native(folder: Path) -> None:
-    cases = ["CartPole, random", "CartPole, mlp", "Dict of 16", "pixels"]
-    sizes = scaled([], ["--batch-T", 8, "--turn", 1])
-    printed, content = run_benchmark(folder, "native", "--cases", *cases, "--repeats", 2, *sizes)
-    assert "saved" in printed
-    assert content["results"].keys() == set(cases)
-    for figures in content["results"].values():
-        assert figures.keys() == {"nothing", *native.PYTHON, *distributions.PYTHON, *stepping.PYTHON, "everything"}
-    assert_measured(content["results"])
-
-
-@pytest.mark.skipif(not FULL, reason="full scale: test_layers runs this program, test_compare measures versions")
-def test_inference(folder: Path) -> None:
-    site = Path(penstock.__file__).parent.parent
-    options = ["--before", site, "--repeats", 2, "--seconds", 0.01, "--subjects", "one row of 16"]
-    printed, content = run_benchmark(folder, "inference", *options)
-    assert "of before" in printed
-    (turns,) = content["results"].values()
-    assert turns.keys() == {"before", '"torch"', '"traced"', '"numpy"'}
-    assert all(len(own) == 2 and min(turn["count"] for turn in own) > 0 for own in turns.values())
-
-
-def test_layers(folder: Path) -> None:
-    printed, content = run_benchmark(folder, "inference", "--layers", "--n-envs", 1, "--repeats", 2, "--seconds", 0.001)
-    assert "torch / traced" in printed
-    assert_measured(content["results"])
-    in_numpy = {name for name, figures in content["results"].items() if "numpy" in figures}
-    assert in_numpy == {"Tanh", "ELU", "GELU", "LayerNorm", "expand_as", "clamp"}
-
-
-@needs_zmq
-def test_cluster_wire(folder: Path) -> None:
-    printed, content = run_benchmark(folder, "cluster_wire", "--repeats", 2, "--seconds", 0.01)
-    assert "time of bare, CURVE" in printed
-    assert content["results"].keys() == {"bare", "bare, CURVE", "penstock", "penstock, arrays"}
-    assert_measured(content["results"])
-
-
-@needs_zmq
 def test_cluster_scale(folder: Path) -> None:
+    pytest.importorskip("zmq")
+    pytest.importorskip("msgpack")
     printed, content = run_benchmark(folder, "cluster_scale", "--workers", 4, "--seconds", 1, "--megabytes", 1)
     assert "until all have it" in printed
     (figures,) = content["results"]

@@ -2,7 +2,6 @@
 
 import importlib.util
 import io
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE, DESKTOP = {"width": 375, "height": 800}, {"width": 1400, "height": 900}
-MIN_TEXT = 9.5  # pixels on a phone: what is smaller cannot be read
-LEGIBLE = 3.5  # contrast with the page
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="needs playwright, of the extra `dev`"),
@@ -135,62 +132,7 @@ def test_pictures_follow_the_scheme(visit: Any, site: Path, scheme: str, toggle:
             assert background > 0.2, f"{name}: {picture} has {background:.0%} of the page's background"
 
 
-PICTURES = (
-    """() => [...document.querySelectorAll('.md-content img')].map(i => [i.src, i.getBoundingClientRect().width])"""
-)
-TEXTS = """() => [...document.querySelectorAll('text, tspan')].map(text => {
-    const style = getComputedStyle(text);
-    return [text.textContent.trim(), parseFloat(style.fontSize), style.fill];
-})"""
-
-
-def contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """WCAG's ratio of two colours."""
-
-    def luminance(colour: tuple[float, ...]) -> float:
-        parts = [c / 255 for c in colour]
-        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_in_pictures_can_be_read_on_a_phone(visit: Any, site: Path, scheme: str) -> None:
-    phone = visit(PHONE, scheme)
-    background = (255, 255, 255) if scheme == "light" else (30, 33, 41)
-    widths = {}
-    for name in with_pictures(site):
-        widths |= dict(phone.open(name).evaluate(PICTURES))
-    for url, width in widths.items():
-        assert 200 < width <= PHONE["width"], url
-        phone.page.goto(url)
-        scale = width / phone.page.evaluate("document.documentElement.viewBox.baseVal.width")
-        texts = phone.page.evaluate(TEXTS)
-        assert texts, url
-        for text, size, fill in texts:
-            assert size * scale >= MIN_TEXT, f"{url}: {text!r} has {size * scale:.1f} px"
-            colour = tuple(map(float, re.findall(r"[\d.]+", fill)))[:3]
-            on_a_bar = colour == (255, 255, 255)
-            assert on_a_bar or contrast(colour, background) >= LEGIBLE, f"{url}: {text!r} is {fill}"
-
-
 def test_no_page_scrolls_sideways_on_a_phone(visit: Any, site: Path) -> None:
     phone = visit(PHONE)
     wide = {name: phone.open(name).evaluate("document.documentElement.scrollWidth") for name in names(site)}
     assert {name: width for name, width in wide.items() if width > PHONE["width"]} == {}
-
-
-def test_no_code_of_a_guide_is_cut_on_a_laptop(visit: Any, site: Path) -> None:
-    """Output that a program prints may be wider: it stands in blocks without a language."""
-    laptop = visit(DESKTOP)
-    n_blocks, cut = 0, []
-    for name in names(site):
-        if not name.startswith(("examples/", "reference/", "benchmarks", "changelog")):
-            blocks = laptop.open(name).locator(".language-python code")
-            widths = blocks.evaluate_all("all => all.map(code => [code.scrollWidth, code.clientWidth])")
-            n_blocks += len(widths)
-            cut += [(name, width) for width in widths if width[0] > width[1]]
-    assert n_blocks > 80
-    assert cut == []

@@ -9,16 +9,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 
 from penstock import ParallelSampler, RandomAgent, SerialSampler
-from penstock.envs import CountingEnv, EnvContext, Purpose
+from penstock.agents.random import draw
+from penstock.envs import CountingEnv, EnvContext, Purpose, stream
 from penstock.testing import (
     ConformanceError,
     agent_rules,
@@ -32,9 +34,12 @@ from penstock.testing import (
     seat_rules,
 )
 
+from ..models import Net
 from ..scale import FULL, scaled
 from ..starter import Program, run
 from ..support import sampler_of
+from . import test_pages as pages
+from .test_pages import executed
 
 pytestmark = pytest.mark.slow
 
@@ -48,15 +53,12 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def blocks(name: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL)
+    return pages.blocks(f"../{name}")
 
 
 def definitions(name: str) -> dict[str, Any]:
     """All names that the document's blocks define, executed one after the other in one module."""
-    namespace: dict[str, Any] = {"__name__": "__main__"}  # as in a script: classes travel by value
-    for block in blocks(name):
-        exec(compile(block, name, "exec"), namespace)
-    return namespace
+    return executed("\n".join(blocks(name)), name)
 
 
 @cache
@@ -66,12 +68,7 @@ def page(name: str) -> dict[str, Any]:
 
 
 COLLECTORS, AGENTS, OWN_AGENTS = "docs/collectors.md", "docs/agents.md", "docs/own_agents.md"
-ENVIRONMENTS, BATCHED = "docs/environments.md", "docs/batched.md"
-
-
-def test_the_asynchronous_example_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
-    definitions("docs/asynchronous.md")
-    assert "LagStats(min=" in capsys.readouterr().out
+ENVIRONMENTS, BATCHED, SUBCLASSING = "docs/environments.md", "docs/batched.md", "docs/subclassing.md"
 
 
 @pytest.mark.usefixtures("starter")
@@ -103,22 +100,10 @@ def test_readmes_and_the_change_log_are_short() -> None:
     assert sum(word.strip("|-") != "" for word in words) <= 3000, "the marks of tables are not words"
 
 
-def test_the_central_sampler_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = blocks("docs/samplers.md")
-    exec(compile(block, "samplers.md", "exec"), {})
-    served = ast.literal_eval(capsys.readouterr().out.splitlines()[-1])
-    assert sum(n * times for n, times in served.items()) == 32 * 8
-
-
 def test_the_sticky_collector_of_the_guide() -> None:
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    (block,) = (block for block in blocks(COLLECTORS) if "class StickyCollector" in block)
-    exec(compile(block, COLLECTORS, "exec"), namespace)
-    batches = []
+    cls, batches = page(COLLECTORS)["StickyCollector"], []
     for n_workers in (1, 2, 3):
-        with ParallelSampler(
-            CountingEnv, batch_T=40, batch_B=8, n_workers=n_workers, collector_cls=namespace["StickyCollector"]
-        ) as sampler:
+        with ParallelSampler(CountingEnv, batch_T=40, batch_B=8, n_workers=n_workers, collector_cls=cls) as sampler:
             sampler.initialize(RandomAgent(), seed=0)
             samples, _ = sampler.obtain_samples(0)
             batches.append(samples.agent.action.clone())
@@ -179,38 +164,19 @@ def test_masks_and_acting_as_the_agents_page_says() -> None:
     assert names["env"].observation_space.contains(names["row"])
 
 
-class Switches(gym.Env[Any, Any]):
-    """MultiBinary actions."""
-
-    observation_space, action_space = gym.spaces.Box(-1, 1, (3,)), gym.spaces.MultiBinary(4)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return self.observation_space.sample(), 0.0, False, False, {}
-
-
-class SwitchesModel(torch.nn.Module):
-    """Logits and the value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy, self.critic = torch.nn.Linear(3, 4), torch.nn.Linear(3, 1)
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.policy(observation), self.critic(observation)
-
-
 def test_the_distribution_of_the_agents_page_is_evaluated() -> None:
-    agent = page(OWN_AGENTS)["BernoulliPgAgent"](SwitchesModel)
+    class Switches(CountingEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.action_space = gym.spaces.MultiBinary(4)
+
+    agent = page(OWN_AGENTS)["BernoulliPgAgent"](partial(Net, 2, 4, 0))
     with SerialSampler(Switches, batch_T=4, batch_B=2) as sampler:
         sampler.initialize(agent, seed=0)
         samples, _ = sampler.obtain_samples(0)
         found, recorded = agent.evaluate(samples), samples.agent.agent_info
         torch.testing.assert_close(found.log_prob.detach(), recorded.log_prob, check_dtype=False)
-        torch.testing.assert_close(found.value.detach(), recorded.value)
+        torch.testing.assert_close(found.value.detach(), recorded.value, check_dtype=False)
         assert found.entropy.shape == (4, 2)
 
 
@@ -309,12 +275,6 @@ def test_every_link_between_documents_has_a_target() -> None:
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-def test_the_ports_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
-    definitions("docs/ports.md")
-    first, second, third = ast.literal_eval(capsys.readouterr().out)
-    assert (second, third) == (first + 1, first + 2)
-
-
 def test_the_learning_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
     names = definitions("docs/learning.md")
     assert ast.literal_eval(capsys.readouterr().out) == [[1.5, 4.0], [1.0, 6.0], [3.0, 3.0]]
@@ -322,10 +282,7 @@ def test_the_learning_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -
     assert names["target"].shape == (512,)
 
 
-def test_the_resume_page_runs_as_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_resume_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
     names = definitions("docs/resume.md")
     assert capsys.readouterr().out.splitlines() == ["8 environments continue exactly, 0 began new episodes", "pickle"]
     for (name, ours), (_, theirs) in zip(names["resumed"].leaves(), names["straight"].leaves(), strict=True):
@@ -333,39 +290,19 @@ def test_the_resume_page_runs_as_written(
             torch.testing.assert_close(ours, theirs, msg=name)
 
 
-def test_a_failure_is_repeated_as_the_failures_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_failure_is_repeated_as_the_failures_page_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = (block for block in blocks("docs/failures.md") if "episode.run()" in block)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(block, "docs/failures.md", "exec"), names)
+    names = executed(block, "docs/failures.md")
     assert re.match(r"episode \d+ of env_rank \d until its step \d+ \(worker \d", capsys.readouterr().out)
     with pytest.raises(ValueError, match="this case was forgotten"):
         names["env"].step(names["action"])
     assert list((tmp_path / "crashes").iterdir())
 
 
-def test_the_replay_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
-    names = definitions("docs/replay.md")
-    assert "final_obs" in capsys.readouterr().out
-    assert len(names["replay"]) == names["replay"].n_steps == 2048
-
-
-def test_the_vector_page_runs_as_written() -> None:
-    pytest.importorskip("mpe2")
-    names = definitions("docs/vector_env.md")
-    assert names["envs"].closed
-    assert len(names["ids"]) >= 2
-
-
-def test_the_recipes_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_recipes_run_as_written(tmp_path: Path) -> None:
     can_film = all(importlib.util.find_spec(name) for name in ("moviepy", "pygame"))
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks("docs/recipes.md"):
-        if not block.startswith("# ") and (can_film or ".film(" not in block):
-            exec(compile(block, "docs/recipes.md", "exec"), namespace)
+    found = [block for block in blocks("docs/recipes.md") if not block.startswith("# ")]
+    namespace = executed("\n".join(block for block in found if can_film or ".film(" not in block), "docs/recipes.md")
     with (tmp_path / "progress.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["sampler/env_steps"]) for row in rows] == [64 * 8 * n for n in range(1, 11)]
@@ -382,7 +319,7 @@ def test_the_checkpoint_of_the_recipes_is_continued(capsys: pytest.CaptureFixtur
     page = blocks("docs/recipes.md")
     (loop,) = (block for block in page if "training.pt" in block)
     for last_itr in (9, 19):
-        exec(compile(page[0] + loop, "docs/recipes.md", "exec"), {"__name__": "__main__"})
+        executed(page[0] + loop, "docs/recipes.md")
         assert torch.load("training.pt")["itr"] == last_itr
     assert capsys.readouterr().out == "8 environments continue exactly, 0 began new episodes\n"
 
@@ -425,7 +362,7 @@ def outputs(*processes: subprocess.Popen[str]) -> list[str]:
 @pytest.mark.usefixtures("starter")
 def test_four_runs_at_once_give_what_one_alone_gives(scripts: Path) -> None:
     """Four processes, then two in a pool, and at full scale two of joblib. No two pin their workers to the same CPU.
-    Daily the pool forks; test_inside_pools.py has one whose processes import torch again."""
+    Daily the pool forks; process/test_coexistence.py has one whose processes import torch again."""
     runs = outputs(*(Program([scripts / "train.py", seed], cwd=scripts, **FORKED) for seed in range(4)))
     found = [re.search(r"seed (\d) return (\S+)", run) for run in runs]
     assert [match and match[1] for match in found] == list("0123")
@@ -464,3 +401,58 @@ def test_two_ranks_of_torchrun_have_one_model_and_different_environments(
     found = re.findall(r"rank (\d) of 2: envs range\((\d+), (\d+)\), (\S+)", "".join(found))
     assert sorted(match[:3] for match in found) == [("0", "0", "8"), ("1", "8", "16")]
     assert found[0][3] == found[1][3]
+
+
+# ---- samplers and collectors of subclassing.md -------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def subclassing() -> Any:
+    """Its names, which hold a batch: so it is executed before a test is watched for what it leaves."""
+    return definitions(SUBCLASSING)
+
+
+def test_each_program_has_at_most_40_lines() -> None:
+    for block in blocks(SUBCLASSING):
+        assert len([line for line in block.splitlines() if line.strip()]) <= 40
+
+
+@pytest.mark.parametrize("n_workers", [1, 3])
+def test_the_episodes_are_the_first_that_began_and_are_whole(subclassing: Any, n_workers: int) -> None:
+    with subclassing["EpisodeSampler"](CountingEnv, batch_T=7, batch_B=3, n_workers=n_workers) as sampler:
+        sampler.n_episodes = 9
+        sampler.initialize(RandomAgent(), seed=2)
+        for itr in range(3):
+            samples, infos = sampler.obtain_samples(itr)
+            env = samples.copy().numpy().env
+            starts = [(t, b) for t in range(len(env.done)) for b in range(3) if env.prev_done[t, b]][:9]
+            found = subclassing["first_episodes"](samples, 9)
+            assert [(rows.start, b) for rows, b in found] == starts
+            for rows, b in found:
+                assert env.done[rows.stop - 1, b]
+                assert not env.done[rows.start : rows.stop - 1, b].any()
+            assert len(infos) == env.done.sum()
+            last = len(env.done) - 7
+            assert not last or subclassing["first_episodes"](samples[:last], 9) is None, "it stops as soon as it can"
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_the_second_agent_acts_in_odd_rows_with_its_own_numbers(subclassing: Any, cls: Any) -> None:
+    collector = subclassing["TwoAgentsCollector"]
+    with cls(CountingEnv, batch_T=6, batch_B=3, collector_cls=collector, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        actions = [sampler.obtain_samples(itr)[0].agent.action.clone().numpy() for itr in range(2)]
+    for b in range(3):
+        rngs = [stream(5, Purpose.ACTION, b), stream(5, Purpose.ACTION, b, 1)]
+        wanted = [draw(CountingEnv().action_space, rngs[t % 2], 1)[0] for t in range(12)]
+        np.testing.assert_array_equal(np.concatenate(actions)[:, b], wanted)
+
+
+def test_both_samplers_give_the_same_batches_with_any_number_of_workers(subclassing: Any) -> None:
+    for name in ("EpisodeSampler", "TwoAgentsSampler"):
+        found = []
+        for n_workers in (1, 3):
+            with subclassing[name](CountingEnv, batch_T=7, batch_B=3, n_workers=n_workers) as sampler:
+                sampler.initialize(RandomAgent(), seed=1)
+                found.append([sampler.obtain_samples(itr)[0].env.reward.clone() for itr in range(3)])
+        assert all(one.equal(other) for one, other in zip(*found, strict=True))

@@ -22,6 +22,7 @@ DOCS = ROOT / "docs"
 NEEDS = {
     "many_agents.md": "mpe2.simple_spread_v3",
     "slow.md": "matplotlib",
+    "vector_env.md": "mpe2",
     "migration/rllib.md": "ray.rllib.algorithms.ppo",
     "migration/sb3.md": "stable_baselines3",
     "migration/skrl.md": "skrl",
@@ -38,6 +39,13 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
+def executed(code: str, page: str) -> dict[str, Any]:
+    """The names that it defines, as in a script: classes are pickled by value."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, page, "exec"), names)
+    return names
+
+
 def shortened(block: str) -> str:
     """The same code, with fewer iterations of training, and no long batches. At full scale, runs of minutes stay."""
     most = 1_000 if FULL else 3
@@ -51,10 +59,7 @@ def shortened(block: str) -> str:
 
 def definitions(page: str, first: int = 0, last: int | None = None) -> dict[str, Any]:
     """All names that the blocks of the page define, executed one after the other in one module."""
-    namespace: dict[str, Any] = {"__name__": "__main__"}  # as in a script: classes are pickled by value
-    for block in blocks(page)[first:last]:
-        exec(compile(shortened(block), page, "exec"), namespace)
-    return namespace
+    return executed("\n".join(map(shortened, blocks(page)[first:last])), page)
 
 
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if "```python" in path.read_text())
@@ -105,10 +110,9 @@ def test_a_recipe_is_short(page: str) -> None:
 def test_the_recipe_with_hindsight_learns_goals_that_the_episode_reaches_later() -> None:
     page = blocks("recipes/algorithms.md")
     first = next(i for i, block in enumerate(page) if "class FlipBits" in block)
-    names: dict[str, Any] = {"__name__": "__main__"}
     imports = "import copy, gymnasium as gym, numpy as np\nfrom penstock import EpsilonGreedyAgent\n"
     program = page[0] + imports + "from penstock.learning import Replay\n" + "\n".join(page[first : first + 3])
-    exec(compile(shortened(program), "recipes/algorithms.md", "exec"), names)
+    names = executed(shortened(program), "recipes/algorithms.md")
     batch, n_bits = names["replay"].sample(64), names["N_BITS"]
     reached, done = batch.extra.reached[:n_bits], (batch.terminated | batch.truncated)[:n_bits]
     assert done.any(), "the state after the last step of an episode is needed too"
@@ -126,8 +130,7 @@ def test_the_recipe_with_a_cost_weighs_it() -> None:
     page = blocks("recipes/algorithms.md")
     (loop,) = (block for block in page if "CostOfPlace" in block)
     (functions,) = (block.partition("agent = ")[0] for block in page if "def ppo_loss" in block)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(shortened(page[0] + functions + loop), "recipes/algorithms.md", "exec"), names)
+    names = executed(shortened(page[0] + functions + loop), "recipes/algorithms.md")
     env, weight = names["samples"].env, names["weight"]
     # In CartPole, the place after a step is that of the next row; the cost of a last step is that of final_obs.
     assert torch.equal(names["cost"], (env.next_observation[..., 0] > 0).float())
@@ -138,10 +141,8 @@ def test_the_recipe_with_a_cost_weighs_it() -> None:
 def test_the_recipe_with_masks_takes_and_trains_legal_actions() -> None:
     page = blocks("recipes/algorithms.md")
     (loop,) = (block for block in page if "mask_key=" in block)
-    names: dict[str, Any] = {"__name__": "__main__"}
     (functions,) = (block.partition("agent = ")[0] for block in page if "def ppo_loss" in block)
-    program = page[0] + functions + loop.replace("range(20)", "range(2)")
-    exec(compile(program, "recipes/algorithms.md", "exec"), names)
+    names = executed(page[0] + functions + loop.replace("range(20)", "range(2)"), "recipes/algorithms.md")
     samples, agent = names["samples"], names["agent"]
     mask = samples.env.observation.action_mask
     assert not mask.all()
@@ -157,8 +158,7 @@ def test_the_rollout_of_cleanrl_is_that_of_gymnasiums_vector_environment() -> No
     assert other != block
     found = []
     for program in (block, other):
-        names: dict[str, Any] = {"__name__": "__main__"}
-        exec(compile(program, "migration/cleanrl.md", "exec"), names)
+        names = executed(program, "migration/cleanrl.md")
         found.append((names["returns"], names["real_next_obs"].tolist()))
     assert found[0] == found[1]
     assert len(found[0][0]) > 40
@@ -203,9 +203,3 @@ def test_the_bridge_to_rlpyt() -> None:
             assert samples.agent.bootstrap_value.shape == (4,)
             inner.model.bias.data[0] += 1.0  # what an algorithm of rlpyt does
             agent.sync_shared_memory()
-
-
-@pytest.mark.filterwarnings("default")
-def test_an_algorithm_of_rlpyt_trains() -> None:
-    skip_without("rlpyt")
-    definitions("migration/rlpyt.md")

@@ -119,11 +119,3 @@ def test_the_names_on_a_page_are_in_its_library(page: str) -> None:
     text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
     assert re.search(r"`[\w-]+==\d[\d.]+`", text), "it says which version was looked at"
     assert unknown(text, PEERS[page]) == set()
-
-
-@pytest.mark.parametrize("page", PEERS)
-def test_a_wrong_name_is_found(page: str) -> None:
-    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
-    first = next(name for snippet in snippets(text) for name, _ in names(snippet))
-    wrong = re.sub(rf"^(\|[^|]*`[^|]*)\b{first}\b", rf"\1{first}Wrong", text, count=1, flags=re.MULTILINE)
-    assert unknown(wrong, PEERS[page]) == {f"{first}Wrong"}

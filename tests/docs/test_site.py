@@ -6,14 +6,11 @@ import importlib
 import importlib.util
 import inspect
 import json
-import os
 import pkgutil
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -119,37 +116,3 @@ def test_files_outside_docs_are_pages(site: Path) -> None:
     assert 'href="examples/ppo.html"' in (site / "examples.html").read_text(encoding="utf-8")
     assert "def train" in re.sub("<[^>]*>", "", (site / "examples" / "ppo.html").read_text(encoding="utf-8"))
     assert not list(site.rglob("hooks.py"))
-
-
-class Links(HTMLParser):
-    """Targets of the links of a page, and its anchors."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.targets: set[str] = set()
-        self.anchors: set[str] = {""}
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for key, value in attrs:
-            if key == "id" and value:
-                self.anchors.add(value)
-            elif key in ("href", "src") and value:
-                self.targets.add(value)
-
-
-def test_every_link_has_a_target(site: Path) -> None:
-    files = [path for path in site.rglob("*.html") if path.name != "404.html"]  # that needs a web server
-    pages = {path.relative_to(site).as_posix(): Links(path.read_text(encoding="utf-8")) for path in files}
-    broken = []
-    for name, links in pages.items():
-        for link in links.targets:
-            parts = urlsplit(link)
-            if parts.scheme:
-                assert parts.scheme in ("https", "http", "data", "mailto"), link
-                continue
-            target = os.path.normpath(os.path.join(os.path.dirname(name), unquote(parts.path))) if parts.path else name
-            anchor = unquote(parts.fragment)
-            if not (site / target).is_file() or (target in pages and anchor not in pages[target].anchors):
-                broken.append(f"{name}: {link}")
-    assert broken == []

@@ -76,6 +76,7 @@ def direction(hand: Any, instruction: str, noise: Any) -> Any:
 
 def vla(observation: Any, rngs: Any) -> Any:
     """Chunks `[n, CHUNK, 2]` for n environments, each with its own instruction and noise."""
+    assert isinstance(observation["instruction"], list)
     chunks = []
     for hand, text, rng in zip(observation["hand"], observation["instruction"], rngs, strict=True):
         chunks.append([direction(hand, text, noise) for noise in rng.standard_normal((CHUNK, 2))])
@@ -85,6 +86,14 @@ def vla(observation: Any, rngs: Any) -> Any:
 def weaker(observation: Any, rngs: Any) -> Any:
     """Does nothing in 60 % of its chunks."""
     return np.where([[[rng.random() < 0.6]] for rng in rngs], 0, vla(observation, rngs))
+
+
+class Moody(Exception):
+    """Of a policy."""
+
+
+def moody(observation: Any, rngs: Any) -> Any:
+    raise Moody("I will not")
 
 
 class Played(NamedTuple):

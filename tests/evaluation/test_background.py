@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import signal
 import threading
@@ -13,11 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from penstock import ConfigError, SamplerStateError, WorkerDiedError, evaluate, start_evaluation
+from penstock import (
+    AsyncSampler,
+    CategoricalPgAgent,
+    ConfigError,
+    ParallelSampler,
+    SamplerStateError,
+    WorkerDiedError,
+    evaluate,
+    start_evaluation,
+)
 from penstock.vector.vector_pool import WaitTimeoutError
 
+from ..models import Net
 from ..support import assert_same, until
-from .reach import TASKS, Reach, hang, played, serial, vla
+from .reach import TASKS, Guilty, Moody, Reach, hang, moody, played, serial, vla
 
 ARGUMENTS: dict[str, Any] = {"success": "is_success", "episodes": 3, "tasks": TASKS, "n_workers": 1, "batch_B": 2}
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
@@ -34,45 +45,26 @@ def test_the_same_results() -> None:
     env.close()
 
 
-def test_the_agent_as_it_was() -> None:
-    from penstock import CategoricalPgAgent, ParallelSampler
-
-    from ..models import Net
-
+def test_the_agent_as_it_was_and_a_folder_of_both(tmp_path: Path) -> None:
+    """The folder takes a process of its own and the caller's for the same policies, and other parameters for others."""
     agent = CategoricalPgAgent(partial(Net, 4, 2, 0), greedy_eval=True)
+    policies = {"agent": agent, "function": lambda observation: (observation[:, 2] > 0).astype(int)}
     with ParallelSampler("CartPole-v1", batch_T=4, batch_B=2) as sampler:
         sampler.initialize(agent, seed=0)
-        before = evaluate(agent, "CartPole-v1", episodes=4, n_workers=1)
-        with start_evaluation(agent, "CartPole-v1", episodes=4, n_workers=1) as running:
+        before = evaluate(policies, "CartPole-v1", episodes=4, n_workers=1)
+        evaluate(policies, "CartPole-v1", episodes=1, n_workers=1, folder=tmp_path)
+        with start_evaluation(policies, "CartPole-v1", episodes=4, n_workers=1, folder=tmp_path) as running:
             with torch.no_grad():
                 for parameter in agent.model.parameters():
                     parameter.zero_()
             sampler.obtain_samples(0)
             found = running.wait(60)
     assert found.episodes == before.episodes
-
-
-def test_a_folder_takes_both_for_the_same_policies(tmp_path: Path) -> None:
-    from penstock import CategoricalPgAgent, ParallelSampler
-
-    from ..models import Net
-
-    agent = CategoricalPgAgent(partial(Net, 4, 2, 0), greedy_eval=True)
-    policies = {"agent": agent, "function": lambda observation: (observation[:, 2] > 0).astype(int)}
-    evaluate(policies, "CartPole-v1", episodes=1, n_workers=1, folder=tmp_path)
-    with ParallelSampler("CartPole-v1", batch_T=4, batch_B=2) as sampler:
-        sampler.initialize(agent, seed=0)
-        sampler.obtain_samples(0)
-        with start_evaluation(policies, "CartPole-v1", episodes=2, n_workers=1, folder=tmp_path) as running:
-            assert len(running.wait(60).episodes) == 4
-        evaluate(policies, "CartPole-v1", episodes=3, n_workers=1, folder=tmp_path)
+    with pytest.raises(ConfigError, match="its code, its parameters"):
+        evaluate(policies, "CartPole-v1", episodes=4, n_workers=1, folder=tmp_path)
 
 
 def test_training_beside_it_is_the_same() -> None:
-    from penstock import AsyncSampler, CategoricalPgAgent
-
-    from ..models import Net
-
     def batches(evaluates: bool) -> list[Any]:
         agent = CategoricalPgAgent(partial(Net, 4, 2, 0))
         with AsyncSampler("CartPole-v1", batch_T=8, batch_B=2, n_workers=1, lag=1) as sampler:
@@ -99,7 +91,7 @@ def fault(path: Path, number: int, t: int) -> None:
     hang()
 
 
-def test_it_is_cancelled_and_killed(tmp_path: Path) -> None:
+def test_it_is_cancelled_and_killed_and_ends_with_its_object(tmp_path: Path) -> None:
     slow, folder = partial(Reach, fault=partial(fault, tmp_path)), tmp_path / "folder"
     running = start_evaluation(vla, slow, **ARGUMENTS, folder=folder)
     until((tmp_path / "stepping").exists, "the first step", 60)
@@ -116,37 +108,23 @@ def test_it_is_cancelled_and_killed(tmp_path: Path) -> None:
         os.kill(running.pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="ended without results: killed by SIGKILL"):
             running.wait(60)
-
-
-def test_it_ends_with_its_object(tmp_path: Path) -> None:
-    running = start_evaluation(vla, partial(Reach, fault=partial(fault, tmp_path)), **ARGUMENTS)
+    (tmp_path / "stepping").unlink()
+    running = start_evaluation(vla, slow, **ARGUMENTS)
     until((tmp_path / "stepping").exists, "the first step", 60)
     del running  # the fixture `nothing_left` looks for its processes
 
 
-class Mood(Exception):
-    """An exception of the user's."""
-
-
-def moody(observation: Any) -> Any:
-    raise Mood("I will not")
-
-
 def test_errors_and_warnings() -> None:
-    with start_evaluation(moody, Reach, **ARGUMENTS) as running, pytest.raises(Mood, match="I will not"):
+    with start_evaluation(moody, Reach, **ARGUMENTS) as running, pytest.raises(Moody, match="I will not"):
         running.wait(60)
     with pytest.raises(ConfigError, match="start_evaluation has no argument 'episode': did you mean 'episodes'"):
         start_evaluation(vla, Reach, episode=3)
     with pytest.raises(ConfigError, match="cannot be pickled"):
         start_evaluation(vla, Reach, options=threading.Lock().acquire)
+    faulty = partial(Reach, fault=Guilty(partial(operator.truediv, 1, 0), None))
     with (
-        start_evaluation(vla, partial(Reach, fault=only_first), **{**ARGUMENTS, "attempts": 1}) as running,
+        start_evaluation(vla, faulty, **{**ARGUMENTS, "episodes": 10, "attempts": 1}) as running,
         pytest.warns(RuntimeWarning, match="episodes failed by their environment"),
     ):
         found = running.wait(60)
     assert found.failed
-
-
-def only_first(number: int, t: int) -> None:
-    if number % 3 == 0:
-        raise OSError("no more")

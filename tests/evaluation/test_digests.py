@@ -102,13 +102,10 @@ def with_code(base: Any, name: str, k: int) -> Any:
 class WithGain(EpsilonGreedyAgent):
     """An agent with a setting of its own."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._gain = 0
+    _gain = 0
 
-    def reset(self) -> None:
-        super().reset()
-        assert self._gain >= 0
+    def gain(self) -> int:
+        return self._gain
 
 
 def with_gain(k: int) -> Any:

@@ -21,7 +21,7 @@ from penstock import ConfigError, SpaceError, WorkerError, evaluate
 from penstock.envs import ColumnStreams, Purpose
 
 from ..scale import scaled
-from .reach import TASKS, Guilty, Reach, hang, played, serial, vla
+from .reach import TASKS, Guilty, Moody, Reach, hang, moody, played, serial, vla
 
 pytestmark = pytest.mark.timeout(scaled(600, 120))
 
@@ -47,19 +47,15 @@ ACTS: dict[str, Any] = {
 }
 
 
-def guilty_of(tasks: Any = TASKS) -> set[tuple[str, int]]:
+def guilty_of() -> set[tuple[str, int]]:
     """The episodes whose environments fail: they have step 5, and the number of the guilty."""
     found = set()
-    for row in serial(EPISODES, tasks):
-        env = Reach(**tasks[row.task])
-        env.reset(seed=seed_of(row.task, row.episode))
+    for row in truth():
+        env = Reach(**TASKS[row.task])
+        env.reset(seed=ColumnStreams(0, (zlib.crc32(row.task.encode()),)).env_seeds(Purpose.EVAL, row.episode)[0])
         if env.number % 20 == 3 and row.length > 5:
             found.add((row.task, row.episode))
     return found
-
-
-def seed_of(task: str, k: int) -> int:
-    return ColumnStreams(0, (zlib.crc32(task.encode()),)).env_seeds(Purpose.EVAL, k)[0]
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -174,19 +170,6 @@ def other_space(task: str) -> Any:
     return gym.make({"a": "CartPole-v1", "b": "Acrobot-v1"}[task])
 
 
-def test_a_task_with_another_space() -> None:
-    with pytest.raises(SpaceError, match=r"the observation_space of the task 'b' is Box.*, that of 'a' is"):
-        evaluate(zeros, other_space, tasks=["a", "b"], episodes=2, n_workers=1)
-
-
-class Moody(Exception):
-    """Of a policy."""
-
-
-def moody(observation: Any) -> Any:
-    raise Moody("I will not")
-
-
 @pytest.mark.parametrize("act_in", ["caller", "workers"])
 def test_the_error_of_a_policy_is_raised_unchanged(act_in: Any) -> None:
     with pytest.raises(Moody, match="I will not"):
@@ -194,7 +177,10 @@ def test_the_error_of_a_policy_is_raised_unchanged(act_in: Any) -> None:
 
 
 class Robot:
-    """A policy."""
+    """A policy, which cannot be copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("cannot pickle a lock")
 
     def reset(self) -> None:
         """Begin."""
@@ -204,18 +190,36 @@ class Robot:
 
 
 class Switches(gym.Env[Any, Any]):
-    """Two switches of three places."""
+    """It ends in its first step, and returns these values in place of good ones."""
 
     observation_space, action_space = gym.spaces.Discrete(2), gym.spaces.MultiBinary(2)
 
+    def __init__(self, **wrong: Any) -> None:
+        self.wrong = wrong
+
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return 0, {}
+        return self.wrong.get("reset", (0, {}))
+
+    def step(self, action: Any) -> Any:
+        usual = {"observation": 0, "reward": 1.0, "terminated": True, "truncated": False, "info": {}}
+        return tuple({**usual, **{k: v for k, v in self.wrong.items() if k in usual}}.values())
 
 
-def hold(lock: Any, observation: Any) -> Any:
-    return zeros(observation)
+def off(observation: Any) -> Any:
+    return np.zeros((len(observation), 2), np.int64)
 
 
+def broken_by(**wrong: Any) -> dict[str, Any]:
+    return {"policies": off, "env_fn": partial(Switches, **wrong), "attempts": 1}
+
+
+@pytest.mark.parametrize("reward", [1, np.float32(1), np.array(1.0), True])
+def test_usual_numbers_are_rewards(reward: Any) -> None:
+    found = evaluate(off, partial(Switches, reward=reward, terminated=np.True_), episodes=1, n_workers=1)
+    assert found.episodes[0].metrics["return"] == 1.0
+
+
+BROKEN = "the environment is broken: .*"
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no policy": ({"policies": {}}, ConfigError, "has no policy"),
     "a number as policy": ({"policies": 3}, ConfigError, "a policy is an Agent, a function"),
@@ -229,11 +233,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "env list": ({"env_fn": [Reach]}, ConfigError, "env_fn must be one callable"),
     "shape": ({"policies": lambda x: np.zeros((len(x), 2, 2))}, SpaceError, r"must return actions \[\d, \] or chunks"),
     "dtype": ({"policies": lambda x: np.zeros(len(x))}, SpaceError, "must return int64 as action"),
-    "chunk": (
-        {"policies": lambda x: np.zeros((len(x), 200), int)},
-        ConfigError,
-        "chunks of 200 actions, more",
-    ),
+    "chunk": ({"policies": lambda x: np.zeros((len(x), 200), int)}, ConfigError, "chunks of 200 actions, more"),
     "no start": ({"options": {}}, ConfigError, "options must be a function"),
     "bad options": ({"options": lambda task, k: 3}, ConfigError, r"options\('', 0\) must return a dict or None, got 3"),
     "start method": ({"start_method": "thread"}, ConfigError, "start_method must be one of"),
@@ -244,10 +244,21 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "wraps": ({"policies": lambda x: np.full((len(x), 2), 300), "env_fn": Switches}, SpaceError, "from 300 to 300"),
     "states first": ({"policies": lambda states: np.zeros(len(states))}, SpaceError, "must return int64 as action"),
     "lock": (
-        {"policies": partial(hold, threading.Lock()), "act_in": "workers"},
+        {"policies": partial(lambda lock, x: zeros(x), threading.Lock()), "act_in": "workers"},
         ConfigError,
         "the policy 'policy' cannot be pickled for the workers",
     ),
+    "a policy that cannot be copied": ({"policies": Robot()}, ConfigError, r"Robot object at .* cannot pickle a lock"),
+    "another space": (
+        {"env_fn": other_space, "tasks": ["a", "b"]},
+        SpaceError,
+        r"the observation_space of the task 'b' is Box.*, that of 'a' is",
+    ),
+    "no reward": (broken_by(reward=None), WorkerError, BROKEN + "the reward of .* must be a single number, got None"),
+    "a text": (broken_by(reward="1"), WorkerError, BROKEN + "the reward of .* must be a single number, got '1'"),
+    "a flag": (broken_by(terminated=None), WorkerError, BROKEN + "terminated of .* must be True or False, got None"),
+    "an info": (broken_by(info=None), WorkerError, BROKEN + "the info that env.step of env_rank 0 .* must be a dict"),
+    "a reset": (broken_by(reset=0), WorkerError, BROKEN + r"env.reset of .* must return a tuple \(obs.*\), got 0"),
     "states": ({"policies": lambda x, states: zeros(x)}, SpaceError, r"must return \(action, states\)"),
 }
 

@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from penstock import CategoricalPgAgent, ConfigError, EvalResults, evaluate
+from penstock import ConfigError, EvalResults, evaluate
 from penstock.evaluation.digests import digest
 
-from ..models import Net
 from ..scale import scaled
 from ..starter import Program
 from ..support import until
-from .reach import TASKS, Reach, played, serial, vla, weaker
+from .reach import TASKS, Reach, moody, played, serial, vla, weaker
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "evaluated.py"
 N = scaled(50, 12)
@@ -35,7 +33,7 @@ def lines(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(scaled(900, 300))
 def test_a_killed_evaluation_continues(tmp_path: Path, starter: None) -> None:
-    n_kills, n = scaled(50, 3), 4 * N
+    n_kills, n, truth = scaled(50, 3), 4 * N, serial(range(N))
     for kill in range(n_kills):
         known = len(lines(tmp_path))
         wanted = known + max(1, (n - known) // (n_kills - kill + 1))
@@ -45,38 +43,27 @@ def test_a_killed_evaluation_continues(tmp_path: Path, starter: None) -> None:
         with pytest.warns(RuntimeWarning, match="episodes have not been played yet"):
             loaded = EvalResults.load(tmp_path)
         assert "are still to be played" in str(loaded)
-        assert played(loaded) == [row for row in truth() if (row.task, row.episode) in keys(loaded)]
+        known_episodes = {(r.task, r.episode) for r in loaded.episodes}
+        assert played(loaded) == [row for row in truth if (row.task, row.episode) in known_episodes]
     known = len(lines(tmp_path))
     found = run(vla, episodes=N, folder=tmp_path)
-    assert played(found) == truth()
+    assert played(found) == truth
     assert len(lines(tmp_path)) == n
     assert known < n
 
 
-def truth() -> list[Any]:
-    return serial(range(N))
-
-
-def keys(results: EvalResults) -> set[tuple[str, int]]:
-    return {(r.task, r.episode) for r in results.episodes}
-
-
 def test_a_complete_folder_is_not_played_again(tmp_path: Path) -> None:
     first = run(vla, episodes=3, folder=tmp_path)
-    again = run(explodes, episodes=3, folder=renamed(tmp_path, "explodes"))
+    again = run(moody, episodes=3, folder=renamed(tmp_path, "moody"))
     assert first.episodes == again.episodes
     assert played(again) == serial(range(3))
     assert np.array_equal(again.episode("policy", "desk", 1).actions, first.episode("policy", "desk", 1).actions)
 
 
-def explodes(observation: Any, rngs: Any) -> Any:
-    raise AssertionError("nothing is left to play")
-
-
 def renamed(folder: Path, name: str) -> Path:
     """The folder as if the function of this name had played."""
     about = json.loads((folder / "evaluation.json").read_text())
-    about["policies"] = {"policy": f"{name} {digest(explodes)}"}
+    about["policies"] = {"policy": f"{name} {digest(moody)}"}
     (folder / "evaluation.json").write_text(json.dumps(about))
     return folder
 
@@ -159,17 +146,6 @@ def test_a_folder_of_another_evaluation(change: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"policies": vla, "episodes": 1, **given}
     with pytest.raises(ConfigError, match=message):
         run(folder=tmp_path, **arguments)
-
-
-def test_other_parameters_are_another_policy(tmp_path: Path) -> None:
-    play = partial(evaluate, env_fn="CartPole-v1", episodes=1, n_workers=1, folder=tmp_path)
-    agent = CategoricalPgAgent(partial(Net, 4, 2, 0), greedy_eval=True)
-    play(agent)
-    play(agent)
-    with torch.no_grad():
-        agent.model.heads[0].bias += 1.0
-    with pytest.raises(ConfigError, match="its code, its parameters"):
-        play(agent)
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:

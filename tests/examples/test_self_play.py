@@ -1,8 +1,6 @@
 """The example of self-play, shortened; and its ledger."""
 
-import importlib
 import json
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,18 +12,17 @@ import pytest
 from penstock import TrajInfo
 
 from .. import starter
+from .programs import ROOT, imported
 
-ROOT = Path(__file__).parent.parent.parent
 SHORT = ("--batch-T", 8, "--batch-B", 4, "--new-self-every", 2, "--eval-games", 10, "--goal", 0)
 run = partial(starter.run, cwd=ROOT)
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def example() -> Iterator[Any]:
     pytest.importorskip("pettingzoo.classic.connect_four_v3", exc_type=ImportError)
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    yield importlib.import_module("self_play")
-    del sys.modules["self_play"]
+    with imported("self_play") as module:
+        yield module
 
 
 @pytest.mark.slow

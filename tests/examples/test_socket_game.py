@@ -1,6 +1,5 @@
 """The socket game follows its rules, recovers from a killed server, and leaves no process behind."""
 
-import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -13,20 +12,15 @@ from gymnasium.utils.env_checker import check_env
 from penstock import GameError
 
 from .. import starter
+from .programs import ROOT, imported
 
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.slow]
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
 def env() -> Any:
-    spec = importlib.util.spec_from_file_location("socket_game", ROOT / "examples" / "socket_game.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    game = module.SocketGame()
+    with imported("socket_game") as module:
+        game = module.SocketGame()
     pid = game.server_pid
     yield game
     game.close()

@@ -12,12 +12,11 @@ from penstock import ParallelSampler, RandomAgent
 from ..scale import scaled
 from ..starter import Program, run
 from ..support import until
+from .programs import ROOT
 
 pytest.importorskip("vizdoom")
 pytest.importorskip("pettingzoo")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ports"), pytest.mark.timeout(scaled(3000, 120))]
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def _files() -> set[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from penstock.errors import PortLeaseError
 from penstock.games import PortLeases, lease_port, leases
 from penstock.workers import claims
 
-from ..support import BOUND, until
+from ..support import BOUND
 
 # Forks start fast, and they inherit what a test has set up or patched.
 _FORK = multiprocessing.get_context("fork")
@@ -65,17 +63,11 @@ class Peer:
         self._pipe.send(None)
         assert self.answer() == []
 
-    def fork(self) -> int:
-        """Make it fork. Returns the pid of the fork, which does nothing; the caller must kill it."""
-        self._pipe.send("fork")
-        (pid,) = self.answer()
-        return pid
-
     def kill(self) -> None:
         """Kill it with SIGKILL and wait until it has ended."""
         self.process.kill()
-        # join would wait until its forks have closed a pipe that they share.
-        until(lambda: self.process.exitcode is not None, "its end")
+        self.process.join(BOUND)
+        assert self.process.exitcode is not None
 
     def close(self) -> None:
         self.kill()
@@ -88,11 +80,6 @@ def _serve(pipe: Any, first: Callable[[], None]) -> None:
     taken: list[PortLeases] = []
     while True:
         request = pipe.recv()
-        if request == "fork":
-            if (pid := os.fork()) == 0:
-                signal.pause()
-            pipe.send([pid])
-            continue
         if request is None:
             while taken:
                 taken.pop().release()

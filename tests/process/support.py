@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from penstock import TrajInfo
 from penstock.envs import CountingEnv
 from penstock.testing import Fault
 
@@ -200,6 +201,7 @@ def generator(*key: object) -> random.Random:
 HEAD = """
 import os, signal, subprocess, sys, threading, time
 from penstock import AsyncSampler, ParallelSampler, RandomAgent, TrajInfo, WorkerDiedError, WorkerError, ConfigError
+from penstock import TrajInfo
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import Fault, faulty_env
 def say(*words):
@@ -339,6 +341,13 @@ class WithChildren(CountingEnv):
         """The processes that were started, by `worker` or by all."""
         pairs = [path.name.split("-") for path in folder.iterdir()]
         return [int(child) for parent, child in pairs if worker is None or int(parent) == worker]
+
+
+class Talkative(TrajInfo):
+    """Goes through the pipe, in more bytes than a pipe holds at once."""
+
+    def terminate(self, final_observation: Any) -> None:
+        self.cargo = bytes(50_000)
 
 
 def check_counting(observation: Any, reward: Any, done: Any, length: int) -> None:

@@ -2,36 +2,22 @@
 
 import contextlib
 import os
-import select
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from penstock import (
-    AsyncSampler,
-    RandomAgent,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTimeoutError,
-)
+from penstock import AsyncSampler, RandomAgent, WorkerDiedError, WorkerTimeoutError
 from penstock.envs import CountingEnv, SlowEnv
-from penstock.testing import InjectedFault, faulty_env
+from penstock.testing import faulty_env
 
 from ..scale import scaled
-from ..support import BOUND, until
-from .support import (
-    SLACK,
-    Notebook,
-    check_counting,
-    note,
-    pause,
-)
+from ..support import until
+from .support import SLACK, Notebook, note, pause
 
 N_WORKERS, B, T = 3, 6, 16
 LOG_SECONDS = 0.2 * SLACK
@@ -51,11 +37,6 @@ def begin(sampler: AsyncSampler) -> None:
 
 def awaiting_credit(sampler: AsyncSampler, rank: int) -> bool:
     return sampler.run.memory.control.has_arrived(rank)
-
-
-def is_dead(sampler: AsyncSampler, rank: int) -> bool:
-    pool: Any = sampler.run.pool
-    return bool(select.select([pool.handles[rank].death_fd], [], [], 0)[0])
 
 
 # ---- deaths --------------------------------------------------------------------------------
@@ -135,18 +116,6 @@ def test_publishing_reports_a_death_of_a_worker_that_it_waits_for(server: Any) -
 # ---- exceptions and hangs --------------------------------------------------------------------
 
 
-def test_an_exception_while_the_learner_is_in_its_own_code(tmp_path: Path) -> None:
-    notebook = Notebook(tmp_path)
-    fns = [*[CountingEnv] * 5, faulty_env(CountingEnv, notebook.fault("raise", at=20))]
-    with async_sampler(fns) as sampler:
-        begin(sampler)
-        until(lambda: is_dead(sampler, 2))
-        message = "worker 2 .* raised .*InjectedFault.*while stepping env_rank 5, t=3"
-        with pytest.raises(WorkerError, match=message) as caught:
-            sampler.obtain_samples(0)  # though its batch is complete
-        assert isinstance(caught.value.__cause__, InjectedFault)
-
-
 def test_a_hang_while_the_learner_is_in_its_own_code_is_reported_by_the_next_call(tmp_path: Path) -> None:
     limit = 0.5
     notebook = Notebook(tmp_path)
@@ -164,38 +133,6 @@ def test_a_hang_while_the_learner_is_in_its_own_code_is_reported_by_the_next_cal
 
 
 # ---- the main process ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", ["obtain_samples", "pause", "evaluate_agent"])
-def test_ctrl_c_ends_the_wait_and_not_the_run(call: str) -> None:
-    calls: dict[str, Callable[[AsyncSampler], object]] = {
-        "obtain_samples": lambda sampler: sampler.obtain_samples(1),
-        "pause": lambda sampler: sampler.pause(),
-        "evaluate_agent": lambda sampler: sampler.evaluate_agent(1),
-    }
-    slow = {"seconds": 0.02, "length": 5}
-    with async_sampler(SlowEnv, env_kwargs=slow, batch_T=8, batch_B=3, eval_n_envs=3, eval_max_steps=150) as sampler:
-        begin(sampler)
-        sampler.obtain_samples(0)
-        sent: list[float] = []
-
-        def interrupt() -> None:
-            sent.append(time.monotonic())
-            os.kill(os.getpid(), signal.SIGINT)
-
-        timer = threading.Timer(0.05, interrupt)
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            calls[call](sampler)
-            pause(BOUND)  # if the call was quicker
-        note("async, Ctrl-C to KeyboardInterrupt, s", time.monotonic() - sent[0], 0.5 * SLACK)
-        timer.join()
-        samples, _ = sampler.obtain_samples(1)
-        assert samples.batch == 1
-        check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
-        assert len(sampler.evaluate_agent(2)) > 0
-        began = time.monotonic()
-    note("async, shutdown, s", time.monotonic() - began, 2.5 * SLACK)
 
 
 def test_workers_that_wait_for_a_slot_use_no_cpu() -> None:

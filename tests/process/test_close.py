@@ -14,15 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock import (
-    GpuSampler,
-    ParallelSampler,
-    RandomAgent,
-    SamplerClosedError,
-    SamplerState,
-    TrajInfo,
-    WorkerError,
-)
+from penstock import GpuSampler, ParallelSampler, RandomAgent, SamplerClosedError, SamplerState, WorkerError
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
@@ -30,7 +22,7 @@ from penstock.vector import ShmVectorEnv
 from .. import support
 from ..scale import START_METHODS, methods, pairs, scaled, with_start_methods
 from ..support import PROGRAMS, until
-from .support import SLACK, Script, note
+from .support import SLACK, Script, Talkative, note
 
 CLOSE_SECONDS = 2.5 * SLACK
 
@@ -61,10 +53,6 @@ def test_three_times(start_method: str) -> None:
         sampler.obtain_samples(1)
 
 
-def test_before_initialize() -> None:
-    assert close(parallel_sampler(), "not initialized") == []
-
-
 def test_from_many_threads_at_once() -> None:
     sampler = parallel_sampler()
     sampler.initialize(RandomAgent())
@@ -78,18 +66,11 @@ def test_from_many_threads_at_once() -> None:
         list(threads.map(body, range(8)))  # raises what they raise
 
 
-class Huge(TrajInfo):
-    """More than a pipe holds."""
-
-    def terminate(self, final_observation: Any) -> None:
-        self.cargo = bytes(3_000_000)
-
-
 SLOW: dict[str, Any] = {"env_fn": SlowEnv, "env_kwargs": {"seconds": 0.01}, "batch_T": 1000}
 OUTSTANDING: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallel": (ParallelSampler, SLOW),
     "own process": (GpuSampler, {**SLOW, "server": "process"}),
-    "full pipe": (ParallelSampler, {"traj_info_cls": Huge, "env_kwargs": {"length": 2}}),
+    "full pipe": (ParallelSampler, {"traj_info_cls": Talkative, "env_kwargs": {"length": 2}}),
 }
 
 
@@ -195,14 +176,6 @@ def test_after_a_failure_there_is_little_time_to_close(tmp_path: Path) -> None:
         sampler.obtain_samples(0)
     note("shutdown, after a failure, s", time.monotonic() - began, CLOSE_SECONDS)
     assert close(sampler, "after an error") == []
-
-
-def test_a_stopped_worker_does_not_keep_it() -> None:
-    sampler = parallel_sampler()
-    sampler.initialize(RandomAgent())
-    psutil.Process(sampler.worker_pids[0]).suspend()
-    (complaint,) = close(sampler, "with a stopped worker")
-    assert "worker 0 " in complaint
 
 
 # ---- again and again -----------------------------------------------------------------------

@@ -1,5 +1,10 @@
-"""A sampler in company: forks, threads, daemons, other samplers, test runners, MPI and CUDA."""
+"""A sampler in company: forks, threads, daemons, other samplers and runs, pools, CUDA, and killers."""
 
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +18,14 @@ from penstock import ConfigError, ParallelSampler, RandomAgent, WorkerDiedError
 from penstock.envs import CountingEnv
 
 from ..scale import methods, scaled
-from ..support import BOUND
+from ..starter import run
+from ..support import BOUND, PROGRAMS
 from .support import SLACK, Script, gone_after
 
-LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was killed
+pytestmark = [pytest.mark.timeout(scaled(3600, 200)), pytest.mark.slow]
 
-pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
+
+LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was killed
 
 
 FORKS = """
@@ -119,3 +126,30 @@ def test_fork_is_refused_once_cuda_is_initialized(monkeypatch: pytest.MonkeyPatc
         pytest.raises(ConfigError, match=r'start_method="fork" is not possible once CUDA is initialized.*forkserver'),
     ):
         sampler.initialize(RandomAgent())
+
+
+@methods("forkserver")
+@pytest.mark.parametrize("pool", scaled(["spawn", "forkserver", "torch", "loky"], ["spawn"]))
+def test_classes_of_the_script_reach_the_workers(tmp_path: Path, pool: str, start_method: str) -> None:
+    if pool == "loky":
+        pytest.importorskip("joblib")
+    if start_method == "fork":
+        pytest.skip("a pool's process has threads, so fork is refused")
+    # Processes of a pool start supervisors of their own: they must be new interpreters, as for a user.
+    done = run(PROGRAMS / "in_a_pool.py", pool, start_method, cwd=tmp_path, seconds=180, forks_supervisor=False)
+    assert done.stdout == "[6.0, 6.0]\n", done.stderr
+
+
+CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+SECONDS = scaled(600, 3)
+MEAN = scaled(2.0, 0.3)  # seconds between signals; in a short run enough of them that some hit a sampler that restarts
+
+
+def test_chaos() -> None:
+    command = [sys.executable, str(CHAOS), "--seconds", str(SECONDS), "--mean", str(MEAN), "--restarts", "1"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    counts = {what: int(n.replace(",", "")) for n, what in re.findall(r"(\d[\d,]*) ([\w ]+)", run.stdout)}
+    assert counts["batches"], run.stdout
+    assert counts["restarts"], run.stdout
+    assert counts["signals"], run.stdout

@@ -1,10 +1,11 @@
-"""Ctrl-C in calls on samplers: what follows is what it would have been. `test_random_signals.py` tries any moment."""
+"""Ctrl-C, and exceptions of other signal handlers, in calls on samplers: what follows is what it would have been."""
 
 from __future__ import annotations
 
 import signal
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from penstock import Agent, AgentStep, RandomAgent, SamplerBrokenError, SamplerS
 from penstock.testing import DelegatingAgent
 from penstock.workers import sigint
 
-from ..scale import START_METHODS, USUAL_METHODS, pairs, scaled
-from ..support import assert_same, until
-from .support import Interrupts, generator
+from ..scale import FULL, START_METHODS, USUAL_METHODS, methods, pairs, scaled
+from ..support import PROGRAMS, assert_same, until
+from .support import Interrupts, Script, generator
 from .test_restart import AGENTS, CARTPOLE, ELSEWHERE, KINDS, MODES, NEVER, POLE, restarting_sampler, undisturbed
 
-pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(scaled(1800, 200)), pytest.mark.slow]
 
 
 def batches(mode: str, start_method: str = "forkserver", delays: Any = None) -> list[Any]:
@@ -123,3 +124,41 @@ def test_a_later_ctrl_c_ends_a_step_that_hangs_and_the_sampler_says_so(monkeypat
             sampler.obtain_samples(0)
         with pytest.raises(SamplerBrokenError, match="interrupted"):
             sampler.wait_samples()
+
+
+# ---- at random moments of random calls -----------------------------------------------------------
+
+
+LIMIT = scaled(1700, 100)  # seconds, for all signals together
+CLASSES = ["serial", "parallel", "gpu", "alternating", "async", "vector"]
+
+
+def trials(folder: Path, what: str, start_method: str, sig: str, n: int) -> tuple[int, int, str]:
+    """Returns how often a new sampler was needed, how many descriptors are left, and what was said on stderr."""
+    given = {"start_method": start_method, "what": what, "sig": sig, "n": n}
+    with Script(folder, PROGRAMS / "random_signals.py", **given) as script:
+        output, errors = script.end(LIMIT)
+    assert output, errors
+    n_signals, n_broken, n_processes, n_descriptors = map(int, output.split())
+    assert n_signals == n
+    assert n_processes == 0
+    return n_broken, n_descriptors, errors
+
+
+@pytest.mark.parametrize(
+    ("what", "start_method"), [*product(CLASSES, START_METHODS)] if FULL else pairs(CLASSES, ("fork", "forkserver"))
+)
+def test_ctrl_c_gives_no_wrong_number_and_leaves_nothing(tmp_path: Path, what: str, start_method: str) -> None:
+    """Each class goes on with the right numbers; a step in the main process ends, and then the sampler says so."""
+    n_broken, n_descriptors, errors = trials(tmp_path, what, start_method, "SIGINT", scaled(34, 5))
+    assert n_broken == 0 or what == "serial"
+    assert n_descriptors == 0
+    assert errors == ""
+
+
+@methods("forkserver")
+@pytest.mark.parametrize("what", ["serial", "parallel", "gpu", "server", "vector"])
+def test_an_exception_of_another_handler_may_break_a_sampler_and_the_next_call_says_so(
+    tmp_path: Path, what: str, start_method: str
+) -> None:
+    trials(tmp_path, what, start_method, "SIGALRM", scaled(100, 5))

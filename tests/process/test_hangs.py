@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from penstock import AgentStep, AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, TrajInfo
+from penstock import AgentStep, AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampler, RandomAgent
 from penstock.envs import CountingEnv, SlowEnv
 
 from ..scale import scaled
 from ..support import sampler_of
-from .support import check_counting, pause
+from .support import Talkative, check_counting, pause
 
 LIMIT = scaled(2.0, 0.4)
 
@@ -39,13 +39,6 @@ class Pausing(RandomAgent):
         if type(self).calls % 12 == 0:
             threading.Event().wait(1.5 * LIMIT)
         return super().step(observation, prev_action, prev_reward)
-
-
-class Talkative(TrajInfo):
-    """Fills the pipe, which an asynchronous sampler reads only in its calls."""
-
-    def terminate(self, final_observation: Any) -> None:
-        self.cargo = bytes(20_000)
 
 
 EVALUATION: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 2 * 15}

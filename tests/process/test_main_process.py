@@ -1,23 +1,31 @@
-"""The main process ends, however it ends, and nothing of it is left."""
+"""The main process ends, however it ends: nothing of it is left, and another one continues its run."""
 
+from __future__ import annotations
+
+import hashlib
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from ..scale import START_METHODS, methods, pairs, scaled, with_start_methods
+from penstock import RandomAgent, SerialSampler
+
+from ..scale import START_METHODS, USUAL_METHODS, methods, pairs, scaled, with_start_methods
 from ..support import PROGRAMS, until
-from .support import SLACK, Script, generator, gone_after, note, pause
+from .support import SLACK, Script, generator, gone_after, is_running, note, pause
+
+pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
+
 
 LEFT_SECONDS = 2.0 * SLACK  # until nothing is left of a main process that was killed
 
 # How it is told to end, and the start method to try that with at quick scale.
 TOLD = {signal.SIGTERM: "forkserver", signal.SIGHUP: "fork"}
-
-pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
 
 def end_by(sig: int, folder: Path, start_method: str, delay: float, *, stuck: bool) -> str:
@@ -76,7 +84,6 @@ sampler = ParallelSampler(Slow, batch_T=5, batch_B=2, n_workers=2, start_method=
 say("now")
 sampler.initialize(RandomAgent())
 """
-SERVED = 'server="process"'
 BODIES = {
     **{method: STARTING.replace("METHOD", method) for method in scaled(START_METHODS, ("forkserver",))},
     **{
@@ -141,3 +148,107 @@ def test_ctrl_c_in_the_terminal(tmp_path: Path, start_method: str) -> None:
         assert stderr.count("Traceback") == 1, stderr
         assert stderr.rstrip().endswith("KeyboardInterrupt")
         assert len(stderr.splitlines()) <= 16 + 2, stderr  # two are of the program that runs the script
+
+
+# ---- what environments have started --------------------------------------------------------------
+
+
+KINDS = ("serial", "parallel", "vector")
+
+
+def games_of(folder: Path) -> list[int]:
+    return [int(pid) for pid in (folder / "games").read_text().split()]
+
+
+def members_of(pids: list[int]) -> list[int]:
+    """The shells that were started, and their children."""
+    children = [Path(f"/proc/{pid}/task/{pid}/children") for pid in pids]
+    return [*pids, *(int(pid) for path in children if path.exists() for pid in path.read_text().split())]
+
+
+@pytest.mark.parametrize(("kind", "start_method"), pairs(KINDS, USUAL_METHODS))
+@pytest.mark.parametrize("end", ["kill", "shutdown", "building"])
+def test_no_game_outlives_the_main_process(kind: str, start_method: str, end: str, tmp_path: Path) -> None:
+    given = {"start_method": start_method, "games": str(tmp_path / "games"), "kind": kind, "end": end}
+    with Script(tmp_path, PROGRAMS / "games.py", **given) as script:
+        (own,) = script.pids()
+        if end == "building":
+            assert script.line() == ["building"]
+        try:
+            games = members_of(games_of(tmp_path))
+            assert len(games) >= 2
+            began = time.monotonic()
+            if end == "shutdown":
+                script.process.send_signal(signal.SIGTERM)
+            else:
+                script.process.kill()
+            note("end of the main process to no game left, s", gone_after(games, began, LEFT_SECONDS), LEFT_SECONDS)
+            assert is_running(own)
+        finally:
+            os.kill(own, signal.SIGKILL)
+
+
+SERVED = """
+from penstock import SerialSampler
+class Client(CountingEnv):
+    server = None
+    def __init__(self):
+        super().__init__()
+        if Client.server is None:
+            Client.server = subprocess.Popen(["cat"], stdin=-1, stdout=-1, bufsize=0)
+    def step(self, action):
+        self.server.stdin.write(b"x")
+        assert self.server.stdout.read(1) == b"x"
+        return super().step(action)
+for _ in range(2):
+    with SerialSampler(Client, batch_T=5, batch_B=2) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+Client.server.communicate()
+"""
+
+
+def test_a_program_that_serves_all_environments_of_a_process_stays(tmp_path: Path) -> None:
+    """The first environment starts it. So the end of an environment, or of a sampler, must not end it."""
+    with Script(tmp_path, SERVED) as script:
+        assert script.end() == ("", "")
+        assert script.process.returncode == 0
+
+
+# ---- a run that is killed and continued ----------------------------------------------------------
+
+
+def straight(env_id: str, n_batches: int, options: dict[str, Any]) -> list[str]:
+    """The digests of one run."""
+    digests = []
+    with SerialSampler(env_id, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=7)
+        for itr in range(n_batches):
+            _, infos = sampler.obtain_samples(itr)
+            words = hashlib.sha256(repr([vars(info) for info in infos]).encode())
+            for _, leaf in sampler.samples_np.leaves():
+                words.update(leaf.tobytes())
+            digests.append(words.hexdigest())
+    return digests
+
+
+@pytest.mark.parametrize("env_id", scaled(("CartPole-v1", "Blackjack-v1", "FrozenLake-v1"), ("CartPole-v1",)))
+def test_a_run_that_is_killed_continues_as_if_nothing_had_happened(env_id: str, tmp_path: Path) -> None:
+    n_batches, n_kills = scaled(60, 8), scaled(12, 2)
+    options: dict[str, Any] = {"batch_T": 20, "batch_B": 6, "max_decorrelation_steps": 30, "seed_episodes": True}
+    rng, path = generator("resume", env_id), tmp_path / "checkpoint.pt"
+    variables = {"env_id": env_id, "path": str(path), "n_batches": n_batches, "settings": options}
+    for i in range(n_kills + 1):
+        kind, n_workers = rng.choice([("serial", 1), ("parallel", 1), ("parallel", 2), ("parallel", 3)])
+        with Script(tmp_path, PROGRAMS / "resumed.py", kind=kind, n_workers=n_workers, **variables) as script:
+            _, began = script.line()
+            if i == n_kills:
+                _, errors = script.end()
+                assert script.process.returncode == 0, errors
+                break
+            for _ in range(min(rng.randrange(1, 4), n_batches - int(began) - 1)):
+                script.line()
+            pause(rng.uniform(0, 0.03))
+            os.kill(script.pid, signal.SIGKILL)
+            script.end()
+    assert torch.load(path)["digests"] == straight(env_id, n_batches, options)

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from penstock import ParallelSampler, RandomAgent, WorkerDiedError, WorkerError
+from penstock import ParallelSampler, RandomAgent, WorkerError
 from penstock.envs import CountingEnv
-from penstock.testing import Fault, faulty_env
 
-from ..scale import START_METHODS, methods, scaled
+from ..scale import scaled
 
 MOST_BYTES = 64 * 1024
 
@@ -166,24 +165,3 @@ def test_many_workers_fail_at_once_and_it_is_still_short(what: str, n: int) -> N
         sampler.obtain_samples(0)
     assert len("".join(traceback.format_exception(caught.value)).encode(errors="replace")) <= 2 * MOST_BYTES
     assert len(str(caught.value)) <= MOST_BYTES
-
-
-@methods(*START_METHODS)
-def test_a_segfault_shows_its_python_stack(start_method: str) -> None:
-    fns = [CountingEnv, faulty_env(CountingEnv, Fault("segfault", at=3))]
-    with (
-        ParallelSampler(
-            fns, batch_T=4, batch_B=2, n_workers=2, max_decorrelation_steps=0, start_method=start_method
-        ) as sampler,
-        pytest.raises(WorkerDiedError) as caught,
-    ):
-        sampler.initialize(RandomAgent())
-        sampler.obtain_samples(0)
-    message = str(caught.value)
-    assert "was killed by SIGSEGV while stepping env_rank 1, t=2 (itr=0)" in message
-    stack = message.partition("the stack of worker 1:")[2]
-    for function in ("_segfault", "fire", "step", "collect_batch"):
-        assert re.search(rf"line \d+ in {function}$", stack, re.MULTILINE), message
-    assert "_watch_main_process" not in message
-    assert "Extension modules" not in message
-    assert len(message) <= MOST_BYTES

@@ -9,7 +9,6 @@ import time
 from contextlib import ExitStack, closing
 
 import numpy as np
-import psutil
 import pytest
 
 from penstock import PortLeaseError
@@ -214,16 +213,3 @@ def test_a_killed_owners_port_is_not_free_while_its_server_runs() -> None:
                     assert other.port == ports[1]
             server.kill()
             note("server of a killed owner killed, to its port leased again, s", seconds_until_free(mine), FREE_SECONDS)
-
-
-def test_a_fork_does_not_prolong_a_lease() -> None:
-    ports = free_stretch(1)
-    with peers(1) as (peer,):
-        peer.lease(1, ports)
-        fork = peer.fork()
-        try:
-            peer.kill()
-            note("owner killed, its fork runs, to its port leased again, s", seconds_until_free(ports[0]), FREE_SECONDS)
-            assert psutil.pid_exists(fork)
-        finally:
-            os.kill(fork, signal.SIGKILL)

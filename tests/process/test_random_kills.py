@@ -20,6 +20,7 @@ from .failing import SAMPLERS
 from .support import (
     ERROR_SECONDS,
     SLACK,
+    Talkative,
     WithChildren,
     check_counting,
     generator,
@@ -35,13 +36,6 @@ MEDIAN_SECONDS = scaled(0.22, 1.0)
 LONGEST_DELAY = 0.05
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 40)), pytest.mark.slow]
-
-
-class Talkative(TrajInfo):
-    """Goes through the pipe, in more bytes than a pipe holds at once."""
-
-    def terminate(self, final_observation: Any) -> None:
-        self.cargo = bytes(50_000)
 
 
 def mortal_sampler(start_method: str, env_fn: Any = CountingEnv, name: str = "parallel", **kwargs: Any) -> Any:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,27 +146,6 @@ def test_a_killed_main_process_leaves_nothing_but_a_checkpoint(tmp_path: Path) -
             assert (loaded.sample(100).return_ > 0).all()
 
 
-@contextmanager
-def started_with(replay: Replay, start_method: str) -> Iterator[list[float]]:
-    """Yields a list. In the end it has the seconds that `initialize` took, without those to allocate the replay."""
-    allocate, seconds = replay.feed_from, [0.0]
-
-    def feed_from(*arguments: Any, **options: Any) -> Any:
-        began = time.monotonic()
-        try:
-            return allocate(*arguments, **options)
-        finally:
-            seconds[0] -= time.monotonic() - began
-
-    replay.feed_from = feed_from  # type: ignore[method-assign]
-    with feeding_sampler(replay, CountingEnv, start_method=start_method) as sampler:
-        began = time.monotonic()
-        sampler.initialize(RandomAgent(), seed=1)
-        seconds[0] += time.monotonic() - began
-        del replay.feed_from  # a cycle, which would keep the memory
-        yield seconds
-
-
 @methods("forkserver")
 def test_no_array_of_a_replay_crosses_to_a_worker_by_value(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dumps, sizes = descriptors.dumps, [0, 0]
@@ -181,26 +158,11 @@ def test_no_array_of_a_replay_crosses_to_a_worker_by_value(start_method: str, mo
     monkeypatch.setattr(descriptors, "dumps", counting)
     for capacity in (1_000, 1_000, 1_000_000):  # what the first start sends once does not count
         sizes.append(0)
-        with started_with(Replay(capacity, seed=0), start_method):
-            pass
+        with feeding_sampler(Replay(capacity, seed=0), CountingEnv, start_method=start_method) as sampler:
+            sampler.initialize(RandomAgent(), seed=1)
     small, large = sizes[-2:]
     assert small > 0
     assert abs(large - small) < 1_000
-
-
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_workers_start_as_fast_with_a_large_replay(start_method: str) -> None:
-    n_bytes = scaled(10 * 2**30, 2**27)
-    seconds: dict[int, list[float]] = {B * 12 * T: [], n_bytes // 34: []}  # 34 bytes a step
-    for _ in range(scaled(3, 2)):
-        for capacity in seconds:
-            replay = Replay(capacity, max_truncations=B, seed=0)
-            with started_with(replay, start_method) as took:
-                pass
-            seconds[capacity] += took
-    assert replay.nbytes > 0.95 * n_bytes
-    small, large = (min(found) for found in seconds.values())
-    note(f"replay, start with {n_bytes / 2**30:g} GiB slower, s", large - small, 0.2 * SLACK)
 
 
 def test_the_memory_is_freed_with_the_last_reference() -> None:

@@ -41,7 +41,7 @@ from penstock.testing import Fault, faulty_collector, faulty_env, faulty_eval_co
 
 from ..models import Gru, Net
 from ..scale import START_METHODS, methods, pairs, scaled, some
-from ..support import Follower, assert_same, check_rules, until
+from ..support import Diary, Follower, assert_same, check_rules, until
 from ..toy_games import Book, Valued, Valuing
 from .failing_games import FailingGame, FailingTurns, check_turns, kinds, seat
 from .support import ERROR_SECONDS, Notebook, check_counting, generator, killer, note, pid_of
@@ -84,13 +84,6 @@ def restarting_sampler(mode: str, env_fn: Any, **kwargs: Any) -> Any:
     arguments |= {"on_worker_failure": "restart", "max_restarts": 10**6}
     arguments |= {"eval_n_envs": 3, "eval_max_steps": 3 * 60, "eval_env_kwargs": {}}
     return cls(env_fn, **{**arguments, **options, **kwargs})
-
-
-class Detailed(TrajInfo):
-    """Goes through the pipe."""
-
-    def terminate(self, final_observation: Any) -> None:
-        self.final = np.asarray(final_observation).copy()
 
 
 def check_count(samples: Any) -> None:
@@ -229,7 +222,7 @@ MOMENTS = pairs(
         *(("counting", mode) for mode in ["parallel", *CENTRAL, "ahead", "ahead, own process"]),
         *((name, "parallel") for name in KINDS if KINDS[name].n_seats),
     ],
-    scaled([*product((TrajInfo, Detailed), START_METHODS)], [(Detailed, "fork"), (TrajInfo, "forkserver")]),
+    scaled([*product((TrajInfo, Diary), START_METHODS)], [(Diary, "fork"), (TrajInfo, "forkserver")]),
 )
 
 
@@ -355,7 +348,7 @@ def test_an_evaluation_is_made_good(mode: str, tmp_path: Path) -> None:
 # ---- what is lost --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Detailed], ids=["ring", "pipe"])
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Diary], ids=["ring", "pipe"])
 def test_lost_trajectories_are_counted_exactly(
     traj_info_cls: type[TrajInfo], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -427,13 +420,3 @@ def test_the_quota_ends_it_with_the_history() -> None:
     assert message.startswith(f"worker 1 (pid {pids[3]}")
     assert "max_restarts=3 in 60 s are used up, earlier:" in message
     assert re.findall(r"^  [\d.]+ s ago: worker 1 \(pid (\d+)", message, re.MULTILINE) == [str(p) for p in pids[:3]]
-
-
-def test_the_quota_is_of_a_window_of_time() -> None:
-    with restarting_sampler("parallel", CountingEnv, max_restarts=1, restart_window=0.2) as sampler:
-        sampler.initialize(RandomAgent(), seed=5)
-        for itr in range(3):
-            psutil.Process(sampler.worker_pids[1]).kill()
-            until(lambda known=itr: sampler.obtain_samples(0) and sampler.stats().restarts == known + 1)
-            replaced = time.monotonic()
-            until(lambda since=replaced: time.monotonic() - since > 0.2)

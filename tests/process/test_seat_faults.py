@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock import (
-    AgentStep,
-    ParallelSampler,
-    SamplerBrokenError,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTimeoutError,
-)
+from penstock import AgentStep, ParallelSampler, SamplerBrokenError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from penstock.envs.toy import ScriptedGame
 from penstock.testing import Fault
 from penstock.testing.faults import Trigger

@@ -1,4 +1,4 @@
-"""The inference server as a process of its own: what ends it, what it ends, and what goes on meanwhile."""
+"""The inference server as a process of its own: what ends it, what it ends, what goes on meanwhile, and its agent."""
 
 import os
 import signal
@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from penstock import (
+    AgentStep,
+    AlternatingSampler,
     CategoricalPgAgent,
     ConfigError,
     GpuSampler,
@@ -22,30 +24,17 @@ from penstock import (
     WorkerTimeoutError,
 )
 from penstock.envs import CountingEnv, SlowEnv
-from penstock.testing import FaultyAgent
+from penstock.testing import Fault, FaultyAgent
 
 from ..models import Constant
-from ..scale import FULL, methods, scaled
+from ..scale import FULL, methods, pairs, scaled
 from ..support import Gated, sampler_of, until
 from .support import ERROR_SECONDS, SLACK, Notebook, check_counting, is_running, note, pause
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 60)), pytest.mark.slow]
 
-SERVER_RANK = 2
-
 
 served_sampler = partial(sampler_of, GpuSampler, server="process")
-
-
-def server_pid(sampler: GpuSampler) -> int:
-    pid: int = sampler.worker_pids[SERVER_RANK]
-    return pid
-
-
-def is_idle(sampler: GpuSampler) -> bool:
-    """Whether all members have come to their barrier_out."""
-    control = sampler.run.memory.control
-    return all(control.has_arrived(rank) for rank in range(SERVER_RANK + 1))
 
 
 # ---- failures of the server ----------------------------------------------------------------
@@ -56,7 +45,7 @@ def test_a_server_killed_between_two_batches(start_method: str) -> None:
     with served_sampler(start_method=start_method) as sampler:
         sampler.initialize(RandomAgent())
         sampler.obtain_samples(0)
-        pid = server_pid(sampler)
+        pid = sampler.worker_pids[-1]
         os.kill(pid, signal.SIGKILL)
         until(lambda: not is_running(pid))
         began = time.monotonic()
@@ -94,7 +83,7 @@ def test_a_server_that_is_stopped_while_it_waits(serving: bool) -> None:
         if serving:
             sampler.start_samples(0)
             until(lambda: sampler.server_stats.served)
-        os.kill(server_pid(sampler), signal.SIGSTOP)
+        os.kill(sampler.worker_pids[-1], signal.SIGSTOP)
         with pytest.raises(WorkerTimeoutError, match=r"the inference server .* and is stopped by a signal while"):
             sampler.wait_samples() if serving else sampler.obtain_samples(0)
 
@@ -114,27 +103,6 @@ def test_a_shutdown_while_its_agent_hangs(tmp_path: Path) -> None:
             sampler.shutdown()
         note("server process, shutdown while its agent hangs, s", time.monotonic() - began, 2.5 * SLACK)
     assert not any(map(psutil.pid_exists, pids))
-
-
-# ---- the batch goes on ---------------------------------------------------------------------
-
-
-@methods("forkserver")
-def test_a_batch_is_run_while_the_caller_does_something_else(start_method: str) -> None:
-    with served_sampler(start_method=start_method) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        assert sampler.server_stats.served == {}
-        for itr in range(3):
-            sampler.start_samples(itr)
-            until(lambda: is_idle(sampler))  # with no call on the sampler meanwhile
-            assert sampler.server_stats.served == {4: 8 * (1 + itr)}
-            samples, infos = sampler.wait_samples()
-            check_counting(samples.env.observation, samples.env.reward, samples.env.done, 5)
-            assert len(infos) == int(samples.env.done.sum())
-        stats = sampler.server_stats
-        assert stats.acting > 0
-        assert stats.waiting > 0
-        assert [worker.batches for worker in sampler.stats().workers] == [3, 3]
 
 
 def test_policy_version_is_that_which_acted_whenever_the_learner_publishes() -> None:
@@ -193,7 +161,7 @@ def test_nobody_burns_cpu_while_nothing_can_be_done(spin_seconds: float | None) 
 # ---- arguments -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("server", ["gpu", None, True, 1, ["process"]])
+@pytest.mark.parametrize("server", ["gpu", None, ["process"]])
 def test_odd_servers_are_refused(server: Any) -> None:
     with pytest.raises(ConfigError, match=r'server must be "caller" or "process", got') as caught:
         GpuSampler(CountingEnv, batch_T=2, batch_B=4, server=server)
@@ -220,3 +188,49 @@ def test_more_workers_than_one_message_can_have_descriptors(start_method: str) -
         s.initialize(RandomAgent(), seed=0)
         samples, _ = s.obtain_samples(0)
         assert samples.env.reward.shape == (2, 130)
+
+
+# ---- what the agent does -------------------------------------------------------------------------
+
+
+#: At which call of the agent's method it raises, and what the error says.
+PLACES = {
+    "sample_mode": (2, r"beginning for env_rank \[0, 1, 2, 3\] \(itr=1\): a fault"),
+    "value": (1, r"acting for env_rank .*: a fault"),
+    "reset_one": (5, r"acting for env_rank .*: a fault"),
+}
+
+
+@pytest.mark.parametrize(("where", "cls"), pairs(PLACES, (GpuSampler, AlternatingSampler)))
+def test_an_agent_that_raises_is_the_action_servers(where: str, cls: type[GpuSampler]) -> None:
+    """In a step, `test_faults.py` has it."""
+    at, doing = PLACES[where]
+    with sampler_of(cls) as sampler:
+        with pytest.raises(WorkerError, match=rf"^the inference server raised \S+Fault while {doing}") as caught:
+            sampler.initialize(FaultyAgent(RandomAgent(), Fault("raise", at), where), seed=3, bootstrap_value=True)
+            for itr in range(3):
+                sampler.obtain_samples(itr)
+        assert sampler.worker_pids == []
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+class Stopping(RandomAgent):
+    """Stops a process, once all have made two steps."""
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []  # the copy that acts has the same list
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        if self.pids and observation[0, 1] == 2:
+            os.kill(self.pids.pop(), signal.SIGSTOP)
+        return super().step(observation, prev_action, prev_reward)
+
+
+def test_a_worker_that_is_stopped_while_it_waits_is_blamed_once_it_has_its_answer() -> None:
+    agent = Stopping()
+    with sampler_of(GpuSampler, CountingEnv, step_timeout=scaled(2.0, 0.5)) as sampler:
+        sampler.initialize(agent, seed=0)
+        agent.pids.append(sampler.worker_pids[1])
+        with pytest.raises(WorkerTimeoutError, match=r"worker 1 .* is stopped by a signal while waiting for actions"):
+            sampler.obtain_samples(0)

@@ -13,7 +13,6 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import psutil
 import pytest
 
 from penstock import ConfigError, EnvCallError, SpaceError, WorkerError, WorkerTimeoutError
@@ -119,14 +118,6 @@ def test_after_ctrl_c_in_a_reset_one_can_send_step_and_reset() -> None:
         assert envs.reset()[0].tolist() == [[2, 0], [1, 0]]
 
 
-def test_forgotten_it_ends_its_workers() -> None:
-    envs = ShmVectorEnv([CountingEnv] * 4, in_series=2)
-    envs.reset()
-    pids = envs.worker_pids
-    del envs
-    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of the workers")
-
-
 class Reusing(CountingEnv):
     """One info for all its life."""
 
@@ -166,33 +157,8 @@ def test_a_hang_is_found_while_others_go_on_stepping() -> None:
                 envs.send([0] * len(ids), ids)
 
 
-class Answering(CountingEnv):
-    """Dies a moment after it has answered a call, while its neighbour is still in it."""
-
-    def __init__(self, rank: int, marker: Path) -> None:
-        super().__init__()
-        self.rank, self.marker = rank, marker
-
-    def ask(self) -> int:
-        if self.rank == 0 and not self.marker.exists():
-            self.marker.touch()
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        elif self.rank == 1:
-            time.sleep(0.6)
-        return self.rank
-
-
-def test_a_death_after_the_answer_to_a_call_loses_nothing(tmp_path: Path) -> None:
-    fns = [partial(Answering, rank, tmp_path / "marker") for rank in range(2)]
-    with ShmVectorEnv(fns, on_worker_failure="restart") as envs:
-        envs.reset()
-        assert envs.call("ask") == (0, 1)
-        assert envs.n_restarts == 1
-        assert envs.call("ask") == (0, 1)
-
-
-class SlowToBuild(CountingEnv):
-    """Takes long to build in a replacement, and dies a moment after its first step."""
+class Dying(CountingEnv):
+    """Dies a moment after its first call or step, while its neighbour is in it. A replacement takes long to build."""
 
     def __init__(self, rank: int, marker: Path) -> None:
         super().__init__(length=100)
@@ -200,17 +166,30 @@ class SlowToBuild(CountingEnv):
         if rank == 0 and marker.exists():
             time.sleep(1.5)
 
-    def step(self, action: Any) -> Any:
-        if self.rank == 1:
-            time.sleep(0.3)
-        elif not self.marker.exists():
+    def ask(self) -> int:
+        if self.rank == 0 and not self.marker.exists():
             self.marker.touch()
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif self.rank == 1:
+            time.sleep(0.3)
+        return self.rank
+
+    def step(self, action: Any) -> Any:
+        self.ask()
         return super().step(action)
 
 
+def test_a_death_after_the_answer_to_a_call_loses_nothing(tmp_path: Path) -> None:
+    fns = [partial(Dying, rank, tmp_path / "marker") for rank in range(2)]
+    with ShmVectorEnv(fns, on_worker_failure="restart") as envs:
+        envs.reset()
+        assert envs.call("ask") == (0, 1)
+        assert envs.n_restarts == 1
+        assert envs.call("ask") == (0, 1)
+
+
 def test_a_replacement_has_the_time_of_a_start_in_later_waits_too(tmp_path: Path) -> None:
-    fns = [partial(SlowToBuild, rank, tmp_path / "marker") for rank in range(2)]
+    fns = [partial(Dying, rank, tmp_path / "marker") for rank in range(2)]
     with ShmVectorEnv(fns, on_worker_failure="restart", max_restarts=1, step_timeout=0.8) as envs:
         envs.reset()
         for _ in range(4):

@@ -56,10 +56,7 @@ def test_a_workers_leases_end_with_it(start_method: str, tidy: bool, tmp_path: P
     keep: list[PortLease] = [lease_port()]  # a lease of the main process, which a fork does not inherit
     env_fn = [Leasing, faulty_env(Leasing, fault), Leasing, Leasing]
     how = {"on_worker_failure": "restart", "start_method": start_method}
-    with (
-        keep[0],
-        sampler_of(ParallelSampler, env_fn, env_kwargs={"tidy": tidy}, batch_T=20, **how) as sampler,
-    ):
+    with keep[0], sampler_of(ParallelSampler, env_fn, env_kwargs={"tidy": tidy}, batch_T=20, **how) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         sampler.obtain_samples(0)
         before = sampler.get_attr("port")

@@ -154,6 +154,3 @@ def _size(space: Any) -> int:
     if isinstance(space, spaces.Tuple):
         return sum(map(_size, space))
     return int(np.prod(space.shape))
-
-
-# ---- trajectories ------------------------------------------------------------------------------

@@ -52,24 +52,6 @@ def minigrid_images() -> gym.Env[Any, Any]:
     return ImgObsWrapper(registered("minigrid", "MiniGrid-DoorKey-5x5-v0"))
 
 
-class Crafter(gym.Env[Any, Any]):
-    """crafter has the interface of an old gym."""
-
-    observation_space, action_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(17)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        import crafter
-
-        super().reset(seed=seed)
-        if seed is not None:
-            self.env = crafter.Env(seed=seed)
-        return self.env.reset(), {}
-
-    def step(self, action: Any) -> Any:
-        observation, reward, done, _ = self.env.step(action)
-        return observation, float(reward), bool(done), False, {}
-
-
 #: By name: the modules that must be installed, and what builds the environment.
 ENVIRONMENTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "Atari ram": ("ale_py", partial(registered, "ale_py", "ALE/Pong-v5", obs_type="ram")),
@@ -80,7 +62,6 @@ ENVIRONMENTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "MiniGrid images": ("minigrid", minigrid_images),
     "dm_control": ("shimmy dm_control", partial(registered, "shimmy", "dm_control/cartpole-swingup-v0")),
     "highway": ("highway_env", partial(registered, "highway_env", "highway-fast-v0")),
-    "crafter": ("crafter", Crafter),
     "robotics": ("gymnasium_robotics", partial(registered, "gymnasium_robotics", "PointMaze_UMaze-v3")),
     "panda": ("panda_gym", partial(registered, "panda_gym", "PandaReach-v3")),
 }

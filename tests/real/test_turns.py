@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium import spaces
 
 from penstock import ParallelSampler, RandomAgent, SerialSampler
 from penstock.errors import ConfigError
@@ -111,60 +110,8 @@ def test_the_table_of_two_batches() -> None:
     assert two.env.done.T.tolist() == [[F, F, T, F], [F, F, F, T]]
     assert two.env.prev_done.T.tolist() == [[F, F, F, F], [T, F, F, F]]
     assert two.agent.action.T.tolist() == [[g1[2], g1[4], g1[6], 0], [g1[1], g1[3], g1[5], g1[7]]]
-    # What both see, and what follows.
-    plain = game("tictactoe_v3")()
-    plain.reset()
-    seen = []
-    for moves in (g0, g1, g2):
-        for move in moves:
-            while plain.agents and plain.last()[2]:
-                plain.step(None)
-            if not plain.agents:
-                plain.reset()
-            seen.append(plain.last()[0]["observation"])
-            plain.step(move)
-    g1_at = len(g0)
-    g2_at = g1_at + len(g1)
-    equal = np.testing.assert_array_equal
-    equal(one.env.bootstrap_obs.observation[0], seen[g1_at + 2])  # asked
-    equal(one.env.bootstrap_obs.observation[1], seen[g1_at + 1])  # open
-    equal(one.env.observation.observation[2, 1], seen[g1_at + 1])  # its observation is kept
-    assert not one.env.observation.observation[3, 1].any()
-    equal(two.env.bootstrap_obs.observation[0], seen[g2_at])  # open
-    equal(two.env.bootstrap_obs.observation[1], seen[g2_at + 1])  # asked
-    equal(two.env.observation.observation[3, 0], seen[g2_at])
 
 
 def test_a_vector_environment_refuses_turns() -> None:
     with pytest.raises(ConfigError, match=r"played in turns .*Samplers take such environments"):
         ShmVectorEnv([game("rps_v2")] * 2)
-
-
-@pytest.mark.parametrize("name", ["kuhn_poker", "leduc_poker", "goofspiel", "matrix_rps", "tic_tac_toe"])
-def test_openspiel_through_shimmy_equals_a_plain_loop(name: str) -> None:
-    """Cards that are dealt and simultaneous moves too."""
-    pytest.importorskip("pyspiel")
-    compatibility = pytest.importorskip("shimmy.openspiel_compatibility", exc_type=ImportError)
-
-    class Seeded(compatibility.OpenSpielCompatibilityV0):  # type: ignore[misc, name-defined]
-        """Each reset is seeded: without a seed, shimmy takes a new one from the operating system."""
-
-        def reset(self, seed: int | None = None, options: Any = None) -> None:
-            self.seed = self.seed + 1 if seed is None else seed
-            super().reset(self.seed, options)
-
-    class Masked(Seeded):
-        """The mask is a part of the observation."""
-
-        def observation_space(self, agent: Any) -> Any:
-            n = self.action_space(agent).n
-            return spaces.Dict(
-                {"observation": super().observation_space(agent), "action_mask": spaces.Box(0, 1, (n,), np.int8)}
-            )
-
-        def last(self, observe: bool = True) -> Any:
-            seen, *others, info = super().last(observe)
-            return {"observation": seen, "action_mask": np.array(info["action_mask"], np.int8)}, *others, info
-
-    agent = partial(NoValue, mask_key=MASKED)
-    compare(SerialSampler, partial(Masked, game_name=name), agent, batch_T=6, batch_B=3, n_batches=12)

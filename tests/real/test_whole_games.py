@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -16,6 +13,7 @@ import pytest
 
 from penstock import ParallelSampler, RandomAgent
 
+from ..examples.programs import imported
 from ..scale import scaled
 from ..support import env_seeds
 
@@ -30,19 +28,10 @@ Score = tuple[float, int]  # of a game, and its steps
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[Any]:
-    path = Path(__file__).parent.parent.parent / "examples" / "ppo_atari.py"
-    spec = importlib.util.spec_from_file_location("ppo_atari", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ppo_atari"] = module  # its dataclass looks itself up there
-    try:
-        spec.loader.exec_module(module)
+    with imported("ppo_atari") as module:
         cloudpickle.register_pickle_by_value(module)
         yield module
-    finally:
         cloudpickle.unregister_pickle_by_value(module)
-        del sys.modules["ppo_atari"]
 
 
 def single_scores(game: str, seeds: list[int], actions: Any) -> list[list[Score]]:

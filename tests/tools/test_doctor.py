@@ -73,15 +73,16 @@ def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch
 def doctor_says(*arguments: str) -> str:
     command = [sys.executable, "-m", "penstock", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stderr == ""
     return done.stdout
 
 
 @pytest.mark.slow
 def test_the_command_line() -> None:
     assert doctor_says("--version").split() == ["penstock", penstock.__version__]
-    text = doctor_says("--help")
-    for command in ("doctor", "machine", "tune"):
-        assert command in text
+    text = doctor_says("--help") + doctor_says()
+    for word in ("doctor", "machine", "tune", "usable CPUs", "shared memory", "wake-ups", penstock.__version__):
+        assert word in text
 
 
 @pytest.mark.slow

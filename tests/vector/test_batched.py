@@ -95,7 +95,7 @@ def pong(num_envs: int, mode: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(("n_workers", "mode"), [(2, "SameStep"), *scaled([(1, "SameStep"), (3, "NextStep")], [])])
 def test_atari_also_with_seeds_for_some_rows(n_workers: int, mode: str) -> None:
-    """Daily, real/test_ale_vector.py has the other mode."""
+    """Daily, real/test_vector_engines.py has the other mode."""
     pytest.importorskip("ale_py")
     ours, plain = ShmVectorEnv(partial(pong, mode=mode), num_envs=3, n_workers=n_workers), pong(3, mode)
     ours.reset(seed=1)
