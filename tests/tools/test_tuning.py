@@ -90,7 +90,7 @@ class SlowReset(CountingEnv):
         super().__init__(length=1)
 
     def reset(self, **arguments: Any) -> Any:
-        sum(range(100_000))
+        sum(range(1_000_000))
         return super().reset(**arguments)
 
 
