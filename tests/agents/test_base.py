@@ -14,8 +14,7 @@ import pytest
 from gymnasium import spaces
 
 from penstock import agents
-from penstock.agents import Agent, AgentStep
-from penstock.buffers import NamedArrays
+from penstock.agents import Agent, AgentStep, RandomAgent
 from penstock.errors import ConfigError, SamplerStateError, SpaceError
 
 OBSERVATIONS, ACTIONS = spaces.Box(0, 1, (2,)), spaces.Discrete(3)
@@ -67,20 +66,15 @@ def generators(n: int) -> list[np.random.Generator]:
     return [np.random.default_rng(i) for i in range(n)]
 
 
-def test_an_agent_step_reports_nothing_unless_told() -> None:
-    step = AgentStep(np.zeros(2))
-    assert isinstance(step.agent_info, NamedArrays)
-    assert len(step.agent_info) == 0
-
-
 def test_an_agent_without_a_value_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"Tabular has no value\(\): override it, or .*bootstrap_value=False"):
         Tabular().value(None, None, np.zeros(2, np.float32))
 
 
-def test_step_must_be_overridden() -> None:
-    with pytest.raises(TypeError, match="step"):
-        Agent()  # type: ignore[abstract]
+def test_the_random_agent_has_no_parameters_and_values_of_zero() -> None:
+    value = RandomAgent().value(None, None, np.zeros(5, np.float32))
+    assert (value.tolist(), value.dtype) == ([0.0] * 5, np.float32)
+    assert RandomAgent().read_parameters() == {}
 
 
 def test_completion_shows_every_public_name() -> None:
@@ -90,12 +84,15 @@ def test_completion_shows_every_public_name() -> None:
 # ---- initialization ----------------------------------------------------------------------------
 
 
-def test_an_agent_is_initialized_once_for_any_number_of_samplers() -> None:
-    agent = Tabular()
-    for _ in range(3):
-        agent.runtime.ensure_initialized(OBSERVATIONS, ACTIONS, seed=1)
-    assert agent.seeded == 1
-    assert (agent.observation_space, agent.action_space) == (OBSERVATIONS, ACTIONS)
+def test_an_agent_is_initialized_once_whoever_does_it_first() -> None:
+    for initialized in (False, True):
+        agent = Tabular()
+        if initialized:
+            agent.initialize(OBSERVATIONS, ACTIONS)
+        for _ in range(3):
+            agent.runtime.ensure_initialized(OBSERVATIONS, ACTIONS, seed=1)
+        assert agent.seeded == 1
+        assert (agent.observation_space, agent.action_space) == (OBSERVATIONS, ACTIONS)
 
 
 @pytest.mark.parametrize("other", [(OBSERVATIONS, spaces.Discrete(4)), (spaces.Box(0, 2, (2,)), ACTIONS)], ids=str)
@@ -163,20 +160,16 @@ def test_a_worker_sees_new_parameters_when_it_pulls_and_not_before_and_pulls_onl
         assert worker.table.tolist() == [-1] * 3
 
 
-def test_a_worker_that_follows_nothing_pulls_nothing(learner: Tabular) -> None:
-    worker = learner.runtime.worker_copy()
-    worker.runtime.pull_shared_memory()
-    assert worker.table.tolist() == [0] * 3
+COPIES: list[Any] = [
+    copy.copy,
+    copy.deepcopy,
+    lambda agent: pickle.loads(pickle.dumps(agent)),
+    lambda agent: agent.runtime.worker_copy(),
+]
 
 
-def test_a_worker_copy_belongs_to_no_sampler(learner: Tabular) -> None:
-    learner.runtime.share_memory(shared=False)
-    with pytest.raises(SamplerStateError):
-        learner.runtime.worker_copy().sync_shared_memory()
-
-
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda agent: pickle.loads(pickle.dumps(agent))])
-def test_a_copy_of_the_learner_belongs_to_no_sampler(learner: Tabular, duplicate: Any) -> None:
+@pytest.mark.parametrize("duplicate", COPIES)
+def test_a_copy_of_the_learner_belongs_to_no_sampler_and_follows_nothing(learner: Tabular, duplicate: Any) -> None:
     subscriber = learner.runtime.share_memory(shared=False)
     learner.runtime.attach(subscriber)
     target = duplicate(learner)
@@ -186,12 +179,6 @@ def test_a_copy_of_the_learner_belongs_to_no_sampler(learner: Tabular, duplicate
     target.runtime.pull_shared_memory()
     assert target.table.tolist() == [1] * 3
     assert subscriber.version == 1
-
-
-def test_the_copy_for_a_server_is_made_by_the_same_method(learner: Tabular) -> None:
-    server = learner.runtime.server_copy()
-    learner.table[...] = 3
-    assert server.read_parameters()["table"].tolist() == [0] * 3
 
 
 def test_an_agent_that_was_used_is_freed_without_the_garbage_collector() -> None:
@@ -208,17 +195,6 @@ def test_an_agent_that_was_used_is_freed_without_the_garbage_collector() -> None
         assert [reference() for reference in references] == [None] * 4
     finally:
         gc.enable()
-
-
-def test_column_copies_have_streams_and_state_of_their_own_and_the_same_parameters(learner: Tabular) -> None:
-    worker = learner.runtime.worker_copy()
-    rngs = generators(2), generators(3)
-    one, other = (worker.runtime.column_copy(each) for each in rngs)
-    one.step(None, None, None)
-    assert (one.rngs, other.rngs) == rngs
-    assert (one.steps.tolist(), other.steps.tolist()) == ([1, 1], [0, 0, 0])
-    assert one.table is other.table is worker.table
-    assert not hasattr(worker, "steps")
 
 
 def test_a_copy_knows_its_environments_once_it_is_told(learner: Tabular) -> None:

@@ -96,20 +96,6 @@ def test_ornstein_uhlenbeck_noise_is_correlated_until_its_column_is_reset() -> N
     assert noise[:, 2].std() == pytest.approx(0.3 / np.sqrt(0.2 * 1.8), rel=0.1)
 
 
-def test_reset_forgets_the_noise_of_all_columns_and_copies_have_their_own() -> None:
-    agent = acting_deterministic(UNBOUNDED, range(2), noise="ou", ou_theta=0.0, sigma=1.0)
-    before = rows(agent, 10, 2)[-1]
-    other = of_columns(agent, range(2), seed=1)
-    other.sample_mode(0)
-    rows(other, 5, 2)
-    agent.reset()
-    jump = rows(agent, 1, 2)[0]
-    twin = acting_deterministic(UNBOUNDED, range(2), noise="ou", ou_theta=0.0, sigma=1.0)
-    steps = np.diff(rows(twin, 11, 2), axis=0)
-    np.testing.assert_allclose(jump, steps[-1], rtol=1e-9, err_msg="from zero, not from where it was")
-    assert not np.allclose(before, 0)
-
-
 def test_warming_up_is_random() -> None:
     space = spaces.Box(-1, 3, (2,))
     agent = acting_deterministic(space, range(64), sigma=0.0, warmup_random_itrs=2)

@@ -63,35 +63,12 @@ def epsilons(agent: Any, n: int = 2) -> list[float]:
     return act(agent, np.zeros((n, 3))).agent_info.epsilon.tolist()
 
 
-def test_each_environment_has_its_own_of_a_list_whichever_worker_has_it() -> None:
-    listed = [0.5, 0.25, 0.125, 0.0]
-    agents = [acting_greedy(3, range(4), epsilon=listed), acting_greedy(3, range(2, 4), epsilon=listed)]
-    agents[0].runtime.set_columns(range(4), 4)
-    agents[1].runtime.set_columns(range(2, 4), 4)
-    for agent in agents:
-        agent.sample_mode(0)
-    assert (epsilons(agents[0], 4), epsilons(agents[1])) == (listed, listed[2:])
-
-
-def test_a_spread_over_the_environments() -> None:
-    agent = acting_greedy(3, range(3), epsilon=0.4, spread=7)
-    agent.runtime.set_columns(range(1, 4), 4)
-    agent.sample_mode(0)
-    np.testing.assert_allclose(epsilons(agent, 3), [0.4 ** (1 + 7 * i / 3) for i in (1, 2, 3)], rtol=1e-6)
-
-
 def test_a_spread_goes_over_the_environments_of_all_machines() -> None:
     with SerialSampler(CountingEnv, batch_T=2, batch_B=2) as sampler:
         sampler.initialize(EpsilonGreedyAgent(lambda: Net(2, 3), epsilon=0.4, spread=7), seed=0, rank=1, world_size=2)
         sampler.obtain_samples(0)
         epsilon = sampler.samples_np.agent.agent_info.epsilon
     np.testing.assert_allclose(epsilon[0], [0.4 ** (1 + 7 * i / 3) for i in (2, 3)], rtol=1e-6)
-
-
-def test_until_it_is_told_all_environments_have_the_same() -> None:
-    agent = acting_greedy(3, epsilon=[0.5, 0.25])
-    agent.sample_mode(0)
-    assert epsilons(agent) == [0.5, 0.5]
 
 
 def test_a_schedule_is_followed_by_itr_and_travels() -> None:

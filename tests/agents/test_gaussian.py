@@ -13,7 +13,7 @@ from torch import nn
 from penstock.agents import GaussianPgAgent
 from penstock.errors import SpaceError
 
-from ..models import Echo, act, acting, of_columns
+from ..models import Echo, act, acting
 
 UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,))
 
@@ -109,22 +109,12 @@ def test_greedy_eval_takes_the_mean_in_evaluation_alone() -> None:
 # ---- the deviation -----------------------------------------------------------------------------
 
 
-def test_the_agents_deviation_is_a_parameter_of_the_model_that_trains_and_travels() -> None:
+def test_the_agents_deviation_is_a_parameter_of_the_model() -> None:
     learner = GaussianPgAgent(MeanAndSum, initial_log_std=-1.0)
     learner.initialize(UNBOUNDED, UNBOUNDED)
     assert "log_std" in dict(learner.model.named_parameters())
     assert learner.model.log_std.tolist() == [-1, -1]
     assert learner.model.log_std.dtype == torch.float64, "like the model's own"
-    subscriber, worker = learner.runtime.share_memory(shared=False), learner.runtime.worker_copy()
-    worker.runtime.attach(subscriber)
-    worker = of_columns(worker, range(1))
-    with torch.no_grad():
-        learner.model.log_std += 3
-    assert act(worker, np.zeros((1, 2))).agent_info.log_std.tolist() == [[-1, -1]]
-    learner.sync_shared_memory()
-    worker.runtime.pull_shared_memory()
-    assert act(worker, np.zeros((1, 2))).agent_info.log_std.tolist() == [[2, 2]]
-    learner.runtime.unshare_memory(subscriber)
 
 
 def test_a_deviation_that_the_model_has_is_used() -> None:

@@ -140,16 +140,6 @@ def test_a_mask_without_an_action_names_the_environment(name: str, steps: int) -
         assert isinstance(e.value.__cause__, SpaceError)
 
 
-def test_log_probs_are_those_among_the_legal_actions() -> None:
-    with SerialSampler(Masked, batch_T=60, batch_B=4) as sampler:
-        agent = CategoricalPgAgent(Model, mask_key="observation.rules.legal")
-        sampler.initialize(agent, seed=0, bootstrap_value=True)
-        samples, _ = sampler.obtain_samples(0)
-    logits = agent.model.logits.expand(60, 4, -1).masked_fill(samples.env.observation.rules.legal == 0, -1e8)
-    log_prob = logits.log_softmax(-1).gather(-1, samples.agent.action[..., None]).squeeze(-1)
-    torch.testing.assert_close(samples.agent.agent_info.log_prob, log_prob.detach())
-
-
 def test_the_start_of_an_action_space_is_not_a_part_of_the_mask() -> None:
     with SerialSampler(Masked, env_kwargs={"start": 10}, batch_T=30, batch_B=2) as sampler:
         sampler.initialize(EpsilonGreedyAgent(Q, epsilon=0.5, mask_key="observation.rules.legal"), seed=0)

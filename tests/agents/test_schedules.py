@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -26,26 +25,20 @@ def test_an_exponential_schedule_decays_to_its_end() -> None:
     assert [schedule(itr) for itr in range(4)] == [1, 0.5, 0.25, 0.2]
 
 
-@pytest.mark.parametrize("schedule", [LinearSchedule(1, 0, 3), ExponentialSchedule(1, 0.5)], ids=str)
-def test_schedules_travel(schedule: Any) -> None:
-    assert pickle.loads(pickle.dumps(schedule)) == schedule
-
-
-def test_one_number_is_for_all_columns() -> None:
-    for ranks in ((None, None), (range(4, 7), 9)):
-        assert ColumnSetting("x", 0.5).at(3, 3, *ranks).tolist() == [0.5] * 3
-
-
-def test_a_sequence_is_picked_from_by_env_rank_whatever_the_worker() -> None:
-    setting = ColumnSetting("x", [0.1, 0.2, 0.3, 0.4, 0.5])
-    assert setting.at(0, 2, range(3, 5), 5).tolist() == [0.4, 0.5]
-    assert setting.at(0, 3, [0, 2, 4], 5).tolist() == [0.1, 0.3, 0.5]
-    assert setting.at(0, 2, None, None).tolist() == [0.1, 0.1], "not told yet: all alike"
-
-
-def test_a_schedule_may_give_numbers_or_sequences() -> None:
-    assert ColumnSetting("x", lambda itr: 1 / (1 + itr)).at(3, 2, None, None).tolist() == [0.25] * 2
-    assert ColumnSetting("x", lambda itr: [itr, 2 * itr]).at(3, 1, [1], 2).tolist() == [6]
+@pytest.mark.parametrize(
+    ("value", "columns", "n_envs", "expected"),
+    [
+        (0.5, None, None, [0.5, 0.5]),
+        (0.5, range(4, 7), 9, [0.5] * 3),
+        ([0.1, 0.2, 0.3, 0.4, 0.5], range(3, 5), 5, [0.4, 0.5]),
+        ([0.1, 0.2, 0.3, 0.4, 0.5], [0, 2, 4], 5, [0.1, 0.3, 0.5]),
+        ([0.1, 0.2], None, None, [0.1, 0.1]),  # not told yet: all alike
+        (lambda itr: 1 / (1 + itr), None, None, [0.25, 0.25]),
+        (lambda itr: [itr, 2 * itr], [1], 2, [6]),
+    ],
+)
+def test_a_setting_is_that_of_the_columns_environments(value: Any, columns: Any, n_envs: Any, expected: Any) -> None:
+    assert ColumnSetting("x", value).at(3, len(expected), columns, n_envs).tolist() == expected
 
 
 def test_the_spread_is_that_of_ape_x() -> None:

@@ -126,20 +126,6 @@ def info(t: int, env_rank: int, payload: dict[str, Any]) -> ObjectMessage:
     return ObjectMessage(MessageKind.TRAJ_INFO, t, env_rank, payload)
 
 
-@pytest.mark.slow
-@examples(8, 30)
-@given(st.lists(message_lists, min_size=1, max_size=3))
-def test_messages_come_out_as_they_went_in_batch_after_batch(batches: list[Any]) -> None:
-    pipe = ObjectPipe()
-    try:
-        for sent in batches:
-            pipe.put(sent)
-            assert pipe.take(len(sent)) == sent
-        assert pipe.take(0) == []
-    finally:
-        pipe.close()
-
-
 @quick
 @given(message_lists, st.data())
 def test_messages_survive_any_division_of_the_stream(sent: list[Any], data: st.DataObject) -> None:

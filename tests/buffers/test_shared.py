@@ -120,21 +120,6 @@ def sent(memory: NamedMemory) -> NamedMemory:
     return twin
 
 
-@pytest.mark.parametrize("fallback", [False, True])
-def test_the_layout_crosses_to_a_worker_and_the_contents_do_not(
-    monkeypatch: pytest.MonkeyPatch, fallback: bool
-) -> None:
-    if fallback:
-        monkeypatch.delattr(os, "memfd_create")
-    with opened(NamedMemory(specs_of((MIB,), (3, 4)), shared=True, purpose="a test")) as memory:
-        twin = sent(memory)
-        memory.arrays.a1[2, 3] = 5
-        assert twin.arrays.a1[2, 3] == 5
-        twin.arrays.a0[-1] = 6
-        assert memory.arrays.a0[-1] == 6
-        assert twin.nbytes == memory.nbytes
-
-
 def test_a_worker_keeps_one_descriptor_for_its_mapping() -> None:
     """A fork of the worker needs it, to make the mapping private."""
     with opened(NamedMemory(specs_of((4,)), shared=True, purpose="a test")) as memory:
@@ -258,17 +243,6 @@ def test_views_outlive_closing_and_keep_the_contents() -> None:
     memory.close()
     memory.arrays.a0[2] = 4
     assert memory.arrays.a0.tolist() == [0, 3, 4, 0]
-
-
-def test_closing_twice_is_harmless() -> None:
-    memory = NamedMemory(specs_of((4,)), shared=True, purpose="a test")
-    memory.close()
-    other = os.memfd_create("test")  # takes the number that was freed
-    try:
-        memory.close()
-        os.fstat(other)
-    finally:
-        os.close(other)
 
 
 @pytest.mark.slow

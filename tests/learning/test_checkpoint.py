@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
-import random
 import resource
 import shutil
-import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -21,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -375,39 +370,3 @@ def test_folders_without_a_checkpoint_say_so(tmp_path: Path) -> None:
     for call in (Replay.load, replay.save):
         with pytest.raises(ConfigError, match="folder must be the path of a folder, got 3"):
             call(3)  # type: ignore[arg-type, operator]
-
-
-def _save_for_ever(folder: str, n_saved: Any) -> None:
-    stream, replay = filled_replay("priorities")
-    while True:
-        replay.append(stream.batch(7))
-        replay.sample(8)
-        replay.save(folder)
-        n_saved.value += 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_kills", [scaled(100, 6)])
-def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, n_kills: int) -> None:
-    context = multiprocessing.get_context("fork")
-    rng = random.Random(0)
-    for _ in range(n_kills):
-        n_saved = context.RawValue("q", 0)
-        child = context.Process(target=_save_for_ever, args=(str(tmp_path), n_saved))
-        child.start()
-        while n_saved.value < 1 + rng.randrange(3):
-            assert child.is_alive()
-        # At a random moment of the next save, which takes some milliseconds.
-        until = time.perf_counter() + rng.random() * 0.01
-        while time.perf_counter() < until:
-            pass
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        child.join()
-        child.close()
-        loaded = Replay.load(tmp_path)
-        stream, twin = filled_replay("priorities", loaded.n_steps // 3 // 7)
-        for _ in range(2):
-            assert torch.isfinite(loaded.sample(8).weight).all()
-        test_transitions.check_all(loaded, stream, 2)
-        assert twin.n_steps == loaded.n_steps

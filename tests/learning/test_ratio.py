@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ConfigError
-from penstock.learning import Ratio, Replay
+from penstock.learning import Ratio
 
 from ..scale import examples
-from .streams import Stream
 
 RATES = st.one_of(st.sampled_from([0.01, 0.1, 0.3, 1.0, 8.0, 256.0]), st.floats(1e-3, 300.0))
 
@@ -79,18 +78,6 @@ def test_no_setting_stalls_and_the_draws_stay_within_the_slack(
         if replay.n_steps > max(min_steps, replay.n_needed) + batch_steps and replay.n_drawn:
             late = max(replay.n_needed - min_steps, 0) * samples_per_step  # while nothing could be drawn
             assert -slack - 1e-6 <= ratio.behind(replay) <= slack + late + 1e-6  # type: ignore[arg-type]
-
-
-def test_a_loop_with_a_replay_keeps_the_ratio() -> None:
-    stream, replay = Stream(0, 4), Replay(400, 3, max_truncations=400)
-    ratio = Ratio(2.0, 20, 16, min_steps=100)
-    while replay.n_steps < 4000:
-        if ratio.may_append(replay):
-            replay.append(stream.batch(5))
-        if ratio.may_sample(replay):
-            assert replay.n_steps >= 100
-            replay.sample(16)
-    assert abs(replay.n_drawn - (4000 - 100) * 2) <= 2 * 20 + 16
 
 
 @pytest.mark.parametrize(

@@ -181,44 +181,6 @@ def test_all_targets_are_those_of_the_papers() -> None:
 # ---- published implementations ---------------------------------------------------------------------
 
 
-def cleanrl_gae(
-    rewards: Any, values: Any, dones: Any, next_value: Any, next_done: Any, gamma: float, lam: float
-) -> Any:
-    """ppo.py of CleanRL, where `dones[t]` says that an episode starts at t."""
-    advantages = torch.zeros_like(rewards)
-    lastgaelam: Any = 0
-    num_steps = len(rewards)
-    for t in reversed(range(num_steps)):
-        if t == num_steps - 1:
-            nextnonterminal = 1.0 - next_done
-            nextvalues = next_value
-        else:
-            nextnonterminal = 1.0 - dones[t + 1]
-            nextvalues = values[t + 1]
-        delta = rewards[t] + gamma * nextvalues * nextnonterminal - values[t]
-        advantages[t] = lastgaelam = delta + gamma * lam * nextnonterminal * lastgaelam
-    return advantages
-
-
-def deepmind_vtrace(
-    log_rhos: Any, discounts: Any, rewards: Any, values: Any, bootstrap_value: Any, clip_rho: float
-) -> tuple[Any, Any]:
-    """vtrace.from_importance_weights of scalable_agent, in torch."""
-    rhos = torch.exp(log_rhos)
-    clipped_rhos = torch.clamp(rhos, max=clip_rho)
-    cs = torch.clamp(rhos, max=1.0)
-    values_t_plus_1 = torch.cat([values[1:], bootstrap_value[None]], 0)
-    deltas = clipped_rhos * (rewards + discounts * values_t_plus_1 - values)
-    acc = torch.zeros_like(bootstrap_value)
-    result = []
-    for t in reversed(range(len(rewards))):
-        acc = deltas[t] + discounts[t] * cs[t] * acc
-        result.append(acc)
-    vs = torch.stack(result[::-1]) + values
-    vs_t_plus_1 = torch.cat([vs[1:], bootstrap_value[None]], 0)
-    return vs, clipped_rhos * (rewards + discounts * vs_t_plus_1 - values)
-
-
 def terminating_batch() -> tuple[Steps[Any], Any]:
     """float32 tensors. Episodes terminate, since these implementations do not know truncations."""
     generator = torch.Generator().manual_seed(3)
@@ -226,30 +188,6 @@ def terminating_batch() -> tuple[Steps[Any], Any]:
     terminated = torch.rand(T, B, generator=generator) < 0.2
     steps = Steps(reward, value, terminated, torch.zeros_like(terminated), torch.ones(B), final_value)
     return steps, log_ratio
-
-
-@pytest.mark.parametrize("p_truncated", [0.0, 0.2])
-def test_gae_has_the_numbers_of_cleanrl_and_with_truncations_of_stable_baselines3(p_truncated: float) -> None:
-    """The latter adds the discounted value of the last observation to the reward, and then treats the end as a
-    termination."""
-    steps, _ = terminating_batch()
-    truncated = (torch.rand(T, B, generator=torch.Generator().manual_seed(4)) < p_truncated) & ~steps.terminated
-    rewards = steps.reward + truncated * 0.99 * steps.final_value
-    dones = torch.cat([torch.zeros(1, B), (steps.terminated | truncated).float()])
-    wanted = cleanrl_gae(rewards, steps.value, dones[:-1], steps.bootstrap_value, dones[-1], 0.99, 0.95)
-    cut = Steps(steps.reward, steps.value, steps.terminated, truncated, steps.bootstrap_value, steps.final_value)
-    torch.testing.assert_close(gae(cut, 0.99, 0.95)[0], wanted, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("clip_rho", [1.0, 3.0])
-def test_vtrace_has_the_numbers_of_deepmind(clip_rho: float) -> None:
-    steps, log_ratio = terminating_batch()
-    discounts = 0.99 * ~steps.terminated
-    target, advantage = deepmind_vtrace(
-        log_ratio, discounts, steps.reward, steps.value, steps.bootstrap_value, clip_rho
-    )
-    found = vtrace(steps, log_ratio, 0.99, clip_rho=clip_rho)
-    torch.testing.assert_close(found, (advantage, target), rtol=1e-6, atol=1e-6)
 
 
 # ---- properties ------------------------------------------------------------------------------------

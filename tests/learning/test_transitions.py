@@ -11,9 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.learning import Frames, Replay
-from penstock.learning.compiled import PYTHON
-from penstock.learning.ring import BEGINS, CUT, RESUMES, TERMINATED, TRUNCATED, VALID
-from penstock.learning.windows import read_windows
 
 from ..scale import FULL, examples, scaled
 from ..support import assert_same
@@ -106,39 +103,6 @@ def test_gaps_restarts_parked_columns_and_lost_final_observations(
                 if step >= stream.end - T:
                     lost |= {order for order in orders if order < stream.n_finals - max_finals}
             assert replay.n_without_final == len(lost)
-
-
-@pytest.mark.parametrize("n", scaled([1, 3, 7], [3]))
-def test_long_streams_are_exact(n: int) -> None:
-    stream = Stream(n, 8, p_end=0.05, nested=True)
-    replay = Replay(5003 * 8, n, DISCOUNT, max_truncations=5003)
-    n_checked = 0
-    for itr in range(360 if FULL else 60):
-        replay.append(stream.batch(128))
-        if itr % 20 == 19 and (itr < 60 or itr % 40 == 39):
-            n_checked += check_all(replay, stream, n)
-    assert n_checked > (340_000 if FULL else 60_000)
-
-
-@pytest.mark.skipif(read_windows is PYTHON["read_windows"], reason="was built without a C compiler")
-@pytest.mark.parametrize("n", [1, 2, 5])
-@pytest.mark.parametrize("B", [1, 3])
-def test_windows_are_the_same_in_c_and_in_numpy(n: int, B: int) -> None:
-    rng, N = np.random.default_rng(n), 400
-    size = 37 * B
-    for p_end in (0.05, 0.4):
-        p = np.array([0.8, p_end, p_end, p_end, 0.4, 0.6])[:, None]
-        bits = np.array([[VALID], [TERMINATED], [TRUNCATED], [BEGINS], [CUT], [RESUMES]])
-        flags = ((rng.random((6, size)) < p) * bits).sum(0).astype(np.uint8)
-        reward, positions = rng.normal(size=size).astype(np.float32), rng.integers(-size, 5 * size, N)
-        dtypes = (*[np.int64] * 3, *[np.float32] * 2, np.uint8, np.bool_)
-        outs = [[np.empty(N, dtype) for dtype in dtypes] for _ in range(2)]
-        for limit in (-1, 2 * size):
-            positions += size if limit > 0 else 0
-            for fn, out in zip((read_windows, PYTHON["read_windows"]), outs, strict=True):
-                fn(flags, reward, positions, 0.9 ** np.arange(n + 1), B, limit, *out)
-            for compiled, fallback in zip(*outs, strict=True):
-                assert compiled.tobytes() == fallback.tobytes()
 
 
 @pytest.mark.parametrize(("B", "p_end"), [(8, 0.0), (1, 0.5)])
