@@ -7,9 +7,10 @@ import json
 import os
 import resource
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from penstock import ConfigError
 from penstock.learning import Frames, Prioritized, Replay, Sequences, checkpoint
 
+from ..children import exit_code_of_fork
 from ..scale import quick_first, scaled
 from ..support import assert_same
 from . import test_sequences, test_transitions
@@ -326,8 +328,9 @@ def test_what_a_killed_save_has_left_is_removed_before_the_next_one_writes(
 
 
 @pytest.mark.slow
-def test_a_save_that_is_interrupted_leaves_one_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_save_that_is_interrupted_or_killed_leaves_one_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
 ) -> None:
     stream, replay = filled_replay("priorities", 3)
     replay.save(tmp_path)
@@ -336,22 +339,34 @@ def test_a_save_that_is_interrupted_leaves_one_whole_checkpoint(
     def interrupted(fd: int) -> None:
         nonlocal left
         left -= 1
-        if left == 0:
+        if left == 0 and is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif left == 0:
             raise KeyboardInterrupt
         sync(fd)
 
+    def save() -> bool:
+        """Whether nothing came in between."""
+        if is_killed:
+            return exit_code_of_fork(lambda: replay.save(tmp_path)) == 0
+        with suppress(KeyboardInterrupt):
+            replay.save(tmp_path)
+            return True
+        return False
+
     monkeypatch.setattr(os, "fsync", interrupted)
-    while True:
+    is_saved = False
+    while not is_saved:
         n_calls += 1
         left, before = n_calls, Replay.load(tmp_path).n_steps
         replay.append(stream.batch(7))
-        try:
-            replay.save(tmp_path)
-        except KeyboardInterrupt:
-            assert len(list(tmp_path.iterdir())) == 2
-            found.add(Replay.load(tmp_path).n_steps - before > 0)
-            continue
-        break
+        is_saved = save()
+        assert is_killed or len(list(tmp_path.iterdir())) == 2
+        loaded = Replay.load(tmp_path)
+        assert loaded.n_steps in (before, replay.n_steps)
+        assert loaded.sample(8).weight.isfinite().all()
+        if not is_saved:
+            found.add(loaded.n_steps > before)
     assert n_calls > 10
     assert found == {False, True}, "the last interruption comes after the new checkpoint is complete"
 

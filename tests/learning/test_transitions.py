@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from penstock.learning import Frames, Replay
 
 from ..scale import FULL, examples, scaled
 from ..support import assert_same
-from .streams import DISCOUNT, Stream, wanted_transition
+from .streams import DISCOUNT, Stream, in_python, wanted_transition
 
 pytestmark = [pytest.mark.timeout(3600 if FULL else 120), pytest.mark.slow]
 
@@ -70,6 +72,7 @@ def test_every_size_offset_window_and_stack_is_exact(T: int) -> None:
     data=st.data(),
 )
 @examples(25, 500)
+@pytest.mark.parametrize("version", [nullcontext, in_python])
 @pytest.mark.filterwarnings("ignore:more than max_truncations:RuntimeWarning")
 def test_gaps_restarts_parked_columns_and_lost_final_observations(
     seed: int,
@@ -82,27 +85,29 @@ def test_gaps_restarts_parked_columns_and_lost_final_observations(
     p_restart: float,
     max_finals: int,
     data: st.DataObject,
+    version: Any,
 ) -> None:
     n = min(n, T - 1 - (frames.n - 1 if frames else 0))
     if n < 1:
         return
-    stream = Stream(seed, B, frames=frames, wait=wait, p_end=p_end, p_restart=p_restart, nested=True)
-    replay = Replay(T * B, n, DISCOUNT, frames=frames, max_truncations=max_finals)
-    has_gap, lost = False, set[int]()
-    for _ in range(data.draw(st.integers(1, 8))):
-        batch_T = data.draw(st.integers(1, T))
-        if data.draw(st.integers(0, 5)) == 0:
-            stream.batch(batch_T, lost=True)
-            has_gap = True
-        else:
-            replay.append(stream.batch(batch_T), continues=not has_gap)
-            has_gap = False
-            check_all(replay, stream, n, max_finals)
-            for step, row in enumerate(zip(*stream.history, strict=True)):
-                orders = [each.final_order for each in row if each.final_order >= 0]
-                if step >= stream.end - T:
-                    lost |= {order for order in orders if order < stream.n_finals - max_finals}
-            assert replay.n_without_final == len(lost)
+    with version():
+        stream = Stream(seed, B, frames=frames, wait=wait, p_end=p_end, p_restart=p_restart, nested=True)
+        replay = Replay(T * B, n, DISCOUNT, frames=frames, max_truncations=max_finals)
+        has_gap, lost = False, set[int]()
+        for _ in range(data.draw(st.integers(1, 8))):
+            batch_T = data.draw(st.integers(1, T))
+            if data.draw(st.integers(0, 5)) == 0:
+                stream.batch(batch_T, lost=True)
+                has_gap = True
+            else:
+                replay.append(stream.batch(batch_T), continues=not has_gap)
+                has_gap = False
+                check_all(replay, stream, n, max_finals)
+                for step, row in enumerate(zip(*stream.history, strict=True)):
+                    orders = [each.final_order for each in row if each.final_order >= 0]
+                    if step >= stream.end - T:
+                        lost |= {order for order in orders if order < stream.n_finals - max_finals}
+                assert replay.n_without_final == len(lost)
 
 
 @pytest.mark.parametrize(("B", "p_end"), [(8, 0.0), (1, 0.5)])
