@@ -45,17 +45,6 @@ def test_pickling_fails_unless_a_process_is_being_started(dumps: object) -> None
         resource_sharer.stop(timeout=10)  # pickling must not have started the standard library's server of descriptors
 
 
-def test_a_dropped_owner_closes_its_descriptor() -> None:
-    fd = os.memfd_create("test")
-    InheritedFd(fd)
-    try:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(fd)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
 def test_dumps_lists_the_descriptors_and_loads_puts_others_in_their_places() -> None:
     first, second = (InheritedFd(os.memfd_create("test")) for _ in range(2))
     data, fds = dumps({"two": [second, second], "one": first})

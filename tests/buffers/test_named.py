@@ -130,18 +130,12 @@ def test_torch_shares_the_memory_and_numpy_leads_back(tree: Any) -> None:
         assert np.shares_memory(back, array)
 
 
-def test_torch_and_numpy_leave_what_they_find_converted() -> None:
+def test_torch_and_numpy_leave_what_they_find_converted_and_copy_copies_tensors() -> None:
     tensors, arrays = NamedArrays(a=torch.zeros(2)), NamedArrays(a=np.zeros(2))
     assert tensors.torch().a is tensors.a
     assert arrays.numpy().a is arrays.a
-
-
-def test_tensors_are_copied_by_copy() -> None:
-    tensors = NamedArrays(a=torch.zeros(2))
-    twin = tensors.copy()
-    twin.a[0] = 1
+    tensors.copy().a[0] = 1
     assert tensors.a.tolist() == [0, 0]
-    assert twin.a.tolist() == [1, 0]
 
 
 @quick

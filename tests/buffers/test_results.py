@@ -264,13 +264,3 @@ def test_only_the_writing_end_crosses_to_a_worker(pipe: ObjectPipe, start_method
     arguments = {"pipe": pipe, "message": info(1, 2, {"Length": 3}), "fork": start_method == "fork"}
     assert exit_code_of(start_method, target, **arguments) == 0
     assert pipe.take(1) == [info(1, 2, {"Length": 3})]
-
-
-def test_closing_gives_both_descriptors_back_and_again_is_harmless() -> None:
-    pipe = ObjectPipe()
-    ends = pipe.reader.fd, pipe.writer.fd
-    pipe.close()
-    pipe.close()
-    for fd in ends:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(fd)
