@@ -5,14 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from torch import nn
 
-from penstock import SerialSampler
 from penstock.agents import CategoricalPgAgent
 from penstock.agents.torch_agent import output_array
 from penstock.errors import SpaceError
@@ -121,60 +119,25 @@ def test_values_are_recorded_and_returned_one_per_row(shape: Any, rows: int) -> 
     assert [*step.agent_info.keys()] == ["log_prob", "value"]
 
 
-class Softmax(nn.Module):
-    """Returns probabilities, as many tutorials do. `sizes`: of the components of the action."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        self.sizes, self.body = sizes, nn.Linear(4, sum(sizes))
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        parts = self.body(observation).split(self.sizes, dim=-1)
-        return torch.cat([part.softmax(-1) for part in parts], -1), observation[:, 0]
-
-
-class Pair(gym.ActionWrapper[Any, Any, Any]):
-    def __init__(self, env: Any) -> None:
-        super().__init__(env)
-        self.action_space = spaces.MultiDiscrete([2, 3])
-
-    def action(self, action: Any) -> Any:
-        return int(action[0])
+@pytest.mark.parametrize(
+    ("space", "outputs"),
+    [(spaces.Discrete(2), [0.4, 0.6]), (spaces.MultiDiscrete([2, 3]), [0.4, 0.6, 0.2, 0.3, 0.5])],
+    ids=str,
+)
+def test_a_model_that_returns_probabilities_is_warned_of_once(space: Any, outputs: list[float]) -> None:
+    agent = acting(CategoricalPgAgent(LogitsAndFirst), spaces.Box(0, 1, (len(outputs),)), space)
+    with pytest.warns(RuntimeWarning, match="the model seems to return probabilities") as caught:
+        act(agent, [outputs] * 2)
+    assert len(caught) == 1
+    act(agent, [outputs] * 2)  # a second warning would be an error
 
 
-@pytest.mark.parametrize("sizes", [(2,), (2, 3)])
-def test_a_model_that_returns_probabilities_is_warned_of_once(sizes: tuple[int, ...]) -> None:
-    def env_fn() -> Any:
-        return gym.make("CartPole-v1") if len(sizes) == 1 else Pair(gym.make("CartPole-v1"))
-
-    with SerialSampler(env_fn, batch_T=4, batch_B=2) as sampler:
-        with pytest.warns(RuntimeWarning, match="the model seems to return probabilities") as caught:
-            sampler.initialize(CategoricalPgAgent(Softmax(*sizes)), seed=0)
-        assert len(caught) == 1
-        sampler.obtain_samples(0)  # a warning would be an error
-
-
-class Fixed(nn.Module):
-    def __init__(self, *logits: float) -> None:
-        super().__init__()
-        self.logits = logits
-
-    def forward(self, observation: torch.Tensor) -> Any:
-        return torch.tensor([self.logits] * len(observation)), observation[:, 0]
-
-
-@pytest.mark.parametrize("logits", [[0.0, 0.0], [0.0, 1.0], [0.5, 0.7], [2.0, -1.0]])
-def test_other_outputs_are_not_warned_of(logits: list[float]) -> None:
-    with SerialSampler("CartPole-v1", batch_T=4, batch_B=2) as sampler:
-        sampler.initialize(CategoricalPgAgent(Fixed(*logits)), seed=0)
+@pytest.mark.parametrize("outputs", [[0.0, 0.0], [0.0, 1.0], [0.5, 0.7], [2.0, -1.0]])
+def test_other_outputs_are_not_warned_of(outputs: list[float]) -> None:
+    act(acting_categorical(2), [outputs] * 2)
 
 
 def test_bools_as_outputs_are_refused() -> None:
-    with (
-        SerialSampler("CartPole-v1", batch_T=4, batch_B=2) as sampler,
-        pytest.raises(SpaceError, match="the model's logits must be numbers, got bools"),
-    ):
-        sampler.initialize(CategoricalPgAgent(Fixed(True, False)), seed=0)
     for output in (torch.tensor([[True, False]]), np.array([[True, False]])):
         with pytest.raises(SpaceError, match="the model's logits must be numbers, got bools: return what they were"):
             output_array(output, "logits", (1, 2))

@@ -1,4 +1,4 @@
-"""GaussianPgAgent and SquashedGaussianAgent: they draw from normal distributions, within bounds, and record the draws."""
+"""GaussianPgAgent and SquashedGaussianAgent: they draw from normal distributions, within bounds, and record it."""
 
 from __future__ import annotations
 

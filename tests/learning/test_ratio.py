@@ -37,32 +37,15 @@ def test_the_limits_hold_from_the_last_of_the_min_steps_on() -> None:
     assert found == [(True, False), (True, False), (False, True), (False, True)]
 
 
-@given(
-    samples_per_step=RATES,
-    batch_steps=st.integers(1, 2000),
-    batch_size=st.integers(1, 2000),
-    min_steps=st.integers(0, 5000),
-    extra=st.sampled_from([0.0, 1e-9, 1.0, 1e4]),
-    n_slots=st.integers(1, 8),
-    n_needed=st.integers(1, 10),
-    p_worker=st.sampled_from([0.02, 0.5, 0.98]),
-    seed=st.integers(0, 2**32),
-)
 @examples(25, 1000)
-def test_no_setting_stalls_and_the_draws_stay_within_the_slack(
-    samples_per_step: float,
-    batch_steps: int,
-    batch_size: int,
-    min_steps: int,
-    extra: float,
-    n_slots: int,
-    n_needed: int,
-    p_worker: float,
-    seed: int,
-) -> None:
+@given(data=st.data())
+def test_no_setting_stalls_and_the_draws_stay_within_the_slack(data: st.DataObject) -> None:
     """As `AsyncSampler` does it: up to `n_slots` batches are begun, and become complete at any time. With one slot it
     is a loop that appends and samples in turn."""
-    slack = (samples_per_step * batch_steps + batch_size) / 2 + extra
+    bounds = (1, 2000), (1, 2000), (0, 5000), (1, 8), (1, 10), (0, 2**32)
+    batch_steps, batch_size, min_steps, n_slots, n_needed, seed = (data.draw(st.integers(*each)) for each in bounds)
+    samples_per_step, p_worker = data.draw(RATES), data.draw(st.sampled_from([0.02, 0.5, 0.98]))
+    slack = (samples_per_step * batch_steps + batch_size) / 2 + data.draw(st.sampled_from([0.0, 1e-9, 1.0, 1e4]))
     ratio = Ratio(samples_per_step, batch_steps, batch_size, min_steps, slack)
     replay, rng, n_begun = Counts(n_needed * batch_steps), np.random.default_rng(seed), 0
     for _ in range(400):
@@ -98,10 +81,8 @@ def test_impossible_settings_are_refused(arguments: tuple[float, ...], message: 
     Ratio(8, 512, 256, 0, 2176)
 
 
-@given(
-    samples_per_step=RATES, batch_steps=st.integers(1, 2000), batch_size=st.integers(1, 2000), seed=st.integers(0, 99)
-)
 @examples(25, 1000)
+@given(RATES, st.integers(1, 2000), st.integers(1, 2000), st.integers(0, 99))
 def test_exactly_the_slacks_that_cannot_stall_are_accepted(
     samples_per_step: float, batch_steps: int, batch_size: int, seed: int
 ) -> None:

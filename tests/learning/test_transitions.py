@@ -59,34 +59,15 @@ def test_every_size_offset_window_and_stack_is_exact(T: int) -> None:
             check_all(replay, stream, n)
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    T=st.integers(3, 40),
-    B=st.integers(1, 4),
-    n=st.integers(1, 7),
-    frames=st.sampled_from(FRAMES),
-    wait=st.booleans(),
-    p_end=st.sampled_from([0.02, 0.2, 0.7]),
-    p_restart=st.sampled_from([0.0, 0.3]),
-    max_finals=st.sampled_from([1, 3, 1000]),
-    data=st.data(),
-)
-@examples(25, 500)
-@pytest.mark.parametrize("version", [nullcontext, in_python])
 @pytest.mark.filterwarnings("ignore:more than max_truncations:RuntimeWarning")
-def test_gaps_restarts_parked_columns_and_lost_final_observations(
-    seed: int,
-    T: int,
-    B: int,
-    n: int,
-    frames: Frames | None,
-    wait: bool,
-    p_end: float,
-    p_restart: float,
-    max_finals: int,
-    data: st.DataObject,
-    version: Any,
-) -> None:
+@pytest.mark.parametrize("version", [nullcontext, in_python])
+@examples(25, 500)
+@given(data=st.data())
+def test_gaps_restarts_parked_columns_and_lost_final_observations(data: st.DataObject, version: Any) -> None:
+    seed, T, B, n = (data.draw(st.integers(*bounds)) for bounds in ((0, 2**32), (3, 40), (1, 4), (1, 7)))
+    frames, max_finals = data.draw(st.sampled_from(FRAMES)), data.draw(st.sampled_from([1, 3, 1000]))
+    p_end, p_restart = data.draw(st.sampled_from([0.02, 0.2, 0.7])), data.draw(st.sampled_from([0.0, 0.3]))
+    wait = data.draw(st.booleans())
     n = min(n, T - 1 - (frames.n - 1 if frames else 0))
     if n < 1:
         return
