@@ -31,7 +31,7 @@ from ..scale import examples
 ACTIONS: dict[str, spaces.Space[Any]] = {
     "discrete": spaces.Discrete(3),
     "from 2": spaces.Discrete(4, start=2),
-    "even": spaces.MultiDiscrete([3, 3]),
+    "even": spaces.MultiDiscrete([3, 3], start=[5, 7]),
     "uneven": spaces.MultiDiscrete([[2, 4], [3, 2]]),
     "box": spaces.Box(-1, 1, (2,), np.float32),
     "matrix": spaces.Box(-2, 2, (2, 3), np.float32),

@@ -166,29 +166,6 @@ def test_what_is_no_batch_or_no_earlier_batch_is_refused() -> None:
         replay.sample(8, out=3)  # type: ignore[arg-type]
 
 
-def test_the_estimate_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> Any:
-        return FrameStackObservation(Pictures(), 4)
-
-    replay = Replay(10_000, frames=Frames(4), prioritized=Prioritized())
-    with SerialSampler(make, batch_T=7, batch_B=2) as sampler:
-        samples = sampler.initialize(RandomAgent(), seed=0)
-        estimate = replay.estimate(samples)
-        assert replay.nbytes == 0
-        replay.append(sampler.obtain_samples(0)[0])
-    tree = estimate.nbytes["priorities"]
-    # The ring was allocated for B = 2, and the estimate is for B = 1.
-    assert replay.nbytes == pytest.approx(estimate.total - tree, rel=0.01)
-    assert tree == 4 * 8 * 2**14
-    # 32 bytes a step, beside frames and final observations
-    assert estimate.total - tree <= 10_000 * (6 * 5 + 64)
-    assert "total" in str(estimate)
-    assert "10,000 steps" in str(estimate)
-    # Atari: a million steps with their trees
-    pixels = estimate.nbytes["observation"] * 84 * 84 // 30 * 100
-    assert pixels < 7.5e9
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
