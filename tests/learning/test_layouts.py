@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from penstock.learning.appending import pack_flags
-from penstock.learning.compiled import COMPILED
+from penstock.learning.compiled import COMPILED, PYTHON
 from penstock.learning.observations import take_frames, take_rows
 from penstock.learning.ring import copy_rows
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="was built without a C compiler")
+
+
+@pytest.mark.parametrize("fn", [pack_flags, PYTHON["pack_flags"]], ids=["compiled", "numpy"])
+def test_steps_that_are_truncated_only_are_counted(fn: Any) -> None:
+    valid, terminated, truncated, begins = np.random.default_rng(0).random((4, 16, 33)) < 0.5
+    n = fn(valid, terminated, truncated, begins, np.zeros((16, 33), np.uint8))
+    assert n == np.count_nonzero(valid & truncated & ~terminated)
 
 
 def test_flags_of_unknown_layout_are_not_packed() -> None:

@@ -91,14 +91,16 @@ def test_gaps_restarts_parked_columns_and_lost_final_observations(data: st.DataO
                 assert replay.n_without_final == len(lost)
 
 
+@pytest.mark.parametrize("version", [nullcontext, in_python])
 @pytest.mark.parametrize(("B", "p_end"), [(8, 0.0), (1, 0.5)])
-def test_a_gap_is_found_without_being_told_wherever_episodes_end(B: int, p_end: float) -> None:
+def test_a_gap_is_found_without_being_told_wherever_episodes_end(B: int, p_end: float, version: Any) -> None:
     stream = Stream(0, B, p_end=p_end)
     replay = Replay(B * 1000, 3, DISCOUNT, max_truncations=1000)
     for lost in (False, True, False, False, True, True, False) * 10:
         samples = stream.batch(3, lost=lost)
         if not lost:
-            replay.append(samples)
+            with version():
+                replay.append(samples)
             check_all(replay, stream, 3)
 
 
