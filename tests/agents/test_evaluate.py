@@ -159,28 +159,23 @@ def require_equal(agent: Any, part: Any) -> Any:
 
 
 @examples(30, 600)
-@given(
-    kind=st.sampled_from(sorted(ACTIONS)),
-    form=st.sampled_from(["mean", "state", "shared", "squashed"]),
-    mask=st.booleans(),
-    cell=st.sampled_from([None, "gru", "lstm"]),
-    waits=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
-def test_unchanged_parameters_give_what_was_recorded(
-    kind: str, form: str, mask: bool, cell: str | None, waits: bool, seed: int
-) -> None:
+@given(data=st.data())
+def test_unchanged_parameters_give_what_was_recorded(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(sorted(ACTIONS)))
+    form = data.draw(st.sampled_from(["mean", "state", "shared", "squashed"]))
+    cell, every = data.draw(st.sampled_from([None, "gru", "lstm"])), data.draw(st.sampled_from([4, 8]))
+    mask, waits, seed = data.draw(st.booleans()), data.draw(st.booleans()), data.draw(st.integers(0, 2**31))
     is_box = isinstance(ACTIONS[kind], spaces.Box)
     mask, form = mask and not is_box, form if is_box else "logits"
     has_value, cell = form != "squashed", None if form == "squashed" else cell
-    agent: Any = make_agent(kind, form, mask, cell)
+    agent: Any = make_agent(kind, form, mask, cell, "batch" if every == 8 else "step")
     options: dict[str, Any] = {"collector_cls": WaitResetCollector} if waits else {}
     rng = np.random.default_rng(seed)
     with SerialSampler(lambda: Walk(kind, mask), batch_T=8, batch_B=3, **options) as sampler:
         sampler.initialize(agent, seed=seed, bootstrap_value=has_value)
         for itr in range(2):
             samples, _ = sampler.obtain_samples(itr)
-            parts = [samples, samples.copy().numpy(), *samples.minibatches(2, rng, length=4)]
+            parts = [samples, samples.copy().numpy(), *samples.minibatches(2, rng, length=every)]
             if cell is None:
                 parts += [samples.flatten(), *samples.minibatches(3, rng), samples[2], samples[4:, 1]]
             for part in parts[:1] + parts[2:]:
@@ -213,17 +208,6 @@ def test_a_squashed_distribution_has_that_log_prob_and_entropy(kind: str) -> Non
     # The recorded action is rounded to float32: near a bound, the inverse of the tanh is not exact.
     torch.testing.assert_close(found.log_prob, exact, rtol=1e-3, atol=1e-3)
     assert ((draws.mean(0) - found.entropy).abs() < 5 * draws.std(0) / n_draws**0.5).all()
-
-
-@pytest.mark.slow
-def test_only_the_state_before_the_batch_is_needed() -> None:
-    agent: Any = make_agent("discrete", "logits", mask=False, cell="lstm", record_state="batch")
-    with SerialSampler(lambda: Walk("discrete", False), batch_T=8, batch_B=3) as sampler:
-        sampler.initialize(agent, seed=0, bootstrap_value=True)
-        for itr in range(3):
-            samples, _ = sampler.obtain_samples(itr)
-            for part in (samples, *samples.minibatches(3, length=8)):
-                require_equal(agent, part)
 
 
 def test_what_cannot_be_evaluated_is_refused() -> None:

@@ -112,6 +112,8 @@ def test_too_early_calls_name_the_one_that_is_missing() -> None:
     replay = Replay(100, 3, max_truncations=9)
     with pytest.raises(SamplerStateError, match="before the first replay"):
         replay.sample(1)
+    with pytest.raises(SamplerStateError, match=r"replay\.contents came before the first replay\.append"):
+        _ = replay.contents
     assert (len(replay), replay.n_steps, replay.is_ready, replay.nbytes) == (0, 0, False, 0)
     stream = Stream(0, 2)
     replay.append(stream.batch(3))
@@ -198,8 +200,3 @@ def test_positions_that_cannot_be_drawn_are_named() -> None:
     replay.append(samples)
     with pytest.raises(ConfigError, match="position 3 cannot be drawn"):
         replay.contents.read([replay.contents.index[0], 3])
-
-
-def test_there_is_nothing_before_the_first_batch() -> None:
-    with pytest.raises(SamplerStateError, match=r"replay\.contents came before the first replay\.append"):
-        _ = Replay(100).contents
