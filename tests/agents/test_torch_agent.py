@@ -224,12 +224,12 @@ def test_the_forward_pass_builds_no_graph() -> None:
 def test_modes_switch_the_model_between_training_and_evaluation() -> None:
     agent = agent_of(Keeper)
     seen = []
-    for mode in (agent.sample_mode, agent.train_mode, agent.eval_mode, agent.train_mode):
+    for mode in (agent.sample_mode, agent.train_mode, agent.eval_mode, agent.train_mode, agent.sample_mode):
         mode(0)
         seen.append((agent.model.training, agent.model.body[1].training))
         agent.model.eval()
         agent.model.body[1].train()  # as a module that is made in the first `forward` would be
-    assert seen == [(False, False), (True, True), (False, False), (True, True)]
+    assert seen == [(False, False), (True, True), (False, False), (True, True), (False, False)]
 
 
 # ---- parameters --------------------------------------------------------------------------------
