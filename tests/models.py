@@ -35,18 +35,6 @@ def act(agent: Any, observation: Any, dtype: Any = np.float64) -> Any:
 # ---- models --------------------------------------------------------------------------------
 
 
-class Small(nn.Module):
-    """For CartPole: 2 logits and a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, observation: Any) -> tuple[Any, Any]:
-        out = self.layer(observation)
-        return out[..., :2], out[..., 2]
-
-
 class Lstm(nn.Module):
     """A policy, a value and the next state."""
 
@@ -70,10 +58,6 @@ class LstmQ(Lstm):
     def forward(self, *inputs: Any) -> Any:
         logits, _, state = super().forward(*inputs)
         return logits, state
-
-
-def small_model(observation_space: Any, action_space: Any) -> nn.Module:
-    return Small()
 
 
 class Echo(nn.Module):
@@ -151,6 +135,10 @@ class CartPoleNet(nn.Module):
     def forward(self, observation: Any) -> Any:
         features = self.body(observation)
         return self.policy(features), self.value(features).squeeze(-1)
+
+
+def small_model(observation_space: Any, action_space: Any) -> nn.Module:
+    return CartPoleNet(4)
 
 
 class Constant(nn.Module):

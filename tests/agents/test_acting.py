@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -15,8 +14,6 @@ from gymnasium import spaces
 from torch import nn
 
 from penstock import (
-    Agent,
-    AgentStep,
     CategoricalPgAgent,
     ConfigError,
     DeterministicPgAgent,
@@ -31,6 +28,9 @@ from penstock import (
     SpaceError,
 )
 from penstock.envs import CountingEnv, NestedEnv
+
+from ..models import Constant, Echo, LogitsAndFirst
+from ..toy_games import Published
 
 pytestmark = pytest.mark.slow
 
@@ -51,13 +51,9 @@ class Memory(nn.Module):
 
     state_shape = (1,)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
     def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
         chosen = (state[:, 0] + prev_action).long() % 4
-        return nn.functional.one_hot(chosen, 4) * 100.0 * self.scale, prev_reward, state + 1
+        return nn.functional.one_hot(chosen, 4) * 100.0, prev_reward, state + 1
 
 
 def ready(agent: Any, action_space: Any = None) -> Any:
@@ -95,27 +91,13 @@ def test_acting_uses_the_present_weights_and_leaves_the_training_mode_as_it_was(
 
 
 def test_greedy_is_the_best_action_of_every_stock_agent() -> None:
-    box = spaces.Box(-2.0, 2.0, (2,), np.float32)
-
-    class Mean(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, observation: Any) -> Any:
-            return observation[:, :2] * self.weight
-
-    class WithValue(Mean):
-        def forward(self, observation: Any) -> Any:
-            return super().forward(observation), observation[:, 0]
-
-    observation = np.array([0.5, -0.5, 0.0])
-    deterministic = ready(DeterministicPgAgent(Mean, sigma=1.0), box)
-    gaussian = ready(GaussianPgAgent(WithValue), box)
+    box, observation = spaces.Box(-2.0, 2.0, (3,), np.float32), np.array([0.5, -0.5, 0.0])
+    deterministic = ready(DeterministicPgAgent(Echo, sigma=1.0), box)
+    gaussian = ready(GaussianPgAgent(LogitsAndFirst), box)
     for agent in (deterministic, gaussian):
         action = agent.act(observation)
-        assert (action.tolist(), action.dtype) == ([0.5, -0.5], np.float32)
-    assert gaussian.act(observation, greedy=False).tolist() != [0.5, -0.5]
+        assert (action.tolist(), action.dtype) == (observation.tolist(), np.float32)
+    assert gaussian.act(observation, greedy=False).tolist() != observation.tolist()
     q = ready(EpsilonGreedyAgent(lambda: nn.Linear(3, 4), eval_epsilon=1.0))
     assert len({q.act(observation) for _ in range(50)}) == 1
     assert len({q.act(observation, greedy=False) for _ in range(50)}) > 1
@@ -133,16 +115,9 @@ def test_a_recurrent_agent_remembers_its_state_and_action() -> None:
 
 
 def test_actions_have_the_structure_that_env_step_takes() -> None:
-    env = NestedEnv()
-    agent = RandomAgent()
+    env, agent = NestedEnv(), RandomAgent()
     agent.initialize(env.observation_space, env.action_space)
-    observation, _ = env.reset(seed=0)
-    for _ in range(20):
-        action = agent.act(observation)
-        assert env.action_space.contains(action)
-        observation, _, terminated, truncated, _ = env.step(action)
-        if terminated or truncated:
-            observation, _ = env.reset()
+    assert env.action_space.contains(agent.act(env.reset(seed=0)[0]))
 
 
 @pytest.mark.parametrize("make", [RandomAgent, lambda: CategoricalPgAgent(Policy)])
@@ -185,16 +160,6 @@ def test_a_missing_entry_of_an_observation_is_named() -> None:
 # ---- initialize, save and load -----------------------------------------------------------------------
 
 
-def test_a_sampler_does_not_initialize_again_what_the_user_has_initialized() -> None:
-    agent: Any = CategoricalPgAgent(lambda: Cart(4))
-    env = gym.make("CartPole-v1")
-    agent.initialize(env.observation_space, env.action_space, seed=0)
-    model = agent.model
-    with SerialSampler("CartPole-v1", batch_T=2, batch_B=2) as sampler:
-        sampler.initialize(agent, seed=5)
-        assert agent.model is model
-
-
 def test_an_agent_whose_initialize_failed_may_be_initialized_again() -> None:
     agent = CategoricalPgAgent(lambda: "no model")  # type: ignore[arg-type, return-value]
     for _ in range(2):
@@ -202,79 +167,51 @@ def test_an_agent_whose_initialize_failed_may_be_initialized_again() -> None:
             sampler.initialize(agent)
 
 
-class Cart(nn.Module):
-    """Always takes the same action, which is a parameter."""
-
-    def __init__(self, n_inputs: int, action: int = 0) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(100.0 * torch.eye(2)[action])
-
-    def forward(self, observation: Any) -> Any:
-        return self.logits.expand(len(observation), 2), observation[:, 0]
-
-
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 def test_what_is_loaded_acts_in_the_next_batch(cls: Any, tmp_path: Path) -> None:
-    trained: Any = CategoricalPgAgent(lambda: Cart(4, 1))
-    agent: Any = CategoricalPgAgent(lambda: Cart(4, 0))
-    env = gym.make("CartPole-v1")
-    trained.initialize(env.observation_space, env.action_space)
+    agents: list[Any] = [CategoricalPgAgent(Constant) for _ in range(2)]
+    agent, trained = agents
+    trained.initialize(CountingEnv().observation_space, CountingEnv().action_space)
+    with torch.no_grad():
+        trained.model.weight.fill_(1.0)
     trained.save(tmp_path / "agent.pt")
-    with cls("CartPole-v1", batch_T=3, batch_B=2, n_workers=1) as sampler:
+    with cls(CountingEnv, batch_T=3, batch_B=2, n_workers=1) as sampler:
         sampler.initialize(agent, seed=0)
-        assert (sampler.obtain_samples(0)[0].agent.action == 0).all()
+        assert (sampler.obtain_samples(0)[0].agent.agent_info.value == 0).all()
         agent.load(tmp_path / "agent.pt")
-        assert (sampler.obtain_samples(1)[0].agent.action == 1).all()
+        assert (sampler.obtain_samples(1)[0].agent.agent_info.value == 1).all()
         with torch.no_grad():
-            agent.model.logits.copy_(torch.tensor([100.0, 0.0]))
+            trained.model.weight.fill_(2.0)
         agent.load_state_dict(trained.state_dict())
-        assert (sampler.obtain_samples(2)[0].agent.action == 1).all()
-    assert agent.act(np.zeros(4)) == 1
+        assert (sampler.obtain_samples(2)[0].agent.agent_info.value == 2).all()
     assert [path.name for path in tmp_path.iterdir()] == ["agent.pt"]
 
 
-class Table(Agent):
-    """Parameters without torch."""
-
-    def initialize(self, observation_space: Any, action_space: Any, *, seed: int | None = None) -> None:
-        super().initialize(observation_space, action_space, seed=seed)
-        self.table = np.zeros((2, 3), np.float64)
-
-    def read_parameters(self) -> Any:
-        return {"table": self.table}
-
-    def write_parameters(self, parameters: Any) -> None:
-        self.table = np.array(parameters["table"])
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        return AgentStep(np.zeros(len(prev_reward), np.int64))
-
-
 def test_arrays_are_saved_and_loaded_as_arrays(tmp_path: Path) -> None:
-    agent, other = ready(Table()), ready(Table())
-    agent.table[...] = [[1, 2, 3], [4, 5, 6]]
+    agent, other = ready(Published()), ready(Published())
+    agent.number[...] = 7
     (tmp_path / "mine").write_text("mine")
-    (tmp_path / f"table.pt.{os.getpid()}.part").symlink_to(tmp_path / "mine")  # of somebody else
-    agent.save(tmp_path / "table.pt")
+    (tmp_path / f"number.pt.{os.getpid()}.part").symlink_to(tmp_path / "mine")  # of somebody else
+    agent.save(tmp_path / "number.pt")
     assert (tmp_path / "mine").read_text() == "mine"
-    other.load(tmp_path / "table.pt")
-    assert isinstance(other.table, np.ndarray)
-    assert (other.table.tolist(), other.table.dtype) == ([[1, 2, 3], [4, 5, 6]], np.float64)
+    other.load(tmp_path / "number.pt")
+    assert isinstance(other.number, np.ndarray)
+    assert (other.number.tolist(), other.number.dtype) == (7, np.int64)
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    ready(Table()).save(tmp_path / "table.pt")
-    with pytest.raises(ConfigError, match=r"table\.pt has the state of a Table, this agent is a CategoricalPgAgent"):
-        ready(CategoricalPgAgent(Policy)).load(tmp_path / "table.pt")
+    ready(Published()).save(tmp_path / "number.pt")
+    with pytest.raises(ConfigError, match=r"number\.pt has the state of a Published, this agent is"):
+        ready(CategoricalPgAgent(Policy)).load(tmp_path / "number.pt")
     for content in (b"", b"i am junk\n", bytes(range(256))):
         (tmp_path / "junk.pt").write_bytes(content)
         with pytest.raises(ConfigError, match=r"junk\.pt was not written by agent\.save: torch cannot read it"):
-            ready(Table()).load(tmp_path / "junk.pt")
+            ready(Published()).load(tmp_path / "junk.pt")
     with pytest.raises(FileNotFoundError):
-        ready(Table()).load(tmp_path / "missing.pt")
+        ready(Published()).load(tmp_path / "missing.pt")
     torch.save({"weight": torch.zeros(2)}, tmp_path / "other.pt")
     with pytest.raises(ConfigError, match=r"other\.pt was not written by agent\.save"):
-        ready(Table()).load(tmp_path / "other.pt")
+        ready(Published()).load(tmp_path / "other.pt")
 
 
 # ---- repr ------------------------------------------------------------------------------------------

@@ -6,57 +6,26 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 
 from penstock import agents
-from penstock.agents import Agent, AgentStep
-from penstock.buffers import NamedArrays
+from penstock.agents import RandomAgent
 from penstock.errors import ConfigError, SamplerStateError, SpaceError
+
+from ..toy_games import Published, Scripted
 
 OBSERVATIONS, ACTIONS = spaces.Box(0, 1, (2,)), spaces.Discrete(3)
 
 
-class Tabular(Agent):
-    """Has one array of parameters and counts the steps of its columns."""
-
-    def __init__(self) -> None:
-        self.table = np.zeros(3)
-        self.seeded = 0
-
-    def initialize(self, observation_space: Any, action_space: Any, *, seed: int | None = None) -> None:
-        super().initialize(observation_space, action_space, seed=seed)
-        self.seeded += 1
-
-    def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
-        self.rngs = rngs
-
-    def reset(self) -> None:
-        self.steps = np.zeros(len(self.rngs), int)
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        self.steps += 1
-        return AgentStep(self.steps.copy())
-
-    def read_parameters(self) -> Mapping[str, Any]:
-        return {"table": self.table}
-
-    def write_parameters(self, parameters: Mapping[str, Any]) -> None:
-        self.table = parameters["table"].copy()
-
-    def copy_for_worker(self) -> Tabular:
-        twin = super().copy_for_worker()
-        twin.table = self.table.copy()
-        return twin
-
-
 @pytest.fixture
-def learner() -> Iterator[Tabular]:
-    agent = Tabular()
+def learner() -> Iterator[Published]:
+    agent = Published()
     agent.initialize(OBSERVATIONS, ACTIONS)
     yield agent
     for parameters in agent._subscribers or ():  # a test need not keep what it shares
@@ -67,20 +36,15 @@ def generators(n: int) -> list[np.random.Generator]:
     return [np.random.default_rng(i) for i in range(n)]
 
 
-def test_an_agent_step_reports_nothing_unless_told() -> None:
-    step = AgentStep(np.zeros(2))
-    assert isinstance(step.agent_info, NamedArrays)
-    assert len(step.agent_info) == 0
-
-
 def test_an_agent_without_a_value_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"Tabular has no value\(\): override it, or .*bootstrap_value=False"):
-        Tabular().value(None, None, np.zeros(2, np.float32))
+    with pytest.raises(ConfigError, match=r"Scripted has no value\(\): override it, or .*bootstrap_value=False"):
+        Scripted([]).value(None, None, np.zeros(2, np.float32))
 
 
-def test_step_must_be_overridden() -> None:
-    with pytest.raises(TypeError, match="step"):
-        Agent()  # type: ignore[abstract]
+def test_the_random_agent_has_no_parameters_and_values_of_zero() -> None:
+    value = RandomAgent().value(None, None, np.zeros(5, np.float32))
+    assert (value.tolist(), value.dtype) == ([0.0] * 5, np.float32)
+    assert RandomAgent().read_parameters() == {}
 
 
 def test_completion_shows_every_public_name() -> None:
@@ -90,17 +54,21 @@ def test_completion_shows_every_public_name() -> None:
 # ---- initialization ----------------------------------------------------------------------------
 
 
-def test_an_agent_is_initialized_once_for_any_number_of_samplers() -> None:
-    agent = Tabular()
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_agent_is_initialized_once_whoever_does_it_first(by_hand: bool) -> None:
+    agent: Any = Published()
+    agent.initialize = Mock(wraps=agent.initialize)
+    if by_hand:
+        agent.initialize(OBSERVATIONS, ACTIONS)
     for _ in range(3):
         agent.runtime.ensure_initialized(OBSERVATIONS, ACTIONS, seed=1)
-    assert agent.seeded == 1
+    assert agent.initialize.call_count == 1
     assert (agent.observation_space, agent.action_space) == (OBSERVATIONS, ACTIONS)
 
 
 @pytest.mark.parametrize("other", [(OBSERVATIONS, spaces.Discrete(4)), (spaces.Box(0, 2, (2,)), ACTIONS)], ids=str)
 def test_another_samplers_other_spaces_are_refused_with_both(other: Any) -> None:
-    agent = Tabular()
+    agent = Published()
     agent.runtime.ensure_initialized(OBSERVATIONS, ACTIONS, seed=1)
     with pytest.raises(SpaceError, match=r"the agent was initialized for .* the environment has"):
         agent.runtime.ensure_initialized(*other, seed=1)
@@ -109,23 +77,23 @@ def test_another_samplers_other_spaces_are_refused_with_both(other: Any) -> None
 # ---- parameters --------------------------------------------------------------------------------
 
 
-def test_publishing_before_there_is_a_sampler_says_what_was_expected(learner: Tabular) -> None:
+def test_publishing_before_there_is_a_sampler_says_what_was_expected(learner: Published) -> None:
     with pytest.raises(SamplerStateError, match=r"call sampler.initialize"):
         learner.sync_shared_memory()
 
 
-def test_sharing_publishes_what_there_is_and_publishing_reaches_every_sampler(learner: Tabular) -> None:
-    learner.table[...] = 4
+def test_sharing_publishes_what_there_is_and_publishing_reaches_every_sampler(learner: Published) -> None:
+    learner.number = np.array(4)
     subscribers = [learner.runtime.share_memory(shared=shared) for shared in (False, True)]
     for version, value in ((1, 4), (2, 5)):
         for subscriber in subscribers:
             parameters, found = subscriber.read()
-            assert (parameters["table"].tolist(), found) == ([value] * 3, version)
-        learner.table[...] = 5
+            assert (int(parameters["number"]), found) == (value, version)
+        learner.number = np.array(5)
         learner.sync_shared_memory()
 
 
-def test_a_sampler_that_is_gone_is_published_to_no_longer(learner: Tabular) -> None:
+def test_a_sampler_that_is_gone_is_published_to_no_longer(learner: Published) -> None:
     gone, there = learner.runtime.share_memory(shared=False), learner.runtime.share_memory(shared=False)
     learner.runtime.unshare_memory(gone)
     learner.sync_shared_memory()
@@ -135,67 +103,57 @@ def test_a_sampler_that_is_gone_is_published_to_no_longer(learner: Tabular) -> N
     assert there.version == 2
 
 
-def test_saved_state_is_a_copy_and_can_be_restored(learner: Tabular) -> None:
-    learner.table[...] = 1
+def test_saved_state_is_a_copy_and_can_be_restored(learner: Published) -> None:
+    learner.number = np.array(1)
     state = learner.state_dict()
-    learner.table[...] = 2
+    learner.number = np.array(2)
     learner.load_state_dict(state)
-    assert learner.table.tolist() == [1, 1, 1]
+    assert learner.number == 1
 
 
 # ---- copies ------------------------------------------------------------------------------------
 
 
 def test_a_worker_sees_new_parameters_when_it_pulls_and_not_before_and_pulls_only_what_is_new(
-    learner: Tabular,
+    learner: Published,
 ) -> None:
     subscriber, worker = learner.runtime.share_memory(shared=False), learner.runtime.worker_copy()
     worker.runtime.attach(subscriber)
     for value in (6, 7):
-        before = worker.table.tolist()
-        learner.table[...] = value
+        before = int(worker.number)
+        learner.number = np.array(value)
         learner.sync_shared_memory()
-        assert worker.table.tolist() == before
+        assert worker.number == before
         worker.runtime.pull_shared_memory()
-        assert worker.table.tolist() == [value] * 3
-        worker.table[...] = -1  # would be overwritten by a second pull
+        assert worker.number == value
+        worker.number[...] = -1  # would be overwritten by a second pull
         worker.runtime.pull_shared_memory()
-        assert worker.table.tolist() == [-1] * 3
+        assert worker.number == -1
 
 
-def test_a_worker_that_follows_nothing_pulls_nothing(learner: Tabular) -> None:
-    worker = learner.runtime.worker_copy()
-    worker.runtime.pull_shared_memory()
-    assert worker.table.tolist() == [0] * 3
+COPIES: list[Any] = [
+    copy.copy,
+    copy.deepcopy,
+    lambda agent: pickle.loads(pickle.dumps(agent)),
+    lambda agent: agent.runtime.worker_copy(),
+]
 
 
-def test_a_worker_copy_belongs_to_no_sampler(learner: Tabular) -> None:
-    learner.runtime.share_memory(shared=False)
-    with pytest.raises(SamplerStateError):
-        learner.runtime.worker_copy().sync_shared_memory()
-
-
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda agent: pickle.loads(pickle.dumps(agent))])
-def test_a_copy_of_the_learner_belongs_to_no_sampler(learner: Tabular, duplicate: Any) -> None:
+@pytest.mark.parametrize("duplicate", COPIES)
+def test_a_copy_of_the_learner_belongs_to_no_sampler_and_follows_nothing(learner: Published, duplicate: Any) -> None:
     subscriber = learner.runtime.share_memory(shared=False)
     learner.runtime.attach(subscriber)
     target = duplicate(learner)
     with pytest.raises(SamplerStateError):
         target.sync_shared_memory()
-    target.table = target.table + 1
+    target.number = target.number + 1
     target.runtime.pull_shared_memory()
-    assert target.table.tolist() == [1] * 3
+    assert target.number == 1
     assert subscriber.version == 1
 
 
-def test_the_copy_for_a_server_is_made_by_the_same_method(learner: Tabular) -> None:
-    server = learner.runtime.server_copy()
-    learner.table[...] = 3
-    assert server.read_parameters()["table"].tolist() == [0] * 3
-
-
 def test_an_agent_that_was_used_is_freed_without_the_garbage_collector() -> None:
-    agent = Tabular()
+    agent = Published()
     agent.runtime.ensure_initialized(OBSERVATIONS, ACTIONS, seed=1)
     subscriber, worker = agent.runtime.share_memory(shared=False), agent.runtime.worker_copy()
     worker.runtime.attach(subscriber)
@@ -210,18 +168,7 @@ def test_an_agent_that_was_used_is_freed_without_the_garbage_collector() -> None
         gc.enable()
 
 
-def test_column_copies_have_streams_and_state_of_their_own_and_the_same_parameters(learner: Tabular) -> None:
-    worker = learner.runtime.worker_copy()
-    rngs = generators(2), generators(3)
-    one, other = (worker.runtime.column_copy(each) for each in rngs)
-    one.step(None, None, None)
-    assert (one.rngs, other.rngs) == rngs
-    assert (one.steps.tolist(), other.steps.tolist()) == ([1, 1], [0, 0, 0])
-    assert one.table is other.table is worker.table
-    assert not hasattr(worker, "steps")
-
-
-def test_a_copy_knows_its_environments_once_it_is_told(learner: Tabular) -> None:
+def test_a_copy_knows_its_environments_once_it_is_told(learner: Published) -> None:
     copies = [learner.runtime.worker_copy().runtime.column_copy(generators(2)) for _ in range(2)]
     copies[0].runtime.set_columns(range(3, 5), 8)
     assert (list(copies[0].env_ranks or ()), copies[0].n_envs) == ([3, 4], 8)

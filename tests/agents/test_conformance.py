@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from penstock.agents import DeterministicPgAgent, EpsilonGreedyAgent, GaussianPgAgent, RecurrentCategoricalPgAgent
+from penstock.agents import (
+    DeterministicPgAgent,
+    EpsilonGreedyAgent,
+    GaussianPgAgent,
+    RandomAgent,
+    RecurrentCategoricalPgAgent,
+)
+from penstock.envs import NestedEnv
 from penstock.testing import check_agent
 
 from ..models import Lstm, Net
@@ -20,18 +27,19 @@ pytestmark = pytest.mark.slow
 EACH = [0.1, 0.9, 0.2, 0.8]
 AGENTS: dict[str, tuple[Any, Callable[[], Any]]] = {
     **MODELS,
+    "random": (NestedEnv, RandomAgent),
     "gaussian, log_std": (PENDULUM, lambda: GaussianPgAgent(lambda: Net(3, 1, 1, 0), initial_log_std=None)),
     "epsilon-greedy, epsilons": (CARTPOLE, lambda: EpsilonGreedyAgent(lambda: Net(4, 2), epsilon=EACH)),
     "deterministic, sigmas": (PENDULUM, lambda: DeterministicPgAgent(lambda: Net(3, 1), sigma=EACH)),
     "deterministic, ou": (PENDULUM, lambda: DeterministicPgAgent(lambda: Net(3, 1), noise="ou")),
     "a state per batch": (
         CARTPOLE,
-        lambda: RecurrentCategoricalPgAgent(lambda: Lstm(4, 2), record_state="batch"),
+        lambda: RecurrentCategoricalPgAgent(lambda: Lstm(4, 2), record_state="batch", record_distribution=True),
     ),
 }
 
 #: Daily without those that differ from another in an option.
-DAILY = [name for name in AGENTS if name not in ("gaussian", "recurrent gaussian", "epsilon-greedy", "traced")]
+DAILY = [name for name in AGENTS if name not in ("gaussian, log_std", "recurrent gaussian", "epsilon-greedy", "traced")]
 
 
 @pytest.mark.parametrize("name", scaled(list(AGENTS), DAILY))

@@ -14,7 +14,6 @@ from hypothesis.extra import numpy as hnp
 
 from penstock.agents import distributions
 from penstock.agents.distributions import BoxActions, choose, gaussian_log_prob, tanh_log_slope
-from penstock.errors import SpaceError
 
 from ..scale import examples
 
@@ -38,18 +37,10 @@ def test_choosing_inverts_the_cumulative_distribution(logits: np.ndarray, data: 
 
 
 @needs_compiler
-@given(
-    st.sampled_from([np.float32, np.float64]),
-    st.integers(0, 9),
-    st.integers(1, 9),
-    st.sampled_from([1e-3, 1.0, 30.0, 1e30]),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 2**32),
-)
-def test_the_compiled_choice_is_numpys_bit_for_bit(
-    dtype: type, rows: int, n: int, scale: float, is_part: bool, is_greedy: bool, seed: int
-) -> None:
+@given(st.data(), st.integers(0, 9), st.integers(1, 9), st.integers(0, 2**32))
+def test_the_compiled_choice_is_numpys_bit_for_bit(data: st.DataObject, rows: int, n: int, seed: int) -> None:
+    dtype, scale = data.draw(st.sampled_from([np.float32, np.float64])), data.draw(st.sampled_from([1e-3, 1, 30, 1e30]))
+    is_part, is_greedy = data.draw(st.booleans()), data.draw(st.booleans())
     rng = np.random.default_rng(seed)
     logits = (rng.normal(0, scale, (rows, n + 2))).astype(dtype)
     logits[rng.random(logits.shape) < 0.1] = -np.inf
@@ -95,28 +86,18 @@ def test_the_compiled_choice_leaves_unusual_arguments_to_numpy() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("n", [1, 3, 1000])
-def test_the_largest_uniform_number_never_chooses_beyond_the_last_possible(dtype: type, n: int) -> None:
+def test_no_uniform_number_chooses_what_has_no_probability(dtype: type, n: int) -> None:
     rng = np.random.default_rng(n)
     logits = rng.normal(0, 3, (500, n + 1)).astype(dtype)
     logits[:, -1] = -np.inf
     assert choose(logits, np.full(500, 1 - 2**-53))[0].max() < n
+    assert choose(logits[:, ::-1].copy(), np.zeros(500))[0].min() > 0
 
 
 def test_without_noise_the_first_of_the_largest_is_chosen() -> None:
     index, log_prob = choose(np.array([[0.0, 1.0, 1.0], [2.0, 0.0, 2.0]]), None)
     assert index.tolist() == [1, 0]
     np.testing.assert_allclose(np.exp(log_prob), [np.e / (2 * np.e + 1), np.e**2 / (2 * np.e**2 + 1)])
-
-
-@quick
-@given(st.integers(0, 2**32), st.sampled_from([(), (1,), (3,), (2, 3)]), st.sampled_from([0.01, 1.0, 100.0]))
-def test_the_gaussian_log_prob_is_torchs(seed: int, shape: tuple[int, ...], scale: float) -> None:
-    rng = np.random.default_rng(seed)
-    x, mean, log_std = rng.normal(0, scale, (3, 4, *shape))
-    log_std = np.clip(log_std, -5, 5)
-    expected = torch.distributions.Normal(torch.from_numpy(mean), torch.from_numpy(log_std).exp())
-    expected = expected.log_prob(torch.from_numpy(x)).reshape(4, -1).sum(1)
-    np.testing.assert_allclose(gaussian_log_prob(x, mean, log_std), expected.numpy(), rtol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -137,22 +118,6 @@ def test_the_slope_of_tanh_is_exact_far_out_too() -> None:
 
 
 # ---- BoxActions: bounds of every kind, in the form that agents compute with ----------------------
-
-
-HALF = spaces.Box(np.array([-1, -np.inf, 0, -np.inf], np.float32), np.array([3, 2, np.inf, np.inf], np.float32))
-
-
-def test_center_and_half_range_are_those_of_bounded_dimensions() -> None:
-    box = BoxActions(HALF, "A")
-    assert box.center.tolist() == [1, 0, 0, 0]
-    assert box.half_range.tolist() == [2, 1, 1, 1]
-
-
-def test_only_where_there_are_bounds_is_clipped() -> None:
-    box = BoxActions(HALF, "A")
-    clipped = box.clip(np.array([[-9.0] * 4, [9.0] * 4]))
-    assert clipped.tolist() == [[-1, -9, 0, -9], [3, 2, 9, 9]]
-    assert clipped.dtype == np.float32
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -181,16 +146,3 @@ def test_tensors_are_scaled_alike_and_with_gradients() -> None:
     action.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[2, 5]]
-
-
-@pytest.mark.parametrize(
-    "space", [spaces.Discrete(3), spaces.Box(0, 9, (2,), np.int64), spaces.Dict({"a": spaces.Box(0, 1)})], ids=str
-)
-def test_other_spaces_are_refused_with_the_agents_name(space: Any) -> None:
-    with pytest.raises(SpaceError, match=r"SomeAgent needs a Box action space of a floating-point type"):
-        BoxActions(space, "SomeAgent")
-
-
-def test_squashing_needs_bounds() -> None:
-    with pytest.raises(SpaceError, match=r"SomeAgent squashes .*, but not every dimension of .* has two bounds"):
-        BoxActions(HALF, "SomeAgent", bounded=True)

@@ -15,7 +15,7 @@ from penstock.buffers import NamedArrays
 from penstock.envs import action_splitter, example_of
 from penstock.errors import SpaceError
 
-from ..envs.space_strategies import any_space, at, discrete, leaf_paths, path_name
+from ..envs.space_strategies import any_space, at, discrete, leaf_paths
 from ..scale import examples
 from ..support import leaves
 
@@ -28,18 +28,6 @@ def drawn_from(space: Any, n: int, seed: int = 0) -> Any:
     return draw(space, np.random.default_rng(seed), n)
 
 
-def in_bounds(space: Any, values: Any) -> bool:
-    """Whether every element `[n, ...]` lies in the leaf space."""
-    if isinstance(space, spaces.Box):
-        return bool(((space.low <= values) & (values <= space.high)).all())
-    if isinstance(space, spaces.MultiBinary):
-        return bool(((values == 0) | (values == 1)).all())
-    # In int64: the sum may lie one beyond the space's own dtype.
-    start = np.asarray(space.start, np.int64)
-    count = np.asarray(space.nvec if isinstance(space, spaces.MultiDiscrete) else space.n, np.int64)
-    return bool(((start <= values) & (values < start + count)).all())
-
-
 def names_of(tree: Any) -> list[str]:
     return [name for name, _ in tree.leaves()] if isinstance(tree, NamedArrays) else []
 
@@ -49,21 +37,15 @@ def names_of(tree: Any) -> list[str]:
 def test_as_many_elements_of_the_space_as_asked_come_from_the_given_stream_alone(space: Any, n: int, seed: int) -> None:
     drawn = drawn_from(space, n, seed)
     assert names_of(drawn) == names_of(example_of(space))
-    for (path, leaf_space), values in zip(leaf_paths(space), leaves(drawn), strict=True):
+    for (_, leaf_space), values in zip(leaf_paths(space), leaves(drawn), strict=True):
         assert (values.shape, values.dtype) == ((n, *leaf_space.shape), leaf_space.dtype)
-        assert in_bounds(leaf_space, values), path_name(path, "drawn")
-    space.seed(1)
-    for a, b in zip(leaves(drawn), leaves(drawn_from(space, n, seed)), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@examples(20, 80)
-@given(any_space, seeds)
-def test_gymnasium_agrees_that_what_is_drawn_and_split_is_contained(space: Any, seed: int) -> None:
-    for action in action_splitter(space)(drawn_from(space, 5, seed)):
+    for action in action_splitter(space)(drawn) if n else ():
         for path, leaf in leaf_paths(space):
             value = at(action, path)
             assert leaf.contains(value if isinstance(leaf, spaces.Discrete) else np.asarray(value))
+    space.seed(1)
+    for a, b in zip(leaves(drawn), leaves(drawn_from(space, n, seed)), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_another_stream_gives_other_draws_and_a_stream_advances() -> None:
@@ -137,13 +119,6 @@ def test_a_box_is_drawn_as_gymnasium_samples_it(bounds: str, dtype: Any) -> None
     assert ours.dtype == theirs.dtype
     for i in range(len(low)):
         assert distance(ours[:, i], theirs[:, i]) < 2.7 * np.sqrt(2 / N)
-
-
-def test_each_element_of_a_box_is_drawn_within_its_own_bounds() -> None:
-    space = spaces.Box(np.array([0, 10, -INF, 5], np.float32), np.array([1, 20, -5, INF], np.float32))
-    draws = drawn_from(space, 1000)
-    assert in_bounds(space, draws)
-    assert (draws.max(axis=0) - draws.min(axis=0) > 0.9).all()
 
 
 def test_the_whole_range_of_an_integer_is_drawn_from() -> None:

@@ -1,4 +1,4 @@
-"""EpsilonGreedyAgent: the best action, or with the environment's own probability one at random."""
+"""EpsilonGreedyAgent, and settings that change with itr and from environment to environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from gymnasium import spaces
 
 from penstock import SerialSampler
-from penstock.agents import EpsilonGreedyAgent, LinearSchedule
+from penstock.agents import EpsilonGreedyAgent
+from penstock.agents.schedules import ColumnSetting, ExponentialSchedule, LinearSchedule
 from penstock.envs import CountingEnv
 from penstock.errors import ConfigError
 
@@ -63,35 +64,12 @@ def epsilons(agent: Any, n: int = 2) -> list[float]:
     return act(agent, np.zeros((n, 3))).agent_info.epsilon.tolist()
 
 
-def test_each_environment_has_its_own_of_a_list_whichever_worker_has_it() -> None:
-    listed = [0.5, 0.25, 0.125, 0.0]
-    agents = [acting_greedy(3, range(4), epsilon=listed), acting_greedy(3, range(2, 4), epsilon=listed)]
-    agents[0].runtime.set_columns(range(4), 4)
-    agents[1].runtime.set_columns(range(2, 4), 4)
-    for agent in agents:
-        agent.sample_mode(0)
-    assert (epsilons(agents[0], 4), epsilons(agents[1])) == (listed, listed[2:])
-
-
-def test_a_spread_over_the_environments() -> None:
-    agent = acting_greedy(3, range(3), epsilon=0.4, spread=7)
-    agent.runtime.set_columns(range(1, 4), 4)
-    agent.sample_mode(0)
-    np.testing.assert_allclose(epsilons(agent, 3), [0.4 ** (1 + 7 * i / 3) for i in (1, 2, 3)], rtol=1e-6)
-
-
 def test_a_spread_goes_over_the_environments_of_all_machines() -> None:
     with SerialSampler(CountingEnv, batch_T=2, batch_B=2) as sampler:
         sampler.initialize(EpsilonGreedyAgent(lambda: Net(2, 3), epsilon=0.4, spread=7), seed=0, rank=1, world_size=2)
         sampler.obtain_samples(0)
         epsilon = sampler.samples_np.agent.agent_info.epsilon
     np.testing.assert_allclose(epsilon[0], [0.4 ** (1 + 7 * i / 3) for i in (2, 3)], rtol=1e-6)
-
-
-def test_until_it_is_told_all_environments_have_the_same() -> None:
-    agent = acting_greedy(3, epsilon=[0.5, 0.25])
-    agent.sample_mode(0)
-    assert epsilons(agent) == [0.5, 0.5]
 
 
 def test_a_schedule_is_followed_by_itr_and_travels() -> None:
@@ -117,3 +95,69 @@ def test_evaluations_have_their_own() -> None:
 def test_probabilities_beyond_one_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} must be between 0 and 1, got 1.5"):
         EpsilonGreedyAgent(Echo, **{name: 1.5})  # type: ignore[arg-type]
+
+
+def test_a_linear_schedule_goes_from_start_to_end_and_stays() -> None:
+    schedule = LinearSchedule(1.0, 0.2, n_itrs=4)
+    assert [schedule(itr) for itr in (0, 1, 2, 4, 5, 999)] == pytest.approx([1, 0.8, 0.6, 0.2, 0.2, 0.2])
+    assert schedule(10**9) == 0.2
+    for n_itrs in (0, -5, "3"):
+        with pytest.raises(ConfigError, match=f"n_itrs of a LinearSchedule must be at least 1, got {n_itrs!r}"):
+            LinearSchedule(1.0, 0.5, n_itrs=n_itrs)  # type: ignore[arg-type]
+
+
+def test_an_exponential_schedule_decays_to_its_end() -> None:
+    schedule = ExponentialSchedule(1.0, 0.5, end=0.2)
+    assert [schedule(itr) for itr in range(4)] == [1, 0.5, 0.25, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("value", "columns", "n_envs", "expected"),
+    [
+        (0.5, None, None, [0.5, 0.5]),
+        (0.5, range(4, 7), 9, [0.5] * 3),
+        ([0.1, 0.2, 0.3, 0.4, 0.5], range(3, 5), 5, [0.4, 0.5]),
+        ([0.1, 0.2, 0.3, 0.4, 0.5], [0, 2, 4], 5, [0.1, 0.3, 0.5]),
+        ([0.1, 0.2], None, None, [0.1, 0.1]),  # not told yet: all alike
+        (lambda itr: 1 / (1 + itr), None, None, [0.25, 0.25]),
+        (lambda itr: [itr, 2 * itr], [1], 2, [6]),
+    ],
+)
+def test_a_setting_is_that_of_the_columns_environments(value: Any, columns: Any, n_envs: Any, expected: Any) -> None:
+    assert ColumnSetting("x", value).at(3, len(expected), columns, n_envs).tolist() == expected
+
+
+def test_the_spread_is_that_of_ape_x() -> None:
+    setting, n = ColumnSetting("epsilon", 0.4, highest=1.0, spread=7), 8
+    expected = [0.4 ** (1 + 7 * i / (n - 1)) for i in range(n)]
+    np.testing.assert_allclose(setting.at(0, n, range(n), n), expected)
+    np.testing.assert_allclose(setting.at(0, 3, range(5, 8), n), expected[5:])
+    assert setting.at(0, 1, range(1), 1).tolist() == [0.4]
+    assert setting.at(0, 2, None, None).tolist() == [0.4, 0.4]
+
+
+def test_a_list_cannot_be_spread() -> None:
+    with pytest.raises(ConfigError, match=r"with spread, epsilon must be one number, got \[0.1, 0.2\]"):
+        ColumnSetting("epsilon", [0.1, 0.2], spread=7)
+
+
+def test_a_sequence_of_a_wrong_length_names_both() -> None:
+    with pytest.raises(ConfigError, match="sigma has 2 values for 3 environments"):
+        ColumnSetting("sigma", [0.1, 0.2]).at(0, 3, range(3), 3)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.5, np.nan, [0.1, 2.0]], ids=str)
+def test_values_out_of_range_are_refused_where_they_are_given(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"epsilon must be between 0 and 1, got"):
+        ColumnSetting("epsilon", wrong, highest=1.0)
+
+
+@pytest.mark.parametrize("wrong", ["much", [], [[0.1]], {}], ids=str)
+def test_what_is_no_setting_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="sigma must be a number, or one per environment, or a function of itr"):
+        ColumnSetting("sigma", wrong)
+
+
+def test_what_a_schedule_gives_is_checked_with_its_itr() -> None:
+    with pytest.raises(ConfigError, match=r"sigma must be 0 or more, got -1 at itr 7"):
+        ColumnSetting("sigma", lambda itr: -1).at(7, 1, None, None)

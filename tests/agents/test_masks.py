@@ -70,18 +70,17 @@ class Masked(gym.Env[Any, Any]):
 
 
 class Model(nn.Module):
-    """Prefers the actions with high numbers."""
-
     state_shape = (1,)
 
-    def __init__(self, action_space: Any) -> None:
+    def __init__(self, observation_space: Any, action_space: Any) -> None:
         super().__init__()
         n = int(action_space.nvec.sum() if isinstance(action_space, spaces.MultiDiscrete) else action_space.n)
-        self.logits = nn.Parameter(torch.arange(n) / 2)
+        self.board = "board" if "board" in observation_space.spaces else "observation"
+        self.policy, self.value = nn.Linear(3, n), nn.Linear(3, 1)
 
     def forward(self, observation: Any) -> Any:
-        board = observation.board if "board" in observation else observation.observation
-        return self.logits.expand(len(board), -1), board[:, 0]
+        board = observation[self.board]
+        return self.policy(board), self.value(board)
 
 
 class Recurrent(Model):
@@ -99,6 +98,8 @@ AGENTS = {
     "categorical": lambda key: CategoricalPgAgent(Model, mask_key=key),
     "recurrent": lambda key: RecurrentCategoricalPgAgent(Recurrent, mask_key=key),
     "greedy": lambda key: CategoricalPgAgent(Model, greedy_eval=True, mask_key=key),
+    "numpy": lambda key: CategoricalPgAgent(Model, mask_key=key, inference="numpy"),
+    "traced": lambda key: CategoricalPgAgent(Model, mask_key=key, inference="traced"),
     "epsilon": lambda key: EpsilonGreedyAgent(Q, epsilon=0.5, eval_epsilon=0.5, mask_key=key),
 }
 KEYS = {"observation": "observation.rules.legal", "info": "info.rules.legal"}
@@ -140,40 +141,12 @@ def test_a_mask_without_an_action_names_the_environment(name: str, steps: int) -
         assert isinstance(e.value.__cause__, SpaceError)
 
 
-def test_log_probs_are_those_among_the_legal_actions() -> None:
-    with SerialSampler(Masked, batch_T=60, batch_B=4) as sampler:
-        agent = CategoricalPgAgent(Model, mask_key="observation.rules.legal")
-        sampler.initialize(agent, seed=0, bootstrap_value=True)
-        samples, _ = sampler.obtain_samples(0)
-    logits = agent.model.logits.expand(60, 4, -1).masked_fill(samples.env.observation.rules.legal == 0, -1e8)
-    log_prob = logits.log_softmax(-1).gather(-1, samples.agent.action[..., None]).squeeze(-1)
-    torch.testing.assert_close(samples.agent.agent_info.log_prob, log_prob.detach())
-
-
 def test_the_start_of_an_action_space_is_not_a_part_of_the_mask() -> None:
     with SerialSampler(Masked, env_kwargs={"start": 10}, batch_T=30, batch_B=2) as sampler:
         sampler.initialize(EpsilonGreedyAgent(Q, epsilon=0.5, mask_key="observation.rules.legal"), seed=0)
         samples, _ = sampler.obtain_samples(0)
     assert samples.agent.action.min() >= 10
     assert samples.env.observation.rules.legal.gather(-1, samples.agent.action[..., None] - 10).all()
-
-
-@pytest.mark.parametrize("inference", ["numpy", "traced"])
-def test_fast_inference_respects_masks_too(inference: Any) -> None:
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.policy, self.value = nn.Linear(3, N), nn.Linear(3, 1)
-
-        def forward(self, observation: Any) -> Any:
-            board = observation.board
-            return self.policy(board), self.value(board)
-
-    with SerialSampler(Masked, batch_T=40, batch_B=4) as sampler:
-        agent = CategoricalPgAgent(Small, mask_key="observation.rules.legal", inference=inference)
-        sampler.initialize(agent, seed=0)
-        samples, _ = sampler.obtain_samples(0)
-    assert samples.env.observation.rules.legal.gather(-1, samples.agent.action[..., None]).all()
 
 
 def test_random_actions_are_uniform_among_the_legal_ones() -> None:

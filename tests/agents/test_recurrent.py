@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,18 +11,16 @@ from gymnasium import spaces
 from torch import nn
 
 from penstock.agents import (
-    EpsilonGreedyAgent,
     RecurrentCategoricalPgAgent,
     RecurrentEpsilonGreedyAgent,
     RecurrentGaussianPgAgent,
 )
 from penstock.agents.recurrent import RecurrentState
 from penstock.buffers import NamedArrays
-from penstock.envs import ColumnStreams, CountingEnv, Purpose
 from penstock.errors import ConfigError, SpaceError
-from penstock.samplers import SerialSampler
 
 from ..models import acting
+from ..support import assert_same
 
 OBSERVATIONS, DISCRETE, BOX = (
     spaces.Box(-9, 9, (2,), np.float64),
@@ -82,7 +79,10 @@ def inputs(B: int = 3, t: int = 0) -> Any:
 
 
 def counts(agent: Any) -> list[float]:
-    return [float(x) for x in agent.step(*inputs()).agent_info.value]
+    value = agent.value(*inputs())
+    assert value.dtype == np.float32
+    assert_same(agent.step(*inputs()).agent_info.value, value)
+    return [float(x) for x in value]
 
 
 # ---- the life of the state ---------------------------------------------------------------------
@@ -103,30 +103,6 @@ def test_a_new_batch_and_an_evaluation_mode_leave_the_state_alone() -> None:
     for mode in (agent.sample_mode, agent.eval_mode):
         mode(1)
     assert counts(agent) == [1, 1, 1]
-
-
-@pytest.mark.parametrize("record_state", ["step", "batch"])
-def test_seeding_anew_takes_another_number_of_columns(record_state: Any) -> None:
-    agent = acting_recurrent(Counting, record_state=record_state)
-    counts(agent)
-    agent.seed_columns(ColumnStreams(0, range(5)).rngs(Purpose.ACTION))
-    for t in range(2):
-        info = agent.step(*inputs(5)).agent_info
-        assert info.value.tolist() == [t] * 5
-        assert info.prev_rnn_state.shape == (5, 1)
-
-
-@pytest.mark.parametrize("space", [DISCRETE, BOX], ids=["discrete", "box"])
-def test_asking_for_values_changes_nothing(space: Any) -> None:
-    asked, plain = acting_recurrent(Lstm, space=space), acting_recurrent(Lstm, space=space)
-    for t in range(5):
-        values = [asked.value(*inputs(t=t)) for _ in range(2)]
-        steps = [agent.step(*inputs(t=t)) for agent in (asked, plain)]
-        np.testing.assert_array_equal(steps[0].action, steps[1].action)
-        np.testing.assert_array_equal(steps[0].agent_info.value, steps[1].agent_info.value)
-        for value in values:
-            np.testing.assert_array_equal(value, steps[0].agent_info.value)
-            assert (value.shape, value.dtype) == ((3,), np.float32)
 
 
 def test_a_model_that_updates_its_state_in_place_does_no_harm() -> None:
@@ -201,26 +177,6 @@ def test_once_a_batch_means_in_its_first_row() -> None:
         has_state.append(info.has_rnn_state.tolist())
     assert rows == [[0] * 3, [0] * 3, [0] * 3, [3] * 3, [0] * 3, [0] * 3]
     assert has_state == [[t % 3 == 0] * 3 for t in range(6)]
-
-
-def test_a_state_that_stays_zero_is_recorded_all_the_same() -> None:
-    """Only the agent knows whether zeros are a state. `"batch"` has one in row 0."""
-
-    class Still(Counting):
-        def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
-            *outputs, _ = super().forward(observation, prev_action, prev_reward, state)
-            return *outputs, state
-
-    for record_state in ("step", "batch"):
-        agent = RecurrentCategoricalPgAgent(Still, record_state=record_state)  # type: ignore[arg-type]
-        with SerialSampler(partial(CountingEnv, length=50), batch_T=8, batch_B=2) as sampler:
-            sampler.initialize(agent, seed=0)
-            samples, _ = sampler.obtain_samples(0)
-            if record_state == "step":
-                assert not samples.sequences(4).initial_state.any()
-            else:
-                with pytest.raises(ConfigError, match="only row 0 has it"):
-                    samples.sequences(4)
 
 
 def test_nothing_is_recorded_on_request() -> None:
@@ -359,11 +315,14 @@ def test_outputs_without_the_new_state_are_refused() -> None:
 
     with pytest.raises(SpaceError, match=r"must return a tuple \(logits, value, new_state\), got tuple of 2"):
         acting_recurrent(lambda: Short(state_shape=1)).step(*inputs())
+    q = acting(RecurrentEpsilonGreedyAgent(lambda: Giving(state_shape=1)), OBSERVATIONS, DISCRETE, range(3))
+    with pytest.raises(SpaceError, match=r"must return a tuple \(q, new_state\)"):
+        q.step(*inputs())
     with pytest.raises(SpaceError, match=r"\(mean, value, new_state\) or \(mean, log_std, value, new_state\)"):
         acting_recurrent(lambda: Short(state_shape=1), space=BOX).step(*inputs())
 
 
-# ---- epsilon-greedy: the best action for the state, and the same exploration ---------------------
+# ---- epsilon-greedy: the best action for the state -----------------------------------------------
 
 
 class CountingQ(nn.Module):
@@ -376,36 +335,9 @@ class CountingQ(nn.Module):
         return q, state + 1
 
 
-class FirstQ(nn.Module):
-    """The same q for every state."""
-
-    def forward(self, observation: Any) -> Any:
-        return torch.tensor([[1.0, 0.0, 0.0]]).expand(len(observation), -1)
-
-
-class FirstQAndState(FirstQ):
-    state_shape = (1,)
-
-    def forward(self, observation: Any, prev_action: Any = None, prev_reward: Any = None, state: Any = None) -> Any:
-        return super().forward(observation), state
-
-
-class Three(FirstQAndState):
-    """Has one output too many."""
-
-    def forward(self, *inputs: Any) -> Any:
-        return *super().forward(*inputs), None
-
-
-def epsilon_greedy(model: Any, columns: range = range(3), **options: Any) -> Any:
-    cls = EpsilonGreedyAgent if model is FirstQ else RecurrentEpsilonGreedyAgent
-    twin = acting(cls(model, **options), OBSERVATIONS, DISCRETE, columns)
-    twin.sample_mode(0)
-    return twin
-
-
 def test_an_epsilon_greedy_agent_acts_with_the_state_of_each_column() -> None:
-    agent = epsilon_greedy(CountingQ, epsilon=0.0)
+    agent = acting(RecurrentEpsilonGreedyAgent(CountingQ, epsilon=0.0), OBSERVATIONS, DISCRETE, range(3))
+    agent.sample_mode(0)
     for t in range(5):
         if t == 3:
             agent.reset_one(1)
@@ -415,28 +347,3 @@ def test_an_epsilon_greedy_agent_acts_with_the_state_of_each_column() -> None:
         assert action.tolist() == [count % 3 for count in now]
         assert info.prev_rnn_state[:, 0].tolist() == now
         assert info.q.tolist() == [count + 1 for count in now]
-
-
-def test_an_epsilon_greedy_agent_selects_columns_and_records_what_it_is_told() -> None:
-    agent = epsilon_greedy(CountingQ, epsilon=0.0, record_state="batch")
-    agent.select(np.array([2]))
-    assert agent.step(*inputs(1)).agent_info.prev_rnn_state.tolist() == [[0]]
-    agent.select(None)
-    assert agent.step(*inputs()).agent_info.prev_rnn_state.tolist() == [[0], [0], [0]]
-    assert agent.step(*inputs()).action.tolist() == [1, 1, 2]
-    assert "prev_rnn_state" not in epsilon_greedy(CountingQ, record_state=None).step(*inputs()).agent_info
-
-
-def test_it_explores_as_the_agent_without_recurrence() -> None:
-    agents = [epsilon_greedy(model, range(6), epsilon=0.5) for model in (FirstQ, FirstQAndState)]
-    steps = [[agent.step(*inputs(6)) for _ in range(20)] for agent in agents]
-    for one, other in zip(*steps, strict=True):
-        assert one.action.tolist() == other.action.tolist()
-        assert one.agent_info.explored.tolist() == other.agent_info.explored.tolist()
-
-
-def test_a_model_of_another_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"takes \(observation, prev_action, prev_reward, state\)"):
-        RecurrentEpsilonGreedyAgent(FirstQ).initialize(OBSERVATIONS, DISCRETE)
-    with pytest.raises(SpaceError, match=r"must return a tuple \(q, new_state\)"):
-        epsilon_greedy(Three).step(*inputs())

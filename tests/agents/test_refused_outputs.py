@@ -118,6 +118,7 @@ DISCRETE_ONLY = r"needs a Discrete or MultiDiscrete action space, the environmen
         (CategoricalPgAgent, spaces.Dict({"a": DISCRETE}), DISCRETE_ONLY),
         (GaussianPgAgent, DISCRETE, "GaussianPgAgent needs a Box action space of a floating-point type"),
         (GaussianPgAgent, spaces.Box(0, 3, (2,), np.int64), "GaussianPgAgent needs a Box action space of a floating"),
+        (GaussianPgAgent, spaces.Dict({"a": BOX}), "GaussianPgAgent needs a Box action space of a floating-point type"),
         (SquashedGaussianAgent, DISCRETE, "SquashedGaussianAgent needs"),
         (SquashedGaussianAgent, spaces.Box(0, INF, (2,)), "SquashedGaussianAgent squashes"),
         (DeterministicPgAgent, DISCRETE, "DeterministicPgAgent needs a Box action space"),

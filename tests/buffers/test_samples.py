@@ -118,21 +118,6 @@ def test_prev_fields_are_the_same_memory_one_step_later(now: str, before: str) -
     assert not fields[before][0].any()
 
 
-@quick
-@given(st.slices(T), st.integers(0, B - 1))
-def test_one_index_goes_to_all_fields(t: slice, b: int) -> None:
-    samples = buffer_of().batches[0]
-    fill(samples)
-    part = dict(samples[t, b].leaves())
-    has_last = list(range(T))[t][-1:] == [T - 1] and t.step in (None, 1)
-    for name, leaf in samples.leaves():
-        if not name.startswith(PER_COLUMN):
-            np.testing.assert_array_equal(part.pop(name), leaf[t, b], err_msg=name)
-        elif has_last:
-            np.testing.assert_array_equal(part.pop(name), leaf[b], err_msg=name)
-    assert not part, "what belongs to the end of the batch is not in a part without its last row"
-
-
 def test_the_error_for_too_large_a_buffer_names_its_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_memory(monkeypatch, 10, small=0)
     with pytest.raises(ValueError, match="batch_T=5, batch_B=4 needs"):

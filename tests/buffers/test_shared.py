@@ -1,4 +1,4 @@
-"""Shared memory: what one process writes the other sees, nothing is copied, nothing is left behind."""
+"""Shared memory and descriptors: what one process writes the other sees, nothing is copied, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from multiprocessing import reduction, resource_sharer
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.buffers import ArraySpec, NamedArrays, NamedMemory
-from penstock.buffers.descriptors import InheritedFd, dumps, loads
+from penstock.buffers.descriptors import InheritedFd, dumps, loads, receive, send
 from penstock.buffers.shared import shared_mappings
 from penstock.errors import ConfigError
 from penstock.workers.supervisor import SupervisedProcess, Supervisor
 
 from ..children import exit_code_of_fork
-from ..scale import START_METHODS, examples, methods
+from ..scale import examples, methods
 from ..support import leave_memory
 
 MIB = 2**20
@@ -93,23 +94,20 @@ SPECS = NamedArrays(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Pythons that warn wherever threads run
-@methods(*START_METHODS)
-def test_parent_and_child_write_and_see_the_same_cells(start_method: str) -> None:
-    with opened(NamedMemory(SPECS, shared=True, purpose="a test")) as memory:
-        check_sharing(start_method, memory)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_without_memfd_parent_and_child_share_all_the_same(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    monkeypatch.delattr(os, "memfd_create")
+@pytest.mark.parametrize("has_memfd", [True, False])
+@methods("fork", "spawn")
+def test_parent_and_child_write_and_see_the_same_cells(
+    monkeypatch: pytest.MonkeyPatch, start_method: str, has_memfd: bool
+) -> None:
+    if not has_memfd:
+        monkeypatch.delattr(os, "memfd_create")
     before = descriptors()
     with opened(NamedMemory(SPECS, shared=True, purpose="a test")) as memory:
-        assert not [link for fd, link in descriptors().items() if fd not in before and "memfd" in link]
+        new = [link for fd, link in descriptors().items() if fd not in before and "memfd" in link]
+        assert bool(new) == has_memfd
         assert not memory.arrays.cells.any()
-        check_sharing(method, memory)
+        check_sharing(start_method, memory)
 
 
 def sent(memory: NamedMemory) -> NamedMemory:
@@ -118,21 +116,6 @@ def sent(memory: NamedMemory) -> NamedMemory:
     assert len(data) < 2000
     twin: NamedMemory = loads(data, [os.dup(fd) for fd in fds])
     return twin
-
-
-@pytest.mark.parametrize("fallback", [False, True])
-def test_the_layout_crosses_to_a_worker_and_the_contents_do_not(
-    monkeypatch: pytest.MonkeyPatch, fallback: bool
-) -> None:
-    if fallback:
-        monkeypatch.delattr(os, "memfd_create")
-    with opened(NamedMemory(specs_of((MIB,), (3, 4)), shared=True, purpose="a test")) as memory:
-        twin = sent(memory)
-        memory.arrays.a1[2, 3] = 5
-        assert twin.arrays.a1[2, 3] == 5
-        twin.arrays.a0[-1] = 6
-        assert memory.arrays.a0[-1] == 6
-        assert twin.nbytes == memory.nbytes
 
 
 def test_a_worker_keeps_one_descriptor_for_its_mapping() -> None:
@@ -260,31 +243,17 @@ def test_views_outlive_closing_and_keep_the_contents() -> None:
     assert memory.arrays.a0.tolist() == [0, 3, 4, 0]
 
 
-def test_closing_twice_is_harmless() -> None:
-    memory = NamedMemory(specs_of((4,)), shared=True, purpose="a test")
-    memory.close()
-    other = os.memfd_create("test")  # takes the number that was freed
-    try:
-        memory.close()
-        os.fstat(other)
-    finally:
-        os.close(other)
-
-
 @pytest.mark.slow
-def test_closing_and_dropping_the_views_gives_every_descriptor_back() -> None:
+@pytest.mark.parametrize("closes", [True, False])
+def test_dropping_the_views_gives_every_descriptor_back_closed_or_not(closes: bool) -> None:
     before = descriptors()
     memories = [NamedMemory(specs_of((100,), (3, 3)), shared=True, purpose="a test") for _ in range(5)]
-    assert len(descriptors()) > len(before)
-    for memory in memories:
-        memory.close()
-    del memory, memories
-    assert descriptors() == before
-
-
-def test_dropping_without_closing_gives_every_descriptor_back() -> None:
-    before = descriptors()
-    NamedMemory(specs_of((100,)), shared=True, purpose="a test")
+    n_open = len(descriptors())
+    assert n_open > len(before)
+    if closes:
+        memories[0].close()
+        assert len(descriptors()) < n_open, "at once"
+    del memories
     left = {fd: link for fd, link in descriptors().items() if fd not in before}
     for fd in left:
         os.close(fd)
@@ -305,3 +274,75 @@ def test_a_private_mapping_keeps_its_values_and_sends_none() -> None:
 
         assert exit_code_of_fork(in_fork) == 0
         assert array.tolist() == [7] * 4
+
+
+def test_close_closes_the_descriptor_once() -> None:
+    fd = os.memfd_create("test")
+    owner = InheritedFd(fd)
+    assert owner.fileno() == fd
+    owner.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    other = os.memfd_create("test")  # takes the number that was freed
+    try:
+        owner.close()
+        os.fstat(other)
+    finally:
+        os.close(other)
+
+
+def test_a_closed_owner_has_no_finalizer_in_which_python_would_drop_a_ctrl_c() -> None:
+    owner = InheritedFd(os.memfd_create("test"))
+    assert hasattr(owner, "__del__")
+    owner.close()
+    assert not hasattr(owner, "__del__")
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, reduction.ForkingPickler.dumps])
+def test_pickling_fails_unless_a_process_is_being_started(dumps: object) -> None:
+    owner = InheritedFd(os.memfd_create("test"))
+    try:
+        with pytest.raises(Exception, match=r"start|spawn|inherit"):
+            dumps(owner)  # type: ignore[operator]
+    finally:
+        owner.close()
+        resource_sharer.stop(timeout=10)  # pickling must not have started the standard library's server of descriptors
+
+
+def test_dumps_lists_the_descriptors_and_loads_puts_others_in_their_places() -> None:
+    first, second = (InheritedFd(os.memfd_create("test")) for _ in range(2))
+    data, fds = dumps({"two": [second, second], "one": first})
+    assert fds == [second.fd, first.fd]
+    with pytest.raises(TypeError, match="being started"):  # outside of it, as before
+        pickle.dumps(first)
+    duplicates = [os.dup(fd) for fd in fds]
+    twin = loads(data, duplicates)
+    assert twin["two"][0] is twin["two"][1]
+    assert [twin["two"][0].fd, twin["one"].fd] == duplicates
+
+
+def test_an_object_that_cannot_be_pickled_leaves_no_list() -> None:
+    with pytest.raises(Exception, match="pickle"):
+        dumps([InheritedFd(os.memfd_create("test")), lambda: 0])
+    with pytest.raises(TypeError, match="being started"):
+        pickle.dumps(InheritedFd(os.memfd_create("test")))
+
+
+@pytest.mark.parametrize("n", [0, 1, 100, 101, 350])
+def test_any_number_of_descriptors_goes_through_a_socket(n: int) -> None:
+    """One message can have 253 at most."""
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        owners = [InheritedFd(os.memfd_create("test")) for _ in range(n)]
+        send(sender, [owner.fd for owner in owners])
+        received = [InheritedFd(fd) for fd in receive(receiver, n)]
+        assert [os.fstat(fd.fd).st_ino for fd in received] == [os.fstat(fd.fd).st_ino for fd in owners]
+
+
+def test_descriptors_that_have_not_arrived_are_counted() -> None:
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        send(sender, [sender.fileno()] * 3)
+        sender.shutdown(socket.SHUT_WR)
+        with pytest.raises(OSError, match=r"received 3 of 4 descriptors: .* too many open files"):
+            receive(receiver, 4)

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 from penstock import NamedArrays, Samples
 from penstock.buffers import AgentSamples, EnvSamples
-from penstock.learning import Frames, Replay, Sequences
+from penstock.learning import Frames, Replay, Sequences, compiled
 
 DISCOUNT = 0.9
+
+
+@contextmanager
+def in_python() -> Iterator[None]:
+    """Replays call no compiled function, as without a C compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in [own for name, own in sys.modules.items() if name.startswith("penstock.learning.")]:
+            for name, function in compiled.PYTHON.items():
+                if name in vars(module):
+                    patch.setattr(module, name, function)
+        yield
 
 
 def storage_of(replay: Replay) -> Any:
@@ -155,7 +170,8 @@ class Stream:
             prev_action=before(number, [row.number for row in last]),
             agent_info=NamedArrays(prev_rnn_state=np.stack([number, -number], -1).astype(np.float32)),
         )
-        return Samples(env=env, agent=agent)
+        # A worker's columns of a batch are not next to each other in memory.
+        return Samples(env=env, agent=agent).map(lambda leaf: np.concatenate([leaf, leaf[:, :1]], 1)[:, :-1])
 
     def observation(self, stack: Any) -> Any:
         """Observations `[..., ...]` that are made of the stacks `[..., n]` of numbers."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
-import random
 import resource
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ConfigError
 from penstock.learning import Frames, Prioritized, Replay, Sequences, checkpoint
 
+from ..children import exit_code_of_fork
 from ..scale import quick_first, scaled
 from ..support import assert_same
 from . import test_sequences, test_transitions
@@ -331,8 +328,9 @@ def test_what_a_killed_save_has_left_is_removed_before_the_next_one_writes(
 
 
 @pytest.mark.slow
-def test_a_save_that_is_interrupted_leaves_one_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_save_that_is_interrupted_or_killed_leaves_one_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
 ) -> None:
     stream, replay = filled_replay("priorities", 3)
     replay.save(tmp_path)
@@ -341,22 +339,34 @@ def test_a_save_that_is_interrupted_leaves_one_whole_checkpoint(
     def interrupted(fd: int) -> None:
         nonlocal left
         left -= 1
-        if left == 0:
+        if left == 0 and is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif left == 0:
             raise KeyboardInterrupt
         sync(fd)
 
+    def save() -> bool:
+        """Whether nothing came in between."""
+        if is_killed:
+            return exit_code_of_fork(lambda: replay.save(tmp_path)) == 0
+        with suppress(KeyboardInterrupt):
+            replay.save(tmp_path)
+            return True
+        return False
+
     monkeypatch.setattr(os, "fsync", interrupted)
-    while True:
+    is_saved = False
+    while not is_saved:
         n_calls += 1
         left, before = n_calls, Replay.load(tmp_path).n_steps
         replay.append(stream.batch(7))
-        try:
-            replay.save(tmp_path)
-        except KeyboardInterrupt:
-            assert len(list(tmp_path.iterdir())) == 2
-            found.add(Replay.load(tmp_path).n_steps - before > 0)
-            continue
-        break
+        is_saved = save()
+        assert is_killed or len(list(tmp_path.iterdir())) == 2
+        loaded = Replay.load(tmp_path)
+        assert loaded.n_steps in (before, replay.n_steps)
+        assert loaded.sample(8).weight.isfinite().all()
+        if not is_saved:
+            found.add(loaded.n_steps > before)
     assert n_calls > 10
     assert found == {False, True}, "the last interruption comes after the new checkpoint is complete"
 
@@ -375,39 +385,3 @@ def test_folders_without_a_checkpoint_say_so(tmp_path: Path) -> None:
     for call in (Replay.load, replay.save):
         with pytest.raises(ConfigError, match="folder must be the path of a folder, got 3"):
             call(3)  # type: ignore[arg-type, operator]
-
-
-def _save_for_ever(folder: str, n_saved: Any) -> None:
-    stream, replay = filled_replay("priorities")
-    while True:
-        replay.append(stream.batch(7))
-        replay.sample(8)
-        replay.save(folder)
-        n_saved.value += 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_kills", [scaled(100, 6)])
-def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, n_kills: int) -> None:
-    context = multiprocessing.get_context("fork")
-    rng = random.Random(0)
-    for _ in range(n_kills):
-        n_saved = context.RawValue("q", 0)
-        child = context.Process(target=_save_for_ever, args=(str(tmp_path), n_saved))
-        child.start()
-        while n_saved.value < 1 + rng.randrange(3):
-            assert child.is_alive()
-        # At a random moment of the next save, which takes some milliseconds.
-        until = time.perf_counter() + rng.random() * 0.01
-        while time.perf_counter() < until:
-            pass
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        child.join()
-        child.close()
-        loaded = Replay.load(tmp_path)
-        stream, twin = filled_replay("priorities", loaded.n_steps // 3 // 7)
-        for _ in range(2):
-            assert torch.isfinite(loaded.sample(8).weight).all()
-        test_transitions.check_all(loaded, stream, 2)
-        assert twin.n_steps == loaded.n_steps

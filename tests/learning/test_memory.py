@@ -63,6 +63,9 @@ def _compare_memory_with_the_estimate(n_steps: int) -> None:
     found = process.memory_info().rss - before
     assert found == pytest.approx(estimate.total, rel=0.01, abs=2**22)  # and what a draw needs
     assert found <= 1.05 * n_steps * (84 * 84 + 64)
+    assert replay.nbytes == pytest.approx(estimate.total - estimate.nbytes["priorities"], rel=0.01)
+    assert "total" in str(estimate)
+    assert f"{n_steps:,} steps" in str(estimate)
 
 
 @pytest.mark.slow

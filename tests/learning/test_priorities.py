@@ -105,7 +105,8 @@ def test_every_eligible_step_and_no_other_has_a_leaf() -> None:
     stream, replay = prioritized_replay(T=23)
     rng = np.random.default_rng(0)
     for _ in range(60):
-        replay.append(stream.batch(int(rng.integers(1, 20))))
+        for _ in range(int(rng.integers(1, 4))):  # sometimes the whole ring is overwritten
+            replay.append(stream.batch(int(rng.integers(1, 20))))
         draw = draw_of(replay)
         draw.catch_up()
         index = replay.contents.index
@@ -175,15 +176,6 @@ def test_an_update_for_overwritten_steps_changes_nothing_and_is_counted() -> Non
     assert replay.n_stale == 2 * int(stale.sum())
     changed = np.flatnonzero(draw.tree.leaves != before)
     assert set(changed) == {int(i) % 80 for i in batch.index[~stale]}
-
-
-def test_the_whole_ring_may_be_overwritten_between_two_samples() -> None:
-    stream, replay = prioritized_replay(T=20)
-    replay.append(stream.batch(20))
-    replay.sample(4)
-    for _ in range(9):
-        replay.append(stream.batch(13))
-    assert set(replay.sample(4000).index.tolist()) == set(replay.contents.index.tolist())
 
 
 def test_a_step_with_an_error_of_zero_is_drawn_again() -> None:

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import ConfigError
-from penstock.learning import Ratio, Replay
+from penstock.learning import Ratio
 
 from ..scale import examples
-from .streams import Stream
 
 RATES = st.one_of(st.sampled_from([0.01, 0.1, 0.3, 1.0, 8.0, 256.0]), st.floats(1e-3, 300.0))
 
@@ -38,32 +37,15 @@ def test_the_limits_hold_from_the_last_of_the_min_steps_on() -> None:
     assert found == [(True, False), (True, False), (False, True), (False, True)]
 
 
-@given(
-    samples_per_step=RATES,
-    batch_steps=st.integers(1, 2000),
-    batch_size=st.integers(1, 2000),
-    min_steps=st.integers(0, 5000),
-    extra=st.sampled_from([0.0, 1e-9, 1.0, 1e4]),
-    n_slots=st.integers(1, 8),
-    n_needed=st.integers(1, 10),
-    p_worker=st.sampled_from([0.02, 0.5, 0.98]),
-    seed=st.integers(0, 2**32),
-)
 @examples(25, 1000)
-def test_no_setting_stalls_and_the_draws_stay_within_the_slack(
-    samples_per_step: float,
-    batch_steps: int,
-    batch_size: int,
-    min_steps: int,
-    extra: float,
-    n_slots: int,
-    n_needed: int,
-    p_worker: float,
-    seed: int,
-) -> None:
+@given(data=st.data())
+def test_no_setting_stalls_and_the_draws_stay_within_the_slack(data: st.DataObject) -> None:
     """As `AsyncSampler` does it: up to `n_slots` batches are begun, and become complete at any time. With one slot it
     is a loop that appends and samples in turn."""
-    slack = (samples_per_step * batch_steps + batch_size) / 2 + extra
+    bounds = (1, 2000), (1, 2000), (0, 5000), (1, 8), (1, 10), (0, 2**32)
+    batch_steps, batch_size, min_steps, n_slots, n_needed, seed = (data.draw(st.integers(*each)) for each in bounds)
+    samples_per_step, p_worker = data.draw(RATES), data.draw(st.sampled_from([0.02, 0.5, 0.98]))
+    slack = (samples_per_step * batch_steps + batch_size) / 2 + data.draw(st.sampled_from([0.0, 1e-9, 1.0, 1e4]))
     ratio = Ratio(samples_per_step, batch_steps, batch_size, min_steps, slack)
     replay, rng, n_begun = Counts(n_needed * batch_steps), np.random.default_rng(seed), 0
     for _ in range(400):
@@ -79,18 +61,6 @@ def test_no_setting_stalls_and_the_draws_stay_within_the_slack(
         if replay.n_steps > max(min_steps, replay.n_needed) + batch_steps and replay.n_drawn:
             late = max(replay.n_needed - min_steps, 0) * samples_per_step  # while nothing could be drawn
             assert -slack - 1e-6 <= ratio.behind(replay) <= slack + late + 1e-6  # type: ignore[arg-type]
-
-
-def test_a_loop_with_a_replay_keeps_the_ratio() -> None:
-    stream, replay = Stream(0, 4), Replay(400, 3, max_truncations=400)
-    ratio = Ratio(2.0, 20, 16, min_steps=100)
-    while replay.n_steps < 4000:
-        if ratio.may_append(replay):
-            replay.append(stream.batch(5))
-        if ratio.may_sample(replay):
-            assert replay.n_steps >= 100
-            replay.sample(16)
-    assert abs(replay.n_drawn - (4000 - 100) * 2) <= 2 * 20 + 16
 
 
 @pytest.mark.parametrize(
@@ -111,10 +81,8 @@ def test_impossible_settings_are_refused(arguments: tuple[float, ...], message: 
     Ratio(8, 512, 256, 0, 2176)
 
 
-@given(
-    samples_per_step=RATES, batch_steps=st.integers(1, 2000), batch_size=st.integers(1, 2000), seed=st.integers(0, 99)
-)
 @examples(25, 1000)
+@given(RATES, st.integers(1, 2000), st.integers(1, 2000), st.integers(0, 99))
 def test_exactly_the_slacks_that_cannot_stall_are_accepted(
     samples_per_step: float, batch_steps: int, batch_size: int, seed: int
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ from gymnasium.wrappers import FrameStackObservation
 
 from penstock import (
     ConfigError,
-    ParallelSampler,
     RandomAgent,
     SerialSampler,
     SpaceError,
-    WaitResetCollector,
 )
 from penstock.envs import CountingEnv
 from penstock.learning import Frames, Prioritized, Replay, Sequences
@@ -46,25 +43,6 @@ class Pictures(gym.Env[Any, int]):
 
     def _picture(self) -> Any:
         return self.np_random.integers(1, 256, (6, 5), np.uint8)
-
-
-@pytest.mark.parametrize("collector_cls", [None, WaitResetCollector])
-def test_batches_of_a_sampler_are_replayed(collector_cls: Any) -> None:
-    options = {} if collector_cls is None else {"collector_cls": collector_cls}
-    replay = Replay(3 * 40, 2, 0.5, max_truncations=120, seed=0)
-    with ParallelSampler(partial(CountingEnv, length=5), batch_T=8, batch_B=3, n_workers=2, **options) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        for itr in range(12):
-            replay.append(sampler.obtain_samples(itr)[0])
-    batch = replay.sample(2000)
-    # CountingEnv: the reward of step t of an episode is t, and observation[1] counts the steps.
-    t = batch.observation[:, 1]
-    is_last = t == 4
-    ends_next = t == 3
-    reward, next_reward = t + 1, torch.where(is_last, 0, t + 2)
-    torch.testing.assert_close(batch.return_, reward + 0.5 * next_reward)
-    assert (batch.discount[is_last | ends_next] == 0).all() or (batch.next_observation[ends_next, 1] == 5).all()
-    assert (batch.next_observation[~is_last & ~ends_next, 1] == t[~is_last & ~ends_next] + 2).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"n_slots": 2}, {"debug": True}])
@@ -105,20 +83,18 @@ def test_frames_of_gymnasium_are_built_again(padding: str) -> None:
     assert frames.nbytes < whole.nbytes / 2.2
 
 
-def test_what_is_no_stack_is_refused_in_the_first_batch() -> None:
-    class Vectors(Pictures):
-        observation_space = spaces.Box(0, 255, (4, 6, 5), np.uint8)
-
-        def _picture(self) -> Any:
-            return self.np_random.integers(1, 256, (4, 6, 5), np.uint8)
-
-    with SerialSampler(Vectors, batch_T=7, batch_B=2) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
-        samples, _ = sampler.obtain_samples(0)
-        with pytest.raises(SpaceError, match="no stack of the last 4 frames"):
-            Replay(100, frames=Frames(4)).append(samples)
-        with pytest.raises(ConfigError, match=r"shape \(3, ...\)"):
-            Replay(100, frames=Frames(3)).append(samples)
+@pytest.mark.parametrize("T", [1, 7])
+def test_what_is_no_stack_is_refused_in_the_first_batches(T: int) -> None:
+    """A batch of one row is compared with the row before."""
+    stream, replay = Stream(1, 2, frames=Frames(3), p_end=0.0), Replay(200, frames=Frames(3), max_truncations=200)
+    if T == 1:
+        replay.append(stream.batch(1))
+    samples = stream.batch(T)
+    with pytest.raises(ConfigError, match=r"shape \(4, ...\)"):
+        Replay(100, frames=Frames(4)).append(samples)
+    samples.env.observation[...] = np.random.default_rng(0).normal(size=samples.env.observation.shape)
+    with pytest.raises(SpaceError, match="is no stack of the last 3 frames"):
+        replay.append(samples)
 
 
 @pytest.mark.parametrize("options", [{}, {"prioritized": Prioritized()}, {"sequences": Sequences(4, 1, 2)}])
@@ -149,15 +125,6 @@ def test_too_large_a_replay_is_refused_before_it_is_allocated(tmp_path: Path) ->
         Replay(10**13, file=tmp_path / "steps").append(samples)
     assert psutil.Process().memory_info().rss < before + 2**26
     assert not list(tmp_path.iterdir())
-
-
-def test_frames_of_batches_with_one_row_are_compared_with_the_row_before() -> None:
-    stream, replay = Stream(1, 2, frames=Frames(3), p_end=0.0), Replay(200, frames=Frames(3), max_truncations=200)
-    replay.append(stream.batch(1))
-    samples = stream.batch(1)
-    samples.env.observation[...] = np.random.default_rng(0).normal(size=samples.env.observation.shape)
-    with pytest.raises(SpaceError, match="is no stack of the last 3 frames"):
-        replay.append(samples)
 
 
 def test_settings_may_be_numbers_of_numpy(tmp_path: Path) -> None:
@@ -197,29 +164,6 @@ def test_what_is_no_batch_or_no_earlier_batch_is_refused() -> None:
         replay.sample(4, out=replay.sample(5))
     with pytest.raises(ConfigError, match="out must be an earlier ReplayBatch of this replay or None, got 3"):
         replay.sample(8, out=3)  # type: ignore[arg-type]
-
-
-def test_the_estimate_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> Any:
-        return FrameStackObservation(Pictures(), 4)
-
-    replay = Replay(10_000, frames=Frames(4), prioritized=Prioritized())
-    with SerialSampler(make, batch_T=7, batch_B=2) as sampler:
-        samples = sampler.initialize(RandomAgent(), seed=0)
-        estimate = replay.estimate(samples)
-        assert replay.nbytes == 0
-        replay.append(sampler.obtain_samples(0)[0])
-    tree = estimate.nbytes["priorities"]
-    # The ring was allocated for B = 2, and the estimate is for B = 1.
-    assert replay.nbytes == pytest.approx(estimate.total - tree, rel=0.01)
-    assert tree == 4 * 8 * 2**14
-    # 32 bytes a step, beside frames and final observations
-    assert estimate.total - tree <= 10_000 * (6 * 5 + 64)
-    assert "total" in str(estimate)
-    assert "10,000 steps" in str(estimate)
-    # Atari: a million steps with their trees
-    pixels = estimate.nbytes["observation"] * 84 * 84 // 30 * 100
-    assert pixels < 7.5e9
 
 
 @pytest.mark.parametrize(

@@ -95,29 +95,13 @@ def test_every_size_offset_length_and_interval_is_exact(T: int) -> None:
     assert n_checked > 100
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    T=st.integers(12, 40),
-    n=st.integers(1, 3),
-    length=st.integers(1, 6),
-    every=st.integers(1, 8),
-    frames=st.sampled_from([None, Frames(3), Frames(3, padding="zero")]),
-    wait=st.booleans(),
-    p_restart=st.sampled_from([0.0, 0.3]),
-    data=st.data(),
-)
 @examples(20, 200)
-def test_gaps_restarts_parked_columns_and_frames(
-    seed: int,
-    T: int,
-    n: int,
-    length: int,
-    every: int,
-    frames: Frames | None,
-    wait: bool,
-    p_restart: float,
-    data: st.DataObject,
-) -> None:
+@given(data=st.data())
+def test_gaps_restarts_parked_columns_and_frames(data: st.DataObject) -> None:
+    bounds = (0, 2**32), (12, 40), (1, 3), (1, 6), (1, 8)
+    seed, T, n, length, every = (data.draw(st.integers(*each)) for each in bounds)
+    frames = data.draw(st.sampled_from([None, Frames(3), Frames(3, padding="zero")]))
+    wait, p_restart = data.draw(st.booleans()), data.draw(st.sampled_from([0.0, 0.3]))
     stream = Stream(seed, 3, frames=frames, wait=wait, p_restart=p_restart)
     replay = Replay(3 * T, n, DISCOUNT, sequences=Sequences(length, 0, every), frames=frames, max_truncations=999)
     has_gap = False

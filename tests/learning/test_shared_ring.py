@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.learning import Replay
 from penstock.learning import ring as ring_module
 from penstock.learning.position_draws import DrawIndex
 from penstock.learning.replay_batches import Transitions, move, of_one_writer
@@ -17,6 +18,7 @@ from penstock.learning.ring import TRUNCATED, VALID, Ring, Shape
 from penstock.learning.windows import WindowReader
 
 from ..scale import FULL
+from .streams import Stream, storage_of
 
 N_READ = 100_000_000 if FULL else 200_000  # rows
 AT_ONCE = 1024 if FULL else 64
@@ -221,3 +223,13 @@ def test_the_newest_final_observations_move_to_other_writers(before: int, after:
     assert (new.final_obs(found % new.size) == -found[:, None]).all()
     for ring in (old, new):
         ring.memory.close()
+
+
+def test_a_writer_knows_which_batches_it_has_written() -> None:
+    """A worker that replaces another collects only the batches that are missing."""
+    stream, replay = Stream(0, 2), Replay(100)
+    for n_batches in range(3):
+        if n_batches:
+            replay.append(stream.batch(5))
+            appender = storage_of(replay).appender
+            assert [appender.has_batch(number, 5) for number in range(3)] == [number < n_batches for number in range(3)]

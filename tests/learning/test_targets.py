@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ class Episode:
     reward: list[float]
     value: list[float]
     log_ratio: list[float]
+    discount: list[float]
     after: float
 
     def __len__(self) -> int:
@@ -45,11 +47,19 @@ class Episode:
     def next_value(self, t: int) -> float:
         return self.value[t + 1] if t + 1 < len(self) else self.after
 
+    def delta(self, t: int) -> float:
+        return self.reward[t] + self.discount[t] * self.next_value(t) - self.value[t]
 
-def random_batch(rng: np.random.Generator, T: int, B: int) -> tuple[Steps[Any], Any, list[Episode], Counter[str]]:
-    """A batch, its logarithms of ratios, and its episodes. All that must not be used is NaN."""
+
+Batch: TypeAlias = tuple[Steps[Any], Any, Any, list[Episode], Counter[str]]
+
+
+def random_batch(rng: np.random.Generator, T: int, B: int) -> Batch:
+    """A batch, its logarithms of ratios, its discounts, and its episodes. All that must not be used is NaN."""
     nan = np.full((T, B), np.nan)
     reward, value, final_value, log_ratio = nan.copy(), nan.copy(), nan.copy(), nan.copy()
+    number = float(rng.choice([0.0, 0.5, 0.99, 1.0]))
+    discount = np.full((T, B), number) if rng.random() < 0.5 else 0.9 ** rng.integers(1, 9, (T, B))
     terminated, truncated, valid = (np.zeros((T, B), bool) for _ in range(3))
     bootstrap_value = np.full(B, np.nan)
     episodes, ends = [], Counter[str]()
@@ -74,52 +84,53 @@ def random_batch(rng: np.random.Generator, T: int, B: int) -> tuple[Steps[Any], 
             else:
                 truncated[last, b] = True
                 after = final_value[last, b] = rng.normal()
-            episodes.append(Episode(b, t, *(x[rows, b].tolist() for x in (reward, value, log_ratio)), float(after)))
+            lists = (x[rows, b].tolist() for x in (reward, value, log_ratio, discount))
+            episodes.append(Episode(b, t, *lists, float(after)))
             ends[str(end)] += 1
             t = T if end == "parked" else t + length
     steps = Steps(reward, value, terminated, truncated, bootstrap_value, final_value, valid)
-    return steps, log_ratio, episodes, ends
+    is_one = (discount == number).all()
+    return steps, log_ratio, number if is_one else np.where(valid, discount, np.nan), episodes, ends
 
 
 # ---- the formulas of the papers, one step at a time ------------------------------------------------
+# Each row may have a discount of its own: where a paper has a power, there is a product.
 
 
-def paper_n_step(e: Episode, t: int, n: int, discount: float) -> float:
+def paper_n_step(e: Episode, t: int, n: int) -> float:
     """Sutton and Barto (2018), 7.1."""
-    k = min(n, len(e) - t)
-    return sum(discount**i * e.reward[t + i] for i in range(k)) + discount**k * e.next_value(t + k - 1)
+    end = min(t + n, len(e))
+    found = sum(prod(e.discount[t:i]) * e.reward[i] for i in range(t, end))
+    return found + prod(e.discount[t:end]) * e.next_value(end - 1)
 
 
-def paper_lambda_return(e: Episode, t: int, discount: float, lam: float) -> float:
+def paper_lambda_return(e: Episode, t: int, lam: float) -> float:
     """Sutton and Barto (2018), 12.3: the weighted average of all n-step returns."""
     most = len(e) - t
-    found = sum((1 - lam) * lam ** (n - 1) * paper_n_step(e, t, n, discount) for n in range(1, most))
-    return found + lam ** (most - 1) * paper_n_step(e, t, most, discount)
+    found = sum((1 - lam) * lam ** (n - 1) * paper_n_step(e, t, n) for n in range(1, most))
+    return found + lam ** (most - 1) * paper_n_step(e, t, most)
 
 
-def paper_gae(e: Episode, t: int, discount: float, lam: float) -> float:
+def paper_gae(e: Episode, t: int, lam: float) -> float:
     """Schulman et al. (2016), equation 16."""
-    return sum(
-        (discount * lam) ** (i - t) * (e.reward[i] + discount * e.next_value(i) - e.value[i]) for i in range(t, len(e))
-    )
+    return sum(lam ** (i - t) * prod(e.discount[t:i]) * e.delta(i) for i in range(t, len(e)))
 
 
-def paper_vtrace(e: Episode, t: int, discount: float, lam: float, clip_rho: float, clip_c: float) -> float:
+def paper_vtrace(e: Episode, t: int, lam: float, clip_rho: float, clip_c: float) -> float:
     """Espeholt et al. (2018), equation 1. After the last step, the target is the value."""
     if t == len(e):
         return e.after
     found, product = e.value[t], 1.0
     for i in range(t, len(e)):
-        rho = min(clip_rho, np.exp(e.log_ratio[i]))
-        found += discount ** (i - t) * product * rho * (e.reward[i] + discount * e.next_value(i) - e.value[i])
-        product *= lam * min(clip_c, np.exp(e.log_ratio[i]))
+        found += product * min(clip_rho, np.exp(e.log_ratio[i])) * e.delta(i)
+        product *= e.discount[i] * lam * min(clip_c, np.exp(e.log_ratio[i]))
     return found
 
 
-def paper_vtrace_advantage(e: Episode, t: int, discount: float, lam: float, clip_rho: float, clip_c: float) -> float:
+def paper_vtrace_advantage(e: Episode, t: int, lam: float, clip_rho: float, clip_c: float) -> float:
     """The same, section 4.2."""
-    rho = min(clip_rho, np.exp(e.log_ratio[t]))
-    return rho * (e.reward[t] + discount * paper_vtrace(e, t + 1, discount, lam, clip_rho, clip_c) - e.value[t])
+    after = paper_vtrace(e, t + 1, lam, clip_rho, clip_c)
+    return min(clip_rho, np.exp(e.log_ratio[t])) * (e.reward[t] + e.discount[t] * after - e.value[t])
 
 
 def table(episodes: list[Episode], shape: tuple[int, int], of: Callable[..., float], *arguments: float) -> Any:
@@ -131,128 +142,56 @@ def table(episodes: list[Episode], shape: tuple[int, int], of: Callable[..., flo
     return found
 
 
-def batches() -> Iterator[tuple[Steps[Any], Any, list[Episode]]]:
-    rng, n = np.random.default_rng(0), 0
-    seen = Counter[str]()
-    while n < N_EPISODES:
-        steps, log_ratio, episodes, ends = random_batch(rng, int(rng.integers(1, 2 * T)), int(rng.integers(1, 2 * B)))
-        n += len(episodes)
-        seen += ends
-        yield steps, log_ratio, episodes
-    assert all(seen[end] > N_EPISODES / 100 for end in ENDS), seen
-
-
 def as_tensors(steps: Steps[Any]) -> Steps[Any]:
     return Steps(**{field.name: torch.from_numpy(getattr(steps, field.name)) for field in fields(steps)})
 
 
 @pytest.mark.timeout(3600 if N_EPISODES > 1500 else 120)
 def test_all_targets_are_those_of_the_papers() -> None:
-    rng = np.random.default_rng(1)
-    for steps, log_ratio, episodes in batches():
-        shape = steps.reward.shape
-        discount, lam = (float(rng.choice([0.0, 0.5, 0.99, 1.0])) for _ in range(2))
-        n, (clip_rho, clip_c) = int(rng.integers(1, 9)), rng.uniform(0.5, 2.0, 2).tolist()
-        value = np.nan_to_num(steps.value) * steps.valid
+    rng, n_episodes, seen = np.random.default_rng(1), 0, Counter[str]()
+    while n_episodes < N_EPISODES:
+        shape = int(rng.integers(1, 2 * T)), int(rng.integers(1, 2 * B))
+        steps, log_ratio, discount, episodes, ends = random_batch(rng, *shape)
+        n_episodes, seen = n_episodes + len(episodes), seen + ends
+        lam, n = float(rng.choice([0.0, 0.5, 0.99, 1.0])), int(rng.integers(1, 9))
+        clip_rho, clip_c = rng.uniform(0.5, 2.0, 2).tolist()
         wanted = {
-            "gae": table(episodes, shape, paper_gae, discount, lam),
-            "lambda_return": table(episodes, shape, paper_lambda_return, discount, lam),
-            "n_step_return": table(episodes, shape, paper_n_step, n, discount),
-            "vtrace": table(episodes, shape, paper_vtrace_advantage, discount, lam, clip_rho, clip_c),
-            "vtrace target": table(episodes, shape, paper_vtrace, discount, lam, clip_rho, clip_c),
+            "gae": table(episodes, shape, paper_gae, lam),
+            "lambda_return": table(episodes, shape, paper_lambda_return, lam),
+            "n_step_return": table(episodes, shape, paper_n_step, n),
+            "vtrace": table(episodes, shape, paper_vtrace_advantage, lam, clip_rho, clip_c),
+            "vtrace target": table(episodes, shape, paper_vtrace, lam, clip_rho, clip_c),
         }
-        wanted["gae return"] = wanted["gae"] + value
-        for kind, of, ratios in (
-            ("numpy", steps, log_ratio),
-            ("torch", as_tensors(steps), torch.from_numpy(log_ratio)),
+        wanted["gae return"] = wanted["gae"] + np.nan_to_num(steps.value) * steps.valid
+        tensors = torch.from_numpy(log_ratio), discount if isinstance(discount, float) else torch.from_numpy(discount)
+        for kind, of, ratios, own_discount in (
+            ("numpy", steps, log_ratio, discount),
+            ("torch", as_tensors(steps), *tensors),
         ):
             found: dict[str, Any] = {}
-            found["gae"], found["gae return"] = gae(of, discount, lam)
-            found["lambda_return"] = lambda_return(of, discount, lam)
-            found["n_step_return"] = n_step_return(of, n, discount)
+            found["gae"], found["gae return"] = gae(of, own_discount, lam)
+            found["lambda_return"] = lambda_return(of, own_discount, lam)
+            found["n_step_return"] = n_step_return(of, n, own_discount)
             found["vtrace"], found["vtrace target"] = vtrace(
-                of, ratios, discount, lam, clip_rho=clip_rho, clip_c=clip_c
+                of, ratios, own_discount, lam, clip_rho=clip_rho, clip_c=clip_c
             )
             for name, array in found.items():
                 assert isinstance(array, np.ndarray if kind == "numpy" else torch.Tensor)
                 np.testing.assert_allclose(np.asarray(array), wanted[name], atol=1e-9, err_msg=f"{name}, {kind}")
 
-
-# ---- published implementations ---------------------------------------------------------------------
-
-
-def cleanrl_gae(
-    rewards: Any, values: Any, dones: Any, next_value: Any, next_done: Any, gamma: float, lam: float
-) -> Any:
-    """ppo.py of CleanRL, where `dones[t]` says that an episode starts at t."""
-    advantages = torch.zeros_like(rewards)
-    lastgaelam: Any = 0
-    num_steps = len(rewards)
-    for t in reversed(range(num_steps)):
-        if t == num_steps - 1:
-            nextnonterminal = 1.0 - next_done
-            nextvalues = next_value
-        else:
-            nextnonterminal = 1.0 - dones[t + 1]
-            nextvalues = values[t + 1]
-        delta = rewards[t] + gamma * nextvalues * nextnonterminal - values[t]
-        advantages[t] = lastgaelam = delta + gamma * lam * nextnonterminal * lastgaelam
-    return advantages
+    assert all(seen[end] > N_EPISODES / 100 for end in ENDS), seen
 
 
-def deepmind_vtrace(
-    log_rhos: Any, discounts: Any, rewards: Any, values: Any, bootstrap_value: Any, clip_rho: float
-) -> tuple[Any, Any]:
-    """vtrace.from_importance_weights of scalable_agent, in torch."""
-    rhos = torch.exp(log_rhos)
-    clipped_rhos = torch.clamp(rhos, max=clip_rho)
-    cs = torch.clamp(rhos, max=1.0)
-    values_t_plus_1 = torch.cat([values[1:], bootstrap_value[None]], 0)
-    deltas = clipped_rhos * (rewards + discounts * values_t_plus_1 - values)
-    acc = torch.zeros_like(bootstrap_value)
-    result = []
-    for t in reversed(range(len(rewards))):
-        acc = deltas[t] + discounts[t] * cs[t] * acc
-        result.append(acc)
-    vs = torch.stack(result[::-1]) + values
-    vs_t_plus_1 = torch.cat([vs[1:], bootstrap_value[None]], 0)
-    return vs, clipped_rhos * (rewards + discounts * vs_t_plus_1 - values)
+# ---- properties ------------------------------------------------------------------------------------
 
 
 def terminating_batch() -> tuple[Steps[Any], Any]:
-    """float32 tensors. Episodes terminate, since these implementations do not know truncations."""
+    """float32 tensors, of episodes that terminate."""
     generator = torch.Generator().manual_seed(3)
     reward, value, final_value, log_ratio = torch.randn(4, T, B, generator=generator)
     terminated = torch.rand(T, B, generator=generator) < 0.2
     steps = Steps(reward, value, terminated, torch.zeros_like(terminated), torch.ones(B), final_value)
     return steps, log_ratio
-
-
-@pytest.mark.parametrize("p_truncated", [0.0, 0.2])
-def test_gae_has_the_numbers_of_cleanrl_and_with_truncations_of_stable_baselines3(p_truncated: float) -> None:
-    """The latter adds the discounted value of the last observation to the reward, and then treats the end as a
-    termination."""
-    steps, _ = terminating_batch()
-    truncated = (torch.rand(T, B, generator=torch.Generator().manual_seed(4)) < p_truncated) & ~steps.terminated
-    rewards = steps.reward + truncated * 0.99 * steps.final_value
-    dones = torch.cat([torch.zeros(1, B), (steps.terminated | truncated).float()])
-    wanted = cleanrl_gae(rewards, steps.value, dones[:-1], steps.bootstrap_value, dones[-1], 0.99, 0.95)
-    cut = Steps(steps.reward, steps.value, steps.terminated, truncated, steps.bootstrap_value, steps.final_value)
-    torch.testing.assert_close(gae(cut, 0.99, 0.95)[0], wanted, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("clip_rho", [1.0, 3.0])
-def test_vtrace_has_the_numbers_of_deepmind(clip_rho: float) -> None:
-    steps, log_ratio = terminating_batch()
-    discounts = 0.99 * ~steps.terminated
-    target, advantage = deepmind_vtrace(
-        log_ratio, discounts, steps.reward, steps.value, steps.bootstrap_value, clip_rho
-    )
-    found = vtrace(steps, log_ratio, 0.99, clip_rho=clip_rho)
-    torch.testing.assert_close(found, (advantage, target), rtol=1e-6, atol=1e-6)
-
-
-# ---- properties ------------------------------------------------------------------------------------
 
 
 def test_gradients_flow() -> None:
@@ -264,29 +203,10 @@ def test_gradients_flow() -> None:
     assert value.grad[1:][~steps.terminated[:-1]].ne(0).all()
 
 
-@pytest.mark.slow
-def test_each_row_may_have_its_own_discount() -> None:
-    """The definitions, with a product of discounts in the place of a power. A row that is not valid may have NaN."""
-    rng = np.random.default_rng(4)
-    for _ in range(20):
-        steps, log_ratio, episodes, _ = random_batch(rng, T, B)
-        discount = np.where(steps.valid, 0.9 ** rng.integers(1, 9, (T, B)), np.nan)
-        wanted = {name: np.zeros((T, B)) for name in ("gae", "n_step")}
-        for own in episodes:
-            d = discount[own.start : own.start + len(own), own.column]
-            delta = [own.reward[t] + d[t] * own.next_value(t) - own.value[t] for t in range(len(own))]
-            for t in range(len(own)):
-                at, last = (own.start + t, own.column), min(t + 3, len(own))
-                wanted["gae"][at] = sum(np.prod(0.8 * d[t:i]) * delta[i] for i in range(t, len(own)))
-                wanted["n_step"][at] = sum(np.prod(d[t:i]) * own.reward[i] for i in range(t, last))
-                wanted["n_step"][at] += np.prod(d[t:last]) * own.next_value(last - 1)
-        tensors = as_tensors(steps), torch.from_numpy(discount)
-        for of, own_discount, ratio in ((steps, discount, log_ratio), (*tensors, torch.from_numpy(log_ratio))):
-            advantage, target = gae(of, own_discount, 0.8)
-            np.testing.assert_allclose(advantage, wanted["gae"], atol=1e-9)
-            np.testing.assert_allclose(n_step_return(of, 3, own_discount), wanted["n_step"], atol=1e-9)
-            np.testing.assert_allclose(lambda_return(of, own_discount, 0.8), target, atol=1e-9)
-            np.testing.assert_allclose(vtrace(of, 0 * ratio, own_discount, 0.8)[1], target, atol=1e-9)
+def test_the_ratios_of_vtrace_are_clipped_at_1_unless_told() -> None:
+    steps, log_ratio = terminating_batch()
+    wanted = vtrace(steps, log_ratio, 0.99, 1.0, clip_rho=1.0, clip_c=1.0)
+    torch.testing.assert_close(vtrace(steps, log_ratio, 0.99), wanted)
 
 
 def test_a_wrong_array_of_discounts_is_named() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.learning import Frames, Replay
-from penstock.learning.compiled import PYTHON
-from penstock.learning.ring import BEGINS, CUT, RESUMES, TERMINATED, TRUNCATED, VALID
-from penstock.learning.windows import read_windows
 
 from ..scale import FULL, examples, scaled
 from ..support import assert_same
-from .streams import DISCOUNT, Stream, wanted_transition
+from .streams import DISCOUNT, Stream, in_python, wanted_transition
 
 pytestmark = [pytest.mark.timeout(3600 if FULL else 120), pytest.mark.slow]
 
@@ -60,95 +59,48 @@ def test_every_size_offset_window_and_stack_is_exact(T: int) -> None:
             check_all(replay, stream, n)
 
 
-@given(
-    seed=st.integers(0, 2**32),
-    T=st.integers(3, 40),
-    B=st.integers(1, 4),
-    n=st.integers(1, 7),
-    frames=st.sampled_from(FRAMES),
-    wait=st.booleans(),
-    p_end=st.sampled_from([0.02, 0.2, 0.7]),
-    p_restart=st.sampled_from([0.0, 0.3]),
-    max_finals=st.sampled_from([1, 3, 1000]),
-    data=st.data(),
-)
-@examples(25, 500)
 @pytest.mark.filterwarnings("ignore:more than max_truncations:RuntimeWarning")
-def test_gaps_restarts_parked_columns_and_lost_final_observations(
-    seed: int,
-    T: int,
-    B: int,
-    n: int,
-    frames: Frames | None,
-    wait: bool,
-    p_end: float,
-    p_restart: float,
-    max_finals: int,
-    data: st.DataObject,
-) -> None:
+@pytest.mark.parametrize("version", [nullcontext, in_python])
+@examples(25, 500)
+@given(data=st.data())
+def test_gaps_restarts_parked_columns_and_lost_final_observations(data: st.DataObject, version: Any) -> None:
+    seed, T, B, n = (data.draw(st.integers(*bounds)) for bounds in ((0, 2**32), (3, 40), (1, 4), (1, 7)))
+    frames, max_finals = data.draw(st.sampled_from(FRAMES)), data.draw(st.sampled_from([1, 3, 1000]))
+    p_end, p_restart = data.draw(st.sampled_from([0.02, 0.2, 0.7])), data.draw(st.sampled_from([0.0, 0.3]))
+    wait = data.draw(st.booleans())
     n = min(n, T - 1 - (frames.n - 1 if frames else 0))
     if n < 1:
         return
-    stream = Stream(seed, B, frames=frames, wait=wait, p_end=p_end, p_restart=p_restart, nested=True)
-    replay = Replay(T * B, n, DISCOUNT, frames=frames, max_truncations=max_finals)
-    has_gap, lost = False, set[int]()
-    for _ in range(data.draw(st.integers(1, 8))):
-        batch_T = data.draw(st.integers(1, T))
-        if data.draw(st.integers(0, 5)) == 0:
-            stream.batch(batch_T, lost=True)
-            has_gap = True
-        else:
-            replay.append(stream.batch(batch_T), continues=not has_gap)
-            has_gap = False
-            check_all(replay, stream, n, max_finals)
-            for step, row in enumerate(zip(*stream.history, strict=True)):
-                orders = [each.final_order for each in row if each.final_order >= 0]
-                if step >= stream.end - T:
-                    lost |= {order for order in orders if order < stream.n_finals - max_finals}
-            assert replay.n_without_final == len(lost)
+    with version():
+        stream = Stream(seed, B, frames=frames, wait=wait, p_end=p_end, p_restart=p_restart, nested=True)
+        replay = Replay(T * B, n, DISCOUNT, frames=frames, max_truncations=max_finals)
+        has_gap, lost = False, set[int]()
+        for _ in range(data.draw(st.integers(1, 8))):
+            batch_T = data.draw(st.integers(1, T))
+            if data.draw(st.integers(0, 5)) == 0:
+                stream.batch(batch_T, lost=True)
+                has_gap = True
+            else:
+                replay.append(stream.batch(batch_T), continues=not has_gap)
+                has_gap = False
+                check_all(replay, stream, n, max_finals)
+                for step, row in enumerate(zip(*stream.history, strict=True)):
+                    orders = [each.final_order for each in row if each.final_order >= 0]
+                    if step >= stream.end - T:
+                        lost |= {order for order in orders if order < stream.n_finals - max_finals}
+                assert replay.n_without_final == len(lost)
 
 
-@pytest.mark.parametrize("n", scaled([1, 3, 7], [3]))
-def test_long_streams_are_exact(n: int) -> None:
-    stream = Stream(n, 8, p_end=0.05, nested=True)
-    replay = Replay(5003 * 8, n, DISCOUNT, max_truncations=5003)
-    n_checked = 0
-    for itr in range(360 if FULL else 60):
-        replay.append(stream.batch(128))
-        if itr % 20 == 19 and (itr < 60 or itr % 40 == 39):
-            n_checked += check_all(replay, stream, n)
-    assert n_checked > (340_000 if FULL else 60_000)
-
-
-@pytest.mark.skipif(read_windows is PYTHON["read_windows"], reason="was built without a C compiler")
-@pytest.mark.parametrize("n", [1, 2, 5])
-@pytest.mark.parametrize("B", [1, 3])
-def test_windows_are_the_same_in_c_and_in_numpy(n: int, B: int) -> None:
-    rng, N = np.random.default_rng(n), 400
-    size = 37 * B
-    for p_end in (0.05, 0.4):
-        p = np.array([0.8, p_end, p_end, p_end, 0.4, 0.6])[:, None]
-        bits = np.array([[VALID], [TERMINATED], [TRUNCATED], [BEGINS], [CUT], [RESUMES]])
-        flags = ((rng.random((6, size)) < p) * bits).sum(0).astype(np.uint8)
-        reward, positions = rng.normal(size=size).astype(np.float32), rng.integers(-size, 5 * size, N)
-        dtypes = (*[np.int64] * 3, *[np.float32] * 2, np.uint8, np.bool_)
-        outs = [[np.empty(N, dtype) for dtype in dtypes] for _ in range(2)]
-        for limit in (-1, 2 * size):
-            positions += size if limit > 0 else 0
-            for fn, out in zip((read_windows, PYTHON["read_windows"]), outs, strict=True):
-                fn(flags, reward, positions, 0.9 ** np.arange(n + 1), B, limit, *out)
-            for compiled, fallback in zip(*outs, strict=True):
-                assert compiled.tobytes() == fallback.tobytes()
-
-
+@pytest.mark.parametrize("version", [nullcontext, in_python])
 @pytest.mark.parametrize(("B", "p_end"), [(8, 0.0), (1, 0.5)])
-def test_a_gap_is_found_without_being_told_wherever_episodes_end(B: int, p_end: float) -> None:
+def test_a_gap_is_found_without_being_told_wherever_episodes_end(B: int, p_end: float, version: Any) -> None:
     stream = Stream(0, B, p_end=p_end)
     replay = Replay(B * 1000, 3, DISCOUNT, max_truncations=1000)
     for lost in (False, True, False, False, True, True, False) * 10:
         samples = stream.batch(3, lost=lost)
         if not lost:
-            replay.append(samples)
+            with version():
+                replay.append(samples)
             check_all(replay, stream, 3)
 
 
