@@ -47,11 +47,8 @@ def no_game_left(tmp_path: Path) -> Any:
     until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)
 
 
-def batches_and_stats(
-    cls: Any, folder: Path, faults: dict[int, tuple[int, str]], n: int = 3, **options: Any
-) -> tuple[Any, Any]:
+def batches_and_stats(cls: Any, env_fn: Any, n: int = 3, **options: Any) -> tuple[Any, Any]:
     """`n` batches, and the statistics."""
-    env_fn = partial(Played, str(folder), faults)
     with sampler_of(cls, env_fn, **{**RENEW, **options}) as sampler:
         sampler.initialize(RandomAgent(), seed=7)
         if cls is AsyncSampler:
@@ -67,7 +64,12 @@ CUTS = (3, 1, 8, 9, 16)
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     faults = {column: (at, "exit") for column, at in enumerate(CUTS)}
-    return batches_and_stats(SerialSampler, tmp_path_factory.mktemp("cut"), faults, batch_B=len(CUTS) + 1)
+    env_fn = partial(Played, str(tmp_path_factory.mktemp("cut")), faults)
+    return batches_and_stats(SerialSampler, env_fn, batch_B=len(CUTS) + 1, traj_info_cls=OwnTrajInfo)
+
+
+class OwnTrajInfo(TrajInfo):
+    """Of a class of its own, so penstock calls it for each step."""
 
 
 @pytest.mark.slow
@@ -112,16 +114,6 @@ def test_a_cut_invents_no_transition(at: int, cut: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_next_trajectories_of_the_column_are_whole_with_a_traj_info_of_ones_own(tmp_path: Path) -> None:
-    own = type("OwnTrajInfo", (TrajInfo,), {})
-    faults = {1: (3, "crash"), 2: (9, "vanish")}
-    found, _ = batches_and_stats(SerialSampler, tmp_path, faults, traj_info_cls=own)
-    lengths = [info["Length"] for _, infos in found for info in infos]
-    assert lengths == [7] * sum(int(batch.env.terminated.sum()) for batch in without_infos(found))
-    assert len(lengths) > 8
-
-
-@pytest.mark.slow
 def test_final_values_and_seeds(tmp_path: Path) -> None:
     """The value of the last observation is recorded, and a second run gives the same, whatever the sampler."""
 
@@ -149,11 +141,49 @@ def test_final_values_and_seeds(tmp_path: Path) -> None:
 def test_other_columns_stay_with_every_sampler(cls: Any, start_method: str, collector_cls: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"start_method": start_method, "collector_cls": collector_cls}
     wanted = undisturbed_games(collector_cls)[:4]
-    found, stats = batches_and_stats(cls, tmp_path, {1: (5, "exit"), 2: (11, "hang")}, n=4, **options)
+    env_fn = partial(Played, str(tmp_path), {1: (5, "exit"), 2: (11, "hang")})
+    found, stats = batches_and_stats(cls, env_fn, n=4, **options)
     assert (stats.renewals, stats.cut_episodes, stats.restarts) == (2, 2, 0)
     assert_same(without_infos(found, [0, 3]), [batch[:, [0, 3]] for batch in wanted])
     ours, theirs = ([batch.env.reward[:, [1, 2]] for batch in each] for each in (without_infos(found), wanted))
     assert not np.array_equal(ours, theirs)
+    assert {info["Length"] for _, infos in found for info in infos} == {7}
+
+
+class Match(ScriptedGame):
+    """Two players, 6 steps. The first match of env_rank 1 fails in step `at`."""
+
+    def __init__(self, folder: Path, at: int, context: Any) -> None:
+        super().__init__(2, script=[{}] * 6)
+        self.marker, self.at = folder / "failed", at if context.env_rank == 1 else 0
+
+    def step(self, actions: Any) -> Any:
+        if self.t + 1 == self.at and not self.marker.exists():
+            self.marker.touch()
+            raise GameError("the server is gone")
+        return super().step(actions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cls", "at"), pairs(SAMPLERS, [3, 1]))
+def test_all_seats_of_a_match_are_cut_in_one_row(cls: Any, at: int, tmp_path: Path) -> None:
+    """The match of env_rank 1 dies in row at - 1 of the first batch."""
+    plain, _ = batches_and_stats(SerialSampler, partial(Match, tmp_path, 0))
+    found, stats = batches_and_stats(cls, partial(Match, tmp_path, at))
+    assert (stats.renewals, stats.cut_episodes, stats.restarts) == (1, 1, 0)
+    others = [0, 1, 4, 5, 6, 7]
+    assert_same(without_infos(found, others), without_infos(plain, others))
+    first, *later = (batch.by_env(2).env for batch, _ in found)
+    assert np.argwhere(~first.valid).tolist() == [[at - 1, 1, 0], [at - 1, 1, 1]]
+    assert first.done[at - 1, 1].all()
+    assert (first.reward[at - 1, 1] == 0).all()
+    assert all(env.valid.all() for env in later)
+    if at == 3:
+        assert first.truncated[1, 1].all()
+        np.testing.assert_array_equal(first.final_obs[1, 1], first.observation[2, 1])
+    assert not first.terminated[:at, 1].any()
+    np.testing.assert_array_equal(first.observation[at, 1, :, 1], [0, 0])  # a new match begins
+    assert {info["Length"] for _, infos in found for info in infos} == {6}, "no trajectory of the match that was cut"
 
 
 @pytest.mark.slow
