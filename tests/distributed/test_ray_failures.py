@@ -253,16 +253,3 @@ def test_shutdown_ends_everything_in_each_state(state: str) -> None:
     sampler.shutdown()
     assert time.monotonic() - began < 6.0
     assert wait_for_none(before, 30.0 if state == "suspended" else scaled(2.0, 5.0)) == {}
-
-
-def test_shutdown_from_another_thread_ends_a_wait() -> None:
-    sampler = ray_sampler(SLEEPING, batch_T=2000, batch_B=2, max_decorrelation_steps=0)
-    sampler.initialize(RandomAgent(), seed=0)
-    closer = threading.Timer(0.3, sampler.shutdown)
-    closer.start()
-    began = time.monotonic()
-    with pytest.raises(SamplerClosedError):
-        sampler.obtain_samples(0)
-    closer.join()
-    assert time.monotonic() - began < 6.0
-    sampler.shutdown()

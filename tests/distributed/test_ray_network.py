@@ -92,7 +92,7 @@ class Cable:
 
     def __init__(self, ends: tuple[int, int]) -> None:
         self.delay, self.loss, self.is_cut = 0.0, 0.0, False
-        self.n_carried = self.n_lost = 0
+        self.n_lost = 0
         self._ends, self._is_closed = ends, False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -116,7 +116,6 @@ class Cable:
                 heapq.heappush(due, (time.monotonic() + self.delay, number, to, frame))
             while due and due[0][0] <= time.monotonic():
                 _, _, to, frame = heapq.heappop(due)
-                self.n_carried += 1
                 try:
                     os.write(to, frame)
                 except BlockingIOError:
@@ -279,7 +278,6 @@ def test_a_slow_network_that_loses_packets_changes_nothing(nodes: Nodes, tmp_pat
         batches = [next(found) for _ in range(20)]
     assert [batch["digest"] for batch in batches] == digests(20)
     assert nodes.cable.n_lost > 20
-    print(f"{nodes.cable.n_carried} frames carried, {nodes.cable.n_lost} lost")
 
 
 def test_a_cut_of_three_seconds_is_only_a_delay(nodes: Nodes, tmp_path: Path) -> None:
@@ -289,9 +287,7 @@ def test_a_cut_of_three_seconds_is_only_a_delay(nodes: Nodes, tmp_path: Path) ->
         threading.Timer(3.0, lambda: setattr(nodes.cable, "is_cut", False)).start()
         batches += [next(found) for _ in range(40)]
     assert [batch["digest"] for batch in batches] == digests(45)
-    slowest = max(batch["seconds"] for batch in batches)
-    print(f"the slowest batch took {slowest:.1f} s")
-    assert slowest > 2.0
+    assert max(batch["seconds"] for batch in batches) > 2.0
 
 
 def test_a_cut_is_named(nodes: Nodes, tmp_path: Path) -> None:
@@ -302,14 +298,12 @@ def test_a_cut_is_named(nodes: Nodes, tmp_path: Path) -> None:
         began = time.monotonic()
         error = next(line for line in found if "error" in line)
         took = time.monotonic() - began
-    print(f"named after {took:.1f} s: {error['error']}")
     assert "was lost" in error["error"]
     assert nodes.far.address in error["error"]
     assert took < 11.0
     while processes_in(nodes.far, nodes.run):  # until its raylet gives up
         assert time.monotonic() - began < 60
         time.sleep(0.2)
-    print(f"no shard is left behind the cut after {time.monotonic() - began:.1f} s")
 
 
 def test_what_is_behind_a_cut_ends_and_never_counts(nodes: Nodes, tmp_path: Path) -> None:
@@ -320,8 +314,7 @@ def test_what_is_behind_a_cut_ends_and_never_counts(nodes: Nodes, tmp_path: Path
         began = time.monotonic()
         assert any("ShardHost" in text for text in processes_in(nodes.far, nodes.run).values())
         alone = next(line for line in found if not all(line["valid"]))
-        took = time.monotonic() - began
-        assert took < 11.0
+        assert time.monotonic() - began < 11.0
         nodes.cable.is_cut = False
         deadline = time.monotonic() + 60
         while processes_in(nodes.far, nodes.run):
@@ -329,5 +322,3 @@ def test_what_is_behind_a_cut_ends_and_never_counts(nodes: Nodes, tmp_path: Path
             later = next(found)
             assert later["valid"] == alone["valid"]
             assert later["late"] == [0, 0]
-        ended = time.monotonic() - began
-    print(f"alone after {took:.1f} s; no shard is left behind the cut after {ended:.1f} s")

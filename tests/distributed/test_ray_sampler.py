@@ -19,7 +19,6 @@ import pytest
 import threadpoolctl
 import torch
 from gymnasium import spaces
-from torch import nn
 
 pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
@@ -68,18 +67,9 @@ class Own(TrajInfo):
         self.Last = float(observation[0])
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy, self.critic = nn.Linear(4, 2), nn.Linear(4, 1)
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.policy(observation), self.critic(observation)
-
-
 def model_agent() -> CategoricalPgAgent:
     # In float64 the last bit, in which matrix products of other batch shapes may differ, decides nothing.
-    return CategoricalPgAgent(lambda: Model().double())
+    return CategoricalPgAgent(lambda: models.Small().double())
 
 
 class Cost(ResetCollector):
@@ -197,7 +187,7 @@ def test_calls_parameters_statistics_and_errors() -> None:
         assert (samples.agent.policy_version == 1).all()
         before = samples.agent.agent_info.value.clone()
         with torch.no_grad():
-            agent.model.critic.bias += 100.0
+            agent.model.layer.bias += 100.0
         samples, _ = sampler.obtain_samples(1)
         assert samples.agent.agent_info.value.max() < before.max() + 50, "nothing was published"
         assert sampler.stats().parameter_puts == 0
@@ -251,7 +241,7 @@ def test_a_stream_hands_over_the_pieces_as_they_come() -> None:
             pieces.append(piece)
             if len(pieces) % 4 == 0:
                 with torch.no_grad():
-                    agent.model.critic.bias += 1.0
+                    agent.model.layer.bias += 1.0
                 agent.sync_shared_memory()
             with pytest.raises(SamplerStateError, match="the next piece of stream"):
                 sampler.obtain_samples(0)
