@@ -326,34 +326,27 @@ def test_episodes_of_a_recurrent_agent_end_with_its_policy_worker(make: str, req
 # ---- runs ----------------------------------------------------------------------------------
 
 
-class FailsOnce:
-    """Raises the first time that each of these is called with a new number."""
-
-    def __init__(self) -> None:
-        self.calls = Counter[str]()
-
-    def at(self, what: str, *numbers: int) -> None:
-        self.calls[what] += 1
-        if self.calls[what] in numbers:
-            raise RuntimeError(f"{what} {self.calls[what]}")
-
-
 def test_a_failing_configure_during_a_restart_is_tried_again_and_versions_do_not_fall(tmp_path: Path) -> None:
-    faults, versions = FailsOnce(), list[int]()
+    calls, versions = Counter[str](), list[int]()
+
+    def fail_at(what: str, *numbers: int) -> None:
+        """Raise in these calls of `what`."""
+        calls[what] += 1
+        if calls[what] in numbers:
+            raise RuntimeError(f"{what} {calls[what]}")
 
     class Trainer(Steps):
         def step(self, batch: Batch) -> None:
-            faults.at("step", 6)
+            fail_at("step", 6)
 
         def state_dict(self) -> dict[str, Any]:
-            faults.at("save")
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            faults.at("load", 1)  # the first restart fails too
+            fail_at("load", 1)  # the first restart fails too
 
     def make_sampler() -> SerialSampler:
-        faults.at("sampler", 4)  # 1: the example; 2, 3: the actors
+        fail_at("sampler", 4)  # 1: the example; 2, 3: the actors
         return SAMPLER()
 
     def is_over(state: RunState) -> bool:
@@ -540,11 +533,7 @@ def test_a_silent_worker_is_unresponsive_and_does_not_block_the_loop(
 ) -> None:
     faulty, seen, calls = Faulty(tmp_path, 2), set[str](), list[float]()
     made = Experiment(
-        "silent",
-        faulty.make_agent,
-        Actors(1, SAMPLER),
-        Training(faulty.make_trainer, max_staleness=2),
-        seed=1,
+        "silent", faulty.make_agent, Actors(1, SAMPLER), Training(faulty.make_trainer, max_staleness=2), seed=1
     )
     with made.run(wire="zmq", hang_timeout=1.0) as run:
 

@@ -16,13 +16,7 @@ import pytest
 
 ray = pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]"')
 
-from penstock import (  # noqa: E402
-    NodeLostError,
-    PenstockError,
-    RandomAgent,
-    SamplerClosedError,
-    SerialSampler,
-)
+from penstock import NodeLostError, PenstockError, RandomAgent, SamplerClosedError, SerialSampler  # noqa: E402
 from penstock.distributed import RaySampler  # noqa: E402
 from penstock.envs import CountingEnv, EnvContext, SlowEnv  # noqa: E402
 
@@ -30,12 +24,7 @@ from ..scale import scaled  # noqa: E402
 from ..support import assert_same  # noqa: E402
 from .ray_support import CARTPOLE, our_processes, ray_sampler, rollouts, wait_for_none  # noqa: E402
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.timeout(180),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180), pytest.mark.slow]
 
 # Like CountingEnv, but a step takes 50 ms.
 SLEEPING = partial(SlowEnv, 0.05)

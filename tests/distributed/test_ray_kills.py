@@ -24,12 +24,7 @@ from ..scale import FULL, scaled  # noqa: E402
 from .ray_support import our_processes, ray_sampler, wait_for_none  # noqa: E402
 from .test_ray_failures import WithChild, actor_pids  # noqa: E402
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.timeout(600),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600), pytest.mark.slow]
 
 N_SHARDS = 2
 # Until a loss is named, and until the processes of a killed shard have ended. Daily, other tests use the CPUs too.

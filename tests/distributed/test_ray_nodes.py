@@ -25,11 +25,7 @@ from ..support import assert_same
 from .ray_support import CARTPOLE, our_processes, rollouts, wait_for_none
 from .test_ray_sampler import Own
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.timeout(180),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.slow]
 
 
 def add_node(cluster: Any, kind: str, n_shards: int = 2) -> Any:

@@ -49,12 +49,7 @@ from .ray_support import CARTPOLE, ray_sampler, rollouts
 for module in (models, digest_cases, test_equalities):  # nodes cannot import them
     cloudpickle.register_pickle_by_value(sys.modules[module.__name__])
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.timeout(180),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180), pytest.mark.slow]
 
 
 class Own(TrajInfo):

@@ -26,12 +26,7 @@ from ..scale import scaled
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # shards cannot import what is here
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.usefixtures("ray_cluster"),
-    pytest.mark.timeout(180),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180), pytest.mark.slow]
 
 
 def alone(agent_id: str, env_rank: int) -> str:

@@ -70,11 +70,7 @@ def is_up(state: dict[str, Any]) -> bool:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("wire", "n_trainers", "n_policies"),
-    [
-        ("zmq", 1, 1),
-        pytest.param("ray", 1, 1, marks=pytest.mark.ray),
-        pytest.param("ray", 2, 0, marks=pytest.mark.ray),
-    ],
+    [("zmq", 1, 1), pytest.param("ray", 1, 1, marks=pytest.mark.ray), pytest.param("ray", 2, 0, marks=pytest.mark.ray)],
 )
 def test_a_run_goes_on_after_its_panel_was_suspended_and_all_end_when_it_is_killed(
     wire: str, n_trainers: int, n_policies: int, tmp_path: Path, request: pytest.FixtureRequest

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from types import SimpleNamespace
 from typing import Any
@@ -204,15 +204,12 @@ class TestContract:
         assert sorted(results) == [k * 100 + i for k in range(4) for i in range(10)]
 
     def test_each_of_several_waiting_threads_gets_its_reply(self, peer: Peer, inbox: Inbox) -> None:
-        results: list[int] = []
         futures = [peer.ask(i, 20) for i in range(4)]
-        threads = [threading.Thread(target=lambda f=future: results.append(f.result())) for future in futures]
-        for thread in threads:
-            thread.start()
-        for call in sorted([received(inbox) for _ in threads], key=lambda call: int(call.message)):
-            call.reply(call.message)
-            threads[call.message].join(10)
-        assert results == [0, 1, 2, 3]
+        with ThreadPoolExecutor(4) as threads:
+            found = [threads.submit(future.result) for future in futures]
+            for call in sorted([received(inbox) for _ in futures], key=lambda call: int(call.message)):
+                call.reply(call.message)
+                assert found[call.message].result(10) == call.message
 
     def test_ctrl_c_ends_a_wait_and_nothing_else(self, peer: Peer, echo: Echo) -> None:
         future = peer.ask("drop", 30)

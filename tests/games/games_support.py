@@ -16,14 +16,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from penstock import (
-    AlternatingSampler,
-    AsyncSampler,
-    GpuSampler,
-    ParallelSampler,
-    RandomAgent,
-    SerialSampler,
-)
+from penstock import AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, SerialSampler
 from penstock.envs.seeding import Purpose
 from penstock.games import GameProcess
 
