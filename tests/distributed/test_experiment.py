@@ -1,7 +1,5 @@
 """Experiments: actors, policy workers and a trainer, as threads, over sockets, and as processes that are killed."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import resource
@@ -101,27 +99,6 @@ def experiment(inference: str | None = "policy", agent: Any = None, **training: 
         Policies(1) if inference else None,
         seed=3,
     )
-
-
-@pytest.mark.parametrize(
-    ("wire", "inference"),
-    [
-        ("local", None),
-        ("local", "policy"),
-        pytest.param("ray", None, marks=pytest.mark.ray),
-        *scaled([("zmq", None), ("zmq", "policy"), pytest.param("ray", "policy", marks=pytest.mark.ray)], []),
-    ],
-)
-def test_an_experiment_runs(wire: str, inference: str | None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    need(wire, request)
-    with experiment(inference, max_staleness=6).run(wire=wire) as run:
-        state = run.wait(lambda s: s.version >= 8, timeout=60, metrics=tmp_path / "metrics.jsonl")
-        assert state.version >= 8
-        assert state.trainer["rows"] >= 7 * 64
-        assert state.trainer["largest_staleness"] <= 6
-        assert run.restarts == dict.fromkeys(run.restarts, 0)
-        wait_until(lambda: all(facts["version"] > 1 for facts in run.state().workers.values() if "version" in facts))
-    assert (tmp_path / "metrics.jsonl").read_text().startswith('{"version": ')
 
 
 class Pictures(gym.Env[Any, Any]):

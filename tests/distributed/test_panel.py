@@ -1,7 +1,5 @@
 """The control panel and its workers, as threads and as processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -1,7 +1,5 @@
 """The statuses of a worker: which command is allowed when."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """What the tests of games share: the faulty server, environments that play it, and what is left of it."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -12,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Discrete
@@ -21,6 +20,8 @@ from penstock.envs.seeding import Purpose
 from penstock.games import GameProcess
 
 from ..support import PROGRAMS, collect, sampler_of, without_infos
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
 SAMPLERS = (SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler, AsyncSampler)
 
