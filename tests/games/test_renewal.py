@@ -64,11 +64,7 @@ CUTS = (3, 1, 8, 9, 16)
 def cut(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     faults = {column: (at, "exit") for column, at in enumerate(CUTS)}
     env_fn = partial(Played, str(tmp_path_factory.mktemp("cut")), faults)
-    return batches_and_stats(SerialSampler, env_fn, batch_B=len(CUTS) + 1, traj_info_cls=OwnTrajInfo)
-
-
-class OwnTrajInfo(TrajInfo):
-    """Of a class of its own, so penstock calls it for each step."""
+    return batches_and_stats(SerialSampler, env_fn, batch_B=len(CUTS) + 1)
 
 
 @pytest.mark.slow
@@ -132,13 +128,17 @@ def test_final_values_and_seeds(tmp_path: Path) -> None:
         assert_same(without_infos(other), without_infos(results[0]), rtol=1e-5, atol=1e-6)
 
 
+class OwnTrajInfo(TrajInfo):
+    """Of a class of its own, so penstock calls it for each step."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "start_method", "collector_cls"),
     [(*first, last) for first, last in pairs(pairs(SAMPLERS, USUAL_METHODS), [ResetCollector, WaitResetCollector])],
 )
 def test_other_columns_stay_with_every_sampler(cls: Any, start_method: str, collector_cls: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"start_method": start_method, "collector_cls": collector_cls}
+    options = {"start_method": start_method, "collector_cls": collector_cls, "traj_info_cls": OwnTrajInfo}
     wanted = undisturbed_games(collector_cls)[:4]
     env_fn = partial(Played, str(tmp_path), {1: (5, "exit"), 2: (11, "hang")})
     found, stats = batches_and_stats(cls, env_fn, n=4, **options)
