@@ -556,25 +556,14 @@ def test_one_example_environment_of_several_agents_is_built() -> None:
     assert len(built) == 1
 
 
-class Tempered(RandomAgent):
-    """Has one parameter."""
-
-    temperature: Any = np.float64(0.5)
-
-    def read_parameters(self) -> Mapping[str, Any]:
-        return {"temperature": self.temperature}
-
-    def write_parameters(self, parameters: Mapping[str, Any]) -> None:
-        self.temperature = parameters["temperature"] + 0
-
-
 def test_a_number_of_numpy_is_a_parameter_and_another_value_is_named() -> None:
-    agent = replace(experiment(None), make_agent=Tempered).plan().agent()
+    agent: Any = Published()
+    agent.number = np.float64(0.5)
     found = read_parameters(agent)
-    assert found == {"temperature": 0.5}
-    assert isinstance(found["temperature"], np.ndarray)
-    agent.temperature = 0.5
-    with pytest.raises(ConfigError, match=r"read_parameters of Tempered must return numpy arrays, got .*'temperature'"):
+    assert found == {"number": 0.5}
+    assert isinstance(found["number"], np.ndarray)
+    agent.number = 0.5
+    with pytest.raises(ConfigError, match=r"read_parameters of Published must return numpy arrays, got .*'number'"):
         read_parameters(agent)
 
 

@@ -32,34 +32,6 @@ __all__ = ["panel"]
 pytestmark = pytest.mark.slow
 
 
-class Driver:
-    """The program tests/programs/suspended.py, and what it has printed."""
-
-    def __init__(self, *arguments: object, environ: dict[str, str]) -> None:
-        command = [sys.executable, str(PROGRAMS / "suspended.py"), *map(str, arguments)]
-        self.process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
-        self.states: list[dict[str, Any]] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                self.states.append(json.loads(line))
-
-    def wait(self, condition: Callable[[dict[str, Any]], bool], timeout: float = 90.0) -> dict[str, Any]:
-        """The first state from now on for which this is true."""
-        first = len(self.states)
-        wait_until(lambda: any(map(condition, self.states[first:])), timeout)
-        return next(filter(condition, self.states[first:]))
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        self._reader.join()
-
-
 def is_up(state: dict[str, Any]) -> bool:
     workers = [status for name, status in state.items() if "/" in name]
     return state["pid"] > 0 and set(workers) == {"RUNNING"}
@@ -78,36 +50,49 @@ def test_a_run_goes_on_after_its_panel_was_suspended_and_all_end_when_it_is_kill
     if wire == "ray":
         environ["RAY_ADDRESS"] = request.getfixturevalue("ray_cluster").address
     before, path = our_processes(), tmp_path / "trainer.pt"
-    driver = Driver(wire, path, n_trainers, n_policies, environ=environ)
+    command = [sys.executable, PROGRAMS / "suspended.py", wire, path, str(n_trainers), str(n_policies)]
+    driver, states = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True), list[dict[str, Any]]()
+
+    def wait(condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The next state that the program prints for which this is true."""
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            if line.startswith("{"):
+                states.append(json.loads(line))
+                if condition(states[-1]):
+                    return states[-1]
+        raise AssertionError("the program has ended")
+
     try:
-        state = driver.wait(lambda s: is_up(s) and s["version"] >= 3)
+        state = wait(lambda s: is_up(s) and s["version"] >= 3)
         pid, n_lives = state["pid"], 0
         for _ in range(2):  # more often than max_restarts allows failures
             path.unlink(missing_ok=True)
-            driver.process.send_signal(signal.SIGSTOP)
+            driver.send_signal(signal.SIGSTOP)
             time.sleep(7)
             assert path.exists(), "the trainer has saved itself"
             saved = torch.load(path, weights_only=True)["version"]
-            driver.process.send_signal(signal.SIGCONT)
+            driver.send_signal(signal.SIGCONT)
             n_lives += wire == "ray"
-            state = driver.wait(
+            state = wait(
                 lambda s: is_up(s) and s["version"] > saved + 3 and s["restarts"]["actor/1"] == n_lives  # noqa: B023
             )
         others = [name for name in state["restarts"] if not name.startswith("trainer/")]
         assert state["restarts"] == dict.fromkeys(state["restarts"], 0) | dict.fromkeys(others, n_lives)
-        versions = [each["version"] for each in driver.states]
+        versions = [each["version"] for each in states]
         assert versions == sorted(versions)
-        assert {each["pid"] for each in driver.states if each["version"] >= 3} <= {0, pid}
-        assert not {each["trainer/0"] for each in driver.states} & {"LOST", "ERROR"}
-        driver.process.send_signal(signal.SIGSTOP)
+        assert {each["pid"] for each in states if each["version"] >= 3} <= {0, pid}
+        assert not {each["trainer/0"] for each in states} & {"LOST", "ERROR"}
+        driver.send_signal(signal.SIGSTOP)
         time.sleep(4)
         assert psutil.pid_exists(pid)
-        driver.process.kill()
+        driver.kill()
         began = time.monotonic()
         assert wait_for_none(before, 20) == {}
         note("all workers have ended after their suspended panel was killed [s]", time.monotonic() - began, 3.0)
     finally:
-        driver.close()
+        driver.kill()
+        driver.communicate()
 
 
 class Going(Worker):
