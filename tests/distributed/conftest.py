@@ -1,5 +1,7 @@
 """One Ray for all tests of a process: a cluster of one node, to which tests may add others."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import uuid

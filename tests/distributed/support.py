@@ -1,5 +1,7 @@
 """Nodes for the tests, and links between them that are cut."""
 
+from __future__ import annotations
+
 import contextlib
 import importlib.util
 import os

@@ -1,5 +1,7 @@
 """The code of docs/control_plane.md and docs/migration/srl.md, and the example, run as they are written."""
 
+from __future__ import annotations
+
 import re
 import runpy
 from pathlib import Path

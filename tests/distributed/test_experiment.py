@@ -1,5 +1,7 @@
 """Experiments: actors, policy workers and a trainer, as threads, over sockets, and as processes that are killed."""
 
+from __future__ import annotations
+
 import os
 import pickle
 import resource

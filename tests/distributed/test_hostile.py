@@ -1,5 +1,7 @@
 """What strangers send to a wire over sockets is refused, counted, and never unpickled."""
 
+from __future__ import annotations
+
 import contextlib
 import pickle
 import random

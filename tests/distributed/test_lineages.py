@@ -1,5 +1,7 @@
 """What an experiment does after faults: lineages of parameters, restarts as steps, silent workers, schedules."""
 
+from __future__ import annotations
+
 import ctypes
 import logging
 import os

@@ -1,5 +1,7 @@
 """Experiments on more than one machine, and with more than one trainer: real processes over sockets."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import signal

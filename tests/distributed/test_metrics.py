@@ -1,5 +1,7 @@
 """Where the figures of a run go: JSON lines, TensorBoard, Prometheus."""
 
+from __future__ import annotations
+
 import json
 import socket
 import sys

@@ -1,5 +1,7 @@
 """The name table: leases, subtrees and pages, against a model with a clock that the test moves."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

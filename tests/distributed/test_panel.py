@@ -1,5 +1,7 @@
 """The control panel and its workers, as threads and as processes."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import resource

@@ -1,5 +1,7 @@
 """The files of docs/recipes/machines.md: they parse, name what exists, and run where this machine can run them."""
 
+from __future__ import annotations
+
 import os
 import re
 import stat

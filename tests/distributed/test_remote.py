@@ -1,5 +1,7 @@
 """Remote calls: a server on a leased port, a handler, clients in this process and in another."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 import threading

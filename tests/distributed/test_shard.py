@@ -1,5 +1,7 @@
 """What penstock uses of Ray, read from the code."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 

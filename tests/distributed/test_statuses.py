@@ -1,5 +1,7 @@
 """The statuses of a worker: which command is allowed when."""
 
+from __future__ import annotations
+
 import contextlib
 
 import pytest

@@ -1,5 +1,7 @@
 """Sample streams: every piece once, bounded memory, lost consumers. Inference streams: the right answer to each."""
 
+from __future__ import annotations
+
 import threading
 from collections import Counter
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """Panels that are silent although they live: real programs that are suspended, over sockets and on Ray."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

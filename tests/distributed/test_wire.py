@@ -1,5 +1,7 @@
 """The contract of a node: the same tests for direct links, and for links that are cut, with packets that come twice."""
 
+from __future__ import annotations
+
 import os
 import signal
 import threading

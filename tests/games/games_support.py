@@ -1,5 +1,7 @@
 """What the tests of games share: the faulty server, environments that play it, and what is left of it."""
 
+from __future__ import annotations
+
 import functools
 import json
 import os

@@ -1,5 +1,7 @@
 """One game: its start, its ports, its replies, its errors, its end. The server is tests/programs/faulty_game.py."""
 
+from __future__ import annotations
+
 import gc
 import json
 import os

@@ -1,5 +1,7 @@
 """A game fails in a batch: only its environment is built again, its episode is cut, and all other columns stay."""
 
+from __future__ import annotations
+
 import random
 import re
 from functools import partial

@@ -1,5 +1,7 @@
 """What the workers of test_supervisor.py do, and a script that starts them. It needs no pytest."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import pickle

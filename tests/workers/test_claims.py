@@ -1,5 +1,7 @@
 """Among the processes of a user, each port and each CPU has one owner."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import subprocess

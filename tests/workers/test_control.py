@@ -1,5 +1,7 @@
 """The control block: each shared word says what its one writer has written, and to everybody."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from hypothesis import given

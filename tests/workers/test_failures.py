@@ -1,5 +1,7 @@
 """Workers that fail: what errors say of them, who may be replaced, and how often."""
 
+from __future__ import annotations
+
 import bdb
 import pickle
 import re

@@ -1,5 +1,7 @@
 """Processes that an environment forks: what comes back into the worker's loop must not work in the worker's place."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys

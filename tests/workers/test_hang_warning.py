@@ -1,5 +1,7 @@
 """Without `step_timeout`, a worker that makes no progress is named in a warning, once in each command."""
 
+from __future__ import annotations
+
 import logging
 import os
 import threading

@@ -1,5 +1,7 @@
 """`workers/spinning.py`: looks and waits, compiled and in Python with the same answers, and how long a wait spins."""
 
+from __future__ import annotations
+
 import threading
 import time
 from itertools import pairwise
