@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from penstock import AgentStep, CategoricalPgAgent, NamedArrays, RandomAgent, RequestError, SerialSampler
 from penstock.distributed import (
@@ -39,12 +40,14 @@ from penstock.distributed import (
     Worker,
 )
 from penstock.distributed.actor_worker import StreamAgent
+from penstock.distributed.launched import LaunchedThread
+from penstock.distributed.names import NameClient
 from penstock.distributed.parameters import ParameterClient
 from penstock.distributed.pieces import piece_of
 
 from ..scale import scaled
-from .support import SAMPLER, need, needs_zmq, wait_until
-from .test_experiment import Publisher, Steps, experiment, joined, panel, start
+from .support import MAKES, SAMPLER, need, needs_zmq, wait_until
+from .test_experiment import Publisher, Steps, experiment, joined, panel, recurrent_agent, start
 
 __all__ = ["joined", "panel"]
 
@@ -251,37 +254,99 @@ def test_paused_means_that_no_poll_runs_and_the_figures_are_of_the_last_one(pane
     assert (panel.stats()["slow/0"]["n"], panel.stats()["slow/0"]["polls"], worker.n) == (1, 1, 1)
 
 
+# ---- recurrent state is lost with the policy worker that had it --------------------------
+
+
+def unexpected_starts(pieces: list[Any], model: Any) -> list[int]:
+    """The pieces in which new episodes begin, although those of the piece before have not ended. Checks all rows: each
+    observation and recorded state follows from the row before, also across pieces."""
+    state = torch.zeros(4, 8, dtype=torch.float64)
+    breaks, before = [], pieces[0]["samples"]["env"]
+    for i, piece in enumerate(pieces):
+        env, recorded = piece["samples"]["env"], piece["samples"]["agent"]["agent_info"]["prev_rnn_state"]
+        starts = env["prev_done"][0]
+        if i and (starts & ~before["done"][-1]).any():
+            assert starts.all()
+            breaks.append(i)
+        if i:
+            assert (env["observation"][0] == before["bootstrap_obs"])[~starts].all()
+        assert env["valid"].all()
+        for t in range(len(env["reward"])):
+            state = torch.where(torch.from_numpy(env["prev_done"][t].copy())[:, None], 0.0, state)
+            np.testing.assert_allclose(recorded[t], state, atol=1e-5)
+            with torch.no_grad():
+                state = model(torch.from_numpy(env["observation"][t].astype(np.float64)), None, None, state)[2]
+        before = env
+    return breaks
+
+
+@pytest.mark.parametrize("make", scaled(MAKES, ("local",)))
+def test_episodes_of_a_recurrent_agent_end_with_its_policy_worker(make: str, request: pytest.FixtureRequest) -> None:
+    need(make, request)
+    plan = plan_of(recurrent_agent)
+    with ControlPanel("test", wire=make) as panel:
+        start(panel, publisher=partial(Publisher, plan))
+        policies = panel.launch(partial(PolicyWorker, Policies(1), plan), 2, name="policy")
+        panel.connect(policies, timeout=60)
+        acting = Actors(1, SAMPLER, inference="policy")
+        actor = LaunchedThread(lambda: ActorWorker(acting, plan), panel.connection, "actor/0")
+        wire = panel.connection.wire()
+        consumer = SampleConsumer(wire, NameClient(wire, panel.connection.address), "train", "test")
+        panel.connect(["actor/0"])
+        for name in (*policies, "actor/0"):  # to be configured, the actor needs a policy worker that runs
+            panel.request(name, "configure")
+            panel.request(name, "start")
+
+        def n_truncated() -> int:
+            return int(panel.stats(["actor/0"], timeout=10)["actor/0"].get("truncated", 0))
+
+        pieces = [consumer.get(20) for _ in range(8)]
+        assert n_truncated() == 0
+
+        def n_rows(name: str) -> int:
+            return int(panel.stats([name], timeout=10)[name].get("samples", 0))
+
+        wait_until(lambda: any(map(n_rows, policies)))
+        asked = max(policies, key=n_rows)
+        if make == "local":
+            panel.request(asked, "exit")
+        else:
+            os.kill(panel.pid(asked), signal.SIGKILL)
+        while n_truncated() == 0:
+            pieces.append(consumer.get(20))
+        pieces += [consumer.get(20) for _ in range(8)]  # two may have waited
+        assert n_truncated() == 4
+        panel.request("actor/0", "exit")
+        assert actor.wait(10)
+        wire.close()
+    assert len(unexpected_starts(pieces, plan.agent().model)) == 1
+    assert any(piece["samples"]["env"]["prev_done"][1:].any() for piece in pieces), "some episodes end by themselves"
+
+
 # ---- runs ----------------------------------------------------------------------------------
 
 
-class FailsOnce:
-    """Raises the first time that each of these is called with a new number."""
-
-    def __init__(self) -> None:
-        self.calls = Counter[str]()
-
-    def at(self, what: str, *numbers: int) -> None:
-        self.calls[what] += 1
-        if self.calls[what] in numbers:
-            raise RuntimeError(f"{what} {self.calls[what]}")
-
-
 def test_a_failing_configure_during_a_restart_is_tried_again_and_versions_do_not_fall(tmp_path: Path) -> None:
-    faults, versions = FailsOnce(), list[int]()
+    calls, versions = Counter[str](), list[int]()
+
+    def fail_at(what: str, *numbers: int) -> None:
+        """Raise in these calls of `what`."""
+        calls[what] += 1
+        if calls[what] in numbers:
+            raise RuntimeError(f"{what} {calls[what]}")
 
     class Trainer(Steps):
         def step(self, batch: Batch) -> None:
-            faults.at("step", 6)
+            fail_at("step", 6)
 
         def state_dict(self) -> dict[str, Any]:
-            faults.at("save")
             return {}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            faults.at("load", 1)  # the first restart fails too
+            fail_at("load", 1)  # the first restart fails too
 
     def make_sampler() -> SerialSampler:
-        faults.at("sampler", 4)  # 1: the example; 2, 3: the actors
+        fail_at("sampler", 4)  # 1: the example; 2, 3: the actors
         return SAMPLER()
 
     def is_over(state: RunState) -> bool:
@@ -304,8 +369,6 @@ LIFE = 2**16  # a stamp is life * LIFE + number: a float32 has 24 bits
 
 
 def stamped_model(observation_space: Any, action_space: Any) -> Any:
-    import torch
-
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -470,11 +533,7 @@ def test_a_silent_worker_is_unresponsive_and_does_not_block_the_loop(
 ) -> None:
     faulty, seen, calls = Faulty(tmp_path, 2), set[str](), list[float]()
     made = Experiment(
-        "silent",
-        faulty.make_agent,
-        Actors(1, SAMPLER),
-        Training(faulty.make_trainer, max_staleness=2),
-        seed=1,
+        "silent", faulty.make_agent, Actors(1, SAMPLER), Training(faulty.make_trainer, max_staleness=2), seed=1
     )
     with made.run(wire="zmq", hang_timeout=1.0) as run:
 

@@ -16,8 +16,8 @@ from penstock.distributed import JsonLines, MetricsSink, Prometheus, RunState, T
 from penstock.distributed.trainer_worker import _figures
 
 STATES = [
-    RunState(version, 2.0 * version, {"trainer/0": {"status": "RUNNING", "version": version, "return": 10.5}, **more})
-    for version, more in ((1, {}), (2, {"actor/0": {"status": "LOST", "text": ""}}))
+    RunState(n, 2.0 * n, {"trainer/0": {"status": "RUNNING", "version": n, "return": 10.5, "up": 0.25}, **more})
+    for n, more in ((1, {}), (2, {"actor/0": {"status": "LOST", "text": ""}}))
 ]
 
 
@@ -49,45 +49,30 @@ def test_tensorboard_has_a_curve_for_each_figure(tmp_path: Path) -> None:
         for state in STATES:
             metrics.write(state)
         events = EventAccumulator(str(tmp_path)).Reload()  # every write is flushed
-    assert events.Tags()["scalars"] == ["trainer/0/version", "trainer/0/return"]
+    assert events.Tags()["scalars"] == ["trainer/0/version", "trainer/0/return", "trainer/0/up"]
     assert [(event.step, event.value) for event in events.Scalars("trainer/0/return")] == [(1, 10.5), (2, 10.5)]
 
 
-def lines_at(address: str) -> list[str]:
-    with urlopen(address, timeout=10) as answer:
-        return list(answer.read().decode().splitlines())
-
-
-def test_prometheus_reads_the_newest_figures() -> None:
+def test_prometheus_reads_the_newest_figures_and_whether_each_worker_is_up() -> None:
     pytest.importorskip("prometheus_client", reason='not installed: pip install ".[metrics]"')
     with Prometheus() as metrics:
         assert metrics.address.startswith("http://127.0.0.1:")
         for state in STATES:
             metrics.write(state)
-        lines = lines_at(metrics.address)
+        with urlopen(metrics.address, timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
         with pytest.raises(ConfigError, match="cannot serve figures at host="):
             Prometheus(int(metrics.address.split(":")[2].partition("/")[0]))
     metrics.close()  # again
     assert [line for line in lines if not line.startswith("#")] == [
         'penstock_version{worker="trainer/0"} 2.0',
         'penstock_return{worker="trainer/0"} 10.5',
+        'penstock_up_{worker="trainer/0"} 0.25',
         'penstock_up{worker="trainer/0"} 1.0',
         'penstock_up{worker="actor/0"} 0.0',
     ]
     with socket.socket() as free, pytest.raises(ConnectionError):
         free.connect(("127.0.0.1", int(metrics.address.split(":")[2].partition("/")[0])))
-
-
-def test_a_figure_named_up_is_not_whether_the_worker_is_up() -> None:
-    pytest.importorskip("prometheus_client", reason='not installed: pip install ".[metrics]"')
-    with Prometheus() as metrics:
-        metrics.write(RunState(1, 1.0, {"trainer/0": {"status": "RUNNING", "up": 0.25}}))
-        lines = lines_at(metrics.address)
-    assert [line for line in lines if "TYPE" in line] == ["# TYPE penstock_up_ gauge", "# TYPE penstock_up gauge"]
-    assert [line for line in lines if not line.startswith("#")] == [
-        'penstock_up_{worker="trainer/0"} 0.25',
-        'penstock_up{worker="trainer/0"} 1.0',
-    ]
 
 
 @pytest.mark.parametrize(("make", "module"), [(TensorBoard, "tensorboard"), (Prometheus, "prometheus_client")])

@@ -25,11 +25,7 @@ from ..support import assert_same
 from .ray_support import CARTPOLE, our_processes, rollouts, wait_for_none
 from .test_ray_sampler import Own
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.timeout(180),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.slow]
 
 
 def add_node(cluster: Any, kind: str, n_shards: int = 2) -> Any:
@@ -147,7 +143,6 @@ def test_a_node_that_is_killed_is_named_or_replaced(ray_cluster: Any, nodes: lis
             assert now[1] not in where
         took = time.monotonic() - began
         ray_cluster.remove_node(lost)
-        print(f"{on_node_failure}: after {took:.2f} s")
         assert took < 10.0
     assert wait_for_none(before, 2.0) == {}
 
@@ -189,7 +184,5 @@ def test_nothing_is_left_of_a_program_that_is_killed(ray_cluster: Any, tmp_path:
             assert sum("of an environment" in text for text in running.values()) >= 6
         finally:
             driver.kill()
-    began = time.monotonic()
     assert wait_for_none(before, scaled(5.0, 10.0)) == {}
-    print(f"nothing is left after {time.monotonic() - began:.2f} s")
     assert set(os.listdir("/dev/shm")) - names == set()

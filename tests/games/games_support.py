@@ -12,22 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
-from penstock import (
-    AlternatingSampler,
-    AsyncSampler,
-    GpuSampler,
-    ParallelSampler,
-    RandomAgent,
-    SerialSampler,
-)
+from penstock import AlternatingSampler, AsyncSampler, GpuSampler, ParallelSampler, RandomAgent, SerialSampler
 from penstock.envs.seeding import Purpose
 from penstock.games import GameProcess
 
 from ..support import PROGRAMS, collect, sampler_of, without_infos
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
 SAMPLERS = (SerialSampler, ParallelSampler, GpuSampler, AlternatingSampler, AsyncSampler)
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from penstock.games import GameProcess, lease_port
 
 from ..children import exit_code_of_fork
 from ..scale import quick_first, scaled
-from ..support import BOUND, until
+from ..support import BOUND, PROGRAMS, until
 from .games_support import COMMAND, SERVER, SHORT, game, play, processes
 
 pytestmark = pytest.mark.xdist_group("ports")
@@ -201,7 +202,7 @@ def test_a_game_gets_only_the_variables_that_it_may_have(monkeypatch: pytest.Mon
     monkeypatch.setenv("WANTED", "yes")
     for inherit_env, kept in ((None, {"CLOUD_SECRET", "WANTED"}), (["WANTED", "MISSING"], {"WANTED"}), ((), set())):
         options: dict[str, Any] = {"environ": {"OWN": "1"}, "inherit_env": inherit_env}
-        with GameProcess(["sh", "-c", "echo done; sleep 60"], ready=re.compile("done"), **options) as own:
+        with GameProcess(["sh", "-c", "echo done; sleep 60"], ports=0, ready=re.compile("done"), **options) as own:
             own.wait_ready()
             entries = Path(f"/proc/{own.pid}/environ").read_text().split("\0")
             found = {entry.partition("=")[0] for entry in entries if entry}
@@ -325,6 +326,31 @@ def test_spares_are_ready_and_end_with_the_last_game() -> None:
         assert own.pid != spare
         assert play(own.connect(), 1) == [1]
     assert set(processes()) == set()
+
+
+@pytest.mark.slow
+def test_games_of_one_process_start_side_by_side_also_in_threads() -> None:
+    """Each takes 0.3 s until it listens."""
+    began = time.monotonic()
+    games = [game("late_start") for _ in range(8)]
+    assert time.monotonic() - began < 8 * 0.3
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda own: play(own.connect(), 3), games)) == [[1, 2, 3]] * 8
+        assert time.monotonic() - began < 8 * 0.3 + 2.0
+        list(pool.map(GameProcess.close, games))
+
+
+@pytest.mark.slow
+def test_each_client_of_a_match_has_a_connection_of_its_own() -> None:
+    """A step of this game waits for all of them, so all lines are sent before the first reply is read."""
+    command = [sys.executable, "-I", "-S", str(PROGRAMS / "match_server.py"), "{port0}", "{port1}"]
+    with GameProcess(command, ports=2, consecutive=True, **SHORT) as own:
+        seats = [own.connect(port) for port in range(2)]
+        for t in range(1, 4):
+            for number, seat in enumerate(seats):
+                seat.send(b"%d\n" % (10 * t + number))
+            found = [json.loads(seat.receive_line()) for seat in seats]
+            assert found == [{"t": t, "other": 10 * t + 1}, {"t": t, "other": 10 * t}]
 
 
 def test_a_deadline_frees_a_library_that_blocks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from functools import partial
 from pathlib import Path
@@ -47,11 +48,8 @@ def no_game_left(tmp_path: Path) -> Any:
     until(lambda: not list(processes(str(tmp_path))), "the end of all games", 5.0)
 
 
-def batches_and_stats(
-    cls: Any, folder: Path, faults: dict[int, tuple[int, str]], n: int = 3, **options: Any
-) -> tuple[Any, Any]:
+def batches_and_stats(cls: Any, env_fn: Any, n: int = 3, **options: Any) -> tuple[Any, Any]:
     """`n` batches, and the statistics."""
-    env_fn = partial(Played, str(folder), faults)
     with sampler_of(cls, env_fn, **{**RENEW, **options}) as sampler:
         sampler.initialize(RandomAgent(), seed=7)
         if cls is AsyncSampler:
@@ -67,7 +65,8 @@ CUTS = (3, 1, 8, 9, 16)
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     faults = {column: (at, "exit") for column, at in enumerate(CUTS)}
-    return batches_and_stats(SerialSampler, tmp_path_factory.mktemp("cut"), faults, batch_B=len(CUTS) + 1)
+    env_fn = partial(Played, str(tmp_path_factory.mktemp("cut")), faults)
+    return batches_and_stats(SerialSampler, env_fn, batch_B=len(CUTS) + 1)
 
 
 @pytest.mark.slow
@@ -112,16 +111,6 @@ def test_a_cut_invents_no_transition(at: int, cut: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_next_trajectories_of_the_column_are_whole_with_a_traj_info_of_ones_own(tmp_path: Path) -> None:
-    own = type("OwnTrajInfo", (TrajInfo,), {})
-    faults = {1: (3, "crash"), 2: (9, "vanish")}
-    found, _ = batches_and_stats(SerialSampler, tmp_path, faults, traj_info_cls=own)
-    lengths = [info["Length"] for _, infos in found for info in infos]
-    assert lengths == [7] * sum(int(batch.env.terminated.sum()) for batch in without_infos(found))
-    assert len(lengths) > 8
-
-
-@pytest.mark.slow
 def test_final_values_and_seeds(tmp_path: Path) -> None:
     """The value of the last observation is recorded, and a second run gives the same, whatever the sampler."""
 
@@ -141,19 +130,61 @@ def test_final_values_and_seeds(tmp_path: Path) -> None:
         assert_same(without_infos(other), without_infos(results[0]), rtol=1e-5, atol=1e-6)
 
 
+class OwnTrajInfo(TrajInfo):
+    """Of a class of its own, so penstock calls it for each step."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "start_method", "collector_cls"),
     [(*first, last) for first, last in pairs(pairs(SAMPLERS, USUAL_METHODS), [ResetCollector, WaitResetCollector])],
 )
 def test_other_columns_stay_with_every_sampler(cls: Any, start_method: str, collector_cls: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"start_method": start_method, "collector_cls": collector_cls}
+    options = {"start_method": start_method, "collector_cls": collector_cls, "traj_info_cls": OwnTrajInfo}
     wanted = undisturbed_games(collector_cls)[:4]
-    found, stats = batches_and_stats(cls, tmp_path, {1: (5, "exit"), 2: (11, "hang")}, n=4, **options)
+    env_fn = partial(Played, str(tmp_path), {1: (5, "exit"), 2: (11, "hang")})
+    found, stats = batches_and_stats(cls, env_fn, n=4, **options)
     assert (stats.renewals, stats.cut_episodes, stats.restarts) == (2, 2, 0)
     assert_same(without_infos(found, [0, 3]), [batch[:, [0, 3]] for batch in wanted])
     ours, theirs = ([batch.env.reward[:, [1, 2]] for batch in each] for each in (without_infos(found), wanted))
     assert not np.array_equal(ours, theirs)
+    assert {info["Length"] for _, infos in found for info in infos} == {7}
+
+
+class Match(ScriptedGame):
+    """Two players, 6 steps. The first match of env_rank 1 fails in step `at`."""
+
+    def __init__(self, folder: Path, at: int, context: Any) -> None:
+        super().__init__(2, script=[{}] * 6)
+        self.marker, self.at = folder / "failed", at if context.env_rank == 1 else 0
+
+    def step(self, actions: Any) -> Any:
+        if self.t + 1 == self.at and not self.marker.exists():
+            self.marker.touch()
+            raise GameError("the server is gone")
+        return super().step(actions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cls", "at"), pairs(SAMPLERS, [3, 1]))
+def test_all_seats_of_a_match_are_cut_in_one_row(cls: Any, at: int, tmp_path: Path) -> None:
+    """The match of env_rank 1 dies in row at - 1 of the first batch."""
+    plain, _ = batches_and_stats(SerialSampler, partial(Match, tmp_path, 0))
+    found, stats = batches_and_stats(cls, partial(Match, tmp_path, at))
+    assert (stats.renewals, stats.cut_episodes, stats.restarts) == (1, 1, 0)
+    others = [0, 1, 4, 5, 6, 7]
+    assert_same(without_infos(found, others), without_infos(plain, others))
+    first, *later = (batch.by_env(2).env for batch, _ in found)
+    assert np.argwhere(~first.valid).tolist() == [[at - 1, 1, 0], [at - 1, 1, 1]]
+    assert first.done[at - 1, 1].all()
+    assert (first.reward[at - 1, 1] == 0).all()
+    assert all(env.valid.all() for env in later)
+    if at == 3:
+        assert first.truncated[1, 1].all()
+        np.testing.assert_array_equal(first.final_obs[1, 1], first.observation[2, 1])
+    assert not first.terminated[:at, 1].any()
+    np.testing.assert_array_equal(first.observation[at, 1, :, 1], [0, 0])  # a new match begins
+    assert {info["Length"] for _, infos in found for info in infos} == {6}, "no trajectory of the match that was cut"
 
 
 @pytest.mark.slow
@@ -423,3 +454,50 @@ def test_a_replay_leaves_out_cut_steps(cut: tuple[Any, Any]) -> None:
     goes_on = drawn.discount > 0
     before, after = drawn.observation[goes_on], drawn.next_observation[goes_on]
     np.testing.assert_array_equal(after, np.add(before, [1, 0]))  # the next step of the same episode
+
+
+# ---- faults at random ----------------------------------------------------------------------
+
+HARMLESS = ("late", "flood", "child", "leak", "ignore_term")
+FAULTS = ("exit", "crash", "hang", "vanish", "twice", "drip", "spout", "orphan", *HARMLESS)
+POLICIES: dict[str, dict[str, Any]] = {
+    "renew": {"on_game_failure": "renew", "max_renewals": 99},
+    "restart": {"on_worker_failure": "restart", "max_restarts": 99},
+    "raise": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(scaled(250, len(SAMPLERS))))
+def test_nothing_hangs_and_nothing_is_left(trial: int, tmp_path: Path) -> None:
+    """The run goes on, or ends with an error that shows the output of the game. `make faults` has many more trials."""
+    draw = random.Random(trial)
+    cls, start_method = SAMPLERS[trial % len(SAMPLERS)], draw.choice(USUAL_METHODS)
+    policy = "renew" if trial % 2 else draw.choice(list(POLICIES))
+    faults = {rank: (draw.randrange(1, 30), draw.choice(FAULTS)) for rank in range(4)}
+    options: dict[str, Any] = {"start_method": start_method, "step_timeout": 60.0, **POLICIES[policy]}
+    options["collector_cls"] = WaitResetCollector if draw.random() < 0.3 else ResetCollector
+    failing = [fault for _, fault in faults.values() if fault not in HARMLESS]
+    env_fn = partial(Played, str(tmp_path), faults, reply_timeout=5.0, stop_timeout=0.1, spares=draw.randrange(2))
+    raised: list[WorkerError] = []
+    with sampler_of(cls, env_fn, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=7)
+        try:
+            if cls is AsyncSampler:
+                sampler.start()
+            found = collect(sampler, 5)
+        except WorkerError as error:
+            raised.append(error)
+        stats = sampler.stats()
+    for error in raised:
+        assert failing
+        assert policy == "raise" or cls.__name__ == "SerialSampler", error
+        assert isinstance(error.__cause__, GameError)
+        assert "\n  | the fault is " in str(error.__cause__)
+    if policy == "renew":
+        assert not raised
+        assert stats.cut_episodes <= len(failing)
+        assert stats.restarts == 0
+        others = [rank for rank, (_, fault) in faults.items() if fault in HARMLESS]
+        wanted = undisturbed_games(options["collector_cls"])
+        assert_same(without_infos(found, others), [batch[:, others] for batch in wanted])

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import msgpack
 import numpy as np
 import psutil
@@ -130,12 +129,11 @@ def game(play: Callable[[], object]) -> Iterator[list[Any]]:
 # ---- playing ---------------------------------------------------------------------------------
 
 
-def _episodes(port: int, lengths: list[int], token: str | None = None, disturb: Any = None) -> list[Any]:
-    """Plays with the client of the examples. Returns the seeds and the actions."""
-    client = served_client.Client(port, token=token)
+def _episodes(port: int, lengths: list[int], disturb: Any = None) -> list[Any]:
+    """Plays with the client of the examples. Returns the actions."""
+    client = served_client.Client(port)
     seen: list[Any] = []
     for length in lengths:
-        seen.append(f"seed {client.seed}")
         action = client.begin(OBS, {"lives": 3})
         for t in range(length):
             seen.append(action)
@@ -171,19 +169,6 @@ def _play(env: ServedGame, n: int, seed: int = 5) -> list[Any]:
     return found
 
 
-def test_episodes_with_the_client_of_the_examples(served: Any) -> None:
-    env = served()
-    port = env.port
-    with game(lambda: [_episodes(port, [3, 1, 8]), _episodes(port, [3, 1, 8])]) as seen:
-        first = _play(env, 3)
-        second = _play(env, 3)  # the first client says bye between two episodes, so another may come
-        env.close()
-    (one, two), seeds = seen[0], [each for each in seen[0][0] if isinstance(each, str)]
-    assert one == two, "the same seed gives the same seeds"
-    assert [each for each in one if not isinstance(each, str)] == first == second
-    assert len(set(seeds)) == 3
-
-
 def test_a_lost_connection_loses_nothing_and_does_nothing_twice(served: Any) -> None:
     env = served()
     moments, port = random.Random(3), env.port
@@ -192,10 +177,10 @@ def test_a_lost_connection_loses_nothing_and_does_nothing_twice(served: Any) -> 
         if moments.random() < 0.1:
             client.socket.shutdown(socket.SHUT_RDWR)
 
-    with game(lambda: _episodes(port, [300, 301], disturb=disturb)) as seen:
-        actions = _play(env, 2)
+    with game(lambda: _episodes(port, [300, 301], disturb) + _episodes(port, [3, 1, 8])) as seen:
+        actions = _play(env, 2) + _play(env, 3)  # the first client says bye between two episodes, so another may come
         env.close()
-    assert [each for each in seen[0] if not isinstance(each, str)] == actions
+    assert seen == [actions]
 
 
 def test_the_learner_ends_an_episode_and_keeps_gymnasiums_rules(served: Any) -> None:
@@ -456,7 +441,7 @@ def test_the_environment_starts_its_game_and_starts_it_again(served: Any) -> Non
         pids.add(pid_of_game(env))
         os.kill(pid_of_game(env), signal.SIGKILL)
         text = _error(lambda: walk(env, 2))
-        assert re.match(rf"the game \(pid {env_pid(text)}, port \d+\) ended with SIGKILL\n  command: ", text)
+        assert re.match(r"the game \(pid \d+, port \d+\) ended with SIGKILL\n  command: ", text)
     assert goals[0] == goals[1]
     assert len(pids) == 2
     env.close()
@@ -478,10 +463,6 @@ def test_nobody_but_the_game_that_the_environment_starts_can_be_the_client(serve
     assert "HOME" not in names
 
 
-def env_pid(text: str) -> str:
-    return text.partition("(pid ")[2].partition(",")[0]
-
-
 @pytest.mark.parametrize(
     ("program", "what"),
     [
@@ -499,49 +480,30 @@ def test_a_game_that_does_not_play(served: Any, program: str, what: str) -> None
         assert "| no licence" in text
 
 
-def make_walk(context: Any) -> ServedGame:
-    return ServedGame(*LINE, command=STARTED, token="secret", wait=30)
+class Walk(ServedGame):
+    def pid_of_game(self) -> int:
+        return pid_of_game(self)
 
 
-class Killing(gym.Wrapper[Any, Any, Any, Any]):
-    """Kills its game before a step."""
-
-    def __init__(self, env: Any, victim: int | None) -> None:
-        super().__init__(env)
-        self.left = victim
-
-    def step(self, action: Any) -> Any:
-        if self.left is not None:
-            self.left -= 1
-            if self.left == 0:
-                os.kill(pid_of_game(self.unwrapped), signal.SIGKILL)
-        return super().step(action)
+def make_walk(context: Any) -> Walk:
+    return Walk(*LINE, command=STARTED, token="secret", wait=30)
 
 
 @pytest.mark.slow
-def test_served_games_in_a_sampler_play_the_same_batches_and_are_renewed(tmp_path: Path) -> None:
+def test_served_games_in_a_sampler_play_the_same_batches_and_are_renewed() -> None:
     """Four environments in two workers or in one process, each with a game at a port of its own. One game is killed."""
-    marker = tmp_path / "killed"
-
-    def make(context: Any) -> Any:
-        is_victim = context.env_rank == 1 and context.worker_rank >= 0 and not marker.exists()
-        if is_victim:
-            marker.touch()
-        return Killing(make_walk(context), 13 if is_victim else None)
-
-    def batches(cls: Any, env_fn: Any, **options: Any) -> Any:
-        with sampler_of(cls, env_fn, batch_T=20, spaces=LINE, **options) as sampler:
+    batches = []
+    for cls in (SerialSampler, ParallelSampler):
+        with sampler_of(cls, make_walk, batch_T=20, spaces=LINE, on_game_failure="renew") as sampler:
             sampler.initialize(RandomAgent(), seed=3)
             assert len(set(sampler.get_attr("port"))) == 4
-            return without_infos(collect(sampler, 2)), sampler.stats()
-
-    plain, _ = batches(SerialSampler, make_walk)
-    other, stats = batches(ParallelSampler, make, on_game_failure="renew")
-    assert (stats.renewals, stats.cut_episodes) == (1, 1)
-    undisturbed = [0, 2, 3]
-    assert_same([batch[:, undisturbed] for batch in other], [batch[:, undisturbed] for batch in plain])
-    assert np.argwhere(~other[0].env.valid).tolist() == [[12, 1]]
-    assert other[0].env.truncated[11, 1]
+            batches.append(without_infos(collect(sampler, 2)))
+            if cls is ParallelSampler:
+                os.kill(sampler.call("pid_of_game")[1], signal.SIGKILL)
+                ((cut, _),) = collect(sampler, range(2, 3))
+                assert np.argwhere(~cut.env.valid).tolist() == [[0, 1]]
+                assert (sampler.stats().renewals, sampler.stats().cut_episodes) == (1, 1)
+    assert_same(*batches)
 
 
 # ---- rubbish ---------------------------------------------------------------------------------

@@ -210,14 +210,6 @@ def test_a_row_does_not_begin_once_the_sampler_shuts_down(block: ControlBlock, b
     assert block.snapshot(0).t == 1  # it says where it was stopped
 
 
-def test_stop_eval_reaches_the_workers(block: ControlBlock) -> None:
-    progress = block.progress(0)
-    assert progress.stop_eval is False
-    block.stop_eval = True
-    assert progress.stop_eval is True
-    assert block.quit is False
-
-
 def test_trajectories_count_from_the_opening_that_the_worker_has_noticed(block: ControlBlock) -> None:
     progress = block.progress(1)
     for answered, count in enumerate((4, 2)):

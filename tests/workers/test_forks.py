@@ -132,7 +132,7 @@ def test_a_fork_that_comes_back_writes_into_no_batch(tmp_path: Path, kind: Any, 
             *(("step", at, deed) for at in (1, T) for deed in ("return", "raise", "exit")),  # T: in the last row
             ("reset", 1, "return"),
             ("reset", 2, "return"),
-        ],
+        ]
     ),
 )
 def test_wherever_it_is_made(tmp_path: Path, where: str, at: int, deed: str) -> None:

@@ -1,5 +1,6 @@
-"""What is missing is named before anything starts."""
+"""Limits of the machine: what is missing is named before anything starts, and a quota of CPUs limits the workers."""
 
+import math
 import os
 import resource
 from pathlib import Path
@@ -7,19 +8,11 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.workers import launcher
+from penstock.workers import affinity, launcher
+from penstock.workers.affinity import cpu_quota, cpus_to_fill
 from penstock.workers.launcher import check_limits
 
-
-def test_what_fits_passes() -> None:
-    check_limits(2)
-
-
-def test_too_few_descriptors_are_an_error_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (used + 50, used + 50))
-    with pytest.raises(ConfigError, match=r"100 workers need about 732 file descriptors .* only \d\d more: .*ulimit"):
-        check_limits(100)
+from ..children import exit_code_of_fork
 
 
 def test_an_unlimited_number_of_descriptors_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +47,57 @@ def test_too_few_processes_are_an_error_with_both_numbers(monkeypatch: pytest.Mo
         ConfigError, match=r"3 workers need 6 processes and only 4 more are allowed here: lower n_workers"
     ):
         check_limits(3)
+
+
+# ---- the CPU quota of a container ----------------------------------------------------------
+
+V2 = "0::/job/inner\n"
+V1 = "4:memory:/job\n3:cpu,cpuacct:/job/inner\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        (V2, {"job/inner/cpu.max": "250000 100000"}, 2.5),
+        (V2, {"job/inner/cpu.max": "max 100000", "job/cpu.max": "50000 100000"}, 0.5),
+        (V2, {"job/inner/cpu.max": "300000 100000", "cpu.max": "200000 100000"}, 2.0),
+        (V2, {"job/inner/cpu.max": "max 100000"}, math.inf),
+        (V2, {"job/inner/cpu.max": "what"}, math.inf),
+        (V2, {}, math.inf),
+        (V1, {"cpu/job/inner/cpu.cfs_quota_us": "150000", "cpu/job/inner/cpu.cfs_period_us": "100000"}, 1.5),
+        (V1, {"cpu/job/inner/cpu.cfs_quota_us": "-1", "cpu/job/inner/cpu.cfs_period_us": "100000"}, math.inf),
+    ],
+)
+def test_the_smallest_quota_counts(own: str, files: dict[str, str], expected: float, tmp_path: Path) -> None:
+    root, own_cgroups = tmp_path / "cgroup", tmp_path / "own"
+    own_cgroups.write_text(own)
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    assert cpu_quota(root, own_cgroups) == expected
+
+
+@pytest.mark.parametrize(("quota", "n"), [(math.inf, 4), (9.0, 4), (2.5, 2), (0.3, 1)])
+def test_as_many_processes_as_cpus_and_quota_allow(quota: float, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affinity, "cpu_quota", lambda: quota)
+    assert cpus_to_fill(range(4)) == n
+    assert cpus_to_fill(()) == 1
+
+
+CGROUP = Path("/sys/fs/cgroup/cpu")
+
+
+@pytest.mark.skipif(not os.access(CGROUP / "tasks", os.W_OK), reason="needs root and version 1 of cgroups")
+def test_a_real_quota() -> None:
+    folder = CGROUP / f"penstock-test-{os.getpid()}"
+    folder.mkdir()
+    try:
+        (folder / "cpu.cfs_quota_us").write_text("150000")
+
+        def in_fork() -> None:
+            (folder / "tasks").write_text(str(os.getpid()))
+            assert cpu_quota() == 1.5
+
+        assert exit_code_of_fork(in_fork) == 0
+    finally:
+        folder.rmdir()

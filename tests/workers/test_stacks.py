@@ -1,60 +1,11 @@
-"""A process's Python stack, read from outside."""
+"""A process's Python stack, read from outside. `process/test_faults.py` looks at the stacks of workers."""
 
 import os
 import subprocess
-import sys
-import textwrap
 
 import pytest
 
 from penstock.workers.handle import StackFile
-
-
-def child(stacks: StackFile, body: str) -> "subprocess.Popen[str]":
-    script = f"""
-        import ctypes, os, signal, sys, threading, time
-        from penstock.buffers.descriptors import InheritedFd
-        from penstock.workers.handle import StackFile
-        stacks = StackFile.__new__(StackFile)
-        stacks.file = InheritedFd({stacks.file.fd})
-        stacks.install()
-        def deep_inside():
-            print("there", flush=True)
-            {body}
-        deep_inside()
-    """
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        stdout=subprocess.PIPE,
-        pass_fds=[stacks.file.fd],
-        text=True,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "body",
-    ["while True: pass", "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(600)"],
-    ids=["spins", "is stopped"],
-)
-def test_a_living_process_tells_where_it_is(body: str) -> None:
-    """In other places, and after a crash, `process/test_faults.py` looks at the stacks of workers."""
-    stacks = StackFile()
-    process = child(stacks, body)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "there\n"
-    text = ""
-    for _ in range(50):  # "there" came a moment before it was
-        text = stacks.ask(process.pid)
-        if "deep_inside" in text:
-            break
-    assert "in deep_inside" in text
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    stacks.clear()
-    assert stacks.read() == ""
-    stacks.file.close()
 
 
 def test_the_frames_below_the_loop_are_left_out() -> None:
@@ -67,6 +18,8 @@ def test_the_frames_below_the_loop_are_left_out() -> None:
     text = stacks.read()
     assert "step" in text
     assert text.endswith("in _run_commands")
+    stacks.clear()
+    assert stacks.read() == ""
     stacks.file.close()
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import multiprocessing
 import os
-import random
 import resource
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -71,10 +67,6 @@ class Pipe:
             self._text += os.read(self.reader.fd, 4096)
         *lines, self._text = self._text.split(b"\n", n)
         return [int(word) for line in lines for word in line.split()]
-
-
-def children_of(supervisor: Supervisor) -> list[int]:
-    return [child.pid for child in psutil.Process(supervisor.pid).children()]
 
 
 def ended(process: SupervisedProcess) -> int | None:
@@ -138,39 +130,6 @@ def test_the_end_of_the_main_process_while_modules_are_imported() -> None:
             gone_after([pid], time.monotonic(), LEFT_SECONDS)
 
 
-def test_a_supervisor_that_was_killed(supervisor: Supervisor) -> None:
-    """The workers end with it, and their groups. The next start says so, and another supervisor can be had at once."""
-    pipe = Pipe()
-    workers = [start(supervisor, sleep_with_children, pipe.writer) for _ in range(3)]
-    pids = pipe.pids(3)
-    apart = pids[2::3]
-    try:
-        began = time.monotonic()
-        os.kill(supervisor.pid, signal.SIGKILL)
-        assert [ended(worker) for worker in workers] == [SUPERVISOR_ENDED] * 3
-        gone_after([pid for pid in pids if pid not in apart], began, LEFT_SECONDS)
-        assert supervisor.has_ended(BOUND)
-        with pytest.raises(EOFError, match=rf"the supervisor \(pid {supervisor.pid}\) has ended"):
-            start(supervisor, sleep)
-        with supervising() as another:
-            assert ended(start(another, lambda: 3)) == 3
-    finally:
-        for pid in apart:
-            os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_every_process_called_python_is_killed() -> None:
-    with Script("exec", "sleep_with_children") as script:
-        everyone = [script.process.pid, script.supervisor, *script.pids]
-        victims = [pid for pid in everyone if psutil.Process(pid).name().startswith("python")]
-        assert len(victims) == 4
-        for pid in victims:
-            with contextlib.suppress(ProcessLookupError):  # the end of the one before may already have ended it
-                os.kill(pid, signal.SIGKILL)
-        gone_after(everyone[1:], time.monotonic(), LEFT_SECONDS)
-
-
 def test_a_killed_worker(supervisor: Supervisor) -> None:
     """Its group ends and the others live. Exit codes and signals are known."""
     pipe = Pipe()
@@ -219,75 +178,6 @@ def test_closing_a_supervisor_ends_its_workers() -> None:
     assert [ended(worker) for worker in workers] == [SUPERVISOR_ENDED] * 2
 
 
-# ---- interruptions -------------------------------------------------------------------------------
-
-
-class Interruption(Exception):
-    """What a signal handler raises."""
-
-
-@pytest.mark.slow
-def test_a_start_that_is_interrupted_anywhere_leaves_nothing(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The exceptions of a signal handler. The supervisor and other workers go on."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps the workers of an interrupted `__del__`
-    other, rng, n_interrupted, n_started = start(supervisor, sleep), random.Random(1), 0, 0
-
-    def handler(*_: Any) -> None:
-        raise Interruption
-
-    before, open_before = signal.signal(signal.SIGALRM, handler), set(os.listdir("/proc/self/fd"))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # of sockets that an exception has orphaned
-            for _ in range(scaled(1500, 150)):
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 6e-3))
-                    start(supervisor, sleep)
-                    n_started += 1
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except Interruption:
-                    n_interrupted += 1
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            gc.collect()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert n_interrupted > 10
-    leaked = set(os.listdir("/proc/self/fd")) - open_before  # those that nothing owned at that moment
-    assert len(leaked) < 0.1 * n_interrupted
-    for number in leaked:
-        with contextlib.suppress(OSError):  # that of the listing
-            os.close(int(number))
-    until(lambda: children_of(supervisor) == [other.pid], "the end of the workers")
-    assert ended(start(supervisor, lambda: 3)) == 3
-
-
-@pytest.mark.slow
-def test_a_stopped_supervisor(supervisor: Supervisor) -> None:
-    """A start can be given up, and then starts nobody. Deaths are noticed, and signals arrive."""
-    first, second = start(supervisor, sleep), start(supervisor, sleep)
-    os.kill(supervisor.pid, signal.SIGSTOP)
-
-    def check(seconds: float) -> None:
-        raise Interruption
-
-    with pytest.raises(Interruption):
-        start(supervisor, sleep, check=check)
-    assert first.pid is not None
-    os.kill(first.pid, signal.SIGKILL)
-    second.kill()
-    for worker in (first, second):
-        assert select.select([worker.sentinel], [], [], BOUND)[0]
-        worker.join(0.05)
-        assert worker.exitcode is None
-    os.kill(supervisor.pid, signal.SIGCONT)
-    assert [ended(worker) for worker in (first, second)] == [-signal.SIGKILL] * 2
-    assert ended(start(supervisor, lambda: 3)) == 3
-    assert children_of(supervisor) == []
-
-
 # ---- forks and threads ---------------------------------------------------------------------------
 
 FORKS = """
@@ -330,27 +220,16 @@ def test_a_worker_is_closed_beside_a_fork_that_has_its_leash(supervisor: Supervi
 
 @pytest.mark.slow
 def test_threads_start_workers_at_once_and_end() -> None:
-    made: list[Supervisor] = []
-
-    def make() -> None:
-        made.append(Supervisor())
-        start(made[0], lambda: None).close()  # modules are imported now
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    workers: list[SupervisedProcess] = []
-    threads = [
-        threading.Thread(target=lambda: workers.extend(start(made[0], sleep) for _ in range(4))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    """Also the thread in which the supervisor was made."""
+    with ThreadPoolExecutor(1) as first:
+        supervisor = first.submit(Supervisor).result()
+    start(supervisor, lambda: None).close()  # modules are imported now
+    with ThreadPoolExecutor(4) as threads:
+        workers = list(threads.map(lambda _: start(supervisor, sleep), range(16)))
     pids = [worker.pid for worker in workers if worker.pid is not None]
     assert len(set(pids)) == 16
     assert all(map(is_running, pids))
-    made[0].close()
+    supervisor.close()
     assert not any(map(is_running, pids))
 
 
@@ -544,34 +423,3 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
             gone_after([script.supervisor, *script.pids], time.monotonic(), LEFT_SECONDS)
         finally:
             os.kill(int(fork), signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_random_kills(supervisor: Supervisor) -> None:
-    """Exit codes are right, and no process and no descriptor is left."""
-    rng, pipe = random.Random(2), Pipe()
-    workers = [start(supervisor, sleep_with_child, pipe.writer) for _ in range(4)]
-    pids = pipe.pids(4)
-
-    def n_descriptors() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{supervisor.pid}/fd"))
-
-    before = n_descriptors()
-    for _ in range(scaled(500, 24)):
-        place = rng.randrange(len(workers))
-        number = rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
-        pid = workers[place].pid
-        assert pid is not None
-        kill: Callable[[int], None] = workers[place].signal if rng.random() < 0.5 else lambda n, p=pid: os.kill(p, n)
-        kill(number)  # perhaps in its first moment
-        assert ended(workers[place]) == -number
-        workers[place] = start(supervisor, sleep_with_child, pipe.writer)
-    del kill  # it may hold a worker that was replaced
-    until(lambda: all(now <= then for now, then in zip(n_descriptors(), before, strict=True)), "no more descriptors")
-    for worker in workers:
-        worker.close()
-    until(lambda: not children_of(supervisor), "the end of all workers")
-    pipe.writer.close()
-    while text := os.read(pipe.reader.fd, 65536):
-        pids += map(int, text.split())
-    gone_after(pids, time.monotonic(), LEFT_SECONDS)
