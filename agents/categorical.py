@@ -34,7 +34,8 @@ class CategoricalHead(PolicyHead):
             )
         self._is_multi = isinstance(action_space, spaces.MultiDiscrete)
         n = action_space.nvec if isinstance(action_space, spaces.MultiDiscrete) else action_space.n
-        sizes = np.asarray(n, np.int64).ravel()
+        self._n_actions = np.asarray(n, np.int64)
+        sizes = self._n_actions.ravel()
         self._shape: tuple[int, ...] = tuple(action_space.shape or ())
         self._dtype, self._start = action_space.dtype, np.asarray(action_space.start)
         self._is_index = self._dtype == np.int64 and not self._start.any()  # the action is the index of its logit
@@ -85,8 +86,10 @@ class CategoricalHead(PolicyHead):
     def log_prob(self, parameters: Sequence[Tensor], action: Tensor, agent_info: NamedArrays) -> Tensor:
         (log_probs,) = parameters
         index = action
-        if not self._is_index:  # a row that is not valid has zeros, which may be below the first action
-            index = (action.long() - torch.as_tensor(self._start, device=action.device)).clamp(min=0)
+        if not self._is_index:  # a row that is not valid has zeros, which may be no action
+            index = action.long() - torch.as_tensor(self._start, device=action.device)
+            n_actions = torch.as_tensor(self._n_actions, device=action.device)
+            index = index.where((index >= 0) & (index < n_actions), 0)
         index = index.reshape(*log_probs.shape[:-1], 1)
         chosen = log_probs.gather(-1, index).squeeze(-1)
         return chosen.sum(-1) if self._is_multi else chosen

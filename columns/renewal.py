@@ -65,7 +65,7 @@ class Renewals:
             history.append((now, in_one_line(error)))
             self.progress.count_renewal(is_cut=is_cut)
             cut = ", and its episode is cut" if is_cut else ""
-            _log.warning("env_rank %d is built again (renewal %d)%s: %s", env_rank, len(history), cut, error)
+            _log.warning("env_rank %d is built again (renewal %d)%s: %s", env_rank, len(history), cut, str(error))
             seed = self.streams.renewal_seed(column, self.purpose, len(history))
             context = EnvContext(env_rank, self.worker_rank, seed, self.purpose)
             try:

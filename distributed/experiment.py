@@ -441,7 +441,7 @@ class Run(Closing):
 
     def _dismiss(self, name: str, error: ClusterError) -> None:
         """A worker that has joined cannot start. It may join again."""
-        _log.warning("worker %s has joined, but cannot start: %s", name, error)
+        _log.warning("worker %s has joined, but cannot start: %s", name, str(error))
         self._starting.pop(name, None)
         with contextlib.suppress(PeerLostError):  # it has ended already
             self.panel.async_request(name, "exit")

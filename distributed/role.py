@@ -204,7 +204,7 @@ class Worker:
             self.names.delete(f"workers/{self.name}")
             self.names.delete(f"figures/{self.name}")
         except ClusterError as error:
-            _log.warning("worker %s could not report that it has ended: %s", self.name, error)
+            _log.warning("worker %s could not report that it has ended: %s", self.name, str(error))
 
     def _loop(self, server: WorkerServer) -> None:
         machine, next_stats, idle = self._worker_machine, 0.0, 0.0

@@ -33,6 +33,8 @@ ACTIONS: dict[str, spaces.Space[Any]] = {
     "from 2": spaces.Discrete(4, start=2),
     "even": spaces.MultiDiscrete([3, 3], start=[5, 7]),
     "uneven": spaces.MultiDiscrete([[2, 4], [3, 2]]),
+    "below 0": spaces.Discrete(3, start=-5),
+    "around 0": spaces.MultiDiscrete([3, 2], start=[-7, 3]),
     "box": spaces.Box(-1, 1, (2,), np.float32),
     "matrix": spaces.Box(-2, 2, (2, 3), np.float32),
     "number": spaces.Box(-1, 1, (), np.float32),

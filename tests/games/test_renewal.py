@@ -69,6 +69,14 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return batches_and_stats(SerialSampler, env_fn, batch_B=len(CUTS) + 1)
 
 
+def test_the_log_keeps_nothing_that_an_exception_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A handler may keep records. With the exception it would keep the sampler's memory."""
+    batches_and_stats(SerialSampler, tmp_path, {0: (3, "exit")}, n=1)
+    (record,) = [each for each in caplog.records if "is built again" in each.message]
+    assert isinstance(record.args, tuple)
+    assert not any(isinstance(each, BaseException) for each in record.args)
+
+
 @pytest.mark.slow
 def test_a_column_without_a_cut_stays_as_it_is(cut: tuple[Any, Any]) -> None:
     found, stats = cut
