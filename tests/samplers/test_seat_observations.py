@@ -13,7 +13,6 @@ from gymnasium import spaces
 from torch import nn
 
 from penstock import (
-    AgentStep,
     CategoricalPgAgent,
     ConfigError,
     EpsilonGreedyAgent,
@@ -161,28 +160,6 @@ def test_the_columns_of_an_environment_can_be_seen_together() -> None:
                     copied.by_env(wrong)
             with pytest.raises(ConfigError, match="by_env needs"):
                 samples.by_env(4)
-
-
-class Judged(RandomAgent):
-    """A joint agent with a value."""
-
-    joint = True
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        return AgentStep(np.zeros(prev_reward.shape, np.int64))
-
-    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        return observation[..., 1] + 7
-
-
-def test_the_final_value_of_a_joint_agent_is_that_of_truncations_alone() -> None:
-    """In step 3, a0 dies and a1 is cut off."""
-    env_fn = partial(ScriptedGame, 2, [{}, {}, {"a0": "die", "a1": "cut"}])
-    with started(env_fn, Judged(), batch_T=4, batch_B=1, bootstrap_value=True) as sampler:
-        sampler.obtain_samples(0)
-        env, agent = sampler.samples_np.env, sampler.samples_np.agent
-        assert (env.terminated[2].tolist(), env.truncated[2].tolist()) == ([True, False], [False, True])
-        assert agent.final_value.tolist() == [[0, 0], [0, 0], [0, 3 + 7], [0, 0]]
 
 
 def test_unlike_numbers_of_agents_cannot_be_seen_together() -> None:
