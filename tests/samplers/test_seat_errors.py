@@ -330,11 +330,6 @@ def test_the_policy_whose_value_fails_is_named(name: str) -> None:
 # ---- environments that are refused -------------------------------------------------------------
 
 
-class Unnamed(ScriptedGame):
-    def __init__(self, possible: Any) -> None:
-        self.possible_agents = possible
-
-
 class Wide(ScriptedGame):
     def observation_space(self, agent: str) -> gym.Space[Any]:
         return spaces.Box(-1, 1, (9,)) if agent == "a1" else super().observation_space(agent)
@@ -350,9 +345,6 @@ OF_A_GAME = ScriptedGame().observation_space("a0"), ScriptedGame().action_space(
 @pytest.mark.parametrize(
     ("env_fn", "options", "message", "error"),
     [
-        (partial(Unnamed, ()), {}, "possible_agents of Unnamed must name each agent once", ConfigError),
-        (partial(Unnamed, ["a0", "a0"]), {}, "possible_agents of Unnamed must name each agent once", ConfigError),
-        (partial(Unnamed, ["a0", None]), {}, "none of them None", ConfigError),
         ([ScriptedGame, CountingEnv], {}, "some environments have several agents and others one", ConfigError),
         (
             [CountingEnv, ScriptedGame],
