@@ -10,20 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import (
-    AgentStep,
-    AsyncSampler,
-    ParallelSampler,
-    RandomAgent,
-    SerialSampler,
-    TrajInfo,
-)
+from penstock import AgentStep, AsyncSampler, ParallelSampler, RandomAgent, SerialSampler
 from penstock.envs.toy import ScriptedGame
-from penstock.learning import Ratio, Replay, Steps, gae
+from penstock.learning import Ratio, Replay
 
 from ..scale import quick_first, scaled
 from ..support import assert_same, collect_with
-from ..toy_games import Book, TurnGame, Valued
+from ..toy_games import Valued
 from .started import check_refused, started
 
 pytestmark = pytest.mark.timeout(scaled(3600, 120))
@@ -53,42 +46,11 @@ class Ones(RandomAgent):
         return AgentStep(np.ones_like(super().step(observation, prev_action, prev_reward).action))
 
 
-@pytest.mark.parametrize("record_final_obs", quick_first([True, False]))
-def test_advantages_along_columns_are_those_of_whole_trajectories(record_final_obs: bool) -> None:
-    gamma, lam, T = 0.97, 0.9, 8
-    options: dict[str, Any] = {"bootstrap_value": True, "record_final_obs": record_final_obs, "seed": 1}
-    n_compared = 0
-    with started(ScriptedGame, Valued(), env_kwargs=MIXED, batch_T=T, batch_B=5, **options) as sampler:
-        for itr in range(12):
-            sampler.obtain_samples(itr)
-            samples = sampler.samples_np
-            advantage, returns = gae(Steps.of(samples), gamma, lam)
-            n_compared += _compare_with_trajectories(samples, advantage, returns, gamma, lam)
-        assert n_compared > 500
-
-
-def _compare_with_trajectories(samples: Any, advantage: Any, returns: Any, gamma: float, lam: float) -> int:
-    """The definition, backwards from the last step of each trajectory, or of the batch. Returns the number of steps."""
-    env, agent, n = samples.env, samples.agent, 0
-    value, last = agent.agent_info.value, len(env.valid) - 1
-    for b in range(env.valid.shape[1]):
-        for t in reversed(np.flatnonzero(env.valid[:, b]).tolist()):
-            if env.done[t, b]:
-                running, following = 0.0, 0.0 if env.terminated[t, b] else float(agent.final_value[t, b])
-            elif t == last:
-                running, following = 0.0, float(agent.bootstrap_value[b])
-            running = float(env.reward[t, b]) + gamma * following - float(value[t, b]) + gamma * lam * running
-            following = float(value[t, b])
-            assert advantage[t, b] == pytest.approx(running, rel=1e-4, abs=1e-4)
-            assert returns[t, b] == pytest.approx(running + following, rel=1e-4, abs=1e-4)
-            n += 1
-    return n
-
-
-def test_a_game_s_record_has_the_rewards_of_all_agents_and_the_late_ones() -> None:
+@pytest.mark.parametrize("agents", [Ones(), {"a0": Ones(), "a1": Ones()}], ids=["one policy", "two policies"])
+def test_a_game_s_record_has_the_rewards_of_all_agents_and_the_late_ones(agents: Any) -> None:
     script = [{}, {"a0": "die"}, {"a0": "late"}, {"a0": "late", "a1": "die"}]
     options: dict[str, Any] = {"batch_T": 6, "batch_B": 1, "traj_info_kwargs": {"discount": 0.5}}
-    with started(partial(ScriptedGame, 2, script), Ones(), **options) as sampler:
+    with started(partial(ScriptedGame, 2, script), agents, **options) as sampler:
         _, infos = sampler.obtain_samples(0)
         first = [(i.agent_id, i.Length, i.Return, i.NonzeroRewards, i.DiscountedReturn) for i in infos[:3]]
         assert first == [
@@ -111,57 +73,6 @@ def test_late_rewards_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     told = [text for record in caplog.records if "had ended" in (text := record.getMessage())]
     assert len(told) == 1
     assert "stats().late_rewards" in told[0]
-
-
-class LongTurns(TurnGame):
-    """A game has 150 moves, and then all agents end."""
-
-    def reset(self, seed: int | None = None, options: Any = None) -> None:
-        super().reset(seed)
-        self._most = 150
-
-
-@pytest.mark.parametrize("traj_info_cls", [type("OwnTrajInfo", (TrajInfo,), {}), TrajInfo])
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_trajectories_of_a_long_evaluation_are_in_the_order_of_their_episodes(
-    in_turns: bool, traj_info_cls: Any
-) -> None:
-    """An evaluation is collected in parts of 128 rows."""
-    script = [{"a0": "die"} if t == 99 else {} for t in range(150)]
-    env_fn = partial(LongTurns, 2, ends=False) if in_turns else partial(ScriptedGame, 2, script)
-    options = {"eval_n_envs": 2, "eval_episodes": 10, "eval_max_steps": 2000}
-    with started(env_fn, batch_B=1, traj_info_cls=traj_info_cls, **options) as sampler:
-        infos = sampler.evaluate_agent(0)
-    wanted = [(episode, rank, agent) for episode in range(5) for rank in range(2) for agent in ("a0", "a1", None)]
-    assert [(info.episode, info.env_rank, info.agent_id) for info in infos] == wanted
-    by_agent = {agent: [info.Length for info in infos if info.agent_id == agent] for agent in ("a0", "a1", None)}
-    assert by_agent[None] == [150] * 10
-    if in_turns:
-        assert [sum(both) for both in zip(by_agent["a0"], by_agent["a1"], strict=True)] == [150] * 10
-    else:
-        assert (by_agent["a0"], by_agent["a1"]) == ([100] * 10, [150] * 10)
-
-
-@pytest.mark.slow
-def test_the_first_row_after_random_steps_continues_the_trajectory() -> None:
-    options: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 1, "batch_B": 5, "max_decorrelation_steps": 40}
-    n_within = 0
-    for seed in range(scaled(200, 10)):
-        with started(ScriptedGame, Book(), seed=seed, **options) as sampler:
-            sampler.obtain_samples(0)
-            env, agent = sampler.samples_np.env, sampler.samples_np.agent
-            info, starts, count = agent.agent_info, env.prev_done[0], env.observation[0, :, 2]
-            assert (starts == (env.valid[0] & (count == 0))).all()
-            within = env.valid[0] & (count > 0)
-            # The reward of a step is its number in the game plus the action.
-            reward = env.observation[0, :, 1] + agent.prev_action[0]
-            np.testing.assert_array_equal(env.prev_reward[0], np.where(within, reward, 0))
-            np.testing.assert_array_equal(info.prev_reward[0][within], reward[within])
-            np.testing.assert_array_equal(info.prev_action[0][within], agent.prev_action[0][within])
-            assert not info.prev_action[0][starts].any()
-            assert not info.prev_reward[0][starts].any()
-            n_within += int(within.sum())
-    assert n_within > 50
 
 
 @pytest.mark.parametrize("length", [5, 30])  # random steps end some games, or none
