@@ -26,6 +26,8 @@ from penstock import (
     WorkerError,
 )
 from penstock.envs.toy import ScriptedGame
+from penstock.testing import Fault
+from penstock.testing.faults import Trigger
 
 from ..against_loop import figures
 from ..support import Diary, assert_same, kept
@@ -64,30 +66,14 @@ class Failing(Plain):
 
 
 class FailsOnce(Plain):
-    """Step or reset number `at` of such an environment fails; with `marker`, a file, only one of all."""
+    """A step of one of all such environments fails."""
 
-    def __init__(self, call: str, at: int, marker: Any = None, **kwargs: Any) -> None:
+    def __init__(self, marker: Path, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._fault, self._n_calls = (call, at, marker), {"step": 0, "reset": 0}
-
-    def _reach(self, call: str) -> None:
-        name, at, marker = self._fault
-        self._n_calls[call] += 1
-        if (name, at) != (call, self._n_calls[call]):
-            return
-        if marker:
-            try:
-                Path(marker).touch(exist_ok=False)  # two workers may come here at the same moment
-            except FileExistsError:
-                return
-        raise ValueError(f"{call} {at} fails")
-
-    def reset(self, seed: int | None = None, options: Any = None) -> Any:
-        self._reach("reset")
-        return super().reset(seed, options)
+        self._trigger = Trigger(Fault("raise", at=60, marker=str(marker)))
 
     def step(self, actions: Any) -> Any:
-        self._reach("step")
+        self._trigger.call()
         return super().step(actions)
 
 
@@ -143,74 +129,6 @@ def seats_of(sampler: Any, batch: Any) -> dict[int, dict[str, Any]]:
     return {e: {agent: own[agent] for agent in sorted(own)} for e, own in sorted(found.items())}
 
 
-class PlainLoop:
-    """Steps games with recorded seeds and actions, and knows nothing else of penstock."""
-
-    def __init__(self, seeds: Any) -> None:
-        """`seeds`: for each environment, those of its games, in order."""
-        self.games, self.seeds = [Plain(**kind) for kind in KINDS], [iter(own) for own in seeds]
-        self.is_over, self.seen = [True] * len(self.games), [dict[str, Any]()] * len(self.games)
-
-    def follow(self, batch: Any, waits: bool) -> None:
-        """Play the steps of a batch, `seats_of`, and compare."""
-        for e, own in batch.items():
-            game, is_parked = self.games[e], False
-            for t in range(T):
-                acting = [agent for agent, seat in own.items() if seat.valid[t]]
-                if is_parked:
-                    assert not acting
-                    continue
-                if self.is_over[e]:
-                    self.seen[e] = game.reset(seed=next(self.seeds[e]))[0]
-                assert acting == game.agents
-                for agent in acting:
-                    np.testing.assert_array_equal(own[agent].observation[t], self.seen[e][agent])
-                self.seen[e], rewards, *_ = game.step({agent: int(own[agent].action[t]) for agent in game.agents})
-                for agent in acting:
-                    assert own[agent].reward[t] == rewards[agent]
-                    assert own[agent].done[t] == (agent not in game.agents)
-                self.is_over[e] = not game.agents
-                is_parked = waits and self.is_over[e]
-
-
-def running_seeds(sampler: Any) -> list[int]:
-    """Of each environment, the seed of the game of its last step in the last batch."""
-    seats = seats_of(sampler, sampler.samples_np)
-    last = [np.flatnonzero(np.any([seat.valid for seat in seats[e].values()], 0))[-1] for e in range(B)]
-    return [sampler.episode(e, int(t)).seed for e, t in enumerate(last)]
-
-
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("n_policies", [1, 3])
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_a_plain_loop_plays_the_same_games_with_the_seeds_of_the_trajectories(
-    cls: Any, n_policies: int, waits: bool
-) -> None:
-    options: dict[str, Any] = {"collector_cls": WaitResetCollector} if waits else {"traj_info_cls": Diary}
-    with recording_sampler(cls, **options) as sampler:
-        sampler.initialize(seed=4, **policies_of(n_policies))
-        batches, infos = [], []
-        for itr in range(N):
-            infos += sampler.obtain_samples(itr)[1]
-            batches.append(seats_of(sampler, sampler.samples_np.copy()))
-        running = running_seeds(sampler)
-    seeds: list[list[int]] = [[] for _ in range(B)]
-    for info in infos:
-        if info.agent_id is None:
-            seeds[info.env_rank].append(info.seed)
-    for e, last in enumerate(running):
-        seeds[e] += [last] if last not in seeds[e] else []  # of a game that is not over
-    everything = [seed for own in seeds for seed in own]
-    assert len(set(everything)) == len(everything) > 3 * B
-    agents = [info for info in infos if info.agent_id is not None]
-    assert all(info.seed == seeds[info.env_rank][info.episode] for info in agents)
-    assert len(agents) > 2 * len(everything), "some leave early, and some come back"
-    loop = PlainLoop(seeds)
-    for batch in batches:
-        loop.follow(batch, waits)
-    assert [next(own, None) for own in loop.seeds] == [None] * B
-
-
 def check_episode(sampler: Any, e: int, t: int) -> int:
     """Play the episode of environment e until step t, here and with `run`, and make the step. Returns how many steps it
     had before the batch."""
@@ -218,17 +136,18 @@ def check_episode(sampler: Any, e: int, t: int) -> int:
     acting = [agent for agent, seat in seats.items() if seat.valid[t]]
     wanted = {agent: seats[agent].action[t] for agent in acting}
     plain = Plain(**KINDS[e])
-    plain.reset(seed=episode.seed)
+    seen, _ = plain.reset(seed=episode.seed)
     for i, recorded in enumerate(episode.rewards):
         given = dict(zip(plain.possible_agents, [int(own[i]) for own in episode.actions], strict=True))
         acts = list(plain.agents)
-        _, rewards, *_ = plain.step({agent: given[agent] for agent in acts})
+        seen, rewards, *_ = plain.step({agent: given[agent] for agent in acts})
         assert recorded.tolist() == [rewards[agent] if agent in acts else 0 for agent in plain.possible_agents]
     game, actions = episode.run()
     assert list(actions) == game.agents == plain.agents
     assert actions == wanted
     results = game.step(actions), plain.step(wanted)
     for agent in acting:
+        np.testing.assert_array_equal(seats[agent].observation[t], seen[agent])
         assert {result[1][agent] for result in results} == {seats[agent].reward[t]}
         np.testing.assert_array_equal(results[0][0][agent], results[1][0][agent])
     game.close()
@@ -243,16 +162,27 @@ def check_episode(sampler: Any, e: int, t: int) -> int:
     return int(episode.step - t)
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("n_policies", [1, 3])
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int) -> None:
-    rng, n_before = np.random.default_rng(0), []
-    with recording_sampler(cls, max_decorrelation_steps=30) as sampler:
+def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int, waits: bool) -> None:
+    rng, n_before, seeds, infos = np.random.default_rng(0), [], {}, []
+    n_random_steps = 0 if n_policies == 1 else 30
+    options: dict[str, Any] = {"collector_cls": WaitResetCollector} if waits else {"traj_info_cls": Diary}
+    with recording_sampler(cls, max_decorrelation_steps=n_random_steps, **options) as sampler:
         sampler.initialize(seed=4, **policies_of(n_policies))
-        for itr in range(4):
-            sampler.obtain_samples(itr)
-            n_before += [check_episode(sampler, e, int(t)) for e in range(B) for t in rng.choice(T, 4, replace=False)]
-    assert sum(n > 0 for n in n_before) > 10, "games that began before the batch, some in random steps"
+        for itr in range(N):
+            infos += sampler.obtain_samples(itr)[1]
+            for e, seats in seats_of(sampler, sampler.samples_np).items():
+                for t in np.flatnonzero(np.any([seat.valid for seat in seats.values()], 0))[:: rng.integers(1, 5)]:
+                    n_before.append(check_episode(sampler, e, int(t)))
+                    episode = sampler.episode(e, int(t))
+                    seeds[e, episode.episode] = episode.seed
+    assert sum(n > 0 for n in n_before) > 4, "games that began before the batch, some in random steps"
+    assert len(set(seeds.values())) == len(seeds) > 3 * B
+    known = [info for info in infos if (info.env_rank, info.episode) in seeds]
+    assert len(known) > 6 * B, "of games and of agents"
+    assert n_random_steps or all(info.seed == seeds[info.env_rank, info.episode] for info in known)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +229,7 @@ def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where:
 
 
 def test_games_of_a_worker_that_was_replaced_have_new_seeds(tmp_path: Path) -> None:
-    env_fn = partial(FailsOnce, "step", 60, tmp_path / "marker")
+    env_fn = partial(FailsOnce, tmp_path / "marker")
     with recording_sampler(ParallelSampler, env_fn, on_worker_failure="restart", traj_info_cls=Diary) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
         seeds = defaultdict(set)
