@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from penstock import (
-    Agent,
     AgentStep,
     AlternatingSampler,
     ConfigError,
@@ -169,33 +168,18 @@ def test_a_central_sampler_continues(cls: Any) -> None:
     assert continued(cls, partial(GpuSampler, n_workers=3), env_fns, only=(0, 1, 3))[1].exact == (0, 1, 3)
 
 
-class Pair(Agent):
-    """A joint agent with a state: how often it has acted in this game."""
+class Pair(Kept):
+    """A joint agent: all do what the first one would do."""
 
-    joint, recurrent = True, True
+    joint = True
 
-    def seed_columns(self, rngs: Any) -> None:
-        self._own = np.zeros(len(rngs), np.int64)
+    def step(self, *inputs: Any) -> AgentStep:
+        action, info = super().step(*(each[:, 0] for each in inputs))
+        n = inputs[0].shape[1]
+        return AgentStep(np.repeat(action[:, None], n, 1), NamedArrays(own=np.repeat(info["own"][:, None], n, 1)))
 
-    def reset(self) -> None:
-        self._own[...] = 0
-
-    def reset_one(self, column: int) -> None:
-        self._own[column] = 0
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        self._own += 1
-        own = np.repeat(self._own[:, None], observation.shape[1], 1)
-        return AgentStep(own % 3, NamedArrays(own=own))
-
-    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        return np.zeros(observation.shape[:2], np.float32)
-
-    def column_state(self, column: int) -> dict[str, Any]:
-        return {"own": int(self._own[column])}
-
-    def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
-        self._own[column] = state["own"]
+    def value(self, *inputs: Any) -> Any:
+        return np.zeros(inputs[0].shape[:2], np.float32)
 
 
 def test_a_joint_agent_continues() -> None:
