@@ -2,10 +2,11 @@
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gymnasium as gym
@@ -15,18 +16,16 @@ import pytest
 from penstock import ConfigError, ParallelSampler, RandomAgent, RepeatError, SerialSampler, WorkerError
 from penstock.envs import CountingEnv, ScriptedGame
 
-# In place of moviepy: it writes the frames themselves.
-STUB = """
-import numpy as np
 
-class ImageSequenceClip:
-    def __init__(self, frames, fps):
+class Clip:
+    """In place of moviepy's: it writes the frames themselves."""
+
+    def __init__(self, frames: Any, fps: Any) -> None:
         self.frames, self.fps = frames, fps
 
-    def write_videofile(self, path, logger):
-        with open(path, "wb") as file:
+    def write_videofile(self, path: str, logger: Any) -> None:
+        with Path(path).open("wb") as file:
             np.savez(file, frames=np.stack(self.frames), fps=self.fps)
-"""
 
 
 class Painted(gym.Env[Any, Any]):
@@ -80,23 +79,12 @@ def episode_of(env_fn: Any = Painted, t: int = 4, cls: Any = SerialSampler, **op
 
 
 @pytest.fixture
-def moviepy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def moviepy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stub of moviepy."""
-    folder = tmp_path / "stub/moviepy/video/io"
-    folder.mkdir(parents=True)
-    for package in (folder, folder.parent, folder.parent.parent):
-        (package / "__init__.py").touch()
-    (folder / "ImageSequenceClip.py").write_text(STUB)
-    monkeypatch.syspath_prepend(tmp_path / "stub")
-    for name in _imported_moviepy():
-        monkeypatch.delitem(sys.modules, name)
-    yield
-    for name in _imported_moviepy():  # other tests must not find the stub
-        del sys.modules[name]
-
-
-def _imported_moviepy() -> list[str]:
-    return [name for name in sys.modules if name.split(".")[0] == "moviepy"]
+    for name in ("moviepy", "moviepy.video.io.ImageSequenceClip"):
+        stub: Any = ModuleType(name)
+        stub.__spec__, stub.ImageSequenceClip = ModuleSpec(name, None), Clip
+        monkeypatch.setitem(sys.modules, name, stub)
 
 
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])

@@ -274,7 +274,8 @@ def test_a_replaced_worker_leaves_a_file(tmp_path: Path) -> None:
         faulty_env(Walk, fault), ParallelSampler, on_worker_failure="restart", crash_dir=folder
     ) as sampler:
         sampler.initialize(RandomAgent(), seed=1)
-        collect(sampler, 10)
+        seeds = [info.seed for itr in range(10) for info in sampler.obtain_samples(itr)[1]]
+        assert len(set(seeds)) == len(seeds) > B, "no episode begins twice"
         assert sampler.stats().restarts == 1
         for env_rank in range(B):
             sampler.episode(env_rank, 3).run()[0].close()  # the new worker's episodes can be repeated too

@@ -204,10 +204,7 @@ class Forgets(Saved):
 
 NOT_SAVED = {
     "a handle": (Unsaved, r"Unsaved\(num_envs=2\) cannot be saved: TypeError: cannot pickle .*\. Give Unsaved"),
-    "rebuilt": (
-        rebuilt,
-        r"Rebuilt is an EzPickle: .* loses its state\. Give SyncVectorEnv\(num_envs=2\) get_st",
-    ),
+    "rebuilt": (rebuilt, r"Rebuilt is an EzPickle: .* loses its state\. Give SyncVectorEnv\(num_envs=2\) get_st"),
     "forgets": (Forgets, "does not continue alike after it was saved and loaded: observation of step"),
 }
 

@@ -172,6 +172,7 @@ class Pair(Kept):
     """A joint agent: all do what the first one would do."""
 
     joint = True
+    column_state, load_column_state = Kept.column_state, Kept.load_column_state  # a class says this for itself
 
     def step(self, *inputs: Any) -> AgentStep:
         action, info = super().step(*(each[:, 0] for each in inputs))
@@ -183,7 +184,9 @@ class Pair(Kept):
 
 
 def test_a_joint_agent_continues() -> None:
-    continued(SerialSampler, two, at_start=lambda: {"agent": Pair()}, env_kwargs={"k": 2, "script": [{}] * 10})
+    options = {"env_kwargs": {"k": 2, "script": [{}] * 10}}
+    _, report = continued(SerialSampler, two, at_start=lambda: {"agent": Pair()}, **options)
+    assert report.exact == tuple(range(B))
 
 
 def test_other_policies_are_refused() -> None:

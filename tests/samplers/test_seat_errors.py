@@ -185,10 +185,7 @@ RESETS: dict[str, tuple[Any, str]] = {
         lambda game, o, i: ({"a0": o["a0"], "a2": o["a2"]}, i),
         "env_rank 1, agent 'a1' is in env.agents, but has no observation",
     ),
-    "unknown": (
-        lambda game, o, i: ({**o, "a7": o["a0"]}, i),
-        "env_rank 1, agent 'a7' is not one of possible_agents",
-    ),
+    "unknown": (lambda game, o, i: ({**o, "a7": o["a0"]}, i), "env_rank 1, agent 'a7' is not one of possible_agents"),
     "shape": (
         lambda game, o, i: ({**o, "a1": np.zeros(9, np.float32)}, i),
         "observation of env_rank 1, agent 'a1' must have shape",

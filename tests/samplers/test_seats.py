@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from penstock import AgentStep, AsyncSampler, ParallelSampler, RandomAgent, Seri
 from penstock.envs.toy import ScriptedGame
 from penstock.learning import Ratio, Replay
 
+from ..against_loop import compare
 from ..scale import quick_first, scaled
 from ..support import assert_same, collect_with
 from ..toy_games import Valued
@@ -64,10 +64,7 @@ def test_a_game_s_record_has_the_rewards_of_all_agents_and_the_late_ones(agents:
 
 def test_late_rewards_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     script = [{"a0": "die"}, {"a0": "late"}]
-    with (
-        started(partial(ScriptedGame, 2, script), batch_T=4) as sampler,
-        caplog.at_level("WARNING", logger="penstock"),
-    ):
+    with started(partial(ScriptedGame, 2, script), batch_T=4) as sampler, caplog.at_level("WARNING", logger="penstock"):
         for itr in range(3):
             sampler.obtain_samples(itr)
     told = [text for record in caplog.records if "had ended" in (text := record.getMessage())]
@@ -110,18 +107,6 @@ def test_every_environment_is_closed(tmp_path: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_agent_may_copy_itself_in_a_worker() -> None:
-    class Copying(Valued):
-        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-            assert list(copy.deepcopy(self).env_ranks or []) == list(self.env_ranks or [])
-            return super().step(observation, prev_action, prev_reward)
-
-    assert_same(
-        collect_with(SerialSampler, ScriptedGame, Valued(), n=2),
-        collect_with(SerialSampler, ScriptedGame, Copying(), n=2),
-    )
-
-
 def check_drawn(drawn: Any, discount: float) -> None:
     """Transitions of a `ScriptedGame`, whose reward is the step of the game plus the action."""
     before, after, factor = (np.asarray(each) for each in (drawn.observation, drawn.next_observation, drawn.discount))
@@ -153,17 +138,11 @@ def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, 
             assert games == list(range(len(games)))
 
 
-def test_env_info_is_recorded_for_each_seat() -> None:
-    class Telling(ScriptedGame):
-        def _infos(self) -> Any:
-            return {agent: {"own": own, "who": float(agent[1:])} for agent, own in self._own.items()}
+class Telling(ScriptedGame):
+    def _infos(self) -> Any:
+        return {agent: {"own": own, "who": float(agent[1:])} for agent, own in self._own.items()}
 
-    for env_fn in (Telling, partial(Telling, start=["a1"])):
-        with started(env_fn, batch_T=30, batch_B=3, env_info=["own", "who"]) as sampler:
-            for itr in range(3):
-                sampler.obtain_samples(itr)
-                env = sampler.samples_np.env
-                info, valid = env.env_info, env.valid
-                np.testing.assert_array_equal(info.own, np.where(valid, env.observation[..., 2] + 1, 0))
-                np.testing.assert_array_equal(info.who[valid], env.observation[..., 0][valid] - 1)
-                assert (info["_own"] == valid).all()
+
+@pytest.mark.parametrize("env_fn", [Telling, partial(Telling, start=["a1"])])
+def test_env_info_is_recorded_for_each_seat(env_fn: Any) -> None:
+    compare(SerialSampler, env_fn, Valued, batch_T=30, batch_B=3, n_batches=3, env_info={"own": 0, "who": 0.0})

@@ -11,19 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from penstock import (
-    AgentStep,
-    ParallelSampler,
-    RandomAgent,
-    RecurrentCategoricalPgAgent,
-    Sampler,
-    SerialSampler,
-)
+from penstock import AgentStep, ParallelSampler, RandomAgent, RecurrentCategoricalPgAgent, Sampler, SerialSampler
 from penstock.errors import ConfigError
 from penstock.learning import Prioritized, Replay
 from tests.against_loop import compare
+from tests.models import Lstm
 from tests.scale import examples, quick_first
 from tests.toy_games import Book, TurnGame, Valuing
 
@@ -223,22 +216,10 @@ def test_a_broken_rule_names_environment_and_agent(change: Any, message: str) ->
 
 
 class Together(RandomAgent):
-    """Acts for all seats of a game at once."""
-
     joint = True
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
         return AgentStep(np.zeros(prev_reward.shape, np.int64))
-
-    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        return np.zeros(prev_reward.shape, np.float32)
-
-
-class Lstm(nn.Module):
-    state_shape = (4,)
-
-    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
-        return state[:, :3], state[:, 3], state
 
 
 @pytest.mark.parametrize(
@@ -247,24 +228,20 @@ class Lstm(nn.Module):
         ({}, Together(), "games in turns and a joint agent do not go together: each seat counts its own decisions"),
         (
             {},
-            RecurrentCategoricalPgAgent(Lstm(), record_state="batch"),
+            RecurrentCategoricalPgAgent(lambda: Lstm(4, 3), record_state="batch"),
             'games in turns and record_state="batch" do not go together: .* record_state="step" work',
         ),
-        (
-            {"seed_episodes": True},
-            RandomAgent(),
-            "seed_episodes=True and games in turns do not go together",
-        ),
+        ({"seed_episodes": True}, RandomAgent(), "seed_episodes=True and games in turns do not go together"),
         (
             {"on_game_failure": "renew"},
             RandomAgent(),
             'games in turns and on_game_failure="renew" do not go together: .*; on_worker_failure',
         ),
-        ({}, Book(), "Book must report `value` in agent_info"),
+        ({"bootstrap_value": True}, Book(), "Book must report `value` in agent_info"),
     ],
 )
 def test_what_is_not_possible_is_refused(options: Any, agent: Any, message: str) -> None:
-    assert "\n" not in check_refused(TurnGame, message, agent, bootstrap_value=True, **options)
+    assert "\n" not in check_refused(TurnGame, message, agent, **options)
 
 
 def test_a_timeline_is_refused_and_totals_stay() -> None:
@@ -281,22 +258,12 @@ def test_a_timeline_is_refused_and_totals_stay() -> None:
 
 
 class Scored(TurnGame):
-    """Says in info how many moves were made, and who is asked."""
+    """Says in info how many moves were made."""
 
     def last(self, observe: bool = True) -> Any:
         *result, info = super().last(observe)
-        return (*result, {**info, "moves": self.t, "who": {"number": int(self.agent_selection[1:])}})
+        return (*result, {**info, "moves": self.t})
 
 
 def test_env_info_is_that_of_the_end_of_a_decision() -> None:
-    with started(partial(Scored, 2), batch_T=7, env_info=["moves", "who.number"]) as sampler:
-        for itr in range(6):
-            env = sampler.obtain_samples(itr)[0].copy().numpy().env
-            info, valid = env.env_info, env.valid
-            assert (info["_moves"] == valid).all()
-            assert not info.moves[~valid].any()
-            for b, number in enumerate([0, 1, 0, 1]):
-                assert (info.who.number[:, b] == number * valid[:, b]).all()
-                t = np.flatnonzero(valid[:-1, b] & valid[1:, b] & ~env.done[:-1, b])
-                # The observation of the next decision has the same number of moves.
-                assert (info.moves[t, b] == env.observation[t + 1, b, 1]).all()
+    compare(SerialSampler, partial(Scored, 2), Valuing, batch_T=7, batch_B=2, n_batches=6, env_info={"moves": 0})
