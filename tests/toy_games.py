@@ -151,9 +151,9 @@ class Odd(ScriptedGame):
     """A `ScriptedGame` that returns its dicts, lists and arrays again in each step, its agents in changing order, and
     flags that are no bools. A reader that keeps a reference, or that relies on the order, sees something else."""
 
-    def __init__(self, reuse: bool = True, shuffle: bool = True, **kwargs: Any) -> None:
+    def __init__(self, shuffle: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._reuse, self._shuffle = reuse, shuffle
+        self._shuffle = shuffle
         self._dicts: list[dict[str, Any]] = [{} for _ in range(5)]
         self._arrays = {agent: np.zeros(4, np.float32) for agent in self.possible_agents}
         self._list: list[str] = []
@@ -178,9 +178,6 @@ class Odd(ScriptedGame):
             self._order.shuffle(order)
         results = [{agent: own[agent] for agent in order if agent in own} for own in results]
         agents = [agent for agent in order if agent in self.agents]
-        if not self._reuse:
-            self.agents = agents
-            return results
         for agent, observation in results[0].items():
             self._arrays[agent][...] = observation
             results[0][agent] = self._arrays[agent]

@@ -34,13 +34,15 @@ from penstock.testing import Fault, FaultyAgent, faulty_env
 
 from ..scale import mostly_first, quick_first, some
 from ..support import collect
+from .started import check_refused, started
 
 T, B = 12, 4
 
 
-def recording_sampler(env_fn: Any = "CartPole-v1", cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Sampler:
-    arguments = {"batch_T": T, "batch_B": B, "n_workers": 2, "max_decorrelation_steps": 30, "seed_episodes": True}
-    return cls(env_fn, **{**arguments, **kwargs})
+def recording(env_fn: Any = "CartPole-v1", cls: type[Sampler] = SerialSampler, **options: Any) -> Any:
+    """A sampler that has started."""
+    given = {"batch_T": T, "batch_B": B, "n_workers": 2, "max_decorrelation_steps": 30, "seed_episodes": True}
+    return started(env_fn, cls=cls, **{**given, **options})
 
 
 class Walk(gym.Env[Any, Any]):
@@ -81,8 +83,7 @@ def test_any_step_of_the_last_batch_is_repeated(env_fn: Any, cls: type[Sampler],
     rng = np.random.default_rng(0)
     collector = {"collector_cls": WaitResetCollector} if wait_reset else {}
     n_long = 0
-    with recording_sampler(env_fn, cls, **collector) as sampler:
-        sampler.initialize(RandomAgent(), seed=4)
+    with recording(env_fn, cls, **collector, seed=4) as sampler:
         for itr in range(6):
             sampler.obtain_samples(itr)
             samples = sampler.samples_np
@@ -102,8 +103,7 @@ def test_any_step_of_the_last_batch_is_repeated(env_fn: Any, cls: type[Sampler],
 def test_only_later_episodes_differ_from_a_run_without_the_option() -> None:
     starts = []
     for seed_episodes in (False, True):
-        with recording_sampler(Walk, batch_T=50, max_decorrelation_steps=0, seed_episodes=seed_episodes) as sampler:
-            sampler.initialize(RandomAgent(), seed=4)
+        with recording(Walk, batch_T=50, max_decorrelation_steps=0, seed_episodes=seed_episodes, seed=4) as sampler:
             sampler.obtain_samples(0)
             env = sampler.samples_np.env
             starts.append((env.observation[0].copy(), [env.observation[:, b][env.prev_done[:, b]] for b in range(B)]))
@@ -116,9 +116,8 @@ def test_only_later_episodes_differ_from_a_run_without_the_option() -> None:
 # ---- failures ------------------------------------------------------------------------------
 
 
-def failure(sampler: Sampler, agent: Any = None) -> WorkerError:
-    with sampler, pytest.raises(WorkerError) as caught:
-        sampler.initialize(agent or RandomAgent(), seed=1)
+def failure(env_fn: Any, cls: type[Sampler] = SerialSampler, **options: Any) -> WorkerError:
+    with pytest.raises(WorkerError) as caught, recording(env_fn, cls, seed=1, **options) as sampler:
         collect(sampler, 50)
     return caught.value
 
@@ -127,11 +126,7 @@ def failure(sampler: Sampler, agent: Any = None) -> WorkerError:
 @pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler]))
 def test_run_stops_before_the_step_that_failed(cls: type[Sampler], where: str, tmp_path: Path) -> None:
     n = 400 if where == "decorrelation" else 0
-    error = failure(
-        recording_sampler(
-            Walk, cls, batch_T=5, max_decorrelation_steps=n, env_kwargs={"fails_at": 17}, crash_dir=tmp_path
-        )
-    )
+    error = failure(Walk, cls, batch_T=5, max_decorrelation_steps=n, env_kwargs={"fails_at": 17}, crash_dir=tmp_path)
     assert ("decorrelating" in str(error)) == (where == "decorrelation")
     assert "error.episode.run() repeats episode" in str(error)
     path = error.episode.path  # the worker of another environment may have failed too
@@ -146,7 +141,7 @@ def test_run_stops_before_the_step_that_failed(cls: type[Sampler], where: str, t
 
 
 def test_run_stops_before_a_reset_that_failed() -> None:
-    error = failure(recording_sampler(faulty_env(Walk, Fault("raise", at=4), "reset")))
+    error = failure(faulty_env(Walk, Fault("raise", at=4), "reset"))
     env, action = error.episode.run()
     assert action is None
     assert (error.episode.is_reset, error.episode.step, error.episode.episode) == (True, 0, 3)
@@ -177,8 +172,7 @@ class OneMemory(Walk):
 
 
 def test_the_steps_of_an_episode_are_those_of_the_batch() -> None:
-    with recording_sampler(OneMemory, batch_T=40, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=4)
+    with recording(OneMemory, batch_T=40, max_decorrelation_steps=0, seed=4) as sampler:
         sampler.obtain_samples(0)
         samples, n_open = sampler.samples_np, OneMemory.n_open
         t = int(np.argmax(samples.env.done[:, 1]))  # the end of the first episode
@@ -202,7 +196,7 @@ def test_the_steps_of_an_episode_are_those_of_the_batch() -> None:
 
 
 def test_the_steps_end_with_what_failed_and_differ_as_run_does() -> None:
-    episode = failure(recording_sampler(OneMemory, max_decorrelation_steps=0, env_kwargs={"fails_at": 17})).episode
+    episode = failure(OneMemory, max_decorrelation_steps=0, env_kwargs={"fails_at": 17}).episode
     n_open, steps = OneMemory.n_open, []
     with pytest.raises(ValueError, match="step 17 fails"):
         steps += episode.steps()
@@ -224,24 +218,24 @@ def test_data_that_do_not_fit_are_replayed_too() -> None:
             observation, *rest = super().step(action)
             return (observation[:1] if self.count == 9 else observation), *rest
 
-    error = failure(recording_sampler(Wrong, max_decorrelation_steps=0))
+    error = failure(Wrong, max_decorrelation_steps=0)
     env, action = error.episode.run()
     assert len(env.step(action)[0]) == 1
 
 
 def test_a_failure_outside_of_training_environments_has_no_replay() -> None:
-    assert failure(recording_sampler(Walk), agent=FaultyAgent(RandomAgent(), Fault("raise", at=3))).episode is None
-    assert failure(recording_sampler(Walk, env_kwargs={"fails_at": 17}, seed_episodes=False)).episode is None
-    sampler = recording_sampler(Walk, eval_n_envs=2, eval_env_kwargs={"fails_at": 3})
-    with sampler, pytest.raises(WorkerError) as caught:
-        sampler.initialize(RandomAgent())
+    assert failure(Walk, agent=FaultyAgent(RandomAgent(), Fault("raise", at=3))).episode is None
+    assert failure(Walk, env_kwargs={"fails_at": 17}, seed_episodes=False).episode is None
+    with (
+        recording(Walk, eval_n_envs=2, eval_env_kwargs={"fails_at": 3}) as sampler,
+        pytest.raises(WorkerError) as caught,
+    ):
         sampler.evaluate_agent(0)
     assert caught.value.episode is None
 
 
 def test_a_file_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Path) -> None:
-    with recording_sampler(Walk, env_kwargs={"fails_at": 17}, crash_dir=tmp_path / "crashes") as sampler:
-        sampler.initialize(RandomAgent(), seed=1)
+    with recording(Walk, env_kwargs={"fails_at": 17}, crash_dir=tmp_path / "crashes", seed=1) as sampler:
         (tmp_path / "crashes").rmdir()
         with pytest.raises(WorkerError, match=r"step 17 fails(.|\n)*not written: .*No such file") as caught:
             collect(sampler, 50)
@@ -255,8 +249,7 @@ def test_a_crash_file_follows_no_link(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("time.strftime", lambda _: "now")
     victim, folder = tmp_path / "victim", tmp_path / "crashes"
     victim.write_text("mine")
-    with recording_sampler(Walk, env_kwargs={"fails_at": 17}, crash_dir=folder) as sampler:
-        sampler.initialize(RandomAgent(), seed=1)
+    with recording(Walk, env_kwargs={"fails_at": 17}, crash_dir=folder, seed=1) as sampler:
         for env_rank in range(B):
             for episode in range(20):
                 name = f"env_rank_{env_rank}-episode_{episode}-step_17-now-{os.getpid()}-1.episode"
@@ -270,12 +263,11 @@ def test_a_crash_file_follows_no_link(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_replaced_worker_leaves_a_file(tmp_path: Path) -> None:
     fault = Fault("raise", at=60, marker=str(tmp_path / "marker"))
     folder = tmp_path / "crashes"
-    with recording_sampler(
-        faulty_env(Walk, fault), ParallelSampler, on_worker_failure="restart", crash_dir=folder
+    with recording(
+        faulty_env(Walk, fault), ParallelSampler, on_worker_failure="restart", crash_dir=folder, seed=1
     ) as sampler:
-        sampler.initialize(RandomAgent(), seed=1)
-        seeds = [info.seed for itr in range(10) for info in sampler.obtain_samples(itr)[1]]
-        assert len(set(seeds)) == len(seeds) > B, "no episode begins twice"
+        starts = [batch.env.observation[batch.env.prev_done] for batch, _ in collect(sampler, 10)]
+        assert len(np.unique(np.concatenate(starts), axis=0)) == sum(map(len, starts)) > B, "none begins twice"
         assert sampler.stats().restarts == 1
         for env_rank in range(B):
             sampler.episode(env_rank, 3).run()[0].close()  # the new worker's episodes can be repeated too
@@ -290,8 +282,7 @@ def test_episodes_after_one_that_was_cut_are_repeated() -> None:
                 raise GameError("the game has failed")
             return super().step(action)
 
-    with recording_sampler(Failing, batch_T=60, on_game_failure="renew", max_renewals=1000) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with recording(Failing, batch_T=60, on_game_failure="renew", max_renewals=1000) as sampler:
         sampler.obtain_samples(0)
         env = sampler.samples_np.env
         for t, b in np.argwhere(env.valid).tolist():
@@ -304,15 +295,11 @@ def test_episodes_after_one_that_was_cut_are_repeated() -> None:
 
 
 def test_an_environment_that_is_not_deterministic_is_named_with_its_first_step_that_differs() -> None:
-    with recording_sampler(Walk, env_kwargs={"noise": 1.0}, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with recording(Walk, env_kwargs={"noise": 1.0}, max_decorrelation_steps=0) as sampler:
         sampler.obtain_samples(0)
         with pytest.raises(RepeatError, match=r"of env_rank 2 differs .* of its 4 steps: the reward of step 0 is"):
             sampler.episode(2, 4).run()
-    with recording_sampler(
-        CountingEnv, max_decorrelation_steps=0
-    ) as sampler:  # it counts episodes, so they are not alike
-        sampler.initialize(RandomAgent(), seed=0)
+    with recording(CountingEnv, max_decorrelation_steps=0) as sampler:  # it counts episodes, so they are not alike
         sampler.obtain_samples(0)
         sampler.episode(1, 4).run()
         with pytest.raises(RepeatError, match=r"episode 1 of env_rank 1 differs .* observation before step 2 is"):
@@ -331,8 +318,7 @@ def test_a_step_that_raises_or_ends_too_early_is_named() -> None:
                 raise KeyError("x")
             return observation, reward, terminated or (Other.how == "end" and self.count == 2), truncated, info
 
-    with recording_sampler(Other, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with recording(Other, max_decorrelation_steps=0) as sampler:
         sampler.obtain_samples(0)
         episode = sampler.episode(0, 4)
     Other.how = "raise"
@@ -345,8 +331,7 @@ def test_a_step_that_raises_or_ends_too_early_is_named() -> None:
 
 def test_an_episode_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode_log, "_MOST_STEPS", 7)
-    with recording_sampler("Pendulum-v1", max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with recording("Pendulum-v1", max_decorrelation_steps=0) as sampler:
         for itr in range(4):
             sampler.obtain_samples(itr)
             if itr == 0:
@@ -358,8 +343,7 @@ def test_an_episode_that_is_longer_than_the_log_is_not_repeated(monkeypatch: pyt
 def test_an_episode_is_repeated_across_the_place_where_the_log_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode_log, "_MOST_STEPS", 7)  # 19 rows: an episode may have 7 steps before the last batch
     lengths = []
-    with recording_sampler(Walk, batch_B=20, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with recording(Walk, batch_B=20, max_decorrelation_steps=0) as sampler:
         for itr in range(5):
             sampler.obtain_samples(itr)
             for episode in (sampler.episode(b, 0) for b in range(20)):
@@ -370,21 +354,16 @@ def test_an_episode_is_repeated_across_the_place_where_the_log_begins_again(monk
 
 
 def test_calls_and_arguments_that_cannot_work(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="seed_episodes=True and batched environments do not go together"):
-        recording_sampler(BatchedCartPole, batched=True)
-    with pytest.raises(ConfigError, match="crash_dir needs seed_episodes=True"):
-        recording_sampler(seed_episodes=False, crash_dir=tmp_path)
-    with pytest.raises(ConfigError, match="crash_dir must be the path of a folder"):
-        recording_sampler(crash_dir=3)
+    message = "seed_episodes=True and batched environments do not go together"
+    check_refused(BatchedCartPole, message, batched=True, seed_episodes=True)
+    check_refused(Walk, "crash_dir needs seed_episodes=True", crash_dir=tmp_path)
+    check_refused(Walk, "crash_dir must be the path of a folder", seed_episodes=True, crash_dir=3)
     (tmp_path / "file").touch()
-    with recording_sampler(crash_dir=tmp_path / "file") as sampler, pytest.raises(ConfigError, match="cannot be made"):
-        sampler.initialize(RandomAgent())
-    with recording_sampler(seed_episodes=False) as sampler:
-        sampler.initialize(RandomAgent())
-        with pytest.raises(ConfigError, match="construct the sampler with seed_episodes=True"):
-            sampler.episode(0, 0)
-    with recording_sampler(collector_cls=WaitResetCollector, batch_T=60) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    check_refused(Walk, "cannot be made", seed_episodes=True, crash_dir=tmp_path / "file")
+    message = "construct the sampler with seed_episodes=True"
+    with recording(seed_episodes=False) as sampler, pytest.raises(ConfigError, match=message):
+        sampler.episode(0, 0)
+    with recording(collector_cls=WaitResetCollector, batch_T=60) as sampler:
         with pytest.raises(SamplerStateError, match="before the first batch"):
             sampler.episode(0, 0)
         sampler.obtain_samples(0)
@@ -394,10 +373,9 @@ def test_calls_and_arguments_that_cannot_work(tmp_path: Path) -> None:
         t, b = np.argwhere(~sampler.samples_np.env.valid)[0]
         with pytest.raises(ConfigError, match=f"env_rank {b} made no step at t={t}"):
             sampler.episode(int(b), int(t))
-    with recording_sampler(cls=AsyncSampler) as sampler:
-        sampler.initialize(RandomAgent())
-        with pytest.raises(ConfigError, match=r"episode\(\) and AsyncSampler do not go together"):
-            sampler.episode(0, 0)
+    message = r"episode\(\) and AsyncSampler do not go together"
+    with recording(cls=AsyncSampler) as sampler, pytest.raises(ConfigError, match=message):
+        sampler.episode(0, 0)
 
 
 def test_a_file_that_is_no_episode_and_a_factory_that_cannot_be_pickled(tmp_path: Path) -> None:
@@ -413,8 +391,7 @@ def test_a_file_that_is_no_episode_and_a_factory_that_cannot_be_pickled(tmp_path
             raise TypeError("not this one")
 
     env = Unpicklable()
-    with recording_sampler(lambda: env) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with recording(lambda: env) as sampler:
         sampler.obtain_samples(0)
         with pytest.raises(ConfigError, match="the episode cannot be pickled"):
             sampler.episode(0, 0).save(tmp_path / "episode")

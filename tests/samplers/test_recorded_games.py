@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from penstock import (
-    ConfigError,
     GameError,
     NamedArrays,
     ParallelSampler,
@@ -30,7 +29,8 @@ from penstock.envs.toy import ScriptedGame
 
 from ..against_loop import figures
 from ..support import Diary, assert_same, kept
-from ..toy_games import Odd, TurnGame
+from ..toy_games import Odd
+from .started import check_refused, started
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
@@ -78,10 +78,11 @@ def policies_of(n: int) -> dict[str, Any]:
     return {"agent": {name: RandomAgent() for name in names}, "policy_of": lambda agent: names[int(agent[1:])]}
 
 
-def recording_sampler(cls: Any, env_fn: Any = Plain, **options: Any) -> Any:
-    given = {"batch_T": T, "batch_B": B, "env_kwargs": KINDS, "max_decorrelation_steps": 0, "seed_episodes": True}
+def recording(cls: Any, env_fn: Any = Plain, n_policies: int = 1, **options: Any) -> Any:
+    """A sampler that has started."""
+    given = {"batch_T": T, "batch_B": B, "env_kwargs": KINDS, "seed_episodes": True, **policies_of(n_policies)}
     given |= {} if cls is SerialSampler else {"n_workers": 2}
-    return cls(env_fn, **{**given, **options})
+    return started(env_fn, cls=cls, **{**given, **options})
 
 
 def seats_of(sampler: Any, batch: Any) -> dict[int, dict[str, Any]]:
@@ -141,8 +142,8 @@ def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int, waits
     rng, n_before, seeds, infos = np.random.default_rng(0), [], {}, []
     n_random_steps = 0 if n_policies == 1 else 30
     options: dict[str, Any] = {"collector_cls": WaitResetCollector} if waits else {"traj_info_cls": Diary}
-    with recording_sampler(cls, max_decorrelation_steps=n_random_steps, **options) as sampler:
-        sampler.initialize(seed=4, **policies_of(n_policies))
+    options |= {"max_decorrelation_steps": n_random_steps, "seed": 4}
+    with recording(cls, n_policies=n_policies, **options) as sampler:
         for itr in range(N):
             infos += sampler.obtain_samples(itr)[1]
             for e, seats in seats_of(sampler, sampler.samples_np).items():
@@ -163,8 +164,7 @@ def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int, waits
 def test_masks_states_and_games_that_return_the_same_arrays(options: dict[str, Any]) -> None:
     is_masked = "global_state" in options
     agent = RandomAgent(mask_key="info.action_mask") if is_masked else RandomAgent()
-    with recording_sampler(SerialSampler, **{"env_kwargs": {"k": 3}, **options}) as sampler:
-        sampler.initialize(agent, seed=1)
+    with recording(SerialSampler, agent=agent, **{"env_kwargs": {"k": 3}, **options}) as sampler:
         for itr in range(3):
             sampler.obtain_samples(itr)
             for t in range(T):
@@ -183,11 +183,11 @@ def test_masks_states_and_games_that_return_the_same_arrays(options: dict[str, A
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where: str, tmp_path: Path) -> None:
     n = 400 if where == "decorrelation" else 0
+    options = {"crash_dir": tmp_path, "max_decorrelation_steps": n, "seed": 1}
     with (
-        recording_sampler(cls, Failing, crash_dir=tmp_path, max_decorrelation_steps=n) as sampler,
         pytest.raises(WorkerError, match="the game has failed at") as caught,
+        recording(cls, Failing, n_policies, **options) as sampler,
     ):
-        sampler.initialize(seed=1, **policies_of(n_policies))
         for itr in range(50):
             sampler.obtain_samples(itr)
     assert ("decorrelating" in str(caught.value)) == (where == "decorrelation")
@@ -202,9 +202,9 @@ def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_games_that_are_built_again_are_repeated_too(waits: bool) -> None:
-    options = {"collector_cls": WaitResetCollector} if waits else {}
-    with recording_sampler(SerialSampler, Failing, on_game_failure="renew", max_renewals=1000, **options) as sampler:
-        sampler.initialize(seed=1, **policies_of(3))
+    options: dict[str, Any] = {"on_game_failure": "renew", "max_renewals": 1000, "seed": 1}
+    options |= {"collector_cls": WaitResetCollector} if waits else {}
+    with recording(SerialSampler, Failing, 3, **options) as sampler:
         n = 0
         for itr in range(4):
             sampler.obtain_samples(itr)
@@ -227,15 +227,14 @@ def test_a_run_continues_with_the_seeds_of_its_games(env_fn: Any, n_policies: in
     def collect(sampler: Any, itrs: range) -> list[Any]:
         return [(kept(samples, infos), figures(infos)) for samples, infos in map(sampler.obtain_samples, itrs)]
 
-    with recording_sampler(ParallelSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=Diary) as sampler:
-        sampler.initialize(seed=3, **policies_of(n_policies))
+    options: dict[str, Any] = {"max_decorrelation_steps": 30, "traj_info_cls": Diary, "seed": 3}
+    with recording(ParallelSampler, env_fn, n_policies, **options) as sampler:
         collect(sampler, range(2))
         state = sampler.state_dict()
         wanted = collect(sampler, range(2, 5))
     kinds = {column["kind"] for column in state["columns"].values()}
     assert kinds == {"repeat" if env_fn is Unpicklable else "pickle"}
-    with recording_sampler(SerialSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=Diary) as sampler:
-        sampler.initialize(seed=3, **policies_of(n_policies))
+    with recording(SerialSampler, env_fn, n_policies, **options) as sampler:
         assert sampler.load_state_dict(state).exact == (0, 1, 2, 3)
         assert_same(collect(sampler, range(2, 5)), wanted)
         for e in range(B):
@@ -246,22 +245,14 @@ def test_a_run_continues_with_the_seeds_of_its_games(env_fn: Any, n_policies: in
 
 
 def test_the_first_step_that_differs_is_named() -> None:
-    with recording_sampler(SerialSampler) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+    with recording(SerialSampler) as sampler:
         sampler.obtain_samples(0)
         episode = sampler.episode(2, 2)
     with pytest.raises(RepeatError, match=r"of env_rank 2 differs .* of its 2 steps: the reward of step 0 is \["):
         replace(episode, rewards=episode.rewards + 1).run()
 
 
-def test_games_in_turns_and_policies_that_are_not_recorded_are_refused() -> None:
-    with (
-        SerialSampler(TurnGame, batch_T=4, batch_B=1, seed_episodes=True) as sampler,
-        pytest.raises(ConfigError, match=r"^seed_episodes=True and games in turns do not go together"),
-    ):
-        sampler.initialize(RandomAgent())
-    with (
-        recording_sampler(SerialSampler) as sampler,
-        pytest.raises(ConfigError, match=r"seed_episodes=True and a policy that is not recorded \(record\) do not go"),
-    ):
-        sampler.initialize(**policies_of(3), record=["even"])
+def test_policies_that_are_not_recorded_are_refused() -> None:
+    message = r"seed_episodes=True and a policy that is not recorded \(record\) do not go"
+    options: dict[str, Any] = {"batch_B": B, "env_kwargs": KINDS, "seed_episodes": True, "record": ["even"]}
+    check_refused(ScriptedGame, message, **policies_of(3), **options)
