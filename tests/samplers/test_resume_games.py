@@ -214,20 +214,6 @@ def test_games_in_turns_begin_again(n_policies: int) -> None:
         sampler.obtain_samples(1)
 
 
-class Masked(ScriptedGame):
-    """Refuses the action that its mask forbids."""
-
-    def __init__(self) -> None:
-        super().__init__(mask=True)
-
-    def _infos(self) -> dict[str, Any]:
-        return {agent: {"action_mask": np.array([1, 0, 1], np.int8)} for agent in self._own}
-
-    def step(self, actions: Any) -> Any:
-        assert 1 not in actions.values()
-        return super().step(actions)
-
-
 class Forgetful(ScriptedGame):
     """Its copy has another random generator."""
 
@@ -238,7 +224,7 @@ class Forgetful(ScriptedGame):
 def test_the_proof_works_for_games() -> None:
     assert check_env_state(ScriptedGame) == "pickle"
     assert check_env_state(Stateful) == "get_state"
-    assert check_env_state(Masked) == "pickle"
+    assert check_env_state(partial(ScriptedGame, mask=True)) == "pickle"
     for env_fn, message in (
         (Unsaved, "it has a socket"),
         (Forgetful, "does not continue alike after it was saved and loaded: observation of step"),
@@ -251,4 +237,4 @@ def test_the_proof_works_for_games() -> None:
 def test_what_observations_get_beside_their_own_continues() -> None:
     continued(SerialSampler, two, at_start=lambda: {"agent": RandomAgent()}, env_kwargs=None, global_state=True)
     masked = partial(RandomAgent, mask_key="info.action_mask")
-    continued(SerialSampler, two, Masked, lambda: {"agent": masked()}, env_kwargs=None)
+    continued(SerialSampler, two, at_start=lambda: {"agent": masked()}, env_kwargs={"mask": True})
