@@ -69,15 +69,12 @@ class Book(Agent):
 class Valued(Agent):
     """Acts at random, and has a value that is no round number: a function of the observation alone."""
 
-    def __init__(self, n_actions: int = 3) -> None:
-        self._n = n_actions
-
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         self._rngs = list(rngs)
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
         rows = range(len(self._rngs)) if self.selected is None else self.selected
-        action = np.array([self._rngs[row].integers(self._n) for row in rows])
+        action = np.array([self._rngs[row].integers(3) for row in rows])
         return AgentStep(action, NamedArrays(value=self.value(observation, prev_action, prev_reward)))
 
     def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
@@ -151,9 +148,9 @@ class Odd(ScriptedGame):
     """A `ScriptedGame` that returns its dicts, lists and arrays again in each step, its agents in changing order, and
     flags that are no bools. A reader that keeps a reference, or that relies on the order, sees something else."""
 
-    def __init__(self, reuse: bool = True, shuffle: bool = True, **kwargs: Any) -> None:
+    def __init__(self, shuffle: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._reuse, self._shuffle = reuse, shuffle
+        self._shuffle = shuffle
         self._dicts: list[dict[str, Any]] = [{} for _ in range(5)]
         self._arrays = {agent: np.zeros(4, np.float32) for agent in self.possible_agents}
         self._list: list[str] = []
@@ -178,9 +175,6 @@ class Odd(ScriptedGame):
             self._order.shuffle(order)
         results = [{agent: own[agent] for agent in order if agent in own} for own in results]
         agents = [agent for agent in order if agent in self.agents]
-        if not self._reuse:
-            self.agents = agents
-            return results
         for agent, observation in results[0].items():
             self._arrays[agent][...] = observation
             results[0][agent] = self._arrays[agent]
@@ -252,7 +246,7 @@ class TurnGame:
     def __init__(self, k: int = 3, mask: bool = False, ends: bool = True) -> None:
         self.possible_agents = [f"a{i}" for i in range(k)]
         self.agents: list[str] = []
-        self._mask, self._has_ends, self._rng, self.ledger = mask, ends, np.random.default_rng(0), 0.0
+        self._mask, self._has_ends, self._rng = mask, ends, np.random.default_rng(0)
 
     def observation_space(self, agent: str) -> gym.Space[Any]:
         return spaces.Box(-np.inf, np.inf, (4,), np.float32)
@@ -298,9 +292,7 @@ class TurnGame:
         self.t, self._own[agent], self._rewards[agent] = self.t + 1, self._own[agent] + 1, 0.0
         for other in self.agents:
             if rng.random() < 0.4:
-                reward = float(rng.integers(-3, 4)) + action
-                self._rewards[other] += reward
-                self.ledger += reward
+                self._rewards[other] += float(rng.integers(-3, 4)) + action
         is_over = self.t >= self._most
         for other in self.agents:
             if is_over or (self._has_ends and rng.random() < 0.06):

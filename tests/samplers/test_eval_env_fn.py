@@ -5,14 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock import (
-    ConfigError,
-    GpuSampler,
-    ParallelSampler,
-    RandomAgent,
-    SerialSampler,
-    WorkerError,
-)
+from penstock import ConfigError, GpuSampler, ParallelSampler, RandomAgent, SerialSampler, WorkerError
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, NestedEnv, Purpose
 
 from ..scale import quick_first

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from penstock import (
     AlternatingSampler,
@@ -24,11 +21,12 @@ from penstock import (
 )
 from penstock.buffers import PolicySamples
 from penstock.envs.toy import CountingEnv, ScriptedGame
-from penstock.learning import Replay, Steps, gae
+from penstock.learning import Replay
 
 from ..scale import quick_first
 from ..support import assert_same, collect_with
 from ..toy_games import Book, Numbered, Published, Roles, Valued, odd_or_even
+from .started import check_refused, started
 
 MIXED = [{"k": k} for k in (4, 2, 5, 3, 4)]
 
@@ -46,10 +44,8 @@ def two(cls: type[Any] = Book) -> dict[str, Any]:
 
 
 def test_a_batch_has_the_samples_of_each_policy() -> None:
-    with SerialSampler(ScriptedGame, batch_T=6, batch_B=3, debug=True) as sampler:
-        example = sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0, bootstrap_value=True)
-        assert set(example.keys()) == {"even", "odd"}
-        assert example.even.env.observation.shape == (4,)
+    options: dict[str, Any] = {"debug": True, "policy_of": odd_or_even, "bootstrap_value": True}
+    with started(ScriptedGame, two(Valued), batch_T=6, batch_B=3, **options) as sampler:
         assert set(sampler.observation_space) == set(sampler.action_space) == {"even", "odd"}
         assert sampler.seats() == {
             "even": [(rank, agent) for rank in range(3) for agent in ("a0", "a2")],
@@ -62,8 +58,6 @@ def test_a_batch_has_the_samples_of_each_policy() -> None:
             assert samples.even.env.reward.shape == (6, 6)
             assert samples.odd.env.reward.shape == (6, 3)
             for own in samples.values():
-                advantage, _ = gae(Steps.of(own), 0.99, 0.95)
-                assert not advantage[~own.env.valid].any()
                 assert len(own.flatten().env.reward) == int(own.env.valid.sum())
         copied = samples.copy()
         sampler.obtain_samples(3)
@@ -77,42 +71,18 @@ def test_a_batch_has_the_samples_of_each_policy() -> None:
 
 @pytest.mark.slow
 def test_the_columns_of_an_environment_can_be_seen_together() -> None:
-    with ParallelSampler(ScriptedGame, env_kwargs={"k": 5}, batch_T=6, batch_B=3, n_workers=2) as sampler:
-        sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0, bootstrap_value=True)
+    options: dict[str, Any] = {"env_kwargs": {"k": 5}, "policy_of": odd_or_even, "n_workers": 2}
+    with started(ScriptedGame, two(), ParallelSampler, batch_T=6, batch_B=3, **options) as sampler:
         samples, _ = sampler.obtain_samples(0)
         times = sampler.timeline()
         assert times.shape == (2, 13), "one for all policies"
         assert (np.diff(times) >= 0).all()
         assert [worker.steps for worker in sampler.stats().workers] == [12, 6]
         even, odd = samples.even.by_env(), samples.odd.by_env()
-        assert even.env.reward.shape == (6, 3, 3)
-        assert odd.env.reward.shape == (6, 3, 2)
-        assert even.agent.bootstrap_value.shape == (3, 3)
+        assert (even.env.reward.shape, odd.env.reward.shape) == ((6, 3, 3), (6, 3, 2))
         for column, (rank, agent_id) in enumerate(sampler.seats()["even"]):
             seat = ("a0", "a2", "a4").index(agent_id)
             assert (even.env.observation[:, rank, seat] == samples.even.env.observation[:, column]).all()
-        even.env.reward[2, 1, 0] = 77
-        assert samples.even.env.reward[2, 3] == 77  # the same memory
-    with SerialSampler(ScriptedGame, env_kwargs=MIXED, batch_T=6, batch_B=5) as sampler:
-        sampler.initialize(two(Valued), policy_of=odd_or_even, seed=0)
-        samples, _ = sampler.obtain_samples(0)
-        with pytest.raises(ConfigError, match=r"the same number of agents in each environment.* it differs between"):
-            samples.even.by_env()
-
-
-def test_an_asynchronous_sampler_notes_the_version_of_each_policy() -> None:
-    agents = {"even": Published(), "odd": Published()}
-    with AsyncSampler(ScriptedGame, batch_T=5, batch_B=4, n_workers=2) as sampler:
-        sampler.initialize(agents, policy_of=odd_or_even, seed=0)
-        sampler.start()
-        for itr in range(20):
-            samples, _ = sampler.obtain_samples(itr)
-            assert (samples.odd.agent.policy_version == 1).all()
-            version, number = samples.even.agent.policy_version, samples.even.agent.agent_info.number
-            assert (number == torch.where(samples.even.env.valid, version - 1, 0)).all()
-            assert sampler.policy_version["odd"] == 1
-            agents["even"].publish()
-        assert version.min() > 10
 
 
 @pytest.mark.slow
@@ -136,8 +106,7 @@ def test_env_rank_is_that_of_all_machines() -> None:
         seen.append(env_rank)
         return by_env(agent_id, env_rank)
 
-    with SerialSampler(ScriptedGame, batch_T=4, batch_B=3) as sampler:
-        sampler.initialize(two(), policy_of=note, seed=0, rank=1, world_size=2)
+    with started(ScriptedGame, two(), batch_B=3, policy_of=note, rank=1, world_size=2) as sampler:
         assert set(seen) == {3, 4, 5}
         assert sampler.seats()["odd"] == [(3, "a0"), (5, "a0")]
         _, infos = sampler.obtain_samples(0)
@@ -147,32 +116,35 @@ def test_env_rank_is_that_of_all_machines() -> None:
 # ---- parameters --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler]))
+def learner_and_frozen() -> dict[str, Any]:
+    return {"learner": Published(), "frozen": Published()}
+
+
+PLAYS: dict[str, Any] = {"policy_of": lambda agent_id: "learner" if agent_id == "a0" else "frozen"}
+
+
+@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler, AsyncSampler]))
 def test_a_frozen_opponent_stays_as_it_is(cls: type[Sampler]) -> None:
-    agents = {"learner": Published(), "frozen": Published()}
+    agents = learner_and_frozen()
     agents["frozen"].number = np.array(2)
-
-    def plays(agent_id: str) -> str:
-        return "learner" if agent_id == "a0" else "frozen"
-
-    with cls(ScriptedGame, batch_T=2, batch_B=2) as sampler:
-        sampler.initialize(agents, policy_of=plays, seed=0)
-        for itr in range(100):
+    with started(ScriptedGame, agents, cls, batch_T=2, **PLAYS) as sampler:
+        for itr in range(30):
             samples, _ = sampler.obtain_samples(itr)
-            assert sampler.policy_version == {"learner": itr + 1, "frozen": 1}
-            assert set(samples.learner.agent.policy_version.ravel().tolist()) == {itr + 1}
-            assert set(samples.frozen.agent.policy_version.ravel().tolist()) == {1}
-            for name, number in (("learner", itr), ("frozen", 2)):
-                own = samples[name]
-                assert (own.agent.agent_info.number[own.env.valid] == number).all()
-                assert (own.agent.action[own.env.valid] == number % 3).all()
+            for name, own in samples.items():
+                version, valid = own.agent.policy_version, own.env.valid
+                number = 2 if name == "frozen" else version[valid] - 1
+                assert (own.agent.agent_info.number[valid] == number).all()
+                assert (own.agent.action[valid] == number % 3).all()
+                newest = 1 if name == "frozen" else itr + 1
+                assert version.max() == newest or (cls is AsyncSampler and version.max() < newest)
+            assert sampler.policy_version["frozen"] == 1
             agents["learner"].publish()
+        assert samples.learner.agent.policy_version.min() > 10
 
 
 def test_a_policy_that_is_never_published_is_named() -> None:
-    agents = {"learner": Published(), "frozen": Published()}
-    with SerialSampler(ScriptedGame, batch_T=2, batch_B=2) as sampler:
-        sampler.initialize(agents, policy_of=lambda agent_id: "learner" if agent_id == "a0" else "frozen", seed=0)
+    agents = learner_and_frozen()
+    with started(ScriptedGame, agents, batch_T=2, **PLAYS) as sampler:
         for itr in range(5):
             sampler.obtain_samples(itr)
             agents["learner"].number = np.array(itr + 1)
@@ -186,9 +158,8 @@ def test_a_policy_that_is_never_published_is_named() -> None:
 
 @pytest.mark.parametrize("names", [("agent",), ("even", "odd")], ids=len)
 def test_figures_are_told_apart_by_policy(names: tuple[str, ...]) -> None:
-    with SerialSampler(ScriptedGame, batch_T=40, batch_B=3, eval_n_envs=2, eval_episodes=10) as sampler:
-        agents = {"agent": Book()} if len(names) == 1 else {"agent": two(), "policy_of": odd_or_even}
-        sampler.initialize(**agents, seed=0)
+    options = {"agent": Book()} if len(names) == 1 else {"agent": two(), "policy_of": odd_or_even}
+    with started(ScriptedGame, batch_T=40, batch_B=3, eval_n_envs=2, eval_episodes=10, **options) as sampler:
         before = sampler.metrics()
         infos, n_cells = [], 0
         for itr in range(2):
@@ -216,28 +187,18 @@ def test_figures_are_told_apart_by_policy(names: tuple[str, ...]) -> None:
 
 
 def test_evaluation_may_have_other_agents() -> None:
-    with SerialSampler(
-        ScriptedGame,
-        env_kwargs={"k": 3},
-        eval_env_kwargs={"k": 1},
-        batch_T=8,
-        batch_B=2,
-        eval_n_envs=2,
-        eval_episodes=6,
-    ) as sampler:
-        sampler.initialize(two(), policy_of=odd_or_even, seed=0)
-        infos = sampler.evaluate_agent(0)
-        assert {info.policy for info in infos} == {"even", None}
+    options: dict[str, Any] = {"eval_env_kwargs": {"k": 1}, "eval_n_envs": 2, "eval_episodes": 6}
+    with started(ScriptedGame, two(), policy_of=odd_or_even, **options) as sampler:
+        assert {info.policy for info in sampler.evaluate_agent(0)} == {"even", None}
         sampler.obtain_samples(0)
         assert sampler.samples_np.odd.env.valid.any()
 
 
 def test_an_evaluation_that_is_too_short_says_how_many_games_are_missing() -> None:
-    with SerialSampler(
-        ScriptedGame, batch_T=4, batch_B=1, eval_n_envs=2, eval_episodes=20, eval_max_steps=60
-    ) as sampler:
-        sampler.initialize({name: RandomAgent() for name in ("a0", "a1", "a2")}, seed=0)
-        assert sampler.seats() == {name: [(0, name)] for name in ("a0", "a1", "a2")}, "ids are the names by default"
+    agents = {name: RandomAgent() for name in ("a0", "a1", "a2")}
+    options: dict[str, Any] = {"eval_n_envs": 2, "eval_episodes": 20, "eval_max_steps": 60}
+    with started(ScriptedGame, agents, batch_B=1, **options) as sampler:
+        assert sampler.seats() == {name: [(0, name)] for name in agents}, "ids are the names by default"
         with pytest.warns(RuntimeWarning, match=r"of 20") as told:
             infos = sampler.evaluate_agent(0)
         n_games = sum(info.agent_id is None for info in infos)
@@ -272,8 +233,7 @@ def test_an_evaluation_that_is_too_short_says_how_many_games_are_missing() -> No
     ],
 )
 def test_wrong_policies_are_refused(agents: Any, policy_of: Any, message: str) -> None:
-    with SerialSampler(ScriptedGame, batch_T=2, batch_B=2) as sampler, pytest.raises(ConfigError, match=message):
-        sampler.initialize(agents, policy_of=policy_of, seed=0)
+    check_refused(ScriptedGame, message, agents, policy_of=policy_of)
 
 
 SERVER = "several policies and an inference server .* do not go together: each of these serves one"
@@ -295,30 +255,23 @@ SERVER = "several policies and an inference server .* do not go together: each o
     ],
 )
 def test_several_policies_are_refused_by(cls: type[Any], kwargs: dict[str, Any], message: str) -> None:
-    with cls(ScriptedGame, batch_T=2, batch_B=2, **kwargs) as sampler, pytest.raises(ConfigError, match=message):
-        sampler.initialize(two(), policy_of=odd_or_even, seed=0)
+    check_refused(ScriptedGame, message, two(), cls=cls, policy_of=odd_or_even, **kwargs)
 
 
 def test_one_policy_for_unlike_spaces_names_both_agents_and_their_spaces() -> None:
     message = "env_rank 0, agent 'a0' and env_rank 0, agent 'a1' have the same policy"
-    with SerialSampler(Roles, batch_T=2, batch_B=2) as sampler, pytest.raises(SpaceError, match=message) as told:
-        sampler.initialize(RandomAgent(), seed=0)
-    assert all(part in str(told.value) for part in ("(5,)", "(4,)", "policy_of"))
+    told = check_refused(Roles, message, error=SpaceError)
+    assert all(part in told for part in ("(5,)", "(4,)", "policy_of"))
 
 
 def test_what_is_for_several_agents_is_refused_for_one() -> None:
-    for agents, kwargs, options, name in (
-        ({"one": RandomAgent()}, {}, {}, "a dict of agents"),
-        (RandomAgent(), {"policy_of": odd_or_even}, {}, "policy_of"),
-        (RandomAgent(), {}, {"global_state": True}, "global_state=True"),
+    for agents, options, name in (
+        ({"one": RandomAgent()}, {}, "a dict of agents"),
+        (RandomAgent(), {"policy_of": odd_or_even}, "policy_of"),
+        (RandomAgent(), {"global_state": True}, "global_state=True"),
     ):
-        with (
-            SerialSampler(CountingEnv, batch_T=2, batch_B=2, **options) as sampler,
-            pytest.raises(ConfigError, match=f"^{name} is for environments of several agents"),
-        ):
-            sampler.initialize(agents, **kwargs)
-    with SerialSampler(CountingEnv, batch_T=2, batch_B=2) as sampler:
-        sampler.initialize(RandomAgent())
+        check_refused(CountingEnv, f"^{name} is for environments of several agents", agents, **options)
+    with started(CountingEnv) as sampler:
         with pytest.raises(ConfigError, match="seats is for environments of several agents"):
             sampler.seats()
         samples, _ = sampler.obtain_samples(0)
@@ -326,29 +279,10 @@ def test_what_is_for_several_agents_is_refused_for_one() -> None:
             samples.by_env()
 
 
-def test_late_rewards_are_counted_for_all_policies(caplog: pytest.LogCaptureFixture) -> None:
-    script = [{"a0": "die"}, {"a0": "late"}, {"a0": "late", "a1": "late"}]
-    env_fn = partial(ScriptedGame, 2, script)
-    with SerialSampler(env_fn, batch_T=6, batch_B=1, max_decorrelation_steps=0) as sampler:
-        sampler.initialize(two(), policy_of=odd_or_even, seed=0)
-        with caplog.at_level(logging.WARNING, logger="penstock"):
-            _, infos = sampler.obtain_samples(0)
-        assert sampler.stats().late_rewards == 4  # a1 is there: its event does nothing
-        games = [info for info in infos if info.agent_id is None]
-        agents = [info for info in infos if info.agent_id is not None]
-        assert sum(info.Return for info in games) == sum(info.Return for info in agents) + 4 * 0.5
-
-
 def test_integers_need_a_policy_of() -> None:
-    with (
-        SerialSampler(Numbered, batch_T=2, batch_B=2) as sampler,
-        pytest.raises(ConfigError, match=r"policy_of returned '7' for env_rank 0, agent 7, but .*: give policy_of"),
-    ):
-        sampler.initialize({"odd": RandomAgent()})
-    with SerialSampler(Numbered, batch_T=3, batch_B=2) as sampler:
-        sampler.initialize(
-            {"odd": RandomAgent(), "even": RandomAgent()}, policy_of=lambda i: "odd" if i % 2 else "even"
-        )
+    message = r"policy_of returned '7' for env_rank 0, agent 7, but .*: give policy_of"
+    check_refused(Numbered, message, {"odd": RandomAgent()})
+    with started(Numbered, two(RandomAgent), policy_of=lambda i: "odd" if i % 2 else "even") as sampler:
         assert sampler.seats() == {"odd": [(0, 7), (0, 1), (1, 7), (1, 1)], "even": [(0, 4), (1, 4)]}
         samples, _ = sampler.obtain_samples(0)
         who = samples.odd.env.observation.who.numpy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 
 from penstock import (
-    ConfigError,
     GameError,
     NamedArrays,
     ParallelSampler,
@@ -29,7 +29,8 @@ from penstock.envs.toy import ScriptedGame
 
 from ..against_loop import figures
 from ..support import Diary, assert_same, kept
-from ..toy_games import Odd, TurnGame
+from ..toy_games import Odd
+from .started import check_refused, started
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
@@ -63,54 +64,11 @@ class Failing(Plain):
         return result
 
 
-class FailsOnce(Plain):
-    """Step or reset number `at` of such an environment fails; with `marker`, a file, only one of all."""
-
-    def __init__(self, call: str, at: int, marker: Any = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._fault, self._n_calls = (call, at, marker), {"step": 0, "reset": 0}
-
-    def _reach(self, call: str) -> None:
-        name, at, marker = self._fault
-        self._n_calls[call] += 1
-        if (name, at) != (call, self._n_calls[call]):
-            return
-        if marker:
-            try:
-                Path(marker).touch(exist_ok=False)  # two workers may come here at the same moment
-            except FileExistsError:
-                return
-        raise ValueError(f"{call} {at} fails")
-
-    def reset(self, seed: int | None = None, options: Any = None) -> Any:
-        self._reach("reset")
-        return super().reset(seed, options)
-
-    def step(self, actions: Any) -> Any:
-        self._reach("step")
-        return super().step(actions)
-
-
 class Unpicklable(Plain):
     """Cannot be saved, so its episode is repeated."""
 
     def __reduce__(self) -> Any:
         raise TypeError("it has a socket")
-
-
-class Drifting(Plain):
-    """Depends on the number of games that were built in this process."""
-
-    n_built = 0
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        Drifting.n_built += 1
-        self.drift = Drifting.n_built
-
-    def step(self, actions: Any) -> Any:
-        observations, rewards, *rest = super().step(actions)
-        return observations, {agent: reward + self.drift for agent, reward in rewards.items()}, *rest
 
 
 def policies_of(n: int) -> dict[str, Any]:
@@ -120,10 +78,11 @@ def policies_of(n: int) -> dict[str, Any]:
     return {"agent": {name: RandomAgent() for name in names}, "policy_of": lambda agent: names[int(agent[1:])]}
 
 
-def recording_sampler(cls: Any, env_fn: Any = Plain, **options: Any) -> Any:
-    given = {"batch_T": T, "batch_B": B, "env_kwargs": KINDS, "max_decorrelation_steps": 0, "seed_episodes": True}
+def recording(cls: Any, env_fn: Any = Plain, n_policies: int = 1, **options: Any) -> Any:
+    """A sampler that has started."""
+    given = {"batch_T": T, "batch_B": B, "env_kwargs": KINDS, "seed_episodes": True, **policies_of(n_policies)}
     given |= {} if cls is SerialSampler else {"n_workers": 2}
-    return cls(env_fn, **{**given, **options})
+    return started(env_fn, cls=cls, **{**given, **options})
 
 
 def seats_of(sampler: Any, batch: Any) -> dict[int, dict[str, Any]]:
@@ -143,74 +102,6 @@ def seats_of(sampler: Any, batch: Any) -> dict[int, dict[str, Any]]:
     return {e: {agent: own[agent] for agent in sorted(own)} for e, own in sorted(found.items())}
 
 
-class PlainLoop:
-    """Steps games with recorded seeds and actions, and knows nothing else of penstock."""
-
-    def __init__(self, seeds: Any) -> None:
-        """`seeds`: for each environment, those of its games, in order."""
-        self.games, self.seeds = [Plain(**kind) for kind in KINDS], [iter(own) for own in seeds]
-        self.is_over, self.seen = [True] * len(self.games), [dict[str, Any]()] * len(self.games)
-
-    def follow(self, batch: Any, waits: bool) -> None:
-        """Play the steps of a batch, `seats_of`, and compare."""
-        for e, own in batch.items():
-            game, is_parked = self.games[e], False
-            for t in range(T):
-                acting = [agent for agent, seat in own.items() if seat.valid[t]]
-                if is_parked:
-                    assert not acting
-                    continue
-                if self.is_over[e]:
-                    self.seen[e] = game.reset(seed=next(self.seeds[e]))[0]
-                assert acting == game.agents
-                for agent in acting:
-                    np.testing.assert_array_equal(own[agent].observation[t], self.seen[e][agent])
-                self.seen[e], rewards, *_ = game.step({agent: int(own[agent].action[t]) for agent in game.agents})
-                for agent in acting:
-                    assert own[agent].reward[t] == rewards[agent]
-                    assert own[agent].done[t] == (agent not in game.agents)
-                self.is_over[e] = not game.agents
-                is_parked = waits and self.is_over[e]
-
-
-def running_seeds(sampler: Any) -> list[int]:
-    """Of each environment, the seed of the game of its last step in the last batch."""
-    seats = seats_of(sampler, sampler.samples_np)
-    last = [np.flatnonzero(np.any([seat.valid for seat in seats[e].values()], 0))[-1] for e in range(B)]
-    return [sampler.episode(e, int(t)).seed for e, t in enumerate(last)]
-
-
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("n_policies", [1, 3])
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_a_plain_loop_plays_the_same_games_with_the_seeds_of_the_trajectories(
-    cls: Any, n_policies: int, waits: bool
-) -> None:
-    options: dict[str, Any] = {"collector_cls": WaitResetCollector} if waits else {"traj_info_cls": Diary}
-    with recording_sampler(cls, **options) as sampler:
-        sampler.initialize(seed=4, **policies_of(n_policies))
-        batches, infos = [], []
-        for itr in range(N):
-            infos += sampler.obtain_samples(itr)[1]
-            batches.append(seats_of(sampler, sampler.samples_np.copy()))
-        running = running_seeds(sampler)
-    seeds: list[list[int]] = [[] for _ in range(B)]
-    for info in infos:
-        if info.agent_id is None:
-            seeds[info.env_rank].append(info.seed)
-    for e, last in enumerate(running):
-        seeds[e] += [last] if last not in seeds[e] else []  # of a game that is not over
-    everything = [seed for own in seeds for seed in own]
-    assert len(set(everything)) == len(everything) > 3 * B
-    agents = [info for info in infos if info.agent_id is not None]
-    assert all(info.seed == seeds[info.env_rank][info.episode] for info in agents)
-    assert len(agents) > 2 * len(everything), "some leave early, and some come back"
-    loop = PlainLoop(seeds)
-    for batch in batches:
-        loop.follow(batch, waits)
-    assert [next(own, None) for own in loop.seeds] == [None] * B
-
-
 def check_episode(sampler: Any, e: int, t: int) -> int:
     """Play the episode of environment e until step t, here and with `run`, and make the step. Returns how many steps it
     had before the batch."""
@@ -218,17 +109,18 @@ def check_episode(sampler: Any, e: int, t: int) -> int:
     acting = [agent for agent, seat in seats.items() if seat.valid[t]]
     wanted = {agent: seats[agent].action[t] for agent in acting}
     plain = Plain(**KINDS[e])
-    plain.reset(seed=episode.seed)
+    seen, _ = plain.reset(seed=episode.seed)
     for i, recorded in enumerate(episode.rewards):
         given = dict(zip(plain.possible_agents, [int(own[i]) for own in episode.actions], strict=True))
         acts = list(plain.agents)
-        _, rewards, *_ = plain.step({agent: given[agent] for agent in acts})
+        seen, rewards, *_ = plain.step({agent: given[agent] for agent in acts})
         assert recorded.tolist() == [rewards[agent] if agent in acts else 0 for agent in plain.possible_agents]
     game, actions = episode.run()
     assert list(actions) == game.agents == plain.agents
     assert actions == wanted
     results = game.step(actions), plain.step(wanted)
     for agent in acting:
+        np.testing.assert_array_equal(seats[agent].observation[t], seen[agent])
         assert {result[1][agent] for result in results} == {seats[agent].reward[t]}
         np.testing.assert_array_equal(results[0][0][agent], results[1][0][agent])
     game.close()
@@ -243,16 +135,27 @@ def check_episode(sampler: Any, e: int, t: int) -> int:
     return int(episode.step - t)
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("n_policies", [1, 3])
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int) -> None:
-    rng, n_before = np.random.default_rng(0), []
-    with recording_sampler(cls, max_decorrelation_steps=30) as sampler:
-        sampler.initialize(seed=4, **policies_of(n_policies))
-        for itr in range(4):
-            sampler.obtain_samples(itr)
-            n_before += [check_episode(sampler, e, int(t)) for e in range(B) for t in rng.choice(T, 4, replace=False)]
-    assert sum(n > 0 for n in n_before) > 10, "games that began before the batch, some in random steps"
+def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int, waits: bool) -> None:
+    rng, n_before, seeds, infos = np.random.default_rng(0), [], {}, []
+    n_random_steps = 0 if n_policies == 1 else 30
+    options: dict[str, Any] = {"collector_cls": WaitResetCollector} if waits else {"traj_info_cls": Diary}
+    options |= {"max_decorrelation_steps": n_random_steps, "seed": 4}
+    with recording(cls, n_policies=n_policies, **options) as sampler:
+        for itr in range(N):
+            infos += sampler.obtain_samples(itr)[1]
+            for e, seats in seats_of(sampler, sampler.samples_np).items():
+                for t in np.flatnonzero(np.any([seat.valid for seat in seats.values()], 0))[:: rng.integers(1, 5)]:
+                    n_before.append(check_episode(sampler, e, int(t)))
+                    episode = sampler.episode(e, int(t))
+                    seeds[e, episode.episode] = episode.seed
+    assert sum(n > 0 for n in n_before) > 4, "games that began before the batch, some in random steps"
+    assert len(set(seeds.values())) == len(seeds) > 3 * B
+    known = [info for info in infos if (info.env_rank, info.episode) in seeds]
+    assert len(known) > 6 * B, "of games and of agents"
+    assert n_random_steps or all(info.seed == seeds[info.env_rank, info.episode] for info in known)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +164,7 @@ def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int) -> No
 def test_masks_states_and_games_that_return_the_same_arrays(options: dict[str, Any]) -> None:
     is_masked = "global_state" in options
     agent = RandomAgent(mask_key="info.action_mask") if is_masked else RandomAgent()
-    with recording_sampler(SerialSampler, **{"env_kwargs": {"k": 3}, **options}) as sampler:
-        sampler.initialize(agent, seed=1)
+    with recording(SerialSampler, agent=agent, **{"env_kwargs": {"k": 3}, **options}) as sampler:
         for itr in range(3):
             sampler.obtain_samples(itr)
             for t in range(T):
@@ -281,11 +183,11 @@ def test_masks_states_and_games_that_return_the_same_arrays(options: dict[str, A
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where: str, tmp_path: Path) -> None:
     n = 400 if where == "decorrelation" else 0
+    options = {"crash_dir": tmp_path, "max_decorrelation_steps": n, "seed": 1}
     with (
-        recording_sampler(cls, Failing, crash_dir=tmp_path, max_decorrelation_steps=n) as sampler,
         pytest.raises(WorkerError, match="the game has failed at") as caught,
+        recording(cls, Failing, n_policies, **options) as sampler,
     ):
-        sampler.initialize(seed=1, **policies_of(n_policies))
         for itr in range(50):
             sampler.obtain_samples(itr)
     assert ("decorrelating" in str(caught.value)) == (where == "decorrelation")
@@ -298,25 +200,11 @@ def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where:
             game.step(actions)
 
 
-def test_games_of_a_worker_that_was_replaced_have_new_seeds(tmp_path: Path) -> None:
-    env_fn = partial(FailsOnce, "step", 60, tmp_path / "marker")
-    with recording_sampler(ParallelSampler, env_fn, on_worker_failure="restart", traj_info_cls=Diary) as sampler:
-        sampler.initialize(RandomAgent(), seed=1)
-        seeds = defaultdict(set)
-        for itr in range(10):
-            for info in sampler.obtain_samples(itr)[1]:
-                seeds[info.env_rank, info.seed].add(info.agent_id)
-            for e in range(B):
-                sampler.episode(e, T - 1).run()[0].close()
-        assert sampler.stats().restarts == 1
-    assert len({seed for _, seed in seeds}) == len(seeds)
-
-
 @pytest.mark.parametrize("waits", [False, True])
 def test_games_that_are_built_again_are_repeated_too(waits: bool) -> None:
-    options = {"collector_cls": WaitResetCollector} if waits else {}
-    with recording_sampler(SerialSampler, Failing, on_game_failure="renew", max_renewals=1000, **options) as sampler:
-        sampler.initialize(seed=1, **policies_of(3))
+    options: dict[str, Any] = {"on_game_failure": "renew", "max_renewals": 1000, "seed": 1}
+    options |= {"collector_cls": WaitResetCollector} if waits else {}
+    with recording(SerialSampler, Failing, 3, **options) as sampler:
         n = 0
         for itr in range(4):
             sampler.obtain_samples(itr)
@@ -339,15 +227,14 @@ def test_a_run_continues_with_the_seeds_of_its_games(env_fn: Any, n_policies: in
     def collect(sampler: Any, itrs: range) -> list[Any]:
         return [(kept(samples, infos), figures(infos)) for samples, infos in map(sampler.obtain_samples, itrs)]
 
-    with recording_sampler(ParallelSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=Diary) as sampler:
-        sampler.initialize(seed=3, **policies_of(n_policies))
+    options: dict[str, Any] = {"max_decorrelation_steps": 30, "traj_info_cls": Diary, "seed": 3}
+    with recording(ParallelSampler, env_fn, n_policies, **options) as sampler:
         collect(sampler, range(2))
         state = sampler.state_dict()
         wanted = collect(sampler, range(2, 5))
     kinds = {column["kind"] for column in state["columns"].values()}
     assert kinds == {"repeat" if env_fn is Unpicklable else "pickle"}
-    with recording_sampler(SerialSampler, env_fn, max_decorrelation_steps=30, traj_info_cls=Diary) as sampler:
-        sampler.initialize(seed=3, **policies_of(n_policies))
+    with recording(SerialSampler, env_fn, n_policies, **options) as sampler:
         assert sampler.load_state_dict(state).exact == (0, 1, 2, 3)
         assert_same(collect(sampler, range(2, 5)), wanted)
         for e in range(B):
@@ -357,22 +244,15 @@ def test_a_run_continues_with_the_seeds_of_its_games(env_fn: Any, n_policies: in
 # ---- what cannot be repeated -----------------------------------------------------------------
 
 
-def test_a_game_that_is_not_deterministic_is_named_with_its_first_step_that_differs() -> None:
-    with recording_sampler(SerialSampler, Drifting) as sampler:
-        sampler.initialize(RandomAgent(), seed=0)
+def test_the_first_step_that_differs_is_named() -> None:
+    with recording(SerialSampler) as sampler:
         sampler.obtain_samples(0)
-        with pytest.raises(RepeatError, match=r"of env_rank 2 differs .* of its 2 steps: the reward of step 0 is \["):
-            sampler.episode(2, 2).run()
+        episode = sampler.episode(2, 2)
+    with pytest.raises(RepeatError, match=r"of env_rank 2 differs .* of its 2 steps: the reward of step 0 is \["):
+        replace(episode, rewards=episode.rewards + 1).run()
 
 
-def test_games_in_turns_and_policies_that_are_not_recorded_are_refused() -> None:
-    with (
-        SerialSampler(TurnGame, batch_T=4, batch_B=1, seed_episodes=True) as sampler,
-        pytest.raises(ConfigError, match=r"^seed_episodes=True and games in turns do not go together"),
-    ):
-        sampler.initialize(RandomAgent())
-    with (
-        recording_sampler(SerialSampler) as sampler,
-        pytest.raises(ConfigError, match=r"seed_episodes=True and a policy that is not recorded \(record\) do not go"),
-    ):
-        sampler.initialize(**policies_of(3), record=["even"])
+def test_policies_that_are_not_recorded_are_refused() -> None:
+    message = r"seed_episodes=True and a policy that is not recorded \(record\) do not go"
+    options: dict[str, Any] = {"batch_B": B, "env_kwargs": KINDS, "seed_episodes": True, "record": ["even"]}
+    check_refused(ScriptedGame, message, **policies_of(3), **options)

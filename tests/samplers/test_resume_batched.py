@@ -8,9 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from penstock import (
@@ -46,53 +44,22 @@ def synced(num_envs: int, mode: AutoresetMode, copy: bool = True, env_fn: Any = 
     return SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode, copy=copy)
 
 
-def wrapped(num_envs: int) -> Any:
-    return RecordEpisodeStatistics(Walks(num_envs))
+class Saved(SyncVectorEnv):
+    """Cannot be pickled, but saved."""
 
-
-class Walks(VectorEnv[Any, Any, Any]):
-    """Random walks in games of `k` rows, which end together. Each step returns the same array. It cannot be pickled,
-    but saved."""
-
-    metadata = {"autoreset_mode": SAME}  # noqa: RUF012
-
-    def __init__(self, num_envs: int, k: int = 1) -> None:
-        self.num_envs, self.k = max(num_envs, k), k
-        self.single_observation_space = spaces.Box(-99, 99, (1,), np.float64)
-        self.single_action_space = spaces.Discrete(2)
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
+    def __init__(self, num_envs: int, env_fns: Any = None) -> None:
+        super().__init__(env_fns or [cartpole] * num_envs, autoreset_mode=SAME, copy=False)
         self.handle = (i for i in range(3))
-        self.rngs = [np.random.default_rng() for _ in range(self.num_envs)]
-        self.x, self.seen = np.zeros(self.num_envs), np.zeros((self.num_envs, 1))
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        if seed is not None:
-            assert len(seed) == self.num_envs
-            self.rngs = [np.random.default_rng(each) for each in seed]
-        self.x[:] = [rng.normal() for rng in self.rngs]
-        self.seen[:, 0] = self.x
-        return self.seen, {}
-
-    def step(self, actions: Any) -> Any:
-        self.x += actions - 0.5 + [rng.normal() for rng in self.rngs]
-        infos: dict[str, Any] = {"x": self.x.copy()}
-        self.seen[:, 0] = self.x
-        reward = self.x.astype(np.float32)
-        done = np.repeat(np.abs(self.x[:: self.k]) > 2, self.k)
-        if done.any():
-            infos |= {"final_obs": self.seen.copy(), "_final_obs": done}
-            self.x[done] = [rng.normal() for rng, is_over in zip(self.rngs, done, strict=True) if is_over]
-            self.seen[:, 0] = self.x
-        return self.seen, reward, done, np.zeros_like(done), infos
 
     def get_state(self) -> Any:
-        return self.x.copy(), [rng.bit_generator.state for rng in self.rngs]
+        return {name: value for name, value in vars(self).items() if name != "handle"}
 
     def set_state(self, state: Any) -> None:
-        self.x[:] = state[0]
-        for rng, own in zip(self.rngs, state[1], strict=True):
-            rng.bit_generator.state = own
+        vars(self).update(state)
+
+
+def wrapped(num_envs: int) -> Any:
+    return RecordEpisodeStatistics(Saved(num_envs))
 
 
 def recurrent(record_state: Any) -> Any:
@@ -130,12 +97,16 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "CartPole, DISABLED": (partial(synced, mode=DISABLED, copy=False), RandomAgent, EVALUATED),
     "batched CartPole": (partial(BatchedCartPole, max_episode_steps=25), RandomAgent, EVALUATED),
     # Its episodes end in the last step before it is saved: N * batch_T is 4 more than a multiple of 5.
-    "a reset is due": (partial(synced, mode=NEXT, env_fn=partial(CountingEnv, 4)), RandomAgent, {}),
-    "get_state": (Walks, RandomAgent, {"env_info": {"x": 0.0}}),
-    "wrapped": (wrapped, RandomAgent, {"env_info": {"x": 0.0}}),
+    "a reset is due": (
+        partial(synced, mode=NEXT, env_fn=partial(CountingEnv, 4)),
+        RandomAgent,
+        {"env_info": {"count": 0}},
+    ),
+    "get_state": (Saved, RandomAgent, {}),
+    "wrapped": (wrapped, RandomAgent, {}),
     "state, NEXT_STEP": (partial(synced, mode=NEXT), partial(recurrent, "step"), {}),
     "state of a batch": (partial(synced, mode=SAME), partial(recurrent, "batch"), {"n_slots": 2}),
-    "three rows": (partial(Walks, k=3), RandomAgent, {"rows_per_env": 3, "debug": True}),
+    "three rows": (Saved, RandomAgent, {"rows_per_env": 3, "debug": True}),
 }
 
 
@@ -171,7 +142,7 @@ def saved(env_fn: Any, cls: type[Sampler] = SerialSampler, env_state: Any = "aut
 
 
 def test_each_worker_saves_its_environment_once() -> None:
-    for env_fn, kind in ((partial(synced, mode=SAME), "pickle"), (Walks, "get_state")):
+    for env_fn, kind in ((partial(synced, mode=SAME), "pickle"), (Saved, "get_state")):
         columns = saved(env_fn, ParallelSampler)["columns"]
         assert [column["kind"] for column in columns.values()] == [kind, "row", "row"] * 2
 
@@ -206,16 +177,10 @@ def test_what_was_set_continues_and_each_environment_is_closed() -> None:
 # ---- what cannot be saved ------------------------------------------------------------------------
 
 
-def ale(num_envs: int) -> Any:
-    from ale_py.vector_env import AtariVectorEnv
-
-    return AtariVectorEnv("pong", num_envs, num_threads=1, img_height=21, img_width=21, noop_max=1)
-
-
-def envpool(num_envs: int) -> Any:
-    from penstock.envs import BatchedEnvPool
-
-    return BatchedEnvPool("CartPole-v1", num_envs)
+class Unsaved(SyncVectorEnv):
+    def __init__(self, num_envs: int) -> None:
+        super().__init__([cartpole] * num_envs)
+        self.handle = (i for i in range(3))
 
 
 class Rebuilt(gym.Wrapper[Any, Any, Any, Any], gym.utils.EzPickle):
@@ -228,33 +193,24 @@ def rebuilt(num_envs: int) -> Any:
     return SyncVectorEnv([Rebuilt] * num_envs)
 
 
-class Forgets(Walks):
+class Forgets(Saved):
     """The copy draws other numbers."""
 
     def set_state(self, state: Any) -> None:
-        self.x[:] = state[0]
+        super().set_state(state)
+        for env in self.envs:
+            env.unwrapped.np_random = np.random.default_rng()
 
 
 NOT_SAVED = {
-    "ale_py": (ale, r"AtariVectorEnv\(num_envs=2\) cannot be saved: TypeError: cannot pickle .*\. Give AtariVec"),
-    "envpool": (envpool, r"BatchedEnvPool\(num_envs=2\) cannot be saved: TypeError: cannot pickle .*\. Give BatchedE"),
-    "rebuilt": (
-        rebuilt,
-        r"Rebuilt is an EzPickle: .* loses its state\. Give SyncVectorEnv\(num_envs=2\) get_st",
-    ),
-    "forgets": (Forgets, "does not continue alike after it was saved and loaded: observation of step 0"),
+    "a handle": (Unsaved, r"Unsaved\(num_envs=2\) cannot be saved: TypeError: cannot pickle .*\. Give Unsaved"),
+    "rebuilt": (rebuilt, r"Rebuilt is an EzPickle: .* loses its state\. Give SyncVectorEnv\(num_envs=2\) get_st"),
+    "forgets": (Forgets, "does not continue alike after it was saved and loaded: observation of step"),
 }
 
 
-@pytest.fixture(params=NOT_SAVED)
-def not_saved(request: Any) -> tuple[Any, str]:
-    if request.param in ("ale_py", "envpool"):
-        pytest.importorskip(request.param)  # here, since EnvPool keeps the frames of its import, and so what they hold
-    return NOT_SAVED[request.param]
-
-
-def test_an_environment_that_cannot_be_saved_begins_again(not_saved: tuple[Any, str]) -> None:
-    env_fn, why = not_saved
+@pytest.mark.parametrize(("env_fn", "why"), NOT_SAVED.values(), ids=NOT_SAVED)
+def test_an_environment_that_cannot_be_saved_begins_again(env_fn: Any, why: str) -> None:
     sizes = {"batch_B": 2, "batch_T": 20, "n_workers": 1}
     with pytest.raises(ConfigError, match=rf'state_dict\(env_state="require"\): env_rank 0, 1: .*{why}'):
         saved(env_fn, env_state="require", **sizes)
@@ -273,31 +229,33 @@ class Unpicklable(TrajInfo):
 
     def step(self, observation: Any, *rest: Any) -> None:
         super().step(observation, *rest)
-        self.handle = (i for i in range(3)) if observation == 4 else None
+        self.handle = (i for i in range(3)) if observation[0] == 4 else None
 
     def terminate(self, *rest: Any) -> None:
         super().terminate(*rest)
         self.handle = None
 
 
-class Numbered(Walks):
-    """Rows see their env_rank."""
+class Ranked(CountingEnv):
+    """Its episode has the number of its env_rank."""
 
-    def __init__(self, num_envs: int, context: EnvContext) -> None:
-        super().__init__(num_envs)
-        self.env_ranks = context.env_rank + np.arange(num_envs)[:, None]
+    def __init__(self, env_rank: int) -> None:
+        super().__init__()
+        self.rank = env_rank
 
     def reset(self, **kwargs: Any) -> Any:
-        return self.env_ranks + 0.0, super().reset(**kwargs)[1]
+        self.episode = self.rank - 1
+        return super().reset(**kwargs)
 
-    def step(self, actions: Any) -> Any:
-        return self.env_ranks + 0.0, *super().step(actions)[1:]
+
+def ranked(num_envs: int, context: EnvContext) -> Any:
+    return Saved(num_envs, [partial(Ranked, context.env_rank + i) for i in range(num_envs)])
 
 
 def test_rows_of_one_environment_continue_together_or_not_at_all() -> None:
-    state = saved(Numbered, ParallelSampler, traj_info_cls=Unpicklable)
+    state = saved(ranked, ParallelSampler, traj_info_cls=Unpicklable)
     assert [column["kind"] for column in state["columns"].values()] == ["get_state", "row", "row", *["reseeded"] * 3]
-    with started(ParallelSampler, Numbered, None, traj_info_cls=Unpicklable) as sampler:
+    with started(ParallelSampler, ranked, None, traj_info_cls=Unpicklable) as sampler:
         report = sampler.load_state_dict(state)
         assert report.exact == (0, 1, 2)
         assert all("its state cannot be pickled" in why for why in report.reseeded.values())

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from penstock import (
-    Agent,
     AgentStep,
     AlternatingSampler,
     ConfigError,
@@ -169,37 +168,25 @@ def test_a_central_sampler_continues(cls: Any) -> None:
     assert continued(cls, partial(GpuSampler, n_workers=3), env_fns, only=(0, 1, 3))[1].exact == (0, 1, 3)
 
 
-class Pair(Agent):
-    """A joint agent with a state: how often it has acted in this game."""
+class Pair(Kept):
+    """A joint agent: all do what the first one would do."""
 
-    joint, recurrent = True, True
+    joint = True
+    column_state, load_column_state = Kept.column_state, Kept.load_column_state  # a class says this for itself
 
-    def seed_columns(self, rngs: Any) -> None:
-        self._own = np.zeros(len(rngs), np.int64)
+    def step(self, *inputs: Any) -> AgentStep:
+        action, info = super().step(*(each[:, 0] for each in inputs))
+        n = inputs[0].shape[1]
+        return AgentStep(np.repeat(action[:, None], n, 1), NamedArrays(own=np.repeat(info["own"][:, None], n, 1)))
 
-    def reset(self) -> None:
-        self._own[...] = 0
-
-    def reset_one(self, column: int) -> None:
-        self._own[column] = 0
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
-        self._own += 1
-        own = np.repeat(self._own[:, None], observation.shape[1], 1)
-        return AgentStep(own % 3, NamedArrays(own=own))
-
-    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        return np.zeros(observation.shape[:2], np.float32)
-
-    def column_state(self, column: int) -> dict[str, Any]:
-        return {"own": int(self._own[column])}
-
-    def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
-        self._own[column] = state["own"]
+    def value(self, *inputs: Any) -> Any:
+        return np.zeros(inputs[0].shape[:2], np.float32)
 
 
 def test_a_joint_agent_continues() -> None:
-    continued(SerialSampler, two, at_start=lambda: {"agent": Pair()}, env_kwargs={"k": 2, "script": [{}] * 10})
+    options = {"env_kwargs": {"k": 2, "script": [{}] * 10}}
+    _, report = continued(SerialSampler, two, at_start=lambda: {"agent": Pair()}, **options)
+    assert report.exact == tuple(range(B))
 
 
 def test_other_policies_are_refused() -> None:
@@ -227,20 +214,6 @@ def test_games_in_turns_begin_again(n_policies: int) -> None:
         sampler.obtain_samples(1)
 
 
-class Masked(ScriptedGame):
-    """Refuses the action that its mask forbids."""
-
-    def __init__(self) -> None:
-        super().__init__(mask=True)
-
-    def _infos(self) -> dict[str, Any]:
-        return {agent: {"action_mask": np.array([1, 0, 1], np.int8)} for agent in self._own}
-
-    def step(self, actions: Any) -> Any:
-        assert 1 not in actions.values()
-        return super().step(actions)
-
-
 class Forgetful(ScriptedGame):
     """Its copy has another random generator."""
 
@@ -251,7 +224,7 @@ class Forgetful(ScriptedGame):
 def test_the_proof_works_for_games() -> None:
     assert check_env_state(ScriptedGame) == "pickle"
     assert check_env_state(Stateful) == "get_state"
-    assert check_env_state(Masked) == "pickle"
+    assert check_env_state(partial(ScriptedGame, mask=True)) == "pickle"
     for env_fn, message in (
         (Unsaved, "it has a socket"),
         (Forgetful, "does not continue alike after it was saved and loaded: observation of step"),
@@ -264,4 +237,4 @@ def test_the_proof_works_for_games() -> None:
 def test_what_observations_get_beside_their_own_continues() -> None:
     continued(SerialSampler, two, at_start=lambda: {"agent": RandomAgent()}, env_kwargs=None, global_state=True)
     masked = partial(RandomAgent, mask_key="info.action_mask")
-    continued(SerialSampler, two, Masked, lambda: {"agent": masked()}, env_kwargs=None)
+    continued(SerialSampler, two, at_start=lambda: {"agent": masked()}, env_kwargs={"mask": True})

@@ -1,6 +1,5 @@
 """States of a saved run that are damaged, and what of a state every reader can read. `test_resume.py` has the runs."""
 
-import io
 import pickle
 from typing import Any
 
@@ -29,17 +28,6 @@ def saved_state(n_batches: int = 2, **options: Any) -> dict[str, Any]:
         for itr in range(n_batches):
             sampler.obtain_samples(itr)
         return sampler.state_dict(**options)
-
-
-@pytest.mark.parametrize("env_state", ["auto", "never"])
-def test_torch_reads_a_state_as_documented(env_state: Any) -> None:
-    state, file = saved_state(env_state=env_state), io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    read = torch.load(file)  # with weights_only=True, its default
-    with started_sampler() as sampler:
-        report = sampler.load_state_dict(read)
-    assert len(report.exact if env_state == "auto" else report.reseeded) == 4
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from gymnasium import spaces
 from torch import nn
 
 from penstock import (
-    AgentStep,
     CategoricalPgAgent,
     ConfigError,
     EpsilonGreedyAgent,
@@ -22,7 +21,6 @@ from penstock import (
     ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
-    Sampler,
     SerialSampler,
     WorkerError,
 )
@@ -112,20 +110,12 @@ def test_a_dict_gets_one_more_entry() -> None:
             assert set(samples.env.observation.keys()) == {*names, "global_state"}
 
 
-class Stateless(ScriptedGame):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.state_space
-
-
 class Already(ScriptedGame):
     def observation_space(self, agent: str) -> gym.Space[Any]:
         return spaces.Dict({"global_state": spaces.Discrete(2)})
 
 
-def test_an_environment_without_a_state_is_refused() -> None:
-    message = r"global_state=True needs an environment with state\(\) and a state_space of fixed shape"
-    check_refused(Stateless, message, global_state=True)
+def test_an_observation_with_such_an_entry_is_refused() -> None:
     check_refused(Already, "the observation has an entry 'global_state' already", global_state=True)
 
 
@@ -163,34 +153,12 @@ def test_the_columns_of_an_environment_can_be_seen_together() -> None:
                 samples.by_env(4)
 
 
-class Judged(RandomAgent):
-    """A joint agent with a value."""
-
-    joint = True
-
-    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        return AgentStep(np.zeros(prev_reward.shape, np.int64))
-
-    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        return observation[..., 1] + 7
-
-
-def test_the_final_value_of_a_joint_agent_is_that_of_truncations_alone() -> None:
-    """In step 3, a0 dies and a1 is cut off."""
-    env_fn = partial(ScriptedGame, 2, [{}, {}, {"a0": "die", "a1": "cut"}])
-    with started(env_fn, Judged(), batch_T=4, batch_B=1, bootstrap_value=True) as sampler:
-        sampler.obtain_samples(0)
-        env, agent = sampler.samples_np.env, sampler.samples_np.agent
-        assert (env.terminated[2].tolist(), env.truncated[2].tolist()) == ([True, False], [False, True])
-        assert agent.final_value.tolist() == [[0, 0], [0, 0], [0, 3 + 7], [0, 0]]
-
-
-def test_unlike_numbers_of_agents_cannot_be_seen_together() -> None:
+@pytest.mark.parametrize("n_seats", [None, 3, 6])
+def test_unlike_numbers_of_agents_cannot_be_seen_together(n_seats: Any) -> None:
     with started(ScriptedGame, batch_B=5, env_kwargs=MIXED) as sampler:
         samples, _ = sampler.obtain_samples(0)
-        for n_seats in (None, 3, 6):
-            with pytest.raises(ConfigError, match=r"^by_env needs the same number of agents in each environment\. "):
-                samples.by_env(n_seats)
+        with pytest.raises(ConfigError, match=r"^by_env needs the same number of agents in each environment\. "):
+            samples.by_env(n_seats)
 
 
 # ---- masks -------------------------------------------------------------------------------------
@@ -307,16 +275,10 @@ def test_the_learner_may_evaluate_idle_cells() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "where"),
-    quick_first(
-        pairs(
-            [(SerialSampler, {}), (ParallelSampler, {"n_workers": 2}), (GpuSampler, {"n_workers": 2})],
-            ["observation", "info"],
-        )
-    ),
+    ("cls", "where"), quick_first(pairs([SerialSampler, ParallelSampler, GpuSampler], ["observation", "info"]))
 )
-def test_who_decides_without_a_legal_action_is_named(kind: Any, where: str) -> None:
-    cls, options = kind
+def test_who_decides_without_a_legal_action_is_named(cls: Any, where: str) -> None:
+    options = {} if cls is SerialSampler else {"n_workers": 2}
     script = [{"a2": "join"}, *[{}] * 9]
     fine, wrong = (partial(Ruled, where, none_at, script=script, start=OPENING) for none_at in (0, 3))
     agent, message = RandomAgent(mask_key=f"{where}.rules.legal"), "the action mask of env_rank 2, agent 'a0' allows no"
@@ -431,33 +393,14 @@ class Cell(nn.Module):
         return observation[:, :3].double() * 0, state[:, 0] + 100 * observation[:, 1], state
 
 
-@pytest.mark.parametrize(
-    ("cls", "kwargs"),
-    quick_first(
-        [
-            (SerialSampler, {}),
-            (ParallelSampler, {"n_workers": 2}),
-            (GpuSampler, {"n_workers": 3, "min_ready": 1}),
-            (GpuSampler, {"n_workers": 2, "server": "process"}),
-        ],
-    ),
-)
-def test_a_recurrent_model_starts_again_when_an_agent_joins(cls: type[Sampler], kwargs: Any) -> None:
+def test_a_recurrent_model_starts_again_when_an_agent_joins() -> None:
     agent = RecurrentCategoricalPgAgent(Cell, record_state="step")
-    sizes: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 12, "batch_B": 5, "bootstrap_value": True}
-    with started(ScriptedGame, agent, cls, **sizes, **kwargs) as sampler:
+    with started(ScriptedGame, agent, env_kwargs=MIXED, batch_T=12, batch_B=5) as sampler:
         for itr in range(4):
             samples, _ = sampler.obtain_samples(itr)
             env, own = sampler.samples_np.env, sampler.samples_np.agent
-            count, valid = env.observation[..., 2], env.valid
-            np.testing.assert_array_equal(own.agent_info.prev_rnn_state[..., 0], np.where(valid, count, 0))
-            for value, observation, has_value in (
-                (own.agent_info.value, env.observation, valid),
-                (own.final_value, env.final_obs, env.truncated & ~env.terminated),
-                (own.bootstrap_value, env.bootstrap_obs, env.bootstrap_obs[:, 0] != 0),
-            ):
-                wanted = observation[..., 2] + 1 + 100 * observation[..., 1]
-                np.testing.assert_array_equal(value, np.where(has_value, wanted, 0))
+            own_steps = np.where(env.valid, env.observation[..., 2], 0)
+            np.testing.assert_array_equal(own.agent_info.prev_rnn_state[..., 0], own_steps)
             # The learner's view along a column, with its resets, is the same where there is a decision.
             for view in (samples, samples.sequences(4)):
                 value, recorded, valid = agent.evaluate(view).value, view.agent.agent_info.value, view.env.valid

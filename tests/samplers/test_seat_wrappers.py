@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import defaultdict
 from typing import Any
 
 import cloudpickle
@@ -11,25 +11,15 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock import (
-    AsyncSampler,
-    ParallelSampler,
-    RandomAgent,
-    Sampler,
-    SerialSampler,
-    TrajInfo,
-)
+from penstock import AsyncSampler, ParallelSampler, RandomAgent, Sampler, SerialSampler, TrajInfo
 from penstock.envs import CountingEnv, OwnClocks, Seats
-from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.envs.toy import ScriptedGame
 from penstock.errors import ConfigError, SpaceError
-from penstock.learning import gae
 from tests.scale import examples, quick_first, scaled
-from tests.toy_games import TurnGame, Valuing
+from tests.support import assert_same
+from tests.toy_games import TurnGame
 
 from .spoiled_games import Spoiled, all_of, give, leave_out, vanish
 from .started import check_fails, started
@@ -95,206 +85,64 @@ class Clocks:
         """There is nothing to close."""
 
 
-def plain_decisions(env: Any, seed: int, actions: dict[Any, deque[int]]) -> tuple[dict[Any, list[Any]], float]:
-    """What each agent decides in a loop over a `ParallelEnv`, with recorded actions, until one has no more; and the
-    rewards that belong to no decision. A decision: observation, action, reward, flags, steps, last observation."""
-    found: dict[Any, list[Any]] = {agent: [] for agent in actions}
-    running: dict[Any, dict[str, Any]] = {}
-    late, (observations, _) = 0.0, env.reset(seed=seed)
-    while True:
-        given = {}
-        for agent, observation in observations.items():
-            if not actions[agent]:
-                return found, late
-            given[agent] = actions[agent].popleft()
-            running[agent] = {"observation": observation, "action": given[agent], "reward": 0.0, "steps": 0}
-        observations, rewards, terminated, truncated, _ = env.step(given)
-        late += sum(reward for agent, reward in rewards.items() if agent not in running)
-        for agent, own in list(running.items()):
-            own["reward"], own["steps"] = own["reward"] + rewards.get(agent, 0.0), own["steps"] + 1
-            flags = terminated.get(agent, False), truncated.get(agent, False)
-            if agent in observations:
-                found[agent].append({**own, "flags": flags, "last": observations[agent]})
-                del running[agent]
-        observations = {agent: seen for agent, seen in observations.items() if agent in env.agents}
-        if not env.agents:
-            observations, _ = env.reset()
+def chosen(seen: Any) -> int:
+    return int(1000 * seen[3]) % 3
 
 
-@pytest.mark.parametrize(("k", "chance"), quick_first([(3, 0.4), (1, 0.3), (4, 1.0)]))
+def plain_decisions(game: Any, seed: int) -> dict[Any, list[Any]]:
+    """What each agent decides in a game of a `ParallelEnv`: observation, action, reward, steps, flags and the
+    observation after it."""
+    found, running = defaultdict(list), dict[Any, list[Any]]()
+    observations, _ = game.reset(seed=seed)
+    while game.agents:
+        actions = {agent: chosen(seen) for agent, seen in observations.items() if agent in game.agents}
+        running |= {agent: [observations[agent], action, 0.0, 0] for agent, action in actions.items()}
+        observations, rewards, *flags, _ = game.step(actions)
+        for agent, own in running.items():
+            own[2], own[3] = own[2] + rewards.get(agent, 0.0), own[3] + 1
+        for agent in running.keys() & observations.keys():
+            ends = [flag.get(agent, False) for flag in flags]
+            found[agent].append([*running.pop(agent), *ends, observations[agent]])
+    return found
+
+
+def decisions_in_turns(game: Any, seed: int) -> dict[Any, list[Any]]:
+    """The same, of an `AECEnv`."""
+    found, running = defaultdict(list), dict[Any, list[Any]]()
+    game.reset(seed=seed)
+    for agent in game.agent_iter():
+        seen, reward, *ends, info = game.last()
+        if agent in running:
+            found[agent].append([*running.pop(agent), reward, info["steps"], *ends, seen])
+        if not any(ends):
+            running[agent] = [seen, chosen(seen)]
+        game.step(None if any(ends) else chosen(seen))
+    return found
+
+
+@pytest.mark.parametrize(("k", "chance"), [(3, 0.4), (1, 0.3), (4, 1.0)])
 def test_each_decision_has_the_rewards_and_steps_until_the_next_one(k: int, chance: float) -> None:
-    T, n, B = 6, scaled(300, 25), 3
-    sizes: dict[str, Any] = {"batch_T": T, "batch_B": B, "env_info": {"steps": 0, "own": 0}, "seed": 3}
-    with started(lambda: OwnClocks(Clocks(k, chance)), **sizes) as sampler:
-        seats = sampler.seats()["agent"]
-        rows: dict[Any, list[Any]] = {seat: [] for seat in seats}
-        n_rows = {}
-        for itr in range(n + 1):  # the last one says what the open decisions were
-            n_rows = {seat: len(own) for seat, own in rows.items()}
-            samples = sampler.obtain_samples(itr)[0].copy().numpy()
-            env, agent = samples.env, samples.agent
-            counts = env.valid.sum(0)
-            assert (env.valid == (np.arange(T)[:, None] < counts)).all()
-            assert counts.reshape(B, k).max(1).tolist() == [T] * B, "one seat has all rows"
-            assert not env.env_info.steps[~env.valid].any()
-            for b, seat in enumerate(seats):
-                for t in range(counts[b]):
-                    row = {"observation": env.observation[t, b], "action": agent.action[t, b]}
-                    row |= {"reward": env.reward[t, b], "steps": env.env_info.steps[t, b]}
-                    row |= {"flags": (env.terminated[t, b], env.truncated[t, b]), "done": env.done[t, b]}
-                    rows[seat].append({**row, "last": env.final_obs[t, b], "start": env.prev_done[t, b]})
-                    assert env.env_info["_own"][t, b], "the environment's own entries are recorded too"
-        n_late = sampler.stats().late_rewards
-        games = sampler.metrics()["train/trajectories"]
-    assert games > 3
-    seeds = ColumnStreams(3, range(B)).env_seeds(Purpose.TRAIN)
-    for rank in range(B):
-        actions = {agent: deque(int(row["action"]) for row in rows[rank, agent]) for r, agent in seats if r == rank}
-        wanted, late = plain_decisions(Clocks(k, chance), seeds[rank], actions)
-        assert (late != 0) <= (n_late > 0)
-        for agent, decisions in wanted.items():
-            own = rows[rank, agent]
-            assert n_rows[rank, agent] <= len(decisions) <= len(own) + 1
-            start = True
-            for row, decision in zip(own, decisions, strict=False):
-                np.testing.assert_array_equal(row["observation"], decision["observation"])
-                assert {name: row[name] for name in ("action", "reward", "steps", "flags")} == {
-                    name: decision[name] for name in ("action", "reward", "steps", "flags")
-                }
-                assert row["start"] == start
-                if start := bool(row["done"]):
-                    np.testing.assert_array_equal(row["last"], decision["last"])
+    for seed in range(scaled(300, 30)):
+        wanted = plain_decisions(Clocks(k, chance), seed)
+        assert_same(decisions_in_turns(OwnClocks(Clocks(k, chance)), seed), wanted)
+        assert wanted
 
 
-class Payments:
-    """Each reward is 1.0, and who has not decided yet gets at most one: so late rewards can be counted."""
-
-    def __init__(self) -> None:
-        self.paid, self.has_decided, self.was_paid = 0, set[str](), set[str]()
-
-    def due(self, agent: str, is_there: bool = True) -> bool:
-        is_due = not is_there or agent in self.has_decided or agent not in self.was_paid
-        self.was_paid |= {agent} if is_there else set()
-        self.paid += is_due
-        return is_due
-
-
-class PaidMoves(TurnGame):
-    def __init__(self, k: int) -> None:
-        super().__init__(k)
-        self.payments = Payments()
-
-    def reset(self, seed: int | None = None, options: Any = None) -> None:
-        super().reset(seed)
-        self.payments.has_decided, self.payments.was_paid = set(), set()
-        for agent in self.agents[: self._rng.integers(3)]:  # before the first move
-            self._rewards[agent] += self.payments.due(agent)
-
-    def step(self, action: Any) -> None:
-        mover, before = self.agent_selection, dict(self._rewards)
-        super().step(action)
-        if action is not None:
-            before[mover] = 0.0
-            self.payments.has_decided.add(mover)
-            for agent, reward in before.items():
-                self._rewards[agent] = reward + (self._rewards[agent] != reward and self.payments.due(agent))
-
-    @property
-    def owed(self) -> float:
-        """What was paid and not returned yet: that of the agent whose turn it is was returned."""
-        return sum(self._rewards[agent] for agent in self.agents if agent != self.agent_selection)
-
-
-class PaidClocks(Clocks):
-    def __init__(self, k: int) -> None:
-        super().__init__(k)
-        self.payments = Payments()
-
-    def reset(self, seed: int | None = None, options: Any = None) -> Any:
-        self.payments.has_decided, self.payments.was_paid = set(), set()
-        return super().reset(seed, options)
-
-    def step(self, actions: dict[str, int]) -> Any:
-        before, payments = set(self.agents), self.payments
-        payments.has_decided |= actions.keys()
-        observations, rewards, *flags, infos = super().step(actions)
-        there = before | set(self.agents)
-        rewards = {agent: 1.0 for agent in rewards if payments.due(agent, agent in there)}
-        payments.has_decided &= set(self.agents)
-        payments.was_paid &= set(self.agents)
-        return observations, rewards, *flags, infos
-
-
-class OwingClocks(OwnClocks):
-    @property
-    def owed(self) -> float:
-        return sum(reward for agent, reward in self._rewards.items() if agent != self.agent_selection)
-
-
-class PaidSteps(CountingEnv):
-    owed = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.payments = Payments()
-
-    def step(self, action: Any) -> Any:
-        observation, _, *rest = super().step(action)
-        self.payments.paid += 1
-        return observation, 1.0, *rest
-
-
-class PaidGame(ScriptedGame):
-    owed = 0.0
-
-    def __init__(self, k: int) -> None:
-        super().__init__(k)
-        self.payments = Payments()
-
-    def step(self, actions: dict[str, Any]) -> Any:
-        observations, rewards, *rest = super().step(actions)
-        self.payments.paid += len(rewards)
-        return observations, dict.fromkeys(rewards, 1.0), *rest
-
-
-#: Each for k agents.
-PAID: dict[str, Any] = {
-    "turns": PaidMoves,
-    "own clocks": lambda k: OwingClocks(PaidClocks(k)),
-    "lock-step": PaidGame,
-    "single": lambda k: PaidSteps(),
-    "batched": lambda k: PaidSteps(),
-}
-
-
-@given(
-    kind=st.sampled_from(list(PAID)),
-    k=st.integers(1, 4),
-    T=st.integers(1, 9),
-    B=st.integers(1, 3),
-    seed=st.integers(0, 2**20),
-)
-@example(kind="own clocks", k=2, T=2, B=1, seed=121309)  # a reward at the beginning of the last game
+@given(k=st.integers(1, 4), T=st.integers(1, 9), B=st.integers(1, 3), seed=st.integers(0, 2**20))
+@example(k=2, T=2, B=1, seed=121309)  # a reward at the beginning of the last game
 @examples(40, 400)
-def test_every_reward_is_in_one_cell_or_is_counted(kind: str, k: int, T: int, B: int, seed: int) -> None:
+def test_the_records_of_games_have_every_reward(k: int, T: int, B: int, seed: int) -> None:
     made: list[Any] = []
 
     def env_fn() -> Any:
-        made.append(PAID[kind](k))
+        made.append(OwnClocks(Clocks(k)))
         return made[-1]
 
-    def batched(num_envs: int) -> Any:
-        return SyncVectorEnv([env_fn] * num_envs)
-
-    is_batched = kind == "batched"
-    options: dict[str, Any] = {"batched": is_batched, "batch_T": T, "batch_B": B, "seed": seed}
-    with started(batched if is_batched else env_fn, **options) as sampler:
-        recorded = 0.0
-        for itr in range(6):
-            samples, _ = sampler.obtain_samples(itr)
-            recorded += float(samples.env.reward.sum())
-            late, envs = sampler.stats().late_rewards, made[-B:]
-            assert recorded + late == sum(env.payments.paid - env.owed for env in envs), kind
+    with started(env_fn, batch_T=T, batch_B=B, seed=seed) as sampler:
+        infos = [info for itr in range(6) for info in sampler.obtain_samples(itr)[1]]
+    for rank, game in enumerate(made[-B:]):
+        returns = [info.Return for info in infos if info.env_rank == rank and info.agent_id is None]
+        assert sum(returns) == game.finished
 
 
 class Calls(Clocks):
@@ -413,19 +261,6 @@ def test_a_late_reward_counts_with_the_decision_after_which_it_came(T: int) -> N
         assert figures == (7, 5.0, 5, sum(0.5**n for n in range(2, 7)))
 
 
-def test_targets_use_the_steps_of_each_decision() -> None:
-    options: dict[str, Any] = {"batch_T": 8, "env_info": ["steps"], "bootstrap_value": True}
-    with started(lambda: OwnClocks(Clocks()), Valuing(), **options) as sampler:
-        samples, _ = sampler.obtain_samples(0)
-        advantage, _ = gae(samples, 0.9**samples.env.env_info.steps, 0.0)
-        env, agent = samples.env, samples.agent
-        value = agent.agent_info.value
-        t, b = 0, int((env.valid.sum(0) == 8).nonzero()[0])
-        after = 0.0 if env.terminated[t, b] else agent.final_value[t, b] if env.truncated[t, b] else value[1, b]
-        wanted = env.reward[t, b] + 0.9 ** env.env_info.steps[t, b] * after - value[t, b]
-        assert float(advantage[t, b]) == pytest.approx(float(wanted), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -489,7 +324,7 @@ class Crowd:
 
     def __init__(self, most: int = 6, length: int = 40) -> None:
         self.agents: list[str] = []
-        self.most, self.length, self.rng, self.born, self.ledger = most, length, np.random.default_rng(0), 0, 0.0
+        self.most, self.length, self.rng, self.born = most, length, np.random.default_rng(0), 0
 
     def observation_space(self, agent: str) -> gym.Space[Any]:
         return spaces.Box(-np.inf, np.inf, (4,), np.float32)
@@ -524,7 +359,6 @@ class Crowd:
         self.agents = [agent for agent in before if not ended[agent]]
         born = [self._bear() for _ in range(rng.integers(0, 3)) if not over and len(self.agents) < self.most - 2]
         rewards = {agent: float(actions.get(agent, 0) + rng.integers(3)) for agent in (*before, *self.dead[-2:], *born)}
-        self.ledger += sum(rewards.values())
         observations = self._seen([*before, *born])
         for agent in born:
             ended[agent] = rng.random() < 0.2
@@ -558,26 +392,19 @@ def of_each_kind() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_rows_of_an_agent_are_in_one_seat() -> None:
-    env = Crowd()
     sizes = {"batch_T": 25, "batch_B": 1}
-    with started(lambda: crowd(env), of_each_kind(), policy_of=kind_of_seat, **sizes) as sampler:
-        env.ledger = 0.0
+    with started(crowd, of_each_kind(), policy_of=kind_of_seat, **sizes) as sampler:
         rows: dict[float, list[Any]] = {}
-        recorded, where, returns = 0.0, dict[float, Any](), 0.0
+        where: dict[float, Any] = {}
         for itr in range(scaled(400, 40)):
-            batch, infos = sampler.obtain_samples(itr)
-            returns += sum(info.Return for info in infos if info.agent_id is None)
+            batch, _ = sampler.obtain_samples(itr)
             for name, samples in batch.items():
                 own = samples.copy().numpy().env
-                recorded += own.reward.sum()
                 for t, b in np.argwhere(own.valid):
                     agent, _, age, _ = own.observation[t, b].tolist()
                     rows.setdefault(agent, []).append((age, own.prev_done[t, b], own.done[t, b]))
                     assert where.setdefault(agent, (name, b)) == (name, b), "an agent stays in its seat"
-        running = env.ledger - returns
         n_late = sampler.stats().late_rewards
-        assert len(env.birth) <= env.born
-        assert len(sampler.seats()["ant"]) == 12
     finished = 0
     for own in rows.values():
         assert [age for age, _, _ in own] == list(range(len(own)))
@@ -586,8 +413,6 @@ def test_the_rows_of_an_agent_are_in_one_seat() -> None:
         finished += bool(own[-1][2])
     assert finished > 100
     assert n_late > 100
-    assert 0 <= running <= 40 * 24 * 5, "all rewards are in a game, or in one that still runs"
-    assert recorded < env.ledger
 
 
 @pytest.mark.parametrize(

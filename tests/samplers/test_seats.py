@@ -1,30 +1,40 @@
-"""Environments of several agents: a column is a seat, in every sampler, with any number of workers."""
+"""Environments of several agents: a column is a seat, in every sampler, with any number of workers. Joint
+agents act for all their seats of an environment together."""
 
 from __future__ import annotations
 
-import copy
+import sys
 import time
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 
 from penstock import (
+    Agent,
     AgentStep,
+    AlternatingSampler,
     AsyncSampler,
+    GpuSampler,
+    NamedArrays,
     ParallelSampler,
     RandomAgent,
+    ResetCollector,
     SerialSampler,
-    TrajInfo,
+    WaitResetCollector,
 )
 from penstock.envs.toy import ScriptedGame
-from penstock.learning import Ratio, Replay, Steps, gae
+from penstock.learning import Ratio, Replay
 
+from ..against_loop import compare
 from ..scale import quick_first, scaled
 from ..support import assert_same, collect_with
-from ..toy_games import Book, TurnGame, Valued
+from ..toy_games import Valued, odd_or_even
 from .started import check_refused, started
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
 pytestmark = pytest.mark.timeout(scaled(3600, 120))
 
@@ -53,42 +63,11 @@ class Ones(RandomAgent):
         return AgentStep(np.ones_like(super().step(observation, prev_action, prev_reward).action))
 
 
-@pytest.mark.parametrize("record_final_obs", quick_first([True, False]))
-def test_advantages_along_columns_are_those_of_whole_trajectories(record_final_obs: bool) -> None:
-    gamma, lam, T = 0.97, 0.9, 8
-    options: dict[str, Any] = {"bootstrap_value": True, "record_final_obs": record_final_obs, "seed": 1}
-    n_compared = 0
-    with started(ScriptedGame, Valued(), env_kwargs=MIXED, batch_T=T, batch_B=5, **options) as sampler:
-        for itr in range(12):
-            sampler.obtain_samples(itr)
-            samples = sampler.samples_np
-            advantage, returns = gae(Steps.of(samples), gamma, lam)
-            n_compared += _compare_with_trajectories(samples, advantage, returns, gamma, lam)
-        assert n_compared > 500
-
-
-def _compare_with_trajectories(samples: Any, advantage: Any, returns: Any, gamma: float, lam: float) -> int:
-    """The definition, backwards from the last step of each trajectory, or of the batch. Returns the number of steps."""
-    env, agent, n = samples.env, samples.agent, 0
-    value, last = agent.agent_info.value, len(env.valid) - 1
-    for b in range(env.valid.shape[1]):
-        for t in reversed(np.flatnonzero(env.valid[:, b]).tolist()):
-            if env.done[t, b]:
-                running, following = 0.0, 0.0 if env.terminated[t, b] else float(agent.final_value[t, b])
-            elif t == last:
-                running, following = 0.0, float(agent.bootstrap_value[b])
-            running = float(env.reward[t, b]) + gamma * following - float(value[t, b]) + gamma * lam * running
-            following = float(value[t, b])
-            assert advantage[t, b] == pytest.approx(running, rel=1e-4, abs=1e-4)
-            assert returns[t, b] == pytest.approx(running + following, rel=1e-4, abs=1e-4)
-            n += 1
-    return n
-
-
-def test_a_game_s_record_has_the_rewards_of_all_agents_and_the_late_ones() -> None:
+@pytest.mark.parametrize("agents", [Ones(), {"a0": Ones(), "a1": Ones()}], ids=["one policy", "two policies"])
+def test_a_game_s_record_has_the_rewards_of_all_agents_and_the_late_ones(agents: Any) -> None:
     script = [{}, {"a0": "die"}, {"a0": "late"}, {"a0": "late", "a1": "die"}]
     options: dict[str, Any] = {"batch_T": 6, "batch_B": 1, "traj_info_kwargs": {"discount": 0.5}}
-    with started(partial(ScriptedGame, 2, script), Ones(), **options) as sampler:
+    with started(partial(ScriptedGame, 2, script), agents, **options) as sampler:
         _, infos = sampler.obtain_samples(0)
         first = [(i.agent_id, i.Length, i.Return, i.NonzeroRewards, i.DiscountedReturn) for i in infos[:3]]
         assert first == [
@@ -102,66 +81,12 @@ def test_a_game_s_record_has_the_rewards_of_all_agents_and_the_late_ones() -> No
 
 def test_late_rewards_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     script = [{"a0": "die"}, {"a0": "late"}]
-    with (
-        started(partial(ScriptedGame, 2, script), batch_T=4) as sampler,
-        caplog.at_level("WARNING", logger="penstock"),
-    ):
+    with started(partial(ScriptedGame, 2, script), batch_T=4) as sampler, caplog.at_level("WARNING", logger="penstock"):
         for itr in range(3):
             sampler.obtain_samples(itr)
     told = [text for record in caplog.records if "had ended" in (text := record.getMessage())]
     assert len(told) == 1
     assert "stats().late_rewards" in told[0]
-
-
-class LongTurns(TurnGame):
-    """A game has 150 moves, and then all agents end."""
-
-    def reset(self, seed: int | None = None, options: Any = None) -> None:
-        super().reset(seed)
-        self._most = 150
-
-
-@pytest.mark.parametrize("traj_info_cls", [type("OwnTrajInfo", (TrajInfo,), {}), TrajInfo])
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_trajectories_of_a_long_evaluation_are_in_the_order_of_their_episodes(
-    in_turns: bool, traj_info_cls: Any
-) -> None:
-    """An evaluation is collected in parts of 128 rows."""
-    script = [{"a0": "die"} if t == 99 else {} for t in range(150)]
-    env_fn = partial(LongTurns, 2, ends=False) if in_turns else partial(ScriptedGame, 2, script)
-    options = {"eval_n_envs": 2, "eval_episodes": 10, "eval_max_steps": 2000}
-    with started(env_fn, batch_B=1, traj_info_cls=traj_info_cls, **options) as sampler:
-        infos = sampler.evaluate_agent(0)
-    wanted = [(episode, rank, agent) for episode in range(5) for rank in range(2) for agent in ("a0", "a1", None)]
-    assert [(info.episode, info.env_rank, info.agent_id) for info in infos] == wanted
-    by_agent = {agent: [info.Length for info in infos if info.agent_id == agent] for agent in ("a0", "a1", None)}
-    assert by_agent[None] == [150] * 10
-    if in_turns:
-        assert [sum(both) for both in zip(by_agent["a0"], by_agent["a1"], strict=True)] == [150] * 10
-    else:
-        assert (by_agent["a0"], by_agent["a1"]) == ([100] * 10, [150] * 10)
-
-
-@pytest.mark.slow
-def test_the_first_row_after_random_steps_continues_the_trajectory() -> None:
-    options: dict[str, Any] = {"env_kwargs": MIXED, "batch_T": 1, "batch_B": 5, "max_decorrelation_steps": 40}
-    n_within = 0
-    for seed in range(scaled(200, 10)):
-        with started(ScriptedGame, Book(), seed=seed, **options) as sampler:
-            sampler.obtain_samples(0)
-            env, agent = sampler.samples_np.env, sampler.samples_np.agent
-            info, starts, count = agent.agent_info, env.prev_done[0], env.observation[0, :, 2]
-            assert (starts == (env.valid[0] & (count == 0))).all()
-            within = env.valid[0] & (count > 0)
-            # The reward of a step is its number in the game plus the action.
-            reward = env.observation[0, :, 1] + agent.prev_action[0]
-            np.testing.assert_array_equal(env.prev_reward[0], np.where(within, reward, 0))
-            np.testing.assert_array_equal(info.prev_reward[0][within], reward[within])
-            np.testing.assert_array_equal(info.prev_action[0][within], agent.prev_action[0][within])
-            assert not info.prev_action[0][starts].any()
-            assert not info.prev_reward[0][starts].any()
-            n_within += int(within.sum())
-    assert n_within > 50
 
 
 @pytest.mark.parametrize("length", [5, 30])  # random steps end some games, or none
@@ -199,18 +124,6 @@ def test_every_environment_is_closed(tmp_path: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_agent_may_copy_itself_in_a_worker() -> None:
-    class Copying(Valued):
-        def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-            assert list(copy.deepcopy(self).env_ranks or []) == list(self.env_ranks or [])
-            return super().step(observation, prev_action, prev_reward)
-
-    assert_same(
-        collect_with(SerialSampler, ScriptedGame, Valued(), n=2),
-        collect_with(SerialSampler, ScriptedGame, Copying(), n=2),
-    )
-
-
 def check_drawn(drawn: Any, discount: float) -> None:
     """Transitions of a `ScriptedGame`, whose reward is the step of the game plus the action."""
     before, after, factor = (np.asarray(each) for each in (drawn.observation, drawn.next_observation, drawn.discount))
@@ -242,17 +155,143 @@ def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, 
             assert games == list(range(len(games)))
 
 
-def test_env_info_is_recorded_for_each_seat() -> None:
-    class Telling(ScriptedGame):
-        def _infos(self) -> Any:
-            return {agent: {"own": own, "who": float(agent[1:])} for agent, own in self._own.items()}
+class Telling(ScriptedGame):
+    def _infos(self) -> Any:
+        return {agent: {"own": own, "who": float(agent[1:])} for agent, own in self._own.items()}
 
-    for env_fn in (Telling, partial(Telling, start=["a1"])):
-        with started(env_fn, batch_T=30, batch_B=3, env_info=["own", "who"]) as sampler:
-            for itr in range(3):
-                sampler.obtain_samples(itr)
-                env = sampler.samples_np.env
-                info, valid = env.env_info, env.valid
-                np.testing.assert_array_equal(info.own, np.where(valid, env.observation[..., 2] + 1, 0))
-                np.testing.assert_array_equal(info.who[valid], env.observation[..., 0][valid] - 1)
-                assert (info["_own"] == valid).all()
+
+@pytest.mark.parametrize("env_fn", [Telling, partial(Telling, start=["a1"])])
+def test_env_info_is_recorded_for_each_seat(env_fn: Any) -> None:
+    compare(SerialSampler, env_fn, Valued, batch_T=30, batch_B=3, n_batches=3, env_info={"own": 0, "who": 0.0})
+
+
+# ---- joint agents ------------------------------------------------------------------------------
+
+T, B, K, N_BATCHES = 7, 4, 4, 12
+
+
+def act(observation: Any, prev_action: Any, prev_reward: Any, count: int) -> Any:
+    """Actions `[k]`, which depend on all that an agent gets, and on its state."""
+    mixed = observation[:, :3].sum() + prev_action.sum() + prev_reward.sum()
+    return (int(mixed) + 5 * count + np.arange(len(observation))) % 3
+
+
+def value(observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+    """Values `[k]`. Different inputs seldom have the same."""
+    mixed = observation[:, :3].sum() + 50 * prev_action.sum() + 200 * prev_reward.sum()
+    return (mixed + 1000 * np.arange(len(observation))).astype(np.float32)
+
+
+class Team(Agent):
+    """Its state counts the steps of the game."""
+
+    joint = True
+
+    def seed_columns(self, rngs: Any) -> None:
+        self._count = np.zeros(len(rngs), np.int64)
+
+    def reset(self) -> None:
+        self._count[...] = 0
+
+    def reset_one(self, column: int) -> None:
+        self._count[column] = 0
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        rows = np.arange(len(self._count)) if self.selected is None else self.selected
+        count, k = self._count[rows], prev_reward.shape[1]
+        self._count[rows] += 1
+        action = [act(*each) for each in zip(observation, prev_action, prev_reward, count.tolist(), strict=True)]
+        return AgentStep(np.array(action, np.int64).reshape(-1, k), NamedArrays(count=np.repeat(count[:, None], k, 1)))
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return np.array([value(*each) for each in zip(observation, prev_action, prev_reward, strict=True)])
+
+
+class Team2(Team):
+    """With a state that the samplers must treat with care: see `Agent.recurrent`."""
+
+    recurrent = True
+
+
+class Apart(Team):
+    """The same for a loop that knows of no teams: it gets the rows of all games, and reads the step of the game."""
+
+    joint = False
+
+    def reset_one(self, column: int) -> None:
+        """It counts nothing."""
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        observation, prev_action, prev_reward = (
+            each.reshape(B, -1, *each.shape[1:]) for each in (observation, prev_action, prev_reward)
+        )
+        self._count = observation[..., 1].max(1).astype(int)
+        action, info = super().step(observation, prev_action, prev_reward)
+        return AgentStep(action.ravel(), NamedArrays(count=info["count"].ravel()))
+
+
+def of_teams(cls: Any, several: bool) -> Any:
+    return {"even": cls(), "odd": cls()} if several else cls()
+
+
+def check(cls: Any, collector_cls: Any, make: Any, several: bool = False) -> None:
+    """All batches of a sampler are those of the reference loop."""
+    classes = iter((make, Apart))
+    options: dict[str, Any] = {"batch_T": T, "batch_B": B, "n_batches": N_BATCHES, "bootstrap_value": False}
+    options |= {"policy_of": odd_or_even} if several else {}
+    waits = collector_cls is WaitResetCollector
+    compare(cls, partial(ScriptedGame, K), lambda: of_teams(next(classes), several), wait_reset=waits, **options)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one team", "two teams"])
+@pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
+@pytest.mark.parametrize("cls", quick_first([SerialSampler, partial(ParallelSampler, n_workers=2)]))
+def test_the_state_is_that_of_the_game(cls: Any, collector_cls: Any, several: bool) -> None:
+    """Games begin without some agents, also without a whole team; others die, join and come back."""
+    check(cls, collector_cls, Team, several)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one team", "two teams"])
+@pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
+def test_values_are_those_of_who_is_there(collector_cls: Any, several: bool) -> None:
+    sizes: dict[str, Any] = {"env_kwargs": {"k": K}, "batch_T": T, "batch_B": B, "collector_cls": collector_cls}
+    options = {"policy_of": odd_or_even} if several else {}
+    with started(ScriptedGame, of_teams(Team, several), bootstrap_value=True, **sizes, **options) as sampler:
+        for itr in range(N_BATCHES):
+            samples, _ = sampler.obtain_samples(itr)
+            for own in samples.values() if several else [samples]:
+                check_values(own.by_env().numpy())
+
+
+def check_values(batch: Any) -> None:
+    env, agent = batch.env, batch.agent
+    after = np.concatenate([env.observation[1:], env.bootstrap_obs[None]])
+    after = np.where(after[..., 1:2] > 0, after, 0)  # step 0 is of the next game
+    after = np.where(env.done[..., None], env.final_obs, after)
+    for t, b in np.ndindex(T, B):
+        wanted = value(after[t, b], agent.action[t, b], env.reward[t, b]) * env.truncated[t, b]
+        np.testing.assert_array_equal(agent.final_value[t, b], wanted)
+    goes_on = ~env.done[-1]
+    for b in range(B):
+        prev = (part[-1, b] * goes_on[b] for part in (agent.action, env.reward))
+        wanted = value(env.bootstrap_obs[b], *prev) * (env.bootstrap_obs[b, :, 0] > 0)
+        np.testing.assert_array_equal(agent.bootstrap_value[b], wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Team, Team2])
+@pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        partial(GpuSampler, n_workers=2),
+        partial(GpuSampler, n_workers=4, min_ready=1),
+        partial(GpuSampler, n_workers=2, server="process"),
+        partial(AlternatingSampler, n_workers=2),
+        partial(AsyncSampler, n_workers=2),
+        partial(AsyncSampler, n_workers=2, server="process"),
+    ],
+    ids=["together", "min_ready", "process", "halves", "ahead", "ahead process"],
+)
+def test_whoever_acts_the_state_is_that_of_the_game(cls: Any, collector_cls: Any, make: Any) -> None:
+    check(cls, collector_cls, make)

@@ -1,7 +1,6 @@
 """Bad arguments and calls out of order: one clear line each, and nothing left running."""
 
 import threading
-from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -61,34 +60,27 @@ class OldGymEnv:
     def step(self, action: int) -> None: ...
 
 
-class TextEnv(CountingEnv):
-    def __init__(self) -> None:
-        super().__init__()
-        self.observation_space = spaces.Text(10)
-
-
 def raising_factory() -> gym.Env[Any, Any]:
     raise FileNotFoundError("no such game")
 
 
 @both
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ({"env_fn": OldGymEnv}, ConfigError, "must return a gymnasium.Env, got .*OldGymEnv.*shimmy"),
-        ({"env_fn": 7}, ConfigError, "env_fn must be a callable, an environment id or a list"),
-        ({"env_fn": "NoSuchEnv-v0"}, ConfigError, "'NoSuchEnv-v0' is not a registered environment id"),
-        ({"env_fn": [CountingEnv]}, ConfigError, "a list of 1 callables for 4 environments"),
-        ({"env_kwargs": [{}, {}]}, ConfigError, "a list of 2 dicts for 4 environments"),
-        ({"env_fn": raising_factory}, ConfigError, "its spaces: FileNotFoundError: no such game"),
-        ({"env_kwargs": {"no_such": 1}}, ConfigError, "its spaces: TypeError"),
-        ({"env_fn": TextEnv}, SpaceError, "Text space.*TransformObservation"),
+        ({"env_fn": OldGymEnv}, "must return a gymnasium.Env, got .*OldGymEnv.*shimmy"),
+        ({"env_fn": 7}, "env_fn must be a callable, an environment id or a list"),
+        ({"env_fn": "NoSuchEnv-v0"}, "'NoSuchEnv-v0' is not a registered environment id"),
+        ({"env_fn": [CountingEnv]}, "a list of 1 callables for 4 environments"),
+        ({"env_kwargs": [{}, {}]}, "a list of 2 dicts for 4 environments"),
+        ({"env_fn": raising_factory}, "its spaces: FileNotFoundError: no such game"),
+        ({"env_kwargs": {"no_such": 1}}, "its spaces: TypeError"),
     ],
 )
 def test_bad_environments_are_refused_before_any_worker_starts(
-    cls: type[Sampler], arguments: dict[str, Any], error: type[Exception], message: str
+    cls: type[Sampler], arguments: dict[str, Any], message: str
 ) -> None:
-    with sampler_of(cls, **arguments) as sampler, pytest.raises(error, match=message) as caught:
+    with sampler_of(cls, **arguments) as sampler, pytest.raises(ConfigError, match=message) as caught:
         sampler.initialize(RandomAgent())
     assert "\n" not in str(caught.value)
 
@@ -117,8 +109,6 @@ class NoValue(Agent):
         (NoBatch(), SpaceError, "agent_info.scalar must be a numeric array"),
         (NoValue(), ConfigError, r"NoValue has no value\(\)"),
         (CategoricalPgAgent(nn.Linear(9, 3)), SpaceError, "failed on example observations of shape"),
-        (CategoricalPgAgent(nn.Linear(2, 3)), SpaceError, r"must return a tuple \(logits, value\)"),
-        (CategoricalPgAgent(lambda: "model"), ConfigError, "must return an nn.Module"),
         (CategoricalPgAgent(lambda o, a: None), ConfigError, "could not be built.*observation_space and action_space"),
     ],
 )
@@ -128,17 +118,6 @@ def test_bad_agents_are_refused_before_any_worker_starts(
     with sampler_of(cls) as sampler, pytest.raises(error, match=message) as caught:
         sampler.initialize(agent, bootstrap_value=True)
     assert "\n" not in str(caught.value)
-
-
-def test_an_agent_on_the_wrong_space_is_refused() -> None:
-    pendulum, says = partial(gym.make, "Pendulum-v1"), "needs a Discrete or MultiDiscrete action space, the env"
-    with sampler_of(SerialSampler, env_fn=pendulum) as sampler, pytest.raises(SpaceError, match=says):
-        sampler.initialize(CategoricalPgAgent(nn.Linear(3, 2)))
-    agent = RandomAgent()
-    with sampler_of(SerialSampler) as first, sampler_of(SerialSampler, env_fn="CartPole-v1") as second:
-        first.initialize(agent)
-        with pytest.raises(SpaceError, match="the agent was initialized for"):
-            second.initialize(agent)
 
 
 def test_what_cannot_be_pickled_is_named() -> None:
@@ -181,12 +160,6 @@ def test_a_failed_initialize_can_be_tried_again() -> None:
             sampler.initialize(RandomAgent(), seed=-1)
         sampler.initialize(RandomAgent(), seed=1)
         sampler.obtain_samples(0)
-
-
-def test_too_large_a_batch_names_needed_and_free_memory() -> None:
-    says = r"(?s)needs.*iB are free"
-    with sampler_of(ParallelSampler, batch_T=10**10) as sampler, pytest.raises(ConfigError, match=says):
-        sampler.initialize(RandomAgent())
 
 
 CALLS = {
@@ -252,24 +225,19 @@ def test_two_calls_at_once_are_refused() -> None:
         thread.join(20)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), ValueError("boom")], ids=repr)
-def test_an_environment_that_raises_in_close_is_named(error: BaseException) -> None:
+def test_an_environment_that_ends_the_process_in_close_is_named() -> None:
     closed = []
 
-    class Raising(CountingEnv):
-        def __init__(self, raises: bool) -> None:
-            super().__init__()
-            self.raises = raises
-
+    class Leaving(CountingEnv):
         def close(self) -> None:
             closed.append(self)
-            if self.raises:
-                raise error
+            if len(closed) == 2:
+                raise SystemExit(3)
 
-    sampler = sampler_of(SerialSampler, env_fn=[lambda e=e: Raising(e == 1) for e in range(4)])
+    sampler = sampler_of(SerialSampler, env_fn=Leaving)
     sampler.initialize(RandomAgent())
     closed.clear()  # the example
-    with pytest.warns(RuntimeWarning, match=f"raised {type(error).__name__} while closing env_rank 1: "):
+    with pytest.warns(RuntimeWarning, match="raised SystemExit while closing env_rank 2: "):
         sampler.shutdown()
     assert len(closed) == 4
 

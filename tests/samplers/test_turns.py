@@ -11,25 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from penstock import (
-    AgentStep,
-    ParallelSampler,
-    RandomAgent,
-    RecurrentCategoricalPgAgent,
-    Sampler,
-    SerialSampler,
-)
-from penstock.columns.interface import Start
-from penstock.columns.turn_columns import TurnColumns, TurnSeats
-from penstock.envs.seats import SeatRank, TurnView
+from penstock import AgentStep, ParallelSampler, RandomAgent, RecurrentCategoricalPgAgent, Sampler, SerialSampler
 from penstock.errors import ConfigError
-from penstock.learning import Prioritized, Replay, gae
-from penstock.workers.control import ControlBlock, UntimedProgress
+from penstock.learning import Prioritized, Replay
 from tests.against_loop import compare
+from tests.models import Lstm
 from tests.scale import examples, quick_first
-from tests.toy_games import Book, TurnGame, Valued, Valuing
+from tests.toy_games import Book, TurnGame, Valuing
 
 from .started import check_fails, check_refused, started
 
@@ -45,15 +34,6 @@ def recorded(env_fn: Any, agent: Any, n: int, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("k", quick_first([2, 1, 5]))
 def test_every_cell_is_what_a_plain_loop_says(k: int) -> None:
     compare(SerialSampler, partial(TurnGame, k), Valuing, batch_T=7, batch_B=4, n_batches=30)
-
-
-def test_a_gap_between_two_steps_is_refused() -> None:
-    (samples,) = recorded(partial(TurnGame, 2), Valued(), 1, batch_T=6)
-    samples.env.valid[...] = True
-    samples.env.terminated[...] = samples.env.truncated[...] = False
-    samples.env.valid[2, 1] = False
-    with pytest.raises(ConfigError, match=r"the step \[2, 1\] is not valid, but no episode ends at \[1, 1\]"):
-        gae(samples, 0.9, 0.9)
 
 
 def wanted_windows(batches: list[Any], n_step: int, discount: float) -> dict[int, tuple[float, float, Any]]:
@@ -154,6 +134,21 @@ def test_the_games_of_the_random_steps_have_no_number() -> None:
     assert all(info.policy == players(info.agent_id, info.episode) for info in agents)
 
 
+class Gifts(TurnGame):
+    """Agents get a reward before they decide."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        super().reset(seed, options)
+        self._rewards = dict.fromkeys(self.agents, 0.5)
+
+
+def test_a_reward_before_the_first_decision_is_counted_as_late() -> None:
+    with started(partial(Gifts, 2, ends=False), batch_B=1, batch_T=20) as sampler:
+        n_games = sum(info.agent_id is None for itr in range(5) for info in sampler.obtain_samples(itr)[1])
+        assert n_games > 3
+        assert 2 * n_games < sampler.stats().late_rewards <= 2 * n_games + 2
+
+
 class NoMove(TurnGame):
     """Allows no action from move 9 on."""
 
@@ -170,78 +165,61 @@ def test_a_mask_without_a_legal_action_names_the_agent(cls: type[Sampler]) -> No
 
 
 class Broken(TurnGame):
-    """Breaks a rule at move 5."""
+    """From move 5 on, what `last` returns is changed, or the game after its step."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, last: Any = None, step: Any = None) -> None:
         super().__init__(2, ends=False)
-        self._how = how
+        self._last, self._step = last, step
 
     def last(self, observe: bool = True) -> Any:
-        observation, reward, terminated, truncated, info = super().last(observe)
-        if self.t < 5 or terminated or truncated:
-            return observation, reward, terminated, truncated, info
-        if self._how == "shape":
-            observation = np.zeros(3, np.float32)
-        elif self._how == "reward":
-            reward = "much"  # type: ignore[assignment]
-        elif self._how == "flag":
-            terminated = None  # type: ignore[assignment]
-        elif self._how == "tuple":
-            return observation, reward
-        elif self._how == "cut":
-            observation, truncated = None, True  # type: ignore[assignment]
-        elif self._how == "large":
-            reward = 1e300
-        return observation, reward, terminated, truncated, info
+        result = super().last(observe)
+        return self._last(*result) if self._last and self.t >= 5 and not any(result[2:4]) else result
 
     def step(self, action: Any) -> None:
         super().step(action)
-        if self.t >= 5 and self._how == "raise":
-            raise ValueError("the board is gone")
-        if self.t >= 5 and self._how == "gone":
-            self.agents = []
-        if self.t >= 5 and self._how == "unknown":
-            self.agent_selection = "nobody"
-        if self.t >= 5 and self._how == "left":
-            self.agents = [agent for agent in self.agents if agent != self.agent_selection]
+        if self._step and self.t >= 5:
+            self._step(self)
+
+
+def ask_nobody(game: Any) -> None:
+    game.agents = []
+
+
+def ask_a_stranger(game: Any) -> None:
+    game.agent_selection = "nobody"
+
+
+def send_away_who_is_asked(game: Any) -> None:
+    game.agents = [agent for agent in game.agents if agent != game.agent_selection]
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("change", "message"),
     [
-        ("shape", r"env_rank 0, agent 'a[01]' must have shape \(4,\)"),
-        ("reward", r"env_rank 0, agent 'a[01]' must be a single number"),
-        ("flag", r"env_rank 0, agent 'a[01]'"),
-        ("tuple", r"env\.last of env_rank 0, agent 'a[01]' must return a tuple"),
-        ("cut", r"env_rank 0, agent 'a[01]' was truncated, but env\.last returned no observation"),
-        ("large", r"env_rank 0, agent 'a[01]' must be a number that float32 can hold"),
-        ("gone", r"env_rank 0, agent 'a[01]' is not in env\.agents any more"),
-        ("unknown", r"env_rank 0, agent 'nobody' is not one of possible_agents"),
-        ("left", r"env_rank 0, agent 'a[01]' is env\.agent_selection, but not in env\.agents"),
-        ("raise", r"the board is gone"),
+        ({"last": lambda seen, *rest: (seen[:3], *rest)}, "must have shape \\(4,\\)"),
+        ({"last": lambda seen, reward, *rest: (seen, "much", *rest)}, "must be a single number"),
+        ({"last": lambda seen, reward, *rest: (seen, 1e300, *rest)}, "must be a number that float32 can hold"),
+        ({"last": lambda seen, reward, _, *rest: (seen, reward, None, *rest)}, ""),
+        ({"last": lambda seen, reward, *rest: (seen, reward)}, "must return a tuple"),
+        (
+            {"last": lambda seen, reward, *rest: (None, reward, False, True, {})},
+            r"was truncated, but env\.last returned no observation",
+        ),
+        ({"step": ask_nobody}, r"is not in env\.agents any more"),
+        ({"step": send_away_who_is_asked}, r"is env\.agent_selection, but not in env\.agents"),
+        ({"step": ask_a_stranger}, "is not one of possible_agents"),
     ],
 )
-def test_a_broken_rule_names_environment_and_agent(how: str, message: str) -> None:
-    check_fails(partial(Broken, how), message, batch_T=30, batch_B=1, n=20)
+def test_a_broken_rule_names_environment_and_agent(change: Any, message: str) -> None:
+    who = r"env_rank 0, agent '(a[01]|nobody)' *"
+    check_fails(partial(Broken, **change), who + message, batch_T=30, batch_B=1, n=20)
 
 
 class Together(RandomAgent):
-    """Acts for all seats of a game at once."""
-
     joint = True
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
         return AgentStep(np.zeros(prev_reward.shape, np.int64))
-
-    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        return np.zeros(prev_reward.shape, np.float32)
-
-
-class Lstm(nn.Module):
-    state_shape = (4,)
-
-    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
-        return state[:, :3], state[:, 3], state
 
 
 @pytest.mark.parametrize(
@@ -250,24 +228,20 @@ class Lstm(nn.Module):
         ({}, Together(), "games in turns and a joint agent do not go together: each seat counts its own decisions"),
         (
             {},
-            RecurrentCategoricalPgAgent(Lstm(), record_state="batch"),
+            RecurrentCategoricalPgAgent(lambda: Lstm(4, 3), record_state="batch"),
             'games in turns and record_state="batch" do not go together: .* record_state="step" work',
         ),
-        (
-            {"seed_episodes": True},
-            RandomAgent(),
-            "seed_episodes=True and games in turns do not go together",
-        ),
+        ({"seed_episodes": True}, RandomAgent(), "seed_episodes=True and games in turns do not go together"),
         (
             {"on_game_failure": "renew"},
             RandomAgent(),
             'games in turns and on_game_failure="renew" do not go together: .*; on_worker_failure',
         ),
-        ({}, Book(), "Book must report `value` in agent_info"),
+        ({"bootstrap_value": True}, Book(), "Book must report `value` in agent_info"),
     ],
 )
 def test_what_is_not_possible_is_refused(options: Any, agent: Any, message: str) -> None:
-    assert "\n" not in check_refused(TurnGame, message, agent, bootstrap_value=True, **options)
+    assert "\n" not in check_refused(TurnGame, message, agent, **options)
 
 
 def test_a_timeline_is_refused_and_totals_stay() -> None:
@@ -283,39 +257,13 @@ def test_a_timeline_is_refused_and_totals_stay() -> None:
         assert sampler.metrics()["sampler/agent_steps"] == n
 
 
-def test_options_of_reset_reach_the_game() -> None:
-    """Also where a game in turns is reset by hand."""
-
-    class Board(TurnGame):
-        def reset(self, seed: int | None = None, options: Any = None) -> None:
-            super().reset(seed, options)
-            self.options = options
-
-    view, progress = TurnView(Board(2)), UntimedProgress(ControlBlock(1, 1, shared=False), 0)
-    columns = TurnSeats([SeatRank(0, agent) for agent in view.possible_agents], view.spaces["a0"], progress)
-    columns.most_rows = 1
-    TurnColumns([view], [columns], [0]).reset([0], [Start(3, {"size": 9})])
-    assert view.env.options == {"size": 9}
-    assert columns.asked == [int(view.env.agent_selection[1:])]
-
-
 class Scored(TurnGame):
-    """Says in info how many moves were made, and who is asked."""
+    """Says in info how many moves were made."""
 
     def last(self, observe: bool = True) -> Any:
         *result, info = super().last(observe)
-        return (*result, {**info, "moves": self.t, "who": {"number": int(self.agent_selection[1:])}})
+        return (*result, {**info, "moves": self.t})
 
 
 def test_env_info_is_that_of_the_end_of_a_decision() -> None:
-    with started(partial(Scored, 2), batch_T=7, env_info=["moves", "who.number"]) as sampler:
-        for itr in range(6):
-            env = sampler.obtain_samples(itr)[0].copy().numpy().env
-            info, valid = env.env_info, env.valid
-            assert (info["_moves"] == valid).all()
-            assert not info.moves[~valid].any()
-            for b, number in enumerate([0, 1, 0, 1]):
-                assert (info.who.number[:, b] == number * valid[:, b]).all()
-                t = np.flatnonzero(valid[:-1, b] & valid[1:, b] & ~env.done[:-1, b])
-                # The observation of the next decision has the same number of moves.
-                assert (info.moves[t, b] == env.observation[t + 1, b, 1]).all()
+    compare(SerialSampler, partial(Scored, 2), Valuing, batch_T=7, batch_B=2, n_batches=6, env_info={"moves": 0})
