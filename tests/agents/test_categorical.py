@@ -36,9 +36,7 @@ def act(agent: CategoricalPgAgent, logits: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "logits",
-    [[0, 0, 0, 0], [1, 2, 3], [-5, 0, 0.5, -1, 2], [100, 101], [-1000, -1001, -1002], [7]],
-    ids=str,
+    "logits", [[0, 0, 0, 0], [1, 2, 3], [-5, 0, 0.5, -1, 2], [100, 101], [-1000, -1001, -1002], [7]], ids=str
 )
 def test_frequencies_are_those_of_the_softmax(logits: list[float]) -> None:
     columns, n_steps = range(64), 400

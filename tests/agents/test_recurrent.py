@@ -10,11 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from penstock.agents import (
-    RecurrentCategoricalPgAgent,
-    RecurrentEpsilonGreedyAgent,
-    RecurrentGaussianPgAgent,
-)
+from penstock.agents import RecurrentCategoricalPgAgent, RecurrentEpsilonGreedyAgent, RecurrentGaussianPgAgent
 from penstock.agents.recurrent import RecurrentState
 from penstock.buffers import NamedArrays
 from penstock.errors import ConfigError, SpaceError

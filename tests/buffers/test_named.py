@@ -193,14 +193,7 @@ def test_a_string_index_is_written_into_and_not_rebound() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        {"a": 1},
-        {"a": 1, "b": 2, "c": 3},
-        NamedArrays(a=1, B=2),
-        namedtuple("Other", "a c")(1, 2),
-        (1, 2),
-        (1, 2, 3),
-    ],
+    [{"a": 1}, {"a": 1, "b": 2, "c": 3}, NamedArrays(a=1, B=2), namedtuple("Other", "a c")(1, 2), (1, 2), (1, 2, 3)],
     ids=["missing", "extra", "misspelt", "other namedtuple", "tuple", "longer tuple"],
 )
 def test_writing_mismatched_fields_names_both_sides_and_writes_nothing(value: Any) -> None:

@@ -71,7 +71,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 def test_the_log_keeps_nothing_that_an_exception_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A handler may keep records. With the exception it would keep the sampler's memory."""
-    batches_and_stats(SerialSampler, tmp_path, {0: (3, "exit")}, n=1)
+    batches_and_stats(SerialSampler, partial(Played, str(tmp_path), {0: (3, "exit")}), n=1)
     (record,) = [each for each in caplog.records if "is built again" in each.message]
     assert isinstance(record.args, tuple)
     assert not any(isinstance(each, BaseException) for each in record.args)

@@ -13,12 +13,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.wrappers import FrameStackObservation
 
-from penstock import (
-    ConfigError,
-    RandomAgent,
-    SerialSampler,
-    SpaceError,
-)
+from penstock import ConfigError, RandomAgent, SerialSampler, SpaceError
 from penstock.envs import CountingEnv
 from penstock.learning import Frames, Prioritized, Replay, Sequences
 from penstock.learning import ring as ring_module

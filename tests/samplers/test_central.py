@@ -307,11 +307,7 @@ def test_the_default_workers_of_halves_leave_a_cpu_for_the_process_that_acts() -
 
 @pytest.mark.parametrize(
     ("cls", "kwargs"),
-    [
-        (GpuSampler, {}),
-        (GpuSampler, {"min_ready": 1, "step_timeout": 30.0}),
-        (AlternatingSampler, {"overlap": False}),
-    ],
+    [(GpuSampler, {}), (GpuSampler, {"min_ready": 1, "step_timeout": 30.0}), (AlternatingSampler, {"overlap": False})],
 )
 def test_waiting_takes_no_cpu(cls: type[GpuSampler], kwargs: dict[str, Any]) -> None:
     """About a second in which nobody can do anything."""
@@ -362,10 +358,7 @@ def test_policy_version_counts_the_parameters_that_were_published(cls: type[Samp
 @pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
 def test_what_is_published_during_a_batch_counts_for_the_next(cls: type[Sampler]) -> None:
     agent = CategoricalPgAgent(Constant)
-    with (
-        pipes(2) as [(seen, sign), (gate, leave)],
-        gated_sampler(cls, [{"sign": sign, "gate": gate}]) as sampler,
-    ):
+    with pipes(2) as [(seen, sign), (gate, leave)], gated_sampler(cls, [{"sign": sign, "gate": gate}]) as sampler:
         sampler.initialize(agent, seed=0)
         for itr in range(2):
             sampler.start_samples(itr)

@@ -55,10 +55,7 @@ from .digest_cases import IntoWalk, LongInfo, Nested, Plain, Stateful, Walk, row
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*eval_max_steps.*:RuntimeWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*eval_max_steps.*:RuntimeWarning")]
 
 # ---- the axes ------------------------------------------------------------------------------
 

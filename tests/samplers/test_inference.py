@@ -12,13 +12,7 @@ import torch
 from gymnasium.wrappers import TransformObservation
 from torch import nn
 
-from penstock import (
-    CategoricalPgAgent,
-    GpuSampler,
-    ParallelSampler,
-    RandomAgent,
-    WorkerError,
-)
+from penstock import CategoricalPgAgent, GpuSampler, ParallelSampler, RandomAgent, WorkerError
 from penstock.testing import DelegatingAgent, Fault, faulty_env
 
 from ..models import CartPoleNet as Net

@@ -390,10 +390,7 @@ def test_calls_that_do_not_fit() -> None:
             replay.append(samples)
         check_refused(CountingEnv, "another sampler writes into this replay", cls=AsyncSampler, **options)
         replay.sample(10)
-    with (
-        started(CountingEnv, cls=AsyncSampler) as without,
-        pytest.raises(SamplerStateError, match="needs a replay"),
-    ):
+    with started(CountingEnv, cls=AsyncSampler) as without, pytest.raises(SamplerStateError, match="needs a replay"):
         without.take_traj_infos()
 
 

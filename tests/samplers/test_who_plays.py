@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from penstock import (
-    AsyncSampler,
-    NamedArrays,
-    ParallelSampler,
-    RandomAgent,
-    Sampler,
-    SerialSampler,
-)
+from penstock import AsyncSampler, NamedArrays, ParallelSampler, RandomAgent, Sampler, SerialSampler
 from penstock.envs import ScriptedGame
 from penstock.errors import ConfigError, SamplerBrokenError
 from tests.support import EVALUATING, assert_same, collect_with

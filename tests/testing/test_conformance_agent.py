@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from penstock import (
-    Agent,
-    AgentStep,
-    CategoricalPgAgent,
-    ConfigError,
-    RandomAgent,
-    ResetCollector,
-)
+from penstock import Agent, AgentStep, CategoricalPgAgent, ConfigError, RandomAgent, ResetCollector
 from penstock.agents.agent import AgentRuntime
 from penstock.envs import CountingEnv, NestedEnv, ScriptedGame
 from penstock.testing import DelegatingAgent, Fault, FaultyAgent, agent_rules, check_agent, check_collector

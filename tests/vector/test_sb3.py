@@ -193,11 +193,7 @@ def test_stable_baselines3_is_imported_on_first_use_only() -> None:
             ([CountingEnv], {"reward_dtype": wrong}, "reward_dtype must be one of float32, float64")
             for wrong in (int, "float", None)
         ),
-        (
-            [CountingEnv],
-            {"reward_dtyp": 1},
-            r"^Sb3VecEnv has no argument 'reward_dtyp': did you mean 'reward_dtype'",
-        ),
+        ([CountingEnv], {"reward_dtyp": 1}, r"^Sb3VecEnv has no argument 'reward_dtyp': did you mean 'reward_dtype'"),
     ],
 )
 def test_arguments_that_do_not_fit_leave_no_worker(env_fns: Any, options: Any, problem: str) -> None:
