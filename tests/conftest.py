@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -59,6 +60,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 QUICK = "not slow"
+#: So many cases of a test does `make quick` run, the first ones.
+QUICK_CASES = 2
 #: Of a file whose tests are all slow.
 ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 
@@ -83,9 +86,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shared.append(models)
     for module in {*shared, *(item.module for item in items if isinstance(item, pytest.Function))}:
         cloudpickle.register_pickle_by_value(module)
+    seen: Counter[str] = Counter()
     for item in items:
-        if _has_other_start_method(item):
+        test = item.nodeid.partition("[")[0]
+        if _has_other_start_method(item) or seen[test] == QUICK_CASES:
             item.add_marker(pytest.mark.slow)
+        elif item.get_closest_marker("slow") is None:
+            seen[test] += 1
 
 
 def _has_other_start_method(item: pytest.Item) -> bool:

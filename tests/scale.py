@@ -19,12 +19,6 @@ START_METHODS = ("fork", "forkserver", "spawn")
 USUAL_METHODS = START_METHODS if FULL else ("fork", "forkserver")
 
 
-def quick_first(cases: Iterable[Any], n: int = 1) -> list[Any]:
-    """All cases, of which `make quick` runs the first `n`: the others run the same code, or code that few use."""
-    every = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*case, marks=pytest.mark.slow if k >= n else ()) for k, case in enumerate(every)]
-
-
 def scaled(full: T, daily: T) -> T:
     return full if FULL else daily
 

@@ -18,7 +18,6 @@ from penstock.envs import CountingEnv
 
 from .. import models
 from ..models import acting
-from ..scale import quick_first
 from ..support import sampler_of
 
 PAIR = spaces.Tuple((spaces.Discrete(2), spaces.Discrete(3)))
@@ -114,16 +113,13 @@ class Constant:
 
 @pytest.mark.parametrize(
     ("cls", "options"),
-    quick_first(
-        [
-            (SerialSampler, {}),
-            (ParallelSampler, {}),
-            (GpuSampler, {}),
-            (GpuSampler, {"server": "process"}),
-            (AlternatingSampler, {}),
-        ],
-        3,
-    ),
+    [
+        (SerialSampler, {}),
+        (ParallelSampler, {}),
+        (GpuSampler, {}),
+        (GpuSampler, {"server": "process"}),
+        (AlternatingSampler, {}),
+    ],
 )
 def test_changed_weights_act_only_after_sync_shared_memory(cls: Any, options: dict[str, Any]) -> None:
     """In every sampler, and within one batch too."""

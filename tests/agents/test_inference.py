@@ -31,7 +31,7 @@ from penstock.buffers import NamedArrays
 from penstock.errors import ConfigError
 
 from ..models import CartPoleNet, acting, of_columns
-from ..scale import examples, quick_first
+from ..scale import examples
 
 FAST = ("traced", "numpy")
 ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
@@ -96,7 +96,7 @@ def chains(draw: st.DrawFn) -> nn.Module:
     return nn.Sequential(*layers).to(draw(st.sampled_from([torch.float32, torch.float64])))
 
 
-@pytest.mark.parametrize("kind", quick_first(FAST))
+@pytest.mark.parametrize("kind", FAST)
 @examples(20, 40)
 @given(model=chains(), rows=st.integers(1, 17), seed=st.integers(0, 2**32))
 def test_random_chains_compute_what_torch_computes(kind: str, model: nn.Module, rows: int, seed: int) -> None:

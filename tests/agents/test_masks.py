@@ -26,8 +26,6 @@ from penstock.agents import ActionMask
 from penstock.buffers import NamedArrays
 from penstock.envs import MaskInObservation
 
-from ..scale import quick_first
-
 N = 5
 SIZES = np.array([2, 4])
 
@@ -109,7 +107,7 @@ def mask_in(observation: Any, where: str) -> Any:
     return observation.rules.legal if where == "observation" else observation.action_mask
 
 
-@pytest.mark.parametrize("where", quick_first(KEYS))
+@pytest.mark.parametrize("where", KEYS)
 @pytest.mark.parametrize("multi", [False, True])
 @pytest.mark.parametrize("name", AGENTS)
 def test_no_illegal_action_is_taken(name: str, multi: bool, where: str) -> None:

@@ -30,7 +30,7 @@ from penstock.envs import CountingEnv
 from penstock.errors import brief
 
 from ..against_loop import compare
-from ..scale import mostly_first, quick_first, scaled
+from ..scale import mostly_first, scaled
 from ..support import sampler_of
 
 both = pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
@@ -228,7 +228,7 @@ class Adding(TrajInfo):
 IN_EVALUATION = [name for name in BAD if "not recorded" not in name]
 
 
-@pytest.mark.parametrize("name", quick_first(IN_EVALUATION, 12))
+@pytest.mark.parametrize("name", IN_EVALUATION)
 def test_bad_data_is_named_in_evaluations_too(name: str) -> None:
     wrong, options, message = BAD[name]
     size: dict[str, Any] = {"eval_n_envs": 2, "eval_max_steps": 20, "traj_info_cls": Adding}
@@ -373,7 +373,7 @@ def unusual(place: int, change: Callable[[Any], Any]) -> type[CountingEnv]:
     return Unusual
 
 
-@pytest.mark.parametrize("options", quick_first([{}, {**FINITE, **DEBUG}]), ids=["plain", "all options"])
+@pytest.mark.parametrize("options", [{}, {**FINITE, **DEBUG}], ids=["plain", "all options"])
 @pytest.mark.parametrize(
     ("place", "change"),
     [

@@ -17,8 +17,6 @@ from penstock import (
 )
 from penstock.envs import CountingEnv
 
-from ..scale import quick_first
-
 SEED = 4
 
 
@@ -47,18 +45,15 @@ def assert_episodes(infos: Any, numbers: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("cls", "eval_n_envs", "n_workers"),
-    quick_first(
-        [
-            (SerialSampler, 3, 1),
-            (SerialSampler, 11, 1),
-            (ParallelSampler, 4, 2),
-            (ParallelSampler, 1, 2),
-            (GpuSampler, 5, 2),
-            (AlternatingSampler, 4, 2),
-            (AsyncSampler, 2, 1),
-        ],
-        3,
-    ),
+    [
+        (SerialSampler, 3, 1),
+        (SerialSampler, 11, 1),
+        (ParallelSampler, 4, 2),
+        (ParallelSampler, 1, 2),
+        (GpuSampler, 5, 2),
+        (AlternatingSampler, 4, 2),
+        (AsyncSampler, 2, 1),
+    ],
 )
 def test_evaluations_have_the_same_episodes_whatever_plays_them(cls: Any, eval_n_envs: int, n_workers: int) -> None:
     evaluation = {"eval_n_envs": eval_n_envs, "eval_episodes": 10}

@@ -30,7 +30,6 @@ from penstock.envs.seeding import eval_seed
 from penstock.envs.toy import ScriptedGame
 
 from ..against_loop import compare
-from ..scale import quick_first
 from ..toy_games import TurnGame, split_agents
 
 T, B, SEED = 7, 3, 5
@@ -74,8 +73,7 @@ SERVED = ("central", "own process")
 
 
 @pytest.mark.parametrize(
-    ("kind", "n_policies"),
-    quick_first([(kind, n) for n in (1, 2) for kind in SAMPLERS if n == 1 or kind not in SERVED], 3),
+    ("kind", "n_policies"), [(kind, n) for n in (1, 2) for kind in SAMPLERS if n == 1 or kind not in SERVED]
 )
 def test_a_collector_of_the_users_own_collects_what_a_plain_loop_does(kind: str, n_policies: int) -> None:
     cls, options = SAMPLERS[kind]

@@ -17,7 +17,7 @@ from penstock.envs.seeding import ColumnStreams, stream
 
 from ..against_loop import compare
 from ..samplers.digest_cases import Plain, Stateful
-from ..scale import examples, quick_first
+from ..scale import examples
 from ..support import crashing_env
 
 SEED = 4
@@ -49,7 +49,7 @@ both_modes = pytest.mark.parametrize("collector_cls", [ResetCollector, WaitReset
 
 
 @both_modes
-@pytest.mark.parametrize("recurrent", quick_first([True, False]))
+@pytest.mark.parametrize("recurrent", [True, False])
 @examples(10, 15)
 @given(T=st.integers(1, 20), B=st.integers(1, 4), record_final_obs=st.booleans())
 def test_every_field_equals_a_plain_loop(

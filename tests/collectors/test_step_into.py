@@ -30,7 +30,7 @@ from penstock.envs.direct_steps import step_into_of
 from penstock.vector import ShmVectorEnv
 
 from ..against_loop import compare
-from ..scale import examples, quick_first
+from ..scale import examples
 from ..support import Diary, collect_with, sampler_of
 from ..toy_games import TurnGame
 from ..vector.vector_support import NestedInPlace
@@ -72,7 +72,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("env_fn", [CountingEnv, partial(CountingEnv, truncate=True), NestedInPlace, Walk])
-@pytest.mark.parametrize("options", quick_first(OPTIONS), ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_batches_are_those_of_a_plain_loop_that_calls_step(env_fn: Any, options: dict[str, Any]) -> None:
     assert step_into_of(env_fn(), 0) is not None
     compare(SerialSampler, env_fn, RandomAgent, **SIZES, **options)
@@ -106,7 +106,7 @@ def test_what_is_written_in_place_has_the_dtype_that_is_recorded() -> None:
 # ---- batched environments ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", quick_first(OPTIONS[:3]), ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
 def test_batched_environments_write_whole_rows(options: dict[str, Any]) -> None:
     env_fn = partial(BatchedCartPole, max_episode_steps=9)
     assert step_into_of(env_fn(num_envs=1), 0) is not None
@@ -270,22 +270,19 @@ CHECKS = {"sampler": {"debug": True, "check_finite": True}}
 
 @pytest.mark.parametrize(
     ("cls", "env_fn", "how"),
-    quick_first(
-        [
-            (SerialSampler, OneBoard, {}),
-            (SerialSampler, OneBoard, CHECKS),
-            (ParallelSampler, partial(OneBoard, kind="only reset"), {}),
-            (SerialSampler, partial(OneBoard, kind="parts"), {"agent": RandomAgent}),
-            (ParallelSampler, OneBoard, {"traj_info_cls": TrajInfo}),
-            (ParallelSampler, OneBoard, {"traj_info_cls": TrajInfo, **CHECKS}),
-            (GpuSampler, OneBoard, {}),
-            (SerialSampler, OneBoardGame, {}),
-            (ParallelSampler, OneBoardGame, {"traj_info_cls": TrajInfo}),
-            (SerialSampler, OneBoardInTurns, {}),
-            (ParallelSampler, OneBoardInTurns, {}),
-        ],
-        3,
-    ),
+    [
+        (SerialSampler, OneBoard, {}),
+        (SerialSampler, OneBoard, CHECKS),
+        (ParallelSampler, partial(OneBoard, kind="only reset"), {}),
+        (SerialSampler, partial(OneBoard, kind="parts"), {"agent": RandomAgent}),
+        (ParallelSampler, OneBoard, {"traj_info_cls": TrajInfo}),
+        (ParallelSampler, OneBoard, {"traj_info_cls": TrajInfo, **CHECKS}),
+        (GpuSampler, OneBoard, {}),
+        (SerialSampler, OneBoardGame, {}),
+        (ParallelSampler, OneBoardGame, {"traj_info_cls": TrajInfo}),
+        (SerialSampler, OneBoardInTurns, {}),
+        (ParallelSampler, OneBoardInTurns, {}),
+    ],
 )
 def test_environments_that_share_a_buffer_are_recorded_as_if_each_had_its_own(cls: Any, env_fn: Any, how: Any) -> None:
     how = {"traj_info_cls": Diary, "batch_T": 7, "batch_B": 4, "eval_n_envs": 3, "eval_max_steps": 21, **how}

@@ -26,7 +26,7 @@ from penstock import (
 from penstock.envs import ColumnStreams, CountingEnv, NestedEnv, Purpose
 
 from ..models import CartPoleNet, Lstm, Net
-from ..scale import FULL, START_METHODS, quick_first, scaled
+from ..scale import FULL, START_METHODS, scaled
 from ..support import assert_same
 from .reach import CHUNK, TASKS, Reach, direction, played, serial, vla, weaker
 
@@ -43,7 +43,7 @@ run = partial(evaluate, success="is_success", episodes=EPISODES, tasks=TASKS)
 truth = cache(partial(serial, EPISODES))
 
 
-@pytest.mark.parametrize(("n_workers", "batch_B", "mode"), quick_first(cells if FULL else cells[3::5], 2))
+@pytest.mark.parametrize(("n_workers", "batch_B", "mode"), cells if FULL else cells[3::5])
 def test_as_a_plain_loop(n_workers: int, batch_B: int, mode: dict[str, Any]) -> None:
     assert played(run(vla, Reach, n_workers=n_workers, batch_B=batch_B, **mode)) == truth()
 
@@ -155,6 +155,7 @@ class Robot:
         return torch.as_tensor(self.queue.pop(0))[None]
 
 
+@pytest.mark.slow
 def test_an_object_with_a_queue_plays_each_episode_alone() -> None:
     torch.manual_seed(0)
     robot, before = Robot(), torch.random.get_rng_state()

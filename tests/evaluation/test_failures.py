@@ -79,6 +79,7 @@ def test_an_episode_that_always_fails_is_named(act: str) -> None:
     assert (low, high) == pytest.approx((mean * (n - k) / n, (mean * (n - k) + k) / n))
 
 
+@pytest.mark.slow
 def test_failed_episodes_of_a_folder_are_played_again(tmp_path: Path) -> None:
     make = partial(Reach, fault=Guilty(partial(fail_without, tmp_path / "driver"), None))
     again = partial(run, make, episodes=40, folder=tmp_path / "folder")
@@ -96,6 +97,7 @@ def fail_without(file: Path) -> None:
         fail()
 
 
+@pytest.mark.slow
 def test_a_hang_is_found_in_time(tmp_path: Path) -> None:
     began = time.monotonic()
     found = run(partial(Reach, fault=Guilty(hang, tmp_path)), step_timeout=1.0, episodes=EPISODES)
@@ -144,6 +146,7 @@ def broken(act: Any, number: int, t: int) -> None:
     act()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ["raises", "exits", "segfaults"])
 def test_a_broken_environment(act: str) -> None:
     with pytest.raises(WorkerError, match=r"the environment is broken: the first \d+ episodes have all failed"):

@@ -27,7 +27,7 @@ from penstock.envs import CountingEnv
 from penstock.games import GameProcess, lease_port
 
 from ..children import exit_code_of_fork
-from ..scale import quick_first, scaled
+from ..scale import scaled
 from ..support import BOUND, PROGRAMS, until
 from .games_support import COMMAND, SERVER, SHORT, game, play, processes
 
@@ -59,24 +59,18 @@ def test_a_game_is_played_and_ends() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "says", "last"),
-    quick_first(
-        [
-            ("exit", "ended with exit code 7", "the fault is exit"),
-            ("crash", "ended with SIGSEGV", "the fault is crash"),
-            ("hang", r"sent no reply within reply_timeout=1 s; it runs \(0\.\d+ GB\)", "the fault is hang"),
-            ("drip", r"sent no reply within reply_timeout=1 s; it runs", "the fault is drip"),
-            ("spout", r"sent (no reply within|a line of more than 64 MiB)", "the fault is spout"),
-            ("orphan", "ended with exit code 9", "the fault is orphan"),
-            ("vanish", "closed the connection, but still runs", "the fault is vanish"),
-            ("twice", r"sent \d+ bytes without being asked: b'\{", "the fault is twice"),
-            ("die_at_start", "ended with exit code 3 before it was ready", "cannot open display"),
-            (
-                "never_ready",
-                r"was not ready in start_timeout=1 s: it runs.*\(ready='listens'\)",
-                "starting never_ready",
-            ),
-        ]
-    ),
+    [
+        ("exit", "ended with exit code 7", "the fault is exit"),
+        ("crash", "ended with SIGSEGV", "the fault is crash"),
+        ("hang", r"sent no reply within reply_timeout=1 s; it runs \(0\.\d+ GB\)", "the fault is hang"),
+        ("drip", r"sent no reply within reply_timeout=1 s; it runs", "the fault is drip"),
+        ("spout", r"sent (no reply within|a line of more than 64 MiB)", "the fault is spout"),
+        ("orphan", "ended with exit code 9", "the fault is orphan"),
+        ("vanish", "closed the connection, but still runs", "the fault is vanish"),
+        ("twice", r"sent \d+ bytes without being asked: b'\{", "the fault is twice"),
+        ("die_at_start", "ended with exit code 3 before it was ready", "cannot open display"),
+        ("never_ready", r"was not ready in start_timeout=1 s: it runs.*\(ready='listens'\)", "starting never_ready"),
+    ],
 )
 def test_an_error_says_what_has_happened(fault: str, says: str, last: str) -> None:
     with game(fault, start_timeout=1.0 if fault == "never_ready" else 30.0) as own:
@@ -140,7 +134,7 @@ def test_a_late_start_and_replies_in_parts() -> None:
         assert connection.receive(len(wanted)) == wanted
 
 
-@pytest.mark.parametrize("fault", quick_first(["child", "ignore_term", "flood"]))
+@pytest.mark.parametrize("fault", ["child", "ignore_term", "flood"])
 def test_it_ends_for_certain(fault: str) -> None:
     """Also what ignores SIGTERM, and processes in sessions of their own."""
     with game("", environ={"MARK": f"mark-{fault}-{os.getpid()}"}) as own:
@@ -238,7 +232,7 @@ def test_a_port_that_is_taken_at_the_last_moment(monkeypatch: pytest.MonkeyPatch
         thief.close()
 
 
-@pytest.mark.parametrize("kind", quick_first(["connects", "prints", "answers"]))
+@pytest.mark.parametrize("kind", ["connects", "prints", "answers"])
 def test_other_ways_to_be_ready(kind: str) -> None:
     client = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])));\n"
     client += "for line in s.makefile('rb'): s.sendall(line.upper())"
@@ -550,6 +544,7 @@ class Saves(CountingEnv):
         self.game.close()
 
 
+@pytest.mark.slow
 def test_a_game_may_save_in_a_worker_as_long_as_its_stop_timeout_says(tmp_path: Path) -> None:
     saved, example = tmp_path / "saved", CountingEnv()
     spaces = example.observation_space, example.action_space

@@ -25,7 +25,7 @@ from penstock import ConfigError
 from penstock.learning import Frames, Prioritized, Replay, Sequences, checkpoint
 
 from ..children import exit_code_of_fork
-from ..scale import quick_first, scaled
+from ..scale import scaled
 from ..support import assert_same
 from . import test_sequences, test_transitions
 from .streams import DISCOUNT, Stream, storage_of
@@ -56,7 +56,7 @@ def use(replay: Replay, rng: np.random.Generator) -> Any:
 
 
 @kinds
-@pytest.mark.parametrize("n_batches", quick_first([12, 3]))
+@pytest.mark.parametrize("n_batches", [12, 3])
 def test_after_load_the_draws_are_the_same(tmp_path: Path, kind: str, n_batches: int) -> None:
     stream, replay = filled_replay(kind, n_batches)
     rng = np.random.default_rng(0)
@@ -109,7 +109,7 @@ def test_another_capacity_is_rounded_up(tmp_path: Path) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("capacity", quick_first([3 * 20, 3 * 90]))
+@pytest.mark.parametrize("capacity", [3 * 20, 3 * 90])
 def test_the_capacity_may_change(tmp_path: Path, kind: str, capacity: int) -> None:
     stream, replay = filled_replay(kind)
     first, rng = replay.n_steps // 3 - 50, np.random.default_rng(0)

@@ -33,7 +33,7 @@ from penstock.learning import gae
 from penstock.workers.control import ControlBlock
 
 from ..models import CartPoleNet
-from ..scale import quick_first, some
+from ..scale import some
 from ..support import EVALUATING, assert_same, collect_with
 from .started import check_refused, started
 
@@ -97,16 +97,13 @@ def test_samplers_of_unequal_size_give_the_columns_of_one_large_one() -> None:
 
 @pytest.mark.parametrize(
     ("cls", "env_id", "kwargs"),
-    quick_first(
-        [
-            (SerialSampler, "CartPole-v1", {}),
-            (SerialSampler, "CartPole-v1", {"max_episode_steps": 7, "disable_env_checker": True}),
-            (SerialSampler, "MountainCarContinuous-v0", {"max_episode_steps": 1}),
-            (ParallelSampler, "CartPole-v1", {"max_episode_steps": 13}),
-            (GpuSampler, "Pendulum-v1", {"max_episode_steps": 11}),
-        ],
-        2,
-    ),
+    [
+        (SerialSampler, "CartPole-v1", {}),
+        (SerialSampler, "CartPole-v1", {"max_episode_steps": 7, "disable_env_checker": True}),
+        (SerialSampler, "MountainCarContinuous-v0", {"max_episode_steps": 1}),
+        (ParallelSampler, "CartPole-v1", {"max_episode_steps": 13}),
+        (GpuSampler, "Pendulum-v1", {"max_episode_steps": 11}),
+    ],
 )
 def test_flattened_wrappers_of_gymnasium_change_nothing(cls: Any, env_id: str, kwargs: dict[str, Any]) -> None:
     env_fn = partial(gym.make, env_id, **kwargs)

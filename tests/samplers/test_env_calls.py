@@ -22,7 +22,6 @@ from penstock import (
 )
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, Purpose
 
-from ..scale import quick_first
 from ..support import Diary
 from .started import started
 
@@ -91,7 +90,7 @@ def begin(cls: type[Sampler], **kwargs: Any) -> Any:
 
 
 @with_central
-@pytest.mark.parametrize("traj_info_cls", quick_first([TrajInfo, Diary]))
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, Diary])
 def test_methods_and_attributes_are_reached_through_wrappers_in_order(cls: type[Sampler], traj_info_cls: Any) -> None:
     with begin(cls, traj_info_cls=traj_info_cls) as sampler:
         for itr in range(2):

@@ -29,7 +29,6 @@ from penstock.envs.seeding import episode_seed
 from penstock.envs.toy import ScriptedGame
 from penstock.testing import Fault, faulty_env
 
-from ..scale import quick_first
 from ..support import assert_same, collect
 from ..toy_games import TurnGame
 
@@ -138,7 +137,7 @@ SAMPLERS = [
 
 
 @pytest.mark.parametrize("wait_reset", [False, True])
-@pytest.mark.parametrize("cls", quick_first(SAMPLERS, 2))
+@pytest.mark.parametrize("cls", SAMPLERS)
 def test_a_plan_is_replaced_between_two_batches(cls: Any, wait_reset: bool) -> None:
     collector = {"collector_cls": WaitResetCollector} if wait_reset else {}
     with started(planned(cls, **collector)) as sampler:

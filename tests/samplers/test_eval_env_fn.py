@@ -8,12 +8,10 @@ import pytest
 from penstock import ConfigError, GpuSampler, ParallelSampler, RandomAgent, SerialSampler, WorkerError
 from penstock.envs import BatchedCartPole, CountingEnv, EnvContext, NestedEnv, Purpose
 
-from ..scale import quick_first
-
 OPTIONS: dict[str, Any] = {"batch_T": 10, "batch_B": 2, "eval_n_envs": 2, "eval_max_steps": 40}
 
 
-@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler, GpuSampler]))
+@pytest.mark.parametrize("cls", [ParallelSampler, SerialSampler, GpuSampler])
 def test_evaluation_has_its_own_environments(cls: Any) -> None:
     with cls(
         CountingEnv, env_kwargs={"length": 3}, eval_env_fn=partial(CountingEnv, 4), n_workers=2, **OPTIONS

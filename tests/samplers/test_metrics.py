@@ -26,8 +26,6 @@ from penstock.envs import CountingEnv
 from penstock.samplers import metrics as module
 from penstock.samplers.metrics import SamplerMetrics
 
-from ..scale import quick_first
-
 SAMPLERS = [
     SerialSampler,
     partial(ParallelSampler, n_workers=2),
@@ -52,7 +50,7 @@ class Pushes(TrajInfo):
 KINDS = ("idle", "acting", "stepping", "resetting")
 
 
-@pytest.mark.parametrize("cls", quick_first(SAMPLERS, 2))
+@pytest.mark.parametrize("cls", SAMPLERS)
 def test_every_sampler_has_the_same_figures(cls: Any, tmp_path: Path) -> None:
     with cls(CountingEnv, batch_T=8, batch_B=4, eval_n_envs=2, eval_max_steps=40, traj_info_cls=Pushes) as sampler:
         with pytest.raises(SamplerStateError, match="metrics was called before initialize"):

@@ -16,7 +16,6 @@ from penstock.columns import stepping
 from penstock.envs import NestedEnv, ScriptedGame
 
 from ..models import CartPoleNet
-from ..scale import quick_first
 from ..support import Batch, assert_same, collect_with
 
 pytestmark = pytest.mark.skipif(not native.COMPILED, reason="was built without a C compiler")
@@ -83,7 +82,7 @@ CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("env_fn", "make_agent", "kwargs", "used"), quick_first(CASES, 2))
+@pytest.mark.parametrize(("env_fn", "make_agent", "kwargs", "used"), CASES)
 def test_batches_are_the_same_bit_for_bit(env_fn: Any, make_agent: Any, kwargs: Any, used: set[str]) -> None:
     with calls_of_native(compiled=True) as done:
         found = sample(env_fn, make_agent, **kwargs)

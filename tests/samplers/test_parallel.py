@@ -44,7 +44,7 @@ from penstock.envs import CountingEnv, NestedEnv
 from penstock.workers.affinity import usable_cpus
 
 from ..models import Constant
-from ..scale import START_METHODS, methods, quick_first
+from ..scale import START_METHODS, methods
 from ..support import Diary, assert_same, leaves, sampler_of
 from .started import started
 
@@ -338,8 +338,7 @@ def test_an_agent_acts_on_observations_as_they_are_recorded(cls: type[Sampler], 
 
 
 @pytest.mark.parametrize(
-    ("cls", "batch_T", "n_batches", "most"),
-    quick_first([(GpuSampler, 128, 4, 100 * 4 * 128), (ParallelSampler, 1, 50, 150 * 50)]),
+    ("cls", "batch_T", "n_batches", "most"), [(GpuSampler, 128, 4, 100 * 4 * 128), (ParallelSampler, 1, 50, 150 * 50)]
 )
 def test_the_main_process_calls_few_functions(cls: type[Sampler], batch_T: int, n_batches: int, most: int) -> None:
     """For each row of central sampling, and for each short batch."""
@@ -364,9 +363,7 @@ def _no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_collector")
-@pytest.mark.parametrize(
-    ("is_shut_down", "traj_info_cls"), quick_first([(True, TrajInfo), (True, Diary), (False, Diary)])
-)
+@pytest.mark.parametrize(("is_shut_down", "traj_info_cls"), [(True, TrajInfo), (True, Diary), (False, Diary)])
 def test_a_sampler_that_is_done_with_is_freed_at_once(is_shut_down: bool, traj_info_cls: type[TrajInfo]) -> None:
     """It is part of no cycle. One that is dropped ends its workers too."""
 

@@ -23,7 +23,6 @@ from penstock.buffers import PolicySamples
 from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.learning import Replay
 
-from ..scale import quick_first
 from ..support import assert_same, collect_with
 from ..toy_games import Book, Numbered, Published, Roles, Valued, odd_or_even
 from .started import check_refused, started
@@ -123,7 +122,7 @@ def learner_and_frozen() -> dict[str, Any]:
 PLAYS: dict[str, Any] = {"policy_of": lambda agent_id: "learner" if agent_id == "a0" else "frozen"}
 
 
-@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler, AsyncSampler]))
+@pytest.mark.parametrize("cls", [ParallelSampler, SerialSampler, AsyncSampler])
 def test_a_frozen_opponent_stays_as_it_is(cls: type[Sampler]) -> None:
     agents = learner_and_frozen()
     agents["frozen"].number = np.array(2)

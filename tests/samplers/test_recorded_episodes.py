@@ -37,7 +37,7 @@ from penstock.columns import episode_log
 from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv, ScriptedGame
 from penstock.testing import Fault, FaultyAgent, faulty_env
 
-from ..scale import mostly_first, quick_first, some
+from ..scale import mostly_first, some
 from ..support import collect
 from .started import check_refused, started
 
@@ -128,7 +128,7 @@ def failure(env_fn: Any, cls: type[Sampler] = SerialSampler, **options: Any) -> 
 
 
 @pytest.mark.parametrize("where", ["batch", "decorrelation"])
-@pytest.mark.parametrize("cls", quick_first([ParallelSampler, SerialSampler]))
+@pytest.mark.parametrize("cls", [ParallelSampler, SerialSampler])
 def test_run_stops_before_the_step_that_failed(cls: type[Sampler], where: str, tmp_path: Path) -> None:
     n = 400 if where == "decorrelation" else 0
     error = failure(Walk, cls, batch_T=5, max_decorrelation_steps=n, env_kwargs={"fails_at": 17}, crash_dir=tmp_path)

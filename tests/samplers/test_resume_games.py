@@ -150,6 +150,7 @@ def test_a_run_continues_as_if_it_had_never_ended(
     assert list(report.exact) == list(range(B))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_policies", [1, 2])
 def test_what_cannot_be_saved_is_reseeded_game_by_game(n_policies: int) -> None:
     env_fns, at_start = [ScriptedGame, Unsaved, ScriptedGame, Unsaved], partial(split_agents, n_policies, Kept)
@@ -162,6 +163,7 @@ def test_what_cannot_be_saved_is_reseeded_game_by_game(n_policies: int) -> None:
             sampler.state_dict(env_state="require")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [partial(GpuSampler, n_workers=2), partial(AlternatingSampler, n_workers=2)])
 def test_a_central_sampler_continues(cls: Any) -> None:
     env_fns = [ScriptedGame, ScriptedGame, Unsaved, ScriptedGame]
@@ -234,6 +236,7 @@ def test_the_proof_works_for_games() -> None:
             check_env_state(env_fn)
 
 
+@pytest.mark.slow
 def test_what_observations_get_beside_their_own_continues() -> None:
     continued(SerialSampler, two, at_start=lambda: {"agent": RandomAgent()}, env_kwargs=None, global_state=True)
     masked = partial(RandomAgent, mask_key="info.action_mask")

@@ -10,7 +10,7 @@ import torch
 from penstock import ConfigError, ParallelSampler, RandomAgent, Sampler, SamplerBrokenError, SerialSampler
 from penstock.samplers.resuming import checksum
 
-from ..scale import pairs, quick_first
+from ..scale import pairs
 from ..support import sampler_of
 
 CHANGED_BYTES = object()  # of the data of a column
@@ -63,29 +63,26 @@ def test_counts_continue_after_a_resume(cls: type[Sampler]) -> None:
 
 @pytest.mark.parametrize(
     ("part", "damaged", "message"),
-    quick_first(
-        [
-            ("evaluations", None, "its counts, columns, evaluations and episodes must be dicts"),
-            ("evaluations", {0: 3}, "its evaluations must be pairs of integers"),
-            ("episodes", 3, "its counts, columns, evaluations and episodes must be dicts"),
-            ("columns", [], "its counts, columns, evaluations and episodes must be dicts"),
-            ("columns", {}, "it has no column 0"),
-            ("columns", {0: {"kind": "pickle"}}, "it has no column 0"),
-            ("columns", {0: {"kind": "pickle", "why": "", "data": None}}, "its column 0 has no data"),
-            ("columns", {0: {"kind": "x", "why": "", "data": b""}}, "it has no column 0"),
-            ("counts", {"env_steps": "3"}, "its counts have no number env_steps"),
-            *[
-                ("counts", {"env_steps": wrong}, "its counts have no number env_steps of at least 0, but")
-                for wrong in (-1, float("nan"), float("inf"), np.array([1, 2]))
-            ],
-            ("counts", {"env_steps": 1e30}, r"its counts have no number env_steps of at least 0, but 1e\+30"),
-            ("evaluations", {0: [-1, 0]}, "its evaluations must be pairs of integers"),
-            ("columns", CHANGED_BYTES, "the checksum of its columns"),
-            ("checksum", 0, "the checksum of its columns differs. Load another"),
-            ("checksum", None, "the checksum of its columns differs. Load another"),
+    [
+        ("evaluations", None, "its counts, columns, evaluations and episodes must be dicts"),
+        ("evaluations", {0: 3}, "its evaluations must be pairs of integers"),
+        ("episodes", 3, "its counts, columns, evaluations and episodes must be dicts"),
+        ("columns", [], "its counts, columns, evaluations and episodes must be dicts"),
+        ("columns", {}, "it has no column 0"),
+        ("columns", {0: {"kind": "pickle"}}, "it has no column 0"),
+        ("columns", {0: {"kind": "pickle", "why": "", "data": None}}, "its column 0 has no data"),
+        ("columns", {0: {"kind": "x", "why": "", "data": b""}}, "it has no column 0"),
+        ("counts", {"env_steps": "3"}, "its counts have no number env_steps"),
+        *[
+            ("counts", {"env_steps": wrong}, "its counts have no number env_steps of at least 0, but")
+            for wrong in (-1, float("nan"), float("inf"), np.array([1, 2]))
         ],
-        4,
-    ),
+        ("counts", {"env_steps": 1e30}, r"its counts have no number env_steps of at least 0, but 1e\+30"),
+        ("evaluations", {0: [-1, 0]}, "its evaluations must be pairs of integers"),
+        ("columns", CHANGED_BYTES, "the checksum of its columns"),
+        ("checksum", 0, "the checksum of its columns differs. Load another"),
+        ("checksum", None, "the checksum of its columns differs. Load another"),
+    ],
 )
 def test_a_damaged_state_changes_nothing(part: str, damaged: Any, message: str) -> None:
     state = saved_state()

@@ -26,7 +26,7 @@ from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.learning import Replay, gae
 from penstock.testing import Fault, FaultyAgent
 
-from ..scale import quick_first, scaled
+from ..scale import scaled
 from ..support import collect_with
 from ..toy_games import Valued
 from .spoiled_games import LONG, Spoil, Spoiled, all_of, give, leave_out, put, vanish
@@ -100,7 +100,7 @@ def spoiled(spoil: Spoil, at: int = 3) -> list[Any]:
     return [fine, fine, partial(Spoiled, spoil, at, start=["a0", "a1"])]
 
 
-@pytest.mark.parametrize("name", quick_first(SPOILS, 8))
+@pytest.mark.parametrize("name", SPOILS)
 def test_a_wrong_step_is_named(name: str) -> None:
     spoil, message = SPOILS[name]
     samplers = SAMPLERS if name in ("vanishes", "reward is text", "raises") else scaled(SAMPLERS, SAMPLERS[:1])
@@ -194,7 +194,7 @@ RESETS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", RESETS)
-@pytest.mark.parametrize("at", quick_first([1, 2]))
+@pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("options", [{}, pytest.param({"global_state": True}, marks=pytest.mark.slow)])
 def test_a_wrong_reset_is_named(name: str, at: int, options: dict[str, Any]) -> None:
     spoil, message = RESETS[name]
@@ -208,7 +208,7 @@ def test_a_wrong_reset_is_named(name: str, at: int, options: dict[str, Any]) -> 
 # ---- optional checks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", quick_first([np.nan, -np.inf]))
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("where", ["observation", "reward", "final observation", "late reward"])
 def test_check_finite_names_the_agent(where: str, value: float) -> None:
     observed, late = give(0, np.array([1, 2, value, 4], np.float32)), where == "late reward"
@@ -293,7 +293,7 @@ class Wrong(Valued):
         (lambda action: action + 0.5, r"acting, t=2 .*: action of env_rank \d, agent 'a[12]' must have dtype int64"),
     ],
 )
-@pytest.mark.parametrize("n_workers", quick_first([1, 2]))
+@pytest.mark.parametrize("n_workers", [1, 2])
 def test_the_policy_that_was_acting_is_named(change: Any, message: str, n_workers: int) -> None:
     agents = {"one": Valued(), "two": Wrong(change)}
     text = check_fails(ScriptedGame, message, agents, cls=ParallelSampler, n_workers=n_workers, policy_of=kinds)

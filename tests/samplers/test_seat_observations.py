@@ -26,7 +26,7 @@ from penstock import (
 )
 from penstock.envs.toy import ScriptedGame
 
-from ..scale import FULL, pairs, quick_first
+from ..scale import FULL, pairs
 from ..support import EVALUATING, assert_same, collect_with
 from ..toy_games import OPENING, STORY, Valued
 from .started import check_fails, check_refused, started
@@ -274,9 +274,7 @@ def test_the_learner_may_evaluate_idle_cells() -> None:
         assert torch.isfinite(agent.model.logits.grad).all()
 
 
-@pytest.mark.parametrize(
-    ("cls", "where"), quick_first(pairs([SerialSampler, ParallelSampler, GpuSampler], ["observation", "info"]))
-)
+@pytest.mark.parametrize(("cls", "where"), pairs([SerialSampler, ParallelSampler, GpuSampler], ["observation", "info"]))
 def test_who_decides_without_a_legal_action_is_named(cls: Any, where: str) -> None:
     options = {} if cls is SerialSampler else {"n_workers": 2}
     script = [{"a2": "join"}, *[{}] * 9]

@@ -29,7 +29,7 @@ from penstock.envs.toy import ScriptedGame
 from penstock.learning import Ratio, Replay
 
 from ..against_loop import compare
-from ..scale import quick_first, scaled
+from ..scale import scaled
 from ..support import assert_same, collect_with
 from ..toy_games import Valued, odd_or_even
 from .started import check_refused, started
@@ -137,9 +137,7 @@ def check_drawn(drawn: Any, discount: float) -> None:
     np.testing.assert_allclose(drawn.return_, before[:, 1] + 1 + np.asarray(drawn.action))
 
 
-@pytest.mark.parametrize(
-    "kwargs", quick_first([{}, {"ratio": Ratio(2.0)}, {"server": "process"}, {"lag": 1, "ratio": Ratio(2.0)}])
-)
+@pytest.mark.parametrize("kwargs", [{}, {"ratio": Ratio(2.0)}, {"server": "process"}, {"lag": 1, "ratio": Ratio(2.0)}])
 def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, Any]) -> None:
     replay = Replay(capacity=20_000, discount=0.9, seed=0)
     options: dict[str, Any] = {"env_kwargs": MIXED, "batch_B": 5, "n_workers": 3, "replay": replay, **kwargs}
@@ -245,7 +243,7 @@ def check(cls: Any, collector_cls: Any, make: Any, several: bool = False) -> Non
 
 @pytest.mark.parametrize("several", [False, True], ids=["one team", "two teams"])
 @pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
-@pytest.mark.parametrize("cls", quick_first([SerialSampler, partial(ParallelSampler, n_workers=2)]))
+@pytest.mark.parametrize("cls", [SerialSampler, partial(ParallelSampler, n_workers=2)])
 def test_the_state_is_that_of_the_game(cls: Any, collector_cls: Any, several: bool) -> None:
     """Games begin without some agents, also without a whole team; others die, join and come back."""
     check(cls, collector_cls, Team, several)

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, SamplerBrokenError
 from tests.support import EVALUATING, assert_same, collect_with
 from tests.toy_games import TurnGame, Valuing
 
-from ..scale import mostly_first, quick_first, some
+from ..scale import mostly_first, some
 from .started import check_fails, check_refused, started
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
@@ -53,8 +53,7 @@ def agents() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("cls", "n_workers"),
-    quick_first(some([(ParallelSampler, 2), (AsyncSampler, 3), (ParallelSampler, 1), (ParallelSampler, 4)], 2)),
+    ("cls", "n_workers"), some([(ParallelSampler, 2), (AsyncSampler, 3), (ParallelSampler, 1), (ParallelSampler, 4)], 2)
 )
 def test_the_same_players_for_any_number_of_workers(cls: type[Sampler], n_workers: int) -> None:
     options: Any = {"policy_of": drawn, "bootstrap_value": False, **EVALUATING}
@@ -124,16 +123,14 @@ def test_what_cannot_be_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("in_turns", "kind"),
-    quick_first(
-        mostly_first(
-            [True, False],
-            [
-                (SerialSampler, {}),
-                (ParallelSampler, {"n_workers": 2, "debug": True}),
-                (AsyncSampler, {"n_workers": 3}),
-                (ParallelSampler, {"n_workers": 2, "n_slots": 2}),
-            ],
-        )
+    mostly_first(
+        [True, False],
+        [
+            (SerialSampler, {}),
+            (ParallelSampler, {"n_workers": 2, "debug": True}),
+            (AsyncSampler, {"n_workers": 3}),
+            (ParallelSampler, {"n_workers": 2, "n_slots": 2}),
+        ],
     ),
 )
 def test_without_the_others_the_batch_is_the_same(in_turns: bool, kind: Any) -> None:

@@ -14,7 +14,7 @@ from penstock.columns import Events, Start
 from penstock.envs import CountingEnv
 from penstock.testing import check_eval_collector, check_traj_info, evaluation_rules
 
-from ..scale import FULL, quick_first
+from ..scale import FULL
 from .broken import Broken, assert_rules_are_stated, finds
 
 EVAL_BROKEN, INFOS_BROKEN = Broken(), Broken()
@@ -99,7 +99,7 @@ class DependsOnColumns(EvalCollector):
         self.limits = replace(self.limits, max_T=10 * len(self.envs))
 
 
-@pytest.mark.parametrize(("cls", "rule", "words"), quick_first(EVAL_BROKEN, 2), ids=EVAL_BROKEN.names)
+@pytest.mark.parametrize(("cls", "rule", "words"), EVAL_BROKEN, ids=EVAL_BROKEN.names)
 def test_each_broken_rule_of_evaluation_is_found(cls: type[EvalCollector], rule: str, words: str) -> None:
     with finds(rule, words):
         check_eval_collector(cls, CountingEnv)

@@ -16,7 +16,6 @@ from penstock import ConfigError, SpaceError, WorkerError
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv, make_vec
 
-from ..scale import quick_first
 from ..support import assert_same
 from .vector_support import counting
 
@@ -131,7 +130,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("action", "problem"), quick_first(CASES))
+@pytest.mark.parametrize(("action", "problem"), CASES)
 def test_what_is_not_finite_is_named_and_costs_one_step(action: int, problem: str) -> None:
     with ShmVectorEnv([Told] * 2, autoreset_mode="SAME_STEP", check_finite=True) as envs:
         envs.reset()

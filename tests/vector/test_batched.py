@@ -20,7 +20,7 @@ from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv
 from penstock.testing import Fault, faulty_env
 from penstock.vector import ShmVectorEnv
 
-from ..scale import quick_first, scaled
+from ..scale import scaled
 from ..support import assert_same, until
 from .vector_support import MODES, Pictured, Waiting, compare, counting, let_go, modes, synced, talkative
 
@@ -173,7 +173,7 @@ def test_a_slow_worker_keeps_the_others_not_waiting(tmp_path: Path) -> None:
         assert observation[:, 1].tolist() == [0, 1, 1, 4, 0]
 
 
-@pytest.mark.parametrize("mode", quick_first(MODES), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_some_rows_are_reset_with_options(mode: AutoresetMode) -> None:
     env_fn = partial(synced, talkative(spaces.Discrete(50), spaces.Discrete(2)), mode=mode)
     theirs = env_fn(num_envs=5)

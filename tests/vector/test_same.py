@@ -20,7 +20,7 @@ from penstock.envs import CountingEnv, NestedEnv
 from penstock.vector import ShmVectorEnv
 
 from ..envs.space_strategies import any_space
-from ..scale import START_METHODS, examples, pairs, quick_first, scaled
+from ..scale import START_METHODS, examples, pairs, scaled
 from .vector_support import MODES, NestedInPlace, compare, modes, pair, step_or_send, talkative
 
 pytestmark = pytest.mark.slow
@@ -148,21 +148,18 @@ class Returning(gym.Env[Any, Any]):
 
 @pytest.mark.parametrize(
     ("space", "last"),
-    quick_first(
-        [
-            (BOX, np.ones(2, np.float32)),
-            (BOX, np.full(2, 0.1)),
-            (BOX, [0.5, 1]),
-            (DISCRETE, 2),
-            (DISCRETE, np.int64(2)),
-            (spaces.Box(-1, 1, ()), np.array(0.5, np.float32)),
-            (spaces.Dict(a=BOX, b=DISCRETE), {"a": np.ones(2, np.float32), "b": np.int64(1)}),
-            (spaces.Dict(a=BOX, b=DISCRETE), {"a": np.ones(2, np.float32), "b": 1}),
-            (spaces.Tuple([BOX, DISCRETE]), (np.ones(2, np.float32), np.int64(1))),
-            (spaces.Tuple([BOX, DISCRETE]), [np.ones(2, np.float32), np.int64(1)]),
-        ],
-        2,
-    ),
+    [
+        (BOX, np.ones(2, np.float32)),
+        (BOX, np.full(2, 0.1)),
+        (BOX, [0.5, 1]),
+        (DISCRETE, 2),
+        (DISCRETE, np.int64(2)),
+        (spaces.Box(-1, 1, ()), np.array(0.5, np.float32)),
+        (spaces.Dict(a=BOX, b=DISCRETE), {"a": np.ones(2, np.float32), "b": np.int64(1)}),
+        (spaces.Dict(a=BOX, b=DISCRETE), {"a": np.ones(2, np.float32), "b": 1}),
+        (spaces.Tuple([BOX, DISCRETE]), (np.ones(2, np.float32), np.int64(1))),
+        (spaces.Tuple([BOX, DISCRETE]), [np.ones(2, np.float32), np.int64(1)]),
+    ],
 )
 def test_it_is_what_the_environment_returned(space: Any, last: Any) -> None:
     fns = [partial(Returning, space, last)] * 2
@@ -180,9 +177,7 @@ def test_it_is_what_the_environment_returned(space: Any, last: Any) -> None:
 # ---- environments that write in place, and wrappers whose functions are left out ----------------
 
 same_step_first = pytest.mark.parametrize(
-    "mode",
-    quick_first(sorted(AutoresetMode, key=lambda mode: mode is not AutoresetMode.SAME_STEP)),
-    ids=lambda mode: mode.name,
+    "mode", sorted(AutoresetMode, key=lambda mode: mode is not AutoresetMode.SAME_STEP), ids=lambda mode: mode.name
 )
 
 
@@ -214,7 +209,7 @@ class Frames(gym.Env[Any, Any]):
 
 
 @same_step_first
-@pytest.mark.parametrize("env_cls", quick_first([NestedInPlace, Frames]), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("env_cls", [NestedInPlace, Frames], ids=lambda cls: cls.__name__)
 def test_results_are_those_of_step(mode: AutoresetMode, env_cls: Any) -> None:
     ours, theirs = pair([env_cls] * 3, mode, n_workers=2)
     with ours:

@@ -18,7 +18,7 @@ from penstock import ConfigError, SamplerStateError, SpaceError, WorkerError
 from penstock.envs import CountingEnv, ScriptedGame
 from penstock.vector import ShmVectorEnv
 
-from ..scale import examples, quick_first, scaled
+from ..scale import examples, scaled
 
 FIELDS = ("observation", "reward", "terminated", "truncated", "final_obs", "valid", "alive", "late_reward")
 DIES = [{}, {"a0": "die"}, {"a0": "late"}, {"a0": "join", "a1": "cut"}, {}]
@@ -329,14 +329,12 @@ NANS = np.full(4, np.nan, np.float32)
 
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
-    quick_first(
-        [
-            ((0, "stranger", NANS), WorkerError, "env_rank 1, agent 'stranger' is not one of possible_agents"),
-            ((0, "a1", NANS), SpaceError, "observation of env_rank 1, agent 'a1' must be finite"),
-            ((1, "a2", np.nan), SpaceError, "reward of env_rank 1, agent 'a2' must be finite"),
-            ((1, "a0", np.nan), SpaceError, "late_reward of env_rank 1, agent 'a0' must be finite"),
-        ]
-    ),
+    [
+        ((0, "stranger", NANS), WorkerError, "env_rank 1, agent 'stranger' is not one of possible_agents"),
+        ((0, "a1", NANS), SpaceError, "observation of env_rank 1, agent 'a1' must be finite"),
+        ((1, "a2", np.nan), SpaceError, "reward of env_rank 1, agent 'a2' must be finite"),
+        ((1, "a0", np.nan), SpaceError, "late_reward of env_rank 1, agent 'a0' must be finite"),
+    ],
 )
 def test_bad_data_name_environment_and_agent(wrong: Any, error: Any, words: str) -> None:
     with ShmVectorEnv(

@@ -27,7 +27,7 @@ from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 
 from ..process.support import is_running
-from ..scale import USUAL_METHODS, pairs, quick_first
+from ..scale import USUAL_METHODS, pairs
 from ..support import assert_same, collect_with, until
 from ..toy_games import Published
 
@@ -109,7 +109,7 @@ SAMPLERS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "start_method"), quick_first(pairs(SAMPLERS, reversed(USUAL_METHODS))))
+@pytest.mark.parametrize(("kind", "start_method"), pairs(SAMPLERS, reversed(USUAL_METHODS)))
 def test_a_fork_that_comes_back_writes_into_no_batch(tmp_path: Path, kind: Any, start_method: str) -> None:
     cls, options = kind
     fns: Any = [CountingEnv, lambda: Forking(tmp_path), CountingEnv, CountingEnv]
@@ -125,15 +125,13 @@ def test_a_fork_that_comes_back_writes_into_no_batch(tmp_path: Path, kind: Any, 
 
 @pytest.mark.parametrize(
     ("where", "at", "deed"),
-    quick_first(
-        [
-            ("reset", 2, "raise"),
-            ("step", 3, "sys.exit"),
-            *(("step", at, deed) for at in (1, T) for deed in ("return", "raise", "exit")),  # T: in the last row
-            ("reset", 1, "return"),
-            ("reset", 2, "return"),
-        ]
-    ),
+    [
+        ("reset", 2, "raise"),
+        ("step", 3, "sys.exit"),
+        *(("step", at, deed) for at in (1, T) for deed in ("return", "raise", "exit")),  # T: in the last row
+        ("reset", 1, "return"),
+        ("reset", 2, "return"),
+    ],
 )
 def test_wherever_it_is_made(tmp_path: Path, where: str, at: int, deed: str) -> None:
     fns: Any = [CountingEnv, lambda: Forking(tmp_path, where, at, deed), CountingEnv, CountingEnv]

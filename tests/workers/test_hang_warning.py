@@ -120,6 +120,7 @@ def test_a_sampler_warns_once_in_each_command(cls: Any, tmp_path: Path, checks: 
         assert len(checks.warnings) == 2
 
 
+@pytest.mark.slow
 def test_a_vector_environment_warns_too(tmp_path: Path, checks: Checks) -> None:
     checks.hold(2)
     with ShmVectorEnv([CountingEnv, lambda: Held(tmp_path), CountingEnv, CountingEnv], n_workers=2) as envs:

@@ -24,7 +24,7 @@ from penstock.workers.supervisor import SUPERVISOR_ENDED, SupervisedProcess, Sup
 
 from ..children import waiting_fork
 from ..process.support import SLACK, gone_after, is_running
-from ..scale import pairs, quick_first, scaled, some
+from ..scale import pairs, scaled, some
 from ..support import BOUND, until
 from . import supervised
 from .supervised import sleep, sleep_with_child, sleep_with_children, start
@@ -100,9 +100,8 @@ class Script:
 # ---- ends ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("how", "function"), quick_first(pairs(HOWS, ["sleep_with_children", "hold_interpreter_lock"]))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "function"), pairs(HOWS, ["sleep_with_children", "hold_interpreter_lock"]))
 def test_the_end_of_the_main_process_is_the_end_of_everything(how: str, function: str) -> None:
     """Also of processes in sessions of their own, and of workers whose C code holds the interpreter lock."""
     with Script(how, function) as script:
