@@ -19,7 +19,7 @@ run: $(VENV)/.installed
 
 # What a developer runs all the time: every package with one start method, in about a minute.
 quick: $(VENV)/.installed
-	$(BIN)/$(PYTEST) -n 3 -m "not slow"
+	$(BIN)/$(PYTEST) -n 2 -m "not slow"
 
 # All tests, except those of the built site (`make docs-test`) and of a GPU (`make gpu`).
 test: $(VENV)/.installed
