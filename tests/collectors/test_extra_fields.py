@@ -21,11 +21,12 @@ from penstock import (
     ResetCollector,
     SerialSampler,
     SpaceError,
+    WaitResetCollector,
     WorkerError,
 )
-from penstock.envs import CountingEnv
+from penstock.envs import BatchedCartPole, CountingEnv
 from penstock.learning import Ratio, Replay, Sequences
-from penstock.testing import check_collector
+from penstock.testing import Fault, check_collector, faulty_env
 
 from ..scale import scaled, with_start_methods
 
@@ -79,6 +80,17 @@ def test_every_sampler_returns_them(kind: str, start_method: str) -> None:
             samples, _ = sampler.obtain_samples(itr)
             require_right(samples)
             assert torch.equal(samples.flatten().env.extra.cost, samples.env.extra.cost.flatten())
+
+
+@pytest.mark.slow
+def test_a_replaced_worker_writes_its_columns_again(tmp_path: Path) -> None:
+    env_fn = faulty_env(partial(CountingEnv, LENGTH), Fault("exit", at=13, marker=str(tmp_path / "failed")))
+    options: dict[str, Any] = {"collector_cls": Cost, "n_workers": 2, "on_worker_failure": "restart"}
+    with ParallelSampler(env_fn, batch_T=T, batch_B=B, **options) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for itr in range(4):
+            require_right(sampler.obtain_samples(itr)[0])
+        assert sampler.stats().restarts == 1
 
 
 @pytest.mark.slow
@@ -142,6 +154,33 @@ def test_a_value_that_would_change_is_named_with_its_worker_and_environment(dtyp
         text = rf"^worker 1 .*SpaceError .*extra\.cost of env_rank 3 must have dtype {shown}: convert it, or declare"
         with pytest.raises(WorkerError, match=text):
             sampler.obtain_samples(0)
+
+
+class Waiting(WaitResetCollector):
+    extra_fields: ClassVar[Any] = {"steps": np.int32(0)}
+
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        self.samples.extra.steps[t] = self.samples.valid[t]
+
+
+class Batched(ResetCollector):
+    extra_fields: ClassVar[Any] = {"angle": spaces.Box(-10, 10, (), np.float32)}
+
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        self.samples.extra.angle[t] = self.samples.observation[t][:, 2]
+
+
+def test_other_collectors_declare_them_too() -> None:
+    with SerialSampler(partial(CountingEnv, LENGTH), batch_T=T, batch_B=2, collector_cls=Waiting) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        assert torch.equal(samples.env.extra.steps > 0, samples.env.valid)
+    with SerialSampler(BatchedCartPole, batch_T=T, batch_B=3, batched=True, collector_cls=Batched) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        samples, _ = sampler.obtain_samples(0)
+        assert torch.equal(samples.env.extra.angle, samples.env.observation[..., 2])
 
 
 @pytest.mark.parametrize(

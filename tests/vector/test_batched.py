@@ -356,3 +356,36 @@ def test_no_row_is_ready_while_its_worker_still_writes_the_others() -> None:
             assert exchange.ready.tolist() == [0, 1]
             replied[row] += 1
         assert envs.recv(4)[4]["env_id"].tolist() == [0, 1, 2, 3]
+
+
+class Reusing(SyncVectorEnv):
+    """Returns the same array of observations at each call. Its third step fails once."""
+
+    def __init__(self, num_envs: int, file: str) -> None:
+        super().__init__(
+            [partial(CountingEnv, length=50)] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP, copy=False
+        )
+        self.file, self.n_steps = file, 0
+
+    def step(self, actions: Any) -> Any:
+        self.n_steps += 1
+        if self.n_steps == 3 and not os.path.exists(self.file):
+            Path(self.file).touch()
+            raise RuntimeError("once")
+        return super().step(actions)
+
+    def scribble(self) -> None:
+        self._observations[...] = 77
+
+
+def test_the_first_observation_after_a_replacement_is_kept_as_a_copy(tmp_path: Path) -> None:
+    env_fn = partial(Reusing, file=str(tmp_path / "failed"))
+    with ShmVectorEnv(env_fn, num_envs=2, n_workers=1, on_worker_failure="restart") as envs:
+        begin = envs.reset(seed=1)[0]
+        for _ in range(3):
+            infos = envs.step(np.zeros(2, int))[4]
+        assert infos["worker_restarted"].all()
+        envs.call("scribble")
+        observation, reward, terminated, truncated, _ = envs.step(np.zeros(2, int))
+        assert_same((observation, reward), (begin, np.zeros(2)))
+        assert not (terminated | truncated).any()

@@ -391,3 +391,14 @@ def test_a_replacement_while_environments_step_one_by_one() -> None:
         assert reward.tolist() == [1, 1, 0, 0, 1, 1]  # now environment 1 is cut off
         assert truncated.tolist() == [False, False, True, True, False, False]
         assert infos["valid"].tolist() == [True, True, False, False, True, True]
+
+
+@pytest.mark.slow
+def test_a_reset_after_a_replacement_begins_a_game() -> None:
+    with ShmVectorEnv([partial(ScriptedGame, 2, [{}] * 5)], on_worker_failure="restart") as envs:
+        first = envs.reset(seed=3)[0]
+        os.kill(envs.worker_pids[0], signal.SIGKILL)
+        assert np.array_equal(envs.reset(seed=3)[0], first)
+        results = envs.step([0, 0])
+        assert results[1].tolist() == [1, 1]
+        assert not results[3].any()
