@@ -17,6 +17,7 @@ from penstock import (
     AgentStep,
     AlternatingSampler,
     AsyncSampler,
+    GameError,
     GpuSampler,
     NamedArrays,
     ParallelSampler,
@@ -293,3 +294,27 @@ def check_values(batch: Any) -> None:
 )
 def test_whoever_acts_the_state_is_that_of_the_game(cls: Any, collector_cls: Any, make: Any) -> None:
     check(cls, collector_cls, make)
+
+
+class Breaks(ScriptedGame):
+    """Its ninth step fails."""
+
+    n_steps = 0
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.n_steps += 1
+        if self.n_steps == 9:
+            raise GameError("the game is gone")
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
+@pytest.mark.parametrize("cls", [SerialSampler, partial(GpuSampler, n_workers=2)])
+def test_a_game_that_is_built_again_has_a_new_state(cls: Any, collector_cls: Any) -> None:
+    sizes: dict[str, Any] = {"env_kwargs": {"k": K}, "batch_T": T, "batch_B": B, "collector_cls": collector_cls}
+    with started(Breaks, Team(), cls=cls, on_game_failure="renew", max_renewals=50, **sizes) as sampler:
+        for itr in range(N_BATCHES // 2):
+            samples, _ = sampler.obtain_samples(itr)
+            valid, step = samples.env.valid, samples.env.observation[..., 1]
+            assert (samples.agent.agent_info.count == step)[valid].all(), "the state counts the steps of its game"
+        assert sampler.stats().cut_episodes >= 2 * B
