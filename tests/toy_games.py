@@ -301,3 +301,61 @@ class TurnGame:
 
     def close(self) -> None:
         """There is nothing to close."""
+
+
+class Clocks:
+    """A random `ParallelEnv`. Agents join late, die, are cut off and come back. Each step asks some of those that are
+    there, or nobody. Everybody may get a reward, also who is not there.
+
+    An observation is (agent's number + 1, step, 0, random number).
+    """
+
+    metadata: dict[str, Any] = {"name": "clocks"}  # noqa: RUF012
+    render_mode = None
+
+    def __init__(self, k: int = 3, chance: float = 0.4) -> None:
+        self.possible_agents = [f"a{i}" for i in range(k)]
+        self.agents: list[str] = []
+        self.chance, self.rng, self.ledger = chance, np.random.default_rng(0), 0.0
+
+    def observation_space(self, agent: Any) -> gym.Space[Any]:
+        return spaces.Box(-np.inf, np.inf, (4,), np.float32)
+
+    def action_space(self, agent: Any) -> gym.Space[Any]:
+        return spaces.Discrete(3)
+
+    def _seen(self, agents: Any) -> dict[str, Any]:
+        return {a: np.array([int(a[1:]) + 1, self.t, 0, self.rng.random()], np.float32) for a in agents}
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        self.finished = self.ledger  # the rewards of all games before
+        self.agents, self.t, self.options = [self.possible_agents[0]], 0, options
+        self.asked = {agent for agent in self.agents if self.rng.random() < self.chance}
+        self.has_begun = bool(self.asked)  # a game in which nobody acts is an error
+        return self._seen(sorted(self.asked)), {}
+
+    def step(self, actions: dict[str, int]) -> Any:
+        assert set(actions) == self.asked
+        rng, before = self.rng, list(self.agents)
+        self.t += 1
+        rewards = {agent: float(rng.integers(-3, 4)) for agent in self.possible_agents if rng.random() < 0.5}
+        rewards = {agent: reward + actions.get(agent, 0) for agent, reward in rewards.items()}
+        self.ledger += sum(rewards.values())
+        is_over, terminated, truncated = self.t >= 30, {}, {}
+        for agent in before:
+            if is_over or (self.has_begun and rng.random() < 0.05):
+                (terminated if rng.random() < 0.6 else truncated)[agent] = True
+        self.agents = [agent for agent in before if agent not in {**terminated, **truncated}]
+        self.asked = {agent for agent in self.agents if rng.random() < self.chance}
+        self.has_begun = self.has_begun or bool(self.asked)
+        observations = self._seen([*terminated, *truncated, *sorted(self.asked)])
+        if not is_over and self.agents and rng.random() < 0.3:
+            joiner = self.possible_agents[rng.integers(len(self.possible_agents))]
+            if joiner not in self.agents and joiner not in before:
+                self.agents.append(joiner)
+        return observations, rewards, terminated, truncated, {agent: {"own": self.t} for agent in before}
+
+    def close(self) -> None:
+        """There is nothing to close."""

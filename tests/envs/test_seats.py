@@ -232,3 +232,25 @@ def test_registered_ids_are_found() -> None:
     finally:
         pettingzoo.parallel_registry.pop("penstock_test/scripted_v0", None)
         pettingzoo.aec_registry.pop("penstock_test/turns_v0", None)
+
+
+def test_a_scripted_game_keeps_its_script() -> None:
+    game = ScriptedGame(3, [{"a2": "join"}, {"a0": "die", "a1": "late"}, {"a1": "cut"}, {"a0": "late"}], ["a0", "a1"])
+    observations, _ = game.reset(seed=0)
+    assert {agent: row.tolist()[:3] for agent, row in observations.items()} == {"a0": [1, 0, 0], "a1": [2, 0, 0]}
+    with pytest.raises(ValueError, match=r"actions for \['a0'\], but \['a0', 'a1'\] act"):
+        game.step({"a0": 0})
+    game.step({"a0": 0, "a1": 1})
+    assert game.agents == ["a0", "a1", "a2"]
+    _, rewards, terminated, truncated, _ = game.step({"a0": 0, "a1": 1, "a2": 2})
+    assert rewards == {"a0": 2, "a1": 3, "a2": 4}
+    assert terminated == {"a0": True, "a1": False, "a2": False}
+    assert not any(truncated.values())
+    _, _, _, truncated, _ = game.step({"a1": 0, "a2": 0})
+    assert truncated == {"a1": True, "a2": False}
+    observations, rewards, _, truncated, _ = game.step({"a2": 0})
+    assert rewards == {"a2": 4, "a0": 0.5}
+    assert truncated == {"a2": True}
+    assert game.agents == []
+    assert list(observations) == ["a2"]
+    assert game.ledger == 1 + 2 + 2 + 3 + 4 + 3 + 3 + 4.5

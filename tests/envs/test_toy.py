@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.utils.env_checker import check_env
 from gymnasium.wrappers import PassiveEnvChecker
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,11 @@ from penstock.envs import CountingEnv, NestedEnv, SlowEnv, toy
 from ..scale import examples
 
 quick = examples(15, 30)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the checker's advice about the shapes of spaces
+def test_gymnasiums_checker_finds_no_error() -> None:
+    check_env(NestedEnv(), skip_render_check=True)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,27 @@ def test_counting_env_returns_the_predicted_values(length: int, truncate: bool, 
             assert reward == scale * step
             assert (terminated, truncated) == (over and not truncate, over and truncate)
             assert info == {"count": step}
+
+
+@pytest.mark.parametrize("length", [7, 300])
+def test_nested_env_returns_its_actions_within_its_space(length: int) -> None:
+    env = NestedEnv(length)
+    env.action_space.seed(0)
+    observation, _ = env.reset(seed=1)
+    assert env.observation_space.contains(observation)
+    for step in range(1, length + 1):
+        action = env.action_space.sample()
+        observation, reward, terminated, truncated, _ = env.step(action)
+        assert env.observation_space.contains(observation)
+        assert observation["position"].tolist() == action["move"].tolist()
+        assert observation["goal"][1][0] == action["mode"][0]
+        assert reward == pytest.approx(action["move"].sum())
+        assert (terminated, truncated) == (step == length, False)
+
+
+def test_nested_envs_first_observation_depends_on_its_seed() -> None:
+    positions = [NestedEnv().reset(seed=seed)[0]["position"].tolist() for seed in (3, 3, 4)]
+    assert positions[0] == positions[1] != positions[2]
 
 
 def test_slow_env_counts_and_sleeps_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from penstock import (
     CategoricalPgAgent,
+    ConfigError,
     EvalResults,
     FunctionAgent,
     RandomAgent,
@@ -490,3 +491,21 @@ def test_the_last_step_of_a_repeated_episode_is_compared(tmp_path: Path, monkeyp
     another = replace(episode, factory=replace(episode.factory, fn=partial(Moves, prize=1.0)))
     with pytest.raises(RepeatError, match=r"the reward of its last step is 1.0, recorded was 5.0"):
         list(another.steps())
+
+
+class Locked:
+    """A policy that cannot be copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("cannot pickle a lock")
+
+    def reset(self) -> None:
+        """Nothing."""
+
+    def select_action(self, batch: Any) -> Any:
+        return zeros(batch)
+
+
+def test_a_policy_that_cannot_be_copied_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"Locked object at .* cannot be copied, .*cannot pickle a lock"):
+        evaluate(Locked(), Moves, options=starts, episodes=1, n_workers=1)

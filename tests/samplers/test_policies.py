@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from penstock import (
     AlternatingSampler,
@@ -286,3 +289,31 @@ def test_integers_need_a_policy_of() -> None:
         samples, _ = sampler.obtain_samples(0)
         who = samples.odd.env.observation.who.numpy()
         assert (who == np.where(samples.odd.env.valid, [7, 1, 7, 1], 0)).all()
+
+
+def test_an_asynchronous_sampler_notes_the_version_of_each_policy() -> None:
+    agents = {"even": Published(), "odd": Published()}
+    with AsyncSampler(ScriptedGame, batch_T=5, batch_B=4, n_workers=2) as sampler:
+        sampler.initialize(agents, policy_of=odd_or_even, seed=0)
+        sampler.start()
+        for itr in range(20):
+            samples, _ = sampler.obtain_samples(itr)
+            assert (samples.odd.agent.policy_version == 1).all()
+            version, number = samples.even.agent.policy_version, samples.even.agent.agent_info.number
+            assert (number == torch.where(samples.even.env.valid, version - 1, 0)).all()
+            assert sampler.policy_version["odd"] == 1
+            agents["even"].publish()
+        assert version.min() > 10
+
+
+def test_late_rewards_are_counted_for_all_policies(caplog: pytest.LogCaptureFixture) -> None:
+    script = [{"a0": "die"}, {"a0": "late"}, {"a0": "late", "a1": "late"}]
+    env_fn = partial(ScriptedGame, 2, script)
+    with SerialSampler(env_fn, batch_T=6, batch_B=1, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(two(), policy_of=odd_or_even, seed=0)
+        with caplog.at_level(logging.WARNING, logger="penstock"):
+            _, infos = sampler.obtain_samples(0)
+        assert sampler.stats().late_rewards == 4  # a1 is there: its event does nothing
+        games = [info for info in infos if info.agent_id is None]
+        agents = [info for info in infos if info.agent_id is not None]
+        assert sum(info.Return for info in games) == sum(info.Return for info in agents) + 4 * 0.5

@@ -26,7 +26,7 @@ from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.learning import Replay, gae
 from penstock.testing import Fault, FaultyAgent
 
-from ..scale import scaled
+from ..scale import pairs, scaled
 from ..support import collect_with
 from ..toy_games import Valued
 from .spoiled_games import LONG, Spoil, Spoiled, all_of, give, leave_out, put, vanish
@@ -376,3 +376,18 @@ def test_environments_that_do_not_fit_are_refused(
     env_fn: Any, options: dict[str, Any], message: str, error: type[Exception]
 ) -> None:
     check_refused(env_fn, message, error=error, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "options"), pairs([(2, 1), (3, 2), (3, 4)], [{}, {"server": "process"}]))
+def test_a_worker_of_a_central_sampler_may_have_no_game_to_evaluate(
+    sizes: tuple[int, int], options: dict[str, Any]
+) -> None:
+    (n_workers, n_evals), found = sizes, []
+    evaluation: dict[str, Any] = {"eval_n_envs": n_evals, "eval_episodes": 5, "eval_max_steps": 2000}
+    central: dict[str, Any] = {"n_workers": n_workers, **options}
+    for cls, own in ((SerialSampler, {}), (GpuSampler, central)):
+        with cls(ScriptedGame, batch_T=4, batch_B=6, **evaluation, **own) as sampler:
+            sampler.initialize(RandomAgent(), seed=2)
+            found.append([repr(info) for info in sampler.evaluate_agent(0)])
+    assert found[0] == found[1]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock import (
@@ -16,6 +17,7 @@ from penstock import (
     Sampler,
     SerialSampler,
     TrajInfo,
+    WorkerDiedError,
     WorkerError,
 )
 from penstock.envs import CountingEnv
@@ -90,6 +92,13 @@ def test_an_exception_from_every_place_in_a_worker_or_in_this_process(where: str
     assert isinstance(caught.value.__cause__, InjectedFault)
 
 
+@pytest.mark.parametrize("where", scaled(list(PLACES), ["env init", "agent reset_one", "collect_batch", "sending"]))
+def test_a_kill_in_every_place(where: str) -> None:
+    place, words = PLACES[where]
+    with pytest.raises(WorkerDiedError, match=f"(?s)SIGKILL.*{words}"):
+        last_batch_and_evaluation(ParallelSampler, **place(Fault("kill", spare_pid=os.getpid())))
+
+
 @pytest.mark.parametrize(
     ("cls", "where"),
     [(SerialSampler, where) for where in PLACES]
@@ -112,6 +121,14 @@ def test_unusual_exceptions_are_reported(how: str, where: str) -> None:
         last_batch_and_evaluation(ParallelSampler, **PLACES[where][0](Fault(how)))
 
 
+def test_an_environment_that_fails_to_close_is_one_warning() -> None:
+    fault = Fault("raise", spare_pid=os.getpid())
+    sampler = ParallelSampler(faulty_env("CartPole-v1", fault, "close"), batch_T=2, batch_B=1)
+    sampler.initialize(RandomAgent())
+    with pytest.warns(RuntimeWarning, match="InjectedFault"):
+        sampler.shutdown()
+
+
 # ---- which call, in which process ----------------------------------------------------------
 
 
@@ -132,6 +149,15 @@ def test_only_the_chosen_call_fails(where: str, at: int, words: str) -> None:
         last_batch_and_evaluation(ParallelSampler, batches=3, **PLACES[where][0](Fault("raise", at=at)))
 
 
+@pytest.mark.parametrize("at", [(9, 2), (2, 9)])
+def test_two_faults_in_one_collector(at: tuple[int, int]) -> None:
+    cls: Any = ResetCollector
+    for call in at:
+        cls = faulty_collector(cls, Fault("raise", at=call))
+    with pytest.raises(WorkerError, match=r"itr=1.*at call 2"):
+        last_batch_and_evaluation(SerialSampler, batches=3, collector_cls=cls)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -149,3 +175,70 @@ def test_only_the_chosen_call_fails(where: str, at: int, words: str) -> None:
 def test_unknown_places_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError, match=r"must be|at=1|not a registered"):
         make()
+
+
+# ---- an agent inside another ---------------------------------------------------------------
+
+
+class Weighted(RandomAgent):
+    """An agent with a parameter and a state per column; no two copies may share the state."""
+
+    recurrent = True
+
+    def __init__(self) -> None:
+        self.weight = np.ones(2)
+
+    def seed_columns(self, rngs: Any) -> None:
+        super().seed_columns(rngs)
+        self.age = np.zeros(len(rngs))
+
+    def reset_one(self, column: int) -> None:
+        self.age[column] = 0
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        return (self.age + self.weight.sum()).astype(np.float32)
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        self.age += 1
+        return super().step(observation, prev_action, prev_reward)
+
+    def read_parameters(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def write_parameters(self, parameters: Any) -> None:
+        self.weight = parameters["weight"].copy()
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+def test_a_delegating_agent_acts_like_the_agent_inside(cls: type[Sampler]) -> None:
+    def values(wrap: Callable[[Any], Any]) -> list[Any]:
+        inner = Weighted()
+        agent, seen = wrap(inner), []
+        with cls(CountingEnv, batch_T=7, batch_B=3, n_workers=2, eval_n_envs=2, eval_max_steps=9) as sampler:
+            sampler.initialize(agent, seed=0, bootstrap_value=True)
+            for itr in range(4):
+                sampler.evaluate_agent(itr)
+                samples, _ = sampler.obtain_samples(itr)
+                seen += [samples.agent.bootstrap_value.tolist(), samples.agent.action.tolist()]
+                agent.load_state_dict({"weight": np.full(2, 10.0 * itr)})
+                agent.sync_shared_memory()
+            assert agent.state_dict()["weight"].tolist() == [30.0, 30.0]
+            assert agent.recurrent
+        return seen
+
+    plain = values(lambda inner: inner)
+    assert values(DelegatingAgent) == plain
+    assert values(lambda inner: FaultyAgent(inner, Fault("raise", at=1000), "value")) == plain
+
+
+def test_copies_of_a_delegating_agent_share_no_state() -> None:
+    agent = FaultyAgent(Weighted(), Fault("raise", at=2), "step")
+    env = CountingEnv()
+    agent.initialize(env.observation_space, env.action_space)
+    streams = [[np.random.default_rng(b) for b in range(2)] for _ in range(2)]
+    first, second = (agent.runtime.worker_copy().runtime.column_copy(rngs) for rngs in streams)
+    first.step(np.zeros((2, 2)), np.zeros(2), np.zeros(2, np.float32))
+    inner: Any = second.agent
+    assert inner.age.tolist() == [0, 0]
+    assert inner is not agent.agent
+    assert not hasattr(agent.agent, "age"), "the learner's agent has no columns"

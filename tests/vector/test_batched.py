@@ -389,3 +389,19 @@ def test_the_first_observation_after_a_replacement_is_kept_as_a_copy(tmp_path: P
         observation, reward, terminated, truncated, _ = envs.step(np.zeros(2, int))
         assert_same((observation, reward), (begin, np.zeros(2)))
         assert not (terminated | truncated).any()
+
+
+@pytest.mark.slow
+def test_numbers_that_are_not_finite_are_refused() -> None:
+    class Ends(CountingEnv):
+        def observe(self) -> Any:
+            return np.array([np.nan if self.count == self.length else 0, 0], np.float32)
+
+        step_into = None  # type: ignore[assignment]
+
+    with ShmVectorEnv(partial(synced, partial(Ends, length=2)), num_envs=3, n_workers=2, check_finite=True) as envs:
+        envs.reset()
+        envs.step(np.zeros(3, int))
+        with pytest.raises(SpaceError, match=r"final_obs of env_rank 0 must be finite .* got nan at index \(0,\)"):
+            envs.step(np.zeros(3, int))
+        assert envs.step(np.zeros(3, int))[1].tolist() == [1, 1, 1]

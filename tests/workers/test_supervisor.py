@@ -422,3 +422,24 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
             gone_after([script.supervisor, *script.pids], time.monotonic(), LEFT_SECONDS)
         finally:
             os.kill(int(fork), signal.SIGKILL)
+
+
+def test_a_supervisor_that_was_killed(supervisor: Supervisor) -> None:
+    """The workers end with it, and their groups. The next start says so, and another supervisor can be had at once."""
+    pipe = Pipe()
+    workers = [start(supervisor, sleep_with_children, pipe.writer) for _ in range(3)]
+    pids = pipe.pids(3)
+    apart = pids[2::3]
+    try:
+        began = time.monotonic()
+        os.kill(supervisor.pid, signal.SIGKILL)
+        assert [ended(worker) for worker in workers] == [SUPERVISOR_ENDED] * 3
+        gone_after([pid for pid in pids if pid not in apart], began, LEFT_SECONDS)
+        assert supervisor.has_ended(BOUND)
+        with pytest.raises(EOFError, match=rf"the supervisor \(pid {supervisor.pid}\) has ended"):
+            start(supervisor, sleep)
+        with supervising() as another:
+            assert ended(start(another, lambda: 3)) == 3
+    finally:
+        for pid in apart:
+            os.kill(pid, signal.SIGKILL)
