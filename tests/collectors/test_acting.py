@@ -13,6 +13,7 @@ from penstock import (
     AgentStep,
     CategoricalPgAgent,
     ConfigError,
+    GpuSampler,
     NamedArrays,
     ParallelSampler,
     Sampler,
@@ -149,6 +150,32 @@ def test_a_bad_agent_info_is_named_in_the_first_step_and_later(name: str) -> Non
 def test_an_agent_info_that_changes_is_named(name: str) -> None:
     returned, message = BAD_LATER[name]
     later(SerialSampler, lambda B: AgentStep(zeros(B), returned(B)), message)
+
+
+class Reporting(Agent):
+    """Reports a number that does not fit for the environment with rank 2, from its third step on."""
+
+    def seed_columns(self, rngs: Any) -> None:
+        self.n_steps = 0
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        self.n_steps += 1
+        B = len(prev_reward)
+        columns = range(B) if self.selected is None else self.selected
+        assert self.env_ranks is not None
+        large = [300 if self.n_steps > 2 and self.env_ranks[b] == 2 else 1 for b in columns]
+        return AgentStep(zeros(B), {"n": np.array(large, np.int16) if 300 in large else np.ones(B, np.int8)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"min_ready": 1}])
+def test_a_central_sampler_names_the_environment_too(options: dict[str, Any]) -> None:
+    """Also if the agent acts for some of the environments."""
+    message = r"agent_info.n of env_rank 2 must have dtype int8, .* got int16 300"
+    with sampler_of(GpuSampler, batch_T=4, batch_B=3, **options) as sampler:
+        sampler.initialize(Reporting())
+        with pytest.raises(WorkerError, match=message):
+            sampler.obtain_samples(0)
 
 
 def test_a_report_that_comes_later_is_not_lost_in_silence() -> None:

@@ -266,4 +266,4 @@ class Scored(TurnGame):
 
 
 def test_env_info_is_that_of_the_end_of_a_decision() -> None:
-    compare(SerialSampler, partial(Scored, 2), Valuing, batch_T=7, batch_B=2, n_batches=6, env_info={"moves": 0})
+    compare(SerialSampler, partial(Scored, 2), Valuing, batch_T=7, batch_B=2, n_batches=6, env_info=True)

@@ -48,6 +48,11 @@ def test_findings(monkeypatch: pytest.MonkeyPatch, look: str, name: str, value: 
     assert re.search(message, found), found
 
 
+def test_what_the_system_refuses_is_named_beside_its_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "eventfd", refuse, raising=False)
+    assert describe_machine()["wake-ups"] == "pipe (not here)"
+
+
 @pytest.mark.parametrize("part", ["native", "spinning", "distributions", "stepping"])
 def test_without_a_compiled_part(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     for name in ("native", "spinning", "distributions", "stepping"):

@@ -67,7 +67,7 @@ def test_a_reset_of_some_during_a_step_drops_their_results(mode: str) -> None:
 def test_options_of_each_environment() -> None:
     with ShmVectorEnv([Slow] * 2) as envs:
         assert envs.reset(options=[{"a": 1}, None])[1]["options"].tolist() == ["{'a': 1}", "None"]
-        for wrong in ([{}], [{}, 3]):
+        for wrong in ([{}], [{}, 3], 3):
             with pytest.raises(ConfigError, match="options must be None, a dict, or a list of 2 dicts"):
                 envs.reset(options=wrong)  # type: ignore[arg-type]
 

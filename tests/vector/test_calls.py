@@ -64,6 +64,9 @@ def test_a_call_that_raises_is_told_and_harms_nobody() -> None:
             envs.reset(options={"lock": threading.Lock()})
         envs.reset()
         assert envs.step(np.zeros(5, int))[1].tolist() == [1] * 5
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match="env_fns cannot be pickled for the workers"):
+        ShmVectorEnv([lambda: CountingEnv() if lock else None] * 2)  # type: ignore[list-item, return-value]
 
 
 def test_frames_one_by_one_and_in_one_picture() -> None:
