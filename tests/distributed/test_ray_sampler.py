@@ -69,7 +69,7 @@ class Own(TrajInfo):
 
 def model_agent() -> CategoricalPgAgent:
     # In float64 the last bit, in which matrix products of other batch shapes may differ, decides nothing.
-    return CategoricalPgAgent(lambda: models.Small().double())
+    return CategoricalPgAgent(lambda: models.CartPoleNet(8).double())
 
 
 class Cost(ResetCollector):
@@ -187,7 +187,7 @@ def test_calls_parameters_statistics_and_errors() -> None:
         assert (samples.agent.policy_version == 1).all()
         before = samples.agent.agent_info.value.clone()
         with torch.no_grad():
-            agent.model.layer.bias += 100.0
+            agent.model.value.bias += 100.0
         samples, _ = sampler.obtain_samples(1)
         assert samples.agent.agent_info.value.max() < before.max() + 50, "nothing was published"
         assert sampler.stats().parameter_puts == 0
@@ -241,7 +241,7 @@ def test_a_stream_hands_over_the_pieces_as_they_come() -> None:
             pieces.append(piece)
             if len(pieces) % 4 == 0:
                 with torch.no_grad():
-                    agent.model.layer.bias += 1.0
+                    agent.model.value.bias += 1.0
                 agent.sync_shared_memory()
             with pytest.raises(SamplerStateError, match="the next piece of stream"):
                 sampler.obtain_samples(0)

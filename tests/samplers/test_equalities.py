@@ -276,13 +276,17 @@ def of_models() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("model", "sampler"), of_models())
-def test_agents_with_models_act_as_in_a_plain_loop(model: str, sampler: str) -> None:
+def compare_model(model: str, cls: type[Sampler], of_sampler: Options) -> None:
     """Four batches and two evaluations."""
-    (env_fn, make_agent), (cls, of_sampler) = MODELS[model], SAMPLERS[sampler]
+    env_fn, make_agent = MODELS[model]
     sizes = {"batch_T": 20, "batch_B": 5, "n_batches": 4, "eval_n_envs": 2, "eval_max_steps": 60}
     has_value = {"bootstrap_value": model not in WITHOUT_VALUE}
     compare(cls, env_fn, make_agent, sampler=of_sampler, rtol=1e-6, **has_value, **sizes)
+
+
+@pytest.mark.parametrize(("model", "sampler"), of_models())
+def test_agents_with_models_act_as_in_a_plain_loop(model: str, sampler: str) -> None:
+    compare_model(model, *SAMPLERS[sampler])
 
 
 def test_every_stock_agent_is_among_them() -> None:
