@@ -65,6 +65,7 @@ class Renewals:
             history.append((now, in_one_line(error)))
             self.progress.count_renewal(is_cut=is_cut)
             cut = ", and its episode is cut" if is_cut else ""
+            # As text: a handler may keep the record, and with the error it would keep the memory of this sampler.
             _log.warning("env_rank %d is built again (renewal %d)%s: %s", env_rank, len(history), cut, str(error))
             seed = self.streams.renewal_seed(column, self.purpose, len(history))
             context = EnvContext(env_rank, self.worker_rank, seed, self.purpose)
