@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -9,7 +10,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from fasteners import InterProcessLock
 
@@ -18,6 +21,8 @@ from penstock.workers.claims import Claim, CpuClaims, claim, lock_folder
 from penstock.workers.plan import Affinity
 
 from ..children import exit_code_of_fork, waiting_fork
+from ..scale import scaled
+from ..support import BOUND, until
 
 KIND = "thing"
 
@@ -281,3 +286,42 @@ def test_a_cpu_that_is_not_needed_is_not_claimed_for_a_moment(monkeypatch: pytes
     _, mine = chosen(2)
     assert tried == {100, 101}
     mine.close()
+
+
+def race(me: int, owners: np.typing.NDArray[np.int64], rounds: np.typing.NDArray[np.int64]) -> None:
+    """Claim a CPU, enter it in a table, look whether another process has entered itself, and close; for ever."""
+    while True:
+        cpus, mine = chosen(1)
+        for cpu in cpus:
+            before = owners[cpu - MASK[0]]
+            owners[cpu - MASK[0]] = me
+            os.sched_yield()
+            if before > 0 or owners[cpu - MASK[0]] != me:
+                rounds[0] = -me
+            owners[cpu - MASK[0]] = 0
+            rounds[me] += 1
+        mine.close()
+
+
+@pytest.mark.slow
+def test_processes_that_race_never_share_a_cpu_and_a_killed_one_frees_its_own() -> None:
+    n = 6  # for four CPUs
+    fork: Any = multiprocessing.get_context("fork")
+    memory = fork.RawArray("q", len(MASK) + 1 + n)
+    owners, rounds = np.split(np.frombuffer(memory, np.int64), [len(MASK)])
+    processes = [fork.Process(target=race, args=(1 + i, owners, rounds), daemon=True) for i in range(n)]
+    for process in processes:
+        process.start()
+    try:
+        until(lambda: rounds[0] < 0 or bool(rounds[1:].min() >= scaled(2000, 50)), "many rounds of each")
+    finally:  # each holds a CPU or is about to
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join(BOUND)
+            process.close()
+    assert rounds[0] == 0, "two processes had one CPU"
+    cpus, mine = chosen(len(MASK))
+    assert cpus == list(MASK)
+    mine.close()
+    assert list(lock_folder("cpu").iterdir()) == []
