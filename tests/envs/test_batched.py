@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
-from penstock.envs import BatchedCartPole, BatchedEnvPool
+from penstock.envs import BatchedCartPole, BatchedEnvPool, SameStep
 from penstock.errors import ConfigError
 
 from ..support import assert_same
@@ -115,3 +116,42 @@ def test_without_envpool_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(__import__("sys").modules, "envpool", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[envpool\]'"):
         BatchedEnvPool("CartPole-v1")
+
+
+class Pairs(SameStep):
+    """Two rows, whose observations are a dict in a tuple: row b counts from 10 * b, and ends at its step b + 1."""
+
+    num_envs = 2
+    single_observation_space = spaces.Tuple([spaces.Dict(at=spaces.Discrete(99)), spaces.Box(0, 99, (2,))])
+    single_action_space = spaces.Discrete(2)
+
+    def observe(self, rows: Any) -> Any:
+        count = (10 * np.arange(2) + self.count)[rows]
+        return {"at": count}, np.stack([count, count + 1], 1).astype(np.float32)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.count = np.zeros(2, np.int64)
+        return self.observe([0, 1]), {}
+
+    def reset_rows(self, rows: Any) -> Any:
+        self.count[rows] = 0
+        return self.observe(rows), {}
+
+    def advance(self, actions: Any) -> Any:
+        self.count += 1
+        return self.observe([0, 1]), np.ones(2), self.count > np.arange(2), np.zeros(2, bool), {}
+
+
+def test_nested_observations_are_returned_and_written_alike() -> None:
+    returning, writing = Pairs(), Pairs()
+    for env in (returning, writing):
+        env.reset()
+    out = {"at": np.zeros(2, np.int64)}, np.zeros((2, 2), np.float32)
+    for counts in ([0, 11], [0, 10], [0, 11]):
+        (at, box), *_, infos = returning.step([0, 0])
+        writing.step_into(out, [0, 0])
+        assert at["at"].tolist() == out[0]["at"].tolist() == counts
+        assert box.tolist() == out[1].tolist() == [[count, count + 1] for count in counts]
+        assert infos["final_obs"][0]["at"][0] == 1, "the last observation of row 0, which ends in each step"
+    with pytest.raises(ValueError, match=r"the observation must have shape \(2, 3\), got \(2, 2\)"):
+        writing.step_into((out[0], np.zeros((2, 3))), [0, 0])
