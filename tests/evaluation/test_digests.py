@@ -88,6 +88,14 @@ class Slots:
     k: float
 
 
+class Unpicklable:
+    def __init__(self, k: float) -> None:
+        self.k = k
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("it holds a lock")
+
+
 def greedy(eval_epsilon: float, model: Any = nn.Linear, cls: Any = EpsilonGreedyAgent) -> Any:
     made = cls(partial(model, 4, 2), epsilon=0.1, eval_epsilon=eval_epsilon)
     made.initialize(gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2), seed=0)
@@ -134,6 +142,7 @@ PAIRS: dict[str, Any] = {
     "a static method": lambda k: with_base(weighted, gain=staticmethod(lambda: k)),
     "a property": lambda k: with_base(weighted, gain=property(lambda self: k)),
     "slots": Slots,
+    "what cannot be pickled": Unpicklable,
     "a traced module": lambda k: torch.jit.trace(Nested(k), torch.zeros(1, 2)),
     "a cached function": lambda k: functools.lru_cache(lambda observation: observation + k),
     "a setting of an agent": lambda k: greedy(k / 2),
