@@ -230,3 +230,25 @@ def test_a_failure_says_which_environment_was_stepping(tmp_path: Path) -> None:
         with pytest.raises(WorkerDiedError) as caught:
             envs.step([0] * 3)
         assert caught.value.env_rank == 1
+
+
+def test_a_slow_environment_keeps_nobody_waiting(pipes: list[Path]) -> None:
+    with ShmVectorEnv([partial(Waiting, pipe) for pipe in pipes]) as envs:
+        envs.reset()
+        envs.send([0, 2, 0, 0])
+        seen: list[int] = []
+        for _ in range(5):  # the others step on and on
+            while not {0, 2, 3} <= set(seen):
+                seen += envs.recv()[4]["env_id"].tolist()
+            assert sorted(seen) == [0, 2, 3]
+            envs.send([0, 0, 0], [3, 0, 2])
+            seen = []
+        _, reward, _, _, infos = envs.recv(min_ready=3)
+        assert dict(zip(infos["env_id"].tolist(), reward.tolist(), strict=True)) == {0: 6, 2: 6, 3: 6}
+        let_go(pipes[1])
+        observation, reward, _, _, infos = envs.recv()
+        assert infos["env_id"].tolist() == [1]
+        assert infos["count"].tolist() == [1]
+        assert infos["_count"].tolist() == [True]
+        assert observation[:, 1].tolist() == reward.tolist() == [1]
+        assert envs.step(np.zeros(4, int))[1].tolist() == [7, 2, 7, 7]
