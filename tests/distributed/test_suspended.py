@@ -136,5 +136,5 @@ def test_a_worker_of_another_machine_ends_when_its_panel_is_silent_and_a_trainer
     assert ended["trainer/0"] is Status.ERROR
     assert torch.load(path, weights_only=True)["version"] == 1
     inboxes["names"] = table
-    assert "was silent for 2 s: its control panel has ended" in caplog.text
-    assert re.search(r"was silent for [6-9] s, and this worker waits for 6 s: its control panel has", caplog.text)
+    assert re.search(r"was silent for \d+ s: its control panel has ended", caplog.text)
+    assert re.search(r"was silent for \d+ s, and this worker waits for 6 s: its control panel has", caplog.text)
