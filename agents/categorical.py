@@ -86,7 +86,7 @@ class CategoricalHead(PolicyHead):
     def log_prob(self, parameters: Sequence[Tensor], action: Tensor, agent_info: NamedArrays) -> Tensor:
         (log_probs,) = parameters
         index = action
-        if not self._is_index:  # a row that is not valid has zeros, which may be no action
+        if not self._is_index:  # rows that are not valid have zeros, which the space may not have
             index = action.long() - torch.as_tensor(self._start, device=action.device)
             n_actions = torch.as_tensor(self._n_actions, device=action.device)
             index = index.where((index >= 0) & (index < n_actions), 0)

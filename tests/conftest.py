@@ -60,7 +60,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 QUICK = "not slow"
-#: So many cases of a test does `make quick` run, the first ones.
+#: `make quick` runs at most so many cases of each test: the first ones.
 QUICK_CASES = 2
 #: Of a file whose tests are all slow.
 ALL_SLOW = re.compile(r"^pytestmark = (\[[^\]]*)?pytest\.mark\.slow\b", re.MULTILINE)
