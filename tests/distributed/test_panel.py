@@ -495,8 +495,8 @@ def test_a_worker_whose_figures_cannot_be_sent_is_not_lost(local: ControlPanel, 
     assert facts["status"] == "RUNNING"
     assert f"stats raised BadMessageError: {error}" in facts["text"]
     local.request("worse/0", "pause")
+    wait_until(lambda: local.pulse() == {"worse/0": Status.PAUSED})
     wait_until(lambda: local.stats()["worse/0"]["status"] == "PAUSED")
-    assert local.pulse() == {"worse/0": Status.PAUSED}
 
 
 def test_who_sees_that_a_worker_is_paused_finds_all_that_it_has_done(panel: ControlPanel) -> None:

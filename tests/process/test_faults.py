@@ -315,6 +315,7 @@ def test_what_the_user_sees(cell: Cell, tmp_path: Path, request: pytest.FixtureR
     if cell.pool == "ray":
         request.getfixturevalue("ray_cluster")
     wanted = expected(cell.where, cell.how, cell.when, cell.policy, cell.pool)
+    locked = set(lock_files())  # a test that kills whole programs may have left some before
     outcome = use(cell, tmp_path)
     if wanted.error is None and outcome.error is not None:
         raise outcome.error
@@ -328,7 +329,7 @@ def test_what_the_user_sees(cell: Cell, tmp_path: Path, request: pytest.FixtureR
             assert str(outcome.again) == str(outcome.error)
         assert outcome.left == []
     assert cell.pool == "serial" or outcome.struck[1] == os.getpid() or not psutil.pid_exists(outcome.struck[1])
-    assert list(lock_files()) == []
+    assert set(lock_files()) <= locked
 
 
 def check_text(outcome: Outcome, wanted: Expected) -> None:
