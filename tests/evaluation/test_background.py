@@ -18,7 +18,6 @@ from penstock import (
     AsyncSampler,
     CategoricalPgAgent,
     ConfigError,
-    ParallelSampler,
     SamplerStateError,
     WorkerDiedError,
     evaluate,
@@ -45,42 +44,33 @@ def test_the_same_results() -> None:
     env.close()
 
 
-def test_the_agent_as_it_was_and_a_folder_of_both(tmp_path: Path) -> None:
+def test_the_agent_as_it_was_and_a_folder_of_both_and_training_beside_it_is_the_same(tmp_path: Path) -> None:
     """The folder takes a process of its own and the caller's for the same policies, and other parameters for others."""
-    agent = CategoricalPgAgent(partial(Net, 4, 2, 0), greedy_eval=True)
-    policies = {"agent": agent, "function": lambda observation: (observation[:, 2] > 0).astype(int)}
-    with ParallelSampler("CartPole-v1", batch_T=4, batch_B=2) as sampler:
-        sampler.initialize(agent, seed=0)
-        before = evaluate(policies, "CartPole-v1", episodes=4, n_workers=1)
-        evaluate(policies, "CartPole-v1", episodes=1, n_workers=1, folder=tmp_path)
-        with start_evaluation(policies, "CartPole-v1", episodes=4, n_workers=1, folder=tmp_path) as running:
-            with torch.no_grad():
-                for parameter in agent.model.parameters():
-                    parameter.zero_()
-            sampler.obtain_samples(0)
-            found = running.wait(60)
-    assert found.episodes == before.episodes
-    with pytest.raises(ConfigError, match="its code, its parameters"):
-        evaluate(policies, "CartPole-v1", episodes=4, n_workers=1, folder=tmp_path)
 
-
-def test_training_beside_it_is_the_same() -> None:
     def batches(evaluates: bool) -> list[Any]:
-        agent = CategoricalPgAgent(partial(Net, 4, 2, 0))
+        agent = CategoricalPgAgent(partial(Net, 4, 2, 0), greedy_eval=True)
+        policies = {"agent": agent, "function": lambda observation: (observation[:, 2] > 0).astype(int)}
+        play = partial(evaluate, policies, "CartPole-v1", n_workers=1)
         with AsyncSampler("CartPole-v1", batch_T=8, batch_B=2, n_workers=1, lag=1) as sampler:
             sampler.initialize(agent, seed=0)
             sampler.start()
             with contextlib.ExitStack() as stack:
                 if evaluates:
-                    running = stack.enter_context(start_evaluation(agent, "CartPole-v1", episodes=3, n_workers=1))
+                    before = play(episodes=4)
+                    play(episodes=1, folder=tmp_path)
+                    running = start_evaluation(policies, "CartPole-v1", episodes=4, n_workers=1, folder=tmp_path)
+                    stack.enter_context(running)
                 found = []
                 for itr in range(6):
                     found.append(sampler.obtain_samples(itr)[0].copy())
                     with torch.no_grad():
-                        agent.model.heads[0].bias += 0.1  # training
+                        for parameter in agent.model.parameters():
+                            parameter.mul_(-0.9)  # training: the greedy action becomes the other one
                     agent.sync_shared_memory()
                 if evaluates:
-                    running.wait(60)
+                    assert running.wait(60).episodes == before.episodes
+                    with pytest.raises(ConfigError, match="its code, its parameters"):
+                        play(episodes=4, folder=tmp_path)
             return found
 
     assert_same(batches(True), batches(False))

@@ -27,7 +27,7 @@ from penstock import (
 from penstock.envs import ColumnStreams, CountingEnv, NestedEnv, Purpose
 
 from ..models import CartPoleNet, Lstm, Net
-from ..scale import FULL, START_METHODS, scaled
+from ..scale import FULL, START_METHODS, scaled, with_start_methods
 from ..support import assert_same
 from .reach import CHUNK, TASKS, Reach, direction, played, serial, vla, weaker
 
@@ -49,8 +49,7 @@ def test_as_a_plain_loop(n_workers: int, batch_B: int, mode: dict[str, Any]) -> 
     assert played(run(vla, Reach, n_workers=n_workers, batch_B=batch_B, **mode)) == truth()
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
-@pytest.mark.parametrize("act_in", ["caller", "workers"])
+@with_start_methods("act_in", ["workers", "caller"], START_METHODS)
 def test_with_every_start_method(start_method: Any, act_in: Any) -> None:
     found = run(vla, Reach, n_workers=2, batch_B=3, act_in=act_in, start_method=start_method)
     assert played(found) == truth()
@@ -158,10 +157,11 @@ class Robot:
 
 @pytest.mark.slow
 def test_an_object_with_a_queue_plays_each_episode_alone() -> None:
+    tasks, episodes = dict(list(TASKS.items())[: scaled(4, 2)]), range(scaled(200, 4))
     torch.manual_seed(0)
     robot, before = Robot(), torch.random.get_rng_state()
     found = [
-        played(run(robot, Reach, n_workers=n_workers, batch_B=batch_B, act_in=act_in))
+        played(run(robot, Reach, tasks=tasks, episodes=episodes, n_workers=n_workers, batch_B=batch_B, act_in=act_in))
         for n_workers, batch_B, act_in in ((1, 1, "caller"), (2, 7, "caller"), (2, 3, "workers"))
     ]
     assert found[0] == found[1] == found[2]
@@ -200,7 +200,7 @@ def test_an_agent(name: str) -> None:
     torch.manual_seed(0)
     agent, found = AGENTS[name](), []
     for n_workers, batch_B, mode in ((1, 1, {}), (2, 5, {"batched": False}), (2, 3, {"act_in": "workers"}), (2, 6, {})):
-        results = evaluate(agent, "CartPole-v1", episodes=12, n_workers=n_workers, batch_B=batch_B, **mode)
+        results = evaluate(agent, "CartPole-v1", episodes=scaled(12, 8), n_workers=n_workers, batch_B=batch_B, **mode)
         found.append([(r.length, r.played()[0][0].tobytes()) for r in results.episodes])
     assert found[0] == found[1] == found[2]
     if name != "numpy":  # which has numbers of 32 bits

@@ -20,7 +20,7 @@ import pytest
 from penstock import ConfigError, SpaceError, WorkerError, evaluate
 from penstock.envs import ColumnStreams, Purpose
 
-from ..scale import scaled
+from ..scale import scaled, some
 from .reach import TASKS, Guilty, Moody, Reach, hang, moody, played, serial, vla
 
 pytestmark = pytest.mark.timeout(scaled(600, 120))
@@ -40,10 +40,10 @@ def leave() -> None:
 
 ACTS: dict[str, Any] = {
     "raises": fail,
-    "aborts": os.abort,
-    "segfaults": partial(ctypes.string_at, 0),
     "exits": lambda: os._exit(3),
     "leaves": leave,
+    "aborts": os.abort,
+    "segfaults": partial(ctypes.string_at, 0),
 }
 
 
@@ -58,7 +58,7 @@ def guilty_of() -> set[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", some(ACTS, 3, first=2))
 @pytest.mark.slow
 def test_an_episode_that_fails_once_is_begun_again(act: str, tmp_path: Path) -> None:
     found = run(partial(Reach, fault=Guilty(ACTS[act], tmp_path)))
@@ -67,7 +67,7 @@ def test_an_episode_that_fails_once_is_begun_again(act: str, tmp_path: Path) -> 
     assert guilty_of()
 
 
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", some(ACTS, 2))
 @pytest.mark.slow
 def test_an_episode_that_always_fails_is_named(act: str) -> None:
     with pytest.warns(RuntimeWarning, match="are not in the means"):
@@ -82,14 +82,15 @@ def test_an_episode_that_always_fails_is_named(act: str) -> None:
 @pytest.mark.slow
 def test_failed_episodes_of_a_folder_are_played_again(tmp_path: Path) -> None:
     make = partial(Reach, fault=Guilty(partial(fail_without, tmp_path / "driver"), None))
-    again = partial(run, make, episodes=40, folder=tmp_path / "folder")
+    n = scaled(40, 21)
+    again = partial(run, make, episodes=n, folder=tmp_path / "folder")
     with pytest.warns(RuntimeWarning, match="are not in the means"):
         first = again()
     assert len(first.failed) >= 3
     with pytest.warns(RuntimeWarning, match="are not in the means"):  # not a broken environment: others have ended
         assert again().episodes == first.episodes
     (tmp_path / "driver").touch()
-    assert played(again()) == serial(range(40))
+    assert played(again()) == serial(range(n))
 
 
 def fail_without(file: Path) -> None:
@@ -147,10 +148,12 @@ def broken(act: Any, number: int, t: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("act", ["raises", "exits", "segfaults"])
+@pytest.mark.parametrize("act", some(["raises", "exits", "segfaults"], 2))
 def test_a_broken_environment(act: str) -> None:
+    """Daily, workers have one environment each. With more, some episode runs nearly always, and nearly all must fail
+    before it is clear that none ends."""
     with pytest.raises(WorkerError, match=r"the environment is broken: the first \d+ episodes have all failed"):
-        run(partial(Reach, fault=partial(broken, ACTS[act])), attempts=2)
+        run(partial(Reach, fault=partial(broken, ACTS[act])), batch_B=scaled(6, 2))
 
 
 def not_built(task: str) -> Any:
