@@ -20,7 +20,7 @@ from penstock.learning.windows import WindowReader
 from ..scale import FULL
 from .streams import Stream, storage_of
 
-N_READ = 100_000_000 if FULL else 200_000  # rows
+N_READ = 100_000_000 if FULL else 80_000  # rows
 AT_ONCE = 1024 if FULL else 64
 WIDTH = 16 if FULL else 64  # numbers in a row
 N_WRITERS = 3 if FULL else 2

@@ -3,7 +3,6 @@
 import functools
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def test_with_the_users_policy() -> None:
 
 def test_the_wait_reset_collector_keeps_all_rules() -> None:
     check_collector(WaitResetCollector, CountingEnv, n_workers=(2,))
-    check_collector(WaitResetCollector, CARTPOLE, batch_T=5, n_batches=5, n_workers=())
+    check_collector(WaitResetCollector, CARTPOLE, batch_T=5, n_batches=5, n_workers=(), central=FULL)
 
 
 def test_an_env_fn_gets_its_context_and_its_kwargs() -> None:
@@ -60,7 +59,7 @@ def test_an_env_fn_gets_its_context_and_its_kwargs() -> None:
         assert context.env_rank < 4
         return CountingEnv(length)
 
-    check_collector(ResetCollector, make, env_kwargs={"length": 6}, n_workers=(2,))
+    check_collector(ResetCollector, make, env_kwargs={"length": 6}, n_workers=(2,), central=FULL)
 
 
 class Alternates(ResetCollector):
@@ -148,7 +147,7 @@ def test_a_descriptor_that_stays_open_is_found(tmp_path: Path) -> None:
             opened.append(os.open(tmp_path / "log", os.O_CREAT))
 
     with finds("nothing_is_left_after_shutdown", r"after shutdown of a SerialSampler: descriptor \d+ \(.*log\)"):
-        check_collector(Opens, CountingEnv, n_workers=())
+        check_collector(Opens, CountingEnv, n_workers=(), central=False)
     for descriptor in opened:
         os.close(descriptor)
 
@@ -160,14 +159,14 @@ def test_a_process_that_outlives_its_worker_is_found(monkeypatch: pytest.MonkeyP
     class Spawns(ResetCollector):
         def start_envs(self) -> None:
             super().start_envs()
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+            child = subprocess.Popen(["sleep", "60"], start_new_session=True)
             with note.open("a") as file:
                 file.write(f"{child.pid}\n")
             child.returncode = 0  # otherwise subprocess warns
 
     try:
-        with finds("nothing_is_left_after_shutdown", r"still running after shutdown: .*sleep\(60\) \(pid \d+\)"):
-            check_collector(Spawns, CountingEnv, n_workers=())
+        with finds("nothing_is_left_after_shutdown", r"still running after shutdown: .*sleep 60 \(pid \d+\)"):
+            check_collector(Spawns, CountingEnv, n_workers=(), central=False)
     finally:
         left = [psutil.Process(int(pid)) for pid in note.read_text().split() if psutil.pid_exists(int(pid))]
         for process in left:
@@ -444,7 +443,7 @@ def test_each_broken_rule_is_found(cls: type[Collector], rule: str, words: str) 
 
 
 def test_a_collector_need_not_be_for_central_samplers() -> None:
-    check_collector(RecordsLate, CountingEnv, central=False)
+    check_collector(RecordsLate, CountingEnv, central=False, n_workers=(2,))
 
 
 def test_every_rule_has_a_statement_and_a_class_that_breaks_it() -> None:

@@ -33,7 +33,7 @@ from penstock.testing import (
     faulty_traj_info,
 )
 
-from ..scale import pairs, scaled
+from ..scale import FULL, pairs, scaled
 from ..support import assert_same, sampler_of
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ PICKLED = ("env step", "agent step", "collect_batch", "evaluation", "terminate",
 @pytest.mark.parametrize(
     ("where", "start_method"),
     [(where, "forkserver") for where in PLACES]
-    + pairs(PICKLED, scaled(("fork", "spawn"), ("fork",)))
+    + (pairs(PICKLED, ("fork", "spawn")) if FULL else [("env step", "fork")])
     + [(where, "serial") for where in PLACES if where != "sending"],
 )
 def test_an_exception_from_every_place_in_a_worker_or_in_this_process(where: str, start_method: str) -> None:
