@@ -6,14 +6,19 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import penstock
+from penstock.__main__ import main
 from penstock.errors import PortLeaseError
 from penstock.tools import doctor
 from penstock.tools.doctor import describe_machine
+
+from ..scale import FULL
+from ..starter import run
 
 
 def refuse(*_: Any) -> Any:
@@ -75,7 +80,7 @@ def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch
     assert "torch not installed" in describe_machine()["packages"]
 
 
-def doctor_says(*arguments: str) -> str:
+def says(*arguments: str) -> str:
     command = [sys.executable, "-m", "penstock", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert done.stderr == ""
@@ -83,16 +88,25 @@ def doctor_says(*arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_command_line() -> None:
-    assert doctor_says("--version").split() == ["penstock", penstock.__version__]
-    text = doctor_says("--help") + doctor_says()
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("--version", "--help"):
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main([word])
+    text = capsys.readouterr().out
+    assert text.split()[:2] == ["penstock", penstock.__version__]
+    text += says()
     for word in ("doctor", "machine", "tune", "usable CPUs", "shared memory", "wake-ups", penstock.__version__):
         assert word in text
 
 
 @pytest.mark.slow
-def test_the_doctor_starts_a_sampler_and_finds_it_well() -> None:
-    text = doctor_says("doctor")
+def test_the_doctor_starts_a_sampler_and_finds_it_well(tmp_path: Path, starter: None) -> None:
+    if FULL:
+        text = says("doctor")
+    else:
+        done = run(penstock.__main__.__file__, "doctor", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        text = done.stdout
     assert "usable CPUs" in text
     assert "does not run here" not in text
     assert any(line.startswith("- ") for line in text.splitlines())

@@ -90,7 +90,7 @@ class SlowReset(CountingEnv):
         super().__init__(length=1)
 
     def reset(self, **arguments: Any) -> Any:
-        sum(range(1_000_000))
+        sum(range(200_000))
         return super().reset(**arguments)
 
 
@@ -188,7 +188,7 @@ def program(*options: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("starter")
 def test_ctrl_c_prints_what_is_known_and_leaves_nothing() -> None:
-    with program("CartPole-v1", *COMMAND, "12") as process:
+    with program("CartPole-v1", *COMMAND, "6") as process:
         assert process.stderr is not None
         assert any("round 2" in line for line in process.stderr)
         started = psutil.Process(process.pid).children(recursive=True)
