@@ -188,10 +188,11 @@ def vector(repeats: int, seconds: float, n_envs: int = 32, batch_T: int = 128, n
     return take_turns(contestants, repeats, seconds)
 
 
-def uneven(repeats: int, seconds: float, batch_T: int = 1024) -> Figures:
-    """16 environments in 8 workers; steps of 1 ms, and 5 % of 10 ms. The bound is one step per worker in the mean
+def uneven(repeats: int, seconds: float, batch_T: int = 1024, n_workers: int = 8) -> Figures:
+    """Two environments in each worker; steps of 1 ms, and 5 % of 10 ms. The bound is one step per worker in the mean
     step time, as measured here."""
-    size: dict[str, Any] = {"batch_T": batch_T, "batch_B": 16, "n_workers": 8, "max_decorrelation_steps": 0}
+    size: dict[str, Any] = {"batch_T": batch_T, "batch_B": 2 * n_workers, "n_workers": n_workers}
+    size["max_decorrelation_steps"] = 0
     env = partial(SleepingEnv, 0.001, 0.010, 0.05)
     independent = ParallelSampler(env, **size)
     contestants = {
@@ -323,6 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="minimum length of a turn")
     parser.add_argument("--batch-T", type=int, help="time steps of a batch; each measurement has a default")
     parser.add_argument("--n-envs", type=int, default=32, help="environments, in `vector`")
+    parser.add_argument("--n-workers", type=int, default=8, help="worker processes, in `uneven`")
     parser.add_argument("--json", help="write machine and all figures to this file")
     args = parser.parse_args(arguments)
     if unknown := set(args.what) - set(MEASUREMENTS):
@@ -332,6 +334,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes = {} if args.batch_T is None else {"batch_T": args.batch_T}
         if name == "vector":
             sizes["n_envs"] = args.n_envs
+        if name == "uneven":
+            sizes["n_workers"] = args.n_workers
         results[name] = MEASUREMENTS[name](args.repeats, args.seconds, **sizes)
         show(name, results[name], YARDSTICKS.get(name))
     if args.json:

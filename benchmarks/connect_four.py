@@ -171,7 +171,7 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
 
     samplers, cpu = {}, dict[str, list[float]]()
     for name, recorded in (("all", None), ("main", ["main"])):
-        sampler = samplers[name] = SerialSampler(connect_four, batch_T=64, batch_B=16)
+        sampler = samplers[name] = SerialSampler(connect_four, batch_T=64, batch_B=args.batch_B)
         names = ("main", "past_0", "past_1", "past_2", "past_3")
         agents = {own: CategoricalPgAgent(model, mask_key="observation.action_mask") for own in names}
         sampler.initialize(agents, policy_of=seat, record=recorded, seed=0, bootstrap_value=True)
@@ -200,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="least length of a turn")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds to start, and for one turn")
     parser.add_argument("--calm", type=float, default=0.0, help="longest wait before a turn until other programs rest")
+    parser.add_argument("--batch-B", type=int, default=16, help="games of `record`")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(arguments)
     (name,) = WORKS

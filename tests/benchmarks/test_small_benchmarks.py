@@ -13,6 +13,7 @@ import sys
 import warnings
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,7 +143,7 @@ def test_batched_copies_and_atari() -> None:
     assert done.returncode == 0, done.stderr
     assert "copies in each step" in done.stdout
     pytest.importorskip("ale_py")
-    sizes = ["--batch-T", 4, "--batch-B", 2, "--repeats", 1, "--seconds", 0.02]
+    sizes = ["--batch-T", 4, "--batch-B", 2, "--repeats", 1, "--seconds", 0.001]
     names = ["whole games", "ShmVectorEnv", "bare", *scaled(["SameStep", "NextStep", "ShmVectorEnv, single"], [])]
     done = starter.run("benchmarks/batched_atari.py", *sizes, "--only", *names, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -154,7 +155,8 @@ def test_batched_copies_and_atari() -> None:
 def central(folder: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, list[float]]]:
     """Figures by measurement and contestant."""
     sizes = ["--seconds", 0.02, "--batch-T", 8, "--n-envs", 2]
-    _, content = run_benchmark(folder, "central", "uneven", "alternating", "--repeats", 2, *sizes)
+    few = ["--n-workers", scaled(8, 2)]
+    _, content = run_benchmark(folder, "central", "uneven", "alternating", "--repeats", 2, *sizes, *few)
     if not FULL:
         return content["results"]
     request.getfixturevalue("_fork_server")
@@ -181,17 +183,23 @@ def test_connect_four(folder: Path) -> None:
     _, written = run_benchmark(folder, "connect_four", "rates", *options, starts="peer_process")
     (rates,) = written["results"]
     assert all({"penstock ParallelSampler", "bare loops in step"} <= set(turn) for turn in rates["rounds"])
-    printed, written = run_benchmark(folder, "connect_four", "record", "--repeats", scaled(2, 1))
+    printed, written = run_benchmark(folder, "connect_four", "record", "--repeats", scaled(2, 1), "--batch-B", 4)
     (record,) = written["results"]
     assert record["main"]["batch_bytes"] < record["all"]["batch_bytes"]
     assert "CPU of main, beside all: " in printed
 
 
-def test_startup(folder: Path) -> None:
-    """Daily without the server, which imports torch twice."""
+def test_startup(folder: Path, tmp_path: Path) -> None:
+    """Daily without the server, and in a fork: a new interpreter and its supervisor would import torch."""
     sampler = scaled("GpuSampler, server", "GpuSampler")
     options = ["--workers", 1, "--methods", "forkserver", "--samplers", sampler, "--repeats", 1]
-    printed, ((row),) = run_program(folder, "startup", *options)
+    with benchmark_modules(), pytest.MonkeyPatch.context() as patched:
+        startup, program = importlib.import_module("startup"), tmp_path / "program.py"
+        program.write_text(startup._PROGRAM, encoding="utf-8")
+        if not FULL:
+            forking = SimpleNamespace(run=lambda command, **_: starter.run(program, *command[3:], cwd=ROOT))
+            patched.setattr(startup, "subprocess", forking)
+        printed, ((row),) = run_benchmark(folder, "startup", *options)
     assert "MB a worker" in printed
     (figures,) = row["figures"]
     assert figures.keys() == {"first", "again", "worker", *scaled(["server"], [])}
@@ -200,10 +208,11 @@ def test_startup(folder: Path) -> None:
 
 
 def test_scale(folder: Path) -> None:
-    picture, points = folder / "scale.svg", [("computing", 2), ("sleeping", 3)]
+    """Daily, the contestants are forks of a process that has imported torch."""
+    picture, points = folder / "scale.svg", [("computing", scaled(2, 1)), ("sleeping", scaled(3, 2))]
     options: list[object] = [option for kind, n in points for option in (f"--{kind}", n)]
     options += ["--repeats", 1, "--seconds", 0.05, "--only", "ShmVectorEnv", "--picture", picture]
-    printed, content = run_program(folder, "scale", *options)
+    printed, content = run_benchmark(folder, "scale", *options, starts="peer_process")
     assert [(point["kind"], point["workers"]) for point in content["points"]] == points
     for point in content["points"]:
         own, bare = point["rounds"][0]

@@ -237,7 +237,7 @@ def test_the_classes_of_the_pages_keep_the_rules() -> None:
     check_collector(names["FreshStartCollector"], CountingEnv, continues=False, n_workers=(2,))
     with pytest.raises(ConformanceError, match="continues=False"):
         check_collector(names["FreshStartCollector"], CountingEnv)
-    check_collector(names["PlaceCollector"], "CartPole-v1", n_workers=(2,))
+    check_collector(names["PlaceCollector"], "CartPole-v1", n_workers=(2,), central=FULL)
     check_collector(names["HarderStarts"], "CartPole-v1", n_workers=(2,), central=False)
     check_agent(page(OWN_AGENTS)["TabularAgent"], "FrozenLake-v1")
     check_traj_info(names["PushesTrajInfo"], CountingEnv, traj_info_kwargs={"scale": 2.0})

@@ -23,8 +23,8 @@ from .programs import EXAMPLES, ROOT
 pytestmark = pytest.mark.slow
 
 run = partial(starter.run, cwd=ROOT)
-#: Options of programs that train for long in their evaluations.
-FEW_STEPS = scaled([], ["--eval-max-steps", 3200])
+#: Options of programs whose updates and evaluations take most of their time.
+FEW_STEPS = scaled([], ["--eval-max-steps", 1600, "--epochs", 4])
 
 #: Example, options, and what it prints. A random policy stays near 22 in CartPole, one that does not learn near 10. In
 #: Acrobot, most games end after 500 steps.
@@ -33,7 +33,7 @@ LEARNS = {
     "dqn": ("--goal 60 --eval-every 1000 --total-steps 20000", "goal of 60 reached"),
     "numpy_pg": ("--goal 60 --time-limit 60", ""),
     "action_repeats": (
-        scaled("--total-steps 60000 --goal -250", "--total-steps 36000 --goal -350"),
+        scaled("--total-steps 60000 --goal -250", "--total-steps 20000 --goal -330 --lengths 4 5"),
         "steps for each decision",
     ),
 }
@@ -47,9 +47,10 @@ def test_a_short_run_learns(example: str) -> None:
     assert words in done.stdout
 
 
-SAC = "--total-steps 1300 --eval-every 200 --eval-episodes 8 --max-episode-steps 50"
-R2D1 = "--total-steps 4000 --min-steps 1000 --eval-every 1500 --eval-episodes 32"
+SAC = "--total-steps 1100 --eval-every 100 --eval-episodes 4 --max-episode-steps 50"
+R2D1 = "--total-steps 2600 --min-steps 1000 --eval-every 1200 --eval-episodes 32"
 SHORT = "--batch-T 25 --batch-B 4 --total-steps 300 --eval-games 4 --print-every 1"
+FEWER = "--batch-T 10 --batch-B 2 --total-steps 20 --eval-games 2"
 #: Example, options, what it says at its end, and a pattern of what it has printed.
 MISSES = [
     ("a2c", "--total-steps 320 --eval-every 320 --eval-episodes 8", "goal of 475 missed", ""),
@@ -61,7 +62,7 @@ MISSES = [
             "sac",
             f"{SAC} --truncation-terminates {wrong} --asynchronous {1 - wrong}",
             "goal of -200 missed",
-            r"1,2\d\d s",
+            r"1,1\d\d s",
         )
         for wrong in scaled((0, 1), (1,))
     ),
@@ -74,7 +75,7 @@ MISSES = [
         )
         for ahead in scaled((0, 1), (1,))
     ),
-    ("mappo", f"{SHORT} --total-steps 100 --goal 0.99", "goal missed: the trained policy must be better by 99%", ""),
+    ("mappo", f"{FEWER} --goal 0.99", "goal missed: the trained policy must be better by 99%", ""),
 ]
 
 
@@ -107,7 +108,7 @@ def written_by(
 
 
 def test_ppo_learns_and_is_reported(tmp_path: Path) -> None:
-    rows, returns, summary = written_by("ppo", tmp_path, "--goal", 60)
+    rows, returns, summary = written_by("ppo", tmp_path, "--goal", 60, *scaled([], ["--batch-B", 16]))
     assert returns[0] < 60 <= min(returns[-2:]), "a policy falls at once until it is trained"
     assert [worker["steps"] for worker in summary["workers"]] == [int(rows[-1]["steps"]) // 2] * 2
     with np.load(tmp_path / "timeline.npz") as timeline:
@@ -122,11 +123,12 @@ def test_ppo_learns_and_is_reported(tmp_path: Path) -> None:
 
 
 def test_asynchronous_ppo_learns_and_can_be_repeated(tmp_path: Path) -> None:
-    first, returns, summary = written_by("async_ppo", tmp_path / "first", "--goal", 45)
+    sizes = scaled([], ["--batch-T", 32, "--eval-every", 3, "--learning-rate", 2e-3])
+    first, returns, summary = written_by("async_ppo", tmp_path / "first", "--goal", 45, *sizes)
     goal = scaled(45, 1)  # 1: two evaluations
-    again, *_ = written_by("async_ppo", tmp_path / "again", "--goal", goal, "--n-slots", 4)
+    again, *_ = written_by("async_ppo", tmp_path / "again", "--goal", goal, "--n-slots", 4, *sizes)
     found = [[(row["train_return_mean"], row["eval_return_mean"]) for row in rows] for rows in (first, again)]
-    assert len(again) == scaled(len(first), 5)
+    assert len(again) == scaled(len(first), 4)
     assert found[0][: len(again)] == found[1]
     assert returns[0] < 45 <= min(returns[-2:])
     assert summary["lag"]["max"] == 1
@@ -135,9 +137,11 @@ def test_asynchronous_ppo_learns_and_can_be_repeated(tmp_path: Path) -> None:
 def test_the_minimal_example_is_short_and_learns(tmp_path: Path) -> None:
     text = (EXAMPLES / "ppo_minimal.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 60
-    assert "n_batches=40" in text
-    n_batches, script = scaled(40, 20), tmp_path / "ppo_minimal.py"
-    script.write_text(text.replace("n_batches=40", f"n_batches={n_batches}"), encoding="utf-8")
+    n_batches, script = scaled(40, 12), tmp_path / "ppo_minimal.py"
+    for size, fewer in (("n_batches=40", f"n_batches={n_batches}"), ("batch_T=128", f"batch_T={scaled(128, 64)}")):
+        assert size in text
+        text = text.replace(size, fewer)
+    script.write_text(text, encoding="utf-8")
     done = run(script)
     assert done.returncode == 0, done.stderr
     returns = [float(line.rsplit(" ", 1)[1]) for line in done.stdout.splitlines()]
@@ -150,7 +154,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     checkpoint, earlier = tmp_path / "stopped/checkpoint.pt", tmp_path / "earlier.pt"
-    for out, n_batches in (("stopped", 1), ("stopped", 2), ("stopped", 4), ("straight", 4)):
+    for out, n_batches in (("stopped", 1), ("stopped", 2), ("stopped", 3), ("straight", 3)):
         done = run("examples/ppo_resume.py", "--out", tmp_path / out, "--n-batches", n_batches)
         assert done.returncode == 0, done.stderr
         if out == "stopped" and n_batches == 1:
@@ -158,14 +162,14 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
         elif n_batches == 2:
             shutil.copy(earlier, checkpoint)  # as if it was killed after it had logged batch 1, before it saved it
     stopped, straight = (torch.load(tmp_path / out / "checkpoint.pt") for out in ("stopped", "straight"))
-    assert stopped["n_batches"] == straight["n_batches"] == 4
+    assert stopped["n_batches"] == straight["n_batches"] == 3
     for name, tensor in straight["agent"].items():
         assert torch.equal(stopped["agent"][name], tensor), name
     assert len(list((tmp_path / "stopped").glob("events.out.tfevents.*"))) == 3, "one for each start"
     shown = EventAccumulator(str(tmp_path / "stopped"))
     shown.Reload()
     steps = [event.step for event in shown.Scalars("train/Return_mean")]
-    assert steps == [2048 * n for n in range(1, 5)], "each point once"
+    assert steps == [2048 * n for n in range(1, 4)], "each point once"
 
 
 @pytest.mark.skipif(not FULL, reason="full scale: 100,000 steps. Daily, an update of continuous actions is tested")
@@ -181,10 +185,10 @@ def test_ppo_learns_continuous_actions(tmp_path: Path) -> None:
 def test_two_batches_of_atari(game: str, envs: str) -> None:
     pytest.importorskip("ale_py")
     pytest.importorskip("cv2")
-    sizes = "--total-frames 512 --batch-T 32 --batch-B 2 --n-workers 2 --eval-every 0"
+    sizes = "--total-frames 64 --batch-T 4 --batch-B 2 --n-workers 2 --eval-every 0"
     done = run("examples/ppo_atari.py", "--game", game, "--envs", envs, *sizes.split())
     assert done.returncode == 0, done.stderr
-    assert "512 frames" in done.stdout
+    assert "64 frames" in done.stdout
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs the extra `jax`")
@@ -218,8 +222,12 @@ def test_a_module_that_is_missing_is_named_with_its_remedy(
 
 
 def test_recurrent_ppo_writes_curves_and_a_picture_and_memory_beats_none(tmp_path: Path) -> None:
-    options = "--n-workers 2 --length 2 --batch-T 16 --minibatches 2 --learning-rate 5e-3 --eval-every 8"
-    done = run("examples/recurrent_ppo.py", "--out", tmp_path, *options.split(), "--steps", scaled(16_000, 10_000))
+    options = scaled(
+        "--length 2 --batch-T 16 --learning-rate 5e-3 --steps 16000 --eval-every 8",
+        "--length 1 --batch-T 8 --learning-rate 1e-2 --steps 5000 --eval-every 10",
+    )
+    sizes = ["--n-workers", 2, "--minibatches", 2, *options.split()]
+    done = run("examples/recurrent_ppo.py", "--out", tmp_path, *sizes)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert results["goal_reached"]
@@ -247,7 +255,7 @@ def test_a_run_of_many_agents_says_how_good_it_is(example: str) -> None:
 def test_the_shared_policy_plays_other_games(env_id: str) -> None:
     pytest.importorskip("mpe2")
     pytest.importorskip("pettingzoo.sisl")
-    fewer = ["--env-id", env_id, *SHORT.split(), *scaled((), ("--total-steps", 100, "--eval-games", 2))]
+    fewer = ["--env-id", env_id, *SHORT.split(), *scaled([], FEWER.split())]
     done = run("examples/ippo_pettingzoo.py", *fewer, "--max-cycles", 10, "--goal", -1000)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -31,8 +31,8 @@ def _no_file_stays(before: set[str]) -> None:
 
 
 def test_a_run_goes_on_when_engines_are_killed() -> None:
-    sizes = scaled(("20000", "1000"), ("400", "200"))
-    command = ("examples/vizdoom_match.py", "--steps", sizes[0], "--kill-every", sizes[1])
+    sizes = scaled(("20000", "1000", "4"), ("100", "50", "2"))
+    command = ("examples/vizdoom_match.py", "--steps", sizes[0], "--kill-every", sizes[1], "--n-envs", sizes[2])
     done = run(*command, cwd=ROOT, seconds=scaled(2900, 110))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "left: 0 engines, 0 files" in done.stdout
@@ -41,15 +41,17 @@ def test_a_run_goes_on_when_engines_are_killed() -> None:
 
 def test_nothing_is_left_after_the_main_process_is_killed() -> None:
     before = _files()
-    with Program(["examples/vizdoom_match.py", "--kill-every", "0", "--steps", "100000"], cwd=ROOT) as process:
+    n_envs = scaled(4, 2)
+    command = ["examples/vizdoom_match.py", "--kill-every", 0, "--steps", 100_000, "--n-envs", n_envs]
+    with Program(command, cwd=ROOT) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("playing"):
                 engines = [psutil.Process(int(pid)) for pid in line.split()[1:]]
                 break
-        assert len(engines) == 8
+        assert len(engines) == 2 * n_envs
         ports = [c.laddr.port for c in psutil.net_connections("udp") if c.pid in {each.pid for each in engines}]
-        assert len(ports) == 8
+        assert len(ports) == 2 * n_envs
         process.kill()
         process.communicate()
     until(lambda: not any(each.is_running() for each in engines), "the end of the engines", 10)
@@ -67,12 +69,12 @@ def test_one_player(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return gym.make("VizdoomBasic-v1")
 
-    with ParallelSampler(make, batch_T=20, batch_B=4, n_workers=2, max_decorrelation_steps=0) as sampler:
+    with ParallelSampler(make, batch_T=10, batch_B=2, n_workers=2, max_decorrelation_steps=0) as sampler:
         sampler.initialize(RandomAgent(), seed=0)
         for itr in range(3):
             samples, _ = sampler.obtain_samples(itr)
             screen = samples.env.observation.screen
-            assert screen.shape == (20, 4, 240, 320, 3)
+            assert screen.shape == (10, 2, 240, 320, 3)
             assert screen.float().std() > 5
             assert samples.env.valid.all()
     _no_file_stays(before)
