@@ -76,7 +76,7 @@ def test_agents_of_an_open_population_sit_in_the_seats_of_their_kind(base: Any) 
             {kind: RandomAgent() for kind in KINDS}, policy_of=lambda seat: seat.partition(":")[0], seed=0
         )
         env, n_steps, memory, n_decisions, n_ends = made[-1], 0, list[Counter[str]](), 0, 0
-        wanted, itr, ids = scaled(100_000, 500), 0, set[str]()
+        wanted, itr, ids = scaled(100_000, 1_000), 0, set[str]()
         while n_steps < wanted:
             batch, _ = sampler.obtain_samples(itr)
             itr += 1

@@ -86,7 +86,7 @@ GAMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: The options of batches for games that take long to show an end.
 LONG = {
-    "knights": {"batch_T": 120, "n_batches": 2, "batch_B": scaled(3, 2)},
+    "knights": {"batch_T": scaled(120, 90), "n_batches": 2, "batch_B": scaled(3, 2)},
     "multiwalker, falling": {"batch_T": 60},
     "pistonball": {"batch_T": 8, "n_batches": 2},
     "cooperative_pong": {"batch_T": 8, "n_batches": 2},

@@ -21,7 +21,7 @@ ale_py = pytest.importorskip("ale_py")
 pytest.importorskip("cv2")
 pytestmark = pytest.mark.slow
 
-B, GAMES, SCORES = scaled((8, 50, 4), (2, 3, 2))  # environments, games, and the fewest different scores, for each form
+B, GAMES, SCORES = scaled((8, 50, 4), (2, 2, 2))  # environments, games, and the fewest different scores, for each form
 METHOD = {"start_method": scaled("forkserver", "fork")}  # daily a fork, which need not import ALE
 LIVES = 5
 Score = tuple[float, int]  # of a game, and its steps
