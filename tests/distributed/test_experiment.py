@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import resource
@@ -159,8 +160,8 @@ def unpickling_nothing() -> Any:
     """An agent. From now on, nothing is unpickled in the process of this worker, except a checkpoint."""
     for name in ("load", "loads"):
         setattr(pickle, name, refuse)
-    with pytest.raises(AssertionError, match="pickle was used"):
-        pickle.loads(b"N.")
+    with contextlib.suppress(AssertionError):  # not with pytest, which each worker would import
+        raise RuntimeError(f"pickle works: {pickle.loads(b'N.')}")
     return CategoricalPgAgent(small_model)
 
 

@@ -45,7 +45,7 @@ from penstock.distributed.names import NameClient
 from penstock.distributed.parameters import ParameterClient
 from penstock.distributed.pieces import piece_of
 
-from ..scale import scaled
+from ..scale import FULL, scaled
 from .support import MAKES, SAMPLER, need, needs_zmq, wait_until
 from .test_experiment import Publisher, Steps, experiment, joined, panel, recurrent_agent, start
 
@@ -438,16 +438,16 @@ def pid_of(run: Any, name: str) -> int | None:
 
 
 FAULTS = ("kill", "stop 3", "hold", "kill twice", "cut names", "stop 60")
-N_FAULTS = scaled(200, 5)
+#: Daily. Other tests have the rest: `test_a_silent_worker...`, and `test_an_experiment_goes_on...` for "kill".
+USUAL_FAULTS = ("stop 3", "kill twice", "cut names")
+N_FAULTS = scaled(200, len(USUAL_FAULTS))
 
 
-@pytest.mark.parametrize("inference", ["policy", None])
+@pytest.mark.parametrize("inference", scaled(["policy", None], ["policy"]))
 @pytest.mark.parametrize("wire", ["zmq", pytest.param("ray", marks=pytest.mark.ray)])
 def test_random_faults(wire: Any, inference: str | None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """After each, the run goes on, and no batch was trained on that was older than `max_staleness` by lineage."""
     need(wire, request)
-    if inference is None and N_FAULTS < 10:
-        pytest.skip("PENSTOCK_FAULTS=full runs it")
     rng = random.Random(int(os.environ.get("PENSTOCK_SEED", "0")))
     faulty = Faulty(tmp_path, 2)
     made = Experiment(
@@ -480,7 +480,7 @@ def test_random_faults(wire: Any, inference: str | None, tmp_path: Path, request
 
         assert advances()
         for k in range(N_FAULTS):
-            fault = FAULTS[k] if k < min(N_FAULTS, 5) and N_FAULTS < 10 else rng.choice(FAULTS)
+            fault = rng.choice(FAULTS) if FULL else USUAL_FAULTS[k]
             name = rng.choice(list(run.restarts))
             pid = pid_of(run, name)
             if pid is None:

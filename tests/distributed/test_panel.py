@@ -28,6 +28,7 @@ from penstock.distributed.names import NameClient, NameTable
 
 from ..process.support import is_running
 from ..scale import FULL, scaled
+from ..starter import Program
 from ..support import PROGRAMS
 from .ray_support import our_processes, wait_for_none
 from .support import MAKES, need, needs_zmq, note, wait_until
@@ -298,22 +299,24 @@ def test_launched_workers_end_with_a_panel_that_is_killed(
 
 
 @needs_zmq
+@pytest.mark.usefixtures("starter")
 def test_a_worker_and_a_panel_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(PROGRAMS / "panel.py", tmp_path / "sleepers.py")
     file = tmp_path / "trial.json"
-    run = [sys.executable, "-m", "penstock"]
     with ControlPanel("test", wire="zmq", file=file) as panel:
-        command = [*run, "worker", "sleepers:Sleeper/3", "--join", file]
+        command = [sys.executable, "-m", "penstock", "worker", "sleepers:Sleeper/3", "--join", file]
         with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
             assert panel.connect(["sleeper/3"], timeout=60) == ["sleeper/3"]
-            status = subprocess.run([*run, "status", "--join", file], capture_output=True, text=True, timeout=60)
-            assert (status.returncode, status.stderr) == (0, "")
-            assert "sleeper/3               READY" in status.stdout
+            assert main(["status", "--join", str(file)]) == 0
+            shown, errors = capsys.readouterr()
+            assert errors == ""
+            assert "sleeper/3               READY" in shown
             panel.request("sleeper/3", "exit")
             assert process.wait(20) == 0
             assert process.stderr is not None
             assert process.stderr.read() == "sleepers:Sleeper/3: COMPLETED\n"
-        with subprocess.Popen([*run, "worker", "sleepers:Sleeper", "--join", file], cwd=tmp_path) as process:
+        command = [PROGRAMS / "command.py", "worker", "sleepers:Sleeper", "--join", file]
+        with Program(command, cwd=tmp_path) as process:
             panel.connect(["sleeper/0"], timeout=60)
             process.kill()
             process.wait()
@@ -377,7 +380,7 @@ def test_waiting_for_a_name_and_watching_names(local: ControlPanel) -> None:
 
 
 def test_a_worker_that_was_suspended_does_not_take_the_name_table_for_lost(local: ControlPanel) -> None:
-    (name,) = started(local)
+    (name,) = started(local, sleep=0.05)
     tick, stood = local._wire._tick, threading.Event()
 
     def stand_still() -> None:
@@ -545,20 +548,21 @@ def test_no_worker_ends_although_the_name_table_answers_seldom(
 @pytest.mark.usefixtures("forked_workers")
 def test_many_workers_have_the_descriptors_that_they_need_or_are_refused() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = psutil.Process().num_fds() + 20
     with ControlPanel("test", wire="zmq") as panel:
+        few = psutil.Process().num_fds() + 5
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
-            names = panel.launch(Counter, 10)
+            names = panel.launch(Counter, 3)
             panel.connect(timeout=60)
             assert panel.pulse(timeout=10) == dict.fromkeys(names, Status.READY)
             with pytest.raises(ConfigError, match=r"more workers need \d+ file descriptors .* its limit is"):
-                panel.launch(Counter, hard, first=10)
+                panel.launch(Counter, hard, first=3)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @needs_zmq
+@pytest.mark.usefixtures("forked_workers")
 def test_long_errors_and_many_figures_do_not_end_the_panel() -> None:
     class Fails(Counter):
         def _poll(self) -> PollResult:
@@ -568,11 +572,11 @@ def test_long_errors_and_many_figures_do_not_end_the_panel() -> None:
             return {f"loss_of_part_{i:04}": i + 0.5 for i in range(1500)}
 
     with ControlPanel("test", wire="zmq") as panel:
-        names = panel.launch(Fails, 6)
+        names = panel.launch(Fails, 4)
         panel.connect(timeout=60)
         panel.group_request("configure")
         wait_until(lambda: all("loss_of_part_1499" in facts for facts in panel.stats().values()))
-        with ControlPanel.join(panel.connection) as other:  # it gets all of them at once: 220 KB
+        with ControlPanel.join(panel.connection) as other:  # it gets all of them at once: 147 KB
             assert all("loss_of_part_1499" in facts for facts in other.stats().values())
         panel.group_request("start")
         wait_until(lambda: all(facts["status"] == "ERROR" for facts in panel.stats().values()))

@@ -365,7 +365,7 @@ def test_a_connection_may_be_left_while_large_replies_come(wires: Wires) -> None
     for server in servers:
         server.open("large", lambda call: call.reply(np.zeros(3 * 2**20, np.uint8)))
     mine = wires()
-    for _ in range(scaled(300, 10)):
+    for _ in range(scaled(300, 4)):
         peers = [mine.reach(server.address, "large") for server in servers]
         futures = [peer.ask("more", 30) for peer in peers for _ in range(3)]
         futures[0].result()

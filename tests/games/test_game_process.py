@@ -27,7 +27,7 @@ from penstock.envs import CountingEnv
 from penstock.games import GameProcess, lease_port
 
 from ..children import exit_code_of_fork
-from ..scale import scaled
+from ..scale import scaled, some
 from ..support import BOUND, PROGRAMS, until
 from .games_support import COMMAND, SERVER, SHORT, game, play, processes
 
@@ -509,7 +509,7 @@ def test_an_interrupt_at_any_moment_of_the_start_leaves_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spelling", ["exit", "kill", "exception"])
+@pytest.mark.parametrize("spelling", some(["exit", "kill", "exception"], 2))
 def test_a_game_ends_with_the_script_that_started_it(spelling: str) -> None:
     mark = f"script-{spelling}-{os.getpid()}"
     end = {"exit": "", "kill": "os.kill(os.getpid(), 9)", "exception": "raise SystemExit(3)"}[spelling]

@@ -1,6 +1,9 @@
 """Runs an experiment, and prints its state four times a second: `suspended.py WIRE CHECKPOINT TRAINERS POLICIES`.
-Its workers wait for 2 seconds in place of 30 when their panel is silent."""
+Its workers wait for 2 seconds in place of 30 when their panel is silent. On Ray, two suspensions must not be failures;
+over sockets, with a bound of 0, one must not be."""
 
+import contextlib
+import importlib
 import json
 import os
 import sys
@@ -72,5 +75,8 @@ if __name__ == "__main__":
         Policies(n_policies) if n_policies else None,
         seed=0,
     )
-    with experiment.run(wire=wire, max_restarts=1) as run:
+    with contextlib.ExitStack() as stack:
+        if "starter" in sys.modules:  # its workers are forks too
+            stack.enter_context(importlib.import_module("command").forking())
+        run = stack.enter_context(experiment.run(wire=wire, max_restarts=int(wire == "ray")))
         run.wait(partial(say, run))

@@ -18,7 +18,7 @@ from penstock.testing.reference_envs import row_of
 
 from ..against_loop import compare
 from ..envs.space_strategies import any_space, discrete, sample
-from ..scale import FULL, examples, pairs
+from ..scale import FULL, examples, pairs, scaled
 from ..support import Diary
 from .environments import ENVIRONMENTS, agent_maker, env_fns
 
@@ -26,10 +26,12 @@ pytestmark = pytest.mark.slow
 
 
 T = 8
+#: Two workers. Daily they are forks, which need not import the environments again.
+IN_TWO = {"n_workers": 2, "start_method": scaled("forkserver", "fork")}
 #: Time limits within a batch, at its end, and beyond it.
 LIMITS = dict.fromkeys(ENVIRONMENTS, (3, 8, 11)) | {"Blackjack": (1, 2, 3)}  # most hands end within two steps
 
-#: Slow environments. Daily each runs in one test: Atari in the first, dm_control in the last.
+#: Slow environments. Daily, dm_control runs in the last test, and `test_whole_games.py` plays Atari.
 HEAVY = ("Atari", "dm_control")
 
 
@@ -47,7 +49,7 @@ def compare_on(sampler_cls: Any, name: str, recurrent: bool, **kwargs: Any) -> l
     return compare(sampler_cls, fns, make_agent, batch_T=T, batch_B=len(fns), env_info=True, **kwargs)
 
 
-@pytest.mark.parametrize(("name", "wait_reset"), pairs(cases("Atari"), [False, True]))
+@pytest.mark.parametrize(("name", "wait_reset"), pairs(cases(), [False, True]))
 def test_a_stateless_agent(name: str, wait_reset: bool) -> None:
     found = compare_on(SerialSampler, name, recurrent=False, n_batches=4, wait_reset=wait_reset)
     # The compared data must hold all kinds of episode ends: [environment, batch, T].
@@ -77,7 +79,7 @@ def test_a_recurrent_agent(name: str, wait_reset: bool) -> None:
 def test_in_processes(name: str) -> None:
     # Every second environment with the other mode and the other kind of agent. The tests above have the rest.
     odd = list(ENVIRONMENTS).index(name) % 2 == 1
-    options: dict[str, Any] = {"n_batches": 4, "sampler": {"n_workers": 2}, "wait_reset": odd}
+    options: dict[str, Any] = {"n_batches": 4, "sampler": IN_TWO, "wait_reset": odd}
     compare_on(ParallelSampler, name, recurrent=odd, traj_info_cls=TrajInfo if odd else Diary, **options)
 
 
@@ -154,5 +156,4 @@ def test_odd_spaces(name: str, wait_reset: bool) -> None:
 @pytest.mark.timeout(60)
 def test_all_odd_spaces_at_once_in_processes(wait_reset: bool) -> None:
     together = spaces.Dict(ODD)
-    n_workers = {"sampler": {"n_workers": 2}}
-    compare_with(ParallelSampler, together, together, batch_T=7, wait_reset=wait_reset, **n_workers)
+    compare_with(ParallelSampler, together, together, batch_T=7, wait_reset=wait_reset, sampler=IN_TWO)

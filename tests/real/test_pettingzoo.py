@@ -86,11 +86,13 @@ GAMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: The options of batches for games that take long to show an end.
 LONG = {
-    "knights": {"batch_T": 120, "n_batches": 2, "batch_B": scaled(3, 2)},
+    "knights": {"batch_T": scaled(120, 90), "n_batches": 2, "batch_B": scaled(3, 2)},
     "multiwalker, falling": {"batch_T": 60},
     "pistonball": {"batch_T": 8, "n_batches": 2},
     "cooperative_pong": {"batch_T": 8, "n_batches": 2},
 }
+#: Two workers. Daily they are forks, which need not import the games again.
+IN_TWO = {"n_workers": 2, "start_method": scaled("forkserver", "fork")}
 #: Games in which agents die one by one.
 DEATHS = ("knights", "multiwalker, falling")
 
@@ -119,7 +121,7 @@ def test_every_game_in_two_workers_is_that_of_a_plain_loop(name: str) -> None:
         return {policy: RandomAgent() for policy in sorted(set(by_agent.values()))}
 
     options: dict[str, Any] = {"batch_T": 15, "batch_B": 3, "n_batches": 3, **LONG.get(name, {})}
-    options |= {"policy_of": by_agent.__getitem__, "bootstrap_value": False, "sampler": {"n_workers": 2}}
+    options |= {"policy_of": by_agent.__getitem__, "bootstrap_value": False, "sampler": IN_TWO}
     wanted = compare(ParallelSampler, lambda: Exact(env_fn()), agents, **options)
     infos = [info for _, own in wanted for info in own]
     assert any(info.agent_id is not None for info in infos)

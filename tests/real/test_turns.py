@@ -23,9 +23,9 @@ MASKED = "observation.action_mask"
 #: By name: the arguments of the game, its mask, the length of a batch, and how many games are played daily. None of
 #: chess: its observations take 4 s of CPU time, and it is masked as others are.
 GAMES: dict[str, tuple[dict[str, Any], str | None, int, int]] = {
-    "tictactoe_v3": ({}, MASKED, 8, 60),
-    "connect_four_v3": ({}, MASKED, 16, 30),
-    "rps_v2": ({"max_cycles": 15}, None, 8, 30),
+    "tictactoe_v3": ({}, MASKED, 8, 30),
+    "connect_four_v3": ({}, MASKED, 16, 20),
+    "rps_v2": ({"max_cycles": 15}, None, 8, 20),
     "chess_v6": ({}, MASKED, 32, 0),
 }
 

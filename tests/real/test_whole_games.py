@@ -14,14 +14,15 @@ import pytest
 from penstock import ParallelSampler, RandomAgent
 
 from ..examples.programs import imported
-from ..scale import scaled
+from ..scale import scaled, some
 from ..support import env_seeds
 
 ale_py = pytest.importorskip("ale_py")
 pytest.importorskip("cv2")
 pytestmark = pytest.mark.slow
 
-B, GAMES, SCORES = scaled((8, 50, 4), (2, 3, 2))  # environments, games, and the fewest different scores, for each form
+B, GAMES, SCORES = scaled((8, 50, 4), (2, 2, 2))  # environments, games, and the fewest different scores, for each form
+METHOD = {"start_method": scaled("forkserver", "fork")}  # daily a fork, which need not import ALE
 LIVES = 5
 Score = tuple[float, int]  # of a game, and its steps
 
@@ -81,7 +82,7 @@ PLAIN = {"batched": batched_scores, "single": single_scores}
 def test_scores_are_those_of_a_plain_loop(form: str, example: Any) -> None:
     make = example.MAKERS[form]
     sizes: dict[str, Any] = {"batch_T": 64, "batch_B": B, "n_workers": 2, "max_decorrelation_steps": 0}
-    sizes |= {"batched": form == "batched", "traj_info_cls": example.GameInfo, "record_final_obs": False}
+    sizes |= {"batched": form == "batched", "traj_info_cls": example.GameInfo, "record_final_obs": False, **METHOD}
     found: list[Score] = []
     actions, n_ends = [], 0
     with ParallelSampler(partial(make, "Breakout"), **sizes) as sampler:
@@ -98,7 +99,7 @@ def test_scores_are_those_of_a_plain_loop(form: str, example: Any) -> None:
     assert LIVES * len(found) <= n_ends <= LIVES * len(found) + (LIVES - 1) * B  # and lives of games that go on
 
 
-@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.parametrize("form", some(PLAIN, 1))
 def test_an_evaluation_plays_whole_games(form: str, example: Any) -> None:
     """In Space Invaders, where most rewards are above 1."""
 
@@ -114,7 +115,7 @@ def test_an_evaluation_plays_whole_games(form: str, example: Any) -> None:
     make = example.MAKERS[form]
     n = scaled(2, 1)
     sizes: dict[str, Any] = {"batch_T": 2, "batch_B": n, "n_workers": n, "eval_n_envs": n, "eval_episodes": n}
-    sizes |= {"batched": form == "batched", "traj_info_cls": Recorded, "max_decorrelation_steps": 0}
+    sizes |= {"batched": form == "batched", "traj_info_cls": Recorded, "max_decorrelation_steps": 0, **METHOD}
     with ParallelSampler(partial(make, "SpaceInvaders"), **sizes) as sampler:
         sampler.initialize(RandomAgent(), seed=7)
         infos = sampler.evaluate_agent(0)

@@ -24,6 +24,8 @@ from ..scale import scaled
 from ..support import assert_same, until
 from .vector_support import MODES, Pictured, Waiting, compare, counting, let_go, modes, synced, talkative
 
+#: Daily, workers with EnvPool or ALE are forks, which need not import it.
+METHOD = scaled("forkserver", "fork")
 SAME, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
 
 
@@ -81,7 +83,7 @@ def _envpool() -> None:
 def test_envpool(n_workers: int, task: str) -> None:
     n, n_steps = scaled((4, 30), (3, 8)) if task == "Pong-v5" else (4, 30)  # an episode of Pong ends in 0.16 s
     pool = partial(BatchedEnvPool, task, max_episode_steps=7)
-    with ShmVectorEnv(pool, num_envs=n, n_workers=n_workers) as ours, closing(pool(n)) as theirs:
+    with ShmVectorEnv(pool, num_envs=n, n_workers=n_workers, context=METHOD) as ours, closing(pool(n)) as theirs:
         assert compare(ours, theirs, n_steps, part=plain_parts) >= n * (n_steps // 7)
 
 
@@ -97,7 +99,8 @@ def pong(num_envs: int, mode: str) -> Any:
 def test_atari_also_with_seeds_for_some_rows(n_workers: int, mode: str) -> None:
     """Daily, real/test_vector_engines.py has the other mode."""
     pytest.importorskip("ale_py")
-    ours, plain = ShmVectorEnv(partial(pong, mode=mode), num_envs=3, n_workers=n_workers), pong(3, mode)
+    ours = ShmVectorEnv(partial(pong, mode=mode), num_envs=3, n_workers=n_workers, context=METHOD)
+    plain = pong(3, mode)
     ours.reset(seed=1)
     plain.reset(seed=np.arange(1, 4))
     # ALE takes seeds of the rows that are reset.
@@ -105,7 +108,7 @@ def test_atari_also_with_seeds_for_some_rows(n_workers: int, mode: str) -> None:
     found, _ = ours.reset(seed=[7, 8, 9], options={"reset_mask": mask})
     wanted, _ = plain.reset(seed=np.array([7, 9]), options={"reset_mask": mask})
     np.testing.assert_array_equal(found, wanted)
-    assert compare(ours, plain, scaled(40, 16), their_seed=np.arange(5, 8), part=plain_parts) >= 3
+    assert compare(ours, plain, scaled(40, 8), their_seed=np.arange(5, 8), part=plain_parts) >= 3
     ours.close()
     plain.close()
 

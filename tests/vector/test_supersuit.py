@@ -145,7 +145,7 @@ def test_stable_baselines3_learns_the_same() -> None:
         model = sb3.PPO("MlpPolicy", envs, n_steps=16, batch_size=32, n_epochs=2, device="cpu")
         torch.manual_seed(3)
         np.random.seed(3)
-        model.learn(16 * 6 * 4)
+        model.learn(16 * 6 * scaled(4, 2))
         envs.close()
         return [parameter.detach().numpy().copy() for parameter in model.policy.parameters()]
 
