@@ -215,8 +215,7 @@ class Script:
     body: Its text, which begins with `variables` and `HEAD`; or the path of a program, whose argument is a dict of the
         `variables`, as JSON.
     new: In a new interpreter, else in a fork of `starter`.
-    whole: It ends as a Python program does, also in a fork. Without torch's modules to take apart, it takes half the
-        CPU time.
+    whole: A fork too ends as a Python program does. Else it leaves its modules whole, which halves its CPU time.
     """
 
     def __init__(
