@@ -15,7 +15,7 @@ import pytest
 from penstock import ConfigError, ParallelSampler, RandomAgent, WorkerDiedError
 from penstock.envs import CountingEnv
 
-from ..scale import FULL, methods, scaled
+from ..scale import methods, scaled
 from ..starter import run
 from ..support import BOUND, PROGRAMS
 from .support import SLACK, Script, gone_after
@@ -145,7 +145,7 @@ MEAN = scaled(2.0, 0.3)  # seconds between signals; in a short run enough of the
 
 def test_chaos(tmp_path: Path) -> None:
     options = ["--seconds", SECONDS, "--mean", MEAN, "--restarts", 1]
-    done = run(CHAOS, *options, cwd=tmp_path, seconds=SECONDS + 110, forks_supervisor=not FULL)
+    done = run(CHAOS, *options, cwd=tmp_path, seconds=SECONDS + 110, forks_supervisor=False)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {what: int(n.replace(",", "")) for n, what in re.findall(r"(\d[\d,]*) ([\w ]+)", done.stdout)}
     assert counts["batches"], done.stdout
