@@ -289,10 +289,10 @@ def become(request: Request) -> types.ModuleType:
         warnings.simplefilter("error")
     if request.light or request.forks_supervisor:
         launch = importlib.import_module("penstock.workers.launcher")
-        plain, left_out = launch.Supervisor, ("torch",) if request.light else ()
+        plain = launch.Supervisor
 
         def supervisor(preload: Sequence[str] = (), *, is_fork: bool = False) -> Any:
-            imported = [name for name in preload if name not in left_out]
+            imported = [name for name in preload if not (request.light and name.partition(".")[0] == "torch")]
             made = plain(imported, is_fork=is_fork or request.forks_supervisor)
             made.preload = frozenset(preload)
             return made

@@ -12,8 +12,8 @@ from ..scale import scaled
 from ..support import Diary
 from .support import note
 
-N_BATCHES = scaled(10_000, 100)
-N_EPISODES = scaled(1_000_000, 10_000)
+N_BATCHES = scaled(10_000, 40)
+N_EPISODES = scaled(1_000_000, 4000)
 T, B = 50, 8
 CYCLE = 1000  # episodes until returns repeat: float32 holds them exactly
 

@@ -185,7 +185,7 @@ def test_after_a_failure_there_is_little_time_to_close(tmp_path: Path) -> None:
 def test_nothing_accumulates(tmp_path: Path, start_method: str) -> None:
     """Under -W error, in a process of its own, so that nothing else is in the figures."""
     n = scaled(500, 4)
-    with Script(tmp_path, PROGRAMS / "cycles.py", start_method=start_method, n=n, n_before=scaled(10, 2)) as script:
+    with Script(tmp_path, PROGRAMS / "cycles.py", start_method=start_method, n=n, n_before=scaled(10, 1)) as script:
         growth, *others = map(int, script.line())
         _, stderr = script.end()
     assert stderr == ""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,7 +64,7 @@ say("fine")
 @methods("forkserver")
 def test_forks_and_daemons_may_have_samplers_and_their_end_harms_nobody(tmp_path: Path, start_method: str) -> None:
     """Though the main process has used the same start method, and its supervisor, before."""
-    with Script(tmp_path, FORKS, METHOD=start_method) as script:
+    with Script(tmp_path, FORKS, whole=True, METHOD=start_method) as script:
         workers = script.pids()
         out, stderr = script.end()
         assert (out, stderr, script.process.returncode) == ("fine\n", "", 0)
@@ -145,11 +143,11 @@ SECONDS = scaled(600, 3)
 MEAN = scaled(2.0, 0.3)  # seconds between signals; in a short run enough of them that some hit a sampler that restarts
 
 
-def test_chaos() -> None:
-    command = [sys.executable, str(CHAOS), "--seconds", str(SECONDS), "--mean", str(MEAN), "--restarts", "1"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    counts = {what: int(n.replace(",", "")) for n, what in re.findall(r"(\d[\d,]*) ([\w ]+)", run.stdout)}
-    assert counts["batches"], run.stdout
-    assert counts["restarts"], run.stdout
-    assert counts["signals"], run.stdout
+def test_chaos(tmp_path: Path) -> None:
+    options = ["--seconds", SECONDS, "--mean", MEAN, "--restarts", 1]
+    done = run(CHAOS, *options, cwd=tmp_path, seconds=SECONDS + 110, forks_supervisor=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = {what: int(n.replace(",", "")) for n, what in re.findall(r"(\d[\d,]*) ([\w ]+)", done.stdout)}
+    assert counts["batches"], done.stdout
+    assert counts["restarts"], done.stdout
+    assert counts["signals"], done.stdout

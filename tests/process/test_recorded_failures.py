@@ -4,8 +4,6 @@ import builtins
 import ctypes
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,8 @@ from penstock import (
 )
 
 from ..scale import scaled
-from .support import generator, python_path
+from ..starter import run
+from .support import generator
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 
@@ -91,14 +90,12 @@ except BaseException as error:
 """
 
 
-def outcome_in_a_fresh_process(path: Path) -> tuple[list[str], int]:
+def outcome_in_a_fresh_process(path: Path, folder: Path) -> tuple[list[str], int]:
     """What it prints, and its exit code."""
-    env = {**os.environ, "PYTHONPATH": python_path()}
-    run = subprocess.run(
-        [sys.executable, "-c", FRESH, str(path)], capture_output=True, text=True, timeout=60, env=env, check=False
-    )
-    assert "Traceback" not in run.stderr, run.stderr
-    return run.stdout.splitlines(), run.returncode
+    (folder / "fresh.py").write_text(FRESH)
+    done = run(folder / "fresh.py", path, cwd=folder)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout.splitlines(), done.returncode
 
 
 @pytest.mark.parametrize("i", range(scaled(200, 5)))
@@ -145,7 +142,7 @@ def test_a_failure_is_the_same_in_a_fresh_process(i: int, tmp_path: Path) -> Non
         assert type(error.__cause__).__name__ == how
     found = next(path for path in tmp_path.iterdir() if str(path) == error.episode.path)
     episode = RecordedEpisode.load(found)
-    lines, code = outcome_in_a_fresh_process(found)
+    lines, code = outcome_in_a_fresh_process(found, tmp_path)
     stop = "reset" if in_reset else episode.step
     expected = [f"stopped before {stop}", f"step {0 if in_reset else episode.step}"]
     if how in EXCEPTIONS:

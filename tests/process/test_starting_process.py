@@ -88,7 +88,7 @@ def test_volleys_of_ctrl_c_while_workers_start(tmp_path: Path, what: str, start_
     """Four in a row, as from an impatient user. No process is left, other samplers go on, and the next start works."""
     rng = random.Random(4)
     program = PROGRAMS / "starts_interrupted.py"
-    with Script(tmp_path, program, n=40, what=what, start_method=start_method) as script:
+    with Script(tmp_path, program, n=scaled(40, 20), what=what, start_method=start_method) as script:
         assert script.line() == ["ready"]
         began = time.monotonic()
         while script.process.poll() is None and time.monotonic() < began + BOUND:
