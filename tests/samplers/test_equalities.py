@@ -163,17 +163,17 @@ SAMPLERS: dict[str, tuple[type[Sampler], Options]] = {
 
 #: What is recorded or asked for. `sampler` holds options that the loop does not have.
 RECORDED: dict[str, Options] = {
-    "evaluations": {"eval_n_envs": 3, "eval_max_steps": 150},
+    "evaluations": {"eval_n_envs": 3, "eval_max_steps": 90},
     "counted episodes": {"eval_n_envs": 3, "eval_max_steps": 900, "eval_episodes": 5},
     "env_info": {"env_info": {"n": 0.0}},
-    "long trajectories": {"traj_info_cls": LongInfo, "eval_n_envs": 2, "eval_max_steps": 150},
+    "long trajectories": {"traj_info_cls": LongInfo, "eval_n_envs": 2, "eval_max_steps": 90},
     "a diary": {"traj_info_cls": Diary, "traj_info_kwargs": {"discount": 0.5}, "eval_n_envs": 2, "eval_max_steps": 60},
     "checks": {"sampler": {"debug": True, "check_finite": True}},
     "three slots, no final_obs": {"sampler": {"n_slots": 3, "record_final_obs": False}},
 }
 
 #: batch_T, batch_B and the number of batches.
-SHAPES: dict[str, tuple[int, int, int]] = {"5 x 3": (5, 3, 5), "1 x 4": (1, 4, 20), "23 x 2": (23, 2, 2)}
+SHAPES: dict[str, tuple[int, int, int]] = {"5 x 3": (5, 3, 5), "1 x 4": (1, 4, 12), "23 x 2": (23, 2, 2)}
 
 AXES: tuple[dict[str, Any], ...] = (KINDS, FORMS, AGENTS, SAMPLERS, RECORDED, SHAPES)
 Cell = tuple[str, str, str, str, str, str]
@@ -209,10 +209,16 @@ def every_cell() -> list[Cell]:
 # ---- the table -----------------------------------------------------------------------------
 
 
+def may_be_daily(cell: Cell) -> bool:
+    """What is read and written of nested values is the same for these kinds: with each sampler, one of them runs."""
+    kind, sampler = cell[0], cell[3]
+    return kind not in RANDOM_ONLY or RANDOM_ONLY.index(kind) == list(SAMPLERS).index(sampler) % len(RANDOM_ONLY)
+
+
 @cache
 def daily() -> list[Cell]:
-    """Cells in which each two values of two axes meet, where they can."""
-    return covering(every_cell())
+    """Cells in which each two values of two axes meet, where they can and may."""
+    return covering([cell for cell in every_cell() if may_be_daily(cell)])
 
 
 @pytest.mark.parametrize("cell", every_cell() if FULL else daily(), ids="; ".join)
@@ -228,7 +234,14 @@ def test_batches_are_those_of_a_plain_loop(cell: Cell) -> None:
 
 def test_each_two_values_of_the_table_that_can_meet_do_so_daily() -> None:
     found = {pair for cell in daily() for pair in combinations(enumerate(cell), 2)}
-    assert found == {pair for cell in every_cell() for pair in combinations(enumerate(cell), 2)}
+    possible = {pair for cell in every_cell() for pair in combinations(enumerate(cell), 2)}
+    missing = {(kind, sampler) for (_, kind), (_, sampler) in possible - found}
+    assert missing == {
+        (kind, sampler)
+        for i, kind in enumerate(RANDOM_ONLY)
+        for k, sampler in enumerate(SAMPLERS)
+        if k % len(RANDOM_ONLY) != i
+    }
     assert {value for cell in daily() for value in cell} == {value for axis in AXES for value in axis}
 
 
