@@ -48,7 +48,7 @@ from penstock.envs.toy import ScriptedGame
 
 from ..against_loop import compare
 from ..models import CartPoleNet, Lstm, LstmQ, Modes, Net
-from ..scale import FULL, START_METHODS, covering, examples, scaled
+from ..scale import FULL, START_METHODS, covering, examples, pairs, with_start_methods
 from ..support import Diary
 from ..toy_games import Numbered, Odd, Roles, TurnGame, Valuing
 from .digest_cases import IntoWalk, LongInfo, Nested, Plain, Stateful, Walk, rows_of
@@ -150,9 +150,9 @@ SAMPLERS: dict[str, tuple[type[Sampler], Options]] = {
     "3 workers, spawn": (ParallelSampler, {"n_workers": 3, "start_method": "spawn" if FULL else "forkserver"}),
     "central": (GpuSampler, {"n_workers": 2}),
     "central, first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 1}),
-    "central, at most 0.1 ms": (GpuSampler, {"n_workers": 3, "max_wait": 1e-4}),
+    "central, at most 0.1 ms": (GpuSampler, {"n_workers": 2, "max_wait": 1e-4}),
     "central, own process": (GpuSampler, {"n_workers": 2, **PROCESS}),
-    "central, own process, first-ready": (GpuSampler, {"n_workers": 3, "min_ready": 0.5, **PROCESS}),
+    "central, own process, first-ready": (GpuSampler, {"n_workers": 2, "min_ready": 0.5, **PROCESS}),
     "alternating": (AlternatingSampler, {"n_workers": 3}),
     "alternating, no overlap": (AlternatingSampler, {"n_workers": 2, "overlap": False}),
     "alternating, own process": (AlternatingSampler, {"n_workers": 2, **PROCESS}),
@@ -279,16 +279,6 @@ MODELS: dict[str, tuple[Any, Callable[[], Any]]] = {
 WITHOUT_VALUE = ("deterministic", "squashed", "function")
 
 
-def of_models() -> list[tuple[str, str]]:
-    """All pairs at full scale; daily two samplers for each model, and each sampler."""
-    names = list(SAMPLERS)
-    return [
-        (model, names[(i + k) % len(names)])
-        for i, model in enumerate(MODELS)
-        for k in scaled(range(len(names)), (0, 7))
-    ]
-
-
 def compare_model(model: str, cls: type[Sampler], of_sampler: Options) -> None:
     """Four batches and two evaluations."""
     env_fn, make_agent = MODELS[model]
@@ -297,7 +287,7 @@ def compare_model(model: str, cls: type[Sampler], of_sampler: Options) -> None:
     compare(cls, env_fn, make_agent, sampler=of_sampler, rtol=1e-6, **has_value, **sizes)
 
 
-@pytest.mark.parametrize(("model", "sampler"), of_models())
+@pytest.mark.parametrize(("model", "sampler"), pairs(MODELS, SAMPLERS))
 def test_agents_with_models_act_as_in_a_plain_loop(model: str, sampler: str) -> None:
     compare_model(model, *SAMPLERS[sampler])
 
@@ -308,8 +298,7 @@ def test_every_stock_agent_is_among_them() -> None:
     assert agents == {RandomAgent, *(type(make_agent()) for _, make_agent in MODELS.values())}
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
-@pytest.mark.parametrize("sampler", ["2 workers", "central", "central, own process", "ahead by one batch"])
+@with_start_methods("sampler", ["2 workers", "central", "central, own process", "ahead by one batch"], START_METHODS)
 def test_every_start_method(sampler: str, start_method: str) -> None:
     cls, of_sampler = SAMPLERS[sampler]
     only_ours = {**of_sampler, "start_method": start_method}

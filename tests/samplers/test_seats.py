@@ -279,7 +279,7 @@ def check_values(batch: Any) -> None:
 
 SERVED: dict[str, Any] = {
     "together": partial(GpuSampler, n_workers=2),
-    "min_ready": partial(GpuSampler, n_workers=4, min_ready=1),
+    "min_ready": partial(GpuSampler, n_workers=3, min_ready=1),
     "process": partial(GpuSampler, n_workers=2, server="process"),
     "halves": partial(AlternatingSampler, n_workers=2),
     "ahead": partial(AsyncSampler, n_workers=2),
