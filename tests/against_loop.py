@@ -51,7 +51,7 @@ def compare(
             for name, own in samples.items() if isinstance(samples, PolicySamples) else [("", samples)]:
                 _compare(own.numpy(), wanted[name] if name else wanted, rtol)
             assert_same(figures(infos), figures(wanted_infos))
-            if "eval_n_envs" in options and itr % 3 == 0:
+            if "eval_n_envs" in options and itr in (0, 3):  # the second shows what the first has left
                 assert_same(figures(ours.evaluate_agent(itr)), figures(loop.evaluate_agent(itr)))
             found.append((wanted, wanted_infos))
     return found

@@ -39,7 +39,11 @@ AGENTS: dict[str, tuple[Any, Callable[[], Any]]] = {
 }
 
 #: Daily without those that differ from another in an option.
-DAILY = [name for name in AGENTS if name not in ("gaussian, log_std", "recurrent gaussian", "epsilon-greedy", "traced")]
+LIKE_ANOTHER = (
+    *("multi-discrete", "gaussian, log_std", "recurrent categorical", "recurrent gaussian", "epsilon-greedy"),
+    *("traced", "deterministic, ou"),
+)
+DAILY = [name for name in AGENTS if name not in LIKE_ANOTHER]
 
 
 @pytest.mark.parametrize("name", scaled(list(AGENTS), DAILY))

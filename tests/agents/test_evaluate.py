@@ -198,7 +198,7 @@ def test_unchanged_parameters_give_what_was_recorded(data: st.DataObject) -> Non
 def test_a_squashed_distribution_has_that_log_prob_and_entropy(kind: str) -> None:
     torch.manual_seed(0)
     agent: Any = SquashedGaussianAgent(lambda action_space: Squashed(action_space, "state").double())
-    with SerialSampler(lambda: Walk(kind, False), batch_T=4, batch_B=2) as sampler:
+    with SerialSampler(lambda: Walk(kind, False), batch_T=2, batch_B=2) as sampler:
         sampler.initialize(agent, seed=0)
         samples, _ = sampler.obtain_samples(0)
         found = agent.evaluate(samples)

@@ -31,7 +31,7 @@ from penstock.learning import Replay
 
 from ..against_loop import compare
 from ..samplers.digest_cases import Plain, Stateful, rows_of
-from ..scale import scaled, some
+from ..scale import pairs, scaled, some
 from ..support import assert_as_plain_loop, assert_same, collect_with, env_seeds, without_infos
 
 pytestmark = pytest.mark.slow
@@ -189,11 +189,10 @@ def of_threes(num_envs: int) -> Any:
 THREES: dict[str, Any] = {"batched": True, "rows_per_env": 3}
 
 
-SIZES: dict[str, Any] = {"batch_T": 25, "batch_B": 12, "eval_n_envs": 6, "eval_max_steps": 240}
+SIZES: dict[str, Any] = {"batch_T": 10, "batch_B": 12, "eval_n_envs": 6, "eval_max_steps": 60}
 
 
-@pytest.mark.parametrize("n_workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
+@pytest.mark.parametrize(("cls", "n_workers"), pairs([ParallelSampler, GpuSampler], [1, 2, 3, 4]))
 def test_rows_that_belong_together_are_never_cut(cls: Any, n_workers: int) -> None:
     with cls(of_threes, **SIZES, **THREES, n_workers=n_workers) as sampler:
         sampler.initialize(RandomAgent(), seed=0)

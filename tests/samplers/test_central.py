@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -36,6 +34,7 @@ from penstock.workers.plan import PoolOptions
 
 from ..models import Constant
 from ..scale import pairs, scaled, some
+from ..starter import Program
 from ..support import PROGRAMS, Gated, assert_same, collect_with, pipes
 from .digest_cases import Plain, Stateful
 from .test_equalities import SAMPLERS
@@ -121,7 +120,7 @@ def test_values_are_computed_for_the_same_environments_whichever_is_slow(
         with cls(SlowEnv, env_kwargs=env_kwargs, batch_T=T, batch_B=6, n_workers=3, **kwargs) as sampler:
             sampler.initialize(agent, seed=0, bootstrap_value=True)
             agent.valued.clear()
-            for itr in range(5):
+            for itr in range(3):
                 sampler.obtain_samples(itr)
         found.append(Counter(agent.valued))
     assert found[0] == found[1]
@@ -286,18 +285,10 @@ def test_an_evaluation_ends_when_there_are_enough_trajectories(how: str) -> None
 
 
 @pytest.mark.parametrize("start_method", scaled(["forkserver", "spawn"], ["forkserver"]))
-def test_workers_do_not_import_torch(tmp_path: Path, start_method: str) -> None:
-    """In a process of its own: this one's supervisor has torch."""
-    paths = [str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", PROGRAMS / "without_torch.py", start_method],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
-    assert (done.stdout, done.stderr) == ("0.0 0.0 4\n", "")
+def test_workers_do_not_import_torch(starter: None, tmp_path: Path, start_method: str) -> None:
+    """In a program of its own, whose supervisor is a new interpreter: that of this process has torch."""
+    with Program([PROGRAMS / "without_torch.py", start_method], cwd=tmp_path, strict=True) as program:
+        assert program.communicate(timeout=60) == ("0.0 0.0 4\n", "")
 
 
 def test_the_default_workers_of_halves_leave_a_cpu_for_the_process_that_acts() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ..scale import pairs
 from .digest_cases import SHAPES, digest_of_vector, digests_of_sampler, sampler_cases, vector_cases
 
 FILE = Path(__file__).with_name("digests.json")
@@ -26,8 +27,7 @@ def compare(name: str, found: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*eval_max_steps.*:RuntimeWarning")
-@pytest.mark.parametrize("shape", SHAPES, ids="T={0[0]}, B={0[1]}".format)
-@pytest.mark.parametrize("case", list(sampler_cases()), ids=lambda case: case[0])
+@pytest.mark.parametrize(("case", "shape"), pairs(sampler_cases(), SHAPES), ids=lambda each: str(each[0]))
 def test_a_sampler_collects_what_it_always_did(case: Any, shape: tuple[int, int]) -> None:
     compare(f"{case[0]}, {list(shape)}", digests_of_sampler(case, shape))
 

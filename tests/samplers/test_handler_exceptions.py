@@ -113,7 +113,7 @@ def test_what_follows_is_right_or_says_what_has_happened(cls: Any, which: int) -
     work(made)
     with raised_at(0) as calls:
         work(made)
-    for k in range(1, len(calls) + 1, scaled(1, 11 if cls is SerialSampler else 47)):
+    for k in range(1, len(calls) + 1, scaled(1, 23 if cls is SerialSampler else 97)):
         try:
             with raised_at(k):
                 work(made)

@@ -16,7 +16,7 @@ from penstock import CategoricalPgAgent, GpuSampler, ParallelSampler, RandomAgen
 from penstock.testing import DelegatingAgent, Fault, faulty_env
 
 from ..models import CartPoleNet as Net
-from ..scale import START_METHODS, pairs
+from ..scale import USUAL_METHODS, pairs
 from .started import check_refused, started
 from .test_equalities import SAMPLERS
 
@@ -38,7 +38,7 @@ def set_weights(agent: CategoricalPgAgent, action: int, value: float) -> None:
 
 STARTED = [
     (*case, False, {"start_method": method})
-    for case, method in pairs(product(["2 workers", "central, own process"], FAST), START_METHODS)
+    for case, method in pairs(product(["2 workers", "central, own process"], FAST), USUAL_METHODS)
 ]
 
 

@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from penstock import (
 from penstock.envs.toy import ScriptedGame
 
 from ..against_loop import figures
+from ..scale import FULL, covering, pairs
 from ..support import Diary, assert_same, kept
 from ..toy_games import Odd
 from .started import check_refused, started
@@ -135,9 +137,10 @@ def check_episode(sampler: Any, e: int, t: int) -> int:
     return int(episode.step - t)
 
 
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("n_policies", [1, 3])
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
+RUNS = list(product([SerialSampler, ParallelSampler], [1, 3], [False, True]))
+
+
+@pytest.mark.parametrize(("cls", "n_policies", "waits"), RUNS if FULL else covering(RUNS))
 def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int, waits: bool) -> None:
     rng, n_before, seeds, infos = np.random.default_rng(0), [], {}, []
     n_random_steps = 0 if n_policies == 1 else 30
@@ -221,8 +224,7 @@ def test_games_that_are_built_again_are_repeated_too(waits: bool) -> None:
 # ---- saved runs ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_policies", [1, 3])
-@pytest.mark.parametrize("env_fn", [Plain, Unpicklable])
+@pytest.mark.parametrize(("env_fn", "n_policies"), pairs([Plain, Unpicklable], [1, 3]))
 def test_a_run_continues_with_the_seeds_of_its_games(env_fn: Any, n_policies: int) -> None:
     def collect(sampler: Any, itrs: range) -> list[Any]:
         return [(kept(samples, infos), figures(infos)) for samples, infos in map(sampler.obtain_samples, itrs)]

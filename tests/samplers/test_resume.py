@@ -44,11 +44,14 @@ from ..support import Batch, Diary, assert_same
 
 pytestmark = pytest.mark.slow
 
-N = 5
+N = 4
 
 
 def draws(observation: Any, rngs: Any) -> Any:
     return np.array([rng.integers(2) for rng in rngs])
+
+
+PENDULUM = partial(gym.make, "Pendulum-v1", max_episode_steps=50)
 
 
 class Rebuilt(gym.Wrapper[Any, Any, Any, Any], EzPickle):
@@ -56,7 +59,7 @@ class Rebuilt(gym.Wrapper[Any, Any, Any, Any], EzPickle):
 
     def __init__(self) -> None:
         EzPickle.__init__(self)
-        gym.Wrapper.__init__(self, gym.make("Pendulum-v1"))
+        gym.Wrapper.__init__(self, PENDULUM())
 
 
 def resumable_sampler(env_fn: Any = "CartPole-v1", cls: type[Sampler] = SerialSampler, **kwargs: Any) -> Sampler:
@@ -101,7 +104,7 @@ def resumed(make_agent: Any, cls: type[Sampler], other_cls: type[Sampler], **kwa
 
 
 EVALUATED = {"eval_n_envs": 2, "eval_max_steps": 60}
-CONTINUOUS = {"env_fn": "Pendulum-v1", "batch_T": 30}
+CONTINUOUS = {"env_fn": PENDULUM}
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "random": (RandomAgent, EVALUATED),
     "wait reset": (RandomAgent, {"collector_cls": WaitResetCollector, **EVALUATED}),
@@ -111,9 +114,9 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "traj info": (RandomAgent, {"traj_info_cls": Diary, "env_fn": partial(CountingEnv, 40)}),
     "env info": (RandomAgent, {"env_info": ["count"], "env_fn": CountingEnv}),
     "seeded episodes": (RandomAgent, {"seed_episodes": True}),
-    "replayed": (RandomAgent, {"seed_episodes": True, "env_fn": Rebuilt, "batch_T": 50}),
+    "replayed": (RandomAgent, {"seed_episodes": True, "env_fn": Rebuilt, "batch_T": 15}),
     "categorical": (lambda: CategoricalPgAgent(lambda: Net(4, 2, 0)), EVALUATED),
-    "epsilon greedy": (lambda: EpsilonGreedyAgent(lambda: Net(4, 2), epsilon=0.3), {"batch_T": 40}),
+    "epsilon greedy": (lambda: EpsilonGreedyAgent(lambda: Net(4, 2), epsilon=0.3), {"batch_T": 20}),
     "recurrent": (lambda: RecurrentGaussianPgAgent(lambda: Lstm(3, 1)), CONTINUOUS),
     "noise with drift": (lambda: DeterministicPgAgent(lambda: Net(3, 1), noise="ou", warmup_random_itrs=3), CONTINUOUS),
     "squashed": (lambda: SquashedGaussianAgent(lambda: Net(3, 1, 1), warmup_random_itrs=3), CONTINUOUS),
@@ -181,8 +184,7 @@ def test_new_episodes_never_repeat_old_ones(seed_episodes: bool) -> None:
 
 @pytest.mark.parametrize("cls", [ParallelSampler, GpuSampler])
 def test_exact_and_reseeded_environments_side_by_side(cls: type[Sampler]) -> None:
-    fns = [partial(gym.make, "Pendulum-v1"), Rebuilt, partial(gym.make, "Pendulum-v1"), Rebuilt, Rebuilt]
-    kwargs = {"env_fn": fns, "cls": cls, "batch_T": 30}
+    kwargs = {"env_fn": [PENDULUM, Rebuilt, PENDULUM, Rebuilt, Rebuilt], "cls": cls, "batch_T": 15}
     with started(resumable_sampler(**kwargs), RandomAgent()) as sampler:
         expected = collect(sampler, 0, 4)
     state, _ = saved(2, **kwargs)

@@ -31,9 +31,9 @@ from ..support import Batch, assert_as_plain_loop, assert_same, collect, env_see
 
 pytestmark = pytest.mark.slow
 
-N, B = 3, 6
+N, B = 2, 6
 SAME, NEXT, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
-SIZES: dict[str, Any] = {"batch_T": 23, "batch_B": B, "n_workers": 2, "batched": True}
+SIZES: dict[str, Any] = {"batch_T": 17, "batch_B": B, "n_workers": 2, "batched": True}
 EVALUATED = {"eval_n_envs": 2, "eval_max_steps": 60}
 
 cartpole = partial(gym.make, "CartPole-v1", max_episode_steps=25)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from penstock import (
 from penstock.envs.toy import ScriptedGame
 from penstock.testing import check_env_state
 
+from ..scale import FULL, covering
 from ..support import Diary, assert_same, collect
 from ..toy_games import Book, TurnGame, split_agents
 
@@ -133,17 +135,22 @@ def continued(
     return state, report
 
 
-@pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector, Counting])
-@pytest.mark.parametrize("n_policies", [1, 2])
-@pytest.mark.parametrize(
-    ("first", "second"), [(SerialSampler, two), pytest.param(three, SerialSampler, marks=pytest.mark.slow)]
+RUNS = list(
+    product(
+        [ScriptedGame, Stateful],
+        [(SerialSampler, two), (three, SerialSampler)],
+        [1, 2],
+        [ResetCollector, WaitResetCollector, Counting],
+    )
 )
-@pytest.mark.parametrize("env_fn", [ScriptedGame, pytest.param(Stateful, marks=pytest.mark.slow)])
+
+
+@pytest.mark.parametrize(("env_fn", "samplers", "n_policies", "collector_cls"), RUNS if FULL else covering(RUNS))
 def test_a_run_continues_as_if_it_had_never_ended(
-    first: Any, second: Any, n_policies: int, collector_cls: Any, env_fn: Any
+    env_fn: Any, samplers: Any, n_policies: int, collector_cls: Any
 ) -> None:
     options = {"collector_cls": collector_cls, "traj_info_cls": Diary if n_policies == 2 else TrajInfo}
-    state, report = continued(first, second, env_fn, partial(split_agents, n_policies, Kept), **options)
+    state, report = continued(*samplers, env_fn, partial(split_agents, n_policies, Kept), **options)
     assert {column["kind"] for column in state["columns"].values()} == {
         "pickle" if env_fn is ScriptedGame else "get_state"
     }

@@ -70,7 +70,7 @@ def wanted_windows(batches: list[Any], n_step: int, discount: float) -> dict[int
     is_prioritized=st.booleans(),
     has_players=st.booleans(),
 )
-@examples(30, 300)
+@examples(20, 300)
 def test_windows_of_a_replay_go_on_in_the_next_batch(
     T: int, n_step: int, k: int, seed: int, is_prioritized: bool, has_players: bool
 ) -> None:
