@@ -209,16 +209,10 @@ def every_cell() -> list[Cell]:
 # ---- the table -----------------------------------------------------------------------------
 
 
-def may_be_daily(cell: Cell) -> bool:
-    """What is read and written of nested values is the same for these kinds: with each sampler, one of them runs."""
-    kind, sampler = cell[0], cell[3]
-    return kind not in RANDOM_ONLY or RANDOM_ONLY.index(kind) == list(SAMPLERS).index(sampler) % len(RANDOM_ONLY)
-
-
 @cache
 def daily() -> list[Cell]:
-    """Cells in which each two values of two axes meet, where they can and may."""
-    return covering([cell for cell in every_cell() if may_be_daily(cell)])
+    """Cells in which each two values of two axes meet, where they can."""
+    return covering(every_cell())
 
 
 @pytest.mark.parametrize("cell", every_cell() if FULL else daily(), ids="; ".join)
@@ -234,14 +228,7 @@ def test_batches_are_those_of_a_plain_loop(cell: Cell) -> None:
 
 def test_each_two_values_of_the_table_that_can_meet_do_so_daily() -> None:
     found = {pair for cell in daily() for pair in combinations(enumerate(cell), 2)}
-    possible = {pair for cell in every_cell() for pair in combinations(enumerate(cell), 2)}
-    missing = {(kind, sampler) for (_, kind), (_, sampler) in possible - found}
-    assert missing == {
-        (kind, sampler)
-        for i, kind in enumerate(RANDOM_ONLY)
-        for k, sampler in enumerate(SAMPLERS)
-        if k % len(RANDOM_ONLY) != i
-    }
+    assert found == {pair for cell in every_cell() for pair in combinations(enumerate(cell), 2)}
     assert {value for cell in daily() for value in cell} == {value for axis in AXES for value in axis}
 
 
