@@ -242,7 +242,9 @@ def test_bad_data_is_named_in_evaluations_too(name: str) -> None:
     check_named(error, message.replace("env_rank 3", "env_rank 1"))
 
 
-@pytest.mark.parametrize("name", ["observation of wrong shape", "four values", "reset observation of wrong shape"])
+@pytest.mark.parametrize(
+    "name", ["observation of wrong shape", "four values", "reset observation of wrong shape", "reward NaN"]
+)
 def test_bad_data_is_named_at_start_up(name: str) -> None:
     wrong, options, message = BAD[name]
     with (

@@ -170,6 +170,18 @@ def test_an_agent_alone_is_an_environment() -> None:
     env.close()
 
 
+def test_an_agent_alone_waits_for_a_game_in_which_it_plays() -> None:
+    class Late(ScriptedGame):
+        def reset(self, **arguments: Any) -> Any:
+            self.start = ["a1"] if self.start is None else ["a0", "a1"]
+            return super().reset(**arguments)
+
+    env = OneSeat("a0", ParallelView(Late(2, [{}, {}])))
+    observation, _ = env.reset(seed=1)
+    assert observation.tolist()[:3] == [1, 0, 0]  # of the second game
+    assert env.step(1)[1] == 2.0
+
+
 def test_an_agent_alone_may_die_without_an_observation() -> None:
     class Unseen(ScriptedGame):
         def step(self, actions: Any) -> Any:

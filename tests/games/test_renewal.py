@@ -120,12 +120,13 @@ def test_a_cut_invents_no_transition(at: int, cut: tuple[Any, Any]) -> None:
 
 @pytest.mark.slow
 def test_final_values_and_seeds(tmp_path: Path) -> None:
-    """The value of the last observation is recorded, and a second run gives the same, whatever the sampler."""
+    """The value of the last observation is recorded, and a second run gives the same, whatever the sampler; also
+    without `final_obs`."""
 
-    def found(cls: Any, folder: str, n_workers: int) -> Any:
+    def found(cls: Any, folder: str, n_workers: int, **options: Any) -> Any:
         (tmp_path / folder).mkdir()
         env_fn = partial(Played, str(tmp_path / folder), {1: (4, "exit"), 3: (13, "exit")})
-        with sampler_of(cls, env_fn, n_workers=n_workers, **RENEW) as sampler:
+        with sampler_of(cls, env_fn, n_workers=n_workers, **RENEW, **options) as sampler:
             sampler.initialize(CategoricalPgAgent(lambda: Net(2, 5, 0)), seed=7, bootstrap_value=True)
             return collect(sampler, 2)
 
@@ -136,6 +137,8 @@ def test_final_values_and_seeds(tmp_path: Path) -> None:
     assert first.agent.final_value[2, 1] == pytest.approx(first.agent.agent_info.value[3, 1], rel=1e-4)
     for other in results[1:]:
         assert_same(without_infos(other), without_infos(results[0]), rtol=1e-5, atol=1e-6)
+    for (few, _), (batch, _) in zip(found(SerialSampler, "d", 1, record_final_obs=False), results[0], strict=True):
+        assert_same(few.agent.final_value, batch.agent.final_value, rtol=1e-5, atol=1e-6)
 
 
 class OwnTrajInfo(TrajInfo):

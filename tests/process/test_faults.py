@@ -156,6 +156,8 @@ def kind_of(cell: Cell) -> Cell:
 DAILY = (
     # The thread that notes progress while the learner trains took this for a wait until somebody reads the pipe.
     Cell("ahead", "send", "stop", "first batch", "raise", "forkserver"),
+    # The exception crosses two processes.
+    Cell("central, own process", "act", "raise", "later", "raise", "forkserver"),
     # `mutants.txt` names it.
     Cell("parallel", "close", "hang", "later", "raise", "fork"),
 )

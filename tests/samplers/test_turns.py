@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock import AgentStep, ParallelSampler, RandomAgent, RecurrentCategoric
 from penstock.errors import ConfigError
 from penstock.learning import Prioritized, Replay
 from tests.against_loop import compare
+from tests.learning.streams import in_python
 from tests.models import Lstm
 from tests.scale import examples
 from tests.toy_games import Book, TurnGame, Valuing
@@ -69,10 +71,11 @@ def wanted_windows(batches: list[Any], n_step: int, discount: float) -> dict[int
     seed=st.integers(0, 2**20),
     is_prioritized=st.booleans(),
     has_players=st.booleans(),
+    version=st.sampled_from([nullcontext, in_python]),
 )
 @examples(20, 300)
 def test_windows_of_a_replay_go_on_in_the_next_batch(
-    T: int, n_step: int, k: int, seed: int, is_prioritized: bool, has_players: bool
+    T: int, n_step: int, k: int, seed: int, is_prioritized: bool, has_players: bool, version: Any
 ) -> None:
     n = 90 // T
     prioritized = Prioritized() if is_prioritized else None
@@ -81,7 +84,7 @@ def test_windows_of_a_replay_go_on_in_the_next_batch(
     policy_of = (lambda agent_id, rng: ("main", "other")[rng.integers(2)]) if has_players else None
     batches = []
     options = {"policy_of": policy_of, "seed": seed, "max_decorrelation_steps": 100}
-    with started(partial(TurnGame, k), agents, batch_T=T, **options) as sampler:
+    with version(), started(partial(TurnGame, k), agents, batch_T=T, **options) as sampler:
         for itr in range(n):
             samples, _ = sampler.obtain_samples(itr)
             samples = samples.main if has_players else samples

@@ -11,7 +11,7 @@ import pytest
 import penstock.testing
 from penstock import EvalCollector, TrajInfo
 from penstock.columns import Events, Start
-from penstock.envs import CountingEnv
+from penstock.envs import CountingEnv, NestedEnv
 from penstock.testing import check_eval_collector, check_traj_info, evaluation_rules
 
 from ..scale import FULL
@@ -163,6 +163,7 @@ class KeepsTheInfo(Longest):
 def test_a_subclass_keeps_all_rules() -> None:
     check_traj_info(Longest, CountingEnv, traj_info_kwargs={"scale": 2.0})
     check_traj_info(TrajInfo, CountingEnv)
+    check_traj_info(Longest, NestedEnv)
 
 
 @pytest.mark.parametrize(("cls", "rule", "words"), INFOS_BROKEN, ids=INFOS_BROKEN.names)
