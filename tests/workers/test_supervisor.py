@@ -424,6 +424,12 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
             os.kill(int(fork), signal.SIGKILL)
 
 
+def test_a_supervisor_that_is_stopped_is_killed_at_its_close(supervisor: Supervisor) -> None:
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    supervisor.close()
+    assert not psutil.pid_exists(supervisor.pid)
+
+
 def test_a_supervisor_that_was_killed(supervisor: Supervisor) -> None:
     """The workers end with it, and their groups. The next start says so, and another supervisor can be had at once."""
     pipe = Pipe()
