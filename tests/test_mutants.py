@@ -52,7 +52,8 @@ FAULTS = {
 
 @pytest.fixture(autouse=True)
 def _few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The toy's tests need none of the others, which take as much CPU time to import as pytest itself."""
+    """The tests of the toy need pytest-xdist alone. To import the other plugins takes as much CPU time as pytest
+    itself."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
 

@@ -152,7 +152,9 @@ def test_an_editable_install_works(tmp_path: Path, links: bool) -> None:
             if "penstock" not in entry.name and not (site / entry.name).exists():
                 (site / entry.name).symlink_to(entry)
     install = ["-m", "pip", "--python", python, "install", "--no-deps", "--no-build-isolation", "-e", source]
-    output_of(sys.executable, *install, cwd=tmp_path, **scaled({}, {"CC": "/bin/false"}))  # a wheel has C
+    output_of(
+        sys.executable, *install, cwd=tmp_path, **scaled({}, {"CC": "/bin/false"})
+    )  # the tests of wheels compile C
     assert str(source) in output_of(python, "-c", SAMPLE if links else SMALL_SAMPLE, cwd=tmp_path)
     top_level = {path.name for path in site.iterdir()} & set(ROOMS)
     assert not top_level

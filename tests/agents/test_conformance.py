@@ -38,9 +38,9 @@ AGENTS: dict[str, tuple[Any, Callable[[], Any]]] = {
     ),
 }
 
-#: Daily without those that differ from another in an option.
+#: Daily without these: another agent of the list has the same code, with another action space or option.
 LIKE_ANOTHER = (
-    *("multi-discrete", "gaussian, log_std", "recurrent categorical", "recurrent gaussian", "epsilon-greedy"),
+    *("multi-discrete", "gaussian, log_std", "recurrent categorical", "epsilon-greedy"),
     *("traced", "deterministic, ou"),
 )
 DAILY = [name for name in AGENTS if name not in LIKE_ANOTHER]

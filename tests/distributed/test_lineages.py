@@ -438,7 +438,8 @@ def pid_of(run: Any, name: str) -> int | None:
 
 
 FAULTS = ("kill", "stop 3", "hold", "kill twice", "cut names", "stop 60")
-#: Daily. Other tests have the rest: `test_a_silent_worker...`, and `test_an_experiment_goes_on...` for "kill".
+#: Daily. `test_a_silent_worker...` has "hold", and a worker that is stopped for long. `test_an_experiment_goes_on...`
+#: has "kill".
 USUAL_FAULTS = ("stop 3", "kill twice", "cut names")
 N_FAULTS = scaled(200, len(USUAL_FAULTS))
 

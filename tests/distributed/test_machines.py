@@ -125,6 +125,7 @@ def test_actors_of_another_machine_join_are_lost_and_join_again_and_others_are_r
         late = join(tmp_path, "actor/2")
         state = run.wait(lambda s: samples(s, "actor/2") > 0, timeout=60)
         assert samples(state, "actor/2") > 0
+        # `test_tuning.py` has what the command line makes of such an error.
         with pytest.raises(ConfigError, match="the run and this experiment differ in"):
             names["OTHER"].join(tmp_path / "run.json", ["actor/1"])
         for name, says in (("json:MODEL", "cannot load json:MODEL"), ("json:dumps", "json:dumps is no Experiment")):
@@ -174,8 +175,8 @@ def other_network() -> Iterator[str]:
 def test_an_actor_of_another_network_ends_and_joins_again_after_a_long_cut_of_the_link_and_goes_on_after_a_short_one(
     tmp_path: Path, other_network: str
 ) -> None:
-    """A long cut is one of more than 2 s in place of 30. The actor waits for a policy worker, which it does not reach
-    either."""
+    """A cut is long if it lasts more than 2 s; the limit is 30 s otherwise. The actor waits for a policy worker, which
+    it cannot reach either."""
     experiment = load(tmp_path)["EXPERIMENT"]
     with open(tmp_path / "exp.py", "a") as file:
         file.write("from penstock.distributed import role\nrole.ORPHAN_SECONDS = 2.0\n")
@@ -197,7 +198,7 @@ def test_an_actor_of_another_network_ends_and_joins_again_after_a_long_cut_of_th
         assert (code, text.splitlines()[-1]) == (1, "actor/1: exit code 1")
         until_it_is_lost()
         ip("link set ps-near up")
-        load(tmp_path)  # the next cut is a short one
+        load(tmp_path)  # the limit is 30 s again: the next cut is shorter
         joined = join(tmp_path, "actor/1", network=other_network)
         assert samples(run.wait(lambda s: samples(s) > 0, timeout=60)) > 0
         ip("link set ps-near down")

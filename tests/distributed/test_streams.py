@@ -21,7 +21,7 @@ from ..scale import scaled
 from .support import Wires, in_four_threads, newer, wait_until
 
 pytestmark = [pytest.mark.timeout(scaled(1800, 120)), pytest.mark.slow]
-PIECES, PIECES_WITH_FAULTS = scaled((100_000, 400), (1_200, 40))
+PIECES, PIECES_WITH_FAULTS = scaled((100_000, 1_000), (1_200, 40))
 
 
 class Trial:

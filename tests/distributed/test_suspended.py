@@ -82,7 +82,8 @@ def test_a_run_goes_on_after_its_panel_was_suspended_and_all_end_when_it_is_kill
             saved = torch.load(path, weights_only=True)["version"]
             driver.send_signal(signal.SIGCONT)
             n_lives += wire == "ray"
-            later = wait(lambda s: s["version"] > saved)["version"] + 30  # noqa: B023  # more than 1.5 s
+            # 30 steps take more than 1.5 s. By then, the panel would have restarted a worker that it took for lost.
+            later = wait(lambda s: s["version"] > saved)["version"] + 30  # noqa: B023
             state = wait(
                 lambda s: is_up(s) and s["version"] > later and s["restarts"]["actor/1"] == n_lives  # noqa: B023
             )

@@ -64,8 +64,8 @@ def test_the_agent_as_it_was_and_a_folder_of_both_and_training_beside_it_is_the_
                 for itr in range(6):
                     found.append(sampler.obtain_samples(itr)[0].copy())
                     with torch.no_grad():
-                        for parameter in agent.model.parameters():
-                            parameter.mul_(-0.9)  # training: the greedy action becomes the other one
+                        for parameter in agent.model.heads[0].parameters():  # training: now the other action is greedy
+                            parameter.mul_(0.9 if itr else -0.9)
                     agent.sync_shared_memory()
                 if evaluates:
                     assert running.wait(60).episodes == before.episodes

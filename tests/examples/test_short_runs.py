@@ -233,7 +233,6 @@ def test_recurrent_ppo_writes_curves_and_a_picture_and_memory_beats_none(tmp_pat
     assert results["goal_reached"]
     assert results["final"]["recurrent"] >= 0.95
     assert results["final"]["feed-forward"] < 0.7, "a guess, over 192 episodes"
-    assert results["first_at_goal"]["steps"] <= 16384
     for curve in results["curves"].values():
         assert curve["steps"][0] == 0
         assert all(math.isfinite(value) for values in curve.values() for value in values)
@@ -255,7 +254,7 @@ def test_a_run_of_many_agents_says_how_good_it_is(example: str) -> None:
 def test_the_shared_policy_plays_other_games(env_id: str) -> None:
     pytest.importorskip("mpe2")
     pytest.importorskip("pettingzoo.sisl")
-    fewer = ["--env-id", env_id, *SHORT.split(), *scaled([], FEWER.split())]
+    fewer = ["--env-id", env_id, *scaled(SHORT, FEWER).split()]
     done = run("examples/ippo_pettingzoo.py", *fewer, "--max-cycles", 10, "--goal", -1000)
     assert done.returncode == 0, done.stdout + done.stderr
 

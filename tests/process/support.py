@@ -215,7 +215,8 @@ class Script:
     body: Its text, which begins with `variables` and `HEAD`; or the path of a program, whose argument is a dict of the
         `variables`, as JSON.
     new: In a new interpreter, else in a fork of `starter`.
-    whole: A fork too ends as a Python program does. Else it leaves its modules whole, which halves its CPU time.
+    tears_down: At its end a fork takes its modules apart, as any Python program does. Else it skips this: that halves
+        its CPU time.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class Script:
         body: str | Path,
         *,
         new: bool = False,
-        whole: bool = False,
+        tears_down: bool = False,
         **variables: Any,
     ) -> None:
         if isinstance(body, Path):
@@ -234,7 +235,7 @@ class Script:
             settings = "".join(f"{name} = {value!r}\n" for name, value in variables.items())
             Path(command[0]).write_text(f"{settings}{HEAD}{textwrap.dedent(body)}")
         if not new:
-            self.process = Program(command, cwd=folder, strict=True, light=True, skips_teardown=not whole)
+            self.process = Program(command, cwd=folder, strict=True, light=True, skips_teardown=not tears_down)
             return
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", *command],

@@ -15,7 +15,7 @@ from .support import note
 N_BATCHES = scaled(10_000, 40)
 N_EPISODES = scaled(1_000_000, 4000)
 T, B = 50, 8
-CYCLE = 1000  # episodes until returns repeat: float32 holds them exactly
+CYCLE = scaled(1000, 200)  # episodes until returns repeat: float32 holds them exactly
 
 pytestmark = [pytest.mark.timeout(scaled(3600, 60)), pytest.mark.slow]
 

@@ -64,7 +64,7 @@ say("fine")
 @methods("forkserver")
 def test_forks_and_daemons_may_have_samplers_and_their_end_harms_nobody(tmp_path: Path, start_method: str) -> None:
     """Though the main process has used the same start method, and its supervisor, before."""
-    with Script(tmp_path, FORKS, whole=True, METHOD=start_method) as script:
+    with Script(tmp_path, FORKS, tears_down=True, METHOD=start_method) as script:
         workers = script.pids()
         out, stderr = script.end()
         assert (out, stderr, script.process.returncode) == ("fine\n", "", 0)
@@ -141,7 +141,8 @@ def test_classes_of_the_script_reach_the_workers(tmp_path: Path, pool: str, star
 CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 SECONDS = scaled(600, 3)
 MEAN = scaled(2.0, 0.3)  # seconds between signals; in a short run enough of them that some hit a sampler that restarts
-SEED = scaled([], ["--seed", 13])  # whose first samplers spawn no workers, which would start longer than `MEAN`
+#: With this seed, the first two samplers use forkserver. Spawned workers would be killed before they have started.
+SEED = scaled([], ["--seed", 13])
 
 
 def test_chaos(tmp_path: Path) -> None:

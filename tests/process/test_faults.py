@@ -60,7 +60,8 @@ DIES = {
 STACKS = {"segfault": "_segfault", "hang": "_hang", "spin": "_spin", "hold the gil": "_hold_the_gil", "stop": ""}
 #: Daily without "spin", which differs from "hang" only in the load.
 HOWS = scaled((*RAISES, *DIES, *HANGS), (*RAISES, *DIES, "hang", "hold the gil", "stop"))
-#: Of these, daily one meets each value of the other axes: what tells them apart is told in one place, for all.
+#: Daily, the first way stands for the second, its kind: one way of each kind meets each value of the other axes. The
+#: code that tells ways of one kind apart is in one place, for all pools.
 KIND = {"unpicklable": "raise", "system exit": "raise", "exit": "kill", "segfault": "kill", "hold the gil": "hang"}
 WHENS = ("start-up", "first batch", "later")
 POLICIES = ("raise", "restart", "renew")
@@ -140,7 +141,7 @@ def with_one_start_method() -> list[Cell]:
 
 @cache
 def daily() -> list[Cell]:
-    """`DAILY`, and cells in which each two values of two axes meet, or one of the same kind."""
+    """`DAILY`, and cells in which each two values of two axes meet. A way to fail counts as its `KIND`."""
     cells, of_kind = every_cell(), defaultdict(list)
     for cell in random.Random(1).sample(cells, len(cells)):  # of equal ones, not always those with the first values
         of_kind[kind_of(cell)].append(cell)
@@ -156,7 +157,7 @@ def kind_of(cell: Cell) -> Cell:
 DAILY = (
     # The thread that notes progress while the learner trains took this for a wait until somebody reads the pipe.
     Cell("ahead", "send", "stop", "first batch", "raise", "forkserver"),
-    # The exception crosses two processes.
+    # Its exception crosses two processes.
     Cell("central, own process", "act", "raise", "later", "raise", "forkserver"),
     # `mutants.txt` names it.
     Cell("parallel", "close", "hang", "later", "raise", "fork"),

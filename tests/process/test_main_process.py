@@ -122,7 +122,7 @@ say(*sampler.worker_pids)
 
 @with_start_methods("ending", ["", "sampler.start_samples(1)", "del sampler", "raise SystemExit(3)", "1 / 0"])
 def test_a_forgotten_shutdown_leaves_no_process(ending: str, start_method: str, tmp_path: Path) -> None:
-    with Script(tmp_path, FORGOTTEN + ending, whole=True, METHOD=start_method) as script:
+    with Script(tmp_path, FORGOTTEN + ending, tears_down=True, METHOD=start_method) as script:
         workers = script.pids()
         _, stderr = script.end()
         gone_after(workers, time.monotonic(), LEFT_SECONDS)

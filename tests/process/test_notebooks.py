@@ -81,12 +81,17 @@ def run_cells(cells: Sequence[str], folder: Path, **how: bool) -> list[str]:
     if FULL:
         command = [sys.executable, "-c", plain(cells)]
         env = {**os.environ, "PYTHONPATH": python_path()}
-        process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, cwd=folder, env=env)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=env
+        )
     else:
         (folder / "cells.py").write_text(f"del __file__\n{plain(cells)}")
         process = Program([folder / "cells.py"], cwd=folder, skips_teardown=True, **how)
     with process:
-        output, errors = process.communicate(timeout=150)
+        try:
+            output, errors = process.communicate(timeout=150)
+        finally:
+            process.kill()
     assert process.returncode == 0, errors
     return output.splitlines()
 

@@ -91,7 +91,7 @@ except BaseException as error:
 
 
 def outcome_in_a_fresh_process(path: Path, folder: Path) -> tuple[list[str], int]:
-    """What it prints, and its exit code."""
+    """What a program that repeats the failure prints, and its exit code. It is a fork of the starter."""
     (folder / "fresh.py").write_text(FRESH)
     done = run(folder / "fresh.py", path, cwd=folder)
     assert "Traceback" not in done.stderr, done.stderr

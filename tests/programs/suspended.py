@@ -1,6 +1,6 @@
 """Runs an experiment, and prints its state four times a second: `suspended.py WIRE CHECKPOINT TRAINERS POLICIES`.
-Its workers wait for 2 seconds in place of 30 when their panel is silent. On Ray, two suspensions must not be failures;
-over sockets, with a bound of 0, one must not be."""
+Its workers wait for 2 seconds in place of 30 when their panel is silent. On Ray, the program is suspended twice, and
+max_restarts is 1. Over sockets, it is suspended once, and max_restarts is 0. So a suspension may not be a failure."""
 
 import contextlib
 import importlib

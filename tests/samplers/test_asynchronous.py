@@ -126,7 +126,7 @@ def test_an_evaluation_and_calls_change_no_batch_with_lag_1(server: Any) -> None
     with async_sampler(partial(CountingEnv, length=4), lag=1, server=server, **options) as sampler:
 
         def between(itr: int) -> None:
-            for _ in range(5 if itr % 3 else 10):  # more commands than there are places for open ones
+            for _ in range(5 if itr % 3 else 10):  # 10 are more commands than can be open at once
                 assert len(sampler.evaluate_agent(itr)) == 2 * (10 // 4)
             assert sampler.get_attr("length") == [4] * B
             sampler.set_attr("length", 4)

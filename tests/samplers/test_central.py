@@ -288,7 +288,10 @@ def test_an_evaluation_ends_when_there_are_enough_trajectories(how: str) -> None
 def test_workers_do_not_import_torch(starter: None, tmp_path: Path, start_method: str) -> None:
     """In a program of its own, whose supervisor is a new interpreter: that of this process has torch."""
     with Program([PROGRAMS / "without_torch.py", start_method], cwd=tmp_path, strict=True) as program:
-        assert program.communicate(timeout=60) == ("0.0 0.0 4\n", "")
+        try:
+            assert program.communicate(timeout=60) == ("0.0 0.0 4\n", "")
+        finally:
+            program.kill()
 
 
 def test_the_default_workers_of_halves_leave_a_cpu_for_the_process_that_acts() -> None:

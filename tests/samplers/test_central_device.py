@@ -138,7 +138,8 @@ def assert_same_actions_and_values(ours: list[Any], theirs: list[Any], offset: f
 def test_a_compiled_model_acts_as_it_would_otherwise(server: Any, min_ready: Any) -> None:
     """Traced by torch, and run without a compiler of machine code. The learner's model is not compiled."""
     kwargs: dict[str, Any] = {"n_workers": 2, "min_ready": min_ready, "compile_model": {"backend": "eager"}}
-    kwargs["start_method"] = scaled("forkserver", "fork")  # a fork has what torch imports for it, in 2 s
+    # A fork has already what torch imports for a compiled model. That takes 2 s in a new process.
+    kwargs["start_method"] = scaled("forkserver", "fork")
     agent = CategoricalPgAgent(Net)
     found = batches(GpuSampler(CountingEnv, server=server, **SIZES, **kwargs), agent)
     assert_same_actions_and_values(

@@ -188,7 +188,7 @@ LAYOUTS: list[Any] = [
     (GpuSampler, {"n_workers": 2}),
     (AlternatingSampler, {"n_workers": 2, "server": "process"}),
     (AsyncSampler, {"n_workers": 2, "n_slots": 2, "lag": 1}),
-    (ParallelSampler, {"n_workers": 2, "start_method": "spawn"}),  # not daily: 2 s for each worker, to import torch
+    (ParallelSampler, {"n_workers": 2, "start_method": "spawn"}),  # not daily: each worker takes 2 s to import torch
 ]
 
 

@@ -1,6 +1,7 @@
 """Batches, trajectories and evaluations stay the same from version to version, unless CHANGELOG says otherwise.
 
-`PENSTOCK_DIGESTS=write pytest tests/samplers/test_digests.py` writes the file again.
+`PENSTOCK_FAULTS=full PENSTOCK_DIGESTS=write pytest -n 0 tests/samplers/test_digests.py` writes the file again. Daily,
+each sampler has one of the two shapes.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ from penstock.envs.toy import ScriptedGame
 
 from ..against_loop import compare
 from ..models import CartPoleNet, Lstm, LstmQ, Modes, Net
-from ..scale import FULL, START_METHODS, covering, examples, pairs, with_start_methods
+from ..scale import FULL, START_METHODS, covering, examples, pairs, scaled, with_start_methods
 from ..support import Diary
 from ..toy_games import Numbered, Odd, Roles, TurnGame, Valuing
 from .digest_cases import IntoWalk, LongInfo, Nested, Plain, Stateful, Walk, rows_of
@@ -274,7 +274,15 @@ def compare_model(model: str, cls: type[Sampler], of_sampler: Options) -> None:
     compare(cls, env_fn, make_agent, sampler=of_sampler, rtol=1e-6, **has_value, **sizes)
 
 
-@pytest.mark.parametrize(("model", "sampler"), pairs(MODELS, SAMPLERS))
+#: Daily, recurrent models also act in workers, in halves, and ahead.
+STATEFUL = zip(
+    ("recurrent categorical", "recurrent gaussian", "recurrent epsilon-greedy"),
+    ("2 workers", "alternating", "ahead"),
+    strict=True,
+)
+
+
+@pytest.mark.parametrize(("model", "sampler"), [*pairs(MODELS, SAMPLERS), *scaled([], STATEFUL)])
 def test_agents_with_models_act_as_in_a_plain_loop(model: str, sampler: str) -> None:
     compare_model(model, *SAMPLERS[sampler])
 

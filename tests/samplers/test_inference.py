@@ -38,7 +38,7 @@ def set_weights(agent: CategoricalPgAgent, action: int, value: float) -> None:
 
 STARTED = [
     (*case, False, {"start_method": method})
-    for case, method in pairs(product(["2 workers", "central, own process"], FAST), USUAL_METHODS)
+    for case, method in pairs(product(["2 workers", "central, own process"], FAST), USUAL_METHODS[::-1])
 ]
 
 

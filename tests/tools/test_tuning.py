@@ -90,7 +90,7 @@ class SlowReset(CountingEnv):
         super().__init__(length=1)
 
     def reset(self, **arguments: Any) -> Any:
-        sum(range(200_000))
+        sum(range(400_000))
         return super().reset(**arguments)
 
 
