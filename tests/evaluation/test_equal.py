@@ -195,6 +195,7 @@ AGENTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AGENTS)
 def test_an_agent(name: str) -> None:
     torch.manual_seed(0)

@@ -254,6 +254,7 @@ class KeepsErrors(TrajInfo):
         self.Error = NeedsTwo(1, 2)
 
 
+@pytest.mark.slow
 def test_an_attribute_that_cannot_be_unpickled_is_named_in_that_batch_and_no_other() -> None:
     with started(CountingEnv, cls=ParallelSampler, batch_T=12, traj_info_cls=KeepsErrors) as sampler:
         says = r"attribute 'Error' of a KeepsErrors of env_rank 0, .* cannot be unpickled .*TypeError"

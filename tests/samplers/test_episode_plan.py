@@ -215,6 +215,7 @@ def test_the_episode_of_a_failure_has_its_options(cls: Any, tmp_path: Path) -> N
         env.step(action)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_set", [False, True])
 def test_a_worker_that_is_replaced_follows_the_newest_plan(is_set: bool, tmp_path: Path) -> None:
     runs = []

@@ -142,6 +142,7 @@ def test_alternating_goes_on_with_what_is_left_of_a_half() -> None:
 SCRIPTS = st.lists(st.text("sv", max_size=6), min_size=2, max_size=5)
 
 
+@pytest.mark.slow
 @given(scripts=SCRIPTS, data=st.data())
 def test_values_are_served_for_the_same_workers_however_fast_each_is(scripts: list[str], data: Any) -> None:
     middle, ranks = len(scripts) // 2, range(len(scripts))

@@ -140,6 +140,7 @@ def check_episode(sampler: Any, e: int, t: int) -> int:
 RUNS = list(product([SerialSampler, ParallelSampler], [1, 3], [False, True]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cls", "n_policies", "waits"), RUNS if FULL else covering(RUNS))
 def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int, waits: bool) -> None:
     rng, n_before, seeds, infos = np.random.default_rng(0), [], {}, []
@@ -224,6 +225,7 @@ def test_games_that_are_built_again_are_repeated_too(waits: bool) -> None:
 # ---- saved runs ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("env_fn", "n_policies"), pairs([Plain, Unpicklable], [1, 3]))
 def test_a_run_continues_with_the_seeds_of_its_games(env_fn: Any, n_policies: int) -> None:
     def collect(sampler: Any, itrs: range) -> list[Any]:

@@ -214,6 +214,7 @@ def test_a_wait_with_a_timeout(pipes: list[Path]) -> None:
         envs.recv()
 
 
+@pytest.mark.slow
 def test_a_failure_says_which_environment_was_stepping(tmp_path: Path) -> None:
     once, always = Fault("exit", marker=str(tmp_path / "marker")), Fault("exit")
     with ShmVectorEnv(

@@ -129,6 +129,7 @@ def test_the_end_of_the_main_process_while_modules_are_imported() -> None:
             gone_after([pid], time.monotonic(), LEFT_SECONDS)
 
 
+@pytest.mark.slow
 def test_a_killed_worker(supervisor: Supervisor) -> None:
     """Its group ends and the others live. Exit codes and signals are known."""
     pipe = Pipe()
@@ -424,12 +425,14 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
             os.kill(int(fork), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_is_stopped_is_killed_at_its_close(supervisor: Supervisor) -> None:
     os.kill(supervisor.pid, signal.SIGSTOP)
     supervisor.close()
     assert not psutil.pid_exists(supervisor.pid)
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_was_killed(supervisor: Supervisor) -> None:
     """The workers end with it, and their groups. The next start says so, and another supervisor can be had at once."""
     pipe = Pipe()
