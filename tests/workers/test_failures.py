@@ -6,11 +6,12 @@ import bdb
 import pickle
 import re
 import signal
+import threading
 from typing import Any
 
 import pytest
 
-from penstock.buffers.reports import Report, in_one_line
+from penstock.buffers.reports import Report, dump_exception_by_value, in_one_line
 from penstock.errors import SamplerBrokenError, SpaceError
 from penstock.workers import failures
 from penstock.workers.control import Phase, ProgressSnapshot
@@ -31,6 +32,16 @@ def test_workers_that_were_killed_as_well_are_named_in_words() -> None:
         f"worker {rank} (pid {1000 + rank}) was killed by SIGKILL (out of memory?) while waiting for the next command"
         for rank in (1, 2)
     ]
+
+
+def test_an_exception_that_nothing_can_pickle_is_told_in_words() -> None:
+    class Holds(Exception):
+        lock = threading.Lock()
+
+    headline, text, pickled = dump_exception_by_value(Holds("a lock"))
+    assert headline.endswith(b"Holds: a lock")
+    assert b"Holds: a lock" in text
+    assert pickled == b""
 
 
 def test_a_breakpoint_in_a_worker_gets_a_hint() -> None:
