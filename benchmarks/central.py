@@ -209,10 +209,10 @@ def uneven(repeats: int, seconds: float, batch_T: int = 1024, n_workers: int = 8
 
 
 class AsyncSampling(Sampling):
-    """An `AsyncSampler`, from an empty start to the end of all that it has begun."""
+    """An `AsyncSampler`. A turn starts it without batches, and waits until the workers have ended their last one."""
 
     def batch(self) -> int:
-        """Collect 32 batches, and those that the workers have begun meanwhile; returns their environment steps."""
+        """Collect 32 batches. Then collect what the workers are still working on. Returns the steps of all."""
         sampler: Any = self._sampler
         n_steps = 0
         if sampler.state.name == "PAUSED":

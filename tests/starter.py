@@ -206,11 +206,10 @@ class Program(Child):
         return self.returncode
 
 
-def run(
-    *argv: object, cwd: Path, seconds: float = 110, forks_supervisor: bool = True
-) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run([sys.executable, *argv], capture_output=True, text=True)`."""
-    with Program(argv, cwd=cwd, forks_supervisor=forks_supervisor, skips_teardown=True) as process:
+def run(*argv: object, cwd: Path, seconds: float = 110, **how: bool) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run([sys.executable, *argv], capture_output=True, text=True)`. `how` is for `Program`: if it does not
+    say otherwise, the supervisor is a fork, and the script skips its teardown."""
+    with Program(argv, cwd=cwd, **{"forks_supervisor": True, "skips_teardown": True, **how}) as process:
         try:
             output, errors = process.communicate(timeout=seconds)
         except BaseException:

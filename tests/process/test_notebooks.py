@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ..scale import FULL, scaled
-from ..starter import Program
+from ..starter import run
 from .support import python_path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -77,27 +77,20 @@ asyncio.run(notebook())
 
 
 def run_cells(cells: Sequence[str], folder: Path, **how: bool) -> list[str]:
-    """What this notebook prints, in `folder`. `how` is for `Program`. At full scale it runs in a new interpreter."""
+    """What this notebook prints, in `folder`. `how` is for `run`. At full scale it runs in a new interpreter."""
     if FULL:
         command = [sys.executable, "-c", plain(cells)]
         env = {**os.environ, "PYTHONPATH": python_path()}
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=env
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=folder, env=env)
     else:
         (folder / "cells.py").write_text(f"del __file__\n{plain(cells)}")
-        process = Program([folder / "cells.py"], cwd=folder, skips_teardown=True, **how)
-    with process:
-        try:
-            output, errors = process.communicate(timeout=150)
-        finally:
-            process.kill()
-    assert process.returncode == 0, errors
-    return output.splitlines()
+        done = run(folder / "cells.py", cwd=folder, seconds=150, **how)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def test_cells_in_a_running_event_loop_without_a_file(tmp_path: Path) -> None:
-    assert run_cells(RUN, tmp_path, light=True) == EXPECTED
+    assert run_cells(RUN, tmp_path, light=True, forks_supervisor=False) == EXPECTED
 
 
 def test_the_notebook_of_the_first_run_is_its_page_and_runs_from_top_to_bottom(tmp_path: Path) -> None:
@@ -110,6 +103,6 @@ def test_the_notebook_of_the_first_run_is_its_page_and_runs_from_top_to_bottom(t
     assert content == module.notebook(), "python .ci/notebook.py writes it again"
     cells = ["".join(cell["source"]) for cell in json.loads(content)["cells"] if cell["cell_type"] == "code"]
     cells[-2] = cells[-2].replace("range(1, 41)", f"range(1, {scaled(41, 11)})")
-    printed = run_cells(cells, tmp_path, forks_supervisor=True)
+    printed = run_cells(cells, tmp_path)
     assert "torch.Size([64, 16, 4])" in printed
     assert float(printed[-1].split()[1]) > 15

@@ -34,7 +34,7 @@ from penstock.workers.plan import PoolOptions
 
 from ..models import Constant
 from ..scale import pairs, scaled, some
-from ..starter import Program
+from ..starter import run
 from ..support import PROGRAMS, Gated, assert_same, collect_with, pipes
 from .digest_cases import Plain, Stateful
 from .test_equalities import SAMPLERS
@@ -287,11 +287,9 @@ def test_an_evaluation_ends_when_there_are_enough_trajectories(how: str) -> None
 @pytest.mark.parametrize("start_method", scaled(["forkserver", "spawn"], ["forkserver"]))
 def test_workers_do_not_import_torch(starter: None, tmp_path: Path, start_method: str) -> None:
     """In a program of its own, whose supervisor is a new interpreter: that of this process has torch."""
-    with Program([PROGRAMS / "without_torch.py", start_method], cwd=tmp_path, strict=True) as program:
-        try:
-            assert program.communicate(timeout=60) == ("0.0 0.0 4\n", "")
-        finally:
-            program.kill()
+    how = {"strict": True, "forks_supervisor": False, "skips_teardown": False}
+    done = run(PROGRAMS / "without_torch.py", start_method, cwd=tmp_path, seconds=60, **how)
+    assert (done.stdout, done.stderr) == ("0.0 0.0 4\n", "")
 
 
 def test_the_default_workers_of_halves_leave_a_cpu_for_the_process_that_acts() -> None:
