@@ -229,6 +229,10 @@ class TurnRecorder(Recorder):
                     f"env_rank {seats.env_ranks[column]} was truncated, but env.last returned no observation for it"
                 )
             observation = seats.zero
+        if self._on_step is not None:
+            self.tracker.set_agent_info(self._open_info)
+            seen, action = self._acted_on.pop(column)
+            self._on_step(column, seen, action, reward, terminated, truncated, dict(info))
         if seats.stage[column] == RANDOM:
             self._close_random(column, observation, reward, ends=ends)
         else:
@@ -238,10 +242,6 @@ class TurnRecorder(Recorder):
                     self._env_info.write(self.samples.env_info[n, column : column + 1], [info])
                 except ColumnError as error:
                     raise seats.with_env_rank(column, error) from None
-            if self._on_step is not None:
-                self.tracker.set_agent_info(self._open_info)
-                seen, action = self._acted_on.pop(column)
-                self._on_step(column, seen, action, reward, terminated, truncated, dict(info))
             if ends:
                 self._record_end(n, column, observation, reward, terminated, truncated)
             seats.n[column] = n + 1
@@ -344,6 +344,9 @@ class TurnRecorder(Recorder):
         self.draw(rng, [column])
         columns.actions[column] = columns.split_actions(self.prev_action[column : column + 1])[0]
         columns.stage[column] = RANDOM
+        if self._on_step is not None:
+            self._acted_on[column] = snapshot(columns.observations[column]), snapshot(columns.actions[column])
+            self._open_info[column] = 0
 
 
 class TurnLoop(Collector):
