@@ -24,6 +24,7 @@ from penstock.testing.faults import (
     faulty_eval_collector,
     faulty_traj_info,
 )
+from penstock.testing.reference_loop import ReferenceLoop
 from penstock.testing.rules import ConformanceError
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "FaultyAgent",
     "FaultyEnv",
     "InjectedFault",
+    "ReferenceLoop",
     "Trigger",
     "UnpicklableFault",
     "UnprintableFault",

@@ -1,11 +1,20 @@
-"""Environments of every kind as their documents have them, for the reference loop: who gets what in a step."""
+"""Environments of every kind as their documents have them, for the reference loop: who gets what in a step.
+
+The key of a column is (env_rank, agent id), with None for the only agent of an environment. `reset` gets the
+environments that begin an episode, each with the arguments of its own `reset`, and whether their last episodes have
+ended. It returns the first observation of each column that acts first. `step` gets an action of each column that acts.
+It returns what each of them gets, as from `gymnasium.Env.step`; the first observation of each column that joins; and by
+environment the sum of all other rewards.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
+import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
@@ -13,7 +22,13 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from penstock.buffers.named import NamedArrays
 
-ByAgent = dict[Any, Any]
+Key = tuple[int, Any]
+Seen = dict[Key, Any]
+Starts = Mapping[int, Mapping[str, Any]]
+Steps = tuple[dict[Key, Any], Seen, dict[int, float]]
+
+#: What a batched environment may raise for a form of seeds that it does not take.
+_REFUSALS = TypeError, ValueError, AssertionError, gym.error.Error
 
 
 def _parts(space: Any) -> dict[str, Any]:
@@ -45,55 +60,116 @@ def stack(rows: Sequence[Any]) -> Any:
     return np.stack(rows)
 
 
-class Single:
-    """A `gymnasium.Env`, or several of one kind seen as one. `seats` are the agents, each with its two spaces."""
+def sizes_of(space: Any) -> list[int]:
+    """How many actions each component of a discrete space has."""
+    return [int(n) for n in np.ravel(space.nvec if isinstance(space, spaces.MultiDiscrete) else space.n)]
 
-    def __init__(self, env: Any) -> None:
-        self.env, self.seats = env, {None: (env.observation_space, env.action_space)}
 
-    def reset(self, seed: int | None) -> ByAgent:
-        """The first observation of each agent that acts first."""
-        return {None: self.env.reset(seed=seed)[0]}
+class Singles:
+    """`gymnasium.Env`s. With `mask_name`, `info` has the mask of legal actions, which agents see."""
 
-    def step(self, actions: ByAgent) -> tuple[ByAgent, ByAgent, float]:
-        """What each agent gets that has acted: observation, reward, terminated, truncated, info; the first observation
-        of each that joins; and the sum of all other rewards. `actions` has one for each seat."""
-        return {None: self.env.step(actions[None])}, {}, 0.0
+    def __init__(self, envs: Sequence[Any], mask_name: str) -> None:
+        self.envs, self.mask_path = envs, mask_name.split(".") if mask_name else []
+        #: The observation space and the action space of each column, environment by environment.
+        self.spaces: dict[Key, tuple[Any, Any]] = {
+            (e, agent): self._spaces(*own) for e, env in enumerate(envs) for agent, own in self._agents(env).items()
+        }
+
+    def _agents(self, env: Any) -> dict[Any, tuple[Any, Any]]:
+        return {None: (env.observation_space, env.action_space)}
+
+    def _spaces(self, observation: Any, action: Any) -> tuple[Any, Any]:
+        if not self.mask_path:
+            return observation, action
+        parts = dict(observation) if isinstance(observation, spaces.Dict) else {"observation": observation}
+        return spaces.Dict({**parts, "action_mask": spaces.MultiBinary(sum(sizes_of(action)))}), action
+
+    def seen(self, key: Key, observation: Any, info: Any) -> Any:
+        """What the agent sees of this observation. The last one of an episode may come without a mask."""
+        if not self.mask_path or observation is None:
+            return observation
+        mask = info
+        for name in self.mask_path:
+            mask = mask.get(name) if isinstance(mask, Mapping) else None
+        mask = np.zeros(sum(sizes_of(self.spaces[key][1]))) if mask is None else mask
+        parts = observation if isinstance(observation, Mapping) else {"observation": observation}
+        return {**parts, "action_mask": np.array(mask, np.int8)}
+
+    def reset(self, starts: Starts, *, at_end: bool) -> Seen:
+        return {(e, None): self.seen((e, None), *self.envs[e].reset(**how)) for e, how in starts.items()}
+
+    def step(self, actions: Mapping[Key, Any]) -> Steps:
+        steps = {}
+        for key, action in actions.items():
+            observation, *results, info = self.envs[key[0]].step(action)
+            steps[key] = self.seen(key, observation, info), *results, info
+        return steps, {}, {}
 
 
 class Batched:
-    """A `gymnasium.vector.VectorEnv`. Its agents are its rows. They come back without `reset`."""
+    """A `gymnasium.vector.VectorEnv`: each row is an environment."""
 
     def __init__(self, env: Any) -> None:
-        self.env, self.mode, self.resetting = env, AutoresetMode(env.metadata["autoreset_mode"]), set[int]()
-        self.seats = dict.fromkeys(range(env.num_envs), (env.single_observation_space, env.single_action_space))
+        self.env, self.envs, self.mode = env, [env], AutoresetMode(env.metadata["autoreset_mode"])
+        self.resets_itself = self.mode is not AutoresetMode.DISABLED
+        #: The rows whose episode has ended, and which have not begun another one.
+        self.ended: set[int] = set()
+        own = env.single_observation_space, env.single_action_space
+        self.spaces: dict[Key, tuple[Any, Any]] = {(b, None): own for b in range(env.num_envs)}
 
     def _each(self, observations: Any) -> list[Any]:
         return copy.deepcopy(list(iterate(self.env.observation_space, observations)))
 
-    def reset(self, *seeds: int | None) -> ByAgent:
-        """As `Single.reset`, with a seed for each row."""
-        self.resetting = set()
-        return dict(enumerate(self._each(self.env.reset(seed=list(seeds))[0])))
+    def reset(self, starts: Starts, *, at_end: bool) -> Seen:
+        """A row whose episode has ended, and that resets itself, has begun with this step, or begins with the next."""
+        is_done = self.resets_itself and at_end and not any(starts.values())
+        if is_done and self.mode is AutoresetMode.NEXT_STEP:
+            return {}
+        if not is_done:
+            self._reset_rows(starts)
+        self.ended -= starts.keys()
+        return {(b, None): self.first[b] for b in starts}
 
-    def step(self, actions: ByAgent) -> tuple[ByAgent, ByAgent, float]:
-        """As `Single.step`. A row whose step was only a reset has not acted."""
-        rows: Any = create_empty_array(self.env.single_action_space, len(actions))
-        given = concatenate(self.env.single_action_space, list(actions.values()), rows)
+    def _reset_rows(self, starts: Starts) -> None:
+        """One call for the rows that begin with the same options. Without a mask it resets all rows."""
+        n, left = self.env.num_envs, dict(starts)
+        while left:
+            options = next(iter(left.values())).get("options")
+            own = [b for b, how in left.items() if how.get("options") == options]
+            seeds = [left.pop(b).get("seed") for b in own]
+            if len(own) < n or self.mode is AutoresetMode.DISABLED:
+                options = {**(options or {}), "reset_mask": np.isin(range(n), own)}
+            self.first = self._each(self._reset(dict(zip(own, seeds, strict=True)), options))
+
+    def _reset(self, seeds: Mapping[int, int | None], options: Any) -> Any:
+        more = {} if options is None else {"options": options}
+        if not any(seed is not None for seed in seeds.values()):
+            return self.env.reset(**more)[0]
+        each: Any = [seeds.get(b) for b in range(self.env.num_envs)]
+        for form in (lambda: each, lambda: np.array(each) % 2**31):
+            with suppress(*_REFUSALS):
+                return self.env.reset(seed=form(), **more)[0]
+        return self.env.reset(seed=each[0] % 2**31, **more)[0]  # it takes one for all
+
+    def step(self, actions: Mapping[Key, Any]) -> Steps:
+        if self.ended and self.mode is AutoresetMode.DISABLED:  # they wait, but are stepped with the others
+            self.reset({b: {} for b in self.ended}, at_end=True)
+        space, n = self.env.single_action_space, self.env.num_envs
+        zero, memory = element_of(space, row_of(space)), cast(Any, create_empty_array(space, n))
+        given: Any = concatenate(space, [actions.get((b, None), zero) for b in range(n)], memory)
         observations, rewards, terminated, truncated, infos = self.env.step(given)
-        over = np.logical_or(terminated, truncated)
-        first = last = self._each(observations)
-        if self.mode is AutoresetMode.DISABLED and over.any():
-            first = self._each(self.env.reset(options={"reset_mask": over})[0])
-        steps, joined = {}, {b: first[b] for b in self.resetting}
-        for b in self.seats.keys() - self.resetting:
-            info, final = self._info_of(infos, b), last[b]
-            if over[b] and self.mode is AutoresetMode.SAME_STEP:
-                final, info = info["final_obs"], info["final_info"]
-            steps[b] = final, rewards[b], bool(terminated[b]), bool(truncated[b]), info
-        ended = {b for b in steps if over[b]}
-        self.resetting = ended if self.mode is AutoresetMode.NEXT_STEP else set()
-        return steps, joined | {b: first[b] for b in ended - self.resetting}, 0.0
+        before, self.ended = self.ended, set(np.flatnonzero(np.logical_or(terminated, truncated)).tolist())
+        self.first, steps = self._each(observations), {}
+        for b, _ in actions:
+            last, info = self.first[b], self._info_of(infos, b)
+            if b in self.ended and self.mode is AutoresetMode.SAME_STEP:
+                last, info = info["final_obs"], info["final_info"]
+            steps[b, None] = last, rewards[b], bool(terminated[b]), bool(truncated[b]), info
+        return steps, {(b, None): self.first[b] for b in before if self.mode is AutoresetMode.NEXT_STEP}, {}
+
+    def actions_of(self, actions: Any) -> list[Any]:
+        """The actions of the rows, from what `step` of the environment gets."""
+        return list(iterate(self.env.action_space, actions))
 
     def _info_of(self, infos: Mapping[str, Any], b: int) -> dict[str, Any]:
         """The entries of row b: those whose mask `_name` is True there, or that have none."""
@@ -101,33 +177,42 @@ class Batched:
         return {k: self._info_of(v, b) if isinstance(v, dict) else v[b] for k, v in own.items()}
 
 
-class Several:
-    """A PettingZoo `ParallelEnv`. Who was flagged has ended, even if the environment lists it still.
+class Games(Singles):
+    """PettingZoo's `ParallelEnv`s. Who was flagged has ended, even if the environment lists it still.
 
-    For an `AECEnv`, `reset` returns nothing, and the caller makes its turns.
+    For `AECEnv`s, `reset` returns nothing, and the caller makes their turns.
     """
 
-    def __init__(self, env: Any) -> None:
-        self.env, self.ended = env, set[Any]()  # who has ended, and is listed still
-        self.seats = {agent: (env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents}
+    def __init__(self, envs: Sequence[Any], mask_name: str) -> None:
+        super().__init__(envs, mask_name)
+        self.ended: list[set[Any]] = [set() for _ in envs]  # who has ended, and is listed still
 
-    def _living(self) -> list[Any]:
-        return [agent for agent in self.env.agents if agent not in self.ended]
+    def _agents(self, env: Any) -> dict[Any, tuple[Any, Any]]:
+        return {agent: (env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents}
 
-    def reset(self, seed: int | None) -> ByAgent:
-        """As `Single.reset`."""
-        observations, _ = self.env.reset(seed=seed) or ({}, {})
-        self.ended = set()
-        return {agent: observations[agent] for agent in self._living() if observations}
+    def _living(self, e: int) -> list[Any]:
+        return [agent for agent in self.envs[e].agents if agent not in self.ended[e]]
 
-    def step(self, actions: ByAgent) -> tuple[ByAgent, ByAgent, float]:
-        """As `Single.step`."""
-        acted = self._living()
-        results = self.env.step({agent: actions[agent] for agent in acted})
-        observations, rewards, terminated, truncated, _ = results
-        flagged = {agent for agent in self.seats if terminated.get(agent) or truncated.get(agent)}
-        self.ended = (self.ended | flagged) & set(self.env.agents)
-        missing = None, 0.0, False, False, dict[str, Any]()
-        steps = {agent: [by.get(agent, no) for by, no in zip(results, missing, strict=True)] for agent in acted}
-        joined = {agent: observations[agent] for agent in self._living() if agent not in acted}
-        return steps, joined, sum(reward for agent, reward in rewards.items() if agent not in acted)
+    def reset(self, starts: Starts, *, at_end: bool) -> Seen:
+        found = {}
+        for e, how in starts.items():
+            observations, infos = self.envs[e].reset(**how) or ({}, {})
+            self.ended[e] = set()
+            for agent in self._living(e) if observations else ():
+                found[e, agent] = self.seen((e, agent), observations[agent], infos.get(agent))
+        return found
+
+    def step(self, actions: Mapping[Key, Any]) -> Steps:
+        steps, joined, others = dict[Key, Any](), Seen(), dict[int, float]()
+        for e in {e: None for e, _ in actions}:
+            env, acted = self.envs[e], self._living(e)
+            observations, rewards, terminated, truncated, infos = env.step({a: actions[e, a] for a in acted})
+            flagged = {a for _, a in self.spaces if terminated.get(a) or truncated.get(a)}
+            self.ended[e] = (self.ended[e] | flagged) & set(env.agents)
+            for a in acted:
+                own = rewards.get(a, 0.0), terminated.get(a, False), truncated.get(a, False), infos.get(a, {})
+                steps[e, a] = self.seen((e, a), observations.get(a), own[-1]), *own
+            new = [a for a in self._living(e) if a not in acted]
+            joined |= {(e, a): self.seen((e, a), observations[a], infos.get(a)) for a in new}
+            others[e] = sum(reward for a, reward in rewards.items() if a not in acted)
+        return steps, joined, others

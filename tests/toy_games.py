@@ -141,6 +141,39 @@ class Valuing(Book):
         return AgentStep(action, NamedArrays(**dict(info.items()), value=value))
 
 
+class Team(Agent):
+    """Acts for all seats of a game together. Actions depend on all that they get, and on its state: that counts the
+    steps of the game. Different inputs seldom have the same values."""
+
+    joint = True
+
+    def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
+        self._count = np.zeros(len(rngs), np.int64)
+
+    def reset(self) -> None:
+        self._count[...] = 0
+
+    def reset_one(self, column: int) -> None:
+        self._count[column] = 0
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        rows, k = self.selected if self.selected is not None else np.arange(len(self._count)), prev_reward.shape[1]
+        count = self._count[rows]
+        self._count[rows] += 1
+        mixed = (observation[..., :3].sum(2) + prev_action + prev_reward).sum(1).astype(np.int64) + 5 * count
+        return AgentStep((mixed[:, None] + np.arange(k)) % 3, NamedArrays(count=np.repeat(count[:, None], k, 1)))
+
+    def value(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
+        mixed = (observation[..., :3].sum(2) + 50 * prev_action + 200 * prev_reward).sum(1)
+        return (mixed[:, None] + 1000 * np.arange(prev_reward.shape[1])).astype(np.float32)
+
+
+class StatefulTeam(Team):
+    """With a state that the samplers must treat with care: see `Agent.recurrent`."""
+
+    recurrent = True
+
+
 # ---- environments ------------------------------------------------------------------------------
 
 

@@ -207,9 +207,8 @@ class Listing(ScriptedGame):
 
 def joined_at(lists: list[list[str]], ends: dict[int, list[str]]) -> list[int]:
     """The steps before which a1 joins the first game."""
-    ((samples, _),) = compare(
-        SerialSampler, partial(Listing, lists, ends), RandomAgent, batch_T=7, batch_B=2, n_batches=1
-    )
+    sizes = {"batch_T": 7, "batch_B": 2, "n_batches": 1, "max_decorrelation_steps": 0}
+    ((samples, _),) = compare(SerialSampler, partial(Listing, lists, ends), RandomAgent, **sizes)
     return np.flatnonzero(samples.prev_done[: len(lists) + 1, 1]).tolist()
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import combinations, product
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,18 +41,20 @@ from penstock import (
     RecurrentCategoricalPgAgent,
     RecurrentEpsilonGreedyAgent,
     RecurrentGaussianPgAgent,
+    ResetCollector,
     Sampler,
     SerialSampler,
     SquashedGaussianAgent,
 )
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.envs.toy import ScriptedGame
+from penstock.testing import ReferenceLoop
 
 from ..against_loop import compare
 from ..models import CartPoleNet, Lstm, LstmQ, Modes, Net
 from ..scale import FULL, START_METHODS, covering, examples, pairs, scaled, with_start_methods
 from ..support import Diary
-from ..toy_games import Numbered, Odd, Roles, TurnGame, Valuing
+from ..toy_games import Numbered, Odd, Roles, StatefulTeam, Team, TurnGame, Valuing
 from .digest_cases import IntoWalk, LongInfo, Nested, Plain, Stateful, Walk, rows_of
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
@@ -84,6 +88,59 @@ class Rounded(Numbered):
         return observations, {agent: float(round(reward)) for agent, reward in rewards.items()}, *others
 
 
+class Ruled(gym.Env[Any, Any]):
+    """Some actions are illegal. The mask is in `info`, but not at the end of an episode; or in the observation."""
+
+    def __init__(self, in_info: bool) -> None:
+        self._in_info, seen = in_info, spaces.Box(-9, 99, (2,), np.float32)
+        self.action_space = spaces.Discrete(3, start=1) if in_info else spaces.MultiDiscrete([2, 3], start=[0, 5])
+        self._sizes, rules = ([3] if in_info else [2, 3]), spaces.Dict(legal=spaces.MultiBinary(5))
+        self.observation_space = seen if in_info else spaces.Dict(seen=seen, rules=rules)
+
+    def _look(self, *seen: float) -> Any:
+        rng, self._legal = self.np_random, list[Any]()
+        for n in self._sizes:
+            self._legal.append(rng.random(n) < 0.5)
+            self._legal[-1][rng.integers(n)] = True
+        mask, self._t = np.concatenate(self._legal).astype(np.int8), int(seen[0])
+        observation, info = np.array(seen, np.float32), {"n": seen[0]}
+        if not self._in_info:
+            return {"seen": observation, "rules": {"legal": mask}}, info
+        return observation, info if self._t == self._most else {**info, "rules": {"legal": mask}}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._most = int(self.np_random.integers(1, 9))
+        return self._look(0, 0)
+
+    def step(self, action: Any) -> Any:
+        chosen = np.ravel(action) - np.ravel(self.action_space.start)
+        assert all(legal[i] for legal, i in zip(self._legal, chosen.tolist(), strict=True))
+        observation, info = self._look(self._t + 1, float(np.sum(action)))
+        return observation, float(np.sum(action)), self._t == self._most, False, info
+
+
+class RuledGame(ScriptedGame):
+    """Some actions are illegal. Infos of agents that end have no mask."""
+
+    def _infos(self) -> dict[str, Any]:
+        self._legal = {agent: np.roll([1, 0, self.t % 2], own).astype(np.int8) for agent, own in self._own.items()}
+        return {agent: {"rules": {"legal": self._legal[agent]}} for agent in self._own if agent in self.agents}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        assert all(self._legal[agent][action] for agent, action in actions.items())
+        observations, *results, _ = super().step(actions)
+        return observations, *results, self._infos()
+
+
+class RuledTurns(TurnGame):
+    """Its masks are where those of the others are."""
+
+    def last(self, observe: bool = True) -> Any:
+        *results, info = super().last(observe)
+        return *results, {"rules": {"legal": info["action_mask"]}}
+
+
 class Gifts(TurnGame):
     """Agents get a reward before they have decided anything."""
 
@@ -103,6 +160,10 @@ KINDS: dict[str, tuple[Any, Options]] = {
     "lock-step, dicts": (Rounded, {}),
     "lock-step, roles": (partial(Roles, 3), {}),
     "turns": (partial(TurnGame, 3), {}),
+    "single, mask in info": (partial(Ruled, True), {}),
+    "single, mask in observation": (partial(Ruled, False), {}),
+    "lock-step, mask in info": (partial(RuledGame, 3), {}),
+    "turns, mask in info": (partial(RuledTurns, 2, mask=True), {}),
 }
 #: The same with odd habits: arrays that are written or given again, rewards before the first decision.
 ODD: dict[str, Any] = {
@@ -111,12 +172,75 @@ ODD: dict[str, Any] = {
     "lock-step": partial(Odd, k=4),
     "turns": partial(Gifts, 3),
 }
-#: How environments behave, and when they are reset.
+
+
+class Sticky(ResetCollector):
+    """Some environments get the action before. Writes fields of its own, and does more where episodes end."""
+
+    extra_fields: ClassVar[Any] = {"twice": np.zeros(2, np.float32), "row": spaces.Discrete(99)}
+    n_over = 0
+
+    def act(self, t: int) -> None:
+        before = [recorder.prev_action.copy() for recorder in self.recorders]
+        super().act(t)
+        for recorder, actions in zip(self.recorders, before, strict=True):
+            ranks = np.array([int(rank) for rank in recorder.columns.env_ranks])
+            is_stuck = (ranks % 3 == t % 3) & recorder.samples.valid[t]
+            recorder.prev_action[is_stuck] = actions[is_stuck]
+            recorder.samples.action[t + 1] = recorder.prev_action
+
+    def settle(self, t: int, events: Any) -> None:
+        self.n_over += len(events.over)
+        super().settle(t, events)
+
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        for recorder in self.recorders:
+            twice = np.stack([2 * recorder.samples.reward[t + 1]] * 2, axis=1)
+            row = np.where(recorder.samples.valid[t], t, 0)
+            self.record_extra(t, recorder.policy, twice=twice, row=row)
+
+
+class StickyLoop(ReferenceLoop):
+    """The same."""
+
+    def change_action(self, t: int, column: Any, action: Any) -> Any:
+        before = column.prev or column.policy.blank
+        return before["action"] if column.env_rank % 3 == t % 3 else action
+
+    def extra(self, t: int, column: Any, cell: Any) -> Any:
+        return {"twice": 2 * cell["reward"], "row": t}
+
+
+class EverySecond(ResetCollector):
+    """Every second episode begins only with the next batch."""
+
+    waits = True
+
+    def begin_episodes(self, events: Any, going: Any) -> Any:
+        self.n_over = vars(self).get("n_over", Counter()) + Counter(events.over)
+        self.columns.park([e for e in events.over if self.n_over[e] % 2])
+        return self.columns.reset([e for e in events.over if self.n_over[e] % 2 == 0])
+
+
+class EverySecondLoop(ReferenceLoop):
+    """The same."""
+
+    def begin_episodes(self, t: int, over: Any) -> None:
+        before = vars(self).get("waiting", set())
+        self.n_over = vars(self).get("n_over", Counter()) + Counter(set(over) - before)
+        self.waiting = set() if t < 0 else {e for e in over if self.n_over[e] % 2}
+        self.reset({e: {} for e in over if e not in self.waiting})
+
+
+#: How environments behave, and what the collector does.
 FORMS: dict[str, Options] = {
     "": {},
     "odd": {},
     "wait-reset": {"wait_reset": True},
     "odd, wait-reset": {"wait_reset": True},
+    "own actions and fields": {"collector": (Sticky, StickyLoop)},
+    "odd, every second waits": {"collector": (EverySecond, EverySecondLoop)},
 }
 #: The other agents of the table need one array.
 RANDOM_ONLY = ("nested", "batched, nested", "lock-step, dicts")
@@ -139,6 +263,11 @@ AGENTS: dict[str, tuple[Callable[[], Any], Options]] = {
     "one policy": (lambda: {"x": Stateful()}, {"policy_of": lambda agent: "x"}),
     "three policies": (lambda: {"x": Stateful(), "y": RandomAgent(), "z": Plain()}, {"policy_of": by_number}),
     "two roles": (lambda: {"x": Stateful(), "y": Plain()}, {"policy_of": by_role}),
+    "a team": (Team, {}),
+    "a team with a state": (StatefulTeam, {"bootstrap_value": False}),
+    "two teams": (lambda: {"x": Team(), "y": Team()}, {"policy_of": by_role}),
+    "mask in info": (partial(RandomAgent, mask_key="info.rules.legal"), {}),
+    "mask in observation": (partial(RandomAgent, mask_key="observation.rules.legal"), {}),
 }
 
 PROCESS = {"server": "process"}
@@ -168,7 +297,7 @@ RECORDED: dict[str, Options] = {
     "env_info": {"env_info": {"n": 0.0}},
     "long trajectories": {"traj_info_cls": LongInfo, "eval_n_envs": 2, "eval_max_steps": 90},
     "a diary": {"traj_info_cls": Diary, "traj_info_kwargs": {"discount": 0.5}, "eval_n_envs": 2, "eval_max_steps": 60},
-    "checks": {"sampler": {"debug": True, "check_finite": True}},
+    "checks, no random steps": {"max_decorrelation_steps": 0, "sampler": {"debug": True, "check_finite": True}},
     "three slots, no final_obs": {"sampler": {"n_slots": 3, "record_final_obs": False}},
 }
 
@@ -185,21 +314,30 @@ def is_possible(cell: Cell) -> bool:
     has_seats, is_async = kind.startswith(("lock-step", "turns")), sampler.startswith("ahead")
     if ("odd" in form and kind not in ODD) or ("wait" in form and kind.startswith(("batched", "turns"))):
         return False
+    if "own" in form and kind.startswith("turns"):
+        return False
     if recorded == "env_info" and has_seats:
         return False  # these environments give no info
-    if recorded == "three slots, no final_obs" and (is_async or agent == "that reports values"):
+    if recorded == "three slots, no final_obs" and (
+        is_async or agent in ("that reports values", "a team", "two teams")
+    ):
         return False
-    if agent == "one policy":
+    if "mask" in kind or "mask" in agent:
+        return kind.endswith(agent) and form in ("", "wait-reset")
+    if agent in ("one policy", "a team", "a team with a state"):
         return kind == "lock-step"
-    if agent in ("three policies", "two roles"):
-        is_served = sampler.startswith(("central", "alternating")) or "own process" in sampler or "by one" in sampler
+    if agent in ("three policies", "two roles", "two teams"):
         of_three = kind == "lock-step"
-        return (
-            of_three if agent == "three policies" else kind in ("lock-step", "lock-step, roles", "turns")
-        ) and not is_served
+        others = kind in ("lock-step, roles", "turns") and agent == "two roles"
+        return (of_three or others) and not is_served(sampler) and "by one" not in sampler
     if kind in RANDOM_ONLY:
         return agent == "random"
     return kind != "lock-step, roles" and (agent != "that reports values" or kind == "turns")
+
+
+def is_served(sampler: str) -> bool:
+    """Whether an inference server acts."""
+    return sampler.startswith(("central", "alternating")) or "own process" in sampler
 
 
 def every_cell() -> list[Cell]:
@@ -221,6 +359,8 @@ def test_batches_are_those_of_a_plain_loop(cell: Cell) -> None:
     (env_fn, of_kind), (make_agent, of_agent), (cls, of_sampler) = KINDS[kind], AGENTS[agent], SAMPLERS[sampler]
     env_fn = ODD[kind] if "odd" in form else env_fn
     (T, B, n), more = SHAPES[shape], dict(RECORDED[recorded])
+    if agent == "a team" and is_served(sampler):
+        more["bootstrap_value"] = False  # a server has no values of joint agents
     only_ours = {**of_sampler, **more.pop("sampler", {})}
     sizes = {"batch_T": T, "batch_B": B, "n_batches": n}
     compare(cls, env_fn, make_agent, sampler=only_ours, **of_kind, **FORMS[form], **of_agent, **more, **sizes)

@@ -13,13 +13,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import AgentStep, ParallelSampler, RandomAgent, RecurrentCategoricalPgAgent, Sampler, SerialSampler
+from penstock import (
+    AgentStep,
+    ParallelSampler,
+    RandomAgent,
+    RecurrentCategoricalPgAgent,
+    Sampler,
+    SerialSampler,
+    TrajInfo,
+)
 from penstock.errors import ConfigError
 from penstock.learning import Prioritized, Replay
 from tests.against_loop import compare
 from tests.learning.streams import in_python
 from tests.models import Lstm
 from tests.scale import examples
+from tests.support import Diary
 from tests.toy_games import Book, TurnGame, Valuing
 
 from .started import check_fails, check_refused, started
@@ -33,9 +42,10 @@ def recorded(env_fn: Any, agent: Any, n: int, **options: Any) -> list[Any]:
         return [sampler.obtain_samples(itr)[0].copy().numpy() for itr in range(n)]
 
 
-@pytest.mark.parametrize("k", [2, 1, 5])
-def test_every_cell_is_what_a_plain_loop_says(k: int) -> None:
-    compare(SerialSampler, partial(TurnGame, k), Valuing, batch_T=7, batch_B=4, n_batches=30)
+@pytest.mark.parametrize(("k", "traj_info_cls"), [(2, TrajInfo), (1, TrajInfo), (5, TrajInfo), (2, Diary)])
+def test_every_cell_is_what_a_plain_loop_says(k: int, traj_info_cls: type[TrajInfo]) -> None:
+    sizes = {"batch_T": 7, "batch_B": 4, "n_batches": 30, "traj_info_cls": traj_info_cls}
+    compare(SerialSampler, partial(TurnGame, k), Valuing, **sizes)
 
 
 def wanted_windows(batches: list[Any], n_step: int, discount: float) -> dict[int, tuple[float, float, Any]]:
