@@ -14,7 +14,7 @@ from penstock.testing.agent_setup import AgentSetup
 from penstock.testing.evaluation_rules import EVALUATION_RULES, TRAJ_INFO_RULES, EvaluationSetup, TrajInfoSetup
 from penstock.testing.rules import apply
 from penstock.testing.seat_rules import GAME_RULES, TURN_RULES, GameSetup
-from penstock.testing.traces import CollectorSetup, record
+from penstock.testing.traces import CollectorSetup, record, run
 from penstock.workers.plan import StartMethod
 
 
@@ -23,7 +23,9 @@ def check_collector(
     env_fn: EnvFn,
     *,
     env_kwargs: Mapping[str, Any] | None = None,
-    agent: Agent | None = None,
+    batched: bool = False,
+    agent: Agent | Mapping[str, Agent] | None = None,
+    policy_of: Callable[..., str] | None = None,
     batch_T: int = 16,
     batch_B: int = 4,
     n_batches: int = 4,
@@ -35,22 +37,24 @@ def check_collector(
 ) -> None:
     """Check a collector against every rule.
 
-    The collector runs in environments of `env_fn`. The kit ends their episodes after at most 3 to 11 steps, by
-    termination, truncation or both. It compares what is recorded and returned with the calls that environments and
-    agent got.
+    The collector runs in environments of `env_fn`, which may be single, batched, or have several agents that all act in
+    each step. The kit ends their episodes after at most 3 to 11 steps, by termination, truncation or both; those of
+    batched environments must end by themselves. It holds what is recorded and returned beside a `ReferenceLoop`: this
+    resets its environments when the collector did, and gives them the same actions.
 
     Args:
         collector_cls: the collector.
         env_fn, env_kwargs: as for a sampler, but without lists: one callable or id, and one dict, for all
             environments. The environments must be deterministic under a seed.
-        agent: acts in every run; by default a random agent with values and agent_info. Its output must not
-            depend on the number of columns.
+        batched, policy_of: as for a sampler and its `initialize`.
+        agent: acts in every run, or a dict of agents, one for each policy; by default a random agent with agent_info.
+            Its output must not depend on the number of columns. Its values are not used.
         batch_T, batch_B, start_method: as for a sampler.
         n_batches: the number of batches in a run.
         n_workers: numbers of workers. With each of them, the batches must be the same as in one process.
         continues: False if the collector may interrupt running episodes, for example at the start of a batch.
         central: False if the collector or `agent` does not work with central inference (`GpuSampler`,
-            `AlternatingSampler`).
+            `AlternatingSampler`), which several policies never do.
         seed: as for a sampler's `initialize`.
 
     Raises `ConformanceError` for the first broken rule, with what was seen, where, and what to do. If the
@@ -61,21 +65,34 @@ def check_collector(
             f"batch_T, batch_B and n_batches must be 2 or more for a check, got {batch_T}, {batch_B} and {n_batches}"
         )
     setup = CollectorSetup(
-        env_fn, env_kwargs, int(batch_T), int(batch_B), seed, start_method, collector_cls, agent, int(n_batches)
+        env_fn,
+        env_kwargs,
+        int(batch_T),
+        int(batch_B),
+        seed,
+        start_method,
+        collector_cls=collector_cls,
+        agent=agent,
+        policy_of=policy_of,
+        n_batches=int(n_batches),
+        batched=batched,
     )
-    name = collector_cls.__name__
-    trace = record(setup)
-    apply(run_rules.one_seed_gives_one_batch, name, trace, record(setup))
-    apply(run_rules.every_cell_is_written, name, setup, trace)
-    if continues:
-        apply(collector_rules.episodes_continue_in_the_next_batch, name, trace)
+    name, trace = collector_cls.__name__, record(setup)
+    if not any(fields.done.any() for batch in trace.wanted for fields in batch.fields.values()):
+        raise ConfigError(
+            f"no episode has ended in {n_batches} batches of {batch_T} rows, so the check would miss much: give an "
+            "env_fn with shorter episodes, or a larger batch_T"
+        )
+    apply(run_rules.one_seed_gives_one_batch, name, trace, run(setup))
+    apply(run_rules.every_cell_is_written, name, trace)
     for rule in collector_rules.TRACE_RULES:
-        apply(rule, name, trace)
+        if continues or rule is not collector_rules.episodes_continue_in_the_next_batch:
+            apply(rule, name, trace)
     stepped = record(setup, collector_rules.SteppedTrajInfo)
     apply(collector_rules.a_traj_info_subclass_sees_every_step, name, stepped)
-    apply(run_rules.any_number_of_workers_gives_the_same_batch, name, setup, n_workers)
-    if central:
-        apply(run_rules.central_samplers_give_the_same_batch, name, setup)
+    apply(run_rules.any_number_of_workers_gives_the_same_batch, name, trace, n_workers)
+    if central and not isinstance(agent, Mapping):
+        apply(run_rules.central_samplers_give_the_same_batch, name, trace)
     apply(run_rules.nothing_is_left_after_shutdown, name, setup)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,9 +14,9 @@ from penstock.agents import RandomAgent
 from penstock.buffers import Samples
 from penstock.collectors import EvalCollector, TrajInfo
 from penstock.samplers import ParallelSampler, Sampler, SerialSampler
-from penstock.testing.environments import COLUMN, Event, Setup
+from penstock.testing.environments import COLUMN, Event, Log, Setup
 from penstock.testing.rules import Violation, first_difference
-from penstock.testing.traces import Column, LoggedAgent, ProbeAgent, read_steps
+from penstock.testing.traces import LoggedAgent, ProbeAgent
 
 _EVALUATIONS = (5, 8, 9)  # the itr of each evaluation
 
@@ -41,7 +41,7 @@ class EvaluationSetup(Setup):
 
     def run(self, cls: type[Sampler], evaluate: bool = True, **arguments: Any) -> list[Evaluation]:
         """Some evaluations, each followed by a training batch. A `SerialSampler` logs the calls."""
-        log: list[Event] | None = [] if cls is SerialSampler else None
+        log = Log() if cls is SerialSampler else None
         agent = ProbeAgent(RandomAgent())
         found = []
         with self.sampler(
@@ -60,7 +60,7 @@ class EvaluationSetup(Setup):
                     log.clear()
                 infos = sampler.evaluate_agent(itr) if evaluate else []
                 # The training environments have negative numbers.
-                events = [event for event in log or () if not (event.kind.startswith("env.") and event.column < 0)]
+                events = [event for event in log or () if not (event.kind.startswith("env.") and event.who < 0)]
                 sampler.obtain_samples(itr)
                 figures = [(info.Length, info.Return, info.env_rank) for info in infos]
                 found.append(Evaluation(itr, figures, events, sampler.samples_np.copy()))
@@ -77,7 +77,7 @@ def an_evaluation_starts_with_resets(setup: EvaluationSetup) -> None:
     for evaluation in setup.logged:
         first_step = next((i for i, e in enumerate(evaluation.events) if e.kind.endswith(".step")), None)
         before = evaluation.events[:first_step]
-        reset = {event.column for event in before if event.kind == "env.reset"}
+        reset = {event.who for event in before if event.kind == "env.reset"}
         modes = [event.data for event in before if event.kind == "agent.eval_mode"]
         if set(modes) != {evaluation.itr} or not reset.issuperset(range(setup.batch_B)):
             raise Violation(
@@ -91,7 +91,7 @@ def an_evaluation_makes_at_most_max_T_steps(setup: EvaluationSetup) -> None:
     """No environment makes more than max_T steps in an evaluation."""
     for evaluation in setup.logged:
         for b in range(setup.batch_B):
-            n = sum(event.kind == "env.step" and event.column == b for event in evaluation.events)
+            n = sum(event.kind == "env.step" and event.who == b for event in evaluation.events)
             if n > setup.max_T:
                 seen = f"{n} steps of environment {b} in the evaluation itr={evaluation.itr}, with max_T={setup.max_T}"
                 raise Violation(seen, "make at most self.limits.max_T steps")
@@ -100,8 +100,7 @@ def an_evaluation_makes_at_most_max_T_steps(setup: EvaluationSetup) -> None:
 def an_evaluation_returns_episodes_that_ended(setup: EvaluationSetup) -> None:
     """Every TrajInfo is one whole episode that ended in this evaluation; those of an environment are in order."""
     for evaluation in setup.logged:
-        steps = read_steps([Column() for _ in range(setup.batch_B)], evaluation.events, evaluation.itr)
-        ended = sorted((step.t, step.b, step.length, step.return_) for step in steps if step.done)
+        ended = sorted(_ended(evaluation.events))
         episodes = {b: iter([e for e in ended if e[1] == b]) for b in range(setup.batch_B)}
         for i, (length, return_, b) in enumerate(evaluation.infos):
             # `any` continues behind the last match, so the order counts. The collector may leave episodes out.
@@ -112,6 +111,21 @@ def an_evaluation_returns_episodes_that_ended(setup: EvaluationSetup) -> None:
                     f"the episodes that ended are (t, env_rank, Length, Return): {ended}",
                     "call self.act(t) and self.step_envs(t) once for each row, and self.end_rows(n) after n rows",
                 )
+
+
+def _ended(events: Sequence[Event]) -> Iterator[tuple[int, int, int, float]]:
+    """The episodes that ended: (t, env_rank, Length, Return)."""
+    t, rewards = -1, dict[int, list[float]]()
+    for event in events:
+        if event.kind == "agent.step":
+            t += 1
+        elif event.kind == "env.reset":
+            rewards[event.who] = []
+        elif event.kind == "env.step":
+            own, (_, reward, is_over) = rewards[event.who], event.data
+            own.append(float(reward))
+            if is_over:
+                yield t, event.who, len(own), sum(own)
 
 
 def one_seed_gives_one_evaluation(setup: EvaluationSetup) -> None:

@@ -54,13 +54,17 @@ def first_difference(
         for path, a, b in tree_leaves(left, name, right):
             if a.shape != b.shape:
                 raise Violation(f"{path} has the shapes {list(a.shape)} and {list(b.shape)}", "keep shapes fixed")
-            floating = a.dtype.kind in "fc" and b.dtype.kind in "fc"
-            if floating and close:
-                differs = ~np.isclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
-            else:
-                differs = (a != b) & ~(floating and (np.isnan(a) & np.isnan(b)))
+            differs = differ(a, b, close=close)
             if np.any(differs):
                 where = tuple(np.argwhere(differs)[0])
                 cell = ", ".join(f"{axis}={i}" for axis, i in zip(axes[-differs.ndim :], where, strict=False))
                 return f"{path} at {cell}: {a[where]} and {b[where]}"
     return None
+
+
+def differ(a: Any, b: Any, *, close: bool = False) -> Any:
+    """Where two arrays of one shape differ. NaN is equal to NaN."""
+    floating = a.dtype.kind in "fc" and b.dtype.kind in "fc"
+    if floating and close:
+        return ~np.isclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+    return (a != b) & ~(floating and (np.isnan(a) & np.isnan(b)))

@@ -13,13 +13,11 @@ import numpy as np
 import psutil
 
 from penstock.buffers import Samples
-from penstock.buffers.named import ArrayTree
 from penstock.buffers.tree import tree_leaves
-from penstock.collectors import TrajInfo
 from penstock.errors import SamplerBrokenError
 from penstock.samplers import AlternatingSampler, GpuSampler, ParallelSampler, Sampler, SerialSampler
 from penstock.testing.rules import Violation, first_difference
-from penstock.testing.traces import CollectorSetup, Trace, record
+from penstock.testing.traces import Batch, CollectorSetup, Trace, run
 
 _EXIT_SECONDS = 3.0  # how long processes may take to exit after shutdown
 
@@ -27,103 +25,82 @@ _EXIT_SECONDS = 3.0  # how long processes may take to exit after shutdown
 # ---- the same batch ------------------------------------------------------------------------
 
 
-def one_seed_gives_one_batch(first: Trace, second: Trace) -> None:
+def one_seed_gives_one_batch(first: Trace, second: Sequence[Batch]) -> None:
     """Two runs with the same seed give the same batches and trajectories."""
-    remedy = "draw random numbers from self.streams.rngs(...), or seed generators with self.streams.env_seeds(...)"
-    one, two = ([(batch.itr, batch.samples, batch.infos) for batch in trace.batches] for trace in (first, second))
-    _compare(one, two, "in two runs with one seed", remedy)
+    remedy = (
+        "draw random numbers from self.streams.rngs(...), or seed generators with self.streams.env_seeds(...); the "
+        "environments must be deterministic under a seed"
+    )
+    _compare(first.found, second, "in two runs with one seed", remedy)
 
 
-def any_number_of_workers_gives_the_same_batch(setup: CollectorSetup, n_workers: Sequence[int]) -> None:
-    """ParallelSampler gives the batches of SerialSampler, with any number of workers."""
+def any_number_of_workers_gives_the_same_batch(trace: Trace, n_workers: Sequence[int]) -> None:
+    """ParallelSampler gives the batches of one process, with any number of workers."""
     remedy = (
         "use env_rank (self.columns.env_ranks), not the column's index in the worker; check without an agent whose "
         "output depends on the batch size"
     )
-    reference = _run(setup, SerialSampler)
     for n in n_workers:
-        run, where = _run(setup, ParallelSampler, n_workers=n), f"in one process and in {n} workers"
-        _compare(reference, run, where, remedy, close=setup.agent is not None)
+        found, where = run(trace.setup, ParallelSampler, n_workers=n), f"in one process and in {n} workers"
+        _compare(trace.found, found, where, remedy, close=trace.setup.agent is not None)
 
 
-def central_samplers_give_the_same_batch(setup: CollectorSetup) -> None:
-    """GpuSampler and AlternatingSampler give the batches of SerialSampler, in whatever order they serve the
+def central_samplers_give_the_same_batch(trace: Trace) -> None:
+    """GpuSampler and AlternatingSampler give the batches of one process, in whatever order they serve the
     environments."""
     remedy = (
         "call self.act(t) or self.agent.step once per row, for all columns of the worker, and copy what it returns "
         "before the next call; check with central=False if the collector does not work with central inference"
     )
-    reference = _run(setup, SerialSampler)
     ways: tuple[tuple[str, type[Sampler], dict[str, Any]], ...] = (
         ("a GpuSampler", GpuSampler, {}),
         ("a GpuSampler with min_ready=1", GpuSampler, {"min_ready": 1}),
         ("an AlternatingSampler", AlternatingSampler, {}),
     )
     for name, cls, arguments in ways:
-        run, where = _run(setup, cls, n_workers=2, **arguments), f"in one process and in {name}"
-        _compare(reference, run, where, remedy, close=setup.agent is not None)
+        found, where = run(trace.setup, cls, n_workers=2, **arguments), f"in one process and in {name}"
+        _compare(trace.found, found, where, remedy, close=trace.setup.agent is not None)
 
 
-_Run = list[tuple[int, Samples, Sequence[TrajInfo]]]  # itr, samples, trajectories
-
-
-def _run(setup: CollectorSetup, cls: type[Sampler], **arguments: Any) -> _Run:
-    batches: _Run = []
-    with setup.sampler(cls, **arguments) as sampler:
-        sampler.initialize(setup.make_agent(), seed=setup.seed, bootstrap_value=setup.agent is None)
-        for itr in range(setup.n_batches):
-            _, infos = sampler.obtain_samples(itr)
-            batches.append((itr, sampler.samples_np.copy(), infos))
-    return batches
-
-
-def _compare(left: _Run, right: _Run, where: str, remedy: str, *, close: bool = False) -> None:
-    for (itr, one, infos), (_, two, other_infos) in zip(left, right, strict=True):
+def _compare(left: Sequence[Batch], right: Sequence[Batch], where: str, remedy: str, *, close: bool = False) -> None:
+    for one, two in zip(left, right, strict=True):
         difference = first_difference(_pairs(one, two), close=close)
-        figures, others = ([(info.Length, info.Return) for info in each] for each in (infos, other_infos))
+        figures, others = ([(info.Length, info.Return) for info in batch.infos] for batch in (one, two))
         if difference is None and figures != others:
             difference = f"trajectories (Length, Return) {figures} and {others}"
         if difference is not None:
-            raise Violation(f"{difference} {where}, itr={itr}", remedy)
+            raise Violation(f"{difference} {where}, itr={one.itr}", remedy)
 
 
-def _pairs(left: Samples, right: Samples) -> list[tuple[str, Any, Any]]:
-    """The fields of two batches: name, left, right."""
-    return [(f"{g}.{name}", value, right[g][name]) for g in ("env", "agent") for name, value in left[g].items()]
+def _pairs(left: Batch, right: Batch) -> list[tuple[str, Any, Any]]:
+    """The fields of two batches: name, left, right. An inference server has no values of joint agents."""
+    return [
+        (name if len(left.fields) == 1 else f"{policy}.{name}", field, right.fields[policy][name])
+        for policy, fields in left.fields.items()
+        for name, field in fields.items()
+        if name in right.fields[policy]
+    ]
 
 
 # ---- every cell ----------------------------------------------------------------------------
 
 
-def every_cell_is_written(setup: CollectorSetup, clean: Trace) -> None:
-    """Every field of every valid cell is written in each batch, whatever it held before."""
+def every_cell_is_written(trace: Trace) -> None:
+    """Every field of every cell is written in each batch, whatever it held before."""
     try:
-        filled = record(setup, before_batch=_fill)
+        filled = run(trace.setup, before_batch=_fill)
     except SamplerBrokenError as error:
         raise Violation(
             f"after the buffer was filled with NaN, True and large integers: {error}",
             "read no row before it is written",
         ) from error
     remedy = "write all fields of each row, as self.act(t) and self.envs do; self.begin_batch clears the flags"
-    for one, other in zip(clean.batches, filled.batches, strict=True):
-        invalid = ~one.samples.env.valid
-        for name, left, right in _pairs(one.samples, other.samples):
-            if name == "env.final_obs":  # has its own rule; it is cleared only where the last batch wrote it
-                continue
-            columns = ("env.bootstrap_obs", "agent.bootstrap_value", "agent.policy_version")
-            whole = name in ("env.terminated", "env.truncated", "env.done", *columns)
-            pair = (left, right) if whole else (_zeroed(left, invalid), _zeroed(right, invalid))
-            difference = first_difference([(name, *pair)])
-            if difference is not None:
-                seen = f"{difference} (itr={one.itr}), depending on what the buffer held before the batch"
-                raise Violation(seen, remedy)
-
-
-def _zeroed(value: ArrayTree, cells: object) -> Any:
-    value = value.copy()
-    for _, leaf in tree_leaves(value, ""):
-        leaf[cells] = 0
-    return value
+    for one, two in zip(trace.found, filled, strict=True):
+        # `final_obs` has its own rule; it is cleared only where the last batch wrote it.
+        pairs = [pair for pair in _pairs(one, two) if not pair[0].endswith("final_obs")]
+        if (difference := first_difference(pairs)) is not None:
+            seen = f"{difference} (itr={one.itr}), depending on what the buffer held before the batch"
+            raise Violation(seen, remedy)
 
 
 def _fill(samples: Samples) -> None:
@@ -144,11 +121,11 @@ def _fill(samples: Samples) -> None:
 
 def nothing_is_left_after_shutdown(setup: CollectorSetup) -> None:
     """After shutdown, no process, thread or descriptor that the collector started or opened remains."""
-    _run(setup, ParallelSampler, n_workers=1)  # starts the supervisor, which stays
+    run(setup, ParallelSampler, n_workers=1)  # starts the supervisor, which stays
     for cls in (SerialSampler, ParallelSampler):  # the workers of the others hold nothing more
         before, children = _holdings(), _children()
         with setup.sampler(cls, n_workers=1) as sampler:
-            sampler.initialize(setup.make_agent(), seed=setup.seed)
+            sampler.initialize(setup.make_agent(), **setup.start)
             sampler.obtain_samples(0)
             # Grandchildren too, listed now: after their worker has exited they cannot be found.
             started = [process for process in _children() if process not in children]

@@ -224,6 +224,7 @@ def test_the_testing_page_runs_as_written(capsys: pytest.CaptureFixture[str]) ->
     shown = re.search(r"```\n(ClippingCollector breaks .*?)```", TESTING, re.DOTALL)
     assert shown is not None
     assert re.fullmatch(re.escape(shown[1]).replace(r"\.\.\.", r"\d+"), capsys.readouterr().out)
+    names["test_my_batches"]()
     names["test_my_agent"]()
     names["test_my_environment"]()
     shown = re.search(r"```\n(Forgetful breaks .*?)```", TESTING, re.DOTALL)
@@ -255,8 +256,7 @@ def test_the_batched_environment_is_sampled() -> None:
 
 
 def test_the_testing_page_lists_every_rule() -> None:
-    rules = [*collector_rules.TRACE_RULES, collector_rules.episodes_continue_in_the_next_batch]
-    rules += [collector_rules.a_traj_info_subclass_sees_every_step]
+    rules = [*collector_rules.TRACE_RULES, collector_rules.a_traj_info_subclass_sees_every_step]
     own = [rule for rule in vars(run_rules).values() if getattr(rule, "__module__", "") == run_rules.__name__]
     rules += [rule for rule in own if not rule.__name__.startswith("_")]
     rules += [*agent_rules.ACTING_RULES, *agent_rules.PARAMETER_RULES]

@@ -11,6 +11,9 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import batch_space
 
 from penstock import (
     CategoricalPgAgent,
@@ -22,11 +25,14 @@ from penstock import (
     WorkerError,
 )
 from penstock.columns import Events
-from penstock.envs import CountingEnv, NestedEnv
+from penstock.envs import CountingEnv, NestedEnv, ScriptedGame
 from penstock.testing import check_collector, collector_rules, run_rules
+from penstock.testing.traces import ProbeAgent
 
 from ..models import CartPoleNet
+from ..samplers.digest_cases import rows_of
 from ..scale import FULL, scaled
+from ..toy_games import Roles, Team
 from .broken import Broken, assert_rules_are_stated, finds
 
 pytestmark = pytest.mark.slow
@@ -77,11 +83,13 @@ class Alternates(ResetCollector):
         self.end_batch()
 
     def act(self, t: int) -> None:
-        before = self.prev_action.copy()
+        before = [recorder.prev_action.copy() for recorder in self.recorders]
         super().act(t)
-        is_stuck = (np.array(self.columns.env_ranks) % 4 == t % 4) & self.samples.valid[t]
-        self.prev_action[is_stuck] = before[is_stuck]
-        self.samples.action[t + 1] = self.prev_action
+        for own, actions in zip(self.recorders, before, strict=True):
+            ranks = np.array([int(rank) for rank in own.columns.env_ranks])
+            is_stuck = (ranks % 4 == t % 4) & own.samples.valid[t]
+            own.prev_action[is_stuck] = actions[is_stuck]
+            own.samples.action[t + 1] = own.prev_action
 
     def step_envs(self, t: int) -> None:
         super().step_envs(t)
@@ -112,20 +120,24 @@ def test_subclasses_that_override_each_part_keep_all_rules(cls: type[ResetCollec
     check_collector(cls, CountingEnv, n_workers=(3,), central=FULL)
 
 
-class InterruptsWithoutRejoin(ResetCollector):
-    def collect_batch(self, itr: int) -> None:
-        (joined,) = self.columns.reset(range(len(self.envs)))
-        self.recorders[0].begin(joined)
-        self.prev_action[:] = self.prev_reward[:] = 0
-        self.columns.policies[0].write_observations(self.samples.observation[self.batch_T])
-        super().collect_batch(itr)
-
-
 class Restarts(ResetCollector):
     def collect_batch(self, itr: int) -> None:
         for recorder, joined in zip(self.recorders, self.columns.reset(range(len(self.envs))), strict=True):
             recorder.rejoin(joined)
         super().collect_batch(itr)
+
+    def begin_batch(self, itr: int) -> None:
+        super().begin_batch(itr)
+        self.samples.episode_start[:] = True
+
+
+class InterruptsWithoutRejoin(Restarts):
+    def collect_batch(self, itr: int) -> None:
+        (joined,) = self.columns.reset(range(len(self.envs)))
+        self.recorders[0].begin(joined)
+        self.prev_action[:] = self.prev_reward[:] = 0
+        self.columns.policies[0].write_observations(self.samples.observation[self.batch_T])
+        ResetCollector.collect_batch(self, itr)
 
 
 def test_a_collector_may_interrupt_episodes_if_that_is_declared() -> None:
@@ -133,6 +145,126 @@ def test_a_collector_may_interrupt_episodes_if_that_is_declared() -> None:
     # The TrajInfo also counts the steps before the reset.
     with finds("each_episode_that_ends_gives_a_traj_info", r"Return=.*for the episode that ended"):
         check_collector(InterruptsWithoutRejoin, CountingEnv, continues=False)
+
+
+# ---- every kind of environment -------------------------------------------------------------
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "single": (CountingEnv, {}),
+    **{f"batched, {mode.name}": (rows_of(mode), {"batched": True}) for mode in AutoresetMode},
+    "seats": (functools.partial(ScriptedGame, 3), {}),
+    "seats, two policies": (
+        functools.partial(Roles, 3),
+        {
+            "agent": {"x": ProbeAgent(RandomAgent()), "y": ProbeAgent(RandomAgent())},
+            "policy_of": lambda agent: "x" if agent == "a0" else "y",
+        },
+    ),
+    "seats, a team": (functools.partial(ScriptedGame, 3), {"agent": Team()}),
+}
+Joined = Sequence[Sequence[int]]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "single"])
+def test_right_collectors_keep_all_rules_with_each_kind_of_environment(kind: str) -> None:
+    env_fn, options = KINDS[kind]
+    cls = OwnLoop if "batched" in kind else Alternates
+    check_collector(cls, env_fn, n_workers=scaled((2, 3), (2,)), central=FULL, **options)
+
+
+class WritesTheWrongRow(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        for recorder in self.recorders:
+            recorder.samples.observation[2] = recorder.samples.observation[1]
+
+
+class ShiftsRewards(ResetCollector):
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        for recorder in self.recorders:
+            recorder.samples.reward[t + 1] = np.roll(recorder.samples.reward[t + 1], 1)
+
+
+class RecordsNoEnds(ResetCollector):
+    def settle(self, t: int, events: Events) -> None:
+        for recorder, joined in zip(self.recorders, self.begin_episodes(events, ()), strict=True):
+            recorder.begin(joined)
+
+
+class BeginsNothing(ResetCollector):
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
+        return [()] * len(self.recorders)
+
+
+class ResetsNoAgents(ResetCollector):
+    def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
+        super().begin_episodes(events, going)
+        return [()] * len(self.recorders)
+
+
+class SendsTooLittle(ResetCollector):
+    def end_batch(self) -> None:
+        super().end_batch()
+        self.progress.n_results = max(self.progress.n_results - 1, 0)
+
+
+class Counters(VectorEnv[Any, Any, Any]):
+    """Counts steps. Takes steps after an end too, which Gymnasium's batched environments refuse."""
+
+    metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.DISABLED}  # noqa: RUF012
+    single_observation_space = observation_space = spaces.Box(0, 99, (1,), np.float32)
+    single_action_space = action_space = spaces.Discrete(2)
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs, self.count = num_envs, np.zeros((num_envs, 1), np.float32)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.count[(options or {}).get("reset_mask", slice(None))] = 0
+        return self.count.copy(), {}
+
+    def step(self, actions: Any) -> Any:
+        self.count += 1
+        over = self.count[:, 0] > 2 + np.arange(self.num_envs)
+        return self.count.copy(), self.count[:, 0].copy(), over, np.zeros_like(over), {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_planted_faults_are_found_with_each_kind_of_environment(kind: str) -> None:
+    env_fn, options = KINDS[kind]
+    faults: dict[type[Collector], str] = {
+        WritesTheWrongRow: "observations_are_what_the_environment_returned",
+        ShiftsRewards: "rewards_are_what_the_environment_returned",
+        RecordsNoEnds: "ends_are_what_the_environment_returned",
+        SendsTooLittle: "each_episode_that_ends_gives_a_traj_info",
+    }
+    if "NEXT_STEP" in kind:  # the row of the reset is not blank then
+        faults[RecordsNoEnds] = "observations_are_what_the_environment_returned"
+    if "seats" in kind:  # the rewards of absent agents are not zero then
+        faults[RecordsNoEnds] = "rewards_are_what_the_environment_returned"
+    if "DISABLED" in kind:
+        env_fn = Counters
+    if not kind.endswith("_STEP"):  # these environments, and the agents' columns in them, begin by themselves
+        faults[BeginsNothing] = "environments_are_reset_after_an_episode"
+    if not kind.endswith("_STEP") and "team" not in kind:  # a team is reset with its game
+        faults[ResetsNoAgents] = "the_agent_is_reset_with_its_environment"
+    for cls, rule in faults.items():
+        with finds(rule, "env_rank=", cls.__name__) if cls is not SendsTooLittle else finds(rule, "trajectories"):
+            check_collector(cls, env_fn, **options)
+
+
+def test_a_check_without_the_end_of_an_episode_is_refused() -> None:
+    never = functools.partial(SyncVectorEnv, autoreset_mode=AutoresetMode.SAME_STEP)
+    with pytest.raises(ConfigError, match="no episode has ended in 2 batches of 4 rows, so the check would miss much"):
+        check_collector(
+            ResetCollector,
+            lambda num_envs: never([functools.partial(CountingEnv, 99)] * num_envs),
+            batched=True,
+            batch_T=4,
+            n_batches=2,
+        )
 
 
 # ---- after shutdown -----------------------------------------------------------------------
@@ -200,7 +332,6 @@ def test_an_agent_without_values_can_be_used() -> None:
 
 # ---- what breaks a rule ------------------------------------------------------------------------
 
-Joined = Sequence[Sequence[int]]
 BROKEN = Broken()
 
 
@@ -212,7 +343,7 @@ class Draws(ResetCollector):
         self.samples.action[t + 1] = self.prev_action
 
 
-@BROKEN.breaks("every_cell_is_written", r"agent\.agent_info\.probe at t=1, env_rank=0: .* and nan")
+@BROKEN.breaks("every_cell_is_written", r"agent_info\.probe at t=1, env_rank=0: .* and nan")
 class LeavesGaps(ResetCollector):
     def act(self, t: int) -> None:
         kept = self.samples.agent_info[t].copy()
@@ -256,13 +387,20 @@ class NeverResets(ResetCollector):
         return [list(events.over)]
 
 
-@BROKEN.breaks("valid_marks_the_recorded_steps", r"valid is True at itr=7, .*False.*set waits = True")
+@BROKEN.breaks("environments_are_reset_after_an_episode", r"no reset before itr=7, t=.*waits = True")
 class ParksWithoutSaying(ResetCollector):
     """`waits` is not set."""
 
     def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
         self.columns.park(events.over)
         return [()]
+
+
+@BROKEN.breaks("valid_marks_the_recorded_steps", r"valid is False at itr=7, t=2, env_rank=0; it should be True")
+class LeavesOut(ResetCollector):
+    def act(self, t: int) -> None:
+        super().act(t)
+        self.samples.valid[t] = t != 2
 
 
 @BROKEN.breaks(
@@ -309,7 +447,14 @@ class Ends(ResetCollector):
         self.samples.done[...] = self.samples.terminated
 
 
-@BROKEN.breaks("final_obs_is_the_last_observation", r"final_obs is .* at itr=7.*the episode ended with")
+@BROKEN.breaks("prev_done_marks_the_first_step_of_an_episode", r"prev_done is True at itr=\d+, t=0.*it should be False")
+class BeginsTooOften(ResetCollector):
+    def begin_batch(self, itr: int) -> None:
+        super().begin_batch(itr)
+        self.samples.episode_start[:] = True
+
+
+@BROKEN.breaks("final_obs_is_the_last_observation", r"final_obs is .* at itr=7.*it should be")
 class KeepsTheWrongEnd(ResetCollector):
     def end_batch(self) -> None:
         super().end_batch()
@@ -317,7 +462,7 @@ class KeepsTheWrongEnd(ResetCollector):
         self.samples.final_obs[t, b] = self.samples.observation[t + 1, b]
 
 
-@BROKEN.breaks("previous_values_carry_over", r"prev_reward is 0\.0 at itr=8, t=0, env_rank=.*the last one was")
+@BROKEN.breaks("previous_values_carry_over", r"prev_reward is 0\.0 at itr=7, t=0, env_rank=.*the last one was")
 class StartsFromZero(ResetCollector):
     def begin_batch(self, itr: int) -> None:
         super().begin_batch(itr)
@@ -340,30 +485,28 @@ class MisreportsTheAgent(ResetCollector):
         self.samples.agent_info.probe[t] += 1
 
 
-@BROKEN.breaks(
-    "previous_values_are_zero_at_an_episodes_start", r"agent\.step's prev_reward is .* at itr=7.*should be 0\.0"
-)
+@BROKEN.breaks("the_agent_gets_its_previous_values", r"agent\.step's prev_reward is .* at itr=7.*should be 0\.0")
 class RemembersRewards(ResetCollector):
     def step_envs(self, t: int) -> None:
         super().step_envs(t)
         self.prev_reward[...] = self.samples.reward[t + 1]
 
 
-@BROKEN.breaks("the_agent_gets_its_previous_values", r"agent\.step's prev_reward is 0\.0 at itr=7.*the last one was")
+@BROKEN.breaks("the_agent_gets_its_previous_values", r"agent\.step's prev_reward is 0\.0 at itr=7.*it should be")
 class ForgetsRewards(ResetCollector):
     def act(self, t: int) -> None:
         self.prev_reward[...] = 0
         super().act(t)
 
 
-@BROKEN.breaks("the_agent_is_reset_with_its_environment", r"0 calls of agent\.reset_one\(.*was reset 1 times")
+@BROKEN.breaks("the_agent_is_reset_with_its_environment", r"0 calls of agent\.reset_one\(.*where 1 episodes begin")
 class ForgetsTheAgent(ResetCollector):
     def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
         super().begin_episodes(events, going)
         return [()]
 
 
-@BROKEN.breaks("the_agent_is_reset_with_its_environment", r"2 calls of agent\.reset_one\(.*reset 1 times")
+@BROKEN.breaks("the_agent_is_reset_with_its_environment", r"2 calls of agent\.reset_one\(.*where 1 episodes begin")
 class ResetsTheAgentTwice(ResetCollector):
     def begin_episodes(self, events: Events, going: Sequence[int]) -> Joined:
         (joined,) = super().begin_episodes(events, going)
@@ -410,7 +553,7 @@ class SkipsSteps(ResetCollector):
         own.on_step = hook
 
 
-@BROKEN.breaks("any_number_of_workers_gives_the_same_batch", r"in one process and in 2 workers, itr=0")
+@BROKEN.breaks("any_number_of_workers_gives_the_same_batch", r"in one process and in 2 workers, itr=7")
 class DependsOnColumns(ResetCollector):
     def act(self, t: int) -> None:
         super().act(t)
@@ -449,7 +592,6 @@ def test_a_collector_need_not_be_for_central_samplers() -> None:
 def test_every_rule_has_a_statement_and_a_class_that_breaks_it() -> None:
     rules: list[Callable[..., None]] = [
         *collector_rules.TRACE_RULES,
-        collector_rules.episodes_continue_in_the_next_batch,
         collector_rules.a_traj_info_subclass_sees_every_step,
         *(rule for rule in vars(run_rules).values() if getattr(rule, "__module__", "") == run_rules.__name__),
     ]
