@@ -12,18 +12,17 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.buffers.named import map_leaves
-from penstock.buffers.tree import map_tree
+from penstock.buffers.tree import map_tree, snapshot
 from penstock.columns.interface import (
     Columns,
     End,
     Events,
     InfoHook,
+    KeepInfo,
     PolicyColumns,
     PolicyEvents,
-    Returned,
     Start,
     StepHook,
-    snapshot,
 )
 from penstock.columns.renewal import Renewals
 from penstock.columns.stepping import WATCH_ALL, WATCH_UNUSUAL, step_ordinary
@@ -67,7 +66,8 @@ class ListedColumns(PolicyColumns):
         self.idle: list[int] = []
         self.observations: list[Any] = [None] * n
         self.rewards: list[Any] = [0.0] * n
-        self.infos: list[Any] = [{}] * n  # {} for an idle one
+        self.infos: list[Any] = [None] * n
+        self.no_info: Any = None  # that of an idle one
 
     def _write_row(self, arrays: object, t: int) -> None:
         try:
@@ -112,12 +112,30 @@ class ListedColumns(PolicyColumns):
         self.progress.at_env(env_rank)
         return SpaceError(f"the reward of env_rank {env_rank} must be finite (check_finite=True), got {brief(reward)}")
 
-    def write_infos(self, writer: InfoWriter, row: Any) -> None:
-        writer.write(row, self.infos)
+    def watch(
+        self,
+        on_step: StepHook | None,
+        *,
+        keep_info: KeepInfo | None = None,
+        into: Any = None,
+        on_info: InfoHook | None = None,
+    ) -> None:
+        super().watch(on_step, keep_info=keep_info, into=into, on_info=on_info)
+        if keep_info is not None and self.no_info is None:
+            self.no_info = keep_info({})
+            self.infos = [self.no_info] * len(self)
+
+    def note_info(self, column: int, info: Any) -> None:
+        """The last step of this column has this info."""
+        if self.keep_info is not None:
+            self.infos[column] = self.keep_info(info)
+
+    def write_infos(self, writer: InfoWriter, t: int) -> None:
+        writer.write(t, self.infos)
 
     def blank_idle(self, row: Any) -> None:
         for column in self.idle:
-            self.rewards[column], self.infos[column] = 0.0, {}
+            self.rewards[column], self.infos[column] = 0.0, self.no_info
 
     def check_column(self, column: int) -> None:
         if self.checks.check_finite and not isfinite(require_number(self.rewards[column], self.env_ranks[column])):
@@ -170,8 +188,8 @@ class SingleColumns(ListedColumns, Columns):
         # One tuple for each environment with all that the loop needs.
         self._bound = self._active = [self._entry(e) for e in range(len(envs))]
         n_stepped = sum(step_into is None for *_, step_into in self._bound)
-        self._returned = Returned(n_stepped, always=checks.debug)
         self._writes_in_place = n_stepped < len(envs)
+        self._outs: list[Any] | None = None  # where the environments have written the last row
         self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
         self._ends: list[End] = []
         self._own = PolicyEvents()
@@ -187,10 +205,24 @@ class SingleColumns(ListedColumns, Columns):
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
         return ((e,),)
 
-    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any, on_info: InfoHook | None = None) -> None:
-        super().watch(on_step, keep_infos=keep_infos, into=into, on_info=on_info)
-        self._watch = WATCH_ALL if on_step or keep_infos else WATCH_UNUSUAL if on_info else 0
+    def watch(
+        self,
+        on_step: StepHook | None,
+        *,
+        keep_info: KeepInfo | None = None,
+        into: Any = None,
+        on_info: InfoHook | None = None,
+    ) -> None:
+        super().watch(on_step, keep_info=keep_info, into=into, on_info=on_info)
+        self._watch = WATCH_ALL if on_step or keep_info else WATCH_UNUSUAL if on_info else 0
         self._set_waiting(self.waiting)
+
+    def end_batch(self, row: Any) -> None:
+        if self._writes_in_place:
+            cells = cells_of(arrays_like(self.observation_space, row[np.newaxis]), 0, len(self.envs))
+            for e, cell in enumerate(cells):
+                if self._outs is not None and self.observations[e] is self._outs[e]:
+                    self.observations[e] = cell
 
     # ---- resets ----------------------------------------------------------------------------
 
@@ -227,7 +259,7 @@ class SingleColumns(ListedColumns, Columns):
         if self.renewals is not None:
             self.renewals.note_reset(e)
         observation, info = checked_reset(result, env_rank)
-        self.observations[e] = self._returned.own(e, observation, is_reset=True)
+        self.observations[e] = snapshot(observation)
         if info and self.on_info is not None:
             self.on_info(e, info)
         if self._instead:
@@ -256,7 +288,7 @@ class SingleColumns(ListedColumns, Columns):
             observation = follow(env, start, f"the episode of env_rank {env_rank}")
         else:
             return False
-        self.observations[e] = observation
+        self.observations[e] = snapshot(observation)
         self.check_column(e)
         return True
 
@@ -308,9 +340,9 @@ class SingleColumns(ListedColumns, Columns):
             if which is None and self.waiting:
                 each = [each[entry[0]] for entry in active]
             before = self._look(active, each)
-        if self._returned.copies:
-            active = self._returned.steps(active)
-        outs = cells_of(self.into, row, len(self.envs)) if self._writes_in_place and row is not None else None
+        outs = None
+        if self._writes_in_place and row is not None:
+            self._outs = outs = cells_of(self.into, row, len(self.envs))
         words, observations, rewards, first = self._loop_words, self.observations, self.rewards, 0
         while True:  # step_ordinary returns at each step that needs a check or a hook
             try:
@@ -321,19 +353,20 @@ class SingleColumns(ListedColumns, Columns):
             if stop is None:
                 break
             first = self._store(active, stop, outs, before)
-        if self._returned.copies:
-            self._returned.end_row()
         return self._take_ends() if ends else None
 
     def _look(self, active: Sequence[Any], each: Sequence[Any]) -> dict[int, tuple[Any, Any]] | None:
-        """Check the actions, and copy what the hook needs: the environment may reuse its observations and actions."""
+        """Check the actions, and copy what the hook needs: the environment may change its action, and an observation
+        that it has written in place."""
         if self.checks.debug:
             for (e, *_), action in zip(active, each, strict=True):
                 self.require_action(e, action)
         if self.on_step is None:
             return None
-        pairs = zip(active, each, strict=True)
-        return {e: (snapshot(self.observations[e]), snapshot(action)) for (e, *_), action in pairs}
+        pairs, seen = zip(active, each, strict=True), self.observations
+        if self._writes_in_place:
+            seen = [*map(snapshot, seen)]
+        return {e: (seen[e], snapshot(action)) for (e, *_), action in pairs}
 
     def _store(self, active: Sequence[Any], stop: tuple[int, Any], outs: Any, before: Any) -> int:
         """Check and store a step that is not ordinary. Returns the index in `active` of the next one."""
@@ -342,10 +375,14 @@ class SingleColumns(ListedColumns, Columns):
         if outs is not None and step_into is not None:
             result = with_observation(outs[e], result, env_rank)
         observation, reward, terminated, truncated, info = checked_step(result, env_rank)
-        if self._watch:
-            self.infos[e] = info
-            if info and self.on_info is not None:
-                self.on_info(e, info)
+        if outs is None or step_into is None:
+            observation = snapshot(observation)
+        if reward.__class__ is not float:
+            reward = snapshot(reward)
+        if self.keep_info is not None:
+            self.infos[e] = self.keep_info(info)
+        if info and self.on_info is not None:
+            self.on_info(e, info)
         if before is not None and self.on_step is not None:
             seen, action = before[e]
             self.on_step(e, seen, action, reward, terminated, truncated, info)
@@ -361,7 +398,7 @@ class SingleColumns(ListedColumns, Columns):
         e, phase = active[i][0], self._words[PHASE]
         self._renew(e, error, is_cut=True)
         self._ends.append((e, _CUT, 0.0, False, False))
-        self.rewards[e], self.infos[e], self._words[PHASE] = 0.0, {}, phase
+        self.rewards[e], self.infos[e], self._words[PHASE] = 0.0, self.no_info, phase
         return i + 1
 
     def _take_ends(self) -> Events:

@@ -16,10 +16,10 @@ from penstock.buffers.native import put_row
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.tree import tree_leaves
+from penstock.buffers.tree import snapshot, tree_leaves
 from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
-from penstock.columns.interface import Events, Start, snapshot
+from penstock.columns.interface import Events, Start
 from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.columns.single_columns import SingleColumns
 from penstock.envs.calls import EnvCall, perform, pickled
@@ -130,7 +130,7 @@ class VectorProgram:
         # Parts without a fixed shape have no place to step into. A worker that may be replaced does not write there
         # during a step: if it dies in it, the place must still have the last observation.
         self._row = None if self._observation_parts or self.may_be_replaced else 0
-        own.watch(None, keep_infos=False, into=self._observation, on_info=self._infos.put)
+        own.watch(None, into=self._observation, on_info=self._infos.put)
 
     def _bind_singles(self) -> None:
         spaces = shared_part(self.observation_space), shared_part(self.action_space)
