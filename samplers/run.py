@@ -150,6 +150,8 @@ class Run:
             )
         self.batch, self.samples_np = batch + 1, batches.views[slot]
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
+        if self.episodes is not None:
+            self.episodes.keep(slot)
         if not batch:
             self.note_first_batch()
         infos = self.take_traj_infos(slot)

@@ -33,10 +33,6 @@ class Five(tuple[Any, ...]):
 ORDINARY = [("observation", 1.0, False, False, {}), (np.zeros(2), np.float32(2), False, False, {"a": 1})]
 ENDS = [("last", 1.0, True, False, {}), ("last", 2.0, False, True, {"a": 1}), (np.zeros(2), 0.0, True, True, {})]
 OTHERS = [
-    ([0.0, 1.0], 1.0, False, False, {}),
-    ({"a": {0}}, 1.0, False, False, {}),
-    ({("a", 0): 1.0}, 1.0, False, False, {}),
-    (np.array([[]], object), 1.0, False, False, {}),
     (0, np.array(1.0), False, False, {}),
     (0, 1, True, False, {}),
     (0, np.float32(1), False, True, {}),
@@ -188,6 +184,14 @@ def test_an_observation_that_somebody_else_could_change_is_copied(step: Any, obs
     if not is_new:
         parts = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, tuple) else [kept]
         assert not any(np.shares_memory(part, ONE) for part in parts if isinstance(part, np.ndarray))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("observation", [[0.0, 1.0], {"a": {0}}, (1.0, [2.0]), {("a", 0): 1.0}, np.array([[]], object)])
+def test_a_step_with_another_observation_is_not_ordinary(step: Any, observation: Any) -> None:
+    row = Row([(observation, 1.0, False, False, {})], [0], 1)
+    assert row.run(step) == [(0, row.results[0])]
+    assert row.observations == [None]
 
 
 @pytest.mark.parametrize("step", STEPS)
