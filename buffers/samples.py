@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
@@ -572,12 +573,15 @@ class _UserFields(dict[str, Any]):
         return super().items()
 
 
-def note_taken(batch: Samples | PolicySamples, arrays: NamedArrays) -> None:
-    """The user gets `batch`, which has the memory of the slot `arrays`: tell the workers when it takes `final_obs`."""
-    for samples, own in zip(parts_of(batch), layouts_of(arrays), strict=True):
+def for_user(batch: Samples | PolicySamples, slot: NamedArrays) -> Any:
+    """`batch` for the user. It has the memory of `slot`, and the workers are told when somebody takes `final_obs`."""
+    found = []
+    for samples, own in zip(parts_of(batch), layouts_of(slot), strict=True):
+        env = copy.copy(samples.env)
         if "final_obs_taken" in own:
-            fields = _UserFields(samples.env._values, own.final_obs_taken)
-            object.__setattr__(samples.env, "_values", fields)
+            object.__setattr__(env, "_values", _UserFields(env._values, own.final_obs_taken))
+        found.append(with_status(Samples(env=env, agent=samples.agent), samples.status))
+    return found[0] if isinstance(batch, Samples) else PolicySamples(dict(zip(batch.keys(), found, strict=True)))
 
 
 def layouts_of(arrays: NamedArrays, policies: Sequence[str] = ()) -> Sequence[Any]:

@@ -102,6 +102,7 @@ class Recorder:
         self._rejoined = False  # whether episodes have begun between two batches
         self._changed: Any = None  # the columns whose episodes have ended in this row
         self._first_row, self._is_first = FirstRow(samples), True
+        self._home = arrays_like(columns.observation_space, self._first_row.observation[np.newaxis])
         self._is_loaded = False  # whether the action and the reward of the first batch's row 0 are known already
         self.use_slot(0)
 
@@ -115,7 +116,7 @@ class Recorder:
         self._observations, self._unchecked, self._ends = own.observations, own.unchecked, own.ends
         self._write_info, self._env_info, self._extra = own.write_info, own.env_info, own.extra
         keep_info = None if own.env_info is None else own.env_info.kept
-        self.columns.watch(self._on_step, keep_info=keep_info, into=own.observations)
+        self.columns.watch(self._on_step, keep_info=keep_info, into=own.observations, home=self._home)
 
     # ---- a batch ---------------------------------------------------------------------------
 
@@ -271,7 +272,8 @@ class Recorder:
         Afterwards `prev_reward` holds the rewards.
         """
         columns, reward, row = self.columns, self.samples.reward, t + 1
-        if not (put_row(self._unchecked, row, columns.observations) and put_row(reward, row, columns.rewards)):
+        is_written = columns.written == row or put_row(self._unchecked, row, columns.observations)
+        if not (is_written and put_row(reward, row, columns.rewards)):
             columns.write_step(self._observations, reward, row)
         if not put_row(self._prev_rewards, 0, self.samples.reward_rows[row]):
             self.prev_reward[...] = reward[row]
@@ -296,7 +298,7 @@ class Recorder:
             self.progress.enter(Phase.ACTING)
         self._write_values()
         samples.end_batch(self._first_row)
-        self.columns.end_batch(self._first_row.observation)
+        self.columns.end_batch()
         self.progress.enter(Phase.SENDING)
         if n_rows == self.batch_T:
             valid = None if n_valid == samples.valid.size else samples.valid
@@ -375,7 +377,7 @@ class Recorder:
             if mask is None:
                 row = draw(own.action_space, rng, 1)
             else:
-                observation, uniform = own.observations[column], rng.random((1, mask.n_components))
+                observation, uniform = own.current(column), rng.random((1, mask.n_components))
                 if self._mask is not None and column not in own.idle and mask.has_none(observation).any():
                     raise no_legal_action(own, column)
                 row = mask.draw(mask.legal(observation), uniform)

@@ -1,17 +1,16 @@
 /* One time step of all environments of a worker, and that of a game: see stepping.py. */
 
-#include "../buffers/_native.h"
+#include "../buffers/_cells.h"
 
 #include <numpy/arrayscalars.h>
 
 #include <stdint.h>
-#include <string.h>
 
-/* The arguments of step_ordinary. `outs` and `ends` may be None. */
+/* The arguments of step_ordinary. `outs`, `ends` and `arrays` may be None. */
 typedef struct {
-    PyObject *bound, *actions, *outs, *observations, *rewards, *ends;
+    PyObject *bound, *actions, *outs, *observations, *rewards, *ends, *arrays;
     int64_t *words;
-    Py_ssize_t n_words, watch;
+    Py_ssize_t n_words, watch, t;
 } Row;
 
 /* Values of `watch`; the same as in stepping.py. */
@@ -156,7 +155,14 @@ static int store(const Row *row, const Step *step) {
     if (is_end && (row->ends == Py_None || !PyFloat_CheckExact(reward))) {
         return 0;
     }
-    observation = at ? kept(observation, Py_REFCNT(result) == 1) : Py_NewRef(observation);
+    int is_written = row->arrays != Py_None; /* at once, so that nobody can change the observation before */
+    if (is_written && at) {
+        int is_filled = fill(row->arrays, (Target){ENTRY, row->t, step->column}, &observation, 1);
+        if (is_filled <= 0) {
+            return is_filled;
+        }
+    }
+    observation = at && (is_end || !is_written) ? kept(observation, Py_REFCNT(result) == 1) : Py_NewRef(observation);
     if (observation == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
@@ -166,8 +172,10 @@ static int store(const Row *row, const Step *step) {
         is_stored = end != NULL && PyList_Append(row->ends, end) == 0;
         Py_XDECREF(end);
     }
-    is_stored = is_stored && PyList_SetItem(row->observations, step->column, Py_NewRef(observation)) == 0 &&
-                PyList_SetItem(row->rewards, step->column, Py_NewRef(reward)) == 0;
+    if (is_stored && !is_written) {
+        is_stored = PyList_SetItem(row->observations, step->column, Py_NewRef(observation)) == 0;
+    }
+    is_stored = is_stored && PyList_SetItem(row->rewards, step->column, Py_NewRef(reward)) == 0;
     Py_DECREF(observation);
     return is_stored ? 1 : -1;
 }
@@ -217,12 +225,12 @@ static PyObject *step_row(Row *row, Py_ssize_t first) {
 
 static PyObject *step_ordinary(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t first;
-    if (n != 9) {
-        return PyErr_Format(PyExc_TypeError, "expected 9 arguments, got %zd", n);
+    if (!check_arguments(n, 11)) {
+        return NULL;
     }
     Row row = {.bound = arguments[1], .actions = arguments[2], .outs = arguments[3], .observations = arguments[6],
-               .rewards = arguments[7], .ends = arguments[8]};
-    if (!read_index(arguments[4], &first) || !read_index(arguments[5], &row.watch)) {
+               .rewards = arguments[7], .ends = arguments[8], .arrays = arguments[9]};
+    if (!read_index(arguments[4], &first) || !read_index(arguments[5], &row.watch) || !read_index(arguments[10], &row.t)) {
         return NULL;
     }
     Py_buffer words;
@@ -337,8 +345,8 @@ static int store_game(PyObject *result, PyObject *living, PyObject *listed, PyOb
 
 static PyObject *step_game(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t first;
-    if (n != 7) {
-        return PyErr_Format(PyExc_TypeError, "expected 7 arguments, got %zd", n);
+    if (!check_arguments(n, 7)) {
+        return NULL;
     }
     PyObject *living = arguments[2];
     if (!PyList_CheckExact(living) || !PyList_CheckExact(arguments[4]) || !PyList_CheckExact(arguments[5])) {

@@ -329,9 +329,9 @@ class BatchedColumns(PolicyColumns, Columns):
 
     # ---- recording -------------------------------------------------------------------------
 
-    def end_batch(self, row: Any) -> None:
+    def end_batch(self) -> None:
         if self._out is not None and self.observations is self._out:
-            self.observations = arrays_like(self.observation_space, row)
+            self.observations = map_tree(lambda array: array[0], self.home)
         self._out = None
 
     def _write_row(self, arrays: object, t: int) -> None:

@@ -131,7 +131,8 @@ class PolicyColumns:
     observation_space: gym.Space[Any]  #: of one column
     action_space: gym.Space[Any]
     checks: Checks  #: the optional checks to make
-    observations: Any  #: the current ones: a list of elements, or a batch; zero where idle
+    observations: Any  #: the current ones, unless `written` says that a row has them: a list of elements, or a batch
+    written = -1  #: the row of `into` that has the current observations already; -1: none
     rewards: Any  #: those of the last step: a list or an array; zero where idle, from the row after the end on
     infos: Any  #: what `keep_info` has returned for the infos of the last step
     idle: list[int]  #: the columns that do not act in the next step, ascending
@@ -140,6 +141,7 @@ class PolicyColumns:
     on_info: InfoHook | None = None
     keep_info: KeepInfo | None = None
     into: Any = None
+    home: Any = None
 
     def __len__(self) -> int:
         return len(self.env_ranks)
@@ -150,13 +152,20 @@ class PolicyColumns:
         *,
         keep_info: KeepInfo | None = None,
         into: Any = None,
+        home: Any = None,
         on_info: InfoHook | None = None,
     ) -> None:
         """Call `on_step` after each step of a column. Keep in `infos` what `keep_info` returns for the info of each
-        step: it is called at once, since the environment may use the memory of its info again. Environments with
-        `step_into` write their observations into `into`, which is nested as `arrays_like` returns it. Call `on_info`
-        with each info; a batched environment keeps its infos in `infos`, of resets too."""
-        self.on_step, self.keep_info, self.into, self.on_info = on_step, keep_info, into, on_info
+        step: it is called at once, since the environment may use the memory of its info again. Call `on_info` with each
+        info; a batched environment keeps its infos in `infos`, of resets too.
+
+        `into` `[T, B, ...]` is nested as `arrays_like` returns it: a step may write the observations into a row of it.
+        `home` `[1, B, ...]` has the observations between two batches, and before the first."""
+        self.on_step, self.keep_info, self.into, self.home, self.on_info = on_step, keep_info, into, home, on_info
+
+    def current(self, column: int) -> Any:
+        """The current observation of this column."""
+        return element(self.observations, column)
 
     def write_observations(self, row: Any) -> None:
         """Write the current observations into `row` `[B, ...]`, as the samples record observations."""
@@ -181,9 +190,8 @@ class PolicyColumns:
         """The row `[B, ...]` of observations is written, or there is none (None): from now on the rewards of idle
         columns are zero."""
 
-    def end_batch(self, row: Any) -> None:
-        """The batch is complete, and the learner gets its memory next. What the environments have written there is in
-        `row` `[B, ...]` too, which stays: take it from there."""
+    def end_batch(self) -> None:
+        """The batch is complete, and the learner gets its memory next. `home` has a copy of its last observations."""
 
     def take_begun(self, joined: Sequence[int]) -> Sequence[int]:
         """All columns of the games that have begun since the last call, those of absent agents too. `joined` are the
@@ -244,7 +252,7 @@ class Columns(ABC):
     @abstractmethod
     def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
         """Step each environment that is not parked, or only `which`. `actions` has a row `[B, ...]` for each policy.
-        With `row`, environments may write into this row of `into`. Returns None if nothing has ended or joined."""
+        With `row`, observations may be written into this row of `into`. Returns None if nothing has ended or joined."""
 
     def save(self, e: int) -> Any:
         """What to give back in `Start.state` so that environment e continues as it is now; of a batched one, all rows.

@@ -2,7 +2,8 @@
 with the same results. `step_ordinary` and `step_game` handle the usual types, and the caller the rest.
 
 An environment may use the memory of an observation again, and two environments may share it. So each observation is
-copied as soon as its environment has stepped. In C, an array that nobody else refers to needs no copy.
+written into the batch, or copied, as soon as its environment has stepped. In C, an array that nobody else refers to is
+not copied.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.buffers.native import load
+from penstock.buffers.native import load, put_cell
 from penstock.buffers.tree import CONSTANT
 
 #: `watch` of `step_ordinary`: it returns at every step, or also at steps with an info or a reward that is no float.
@@ -29,32 +30,45 @@ def _step_ordinary(
     observations: list[Any],
     rewards: list[Any],
     ends: list[Any] | None,
+    arrays: Any,
+    t: int,
 ) -> tuple[int, Any] | None:
     if len(actions) != len(bound):
         raise ValueError(f"expected {len(bound)} actions, got {len(actions)}")
     words = memoryview(words)  # faster to write than an array
     for i in range(first, len(bound)):
         column, words[-1], step, step_into = bound[i]
-        is_into = outs is not None and step_into is not None
-        observation = outs[column] if is_into else None
-        result = step_into(observation, actions[i]) if is_into else step(actions[i])
-        if watch == WATCH_ALL or type(result) is not tuple or len(result) != 5 - is_into:
+        out = None if outs is None or step_into is None else outs[column]
+        result = step(actions[i]) if out is None else step_into(out, actions[i])
+        if watch == WATCH_ALL or not _is_ordinary(result, 5 - (out is not None), watch, ends):
             return i, result
-        reward, terminated, truncated, info = result[-4:]
-        if not (terminated.__class__ is truncated.__class__ is bool and info.__class__ is dict):
-            return i, result
-        if watch and (info or reward.__class__ is not float):
-            return i, result
-        is_end = terminated or truncated
-        if not _is_constant(reward) or (is_end and (ends is None or reward.__class__ is not float)):
-            return i, result
-        if not is_into and (observation := _kept(result[0])) is _NOT_PLAIN:
-            return i, result
-        if is_end and ends is not None:
+        *seen, reward, terminated, truncated, _ = result
+        observation = out
+        if out is None:
+            (observation,) = seen
+            if arrays is not None and not put_cell(arrays, t, column, observation):
+                return i, result
+            if (terminated or truncated or arrays is None) and (observation := _kept(observation)) is _NOT_PLAIN:
+                return i, result
+        if ends is not None and (terminated or truncated):
             ends.append((column, observation, reward, terminated, truncated))
-        observations[column] = observation
+        if arrays is None:
+            observations[column] = observation
         rewards[column] = reward
     return None
+
+
+def _is_ordinary(result: Any, size: int, watch: int, ends: list[Any] | None) -> bool:
+    """Whether the result has the usual types, apart from its observation."""
+    if type(result) is not tuple or len(result) != size:
+        return False
+    reward, terminated, truncated, info = result[-4:]
+    if not (terminated.__class__ is truncated.__class__ is bool and info.__class__ is dict):
+        return False
+    must_be_float = watch or terminated or truncated
+    if (watch and info) or not (reward.__class__ is float or (not must_be_float and _is_constant(reward))):
+        return False
+    return ends is not None or not (terminated or truncated)
 
 
 def _step_game(
@@ -115,12 +129,13 @@ def _is_agent(found: object, agent: Any) -> bool:
 _NUMPY_FALSE = np.False_
 _NOT_PLAIN = object()
 
-#: `step_ordinary(words, bound, actions, outs, first, watch, observations, rewards, ends)`: step the environments
-#: of `bound`, a list of `(column, env_rank, env.step, env.step_into or None)`, from index `first` on. Each gets its
-#: entry of `actions`. If there is a `step_into`, and `outs` is not None, call `step_into(outs[column], action)`: then
-#: the result has no observation, and `outs[column]` is the observation.
-#: The results are stored in the lists `observations` and `rewards`, by column; an observation that somebody else could
-#: change is copied before the next environment steps. Where an episode ends,
+#: `step_ordinary(words, bound, actions, outs, first, watch, observations, rewards, ends, arrays, t)`: step the
+#: environments of `bound`, a list of `(column, env_rank, env.step, env.step_into or None)`, from index `first` on. Each
+#: gets its entry of `actions`. If there is a `step_into`, and `outs` is not None, call
+#: `step_into(outs[column], action)`: then the result has no observation, and `outs[column]` is the observation.
+#: The rewards are stored in the list `rewards`, by column. Each observation is written into its cell of row t of
+#: `arrays`, as `put_cell` does it, before the next environment steps. If `arrays` is None, it is stored in the list
+#: `observations` instead, and copied if somebody else could change it. Where an episode ends,
 #: `(column, observation, reward, terminated, truncated)` is appended to the list `ends`.
 #: A step is ordinary if the result, the flags and info have the usual types, the reward is a number, and the
 #: observation is a number, a text or an array, or a dict or tuple of such. At the end of an episode, the reward must
@@ -128,7 +143,7 @@ _NOT_PLAIN = object()
 #: step that is not ordinary, store nothing of it and return `(index in bound, result of the step)`. Return None after
 #: the last environment. `words` int64 `[n]` are words of the progress row: the last gets the env_rank of the
 #: environment that steps.
-step_ordinary: Callable[[Any, Any, Any, Any, int, int, Any, Any, Any], tuple[int, Any] | None]
+step_ordinary: Callable[[Any, Any, Any, Any, int, int, Any, Any, Any, Any, int], tuple[int, Any] | None]
 #: `step_game(step, given, living, game, observations, rewards, first)`: call `step(given)`, and return whether its
 #: result is ordinary, and the result. It is ordinary if it is a tuple of five dicts; the agents of the first two, and
 #: of the list `game.agents`, are those of the list `living`, in its order (the same objects, or equal texts); the next

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.buffers import NamedArrays, PolicySamples, Samples
-from penstock.buffers.samples import BatchStatus, note_taken, parts_of, with_status
+from penstock.buffers.samples import BatchStatus, for_user, parts_of, with_status
 from penstock.errors import StaleSamplesError
 
 Batch = Samples | PolicySamples
@@ -28,8 +28,8 @@ class Batches:
         self._tell_torch = _increment_versions()
         tensors = [view.torch() for view in views]
         self._leaves = [[leaf for _, leaf in slot.leaves()] for slot in tensors]
-        for batch, arrays in (*zip(views, slots, strict=True), *zip(tensors, slots, strict=True)):
-            note_taken(batch, arrays)
+        self.views_for_user = [for_user(*pair) for pair in zip(views, slots, strict=True)]
+        tensors = [for_user(*pair) for pair in zip(tensors, slots, strict=True)]
         # By slot: the tensors of each policy, with their status, which knows how many agents each environment has.
         self._parts = [[(own, own.status) for own in parts_of(slot)] for slot in tensors]
         self._names = None if isinstance(views[0], Samples) else views[0].keys()

@@ -148,7 +148,7 @@ class Run:
             self.policy_version = self.by_policy(
                 dict.fromkeys(self.agents, self.memory.control.version(len(self.plans)))
             )
-        self.batch, self.samples_np = batch + 1, batches.views[slot]
+        self.batch, self.samples_np = batch + 1, batches.views_for_user[slot]
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
         if self.episodes is not None:
             self.episodes.keep(slot)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.buffers import AgentSamples, BatchColumns, EnvSamples, NamedArrays, Samples, SamplesBuffer, SampleSpec
 from penstock.buffers.named import map_leaves
-from penstock.buffers.samples import FirstRow, note_taken
+from penstock.buffers.samples import FirstRow, for_user
 
 from ..scale import examples
 from ..support import leave_memory
@@ -196,14 +196,12 @@ def test_final_obs_is_cleared_where_an_episode_ended_and_everywhere_if_it_was_ta
 ) -> None:
     buffer = buffer_of() if nested else buffer_of(observation=np.zeros(3, np.float32))
     columns = BatchColumns(buffer.slots[0], slice(0, B))
-    note_taken(buffer.batches[0], buffer.slots[0])
+    samples = for_user(buffer.batches[0], buffer.slots[0])
     for t, b in ends:
         columns.done[t, b] = True
         columns.final_obs[t, b] = 9
 
     def learn() -> None:
-        samples = buffer.batches[0]
-        assert isinstance(samples, Samples)
         _ = samples.env.reward, samples.env.done, samples.agent
         samples.env.done[...] = False
         if is_taken:
@@ -233,10 +231,10 @@ def test_final_obs_is_cleared_where_an_episode_ended_and_everywhere_if_it_was_ta
 )
 def test_whoever_takes_final_obs_is_noticed(take: Any) -> None:
     buffer = buffer_of()
-    note_taken(buffer.batches[0], buffer.slots[0])
-    assert "final_obs" in buffer.batches[0].env  # type: ignore[union-attr]
+    samples = for_user(buffer.batches[0], buffer.slots[0])
+    assert "final_obs" in samples.env
     assert not buffer.slots[0].final_obs_taken[0]
-    take(buffer.batches[0])
+    take(samples)
     assert buffer.slots[0].final_obs_taken[0]
 
 

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,7 @@ class Row:
             for i, column in enumerate(columns)
         ]
         self.actions: list[Any] = [f"action {i}" for i in range(len(columns))]
+        self.cells: tuple[Any, int] = None, 0
 
     def _step_of(self, i: int) -> Callable[..., Any]:
         def step(*arguments: Any) -> Any:
@@ -84,7 +86,7 @@ class Row:
         """What was returned, up to the end of the row."""
         unusual, first = [], 0
         lists = self.observations, self.rewards, ends
-        while found := step(self.words, self.bound, self.actions, self.outs, first, watch, *lists):
+        while found := step(self.words, self.bound, self.actions, self.outs, first, watch, *lists, *self.cells):
             unusual.append(found)
             first = found[0] + 1
         return unusual
@@ -204,6 +206,31 @@ def test_an_observation_of_a_result_that_is_kept_is_copied(step: Any) -> None:
     assert not np.shares_memory(row.observations[0]["a"], ONE)
 
 
+@needs_compiler
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("what", "is_end"), [("number", False), ("number", True), ("odd", False), ("odd", True)])
+def test_an_observation_is_written_before_the_next_environment_steps(step: Any, what: str, is_end: bool) -> None:
+    """Two environments share one array. One of them has none of the usual types."""
+    shared, cells, ends = np.zeros(2), np.full((3, 2, 2), 7.0), list[Any]()
+
+    def act(column: int, action: Any) -> Any:
+        shared[...] = column
+        observation = [1.0, 1.0] if what == "odd" and column else shared
+        return observation, 1.0, is_end, False, {}
+
+    row = Row([None, None], [0, 1], 2)
+    row.bound, row.outs, row.cells = [(b, b, partial(act, b), None) for b in range(2)], None, (cells, 1)
+    unusual = row.run(step, ends=ends)
+    is_odd = what == "odd"
+    assert [i for i, _ in unusual] == [1] * is_odd
+    assert cells.tolist() == [[[7, 7]] * 2, [[0, 0], [7, 7] if is_odd else [1, 1]], [[7, 7]] * 2]
+    assert row.observations == [None, None]
+    assert row.rewards == [1.0, None if is_odd else 1.0]
+    assert [(b, last.tolist(), *rest) for b, last, *rest in ends] == [
+        (b, [b, b], 1.0, True, False) for b in range(2 - is_odd) if is_end
+    ]
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_without_outs_step_is_called(step: Any) -> None:
     row = Row([ORDINARY[0]], [0], 1)
@@ -317,7 +344,7 @@ def test_signals_are_looked_at_even_if_no_step_is_in_python() -> None:
     try:
         with pytest.raises(InterruptedError):
             signal.setitimer(signal.ITIMER_REAL, 0.001)
-            step_ordinary(words, bound, actions, None, 0, False, [None], [None], None)
+            step_ordinary(words, bound, actions, None, 0, False, [None], [None], None, None, 0)
         assert words[2] < n - 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -345,11 +372,12 @@ def test_signals_are_looked_at_even_if_no_step_is_in_python() -> None:
         (4, -1, "no environment -1"),
         (6, (None,), "must be lists"),
         (7, None, "must be lists"),
+        (10, None, "NoneType"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_an_error(i: int, wrong: Any, error: str) -> None:
     bound = [(0, 0, lambda action: ORDINARY[0], None)]
-    arguments: list[Any] = [new_words(), bound, [0], [None], 0, False, [None], [None], None]
+    arguments: list[Any] = [new_words(), bound, [0], [None], 0, False, [None], [None], None, None, 0]
     assert step_ordinary(*arguments) is None  # type: ignore[call-arg]
     arguments[i] = wrong
     with pytest.raises((TypeError, IndexError, ValueError), match=error):
