@@ -253,8 +253,10 @@ class SingleColumns(ListedColumns, Columns):
         """This is the current observation of environment e."""
         if self._row is None:
             self.observations[e] = snapshot(observation)
-        else:
-            self._write_current(*self._row, e, observation)
+            return
+        arrays, t = self._row
+        if not put_cell(arrays, t, e, observation):
+            self._write_current(arrays, t, e, observation)
 
     def _write_row(self, arrays: object, t: int) -> None:
         if self._row is None:

@@ -100,10 +100,12 @@ class InfoWriter:
     def __init__(self, env_info: NamedArrays) -> None:
         #: Each entry that is written: its path, its array `[T, B, ...]`, and its mask `[T, B]`.
         self._entries = [(path, *_arrays_of(env_info, path)) for path in _recorded(env_info)]
+        # An entry that is not nested is found by its key, which is faster.
+        self._keys = [(path[0] if len(path) == 1 else "", path) for path, _, _ in self._entries]
 
     def kept(self, info: Mapping[str, Any]) -> list[Any]:
         """The entries of `info` that are written; None where it has none. They are copies of what can be changed."""
-        return [snapshot(_look_up(info, path)) for path, _, _ in self._entries]
+        return [snapshot(info.get(key) if key else _look_up(info, path)) for key, path in self._keys]
 
     def write(self, t: int, infos: Sequence[Sequence[Any]]) -> None:
         """Write row t. `infos` has what `kept` has returned for each column.
