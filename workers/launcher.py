@@ -111,7 +111,7 @@ class Launcher:
                 pass  # Ctrl-C may end a wait for a supervisor that does not answer
             is_stopped = status_of(supervisor.pid) == "stopped"
             if seconds > (self._start_timeout if is_stopped else max(self._start_timeout, _PRELOAD_SECONDS)):
-                why = "is stopped by a signal: continue it with kill -CONT" if is_stopped else "does not answer"
+                why = "was stopped by a signal, and continues now: try again" if is_stopped else "does not answer"
                 raise WorkerTimeoutError(
                     f"{name} could not be started within {seconds:.0f} s: the supervisor (pid {supervisor.pid}) {why} "
                     "(start-up)"
@@ -127,6 +127,9 @@ class Launcher:
                 except EOFError:
                     if supervisor.has_started and supervisor.has_ended(within=_KILL_SECONDS) and self._fork is None:
                         continue  # it was killed: another one can do it
+                    raise
+                except BaseException:
+                    supervisor.resume()  # it may be stopped, and starts the workers of other pools too
                     raise
                 supervisor.has_started = True
                 return process
