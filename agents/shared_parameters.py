@@ -43,7 +43,7 @@ class SharedParameters:
     before_overwrite: Callable[[int], None] | None = None
 
     def __init__(self, parameters: Mapping[str, npt.NDArray[Any]], *, shared: bool) -> None:
-        self._names = tuple(parameters)
+        self.names = tuple(parameters)
         slot = NamedArrays({f"p{i}": ArraySpec.like(value) for i, value in enumerate(parameters.values())})
         word = np.dtype(np.int64)
         specs = NamedArrays(
@@ -67,10 +67,10 @@ class SharedParameters:
     def publish(self, parameters: Mapping[str, npt.NDArray[Any]], version: int | None = None) -> None:
         """Writer: make `parameters` the next version, or a later one. Raises `ConfigError` if names, shapes or dtypes
         have changed."""
-        if tuple(parameters) != self._names:
+        if tuple(parameters) != self.names:
             raise ConfigError(
                 "the agent's parameters have changed since the sampler was initialized. These names differ: "
-                f"{sorted(set(parameters) ^ set(self._names))[:5]}. Initialize a new sampler for a new model"
+                f"{sorted(set(parameters) ^ set(self.names))[:5]}. Initialize a new sampler for a new model"
             )
         version = self.version + 1 if version is None else version
         targets = self.memory.arrays.slots.values()[version % 2].values()
@@ -113,16 +113,16 @@ class SharedParameters:
             values = [field.copy() for field in slots[version % 2].values()]
             fence()
             if self._stamps[version % 2] == 2 * version:
-                return dict(zip(self._names, values, strict=True)), version
+                return dict(zip(self.names, values, strict=True)), version
         raise SamplerStateError(
             f"sync_shared_memory overwrote the parameters during each of {_MOST_READS} reads: publish less often"
         )
 
     def __getstate__(self) -> tuple[tuple[str, ...], NamedMemory]:
-        return self._names, self.memory
+        return self.names, self.memory
 
     def __setstate__(self, state: tuple[tuple[str, ...], NamedMemory]) -> None:
-        self._names, self.memory = state
+        self.names, self.memory = state
         self._bind_words()
 
 

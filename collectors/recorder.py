@@ -123,7 +123,8 @@ class Recorder:
     def begin_batch(self, itr: int) -> None:
         """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
         columns, first = self.columns, self._first_row
-        columns.take_begun(())  # forget the games that began before: the agent was reset for them
+        if self._is_joint:
+            columns.take_begun(())  # forget the games that began before: the agent was reset for them
         if self._is_first or self._rejoined:
             columns.write_observations(first.observation)
             if columns.idle:  # a saved run may have ended where the next step only resets

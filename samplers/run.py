@@ -100,7 +100,8 @@ class Run:
         self._first_batch: tuple[ServerStats, Sequence[WorkerStats]] | None = None
         self._version_word = self.memory.parameters[0].version_word if self.seating.is_shared else None
         pairs = zip(agents.items(), self.memory.parameters, strict=True)
-        self._unpublished = {name: UnpublishedChanges(own, parameters) for (name, own), parameters in pairs}
+        # Of agents that have parameters.
+        self._unpublished = {name: UnpublishedChanges(own, shared) for (name, own), shared in pairs if shared.names}
         self._warned_of_late_rewards = False
 
     @property
@@ -123,7 +124,8 @@ class Run:
         oldest is given back. This does not wait: with workers that are processes, it takes microseconds."""
         is_plain = type(itr) is int and abs(itr) < 2**63  # the usual case: it saves a call in each batch
         self.itr = itr if is_plain else integer("itr", itr)
-        self.check_published()
+        if self._unpublished:
+            self.check_published()
         word, batch, batches = self._version_word, self.batch, self.batches
         self.policy_version = self.newest_versions() if word is None else word[0]
         try:
