@@ -330,7 +330,8 @@ class Recorder:
                 self._joint_rows[t, env] = row[env * k : (env + 1) * k]
         for env in {column // k for column in events.cut}:  # the step before is the last one
             row = self.samples.observation_rows[t][env * k : (env + 1) * k]
-            self._joint_rows[t - 1, env] = map_leaves(np.copy, row)
+            # What was kept where a seat has ended is right: row t may be the first of the game that has failed.
+            self._joint_rows.setdefault((t - 1, env), map_leaves(np.copy, row))
 
     def _write_joint_values(self) -> None:
         """The values of episodes that were truncated: each seat of their environment counts with what it sees next."""
