@@ -36,7 +36,9 @@ class TrajInfo:
     # The sampler sets these. Where several agents share an environment, there is one record for each agent, and one for
     # the whole game, with `agent_id` None and the rewards of all agents.
     env_rank: int | None = None  #: the environment
-    episode: int | None = None  #: how many trajectories, or games, had ended in it before, since the start
+    #: How many trajectories, or games, had ended in it before, since the start. In batches, games that were cut or lost
+    #: count too: so (env_rank, episode) names one game.
+    episode: int | None = None
     #: Of the reset that began it, in evaluations, if that had one; with several agents and `seed_episodes=True` also in
     #: training: that of the game in which it ended.
     seed: int | None = None

@@ -223,6 +223,22 @@ def test_games_in_turns_begin_again(n_policies: int) -> None:
         sampler.obtain_samples(1)
 
 
+@pytest.mark.parametrize("env_fn", [Unsaved, Stateful])
+def test_agents_of_a_game_that_begins_again_are_told_from_those_before(env_fn: Any) -> None:
+    """a0 ends in the first step. The game that cannot be saved begins again, and has a number of its own then."""
+    make, found = partial(env_fn, 2, [{"a0": "die"}, *[{}] * 9]), list[Any]()
+    state: Any = None
+    for itr in range(2):
+        with SerialSampler(make, batch_T=6, batch_B=1, max_decorrelation_steps=0) as sampler:
+            sampler.initialize(Kept(), seed=SEED)
+            if state:
+                sampler.load_state_dict(state)
+            found += [(info.episode, info.agent_id) for info in sampler.obtain_samples(itr)[1]]
+            state = sampler.state_dict()
+    goes_on = [(0, "a0"), (0, "a1"), (0, None), (1, "a0")]
+    assert found == ([(0, "a0"), (1, "a0")] if env_fn is Unsaved else goes_on)
+
+
 class Forgetful(ScriptedGame):
     """Its copy has another random generator."""
 
