@@ -38,6 +38,7 @@ from penstock.learning import Replay
 from ..models import Net
 from ..scale import FULL, USUAL_METHODS, pairs, scaled
 from ..support import assert_same, collect, sampler_of, until, without_infos
+from ..toy_games import Valued
 from .games_support import SAMPLERS, Played, processes, undisturbed_games
 
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.timeout(scaled(3600, 120))]
@@ -397,6 +398,27 @@ class Fragile(ScriptedGame):
         if self.n_steps == self.at:
             raise GameError("the game is gone")
         return super().step(actions)
+
+
+@pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
+def test_who_has_just_come_back_when_its_game_fails_has_no_row_that_ends(collector_cls: Any) -> None:
+    """a1 dies in step 1 and comes back in step 2. Step 3 fails: what step 2 has ended are the rows of the others."""
+    make, waits = partial(Fragile, 3, [{"a1": "die"}, {"a1": "join"}, {}, {}]), collector_cls is WaitResetCollector
+    with sampler_of(SerialSampler, make, batch_T=6, batch_B=1, collector_cls=collector_cls, **RENEW) as sampler:
+        sampler.initialize(Valued(), seed=3, bootstrap_value=True)
+        sampler.obtain_samples(0)
+        env, final_value = sampler.samples_np.env, sampler.samples_np.agent.final_value
+    none, others, everyone = [0, 0, 0], [1, 0, 1], [1, 1, 1]
+    second = [none] * 3 if waits else None
+    for name, rows in {
+        "valid": [everyone, others, none],
+        "terminated": [[0, 1, 0], none, none],
+        "truncated": [none, others, none],
+        "done": [[0, 1, 0], others, none if waits else everyone],
+    }.items():
+        assert env[name].astype(int).tolist() == rows + (second or rows), name
+    np.testing.assert_array_equal(final_value != 0, env.truncated)
+    np.testing.assert_array_equal(env.final_obs[1, :, :2], [[1, 2], [0, 0], [3, 2]])
 
 
 class Lives(TrajInfo):
