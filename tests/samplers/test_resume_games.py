@@ -28,7 +28,7 @@ from penstock.testing import check_env_state
 
 from ..scale import FULL, covering
 from ..support import Diary, assert_same, collect
-from ..toy_games import Book, TurnGame, split_agents
+from ..toy_games import Book, Ghosts, TurnGame, split_agents
 
 T, B, SEED = 6, 4, 5
 KINDS = [{"k": k} for k in (3, 4, 2, 3)]
@@ -244,6 +244,12 @@ class Forgetful(ScriptedGame):
 
     def __getstate__(self) -> Any:
         return {**vars(self), "np_random": np.random.default_rng(3)}
+
+
+@pytest.mark.parametrize("n_policies", [1, 2])
+def test_a_game_that_lists_who_has_ended_continues(n_policies: int) -> None:
+    make, at_start = partial(Ghosts, script=[{"a1": "die"}, {}, {"a0": "cut"}, {}, {}]), partial(split_agents, n_policies)
+    assert continued(two, SerialSampler, make, partial(at_start, Kept))[1].exact == tuple(range(B))
 
 
 def test_the_proof_works_for_games() -> None:
