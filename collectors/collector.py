@@ -182,7 +182,7 @@ class Collector(MadeByWorker):
         if self.games is None:
             recorder = self.recorders[0]
             joined = self.begin_episodes(events, recorder.record(t, events.policies[0]))
-            if recorder.has_state:
+            if recorder.stateful:
                 recorder.begin(joined[0])
             return
         for recorder, own in zip(self.recorders, events.policies, strict=True):
