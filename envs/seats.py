@@ -310,7 +310,7 @@ def ended_agents(
     before: Collection[Any], agents: Collection[Any], terminated: Mapping[Any, Any], truncated: Mapping[Any, Any]
 ) -> set[Any]:
     """Who has ended, but is in `env.agents` after this step still. `before`: the same before it."""
-    return {agent for agent in agents if agent in before or is_set(terminated.get(agent)) or is_set(truncated.get(agent))}
+    return {each for each in agents if each in before or is_set(terminated.get(each)) or is_set(truncated.get(each))}
 
 
 class TurnView(ParallelView):

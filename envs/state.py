@@ -115,7 +115,7 @@ class _Play:
 
 
 class _GamePlay(_Play):
-    """The same for a `ParallelView`. Its agents act legally if there is an `action_mask`, and none acts after its end."""
+    """The same for a `ParallelView`. Its agents act legally if there is an `action_mask`, and not after their end."""
 
     def __init__(self, env: ParallelView, seed: int) -> None:
         self._spaces, self.is_over = {agent: copy.deepcopy(own[1]) for agent, own in env.spaces.items()}, False

@@ -216,7 +216,8 @@ class Run:
         games = Counter[int]() if evaluation else self.games
         self.seating.name_infos(infos, ends, games, evaluation=evaluation)
         if self.seating.has_games and (left_out := self._uncounted(found, slot)):
-            infos, ends = ([each for i, each in enumerate(own) if i not in left_out] for own in (infos, ends))
+            kept = [i for i in range(len(infos)) if i not in left_out]
+            infos, ends = [infos[i] for i in kept], [ends[i] for i in kept]
         if evaluation:
             return self._with_seeds(infos)
         if self.episodes is not None and self.seating.has_games:

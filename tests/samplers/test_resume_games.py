@@ -248,8 +248,8 @@ class Forgetful(ScriptedGame):
 
 @pytest.mark.parametrize("n_policies", [1, 2])
 def test_a_game_that_lists_who_has_ended_continues(n_policies: int) -> None:
-    make, at_start = partial(Ghosts, script=[{"a1": "die"}, {}, {"a0": "cut"}, {}, {}]), partial(split_agents, n_policies)
-    assert continued(two, SerialSampler, make, partial(at_start, Kept))[1].exact == tuple(range(B))
+    make = partial(Ghosts, script=[{"a1": "die"}, {}, {"a0": "cut"}, {}, {}])
+    assert continued(two, SerialSampler, make, partial(split_agents, n_policies, Kept))[1].exact == tuple(range(B))
 
 
 def test_the_proof_works_for_games() -> None:
