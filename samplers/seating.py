@@ -115,10 +115,12 @@ class Seating:
                     p, seat = divmod(seat, side.most)
                 info.agent_id, info.policy = side.agents[b][seat], self.policies[p]
 
-    def uncounted(self, ends: Iterable[tuple[int, int]], *, evaluation: bool) -> dict[int, int]:
+    def uncounted(self, ends: Sequence[tuple[int, int]], *, evaluation: bool) -> dict[int, int]:
         """By index, the env_rank of what is no trajectory: the report of a game that was cut, and in evaluations, where
         this game is played again, those of the agents that had ended in it."""
         found, of_game = dict[int, int](), defaultdict[int, list[int]](list)
+        if all(key >= 0 for _, key in ends):  # as usual
+            return found
         for i, (_, key) in enumerate(ends):
             env_rank, seat = divmod(max(key, ~key), self.width)
             if seat < self.width - 1:
