@@ -6,9 +6,9 @@ import pickle
 import traceback
 from dataclasses import dataclass
 
-import cloudpickle
 import numpy as np
 
+from penstock.buffers import pickling
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 
@@ -99,7 +99,7 @@ def dump_exception_by_value(error: BaseException) -> tuple[bytes, bytes, bytes]:
     headline, text, pickled = dump_exception(error)
     if not pickled:
         try:
-            pickled = cloudpickle.dumps(error)
+            pickled = pickling.dumps(error)
         except Exception:  # many exceptions cannot be pickled; the text describes them
             pickled = b""
     return headline, text, pickled

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.native import sum_episodes
 from penstock.buffers.object_pipe import FIGURES, RECORD, MessageKind, ObjectMessage
-from penstock.columns.interface import StepHook, snapshot
+from penstock.buffers.tree import snapshot
+from penstock.columns.interface import StepHook
 from penstock.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
 
 from penstock.buffers.named import ArrayTree, map_leaves
-from penstock.buffers.tree import map_tree, tree_leaves
+from penstock.buffers.tree import map_tree, snapshot, tree_leaves
 from penstock.columns.interface import (
     Columns,
     EpisodeEnds,
@@ -22,7 +22,6 @@ from penstock.columns.interface import (
     PolicyEvents,
     Start,
     StepHook,
-    snapshot,
 )
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, require_info, reset_with, step_values
 from penstock.envs.direct_steps import step_into_of, with_observation
@@ -79,6 +78,7 @@ class BatchedColumns(PolicyColumns, Columns):
         )
         self._final, self._final_arrays = row, arrays_like(self.observation_space, row)
         self.observations: Any = None  #: as the environment batches them
+        self._out: Any = None  # where the environment has written the last row
         self.rewards: Any = np.zeros(len(env_ranks))
         self._flags_shape = (len(env_ranks),)
         self.infos: Mapping[str, Any] = {}  #: as Gymnasium batches them, of the last step, or of `reset` with `starts`
@@ -259,7 +259,7 @@ class BatchedColumns(PolicyColumns, Columns):
             result = step_values(self.env.step(actions), self.env_ranks[0])
         else:
             arrays, t = into
-            out = map_tree(lambda array: array[t], arrays)
+            self._out = out = map_tree(lambda array: array[t], arrays)
             result = with_observation(out, self._step_into(out, actions), self.env_ranks[0])
         self.observations, self.rewards, terminated, truncated, self.infos = result
         if self.infos.__class__ is not dict:
@@ -329,6 +329,11 @@ class BatchedColumns(PolicyColumns, Columns):
 
     # ---- recording -------------------------------------------------------------------------
 
+    def end_batch(self) -> None:
+        if self._out is not None and self.observations is self._out:
+            self.observations = map_tree(lambda array: array[0], self.home)
+        self._out = None
+
     def _write_row(self, arrays: object, t: int) -> None:
         self._write_batch(arrays, t, self.observations, "observation")
         if self.checks:
@@ -366,10 +371,8 @@ class BatchedColumns(PolicyColumns, Columns):
                 f"the reward of env_rank {self.env_ranks[column]} must be finite (check_finite=True), got {row[column]}"
             )
 
-    def write_infos(self, writer: InfoWriter, row: Any) -> None:
-        writer.write_batched(row, self.infos, len(self))
-        if self._was_idle:
-            row[self._was_idle] = 0
+    def write_infos(self, writer: InfoWriter, t: int) -> None:
+        writer.write_batched(t, self.infos, self._was_idle)
 
     def blank_idle(self, row: Any) -> None:
         if row is not None:

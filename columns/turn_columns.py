@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from penstock.buffers.tree import snapshot
 from penstock.columns.interface import Start
 from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.envs.checks import episode_flags, require_info, require_number
@@ -241,7 +242,7 @@ class TurnColumns(LockStepColumns):
                 n_ends = _count_end(n_ends, columns.env_ranks[column])
                 env.step(None)  # type: ignore[arg-type]
                 continue
-            columns.observations[column] = self.returned.own(e, observation)
+            columns.observations[column] = snapshot(observation)
             self.waits[e] = columns, column
             has_rows = columns.n[column] < columns.most_rows
             (columns.asked if has_rows else columns.held).append(column)

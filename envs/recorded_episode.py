@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
+from penstock.buffers import pickling
 from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import tree_leaves
@@ -238,7 +238,7 @@ class RecordedEpisode:
     def pickled(self) -> bytes:
         """What `save` writes."""
         try:
-            pickled: bytes = cloudpickle.dumps(self)
+            pickled = pickling.dumps(self)
         except Exception as error:  # pickling runs the user's code
             raise ConfigError(f"the episode cannot be pickled: {in_one_line(error)}") from error
         return pickled

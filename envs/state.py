@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
+from penstock.buffers import pickling
 from penstock.buffers.reports import in_one_line
 from penstock.envs.checks import reset_with
 from penstock.envs.factory import EnvContext, EnvFn, env_factories
@@ -272,7 +272,7 @@ def _layers(env: Any) -> list[Any]:
     return layers
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(pickling.Pickler):
     """Refuses objects with an `EzPickle` base class anywhere, and writes the index of a layer in its place."""
 
     def __init__(self, file: io.BytesIO, layers: list[Any]) -> None:

@@ -82,7 +82,7 @@ class Run:
         )
         config = self.config
         self.plans, self.memory, self.seating = layout.plans, layout.memory, allocation.seats.seating
-        self.batches = Batches(layout.batches, debug=config.debug)
+        self.batches = Batches(layout.batches, self.memory.slots, debug=config.debug)
         self.inference_difference, self.episodes = allocation.agents.inference_difference, allocation.episodes
         self.makes_infos = arguments.seats is None  # those of a shard stay as the workers send them
         self.memory.control.raise_generation(self.env_range.generation)
@@ -130,7 +130,7 @@ class Run:
             self.pool.submit(Command(self.itr, batch=batch))
         finally:  # after `submit`, so that workers do not wait for this
             if len(batches.held) == self.config.n_slots:
-                batches.give_back(batch, keep_last_row=True)
+                batches.give_back(batch)
         self.guard.state = _SAMPLING
 
     def wait(self) -> None:
@@ -144,14 +144,14 @@ class Run:
         command of the workers, once."""
         batch, batches, n_slots = self.batch, self.batches, self.config.n_slots
         slot = batch % batches.n_slots
-        if self.config.debug and batch >= n_slots:
-            batches.poison(batch - n_slots)  # no worker reads its last row now
         if self.acting.is_central:  # it may have begun a little later, with the parameters of that time
             self.policy_version = self.by_policy(
                 dict.fromkeys(self.agents, self.memory.control.version(len(self.plans)))
             )
-        self.batch, self.samples_np = batch + 1, batches.views[slot]
+        self.batch, self.samples_np = batch + 1, batches.views_for_user[slot]
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
+        if self.episodes is not None:
+            self.episodes.keep(slot)
         if not batch:
             self.note_first_batch()
         infos = self.take_traj_infos(slot)

@@ -264,7 +264,8 @@ class SamplerProgram:
             return [eval_columns(layout, batch_T, len(cells))]
         if spec is not None:
             return [BatchColumns(unrecorded_arrays(spec, batch_T, len(cells)), slice(None))] * len(layouts)
-        return [BatchColumns(slot[p], _slice(cells), is_poisoned=self.config.debug) for slot in layouts]
+        is_clean = self._plan.generation == 0  # else another worker has written there, and the learner
+        return [BatchColumns(slot[p], _slice(cells), is_clean=is_clean) for slot in layouts]
 
     def _eval_limits(self) -> EvalLimits:
         config, plan = self.config, self._plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.arguments import signature
 from penstock.buffers import NamedArrays
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
@@ -224,11 +224,7 @@ class Chooser:
         """The chooser for `policies`."""
         if not callable(policy_of):
             raise ConfigError(f"policy_of must be a function of agent_id, got {brief(policy_of)}")
-        try:
-            names = frozenset(inspect.signature(policy_of).parameters)
-        except (TypeError, ValueError):  # a class or a function written in C
-            names = frozenset()
-        return cls(policy_of, names, policies)
+        return cls(policy_of, frozenset(signature(policy_of).parameters), policies)
 
     def like(self, policy_of: PolicyOf) -> Chooser:
         """A chooser for the same policies, with another function."""

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 
+from penstock.buffers import pickling
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import map_tree
 from penstock.envs.infos import element, info_of, mask_name
@@ -76,13 +76,13 @@ def _pickled_info(info: Mapping[str, Any], env_rank: int) -> bytes:
     except Exception:  # a class or function of the user's script, which goes by value
         for key, value in info.items():
             try:
-                cloudpickle.dumps(value)
+                pickling.dumps(value)
             except Exception as error:
                 raise SpaceError(
                     f"info[{key!r}] of env_rank {env_rank} cannot be pickled for the main process: "
                     f"{in_one_line(error)}. Leave it out, or turn it into numbers, text or arrays"
                 ) from error
-        return bytes(cloudpickle.dumps(dict(info)))
+        return pickling.dumps(dict(info))
 
 
 # ---- in the main process -----------------------------------------------------------------------

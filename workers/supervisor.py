@@ -145,6 +145,12 @@ class Supervisor:
         """Whether it takes no more requests, or will not in so many seconds. It sends nothing through `control`."""
         return self.control.fileno() < 0 or _is_readable(self.control, within)
 
+    def resume(self) -> None:
+        """Let it continue if a signal has stopped it."""
+        if self.is_own and not self.has_ended():
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now, and something else has waited for it
+                os.kill(self.pid, signal.SIGCONT)
+
     def close(self) -> None:
         """End it, and with it all its workers; wait for its exit. Takes about a second at most. It may be repeated."""
         if self.is_own and self.control.fileno() >= 0:

@@ -47,7 +47,7 @@ from penstock.envs import CountingEnv, NestedEnv
 from penstock.envs.toy import ScriptedGame
 
 from ..against_loop import compare
-from ..models import CartPoleNet, Lstm, LstmQ, Modes, Net
+from ..models import CartPoleNet, Lstm, LstmQ, Modes, Net, Normed
 from ..scale import FULL, START_METHODS, covering, examples, pairs, scaled, with_start_methods
 from ..support import Diary
 from ..toy_games import Numbered, Odd, Roles, TurnGame, Valuing
@@ -259,6 +259,7 @@ MODELS: dict[str, tuple[Any, Callable[[], Any]]] = {
     "recurrent gaussian": (PENDULUM, lambda: RecurrentGaussianPgAgent(lambda: Lstm(3, 1))),
     "recurrent epsilon-greedy": (COUNTING, lambda: RecurrentEpsilonGreedyAgent(lambda: LstmQ(2, 3), epsilon=0.3)),
     "function": (NestedEnv, lambda: FunctionAgent(scripted)),
+    "computed weights": (CARTPOLE, lambda: CategoricalPgAgent(lambda: Normed(2))),
     "numpy": (CARTPOLE, lambda: CategoricalPgAgent(lambda: CartPoleNet().double(), inference="numpy")),
     "traced": (CARTPOLE, lambda: CategoricalPgAgent(lambda: CartPoleNet().double(), inference="traced")),
 }
@@ -274,15 +275,16 @@ def compare_model(model: str, cls: type[Sampler], of_sampler: Options) -> None:
     compare(cls, env_fn, make_agent, sampler=of_sampler, rtol=1e-6, **has_value, **sizes)
 
 
-#: Daily, recurrent models also act in workers, in halves, and ahead.
-STATEFUL = zip(
-    ("recurrent categorical", "recurrent gaussian", "recurrent epsilon-greedy"),
-    ("2 workers", "alternating", "ahead"),
-    strict=True,
-)
+#: Daily, recurrent models also act in workers, in halves, and ahead. What torch cannot pickle is sent to all processes.
+MORE = [
+    ("recurrent categorical", "2 workers"),
+    ("recurrent gaussian", "alternating"),
+    ("recurrent epsilon-greedy", "ahead"),
+    *(("computed weights", sampler) for sampler in ("2 workers", "central, own process", "ahead, own process")),
+]
 
 
-@pytest.mark.parametrize(("model", "sampler"), [*pairs(MODELS, SAMPLERS), *scaled([], STATEFUL)])
+@pytest.mark.parametrize(("model", "sampler"), [*pairs(MODELS, SAMPLERS), *scaled([], MORE)])
 def test_agents_with_models_act_as_in_a_plain_loop(model: str, sampler: str) -> None:
     compare_model(model, *SAMPLERS[sampler])
 

@@ -241,6 +241,7 @@ def test_a_run_continues_with_the_seeds_of_its_games(env_fn: Any, n_policies: in
     with recording(SerialSampler, env_fn, n_policies, **options) as sampler:
         assert sampler.load_state_dict(state).exact == (0, 1, 2, 3)
         assert_same(collect(sampler, range(2, 5)), wanted)
+        sampler.obtain_samples(5)
         for e in range(B):
             check_episode(sampler, e, T - 1)
 
