@@ -118,16 +118,18 @@ def follow(batches: Any, plans: Any, first: Any = plan) -> int:
     return n
 
 
-def levels_of(sampler: Any) -> list[tuple[Any, float]]:
+def levels_of(sampler: Any, last: Any = None) -> list[tuple[Any, float]]:
     """For some steps of the last batch: the options of the recorded episode, and the level that was seen. Repeats each
-    episode."""
-    found, samples = [], sampler.samples_np
+    episode. `last` has this batch as `collect` returns it, which defaces the batch itself."""
+    found: list[tuple[Any, float]] = []
+    samples = sampler.samples_np if last is None else last[0]
     for t, e in np.argwhere(samples.env.valid)[::3].tolist():
         episode, level = sampler.episode(e, t), float(samples.env.observation[t, e, 0])
         assert episode.options == (None if level == -1 else {"level": level})
         env, action = episode.run()
         assert np.float32(env.step(action)[1]) == samples.env.reward[t, e]
         found.append((episode.options, level))
+    assert found
     return found
 
 
@@ -251,7 +253,7 @@ def test_a_worker_that_is_replaced_follows_the_newest_plan(is_set: bool, tmp_pat
                 sampler.set_episode_plan(harder)
             runs.append(collect(sampler, 6))
             assert sampler.stats().restarts == 1
-            levels_of(sampler)
+            levels_of(sampler, runs[-1][-1])
     assert_same(*runs)
     last = runs[0][-1][0].env.observation[..., 0]
     assert ((last >= 1000) if is_set else (last < 1000)).all()
@@ -280,9 +282,9 @@ def test_a_run_that_is_continued_keeps_plan_and_options(env_fn: Any, is_set: boo
     with started(planned(samplers[1], env_fn, **options)) as sampler:
         assert sampler.load_state_dict(state).exact == tuple(range(B))
         continued = collect(sampler, range(2, 3))
-        levels_of(sampler)
+        levels_of(sampler, continued[-1])
         continued += collect(sampler, range(3, 5))
-        levels_of(sampler)
+        levels_of(sampler, continued[-1])
     assert_same(continued, expected)
     follow(first + continued, [plan, easy, harder, harder, harder] if is_set else [plan] * 5)
 
