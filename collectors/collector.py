@@ -102,6 +102,8 @@ class Collector(MadeByWorker):
         # Rewards for agents that did not act, and where games have ended.
         self._late, self._over = np.zeros((self.batch_T, n), np.float32), np.zeros((self.batch_T, n), np.bool_)
         self._n_parked = 0  # rows of games that wait for the end of the batch
+        if parts.streams.generation and not self.evaluates:  # this worker replaces another
+            self._lose_games(range(n))
         if len(self.recorders) == 1:  # the usual case, without a loop over policies
             for name in _BY_POLICY:
                 if getattr(type(self), name) is getattr(Collector, name):
@@ -180,7 +182,7 @@ class Collector(MadeByWorker):
         if self.games is None:
             recorder = self.recorders[0]
             joined = self.begin_episodes(events, recorder.record(t, events.policies[0]))
-            if recorder.has_state:
+            if recorder.stateful:
                 recorder.begin(joined[0])
             return
         for recorder, own in zip(self.recorders, events.policies, strict=True):
@@ -197,6 +199,9 @@ class Collector(MadeByWorker):
             self._over[t, e] = False
             before = np.flatnonzero(self._over[:t, e])
             games.cut(e, int(before[-1]) + 1 if before.size else 0, t)
+            for recorder, columns in zip(self.recorders, self.columns.columns_of(e), strict=True):
+                for column in columns:  # also of who had ended: a trajectory may go on (`TrajInfo.traj_done`)
+                    recorder.tracker.cut(column, t + 1, t)
         for e, reward in events.late:
             self._late[t, e] += reward
         if events.late and self._is_timed:
@@ -273,6 +278,13 @@ class Collector(MadeByWorker):
             )
         self.reset_envs(self.streams.env_seeds(Purpose.TRAIN))
         self._decorrelate(range(len(self.columns.env_ranks)))
+
+    def _lose_games(self, envs: Sequence[int]) -> None:
+        """Before the first batch: the games that ran here before are lost. They are reported as cut, so that no agent
+        that has ended in them shares (env_rank, episode) with one of the next game."""
+        if self.games is not None:
+            for e in envs:
+                self.games.cut(e, 1, 0)  # no row of this batch belongs to them
 
     def start_agent(self) -> None:
         """Prepare the agents for the first batch. Runs once, after `start_envs`."""
@@ -439,6 +451,7 @@ class Collector(MadeByWorker):
     def restart(self, streams: ColumnStreams) -> None:
         """Before the first batch: start again with other streams, because a saved run is continued."""
         self.streams = streams
+        self._lose_games(range(len(streams.env_ranks)))
         for recorder in self.recorders:
             own = recorder.streams
             recorder.streams = ColumnStreams(streams.seed, own.env_ranks, streams.generation, own.seats)
@@ -458,6 +471,7 @@ class Collector(MadeByWorker):
         if self.games is not None:
             for e in envs:
                 self.games.drop(e)
+            self._lose_games(envs)
         self.columns.reset(envs, [Start(seeds[e], generation=streams.generation) for e in envs])
         self._decorrelate(envs)
         for recorder, columns in zip(self.recorders, own, strict=True):

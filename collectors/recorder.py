@@ -69,9 +69,10 @@ class Recorder:
     The agent acts for idle columns too, so that each column draws the same random numbers whatever the others do.
 
     Attributes: `policy`, `columns`, `agent`, `tracker`, `progress` and `streams` as in `PolicyParts`; `samples`, the
-    slot that is written; `batch_T`; `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets beside the
-    observation. They are zero where an episode starts, while the batch keeps the last action and reward of the episode
-    before.
+    slot that is written; `batch_T`; `stateful`, the agents whose state is reset where an episode begins: a collector
+    that acts with a second agent appends it; `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets
+    beside the observation. They are zero where an episode starts, while the batch keeps the last action and reward of
+    the episode before.
     """
 
     def __init__(self, parts: PolicyParts, *, waits: bool = False, evaluates: bool = False) -> None:
@@ -84,7 +85,7 @@ class Recorder:
         # Random steps are legal too where the agent has no mask_key, as a scripted function.
         self._random_mask = self._mask or mask_in(columns.observation_space, columns.action_space)
         self._has_agent_info, self._on_step = len(samples.agent_info) > 0, parts.tracker.on_step
-        self.has_state = type(parts.agent).reset_one is not Agent.reset_one
+        self.stateful = [parts.agent] if type(parts.agent).reset_one is not Agent.reset_one else []
         # An agent that acts for all seats of an environment has one state for them: that of the game.
         self._is_joint = parts.agent.joint or isinstance(parts.agent, JointSeats)
         # With several seats, their value at an end is that of all together: what they see after step t, by (t, env).
@@ -223,7 +224,7 @@ class Recorder:
                 if self._waits:
                     self._park_cut(t, column)
             self._changed = [*self._changed, *events.cut]
-        if self.has_state and len(events.joined):
+        if self.stateful and len(events.joined):
             self.begin(events.joined)
         return going
 
@@ -330,7 +331,8 @@ class Recorder:
                 self._joint_rows[t, env] = row[env * k : (env + 1) * k]
         for env in {column // k for column in events.cut}:  # the step before is the last one
             row = self.samples.observation_rows[t][env * k : (env + 1) * k]
-            self._joint_rows[t - 1, env] = map_leaves(np.copy, row)
+            # What was kept where a seat has ended is right: row t may be the first of the game that has failed.
+            self._joint_rows.setdefault((t - 1, env), map_leaves(np.copy, row))
 
     def _write_joint_values(self) -> None:
         """The values of episodes that were truncated: each seat of their environment counts with what it sees next."""
@@ -348,12 +350,13 @@ class Recorder:
     # ---- episodes --------------------------------------------------------------------------
 
     def begin(self, joined: Sequence[int]) -> None:
-        """Episodes begin in these columns: reset the state of the agent. That of a joint agent only if the game
+        """Episodes begin in these columns: reset the state of the agents. That of a joint agent only if the game
         begins."""
-        if self.has_state:
+        if self.stateful:
             for column in self.columns.take_begun(joined) if self._is_joint else joined:
                 self._at(column)
-                self.agent.reset_one(column)
+                for agent in self.stateful:
+                    agent.reset_one(column)
 
     def rejoin(self, joined: Sequence[int]) -> None:
         """Between two batches, episodes begin in these columns."""

@@ -245,8 +245,8 @@ class TurnRecorder(Recorder):
                 self._record_end(n, column, observation, reward, terminated, truncated)
             seats.n[column] = n + 1
         if ends:
-            if self.has_state:
-                self.agent.reset_one(column)
+            for agent in self.stateful:
+                agent.reset_one(column)
             self.prev_action[column], seats.rewards[column] = 0, 0.0
 
     def _record_end(

@@ -66,9 +66,11 @@ class RecordedEpisodes:
 
     def set_plan(self, plan: EpisodePlan | None) -> None:
         """Workers follow this plan as soon as they read it. Raises `ConfigError` if it cannot be pickled."""
-        content = pickled({max(self._plans) + 1: require_plan(plan)}, "the episode plan")
+        newest = max(self._plans)
+        content = pickled({newest + 1: require_plan(plan)}, "the episode plan")
         arrays = self._log.memory.arrays
-        used = {0, *arrays.words[:, PLAN].flat, *np.unique(arrays.begun[..., 2])}
+        # Environments that are parked begin with the newest one so far, before their workers read this plan.
+        used = {0, newest, *arrays.words[:, PLAN].flat, *np.unique(arrays.begun[..., 2])}
         self._plans = {n: own for n, own in self._plans.items() if n in used}
         self.load_plans(content)
 

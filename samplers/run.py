@@ -92,7 +92,7 @@ class Run:
         self.policy_version: Any = None
         self.samples_np: Any = layout.batches[0]
         self.batch = self.itr = 0
-        self.games: Counter[int] = Counter()  # how many trajectories, or games, have ended, by env_rank
+        self.games: Counter[int] = Counter()  # how many trajectories, or games, are over, by env_rank
         self.n_trajectories = [0] * len(self.plans)  # returned so far, by worker rank
         self.first_records = [
             [plan.first_record(config.batch_T, slot) for plan in self.plans] for slot in range(len(layout.batches))
@@ -201,7 +201,14 @@ class Run:
         """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
         ordered by time step, then env_rank. `slot` is that of the batch; EVALUATION for an evaluation."""
         found = self.acting.trajectories(self, slot, opening)
+        if found and self.seating.has_games:
+            for env_rank in self._uncounted(found, slot).values():
+                own = [plan.eval_env_ranks if slot == EVALUATION else plan.env_ranks for plan in self.plans]
+                self.n_trajectories[[env_rank in ranks for ranks in own].index(True)] -= 1
         return self.as_infos(found, slot) if found and self.makes_infos else found
+
+    def _uncounted(self, found: Trajectories, slot: int) -> Mapping[int, int]:
+        return self.seating.uncounted(ends_of_trajectories(found), evaluation=slot == EVALUATION)
 
     def as_infos(self, found: Trajectories, slot: int = 0) -> list[TrajInfo]:
         """`found`, ordered by time step, then env_rank; evaluations by episode, then env_rank. Each info knows whose it
@@ -210,6 +217,9 @@ class Run:
         infos = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
         games = Counter[int]() if evaluation else self.games
         self.seating.name_infos(infos, ends, games, evaluation=evaluation)
+        if self.seating.has_games and (left_out := self._uncounted(found, slot)):
+            kept = [i for i in range(len(infos)) if i not in left_out]
+            infos, ends = [infos[i] for i in kept], [ends[i] for i in kept]
         if evaluation:
             return self._with_seeds(infos)
         if self.episodes is not None and self.seating.has_games:

@@ -250,8 +250,9 @@ class SamplerProgram:
         """The tracker of these columns; or that of whole games, which follows the rewards of all their agents."""
         put_records = partial(self._memory.records.put, self._plan.worker_rank)
         cls, kwargs, put_messages = self.config.traj_info_cls, self.traj_info_kwargs, self._context.put
-        if of_games and cls is not TrajInfo:  # its `step` is for the steps of one agent
-            return BatchTracker(env_ranks, partial(put_as_objects, cls, kwargs, put_messages), cls(**kwargs)._discount)
+        if of_games:  # `step` of a subclass is for the steps of one agent
+            put = put_records if cls is TrajInfo else partial(put_as_objects, cls, kwargs, put_messages)
+            return BatchTracker(env_ranks, put, cls(**kwargs)._discount, reports_cuts=True)
         return make_tracker(cls, kwargs, env_ranks, put_records, put_messages)
 
     def _slots_of(self, p: int, cells: range, *, is_eval: bool) -> list[BatchColumns]:
