@@ -21,6 +21,7 @@ from penstock.collectors.episode_ends import EpisodeEndRecorder
 from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import (
     EpisodeEnds,
+    Events,
     PolicyColumns,
     PolicyEvents,
     no_legal_action,
@@ -205,9 +206,11 @@ class Recorder:
                 except ColumnError as error:
                     raise self.columns.with_env_rank(error.column, error) from None
 
-    def record(self, t: int, events: PolicyEvents) -> Sequence[int]:
-        """Record what has ended in step t, and what the step itself has begun. Call this before the environments and
-        the agent are reset. Returns the columns whose trajectory goes on after the end of its episode."""
+    def record(self, t: int, all_events: Events) -> Sequence[int]:
+        """Record what has ended in step t, and what the step itself has begun: the first of `all_events.policies`. Call
+        this before the environments and the agent are reset. Returns the columns whose trajectory goes on after the end
+        of its episode."""
+        events = all_events.policies[0]
         ends, going = events.ends, list[int]()
         self._changed = events.ended
         if ends.__class__ is list:
@@ -289,9 +292,13 @@ class Recorder:
             if columns.idle:
                 columns.blank_idle(self.samples.observation_rows[row])
 
-    def end_batch(self, n_rows: int, n_valid: int | None = None) -> int:
-        """All rows are written: compute the missing values, and send the finished trajectories. Returns how many.
-        `n_valid`: how many cells are valid; None: it was not counted."""
+    def count_steps(self) -> int:
+        """How many cells of the batch are valid."""
+        return int(np.count_nonzero(self.samples.valid))
+
+    def end_batch(self, n_rows: int) -> int:
+        """So many rows are written: compute the missing values, and send the finished trajectories. Returns how
+        many."""
         samples = self.samples
         if samples.has_gaps:
             samples.mark_starts()
@@ -302,11 +309,10 @@ class Recorder:
         samples.end_batch(self._first_row)
         self.columns.end_batch()
         self.progress.enter(Phase.SENDING)
-        if n_rows == self.batch_T:
-            valid = None if n_valid == samples.valid.size else samples.valid
-            return self.tracker.end_rows(samples.reward[1:], samples.done, self.first_t, valid)
-        rows = slice(None, n_rows)
-        return self.tracker.end_rows(samples.reward[1:][rows], samples.done[rows], self.first_t, samples.valid[rows])
+        valid = samples.valid[:n_rows]
+        return self.tracker.end_rows(
+            samples.reward[1 : n_rows + 1], samples.done[:n_rows], self.first_t, None if valid.all() else valid
+        )
 
     def _write_values(self) -> None:
         samples = self.samples
@@ -357,6 +363,10 @@ class Recorder:
                 self._at(column)
                 for agent in self.stateful:
                     agent.reset_one(column)
+
+    def join(self, joined: Sequence[Sequence[int]]) -> None:
+        """Episodes begin in the columns `joined[0]`."""
+        self.begin(joined[0])
 
     def rejoin(self, joined: Sequence[int]) -> None:
         """Between two batches, episodes begin in these columns."""

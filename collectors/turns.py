@@ -278,7 +278,7 @@ class TurnRecorder(Recorder):
 
     # ---- the end of a batch ----------------------------------------------------------------
 
-    def end_batch(self, n_rows: int, n_valid: int | None = None) -> int:
+    def end_batch(self, n_rows: int) -> int:
         """The batch is complete. Keep what is open, compute the missing values, and send the finished trajectories."""
         samples, seats, columns = self.samples, self.columns, np.arange(len(self.columns))
         n = np.array(seats.n)
