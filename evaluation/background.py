@@ -15,6 +15,7 @@ from penstock.arguments import seconds, signature, unknown_argument
 from penstock.buffers import pickling
 from penstock.buffers.descriptors import anonymous_file
 from penstock.buffers.reports import dump_exception_by_value, in_one_line, load_exception
+from penstock.buffers.unpicklable import remedy
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, SamplerStateError, WorkerDiedError, WorkerError
 from penstock.evaluation.eval_results import EvalResults
@@ -109,12 +110,13 @@ def start_evaluation(policies: Policy | Mapping[str, Policy], env_fn: EnvFn, **a
         if name not in known:
             raise unknown_argument("start_evaluation", name, known, {})
     named = {name: _copied(policy) for name, policy in as_policies(policies).items()}
+    call = partial(evaluate, named, env_fn, **arguments)
     try:
-        code = pickling.dumps(partial(evaluate, named, env_fn, **arguments))
+        code = pickling.dumps(call)
     except Exception as error:  # pickling runs the user's code, which may raise anything
         raise ConfigError(
-            f"an argument of start_evaluation cannot be pickled for its process: {in_one_line(error)}. Create such "
-            "objects inside of functions"
+            f"an argument of start_evaluation cannot be pickled for its process: {in_one_line(error)}. "
+            f"{remedy(call, error)}"
         ) from error
     return RunningEvaluation(code)
 
