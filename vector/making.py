@@ -28,9 +28,16 @@ def make_vec(
     """A `ShmVectorEnv` of `num_envs` environments `id`.
 
     Each environment is wrapped in all `wrappers`; the first is the innermost.
-    Arguments of `ShmVectorEnv` go there, all others to `gymnasium.make`. It can be the `vector_entry_point` of a
-    registered environment. Raises `ConfigError` for an id that is not registered, and as `ShmVectorEnv` does.
+    Arguments of `ShmVectorEnv`, such as `autoreset_mode`, go there, all others to `gymnasium.make`. It can be the
+    `vector_entry_point` of a registered environment. Raises `ConfigError` for an id that is not registered, for
+    `vectorization_mode` and `vector_kwargs` of `gymnasium.make_vec`, and as `ShmVectorEnv` does.
     """
+    if isinstance(wrappers, str) or not {"vectorization_mode", "vector_kwargs"}.isdisjoint(kwargs):
+        raise ConfigError(
+            "make_vec of penstock has no vectorization_mode and no vector_kwargs, since it makes a ShmVectorEnv: "
+            "leave them out. Give the arguments of ShmVectorEnv to make_vec itself, such as "
+            'autoreset_mode="SAME_STEP" or n_workers=4'
+        )
     try:
         spec = gym.spec(id) if isinstance(id, str) else id
     except gym.error.Error as error:
