@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.errors import ConfigError, SamplerStateError, brief
 
 _MOST_READS = 1000  # attempts, before a reader gives up
+_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|module)\.")  # what torch.compile, or DataParallel, puts into a name
 
 
 def parameters_of(agent: Any) -> dict[str, npt.NDArray[Any]]:
@@ -29,6 +31,17 @@ def parameters_of(agent: Any) -> dict[str, npt.NDArray[Any]]:
                 "return np.asarray(value)"
             )
     return {name: np.asarray(value) for name, value in given.items()}
+
+
+def _remedy(names: Iterable[str], others: Iterable[str]) -> str:
+    """What to do about parameters with `others` in place of `names`."""
+    own, new = ([_WRAPPER.sub("", name) for name in each] for each in (names, others))
+    if own != new:
+        return "Initialize a new sampler for a new model"
+    return (
+        "A wrapper around the model, or around a part of it, has changed them: leave the agent's model as it was. Call "
+        "model.compile() in place of torch.compile(model), and keep another wrapper in a variable of your own"
+    )
 
 
 class SharedParameters:
@@ -70,7 +83,7 @@ class SharedParameters:
         if tuple(parameters) != self.names:
             raise ConfigError(
                 "the agent's parameters have changed since the sampler was initialized. These names differ: "
-                f"{sorted(set(parameters) ^ set(self.names))[:5]}. Initialize a new sampler for a new model"
+                f"{sorted(set(parameters) ^ set(self.names))[:5]}. {_remedy(self.names, parameters)}"
             )
         version = self.version + 1 if version is None else version
         targets = self.memory.arrays.slots.values()[version % 2].values()

@@ -14,11 +14,13 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from penstock import EpsilonGreedyAgent, GpuSampler, ParallelSampler, Sampler, SerialSampler
 from penstock.agents import AgentStep, TorchAgent
 from penstock.buffers import NamedArrays, pickling
 from penstock.errors import ConfigError
 
 from ..models import Normed
+from ..support import sampler_of
 
 OBSERVATIONS, ACTIONS = spaces.Box(-1, 1, (3,)), spaces.Discrete(2)
 
@@ -380,3 +382,22 @@ def test_tied_weights_stay_tied_in_a_worker() -> None:
     worker.runtime.pull_shared_memory()
     assert worker.model.decode.weight is worker.model.encode.weight
     assert_same_bits(worker.model, learner.model)
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler])
+def test_a_model_that_is_wrapped_after_initialize_is_refused_with_the_way_to_compile_it(cls: type[Sampler]) -> None:
+    agent = EpsilonGreedyAgent(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
+    wrappers: Any = (torch.compile, nn.DataParallel, lambda model: nn.Sequential(*map(torch.compile, model)))
+    with sampler_of(cls) as sampler:
+        sampler.initialize(agent)
+        own = agent.model
+        for wrap in wrappers:
+            agent.model = wrap(own)
+            with pytest.raises(ConfigError, match=r"Call model\.compile\(\) in place of torch\.compile"):
+                agent.sync_shared_memory()
+        agent.model = nn.Sequential(nn.Linear(2, 2))
+        with pytest.raises(ConfigError, match="Initialize a new sampler for a new model"):
+            agent.sync_shared_memory()
+        agent.model = own
+        own.compile()
+        agent.sync_shared_memory()
