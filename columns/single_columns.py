@@ -201,6 +201,7 @@ class SingleColumns(ListedColumns, Columns):
         # The arrays and the row that have the current observations, if they are written at once. Otherwise `write_step`
         # writes the list `observations`: hooks and checks need what the environments have returned.
         self._row: tuple[Any, int] | None = None
+        self.reset_infos: list[Any] = [{}] * len(envs)  #: of the last resets: errors name a mask that they have
         self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
         self._ends: list[End] = []
         self._own = PolicyEvents()
@@ -307,6 +308,7 @@ class SingleColumns(ListedColumns, Columns):
             self.renewals.note_reset(e)
         observation, info = checked_reset(result, env_rank)
         self._note(e, observation)
+        self.reset_infos[e] = info
         if info and self.on_info is not None:
             self.on_info(e, info)
         if self._instead:

@@ -64,6 +64,17 @@ def _step_once(env: gym.Env[Any, Any]) -> Any:
         ) from error
 
 
+def possible_masks(info: Mapping[str, Any], action_space: gym.Space[Any]) -> list[str]:
+    """The entries that may say which actions are legal: a 0 or 1 for each. The names of nested ones have dots."""
+    n = int(np.sum(getattr(action_space, "nvec", getattr(action_space, "n", 0))))
+    numeric = {".".join(path): _as_numeric(value) for path, value in _leaves(info)}
+    return [
+        name
+        for name, array in numeric.items()
+        if array is not None and n > 1 and array.shape == (n,) and ((array == 0) | (array == 1)).all()
+    ]
+
+
 def _leaves(info: Mapping[Any, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
     for key, value in info.items():
         if isinstance(value, Mapping):

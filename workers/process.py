@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from penstock.buffers.object_pipe import ObjectMessage
-from penstock.buffers.reports import in_one_line
+from penstock.buffers.reports import in_one_line, with_notes
 from penstock.buffers.shared import shared_mappings
 from penstock.errors import WorkerError
 from penstock.workers.affinity import limit_threads, pin
@@ -158,7 +158,7 @@ class InPlaceWorker:
     def error(self, cause: BaseException, during: str, episode_of: Callable[[Any], Any] | None) -> WorkerError:
         """The same error as for a worker process that raised `cause`."""
         status = self.status()
-        text = raised(status, f"{status.doing} ({during})", in_one_line(cause))
+        text = raised(status, f"{status.doing} ({during})", with_notes(cause))
         episode = None if episode_of is None else episode_of(status)
         error = WorkerError(text if episode is None else f"{text}\n{episode.advice}")
         error.__cause__, error.episode = cause, episode

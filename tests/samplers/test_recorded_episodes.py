@@ -127,12 +127,12 @@ def failure(env_fn: Any, cls: type[Sampler] = SerialSampler, **options: Any) -> 
     return caught.value
 
 
-@pytest.mark.parametrize("where", ["batch", "decorrelation"])
+@pytest.mark.parametrize("where", ["batch", "random steps"])
 @pytest.mark.parametrize("cls", [ParallelSampler, SerialSampler])
 def test_run_stops_before_the_step_that_failed(cls: type[Sampler], where: str, tmp_path: Path) -> None:
-    n = 400 if where == "decorrelation" else 0
+    n = 400 if where == "random steps" else 0
     error = failure(Walk, cls, batch_T=5, max_decorrelation_steps=n, env_kwargs={"fails_at": 17}, crash_dir=tmp_path)
-    assert ("decorrelating" in str(error)) == (where == "decorrelation")
+    assert ("in the random steps before the first batch" in str(error)) == (where == "random steps")
     assert "error.episode.run() repeats episode" in str(error)
     path = error.episode.path  # the worker of another environment may have failed too
     assert path in str(error)

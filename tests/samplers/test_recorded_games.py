@@ -182,11 +182,11 @@ def test_masks_states_and_games_that_return_the_same_arrays(options: dict[str, A
 # ---- failures --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["batch", "decorrelation"])
+@pytest.mark.parametrize("where", ["batch", "random steps"])
 @pytest.mark.parametrize("n_policies", [1, 3])
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where: str, tmp_path: Path) -> None:
-    n = 400 if where == "decorrelation" else 0
+    n = 400 if where == "random steps" else 0
     options = {"crash_dir": tmp_path, "max_decorrelation_steps": n, "seed": 1}
     with (
         pytest.raises(WorkerError, match="the game has failed at") as caught,
@@ -194,7 +194,7 @@ def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where:
     ):
         for itr in range(50):
             sampler.obtain_samples(itr)
-    assert ("decorrelating" in str(caught.value)) == (where == "decorrelation")
+    assert ("in the random steps before the first batch" in str(caught.value)) == (where == "random steps")
     error = caught.value
     assert error.episode.path in str(error)
     for episode in (error.episode, RecordedEpisode.load(error.episode.path)):
