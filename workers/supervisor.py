@@ -21,6 +21,7 @@ import fcntl
 import gc
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -327,10 +328,28 @@ def _surroundings(name: str) -> dict[str, Any]:
         "path": sys.path,
         "argv": sys.argv,
         "environ": worker_environ(),
+        "umask": _umask(),
+        "log_levels": _log_levels(),
         "cpus": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
         "start_method": multiprocessing.get_start_method(allow_none=True),
         "authkey": bytes(multiprocessing.current_process().authkey),
     }
+
+
+def _umask() -> int | None:
+    """`os.umask` would change it for a moment, for other threads too."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return None  # the system does not say
+
+
+def _log_levels() -> tuple[int, dict[str, int]]:
+    """What `logging.disable` has set, and the levels of the loggers that have one. The root logger is ""."""
+    loggers = list(logging.root.manager.loggerDict.items())  # other threads may add some
+    levels = {name: level for name, logger in loggers if (level := getattr(logger, "level", logging.NOTSET))}
+    return logging.root.manager.disable, {"": logging.root.level, **levels}
 
 
 # ---- in the supervisor -------------------------------------------------------------------------
@@ -565,6 +584,11 @@ def _adopt(surroundings: dict[str, Any]) -> None:
     for name, value in environ.items():
         if os.environ.get(name) != value:  # to set one takes long
             os.environ[name] = value
+    if surroundings["umask"] is not None:
+        os.umask(surroundings["umask"])
+    logging.disable(surroundings["log_levels"][0])
+    for name, level in surroundings["log_levels"][1].items():
+        logging.getLogger(name).setLevel(level)
     if surroundings["cpus"] is not None and os.sched_getaffinity(0) != surroundings["cpus"]:
         with contextlib.suppress(OSError):  # a sandbox
             os.sched_setaffinity(0, surroundings["cpus"])
