@@ -8,6 +8,7 @@ is a new row of its dict.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -28,6 +29,7 @@ from penstock import (
     AlternatingSampler,
     AsyncSampler,
     CategoricalPgAgent,
+    ConfigError,
     DeterministicPgAgent,
     EpsilonGreedyAgent,
     FunctionAgent,
@@ -45,6 +47,7 @@ from penstock import (
 )
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.envs.toy import ScriptedGame
+from penstock.samplers import refusals
 
 from ..against_loop import compare
 from ..models import CartPoleNet, Lstm, LstmQ, Modes, Net, Normed
@@ -179,31 +182,66 @@ AXES: tuple[dict[str, Any], ...] = (KINDS, FORMS, AGENTS, SAMPLERS, RECORDED, SH
 Cell = tuple[str, str, str, str, str, str]
 
 
-def is_possible(cell: Cell) -> bool:
-    """Whether the values go together. `samplers/refusals.py` says why others do not."""
-    kind, form, agent, sampler, recorded, _ = cell
-    has_seats, is_async = kind.startswith(("lock-step", "turns")), sampler.startswith("ahead")
-    if ("odd" in form and kind not in ODD) or ("wait" in form and kind.startswith(("batched", "turns"))):
+def makes_sense(cell: Cell) -> bool:
+    """Whether the agent takes what the environments return, and these have what is asked for."""
+    kind, form, agent, _, recorded, _ = cell
+    has_games = kind.startswith(("lock-step", "turns"))
+    if ("odd" in form and kind not in ODD) or (recorded == "env_info" and has_games):  # they give no info
         return False
-    if recorded == "env_info" and has_seats:
-        return False  # these environments give no info
-    if recorded == "three slots, no final_obs" and (is_async or agent == "that reports values"):
-        return False
-    if agent == "one policy":
-        return kind == "lock-step"
-    if agent in ("three policies", "two roles"):
-        is_served = sampler.startswith(("central", "alternating")) or "own process" in sampler or "by one" in sampler
-        of_three = kind == "lock-step"
-        return (
-            of_three if agent == "three policies" else kind in ("lock-step", "lock-step, roles", "turns")
-        ) and not is_served
     if kind in RANDOM_ONLY:
         return agent == "random"
-    return kind != "lock-step, roles" and (agent != "that reports values" or kind == "turns")
+    if kind == "lock-step, roles":  # whose agents have different spaces
+        return agent == "two roles"
+    if agent == "that reports values":  # which is for turns: elsewhere it is as "with a state"
+        return kind == "turns"
+    return has_games or agent not in ("one policy", "three policies", "two roles")
+
+
+def asked(cell: Cell) -> frozenset[str]:
+    """What the cell asks for, by the names of the table of `refusals`."""
+    kind, form, agent, sampler, recorded, _ = cell
+    names = {
+        refusals.BATCHED: kind.startswith("batched"),
+        refusals.TURNS: kind == "turns",
+        refusals.WAITING: "wait" in form,
+        refusals.OWN_COLLECTOR: "wait" in form,
+        refusals.POLICIES: agent in ("three policies", "two roles"),
+        refusals.SERVER: sampler.startswith(("central", "alternating")) or "own process" in sampler,
+        refusals.ASYNC: sampler.startswith("ahead"),
+        refusals.LAG: sampler == "ahead by one batch",
+        refusals.ALTERNATING: sampler.startswith("alternating"),
+        refusals.FIRST_READY: sampler.endswith(("first-ready", "0.1 ms")),
+        refusals.NO_FINAL_OBS: recorded == "three slots, no final_obs",
+    }
+    return frozenset(name for name, is_asked in names.items() if is_asked)
+
+
+@cache
+def go_together(names: frozenset[str]) -> bool:
+    """Whether the table of `refusals`, which the documentation shows, refuses nothing of it."""
+    try:
+        refusals.refuse(dict.fromkeys(names, True))
+    except ConfigError:
+        return False
+    return True
+
+
+def is_possible(cell: Cell) -> bool:
+    return makes_sense(cell) and go_together(asked(cell))
 
 
 def every_cell() -> list[Cell]:
     return [cell for cell in product(*AXES) if is_possible(cell)]  # type: ignore[arg-type]
+
+
+def refused_cells() -> dict[tuple[str, str], Cell]:
+    """For each pair that the table refuses and that cells ask for: the cell that asks for the least."""
+    found: dict[tuple[str, str], Cell] = {}
+    cells: Any = filter(makes_sense, product(*AXES[:-1], ["5 x 3"]))  # type: ignore[arg-type]
+    for cell in sorted(cells, key=lambda cell: len(asked(cell)), reverse=True):
+        for row in () if go_together(names := asked(cell)) else refusals.TABLE:
+            found.update(dict.fromkeys(product(names.intersection(row.features), names.intersection(row.others)), cell))
+    return found
 
 
 # ---- the table -----------------------------------------------------------------------------
@@ -217,6 +255,11 @@ def daily() -> list[Cell]:
 
 @pytest.mark.parametrize("cell", every_cell() if FULL else daily(), ids="; ".join)
 def test_batches_are_those_of_a_plain_loop(cell: Cell) -> None:
+    run_cell(cell)
+
+
+def run_cell(cell: Cell) -> None:
+    """Raise AssertionError unless the sampler's batches are those of the loop."""
     kind, form, agent, sampler, recorded, shape = cell
     (env_fn, of_kind), (make_agent, of_agent), (cls, of_sampler) = KINDS[kind], AGENTS[agent], SAMPLERS[sampler]
     env_fn = ODD[kind] if "odd" in form else env_fn
@@ -224,6 +267,12 @@ def test_batches_are_those_of_a_plain_loop(cell: Cell) -> None:
     only_ours = {**of_sampler, **more.pop("sampler", {})}
     sizes = {"batch_T": T, "batch_B": B, "n_batches": n}
     compare(cls, env_fn, make_agent, sampler=only_ours, **of_kind, **FORMS[form], **of_agent, **more, **sizes)
+
+
+@pytest.mark.parametrize(("pair", "cell"), refused_cells().items(), ids="; ".join)
+def test_what_the_table_of_refusals_has_is_refused(pair: tuple[str, str], cell: Cell) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{pair[0]} and {pair[1]} do not go together")):
+        run_cell(cell)
 
 
 def test_each_two_values_of_the_table_that_can_meet_do_so_daily() -> None:
@@ -256,6 +305,10 @@ MODELS: dict[str, tuple[Any, Callable[[], Any]]] = {
     ),
     "squashed": (PENDULUM, lambda: SquashedGaussianAgent(lambda: Net(3, 1, 1), warmup_random_itrs=1)),
     "recurrent categorical": (CARTPOLE, lambda: RecurrentCategoricalPgAgent(lambda: Lstm(4, 2))),
+    "its states of the batch": (
+        CARTPOLE,
+        lambda: RecurrentCategoricalPgAgent(lambda: Lstm(4, 2), record_state="batch"),
+    ),
     "recurrent gaussian": (PENDULUM, lambda: RecurrentGaussianPgAgent(lambda: Lstm(3, 1))),
     "recurrent epsilon-greedy": (COUNTING, lambda: RecurrentEpsilonGreedyAgent(lambda: LstmQ(2, 3), epsilon=0.3)),
     "function": (NestedEnv, lambda: FunctionAgent(scripted)),
@@ -275,9 +328,11 @@ def compare_model(model: str, cls: type[Sampler], of_sampler: Options) -> None:
     compare(cls, env_fn, make_agent, sampler=of_sampler, rtol=1e-6, **has_value, **sizes)
 
 
-#: Daily, recurrent models also act in workers, in halves, and ahead. What torch cannot pickle is sent to all processes.
+#: Daily, recurrent models also act in workers, for the first that are ready, in halves, and ahead. What torch cannot
+#: pickle is sent to all processes.
 MORE = [
     ("recurrent categorical", "2 workers"),
+    ("its states of the batch", "central, first-ready"),
     ("recurrent gaussian", "alternating"),
     ("recurrent epsilon-greedy", "ahead"),
     *(("computed weights", sampler) for sampler in ("2 workers", "central, own process", "ahead, own process")),
