@@ -48,7 +48,7 @@ class RecordedEpisode:
 
     factory: EnvFactory  #: builds the environment
     context: EnvContext  #: the context that `factory` gets; `context.env_rank` is the index of the environment
-    episode: int  #: the number of the episode; each environment counts its episodes from 0
+    episode: int  #: the number of the episode; each environment counts its resets from 0
     seed: int  #: of the reset that begins the episode
     #: `[n + 1, ...]`, as they are recorded: those of n steps, and that of the step before which `run` stops. If it is
     #: `[0, ...]`, `run` stops before the reset.

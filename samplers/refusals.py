@@ -25,7 +25,7 @@ JOINT_VALUES, RECURRENT, NO_FINAL_OBS = (
     "a recurrent agent",
     "record_final_obs=False",
 )
-CHOSEN, IN_STEP, NEW_CHOOSER = "policy_of with episode or rng", "agents that all act in each step", "set_policy_of"
+CHOSEN, IN_STEP, NEW_CHOOSER = "policy_of with game or rng", "agents that all act in each step", "set_policy_of"
 RESTART, NODE_RESTART = 'on_worker_failure="restart"', 'on_node_failure="restart"'
 FIRST_READY, WAITING = "min_ready or max_wait", "WaitResetCollector"
 ALTERNATING = "AlternatingSampler"

@@ -211,7 +211,7 @@ class Run:
         return self.seating.uncounted(ends_of_trajectories(found), evaluation=slot == EVALUATION)
 
     def as_infos(self, found: Trajectories, slot: int = 0) -> list[TrajInfo]:
-        """`found`, ordered by time step, then env_rank; evaluations by episode, then env_rank. Each info knows whose it
+        """`found`, ordered by time step, then env_rank; evaluations by number, then env_rank. Each info knows whose it
         is."""
         cls, ends, evaluation = self.config.traj_info_cls, ends_of_trajectories(found), slot == EVALUATION
         infos = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
@@ -222,7 +222,7 @@ class Run:
             infos, ends = [infos[i] for i in kept], [ends[i] for i in kept]
         if evaluation:
             return self._with_seeds(infos)
-        if self.episodes is not None and self.seating.has_games:
+        if self.episodes is not None:
             seeds, first = self.episodes.seeds(slot), self.plans[0].env_ranks[0]
             for info, (t, _) in zip(infos, ends, strict=True):
                 assert info.env_rank is not None
@@ -230,15 +230,15 @@ class Run:
         return infos
 
     def _with_seeds(self, infos: list[TrajInfo]) -> list[TrajInfo]:
-        """The trajectories of an evaluation, ordered by episode, then env_rank, with the seeds of their resets."""
+        """The trajectories of an evaluation, ordered by number, then env_rank, with the seeds of their resets."""
         config = self.config
         is_seeded = not config.batched and issubclass(config.eval_collector_cls, EvalCollector)
         for info in infos:
             assert info.env_rank is not None
-            assert info.episode is not None
-            if is_seeded or not info.episode:  # others begin their further episodes as they like
-                info.seed = eval_seed(self.seed, info.episode * self.env_range.n_eval_envs + info.env_rank)
-        return sorted(infos, key=lambda info: (info.episode, info.env_rank))
+            assert info.number is not None
+            if is_seeded or not info.number:  # others begin their further episodes as they like
+                info.seed = eval_seed(self.seed, info.number * self.env_range.n_eval_envs + info.env_rank)
+        return sorted(infos, key=lambda info: (info.number, info.env_rank))
 
     # ---- other commands ------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 #: The name of the policy where one agent plays all seats.
 SHARED = "agent"
 
-#: `policy_of(agent_id)` names the policy of an agent. It may also have the parameters `env_rank`, `episode` and `rng`.
+#: `policy_of(agent_id)` names the policy of an agent. It may also have the parameters `env_rank`, `game` and `rng`.
 PolicyOf = Callable[..., str]
 
 
@@ -104,7 +104,7 @@ class Seating:
         side, width = self.evaluation if evaluation else self.train, self.width
         for info, (_, key) in zip(infos, ends, strict=True):
             env_rank, seat = divmod(max(key, ~key), width)
-            info.env_rank, info.episode = env_rank, games[env_rank]
+            info.env_rank, info.number = env_rank, games[env_rank]
             if seat == width - 1:
                 games[env_rank] += key >= 0 or not evaluation
             else:
@@ -233,11 +233,11 @@ class Chooser:
     @property
     def is_dynamic(self) -> bool:
         """Whether it chooses for each game."""
-        return not self.names.isdisjoint(("episode", "rng"))
+        return not self.names.isdisjoint(("game", "rng"))
 
-    def __call__(self, agent: AgentId, env_rank: int, episode: int, rng: Callable[[], np.random.Generator]) -> int:
+    def __call__(self, agent: AgentId, env_rank: int, game: int, rng: Callable[[], np.random.Generator]) -> int:
         """`rng` is called if `policy_of` asks for it."""
-        more: dict[str, Any] = {"env_rank": env_rank, "episode": episode}
+        more: dict[str, Any] = {"env_rank": env_rank, "game": game}
         more = {name: value for name, value in more.items() if name in self.names}
         if "rng" in self.names:
             more["rng"] = rng()

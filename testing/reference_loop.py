@@ -213,7 +213,7 @@ class ReferenceLoop:
             for e, column in enumerate(own._asked):
                 if column:
                     own._decide(e, column)
-        return sorted(own._ordered(), key=lambda info: (info.episode, info.env_rank))
+        return sorted(own._ordered(), key=lambda info: (info.number, info.env_rank))
 
     def _ordered(self) -> list[TrajInfo]:
         return [info for _, info in sorted(self._found, key=lambda found: found[0])]
@@ -298,9 +298,9 @@ class ReferenceLoop:
 
     def _finish(self, info: TrajInfo, e: int, column: _Column | None = None) -> None:
         """A trajectory has ended: that of a column, or that of the whole game in environment e."""
-        info.env_rank, info.episode = e, self._ended[e]
-        if self.is_evaluation and not (self.batched and info.episode):
-            info.seed = eval_seed(self.seed, info.episode * self.batch_B + e)
+        info.env_rank, info.number = e, self._ended[e]
+        if self.is_evaluation and not (self.batched and info.number):
+            info.seed = eval_seed(self.seed, info.number * self.batch_B + e)
         if column and self._has_seats:
             info.agent_id, info.policy = column.agent, column.policy.name
         else:

@@ -75,5 +75,5 @@ def _compare(samples: Any, wanted: NamedArrays, rtol: float) -> None:
 
 def figures(infos: Sequence[TrajInfo]) -> list[dict[str, Any]]:
     """What trajectories show."""
-    own = {"env_rank", "episode", "seed", "agent_id", "policy"}
+    own = {"env_rank", "number", "seed", "agent_id", "policy"}
     return [{name: getattr(info, name) for name in {n for n in vars(info) if n[0] != "_"} | own} for info in infos]

@@ -43,7 +43,7 @@ def collect(env_fn: Any, n_workers: int | None = None, agent: Any = None, **kwar
     cls, workers = (SerialSampler, {}) if n_workers is None else (ParallelSampler, {"n_workers": n_workers})
     sizes = {"batch_T": 40, "batch_B": 6, "max_decorrelation_steps": 0, "eval_n_envs": 2, "eval_max_steps": 80}
     kept = collect_with(cls, env_fn, agent, scaled(3, 2), range(3), **{"batched": True, **sizes, **workers, **kwargs})
-    first = [[info for info in more if info["episode"] == 0] for _, more in kept[1::2]]
+    first = [[info for info in more if info["number"] == 0] for _, more in kept[1::2]]
     return [(batch, infos + more) for (batch, infos), more in zip(kept[::2], first, strict=True)]
 
 

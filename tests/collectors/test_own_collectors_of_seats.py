@@ -160,7 +160,7 @@ def test_an_evaluation_of_the_users_own(cls: Any) -> None:
         infos = sampler.evaluate_agent(0)
     found = defaultdict(list)
     for info in infos:
-        found[info.env_rank, info.episode].append((info.agent_id, info.Length, info.Return))
+        found[info.env_rank, info.number].append((info.agent_id, info.Length, info.Return))
     assert found.keys() == {(env_rank, episode) for env_rank in range(2) for episode in range(3)}
     for (env_rank, _), figures in found.items():
         assert figures == found[env_rank, 0], "each episode is the first one again"

@@ -510,14 +510,14 @@ def test_agents_of_a_game_that_was_cut_are_told_from_those_of_the_next(
     assert stats.cut_episodes >= 5
     has_lives = traj_info_cls is Lives
     for rank in range(3):
-        own = [(i.episode, i.agent_id, i.Length, i.Return) for i in infos if i.env_rank == rank]
+        own = [(i.number, i.agent_id, i.Length, i.Return) for i in infos if i.env_rank == rank]
         assert own == [*islice(ends_in_batches(make, rank, has_lives=has_lives), len(own))]
     wanted = ends_in_evaluation(partial(make, at=0), 2, 7)
     for found in evaluations if not has_lives else ():
-        assert [(i.env_rank, i.episode, i.agent_id, i.Length, i.Return) for i in found] == sorted(
+        assert [(i.env_rank, i.number, i.agent_id, i.Length, i.Return) for i in found] == sorted(
             wanted, key=lambda end: (end[1], end[0])
         )
-        assert [i.seed for i in found] == [eval_seed(3, i.episode * 2 + i.env_rank) for i in found]
+        assert [i.seed for i in found] == [eval_seed(3, i.number * 2 + i.env_rank) for i in found]
     if cls is not AsyncSampler:  # which has counted those of batches that nobody has obtained
         assert sum(worker.trajectories for worker in stats.workers) == len(infos) + sum(map(len, evaluations))
 

@@ -388,7 +388,7 @@ def test_agents_of_a_game_that_was_lost_are_told_from_those_of_the_next(
     with restarting_sampler("parallel", fns, batch_T=16, batch_B=2, n_workers=2, eval_n_envs=0) as sampler:
         sampler.initialize(RandomAgent(), seed=5)
         for itr in range(5):
-            found += [(i.env_rank, i.episode, i.agent_id) for i in sampler.obtain_samples(itr)[1]]
+            found += [(i.env_rank, i.number, i.agent_id) for i in sampler.obtain_samples(itr)[1]]
         assert sampler.stats().restarts == 1
     games = [[agent for *game, agent in found if game == [0, episode]] for episode in range(lost + 2)]
     assert games[lost] == agents

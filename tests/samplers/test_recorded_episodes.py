@@ -38,7 +38,7 @@ from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv, ScriptedGame
 from penstock.testing import Fault, FaultyAgent, faulty_env
 
 from ..scale import mostly_first, some
-from ..support import collect
+from ..support import Diary, collect
 from .started import check_refused, started
 
 T, B = 12, 4
@@ -116,6 +116,45 @@ def test_only_later_episodes_differ_from_a_run_without_the_option() -> None:
     for plain, seeded in zip(starts[0][1], starts[1][1], strict=True):
         assert not np.array_equal(plain[1:2], seeded[1:2])
         assert len(np.unique(seeded[:, 0])) == len(seeded), "no episode is repeated"
+
+
+class Told(Walk):
+    """Its last reward is a part of the seed that its reset got; none: -1."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.seed = -1 if seed is None else seed % 2**20
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, _, terminated, *rest = super().step(action)
+        return observation, float(self.seed * terminated), terminated, *rest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed_episodes", [True, False])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (SerialSampler, {"collector_cls": WaitResetCollector}),
+        (ParallelSampler, {"traj_info_cls": Diary}),
+        (GpuSampler, {"server": "process"}),
+        (AlternatingSampler, {}),
+        (AsyncSampler, {"n_slots": 3}),
+    ],
+)
+def test_a_trajectory_has_the_seed_of_its_reset(cls: type[Sampler], options: Any, seed_episodes: bool) -> None:
+    infos: list[Any] = []
+    with recording(Told, cls, seed_episodes=seed_episodes, eval_n_envs=2, eval_episodes=4, **options) as sampler:
+        for itr in range(12):
+            infos += sampler.obtain_samples(itr)[1]
+        evaluated = sampler.evaluate_agent(0)
+    assert all(info.Return == info.seed % 2**20 for info in evaluated)
+    assert [(info.env_rank, info.number) for info in evaluated] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    if not seed_episodes:
+        assert {info.seed for info in infos} == {None}
+        return
+    assert all(info.Return == info.seed % 2**20 for info in infos)
+    assert len({info.seed for info in infos}) == len(infos) > 2 * B
 
 
 # ---- failures ------------------------------------------------------------------------------

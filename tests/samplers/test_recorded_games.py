@@ -157,9 +157,9 @@ def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int, waits
                     seeds[e, episode.episode] = episode.seed
     assert sum(n > 0 for n in n_before) > 4, "games that began before the batch, some in random steps"
     assert len(set(seeds.values())) == len(seeds) > 3 * B
-    known = [info for info in infos if (info.env_rank, info.episode) in seeds]
+    known = [info for info in infos if (info.env_rank, info.number) in seeds]
     assert len(known) > 6 * B, "of games and of agents"
-    assert n_random_steps or all(info.seed == seeds[info.env_rank, info.episode] for info in known)
+    assert n_random_steps or all(info.seed == seeds[info.env_rank, info.number] for info in known)
 
 
 @pytest.mark.parametrize(

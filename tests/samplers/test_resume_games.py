@@ -233,7 +233,7 @@ def test_agents_of_a_game_that_begins_again_are_told_from_those_before(env_fn: A
             sampler.initialize(Kept(), seed=SEED)
             if state:
                 sampler.load_state_dict(state)
-            found += [(info.episode, info.agent_id) for info in sampler.obtain_samples(itr)[1]]
+            found += [(info.number, info.agent_id) for info in sampler.obtain_samples(itr)[1]]
             state = sampler.state_dict()
     goes_on = [(0, "a0"), (0, "a1"), (0, None), (1, "a0")]
     assert found == ([(0, "a0"), (1, "a0")] if env_fn is Unsaved else goes_on)

@@ -150,7 +150,7 @@ def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, 
         check_drawn(drawn, 0.9)
         assert {info.env_rank for info in infos} == set(range(5))
         for rank in range(5):
-            games = [info.episode for info in infos if info.env_rank == rank and info.agent_id is None]
+            games = [info.number for info in infos if info.env_rank == rank and info.agent_id is None]
             assert games == list(range(len(games)))
 
 
