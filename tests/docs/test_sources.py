@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,17 @@ def test_a_picture_has_no_white_box_and_is_narrow(picture: Path) -> None:
             colour = shape.get("fill", "") + shape.get("style", "")
             if not shape.tag.endswith("text"):
                 assert not re.search(r"(^|fill: )(#fff(fff)?|white)\b", colour), ET.tostring(shape)
+
+
+@pytest.mark.parametrize("name", ["peers", "peers_short"])
+def test_no_line_of_text_lies_on_another(name: str) -> None:
+    """Titles and names of bars stand at the left edge, one below the other: each needs its size."""
+    text = (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8")
+    lines = re.findall(r'font-size: ([\d.]+)px.*?(?:x="|translate\()([\d.]+)(?:" y="| )([\d.]+)', text)
+    baselines = sorted((float(y), float(size)) for size, x, y in lines if float(x) < 4)
+    assert len(baselines) > 5
+    for (above, _), (below, size) in pairwise(baselines):
+        assert below - above >= size, f"a line at {below} begins above the end of that at {above}"
 
 
 def test_the_figures_of_peers_are_the_same_everywhere() -> None:
