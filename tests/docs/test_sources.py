@@ -81,6 +81,15 @@ def test_the_figures_of_peers_are_the_same_everywhere() -> None:
     assert set(quoted) <= set(rates)
 
 
+def test_pages_have_the_words_for_which_readers_search() -> None:
+    """In the search a heading counts the most: "hang" leads to an answer, and not to the reasons of the protocol."""
+    for word, page in (("jupyter", "recipes.md"), ("huggingface", "recipes/datasets.md"), ("hangs", "faq.md")):
+        assert re.search(rf"\b{word}\b", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.IGNORECASE), word
+    for page in (ROOT / "docs").rglob("*.md"):
+        headings = re.findall(r"^#+ .*\bhang.*", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert page.name == "faq.md" or not headings, page
+
+
 def test_the_page_of_benchmarks_names_the_version() -> None:
     text = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
     assert f"**State.** Version {penstock.__version__}." in text
