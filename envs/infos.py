@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
+from gymnasium.spaces import Discrete, MultiDiscrete
 
 from penstock.buffers.named import NamedArrays, as_named
 from penstock.buffers.native import put_cell
@@ -66,12 +67,14 @@ def _step_once(env: gym.Env[Any, Any]) -> Any:
 
 def possible_masks(info: Mapping[str, Any], action_space: gym.Space[Any]) -> list[str]:
     """The entries that may say which actions are legal: a 0 or 1 for each. The names of nested ones have dots."""
-    n = int(np.sum(getattr(action_space, "nvec", getattr(action_space, "n", 0))))
+    if not isinstance(action_space, Discrete | MultiDiscrete):
+        return []
+    n = int(np.sum(action_space.nvec if isinstance(action_space, MultiDiscrete) else action_space.n))
     numeric = {".".join(path): _as_numeric(value) for path, value in _leaves(info)}
     return [
         name
         for name, array in numeric.items()
-        if array is not None and n > 1 and array.shape == (n,) and ((array == 0) | (array == 1)).all()
+        if array is not None and array.shape == (n,) and ((array == 0) | (array == 1)).all()
     ]
 
 

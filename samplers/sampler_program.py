@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -318,18 +319,18 @@ class SamplerProgram:
         is_step = status.phase in (Phase.STEPPING, Phase.DECORRELATING) and not isinstance(error, PenstockError)
         if collector is None or not is_step or status.env_rank not in collector.columns.env_ranks:
             return
-        e = collector.columns.env_ranks.index(status.env_rank)
-        infos = _infos_of(collector.columns, e, in_turns=self.seating.in_turns)
-        for agent in [agent for agent in self.agents if agent.mask_key is None]:
-            keys = ["observation.action_mask"] if mask_in(agent.observation_space, agent.action_space) else []
-            keys += [f"info.{name}" for info in infos for name in possible_masks(info, agent.action_space)]
-            if keys:
-                what = f"make the agent with mask_key={keys[0]!r}"
-                if self.config.batched and keys[0].startswith("info"):
-                    what = 'put it into the observations, and make the agent with mask_key="observation.NAME"'
-                note = f"{keys[0]} has a 0 or 1 for each action: if it says which are legal, {what}"
-                vars(error).setdefault("__notes__", []).append(note)
-                return
+        e, keys = collector.columns.env_ranks.index(status.env_rank), list[str]()
+        with suppress(Exception):  # an info may hold anything, and what has just failed may fail again
+            infos = _infos_of(collector.columns, e, in_turns=self.seating.in_turns)
+            for agent in [agent for agent in self.agents if agent.mask_key is None]:
+                keys += ["observation.action_mask"] if mask_in(agent.observation_space, agent.action_space) else []
+                keys += [f"info.{name}" for info in infos for name in possible_masks(info, agent.action_space)]
+        if keys:
+            what = f"make the agent with mask_key={keys[0]!r}"
+            if self.config.batched and keys[0].startswith("info"):
+                what = 'put it into the observations, and make the agent with mask_key="observation.NAME"'
+            note = f"{keys[0]} has a 0 or 1 for each action: if it says which are legal, {what}"
+            vars(error).setdefault("__notes__", []).append(note)
 
     def _append(self, slot: int) -> None:
         """Copy the batch into the replay."""
@@ -385,10 +386,7 @@ def _infos_of(columns: Any, e: int, *, in_turns: bool) -> list[Any]:
         return [info_of(columns.infos, e)]
     if isinstance(columns, SingleColumns):
         return [columns.reset_infos[e]]
-    try:
-        return [columns.envs[e].last()[4]] if in_turns else list(columns.infos[e].values())
-    except Exception:  # it has just failed
-        return []
+    return [columns.envs[e].last()[4]] if in_turns else list(columns.infos[e].values())
 
 
 def _slice(columns: range) -> slice:

@@ -28,6 +28,11 @@ from ..toy_games import ScriptedGame, TurnGame
 MASK = np.array([0, 1], np.int8)
 
 
+class Unreadable:
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("no array")
+
+
 class Masked(CountingEnv):
     """Only action 1 is legal. The mask is in `info`, in the observation, or nowhere."""
 
@@ -40,7 +45,7 @@ class Masked(CountingEnv):
 
     def _result(self, observation: Any) -> tuple[Any, dict[str, Any]]:
         info: dict[str, Any] = {"info": {"action_mask": MASK}, "nested": {"rules": {"legal": [False, True]}}}.get(
-            self.where, {"other": np.arange(2.0) + 1, "text": "no", "ragged": [[1], [0, 1]], "all": [1, 0, 1]}
+            self.where, {"other": np.arange(2.0) + 1, "text": "no", "ragged": [[1], [0, 1]], "bad": Unreadable()}
         )
         return ({"count": observation, "action_mask": MASK} if self.where == "observation" else observation), info
 
