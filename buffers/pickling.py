@@ -91,6 +91,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         """How `value` is pickled."""
+        if type(value).__module__ == "multiprocessing.connection":  # its number means another descriptor there
+            raise TypeError("Pipe connections should only be shared between processes through inheritance")
         if _refuses(value):
             return _reduced_layer(value)
         try:

@@ -85,6 +85,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "Lock": (lambda: partial(Taking, of_spawn.Lock()), SHARED),
     "Event": (lambda: partial(Taking, of_spawn.Event()), SHARED),
     "Value": (lambda: partial(Taking, of_spawn.Value("i", 0)), SHARED),
+    "Pipe": (lambda: partial(Taking, of_spawn.Pipe()), SHARED),
     "RawArray": (lambda: partial(Taking, of_spawn.RawArray("i", 3)), SHARED),
     "flags": (lambda: Flagged, rf"It is the global variable 'FLAGS', which Flagged\.step uses\. {ELSEWHERE}"),
     "attribute": (lambda: Locked, rf"It is the attribute 'lock', which Locked uses\. {ELSEWHERE}"),
