@@ -251,12 +251,6 @@ def test_each_pair_is_refused_with_its_reason(row: Any, feature: str, other: str
     assert str(told.value) == f"{feature} and {other} do not go together: {row.reason}. {row.instead}"
 
 
-@pytest.mark.parametrize("wrong", [{"min_ready": 1}, {"max_wait": 0.1}])
-def test_halves_wait_for_nobody_else(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="AlternatingSampler and min_ready or max_wait do not go together"):
-        AlternatingSampler(CountingEnv, batch_T=2, batch_B=2, **wrong)
-
-
 def test_a_name_that_is_not_in_the_table_is_a_mistake() -> None:
     with pytest.raises(AssertionError, match="a misspelt name"):
         refuse({"a misspelt name": True})
