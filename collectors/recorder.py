@@ -99,7 +99,7 @@ class Recorder:
         self.prev_reward = np.zeros_like(samples.reward[0])
         self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
         self.first_t = 0  # the time step of row 0, where an evaluation is collected in several parts
-        self._rejoined = False  # whether episodes have begun between two batches
+        self._rejoined: list[int] | None = None  # where episodes have begun since the last batch; None: nowhere
         self._changed: Any = None  # the columns whose episodes have ended in this row
         self._episode_start = np.ones(len(columns), np.bool_)  # where row 0 of the first batch starts an episode
         # What the first batch has in row 0 of action and reward. The same arrays, unless a state is loaded.
@@ -125,7 +125,7 @@ class Recorder:
         samples, columns = self.samples, self.columns
         columns.take_begun(())  # forget the games that began before: the agent was reset for them
         samples.begin_batch(None if self._is_first else self._before)
-        if self._is_first or self._rejoined:
+        if self._is_first or self._rejoined is not None:
             columns.write_observations(samples.observation_rows[0])
             if columns.idle:  # a saved run may have ended where the next step only resets
                 columns.blank_idle(samples.observation_rows[0])
@@ -135,7 +135,9 @@ class Recorder:
             if self._mask is not None:
                 require_flags(self._mask, samples.observation_rows[0], columns)
             samples.action[0], samples.reward[0] = self._first_action, self._first_reward
-        self._is_first = self._rejoined = False
+        if self._rejoined:
+            samples.episode_start[self._rejoined] = True
+        self._is_first, self._rejoined = False, None
         if self._has_gaps:
             samples.valid[...] = True
         self._enter_mode(itr)
@@ -355,13 +357,14 @@ class Recorder:
                 self._at(column)
                 self.agent.reset_one(column)
 
-    def rejoin(self, joined: Sequence[int]) -> None:
-        """Between two batches, episodes begin in these columns."""
+    def rejoin(self, joined: Sequence[int], others: Sequence[int] = ()) -> None:
+        """Between two batches, environments were reset, and episodes begin in these columns. `others` are columns of
+        these environments too, where an agent may be absent."""
         self.begin(joined)
-        for column in joined:
+        for column in (*joined, *others):
             self.prev_action[column], self.prev_reward[column] = 0, 0
             self.tracker.drop(column)  # parked rows are not a trajectory
-        self._rejoined = True
+        self._rejoined = [*(self._rejoined or ()), *joined]
 
     def start_afresh(self) -> None:
         """No episode has begun: the environments are reset next."""
@@ -409,6 +412,7 @@ class Recorder:
         else:  # as `begin_batch` copies them
             action, reward = self.samples.action_rows[-1][column], self.samples.reward_rows[-1][column]
             is_start = self.samples.valid[-1, column] <= self.samples.done[-1, column]
+        is_start = is_start or column in (self._rejoined or ())
         state = {"first_action": action, "first_reward": reward, "episode_start": bool(is_start)}
         state |= {"prev_action": self.prev_action[column], "prev_reward": self.prev_reward[column]}
         state = {name: map_leaves(np.copy, value) for name, value in state.items()}

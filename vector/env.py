@@ -284,7 +284,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         seeds = as_seeds(seed, self._n_envs)
         which, each = split_mask(options, self._n_envs)
         if self._is_batched:
-            each = [as_one_dict(options)] * self._n_envs
+            each = [as_one_dict(each)] * self._n_envs
             if len(busy := self._exchange.outstanding_of(self._exchange.together_with(which))):
                 raise SamplerStateError(
                     f"reset: environments {busy.tolist()} have not been received yet, and one call steps them together "

@@ -64,7 +64,7 @@ class Fresh(Walk):
     """Returns a new array in each step. With one array for all, a last observation would be that after the reset."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        observation, info = super().reset(seed=seed)
+        observation, info = super().reset(seed=seed, options=options)
         return observation.copy(), info
 
     def step(self, action: Any) -> Any:
@@ -111,12 +111,22 @@ ODD: dict[str, Any] = {
     "lock-step": partial(Odd, k=4),
     "turns": partial(Gifts, 3),
 }
+
+
+def own_start(e: int, n: int) -> tuple[int | None, dict[str, Any] | None]:
+    """Seeds, or options, which some rows of a batched environment share; or nothing."""
+    return [(100 * e + n, None), (None, {"level": 1.5}), (n, {"level": n}), (None, None)][n % 4]
+
+
 #: How environments behave, and when they are reset.
 FORMS: dict[str, Options] = {
     "": {},
     "odd": {},
     "wait-reset": {"wait_reset": True},
     "odd, wait-reset": {"wait_reset": True},
+    "odd, own starts": {"start_of": own_start},
+    "new episodes in each batch": {"fresh_batches": True},
+    "odd, own starts, new episodes in each batch": {"start_of": own_start, "fresh_batches": True},
 }
 #: The other agents of the table need one array.
 RANDOM_ONLY = ("nested", "batched, nested", "lock-step, dicts")
@@ -184,6 +194,10 @@ def is_possible(cell: Cell) -> bool:
     kind, form, agent, sampler, recorded, _ = cell
     has_seats, is_async = kind.startswith(("lock-step", "turns")), sampler.startswith("ahead")
     if ("odd" in form and kind not in ODD) or ("wait" in form and kind.startswith(("batched", "turns"))):
+        return False
+    if ("own" in form or "new" in form) and kind == "turns":
+        return False
+    if "own" in form and kind.endswith("_STEP"):  # it resets its rows itself
         return False
     if recorded == "env_info" and has_seats:
         return False  # these environments give no info
