@@ -106,15 +106,17 @@ class BatchedColumns(PolicyColumns, Columns):
             return _NOBODY
         given = envs
         if starts is None:
-            envs = _without(envs, self._over)
+            envs = _without(envs, self._over) if self._over else envs
             # Without a mask as with one: where there is a mask, Gymnasium gives the environments a dict.
-            starts = [Start(options=None if self._resets_itself else {})] * len(envs)
+            calls: Any = [(envs, None if self._resets_itself else {}, [None] * len(envs))] if len(envs) else ()
         elif any(start.actions is not None for start in starts):
             raise ConfigError(f"{self.env} cannot repeat an episode of one row: use single environments")
         elif starts and starts[0].state is not None:
             self._continue(*starts[0].state)
             return (envs,)
-        for rows, options, seeds in _calls(envs, starts):
+        else:
+            calls = _calls(envs, starts)
+        for rows, options, seeds in calls:
             if self._resets_itself and len(rows) < len(self):
                 raise ConfigError(
                     f"{self.env} resets its rows itself when their episodes end, so env_rank "
@@ -128,7 +130,8 @@ class BatchedColumns(PolicyColumns, Columns):
 
     def _answer(self, envs: Sequence[int]) -> None:
         """The loop has said what follows the episodes of `envs`: nobody waits there any more."""
-        self._over = _without(self._over, envs)
+        if self._over:
+            self._over = _without(self._over, envs)
         if self.waiting:
             self.waiting = _without(self.waiting, envs)
             self._note_resetting(self._resetting)
@@ -153,7 +156,8 @@ class BatchedColumns(PolicyColumns, Columns):
             result = reset(self._as_taken)
         infos: Mapping[str, Any]
         self.observations, infos = result
-        self._note_resetting(_without(self._resetting, rows))
+        if self._resetting:
+            self._note_resetting(_without(self._resetting, rows))
         self.progress.add_resetting_since(began)
         words[Progress.PHASE] = phase
         return infos
