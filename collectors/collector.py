@@ -273,13 +273,19 @@ class Collector(MadeByWorker):
         """
         if waiting := self.columns.waiting:
             self.progress.leave_batch()
-            for recorder, joined in zip(self.recorders, self.columns.reset(waiting), strict=True):
-                recorder.rejoin(joined)
-            if self.games is not None:
-                for e in waiting:
-                    self.games.drop(e)
+            self.reset_now(waiting)
 
     # ---- episodes --------------------------------------------------------------------------
+
+    def reset_now(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> None:
+        """Between two batches: begin episodes in `envs`, ascending. Those that are running there are dropped. `starts`:
+        see `columns.reset`."""
+        joined, own = self.columns.reset(envs, starts), [self.columns.columns_of(e) for e in envs]
+        for p, recorder in enumerate(self.recorders):
+            recorder.rejoin(joined[p], [column for columns in own for column in columns[p]])
+        if self.games is not None:
+            for e in envs:
+                self.games.drop(e)
 
     def reset_envs(self, seeds: Sequence[int | None], used: Sequence[int] | None = None) -> None:
         """Begin episodes in all environments, or in those of `used`; the others are parked."""

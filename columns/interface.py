@@ -242,8 +242,9 @@ class Columns(ABC):
 
     @abstractmethod
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
-        """Begin episodes in `envs`, ascending. Returns the columns that join, for each policy. An environment that
-        resets itself is left alone, unless there are `starts`."""
+        """Begin episodes in `envs`, ascending, and only there. Returns the columns that join, for each policy. Without
+        `starts`, an environment that resets itself after an end is left alone: it joins in the events of a step. Raises
+        `ConfigError` for what this kind of environment cannot do."""
 
     @abstractmethod
     def park(self, envs: Sequence[int]) -> None:

@@ -222,7 +222,7 @@ def the_agent_is_reset_with_its_environment(trace: Trace) -> None:
             raise Violation(
                 f"{step.agent_resets} calls of agent.reset_one({step.b}) before {step.where}, "
                 f"where the environment was reset {step.env_resets} times",
-                "begin_episodes returns what self.columns.reset returns; elsewhere, call the recorder's rejoin with it",
+                "begin_episodes returns what self.columns.reset returns; elsewhere, call self.reset_now(envs)",
             )
         seen.add(step.b)
 
@@ -284,7 +284,7 @@ def _compare_infos(trace: Trace, remedy: str) -> None:
 
 def each_episode_that_ends_gives_a_traj_info(trace: Trace) -> None:
     """Each episode that ends gives one TrajInfo, with its Length and Return; they are ordered by t, then env_rank."""
-    _compare_infos(trace, "call self.end_batch() last, and the recorder's rejoin where episodes are interrupted")
+    _compare_infos(trace, "call self.end_batch() last, and self.reset_now(envs) where episodes are interrupted")
 
 
 def a_traj_info_subclass_sees_every_step(trace: Trace) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,9 +51,9 @@ class Single:
     def __init__(self, env: Any) -> None:
         self.env, self.seats = env, {None: (env.observation_space, env.action_space)}
 
-    def reset(self, seed: int | None) -> ByAgent:
+    def reset(self, seed: int | None, options: Any = None) -> ByAgent:
         """The first observation of each agent that acts first."""
-        return {None: self.env.reset(seed=seed)[0]}
+        return {None: self.env.reset(seed=seed, options=options)[0]}
 
     def step(self, actions: ByAgent) -> tuple[ByAgent, ByAgent, float]:
         """What each agent gets that has acted: observation, reward, terminated, truncated, info; the first observation
@@ -62,7 +62,10 @@ class Single:
 
 
 class Batched:
-    """A `gymnasium.vector.VectorEnv`. Its agents are its rows. They come back without `reset`."""
+    """A `gymnasium.vector.VectorEnv`. Its agents are its rows. They come back without `reset`. In the mode DISABLED,
+    `start_of(b)` may say how row b begins again: seed and options."""
+
+    start_of: Callable[[int], tuple[Any, Any]] | None = None
 
     def __init__(self, env: Any) -> None:
         self.env, self.mode, self.resetting = env, AutoresetMode(env.metadata["autoreset_mode"]), set[int]()
@@ -84,7 +87,7 @@ class Batched:
         over = np.logical_or(terminated, truncated)
         first = last = self._each(observations)
         if self.mode is AutoresetMode.DISABLED and over.any():
-            first = self._each(self.env.reset(options={"reset_mask": over})[0])
+            first = self._each(self._reset(over))
         steps, joined = {}, {b: first[b] for b in self.resetting}
         for b in self.seats.keys() - self.resetting:
             info, final = self._info_of(infos, b), last[b]
@@ -94,6 +97,15 @@ class Batched:
         ended = {b for b in steps if over[b]}
         self.resetting = ended if self.mode is AutoresetMode.NEXT_STEP else set()
         return steps, joined | {b: first[b] for b in ended - self.resetting}, 0.0
+
+    def _reset(self, over: Any) -> Any:
+        if self.start_of is None:
+            return self.env.reset(options={"reset_mask": over})[0]
+        for b in np.flatnonzero(over).tolist():
+            (seed, options), mask = self.start_of(b), np.arange(len(over)) == b
+            seeds = [seed if row else None for row in mask]
+            observations, _ = self.env.reset(seed=seeds, options={**(options or {}), "reset_mask": mask})
+        return observations
 
     def _info_of(self, infos: Mapping[str, Any], b: int) -> dict[str, Any]:
         """The entries of row b: those whose mask `_name` is True there, or that have none."""
@@ -114,9 +126,9 @@ class Several:
     def _living(self) -> list[Any]:
         return [agent for agent in self.env.agents if agent not in self.ended]
 
-    def reset(self, seed: int | None) -> ByAgent:
+    def reset(self, seed: int | None, options: Any = None) -> ByAgent:
         """As `Single.reset`."""
-        observations, _ = self.env.reset(seed=seed) or ({}, {})
+        observations, _ = self.env.reset(seed=seed, options=options) or ({}, {})
         self.ended = set()
         return {agent: observations[agent] for agent in self._living() if observations}
 

@@ -129,6 +129,9 @@ class ReferenceLoop:
     batch_B: int
     batched: bool = False
     wait_reset: bool = False  #: whether environments that are over wait for the end of the batch
+    #: How environment e begins again after its n-th episode, if its collector says so: (e, n) -> (seed, options).
+    start_of: Callable[[int, int], tuple[int | None, dict[str, Any] | None]] | None = None
+    fresh_batches: bool = False  #: whether each batch begins with new episodes in all environments
     bootstrap_value: bool = False
     policy_of: Callable[[Any], str] = str
     env_info: Mapping[str, Any] = field(default_factory=dict)  #: examples of entries of info, by name
@@ -145,7 +148,9 @@ class ReferenceLoop:
         envs = [self.env_fn(num_envs=n)] if self.batched else [make() for make in makers[:n]]
         self._has_seats, self._in_turns = hasattr(envs[0], "possible_agents"), hasattr(envs[0], "agent_iter")
         kind: Any = Batched if self.batched else Several if self._has_seats else Single
-        self._envs, self._shares = [kind(env) for env in envs], [float("inf")] * n
+        self._envs, self._shares, self._n_over = [kind(env) for env in envs], [float("inf")] * n, [0] * n
+        if self.batched and self.start_of is not None and not self.is_evaluation:
+            self._envs[0].start_of = self._next_start
         if not self.is_evaluation:
             self._begin(ColumnStreams(self.seed, range(n)).env_seeds(Purpose.TRAIN), Purpose.ACTION)
         if self.eval_n_envs:
@@ -187,6 +192,8 @@ class ReferenceLoop:
         waiting, self._waiting, self._times, self._found = self._waiting, [], [-1] * self.batch_B, []
         for e in waiting:
             self._reset(e, None)
+        if self.fresh_batches:
+            self._drop_episodes()
         for policy in self._policies.values():
             policy.agent.write_parameters(policy.source.read_parameters())
             policy.agent.sample_mode(itr)
@@ -322,7 +329,25 @@ class ReferenceLoop:
             return
         # Each trajectory of an evaluation has its seed; one that goes on in another episode has no second one.
         is_seeded, self._begun[e] = self.is_evaluation and self._begun[e] < self._ended[e], self._ended[e]
+        if self.start_of is not None and not self.is_evaluation:
+            seed, options = self._next_start(e)
+            self._join(self._columns[e], self._envs[e].reset(seed, options))
+            return
         self._reset(e, eval_seed(self.seed, self._ended[e] * self.batch_B + e) if is_seeded else None)
+
+    def _next_start(self, e: int) -> tuple[int | None, dict[str, Any] | None]:
+        assert self.start_of is not None
+        self._n_over[e] += 1
+        return self.start_of(e, self._n_over[e])
+
+    def _drop_episodes(self) -> None:
+        """Begin new episodes everywhere. A trajectory goes on if its last episode has just ended."""
+        for column in (column for own in self._columns for column in own.values()):
+            column.info = column.info if column.is_start else self._new_info()
+            column.seen, column.prev, column.is_start = None, None, True
+        self._rewards = [[0.0] for _ in self._rewards]
+        for e in range(len(self._envs)):
+            self._reset(e, *([None] * self.batch_B if self.batched else [None]))
 
     def _reset(self, e: int, *seeds: int | None) -> None:
         self._join(self._columns[e], self._envs[e].reset(*seeds))

@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from penstock import AsyncSampler, NamedArrays, PolicySamples, Sampler, TrajInfo, WaitResetCollector
+from penstock import AsyncSampler, NamedArrays, PolicySamples, ResetCollector, Sampler, TrajInfo, WaitResetCollector
+from penstock.collectors import Collector
+from penstock.columns import Start
 from penstock.testing.reference_loop import ReferenceLoop
 
 from .support import assert_same, deface
 
 SEED = 3
+#: What the loop knows of collectors.
+BEGINS = ("wait_reset", "start_of", "fresh_batches")
 #: What agents compute. The last bit of a matrix product may hang on the number of its rows.
 OF_MODELS = ("agent_info", "bootstrap_value", "final_value")
 
@@ -33,9 +37,10 @@ def compare(
     options = {"bootstrap_value": True, "traj_info_kwargs": {"discount": 0.9}, **options}
     names = ("bootstrap_value", "policy_of", "traj_info_kwargs")
     at_start = {name: options[name] for name in names if name in options}
-    only_ours = {name: value for name, value in options.items() if name not in at_start and name != "wait_reset"}
-    if options.get("wait_reset"):
-        only_ours["collector_cls"] = WaitResetCollector
+    waits, *own = begins = [options.get(name) for name in BEGINS]
+    only_ours = {name: value for name, value in options.items() if name not in (*at_start, *BEGINS)}
+    if any(begins):
+        only_ours["collector_cls"] = WaitResetCollector if waits else own_collector(*own)
     found = []
     with cls(env_fn, max_decorrelation_steps=0, **only_ours, **(sampler or {})) as ours:
         ours.initialize(make_agent(), seed=SEED, **at_start)
@@ -56,6 +61,30 @@ def compare(
             found.append((wanted, wanted_infos))
             deface(samples)  # no later batch may depend on it
     return found
+
+
+def own_collector(start_of: Any, is_fresh: Any) -> type[Collector]:
+    """Says how each episode begins, or begins new ones before each batch."""
+
+    class Own(ResetCollector):
+        def start_envs(self) -> None:
+            self.n_over = [0] * len(self.columns.env_ranks)
+            super().start_envs()
+
+        def begin_batch(self, itr: int) -> None:
+            if is_fresh:
+                self.reset_now(range(len(self.columns.env_ranks)))
+            super().begin_batch(itr)
+
+        def begin_episodes(self, events: Any, going: Any) -> Any:
+            if start_of is None:
+                return super().begin_episodes(events, going)
+            for e in events.over:
+                self.n_over[e] += 1
+            ranks, n_over = self.columns.env_ranks, self.n_over
+            return self.columns.reset(events.over, [Start(*start_of(int(ranks[e]), n_over[e])) for e in events.over])
+
+    return Own
 
 
 def _compare(samples: Any, wanted: NamedArrays, rtol: float) -> None:

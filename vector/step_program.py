@@ -420,9 +420,9 @@ class VectorProgram:
 
     def _begin_batch(self) -> None:
         """The first reset after a replacement, with other seeds than before. All rows are reset."""
-        everyone = range(len(self._columns))
+        columns, everyone = self._columns, range(len(self._columns))
         self._unseeded = set(everyone)
-        self._columns.reset(everyone, [Start(self._seed_of(i, None)) for i in everyone])
+        columns.infos = columns.reset_rows(everyone, [self._seed_of(i, None) for i in everyone], None)
         self._progress.enter(Phase.STEPPING)
 
     def _put_batch_infos(self, row: int) -> None:
@@ -441,11 +441,9 @@ class VectorProgram:
         columns, own = self._columns, self._plan.columns
         if lost := self._unseeded.difference(requested):  # a reset of some rows needs one of all before
             self._begin_batch()
-        options = message.options[own.start]
-        if options and "reset_mask" in options:
-            options = {**options, "reset_mask": options["reset_mask"][own.start : own.stop]}
-        seeds = [self._seed_of(i, message.seeds[column]) for i, column in enumerate(own)]
-        columns.reset(range(len(own)), [Start(seed, options) for seed in seeds])
+        columns.infos = columns.reset_rows(
+            requested, [self._seed_of(i, message.seeds[own[i]]) for i in requested], message.options[own.start]
+        )
         self._unseeded = lost
         self._begun = self._begun and (snapshot(columns.observations), {}) if len(requested) < len(own) else None
         self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset

@@ -250,9 +250,9 @@ def split_mask(options: Options | Sequence[Options], n_envs: int) -> tuple[Ids, 
     return np.flatnonzero(mask), [rest] * n_envs
 
 
-def as_one_dict(options: Options | list[Options]) -> Options:
-    """The options of a batched environment: a list must have the same object for each row."""
-    first, *others = options if isinstance(options, list) else [options]
+def as_one_dict(options: Sequence[Options]) -> Options:
+    """The options of a batched environment, which must be the same object for each row."""
+    first, *others = options
     if any(each is not first for each in others):
         raise ConfigError("options of batched environments must be None or one dict, got a list of different ones")
     return first

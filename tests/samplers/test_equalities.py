@@ -67,7 +67,7 @@ class Fresh(Walk):
     """Returns a new array in each step. With one array for all, a last observation would be that after the reset."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        observation, info = super().reset(seed=seed)
+        observation, info = super().reset(seed=seed, options=options)
         return observation.copy(), info
 
     def step(self, action: Any) -> Any:
@@ -114,12 +114,22 @@ ODD: dict[str, Any] = {
     "lock-step": partial(Odd, k=4),
     "turns": partial(Gifts, 3),
 }
+
+
+def own_start(e: int, n: int) -> tuple[int | None, dict[str, Any] | None]:
+    """Seeds, or options, which some rows of a batched environment share; or nothing."""
+    return [(100 * e + n, None), (None, {"level": 1.5}), (n, {"level": n}), (None, None)][n % 4]
+
+
 #: How environments behave, and when they are reset.
 FORMS: dict[str, Options] = {
     "": {},
     "odd": {},
     "wait-reset": {"wait_reset": True},
     "odd, wait-reset": {"wait_reset": True},
+    "odd, own starts": {"start_of": own_start},
+    "new episodes in each batch": {"fresh_batches": True},
+    "odd, own starts, new episodes in each batch": {"start_of": own_start, "fresh_batches": True},
 }
 #: The other agents of the table need one array.
 RANDOM_ONLY = ("nested", "batched, nested", "lock-step, dicts")
@@ -188,6 +198,8 @@ def makes_sense(cell: Cell) -> bool:
     has_games = kind.startswith(("lock-step", "turns"))
     if ("odd" in form and kind not in ODD) or (recorded == "env_info" and has_games):  # they give no info
         return False
+    if "own" in form and kind.endswith("_STEP"):  # it resets its rows itself
+        return False
     if kind in RANDOM_ONLY:
         return agent == "random"
     if kind == "lock-step, roles":  # whose agents have different spaces
@@ -204,7 +216,7 @@ def asked(cell: Cell) -> frozenset[str]:
         refusals.BATCHED: kind.startswith("batched"),
         refusals.TURNS: kind == "turns",
         refusals.WAITING: "wait" in form,
-        refusals.OWN_COLLECTOR: "wait" in form,
+        refusals.OWN_COLLECTOR: any(word in form for word in ("wait", "own", "new")),
         refusals.POLICIES: agent in ("three policies", "two roles"),
         refusals.SERVER: sampler.startswith(("central", "alternating")) or "own process" in sampler,
         refusals.ASYNC: sampler.startswith("ahead"),

@@ -123,8 +123,7 @@ class InterruptsWithoutRejoin(ResetCollector):
 
 class Restarts(ResetCollector):
     def collect_batch(self, itr: int) -> None:
-        for recorder, joined in zip(self.recorders, self.columns.reset(range(len(self.envs))), strict=True):
-            recorder.rejoin(joined)
+        self.reset_now(range(len(self.envs)))
         super().collect_batch(itr)
 
 
@@ -390,7 +389,7 @@ class ValuesNoEnds(ResetCollector):
 )
 class Interrupts(ResetCollector):
     def collect_batch(self, itr: int) -> None:
-        self.recorders[0].rejoin(self.columns.reset(range(len(self.envs)))[0])
+        self.reset_now(range(len(self.envs)))
         super().collect_batch(itr)
 
 
