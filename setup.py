@@ -51,10 +51,10 @@ if numpy is not None and not sysconfig.get_config_var("Py_GIL_DISABLED"):  # the
             optional=True,
         )
         for room, files, headers in (
-            ("buffers", ["_native"], ["buffers/_native.h"]),
+            ("buffers", ["_native"], ["buffers/_native.h", "buffers/_cells.h"]),
             ("workers", ["_native"], []),
             ("agents", ["_drawing"], ["buffers/_native.h"]),
-            ("columns", ["_stepping"], ["buffers/_native.h"]),
+            ("columns", ["_stepping"], ["buffers/_native.h", "buffers/_cells.h"]),
             ("learning", ["_native", "_rows"], ["learning/_native.h"]),
         )
     ]

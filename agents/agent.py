@@ -436,8 +436,12 @@ def _new_actor(agent: Agent, n: int) -> _Actor:
     rngs = [np.random.default_rng(sequence) for sequence in np.random.SeedSequence(0).spawn(n)]
     copied = agent.runtime.column_copy(rngs)
     copied.runtime.set_columns([0] * n, 1)
-    zeros = map_tree(lambda space: np.zeros((n, *(space.shape or ())), space.dtype), agent.action_space)
-    return _Actor(copied, n, as_named(zeros))
+    return _Actor(copied, n, zeros_of(agent.action_space, n))
+
+
+def zeros_of(space: Space, n: int) -> Any:
+    """`n` rows of zeros in the structure of `space`, as agents get them."""
+    return as_named(map_tree(lambda part: np.zeros((n, *(part.shape or ())), part.dtype), space))
 
 
 def _zero(rows: ArrayTree, columns: npt.NDArray[np.bool_]) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
 
 from penstock.agents.agent import Agent, AgentStep
+from penstock.arguments import signature
+from penstock.buffers import pickling
 from penstock.buffers.named import NamedArrays
 from penstock.errors import ConfigError
 
@@ -67,19 +67,15 @@ class FunctionAgent(Agent):
         if parameters is not None and not tree_arrays(parameters):
             raise ConfigError("parameters of a FunctionAgent must contain arrays: leave them out if there are none")
         given = () if parameters is None else (None,)
+        taken = signature(fn)
+        self._takes_rngs = "rngs" in taken.parameters
         try:
-            signature = inspect.signature(fn)
-        except ValueError:  # written in C, without a signature
-            self._takes_rngs = False
-            return
-        self._takes_rngs = "rngs" in signature.parameters
-        try:
-            signature.bind(*given, None, **({"rngs": ()} if self._takes_rngs else {}))
+            taken.bind(*given, None, **({"rngs": ()} if self._takes_rngs else {}))
         except TypeError:
             first = "" if parameters is None else "parameters, "
             raise ConfigError(
                 f"FunctionAgent calls its function as fn({first}observation), or as fn({first}observation, rngs=rngs) "
-                f"if a parameter is named rngs; this function has the parameters {signature}"
+                f"if a parameter is named rngs; this function has the parameters {taken}"
             ) from None
 
     def read_parameters(self) -> Mapping[str, npt.NDArray[Any]]:
@@ -91,7 +87,7 @@ class FunctionAgent(Agent):
         if self.parameters is not None:
             return dict(sorted(tree_arrays(self.parameters).items()))  # the order of a dict is not a part of it
         try:
-            pickled = bytes(cloudpickle.dumps(self._fn))
+            pickled = pickling.dumps(self._fn)
         except Exception:  # pickling runs the user's code, which may raise anything
             return {}
         size = len(self._code) or 2 * len(pickled) + _SPARE_BYTES

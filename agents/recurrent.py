@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from penstock.agents.inference import Inference
 from penstock.agents.policy_gradient import PgAgent, PolicyHead, previous_inputs
 from penstock.agents.schedules import Setting
 from penstock.agents.torch_agent import Device, ModelSource, TorchAgent, output_tuple, value_array
+from penstock.arguments import signature
 from penstock.buffers.named import NamedArrays, fields_of
 from penstock.buffers.samples import Samples
 from penstock.errors import ConfigError, SpaceError
@@ -204,7 +204,7 @@ class _RecurrentAgent(TorchAgent):
 
     def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         super().initialize(observation_space, action_space, seed=seed)
-        parameters = list(inspect.signature(self.model.forward).parameters.values())
+        parameters = list(signature(self.model.forward).parameters.values())
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len(positional) < 4 and not any(p.kind == p.VAR_POSITIONAL for p in parameters):
             raise ConfigError(
@@ -212,6 +212,9 @@ class _RecurrentAgent(TorchAgent):
                 f"forward of {type(self.model).__name__} takes ({', '.join(p.name for p in positional)})"
             )
         RecurrentState(self.model, 1, self._float_dtype)  # raises if the model does not define its initial state
+
+    def _first_inputs(self) -> list[Any]:
+        return [*super()._first_inputs(), RecurrentState(self.model, 1, self._float_dtype).current]
 
     def seed_columns(self, rngs: Sequence[np.random.Generator]) -> None:
         super().seed_columns(rngs)

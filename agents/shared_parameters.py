@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.errors import ConfigError, SamplerStateError, brief
 
 _MOST_READS = 1000  # attempts, before a reader gives up
+_WRAPPER = re.compile(r"(?<![^.])(_orig_mod|module)\.")  # what torch.compile, or DataParallel, puts into a name
 
 
 def parameters_of(agent: Any) -> dict[str, npt.NDArray[Any]]:
@@ -31,6 +33,17 @@ def parameters_of(agent: Any) -> dict[str, npt.NDArray[Any]]:
     return {name: np.asarray(value) for name, value in given.items()}
 
 
+def _remedy(names: Iterable[str], others: Iterable[str]) -> str:
+    """What to do about parameters with `others` in place of `names`."""
+    own, new = ([_WRAPPER.sub("", name) for name in each] for each in (names, others))
+    if own != new:
+        return "Initialize a new sampler for a new model"
+    return (
+        "A wrapper around the model, or around a part of it, has changed them: leave the agent's model as it was. Call "
+        "model.compile() in place of torch.compile(model), and keep another wrapper in a variable of your own"
+    )
+
+
 class SharedParameters:
     """One writer (the learner), any number of readers (the workers), no lock.
 
@@ -43,7 +56,7 @@ class SharedParameters:
     before_overwrite: Callable[[int], None] | None = None
 
     def __init__(self, parameters: Mapping[str, npt.NDArray[Any]], *, shared: bool) -> None:
-        self._names = tuple(parameters)
+        self.names = tuple(parameters)
         slot = NamedArrays({f"p{i}": ArraySpec.like(value) for i, value in enumerate(parameters.values())})
         word = np.dtype(np.int64)
         specs = NamedArrays(
@@ -67,10 +80,10 @@ class SharedParameters:
     def publish(self, parameters: Mapping[str, npt.NDArray[Any]], version: int | None = None) -> None:
         """Writer: make `parameters` the next version, or a later one. Raises `ConfigError` if names, shapes or dtypes
         have changed."""
-        if tuple(parameters) != self._names:
+        if tuple(parameters) != self.names:
             raise ConfigError(
                 "the agent's parameters have changed since the sampler was initialized. These names differ: "
-                f"{sorted(set(parameters) ^ set(self._names))[:5]}. Initialize a new sampler for a new model"
+                f"{sorted(set(parameters) ^ set(self.names))[:5]}. {_remedy(self.names, parameters)}"
             )
         version = self.version + 1 if version is None else version
         targets = self.memory.arrays.slots.values()[version % 2].values()
@@ -113,16 +126,16 @@ class SharedParameters:
             values = [field.copy() for field in slots[version % 2].values()]
             fence()
             if self._stamps[version % 2] == 2 * version:
-                return dict(zip(self._names, values, strict=True)), version
+                return dict(zip(self.names, values, strict=True)), version
         raise SamplerStateError(
             f"sync_shared_memory overwrote the parameters during each of {_MOST_READS} reads: publish less often"
         )
 
     def __getstate__(self) -> tuple[tuple[str, ...], NamedMemory]:
-        return self._names, self.memory
+        return self.names, self.memory
 
     def __setstate__(self, state: tuple[tuple[str, ...], NamedMemory]) -> None:
-        self._names, self.memory = state
+        self.names, self.memory = state
         self._bind_words()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -13,11 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
-from penstock.agents.agent import Agent, AgentRuntime, Space
+from penstock.agents.agent import Agent, AgentRuntime, Space, zeros_of
 from penstock.agents.inference import INFERENCE, Inference, TracedModel
 from penstock.agents.numpy_model import NumpyModel
-from penstock.arguments import one_of
+from penstock.arguments import one_of, signature
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError, SpaceError
@@ -112,15 +113,31 @@ def _arrays(outputs: object) -> list[npt.NDArray[np.float64]]:
     return [np.asarray(part.detach() if isinstance(part, torch.Tensor) else part, np.float64) for part in parts]
 
 
+class _CopiesComputed(TorchFunctionMode):
+    """Within it, `copy.deepcopy` copies tensors that were computed too, as values: torch refuses it. The old
+    `weight_norm` keeps such weights, and computes them again before each call."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            args = args[0].detach(), *args[1:]
+        return func(*args, **(kwargs or {}))
+
+
+def deep_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """`copy.deepcopy(value, memo)`, of any tensors."""
+    with _CopiesComputed():
+        return copy.deepcopy(value, memo)
+
+
 def _copy_of(model: nn.Module) -> nn.Module:
     try:
-        return copy.deepcopy(model)
+        return deep_copy(model)  # type: ignore[no-any-return]
     except Exception as error:
         for path, module in model.named_modules():
             for name, value in vars(module).items():
                 try:
                     if name != "_modules":
-                        copy.deepcopy(value)
+                        deep_copy(value)
                 except Exception as cause:
                     where = f"its attribute {path + '.' if path else ''}{name}"
                     raise _copy_error(model, where, cause) from cause
@@ -219,7 +236,8 @@ class TorchAgent(Agent):
 
     `model` is an `nn.Module`, or a callable that builds one. The agent calls it without arguments, or with
     `observation_space` and `action_space` if its signature has parameters of these names. The same seed of the
-    sampler gives the same initial weights. torch's global random state does not change.
+    sampler gives the same initial weights. torch's global random state does not change. Lazy layers get their sizes
+    when the agent is initialized.
 
     The module's `forward` takes `(observation)`, or `(observation, prev_action, prev_reward)` if it has three or
     more parameters. The module of a recurrent agent takes the state as the fourth argument.
@@ -257,39 +275,75 @@ class TorchAgent(Agent):
 
     def initialize(self, observation_space: Space, action_space: Space, *, seed: int | None = None) -> None:
         super().initialize(observation_space, action_space, seed=seed)
-        self.model = self._build_model(seed)
+        with torch.random.fork_rng(devices=[], enabled=seed is not None):
+            if seed is not None:
+                # torch.manual_seed would also seed the GPUs' generators, which this fork_rng does not restore.
+                torch.default_generator.manual_seed(seed)
+            self.model = self._build_model()
+            parameters = signature(self.model.forward).parameters
+            positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            self._takes_previous = len(positional) >= 3
+            floats = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+            self._float_dtype = next(floats, torch.float32)
+            if self._lazy_tensors():
+                self._size_lazy_layers()
         if self._device is not None:
             try:
                 self.model.to(self._device)
             except (AssertionError, RuntimeError) as error:  # there is none, or no memory is left there
                 raise ConfigError(f'the model cannot be moved to device="{self._device}": {error}') from error
-        parameters = inspect.signature(self.model.forward).parameters
-        positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self._takes_previous = len(positional) >= 3
-        floats = (p.dtype for p in self.model.parameters() if p.is_floating_point())
-        self._float_dtype = next(floats, torch.float32)
 
-    def _build_model(self, seed: int | None) -> nn.Module:
+    def _build_model(self) -> nn.Module:
         source = self._model_source
         if isinstance(source, nn.Module):
             return source
-        names = inspect.signature(source).parameters
+        names = signature(source).parameters
         offered = {"observation_space": self.observation_space, "action_space": self.action_space}
         arguments = {name: space for name, space in offered.items() if name in names}
-        with torch.random.fork_rng(devices=[], enabled=seed is not None):
-            if seed is not None:
-                # torch.manual_seed would also seed the GPUs' generators, which this fork_rng does not restore.
-                torch.default_generator.manual_seed(seed)
-            try:
-                model = source(**arguments)
-            except TypeError as error:
-                raise ConfigError(
-                    f"the model could not be built: {in_one_line(error)}. It is called without arguments, or with "
-                    "observation_space and action_space if its signature has parameters of these names"
-                ) from error
+        try:
+            model = source(**arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"the model could not be built: {in_one_line(error)}. It is called without arguments, or with "
+                "observation_space and action_space if its signature has parameters of these names"
+            ) from error
         if not isinstance(model, nn.Module):
             raise ConfigError(f"the model factory must return an nn.Module, got {type(model).__name__}")
         return model
+
+    def _lazy_tensors(self) -> list[str]:
+        return [name for name, tensor in self._named_tensors().items() if is_lazy(tensor)]
+
+    def _size_lazy_layers(self) -> None:
+        """Call the model once, on zeros: lazy layers take their sizes from their first input."""
+        if self.joint:
+            raise ConfigError(
+                f"{self._lazy_tensors()[0]} of the model has no size yet, and the first input of a joint agent is not "
+                "known when it is initialized: use layers with sizes, or pass a model that was called"
+            )
+        trained = [module for module in self.model.modules() if module.training]
+        try:
+            self.model.eval()  # running statistics stay as they are
+            with torch.no_grad():  # parameters that are made in inference mode could not be trained
+                self.model(*self._first_inputs())
+        except Exception as error:  # the user's code may raise anything
+            if left := self._lazy_tensors():  # otherwise the sampler's own trial will tell it
+                raise ConfigError(
+                    f"{left[0]} of the model has no size yet, and to call the model on zeros of the observation space "
+                    f"raised {in_one_line(error)}: use layers with sizes, or pass a model that was called"
+                ) from error
+        finally:
+            for module in trained:
+                module.training = True
+        if left := self._lazy_tensors():
+            raise ConfigError(
+                f"{left[0]} of the model has no size, since forward has not called its layer: use a layer with sizes"
+            )
+
+    def _first_inputs(self) -> list[Any]:
+        """Zeros for one column."""
+        inputs = zeros_of(self.observation_space, 1), zeros_of(self.action_space, 1), np.zeros(1, np.float32)
+        return [self._tensor(each) for each in (inputs if self._takes_previous or self.recurrent else inputs[:1])]
 
     def forward(
         self, observation: Any, prev_action: Any, prev_reward: npt.NDArray[np.float32], state: Any = None
@@ -397,6 +451,11 @@ class TorchAgent(Agent):
         finally:
             for module in trained:
                 module.training = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchAgent:
+        memo[id(self)] = copied = copy.copy(self)
+        vars(copied).update(deep_copy(vars(copied), memo))
+        return copied
 
     def _described(self) -> list[str]:
         described = super()._described()

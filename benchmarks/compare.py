@@ -140,10 +140,10 @@ def sampling(name: str, make_agent: Callable[[], Any] = mlp, T: int = 128, B: in
     return lambda: Sampling(name, make_agent, cartpole(), T, B, **workers, **options)
 
 
-def random_on(name: str, make_env: Callable[[], Any], T: int = 128, B: int = 32) -> Any:
+def random_on(name: str, make_env: Callable[[], Any], T: int = 128, B: int = 32, **options: Any) -> Any:
     """Makes a contestant with random actions. `make_env` returns its environment function."""
     workers = {} if name == "SerialSampler" else {"n_workers": 2}
-    return lambda: Sampling(name, random_agent, make_env(), T, B, **workers)
+    return lambda: Sampling(name, random_agent, make_env(), T, B, **workers, **options)
 
 
 def batched(make_agent: Callable[[], Any], task: str | None = None, T: int = 128, B: int = 256) -> Any:
@@ -223,6 +223,11 @@ STEPS: dict[str, Callable[[], Any]] = {
     "pixels, SerialSampler": random_on("SerialSampler", lambda: workload("Pixels"), 32, 16),
     "pixels, ParallelSampler": random_on("ParallelSampler", lambda: workload("Pixels"), 32, 16),
     "pixels, ShmVectorEnv": lambda: VectorEnv(workload("Pixels"), 32, 16, n_workers=2),
+    "pixels that the environment keeps, SerialSampler": random_on(
+        "SerialSampler", lambda: workload("HeldPixels"), 32, 16
+    ),
+    "env_info, SerialSampler": random_on("SerialSampler", lambda: workload("Telling"), env_info=["cost", "forces"]),
+    "env_info, ParallelSampler": random_on("ParallelSampler", lambda: workload("Telling"), env_info=["cost", "forces"]),
     "batched, random": batched(random_agent),
     "batched, mlp": batched(mlp),
     "EnvPool, CartPole": batched(random_agent, "CartPole-v1"),

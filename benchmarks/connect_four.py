@@ -166,8 +166,8 @@ def record(args: argparse.Namespace) -> dict[str, Any]:
 
         return Model()
 
-    def seat(agent_id: str, episode: int, rng: np.random.Generator) -> str:
-        return "main" if agent_id == f"player_{episode % 2}" else f"past_{rng.integers(4)}"
+    def seat(agent_id: str, game: int, rng: np.random.Generator) -> str:
+        return "main" if agent_id == f"player_{game % 2}" else f"past_{rng.integers(4)}"
 
     samplers, cpu = {}, dict[str, list[float]]()
     for name, recorded in (("all", None), ("main", ["main"])):

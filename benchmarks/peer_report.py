@@ -311,6 +311,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path, only: str | None = None)
         part.set_xticks([])
         part.set_yticks([])
         part.set_xlim(0, 1.25 * max(middle))
+        part.set_ylim(-0.5, len(names) - 0.2)  # room for the first name, below the title
         part.spines[:].set_visible(False)
     picture.savefig(file, transparent=True, metadata={"Date": None} if file.suffix == ".svg" else None)
     plt.close(picture)

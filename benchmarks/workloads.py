@@ -106,6 +106,18 @@ class Returning(gym.Wrapper[Any, Any, Any, Any]):
         return self._next(), reward, terminated, truncated, info
 
 
+class Telling(gym.Wrapper[Any, Any, Any, Any]):
+    """Puts a number and an array into each info."""
+
+    def __init__(self, env_id: str = "CartPole-v1") -> None:
+        super().__init__(gym.make(env_id))
+        self._forces = np.zeros(3, np.float32)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, _ = self.env.step(action)
+        return observation, reward, terminated, truncated, {"cost": 0.5, "forces": self._forces}
+
+
 class Pixels(gym.Env[Any, Any]):
     """A stack of four frames of 84x84 pixels. A step changes one row of one frame, and copies the stack.
 
@@ -134,3 +146,12 @@ class Pixels(gym.Env[Any, Any]):
         result = self._advance()
         out[...] = self._stack
         return result
+
+
+class HeldPixels(Pixels):
+    """Returns its own array in each step, without a copy."""
+
+    step_into = None  # type: ignore[assignment]
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._stack, *self._advance()

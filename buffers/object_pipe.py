@@ -25,10 +25,10 @@ from itertools import accumulate, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
+from penstock.buffers import pickling
 from penstock.buffers.descriptors import InheritedFd, anonymous_file
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
@@ -215,7 +215,7 @@ def dumped(payload: dict[str, Any]) -> bytes:
     try:
         return _dumps(payload, pickle.Pickler)
     except Exception:  # a class or function of the user's script: cloudpickle sends its definition
-        return _dumps(payload, cloudpickle.Pickler)
+        return _dumps(payload, pickling.Pickler)
 
 
 def _dumps(payload: dict[str, Any], pickler_cls: type[pickle.Pickler]) -> bytes:

@@ -6,9 +6,9 @@ import pickle
 import traceback
 from dataclasses import dataclass
 
-import cloudpickle
 import numpy as np
 
+from penstock.buffers import pickling
 from penstock.buffers.named import NamedArrays
 from penstock.buffers.shared import ArraySpec, NamedMemory
 
@@ -28,7 +28,7 @@ class RemoteTraceback(Exception):
 class Report:
     """A worker's traceback, and the exception itself if it can be pickled."""
 
-    headline: str  #: type, and the message's first line
+    headline: str  #: type, the message's first line, and the notes
     text: str
     exception: BaseException | None
 
@@ -87,7 +87,7 @@ def load_exception(headline: bytes, text: bytes, pickled: bytes) -> Report:
 
 def dump_exception(error: BaseException) -> tuple[bytes, bytes, bytes]:
     """Worker: headline, traceback, and the exception itself if it can be pickled and rebuilt; each cut to size."""
-    headline = in_one_line(error).encode(errors="replace")[:_HEADLINE_BYTES]
+    headline = with_notes(error).encode(errors="replace")[:_HEADLINE_BYTES]
     text = _format(error).encode(errors="replace")
     if len(text) > _TEXT_BYTES:  # the innermost frames and the message are at the end
         text = b"[...]\n" + text[6 - _TEXT_BYTES :]
@@ -99,7 +99,7 @@ def dump_exception_by_value(error: BaseException) -> tuple[bytes, bytes, bytes]:
     headline, text, pickled = dump_exception(error)
     if not pickled:
         try:
-            pickled = cloudpickle.dumps(error)
+            pickled = pickling.dumps(error)
         except Exception:  # many exceptions cannot be pickled; the text describes them
             pickled = b""
     return headline, text, pickled
@@ -113,6 +113,13 @@ def in_one_line(error: BaseException) -> str:
     except BaseException as second:
         return f"{kind}: (its message could not be formatted: {type(second).__name__})"
     return f"{kind}: {lines[0]}{' ...' if len(lines) > 1 else ''}" if lines else kind
+
+
+def with_notes(error: BaseException) -> str:
+    """As `in_one_line`, with what was noted on the exception (`add_note`)."""
+    text, notes = in_one_line(error), vars(error).get("__notes__")
+    firsts = [note.splitlines()[0] for note in notes if isinstance(note, str) and note] if type(notes) is list else []
+    return f"{text}{':' if firsts and ': ' not in text else ''}{''.join(f' ({first})' for first in firsts)}"
 
 
 def _format(error: BaseException) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 import numpy as np
+import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
 from penstock.arguments import one_of
@@ -510,7 +512,8 @@ class SamplesBuffer:
 
     Observation, action, reward and done have `batch_T + 1` rows. `prev_action[t]` is row t of the array of actions,
     `action[t]` is row t + 1. The same holds for reward and done. The last row of the observations is the first row of
-    the next batch. The user gets the views `batches`, one for each slot.
+    the next batch. The user gets the views `batches`, one for each slot. Whatever the user writes into them does not
+    change a later batch: see `BatchColumns`.
 
     With several policies, `spec` and `batch_B` have an entry for each, by name, and so have the arrays of a slot.
     """
@@ -542,6 +545,43 @@ class SamplesBuffer:
             own.valid[...] = True
         n_seats = spec.n_seats if isinstance(spec, SampleSpec) else {name: own.n_seats for name, own in spec.items()}
         self.batches = tuple(batch_view(arrays, batch_T, n_seats) for arrays in self.slots)
+
+
+class _UserFields(dict[str, Any]):
+    """The fields of an `EnvSamples` that the user gets. They note in `taken` when somebody takes `final_obs`: from then
+    on it may be written into at any time, so that workers must clear all of it. This takes long where observations are
+    large, and most learners need only `final_value`."""
+
+    def __init__(self, fields: Mapping[str, Any], taken: npt.NDArray[np.bool_]) -> None:
+        super().__init__(fields)
+        self._taken = taken
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "final_obs":
+            self._taken[0] = True
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:  # so that `dict(fields)` calls `__getitem__` too
+        return super().__iter__()
+
+    def values(self) -> Any:
+        self._taken[0] = True
+        return super().values()
+
+    def items(self) -> Any:
+        self._taken[0] = True
+        return super().items()
+
+
+def for_user(batch: Samples | PolicySamples, slot: NamedArrays) -> Any:
+    """`batch` for the user. It has the memory of `slot`, and the workers are told when somebody takes `final_obs`."""
+    found = []
+    for samples, own in zip(parts_of(batch), layouts_of(slot), strict=True):
+        env = copy.copy(samples.env)
+        if "final_obs_taken" in own:
+            object.__setattr__(env, "_values", _UserFields(env._values, own.final_obs_taken))
+        found.append(with_status(Samples(env=env, agent=samples.agent), samples.status))
+    return found[0] if isinstance(batch, Samples) else PolicySamples(dict(zip(batch.keys(), found, strict=True)))
 
 
 def layouts_of(arrays: NamedArrays, policies: Sequence[str] = ()) -> Sequence[Any]:
@@ -604,6 +644,7 @@ def _slot_specs(spec: SampleSpec, batch_T: int, batch_B: int) -> NamedArrays:
         fields["prev_done"] = flags
     if spec.final_obs:
         fields["final_obs"] = rows(batch_T, spec.observation)
+        fields["final_obs_taken"] = ArraySpec((1,), flags.dtype)  # whether the learner may have written into it
     if spec.bootstrap_value:
         fields["bootstrap_value"] = ArraySpec((batch_B,), value.dtype)
         fields["final_value"] = rows(batch_T, value)
@@ -627,6 +668,17 @@ def public_view(arrays: NamedArrays, batch_T: int, n_seats: int | None = None) -
     return samples if n_seats is None else with_status(samples, BatchStatus(None, None, n_seats=n_seats))
 
 
+class FirstRow:
+    """What the next batch of one worker's columns begins with: copies of the last observation, action and reward
+    `[B, ...]`, and `episode_start` `[B]`, True where an episode starts. The learner never sees this memory."""
+
+    def __init__(self, samples: BatchColumns) -> None:
+        self.observation: Any = map_leaves(np.zeros_like, samples.observation_rows[0])
+        self.action: Any = map_leaves(np.zeros_like, samples.action_rows[0])
+        self.reward = np.zeros_like(samples.reward_rows[0])
+        self.episode_start = np.ones(samples.n_columns, np.bool_)
+
+
 class BatchColumns:
     """One worker's columns of one slot of the samples buffer, as a collector writes them.
 
@@ -636,11 +688,13 @@ class BatchColumns:
     `[B]`, True where an episode starts in row 0, is the row of `done` before the first. If `has_gaps`, `prev_done`
     `[T, B]` has memory of its own: see `mark_starts`. `observation_rows[t]`, `action_rows[t]` and
     `reward_rows[t]` are views of row t, made once.
+
+    Between two batches the learner holds this memory, and may have written into any field. So nothing in it counts
+    when a batch begins: the first row comes from a `FirstRow`, and all that is not written at each step is cleared.
     """
 
-    def __init__(self, arrays: NamedArrays, columns: slice, *, is_poisoned: bool = False) -> None:
-        """`is_poisoned`: the main process writes into memory that was given back (`debug=True`), so that every field
-        must be cleared."""
+    def __init__(self, arrays: NamedArrays, columns: slice, *, is_clean: bool = True) -> None:
+        """`is_clean`: nobody has written into this memory yet."""
 
         def own(name: str) -> Any:
             return arrays[name][:, columns] if name in arrays else None
@@ -654,9 +708,11 @@ class BatchColumns:
         self.has_gaps = self._prev_done is not None
         self.final_obs, self.final_value = own("final_obs"), own("final_value")
         self.bootstrap_value = arrays.bootstrap_value[columns] if "bootstrap_value" in arrays else None
-        self.policy_version, self._is_poisoned = arrays.policy_version[columns], is_poisoned
+        self.policy_version = arrays.policy_version[columns]
         self.batch_T, self.n_columns = self.done.shape
-        self._last_done, self._last_valid = self.done[-1], self.valid[-1]
+        # Where this object has written `final_obs` (t, column); None: anything may be there.
+        self._finals: tuple[npt.NDArray[np.intp], ...] | None = np.nonzero(self.done[:0]) if is_clean else None
+        self._is_taken = memoryview(arrays.final_obs_taken) if "final_obs_taken" in arrays else (False,)
         flags = (self.terminated, self.truncated, self.done, self.final_value, self.extra or None)
         self._cleared = [field for field in flags if field is not None]
         rows = NamedArrays(o=self.observation, a=self.action, r=self.reward, i=self.agent_info).leaves()
@@ -666,29 +722,29 @@ class BatchColumns:
         self.action_rows = [self.action[t] for t in range(self.batch_T + 1)]
         self.reward_rows = [self.reward[t] for t in range(self.batch_T + 1)]
 
-    def begin_batch(self, before: BatchColumns | None) -> None:
-        """Clear the fields that are written only where an episode ends.
-
-        Copy the last row of the batch `before` to the first row. `before` may be in the same slot. It is None for the
-        first batch.
-        """
-        if before is not None:
-            self.observation_rows[0][...] = before.observation_rows[-1]
-            self.action_rows[0][...] = before.action_rows[-1]
-            self.reward_rows[0][...] = before.reward_rows[-1]
-            # A column that was parked at the end starts an episode now: where `done` is True or `valid` is False.
-            np.less_equal(before._last_valid, before._last_done, out=self.episode_start)
-        if self._is_poisoned:
-            self.valid[...] = True
-            if self.final_obs is not None:
+    def begin_batch(self, first: FirstRow) -> None:
+        """Write the first row, and clear the fields that are written only where an episode ends."""
+        self.observation_rows[0][...] = first.observation
+        self.action_rows[0][...], self.reward_rows[0][...] = first.action, first.reward
+        if self.final_obs is not None:
+            # If the learner has not taken the field, clear it only where it was written: few steps end an episode.
+            if self._finals is None or self._is_taken[0]:
                 self.final_obs[...] = 0
-        elif self.final_obs is not None:
-            # Clear it only where it was written. That is faster, since few steps end an episode.
-            t, b = np.nonzero(self.done)
-            if t.size:
-                self.final_obs[t, b] = 0
+            elif self._finals[0].size:
+                self.final_obs[self._finals] = 0
         for flags in self._cleared:
             flags[...] = 0
+        self.valid[...] = True
+        self.episode_start[...] = first.episode_start
+
+    def end_batch(self, first: FirstRow) -> None:
+        """All rows are written. Keep in `first` what the next batch begins with: the learner gets this memory next."""
+        first.observation[...] = self.observation_rows[-1]
+        first.action[...], first.reward[...] = self.action_rows[-1], self.reward_rows[-1]
+        # A column that is parked at the end starts an episode next: where `done` is True or `valid` is False.
+        np.less_equal(self.valid[-1], self.done[-1], out=first.episode_start)
+        if self.final_obs is not None:
+            self._finals = np.nonzero(self.done)
 
     def zero_rows(self) -> None:
         """Write zeros into all rows of observation, action, reward and agent_info."""

@@ -6,6 +6,7 @@ in a tuple, as in `NamedArrays`. So a space, its elements, and the arrays that r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ import numpy as np
 
 from penstock.buffers.named import NamedArrays, _make, fields_of
 from penstock.errors import SpaceError, brief
+
+#: Classes whose objects cannot be changed. So are numpy's numbers.
+CONSTANT = frozenset({float, int, bool, str, bytes, type(None)})
 
 
 def map_tree(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -74,3 +78,22 @@ def _parts_like(tree: object, parts: Mapping[Any, Any], other: object, name: str
         keys = list(parts) if isinstance(tree, Mapping | NamedArrays) else len(parts)
         raise SpaceError(f"{name or 'a value'} must be one {kind} {keys}, got {brief(other)}")
     return [found[key] for key in parts]
+
+
+def snapshot(value: Any) -> Any:
+    """A copy of an observation, action, reward or entry of an info: an environment may change its own later, and two
+    environments may share it. What cannot be copied is returned as it is."""
+    cls = value.__class__
+    if cls is np.ndarray and not value.dtype.hasobject:
+        return value.copy()
+    if cls in CONSTANT or isinstance(value, np.generic):
+        return value
+    if cls is dict:
+        return {key: snapshot(part) for key, part in value.items()}
+    if cls is tuple or cls is list:
+        return cls(map(snapshot, value))
+    try:
+        # `clone` is that of a tensor, of which not each can be copied in another way.
+        return value.clone() if hasattr(value, "clone") else copy.deepcopy(value)
+    except Exception:  # an object of the user's, whose class may raise anything
+        return value

@@ -17,10 +17,12 @@ from penstock.columns.interface import Columns, Events, Start
 from penstock.envs.checks import require_number
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SpaceError
-from penstock.workers.control import Phase, Progress, UntimedProgress
+from penstock.workers.control import Phase, Progress
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from penstock.collectors.recorder_group import RecorderGroup
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,6 @@ class MadeByWorker:
         return super().__new__(cls)
 
 
-#: What needs no loop where there is one policy.
-_BY_POLICY = ("act", "write_step", "record_env_info", "use_slot", "note_version")
-
-
 class Collector(MadeByWorker):
     """Collects batches of `batch_T` time steps from the environments of one worker, of any kind.
 
@@ -97,15 +95,18 @@ class Collector(MadeByWorker):
         self._max_decorrelation_steps, self._episodes = parts.max_decorrelation_steps, parts.columns.episodes
         self._actions = tuple(recorder.prev_action for recorder in self.recorders)
         self._keeps_infos = any(recorder.keeps_infos for recorder in self.recorders)
-        self.games, n = parts.games, len(parts.columns.env_ranks)
-        self._is_timed = not isinstance(self.progress, UntimedProgress)
-        # Rewards for agents that did not act, and where games have ended.
-        self._late, self._over = np.zeros((self.batch_T, n), np.float32), np.zeros((self.batch_T, n), np.bool_)
-        self._n_parked = 0  # rows of games that wait for the end of the batch
-        if len(self.recorders) == 1:  # the usual case, without a loop over policies
-            for name in _BY_POLICY:
-                if getattr(type(self), name) is getattr(Collector, name):
-                    setattr(self, name, getattr(self.recorders[0], name))
+        self.games = parts.games
+        # What acts and records: the only recorder, or that of several agents.
+        self._recorder = self._make_recorder(parts)
+        if parts.streams.generation and not self.evaluates:  # this worker replaces another
+            self._lose_games(range(len(parts.columns.env_ranks)))
+
+    def _make_recorder(self, parts: CollectorParts) -> Recorder | RecorderGroup:
+        if parts.games is None:
+            return self.recorders[0]
+        from penstock.collectors.recorder_group import RecorderGroup  # here, since few need it
+
+        return RecorderGroup(self.recorders, parts.games, parts.columns, parts.progress)
 
     @property
     def envs(self) -> Sequence[Any]:
@@ -141,6 +142,21 @@ class Collector(MadeByWorker):
 
     def collect_batch(self, itr: int) -> None:
         """Write `batch_T` steps into the samples. Trajectories that finish go to the trackers."""
+        # All of it on one screen, for environments of one agent. Row t + 1 of action and reward is step t.
+        #
+        #   row 0 = the last row of the batch before; flags = False
+        #   for t in range(batch_T):
+        #       action = agent.step(observation[t], prev_action, prev_reward)                act
+        #       record action[t + 1] and agent_info[t]
+        #       for each environment:                                                        step_envs: columns.step
+        #           observation[t + 1, e], reward[t + 1, e], *flags[t, e], info = env.step(action[e])
+        #       for each episode that has ended:                                             settle: record
+        #           record done[t, e], terminated[t, e], truncated[t, e], final_obs[t, e]
+        #           prev_action[e] = 0
+        #           observation[t + 1, e] = env.reset()                                      begin_episodes
+        #           agent.reset_one(e)                                                       join
+        #       prev_action, prev_reward = action, reward[t + 1], but 0 where an episode begins      write_step
+        #   bootstrap_value = agent.value(observation[batch_T]); send the trajectories       end_batch
         self.begin_batch(itr)
         for t in range(self.batch_T):
             self.act(t)
@@ -149,11 +165,7 @@ class Collector(MadeByWorker):
 
     def begin_batch(self, itr: int) -> None:
         """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
-        for recorder in self.recorders:
-            recorder.begin_batch(itr)
-        if self.games is not None:
-            self._late[...], self._over[...] = 0, False
-            self._n_parked = self.batch_T * len(self.columns.waiting)
+        self._recorder.begin_batch(itr)
         if self._episodes is not None:
             self._episodes.begin_batch()
 
@@ -162,8 +174,7 @@ class Collector(MadeByWorker):
 
         Afterwards `prev_action` holds the actions for the environments.
         """
-        for recorder in self.recorders:
-            recorder.act(t)
+        self._recorder.act(t)
 
     def step_envs(self, t: int) -> None:
         """Second part of step t: step the environments, record what has happened, begin episodes, write row t + 1."""
@@ -177,30 +188,10 @@ class Collector(MadeByWorker):
 
     def settle(self, t: int, events: Events) -> None:
         """Record what step t has done, then begin episodes."""
-        if self.games is None:
-            recorder = self.recorders[0]
-            joined = self.begin_episodes(events, recorder.record(t, events.policies[0]))
-            if recorder.has_state:
-                recorder.begin(joined[0])
-            return
-        for recorder, own in zip(self.recorders, events.policies, strict=True):
-            recorder.record(t, own)
-        self._record_games(t, events, self.games)
-        n_waiting = len(self.columns.waiting)
-        for recorder, columns in zip(self.recorders, self.begin_episodes(events, ()), strict=True):
-            recorder.begin(columns)
-        self._n_parked += (len(self.columns.waiting) - n_waiting) * (self.batch_T - 1 - t)
-
-    def _record_games(self, t: int, events: Events, games: Tracker) -> None:
-        self._over[t, events.over] = True
-        for e in events.cut:
-            self._over[t, e] = False
-            before = np.flatnonzero(self._over[:t, e])
-            games.cut(e, int(before[-1]) + 1 if before.size else 0, t)
-        for e, reward in events.late:
-            self._late[t, e] += reward
-        if events.late and self._is_timed:
-            self.progress.add_late_rewards(len(events.late))
+        recorder = self._recorder
+        joined = self.begin_episodes(events, recorder.record(t, events))
+        if recorder.stateful:
+            recorder.join(joined)
 
     def begin_episodes(self, events: Events, going: Sequence[int]) -> Sequence[Sequence[int]]:
         """The episodes of the environments `events.over` have ended, and are recorded. Begin the next ones with
@@ -212,37 +203,25 @@ class Collector(MadeByWorker):
 
     def record_env_info(self, t: int) -> None:
         """Write the chosen entries of the infos of step t. Does nothing if `env_info` was not asked for."""
-        for recorder in self.recorders:
-            recorder.record_env_info(t)
+        self._recorder.record_env_info(t)
 
     def write_step(self, t: int) -> None:
         """Last part of step t: write observations and rewards into row t + 1. Afterwards `prev_reward` holds the
         rewards."""
-        for recorder in self.recorders:
-            recorder.write_step(t)
+        self._recorder.write_step(t)
 
     def end_batch(self) -> None:
         """All rows are written: compute the missing values, and send the finished trajectories."""
-        recorder, T, n_valid = self.recorders[0], self.batch_T, None
-        if self.games is None:
-            n_valid = int(np.count_nonzero(recorder.samples.valid))
-        self.progress.end_batch(T, T * len(self.columns.env_ranks) - self._n_parked if n_valid is None else n_valid)
-        n_sent = self.end_rows(T, n_valid)
+        recorder, T = self._recorder, self.batch_T
+        self.progress.end_batch(T, recorder.count_steps())
+        n_sent = recorder.end_batch(T)
         if self._episodes is not None:  # last: until here the worker may fail, and its episodes are repeated
             self._episodes.end_batch([own.samples for own in self.recorders])
         self.progress.n_results = n_sent
 
-    def end_rows(self, n_rows: int, n_valid: int | None = None) -> int:
-        """So many rows are complete. Returns how many trajectories were sent. `n_valid`: see `Recorder.end_batch`."""
-        n_sent = sum([recorder.end_batch(n_rows, n_valid) for recorder in self.recorders])
-        if self.games is None or not n_rows:
-            return n_sent
-        rewards, columns_of = self._late[:n_rows], self.columns.columns_of
-        for p, recorder in enumerate(self.recorders):  # a policy's columns of one environment are neighbours
-            firsts = {e: own[p][0] for e in range(rewards.shape[1]) if (own := columns_of(e))[p]}
-            own_rewards = recorder.samples.reward[1 : n_rows + 1]
-            rewards[:, list(firsts)] += np.add.reduceat(own_rewards, list(firsts.values()), axis=1)
-        return n_sent + self.games.end_rows(rewards, self._over[:n_rows], self.recorders[0].first_t)
+    def end_rows(self, n_rows: int) -> int:
+        """So many rows of an evaluation are complete. Returns how many trajectories were sent."""
+        return self._recorder.end_batch(n_rows)
 
     def record_extra(self, t: int, policy: str | None = None, /, **fields: Any) -> None:
         """Write fields of `extra_fields` for step t, each as `[B, ...]`: `self.record_extra(t, cost=cost)`.
@@ -274,6 +253,13 @@ class Collector(MadeByWorker):
         self.reset_envs(self.streams.env_seeds(Purpose.TRAIN))
         self._decorrelate(range(len(self.columns.env_ranks)))
 
+    def _lose_games(self, envs: Sequence[int]) -> None:
+        """Before the first batch: the games that ran here before are lost. They are reported as cut, so that no agent
+        that has ended in them shares (env_rank, episode) with one of the next game."""
+        if self.games is not None:
+            for e in envs:
+                self.games.cut(e, 1, 0)  # no row of this batch belongs to them
+
     def start_agent(self) -> None:
         """Prepare the agents for the first batch. Runs once, after `start_envs`."""
         for recorder in self.recorders:
@@ -287,13 +273,19 @@ class Collector(MadeByWorker):
         """
         if waiting := self.columns.waiting:
             self.progress.leave_batch()
-            for recorder, joined in zip(self.recorders, self.columns.reset(waiting), strict=True):
-                recorder.rejoin(joined)
-            if self.games is not None:
-                for e in waiting:
-                    self.games.drop(e)
+            self.reset_now(waiting)
 
     # ---- episodes --------------------------------------------------------------------------
+
+    def reset_now(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> None:
+        """Between two batches: begin episodes in `envs`, ascending. Those that are running there are dropped. `starts`:
+        see `columns.reset`."""
+        joined, own = self.columns.reset(envs, starts), [self.columns.columns_of(e) for e in envs]
+        for p, recorder in enumerate(self.recorders):
+            recorder.rejoin(joined[p], [column for columns in own for column in columns[p]])
+        if self.games is not None:
+            for e in envs:
+                self.games.drop(e)
 
     def reset_envs(self, seeds: Sequence[int | None], used: Sequence[int] | None = None) -> None:
         """Begin episodes in all environments, or in those of `used`; the others are parked."""
@@ -387,18 +379,15 @@ class Collector(MadeByWorker):
 
     def use_slot(self, slot: int) -> None:
         """Before `collect_batch`, if there are several slots: write the next batch there."""
-        for recorder in self.recorders:
-            recorder.use_slot(slot)
+        self._recorder.use_slot(slot)
 
     def pull(self, version: int = 0) -> int:
         """The agents get the newest published parameters, or this version of them. Returns the version of the first."""
-        self._versions = [recorder.pull(version) for recorder in self.recorders]
-        return self._versions[0]
+        return self._recorder.pull(version)
 
     def note_version(self, version: int) -> None:
         """Record which version of the parameters has acted in this batch. With several policies, each has its own."""
-        for recorder, own in zip(self.recorders, self._versions, strict=True):
-            recorder.note_version(own)
+        self._recorder.note_version(version)
 
     # ---- resuming --------------------------------------------------------------------------
 
@@ -439,6 +428,7 @@ class Collector(MadeByWorker):
     def restart(self, streams: ColumnStreams) -> None:
         """Before the first batch: start again with other streams, because a saved run is continued."""
         self.streams = streams
+        self._lose_games(range(len(streams.env_ranks)))
         for recorder in self.recorders:
             own = recorder.streams
             recorder.streams = ColumnStreams(streams.seed, own.env_ranks, streams.generation, own.seats)
@@ -458,6 +448,7 @@ class Collector(MadeByWorker):
         if self.games is not None:
             for e in envs:
                 self.games.drop(e)
+            self._lose_games(envs)
         self.columns.reset(envs, [Start(seeds[e], generation=streams.generation) for e in envs])
         self._decorrelate(envs)
         for recorder, columns in zip(self.recorders, own, strict=True):

@@ -14,13 +14,14 @@ from penstock.agents.joint import JointSeats
 from penstock.agents.random import draw
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_cell, put_row
-from penstock.buffers.samples import BatchColumns
+from penstock.buffers.samples import BatchColumns, FirstRow
 from penstock.buffers.tree import map_tree
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, ErrorText, write_action, write_fields
 from penstock.collectors.episode_ends import EpisodeEndRecorder
 from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import (
     EpisodeEnds,
+    Events,
     PolicyColumns,
     PolicyEvents,
     no_legal_action,
@@ -69,9 +70,10 @@ class Recorder:
     The agent acts for idle columns too, so that each column draws the same random numbers whatever the others do.
 
     Attributes: `policy`, `columns`, `agent`, `tracker`, `progress` and `streams` as in `PolicyParts`; `samples`, the
-    slot that is written; `batch_T`; `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets beside the
-    observation. They are zero where an episode starts, while the batch keeps the last action and reward of the episode
-    before.
+    slot that is written; `batch_T`; `stateful`, the agents whose state is reset where an episode begins: a collector
+    that acts with a second agent appends it; `prev_action` `[B, ...]` and `prev_reward` `[B]`, which the agent gets
+    beside the observation. They are zero where an episode starts, while the batch keeps the last action and reward of
+    the episode before.
     """
 
     def __init__(self, parts: PolicyParts, *, waits: bool = False, evaluates: bool = False) -> None:
@@ -84,7 +86,7 @@ class Recorder:
         # Random steps are legal too where the agent has no mask_key, as a scripted function.
         self._random_mask = self._mask or mask_in(columns.observation_space, columns.action_space)
         self._has_agent_info, self._on_step = len(samples.agent_info) > 0, parts.tracker.on_step
-        self.has_state = type(parts.agent).reset_one is not Agent.reset_one
+        self.stateful = [parts.agent] if type(parts.agent).reset_one is not Agent.reset_one else []
         # An agent that acts for all seats of an environment has one state for them: that of the game.
         self._is_joint = parts.agent.joint or isinstance(parts.agent, JointSeats)
         # With several seats, their value at an end is that of all together: what they see after step t, by (t, env).
@@ -101,10 +103,9 @@ class Recorder:
         self.first_t = 0  # the time step of row 0, where an evaluation is collected in several parts
         self._rejoined = False  # whether episodes have begun between two batches
         self._changed: Any = None  # the columns whose episodes have ended in this row
-        self._episode_start = np.ones(len(columns), np.bool_)  # where row 0 of the first batch starts an episode
-        # What the first batch has in row 0 of action and reward. The same arrays, unless a state is loaded.
-        self._first_action, self._first_reward = self.prev_action, self.prev_reward
-        self._is_first, self.samples = True, samples
+        self._first_row, self._is_first = FirstRow(samples), True
+        self._home = arrays_like(columns.observation_space, self._first_row.observation[np.newaxis])
+        self._is_loaded = False  # whether the action and the reward of the first batch's row 0 are known already
         self.use_slot(0)
 
     def _make_slot(self, samples: BatchColumns) -> Slot:
@@ -113,31 +114,29 @@ class Recorder:
     def use_slot(self, slot: int) -> None:
         """Write the next batch there."""
         own = self._slots[slot]
-        self._before, self.samples = self.samples, own.samples
+        self.samples = own.samples
         self._observations, self._unchecked, self._ends = own.observations, own.unchecked, own.ends
         self._write_info, self._env_info, self._extra = own.write_info, own.env_info, own.extra
-        self.columns.watch(self._on_step, keep_infos=self.keeps_infos, into=own.observations)
+        keep_info = None if own.env_info is None else own.env_info.kept
+        self.columns.watch(self._on_step, keep_info=keep_info, into=own.observations, home=self._home)
 
     # ---- a batch ---------------------------------------------------------------------------
 
     def begin_batch(self, itr: int) -> None:
         """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
-        samples, columns = self.samples, self.columns
-        columns.take_begun(())  # forget the games that began before: the agent was reset for them
-        samples.begin_batch(None if self._is_first else self._before)
+        columns, first = self.columns, self._first_row
+        if self._is_joint:
+            columns.take_begun(())  # forget the games that began before: the agent was reset for them
         if self._is_first or self._rejoined:
-            columns.write_observations(samples.observation_rows[0])
+            columns.write_observations(first.observation)
             if columns.idle:  # a saved run may have ended where the next step only resets
-                columns.blank_idle(samples.observation_rows[0])
+                columns.blank_idle(first.observation)
         if self._is_first:
-            # Row 0 is not written earlier, because the user may still read it while a killed worker is replaced.
-            samples.episode_start[...] = self._episode_start
+            self._fill_first_row()
             if self._mask is not None:
-                require_flags(self._mask, samples.observation_rows[0], columns)
-            samples.action[0], samples.reward[0] = self._first_action, self._first_reward
+                require_flags(self._mask, first.observation, columns)
         self._is_first = self._rejoined = False
-        if self._has_gaps:
-            samples.valid[...] = True
+        self.samples.begin_batch(first)
         self._enter_mode(itr)
 
     def _enter_mode(self, itr: int) -> None:
@@ -186,7 +185,7 @@ class Recorder:
         """Write the chosen entries of the infos of step t. Does nothing if `env_info` was not asked for."""
         if self._env_info is not None:
             try:
-                self.columns.write_infos(self._env_info, self.samples.env_info[t])
+                self.columns.write_infos(self._env_info, t)
             except ColumnError as error:
                 raise self.columns.with_env_rank(error.column, error) from None
 
@@ -207,9 +206,11 @@ class Recorder:
                 except ColumnError as error:
                     raise self.columns.with_env_rank(error.column, error) from None
 
-    def record(self, t: int, events: PolicyEvents) -> Sequence[int]:
-        """Record what has ended in step t, and what the step itself has begun. Call this before the environments and
-        the agent are reset. Returns the columns whose trajectory goes on after the end of its episode."""
+    def record(self, t: int, all_events: Events) -> Sequence[int]:
+        """Record what has ended in step t, and what the step itself has begun: the first of `all_events.policies`. Call
+        this before the environments and the agent are reset. Returns the columns whose trajectory goes on after the end
+        of its episode."""
+        events = all_events.policies[0]
         ends, going = events.ends, list[int]()
         self._changed = events.ended
         if ends.__class__ is list:
@@ -226,7 +227,7 @@ class Recorder:
                 if self._waits:
                     self._park_cut(t, column)
             self._changed = [*self._changed, *events.cut]
-        if self.has_state and len(events.joined):
+        if self.stateful and len(events.joined):
             self.begin(events.joined)
         return going
 
@@ -276,7 +277,8 @@ class Recorder:
         Afterwards `prev_reward` holds the rewards.
         """
         columns, reward, row = self.columns, self.samples.reward, t + 1
-        if not (put_row(self._unchecked, row, columns.observations) and put_row(reward, row, columns.rewards)):
+        is_written = columns.written == row or put_row(self._unchecked, row, columns.observations)
+        if not (is_written and put_row(reward, row, columns.rewards)):
             columns.write_step(self._observations, reward, row)
         if not put_row(self._prev_rewards, 0, self.samples.reward_rows[row]):
             self.prev_reward[...] = reward[row]
@@ -290,9 +292,13 @@ class Recorder:
             if columns.idle:
                 columns.blank_idle(self.samples.observation_rows[row])
 
-    def end_batch(self, n_rows: int, n_valid: int | None = None) -> int:
-        """All rows are written: compute the missing values, and send the finished trajectories. Returns how many.
-        `n_valid`: how many cells are valid; None: it was not counted."""
+    def count_steps(self) -> int:
+        """How many cells of the batch are valid."""
+        return int(np.count_nonzero(self.samples.valid))
+
+    def end_batch(self, n_rows: int) -> int:
+        """So many rows are written: compute the missing values, and send the finished trajectories. Returns how
+        many."""
         samples = self.samples
         if samples.has_gaps:
             samples.mark_starts()
@@ -300,12 +306,13 @@ class Recorder:
             self.progress.at_env(self._who)
             self.progress.enter(Phase.ACTING)
         self._write_values()
+        samples.end_batch(self._first_row)
+        self.columns.end_batch()
         self.progress.enter(Phase.SENDING)
-        if n_rows == self.batch_T:
-            valid = None if n_valid == samples.valid.size else samples.valid
-            return self.tracker.end_rows(samples.reward[1:], samples.done, self.first_t, valid)
-        rows = slice(None, n_rows)
-        return self.tracker.end_rows(samples.reward[1:][rows], samples.done[rows], self.first_t, samples.valid[rows])
+        valid = samples.valid[:n_rows]
+        return self.tracker.end_rows(
+            samples.reward[1 : n_rows + 1], samples.done[:n_rows], self.first_t, None if valid.all() else valid
+        )
 
     def _write_values(self) -> None:
         samples = self.samples
@@ -330,7 +337,8 @@ class Recorder:
                 self._joint_rows[t, env] = row[env * k : (env + 1) * k]
         for env in {column // k for column in events.cut}:  # the step before is the last one
             row = self.samples.observation_rows[t][env * k : (env + 1) * k]
-            self._joint_rows[t - 1, env] = map_leaves(np.copy, row)
+            # What was kept where a seat has ended is right: row t may be the first of the game that has failed.
+            self._joint_rows.setdefault((t - 1, env), map_leaves(np.copy, row))
 
     def _write_joint_values(self) -> None:
         """The values of episodes that were truncated: each seat of their environment counts with what it sees next."""
@@ -348,26 +356,32 @@ class Recorder:
     # ---- episodes --------------------------------------------------------------------------
 
     def begin(self, joined: Sequence[int]) -> None:
-        """Episodes begin in these columns: reset the state of the agent. That of a joint agent only if the game
+        """Episodes begin in these columns: reset the state of the agents. That of a joint agent only if the game
         begins."""
-        if self.has_state:
+        if self.stateful:
             for column in self.columns.take_begun(joined) if self._is_joint else joined:
                 self._at(column)
-                self.agent.reset_one(column)
+                for agent in self.stateful:
+                    agent.reset_one(column)
 
-    def rejoin(self, joined: Sequence[int]) -> None:
-        """Between two batches, episodes begin in these columns."""
+    def join(self, joined: Sequence[Sequence[int]]) -> None:
+        """Episodes begin in the columns `joined[0]`."""
+        self.begin(joined[0])
+
+    def rejoin(self, joined: Sequence[int], others: Sequence[int] = ()) -> None:
+        """Between two batches, environments were reset, and episodes begin in these columns. `others` are columns of
+        these environments too, where an agent may be absent."""
         self.begin(joined)
-        for column in joined:
+        for column in (*joined, *others):
             self.prev_action[column], self.prev_reward[column] = 0, 0
             self.tracker.drop(column)  # parked rows are not a trajectory
+        self._first_row.episode_start[joined] = True
         self._rejoined = True
 
     def start_afresh(self) -> None:
         """No episode has begun: the environments are reset next."""
-        self._is_first = True
-        self.prev_action[...], self.prev_reward[...], self._episode_start[...] = 0, 0, True
-        self._first_action, self._first_reward = self.prev_action, self.prev_reward
+        self._is_first, self._is_loaded = True, False
+        self.prev_action[...], self.prev_reward[...], self._first_row.episode_start[...] = 0, 0, True
         self.tracker.restart()
 
     # ---- before the first batch --------------------------------------------------------------
@@ -379,7 +393,7 @@ class Recorder:
             if mask is None:
                 row = draw(own.action_space, rng, 1)
             else:
-                observation, uniform = own.observations[column], rng.random((1, mask.n_components))
+                observation, uniform = own.current(column), rng.random((1, mask.n_components))
                 if self._mask is not None and column not in own.idle and mask.has_none(observation).any():
                     raise no_legal_action(own, column)
                 row = mask.draw(mask.legal(observation), uniform)
@@ -396,7 +410,7 @@ class Recorder:
     def end_random_steps(self, column: int, rewards: Sequence[float]) -> None:
         """The first batch continues column's episode, which had these rewards so far."""
         self.tracker.preload(column, rewards)
-        self._episode_start[column] = not rewards
+        self._first_row.episode_start[column] = not rewards
         self.prev_reward[column] = rewards[-1] if rewards else 0
 
     # ---- resuming --------------------------------------------------------------------------
@@ -404,12 +418,10 @@ class Recorder:
     def column_state(self, column: int) -> dict[str, Any]:
         """What the recorder keeps of one column between two batches, to be pickled."""
         if self._is_first:
-            action, reward = self._first_action[column], self._first_reward[column]
-            is_start = self._episode_start[column]
-        else:  # as `begin_batch` copies them
-            action, reward = self.samples.action_rows[-1][column], self.samples.reward_rows[-1][column]
-            is_start = self.samples.valid[-1, column] <= self.samples.done[-1, column]
-        state = {"first_action": action, "first_reward": reward, "episode_start": bool(is_start)}
+            self._fill_first_row()
+        first = self._first_row
+        state = {"first_action": first.action[column], "first_reward": first.reward[column]}
+        state["episode_start"] = bool(first.episode_start[column])
         state |= {"prev_action": self.prev_action[column], "prev_reward": self.prev_reward[column]}
         state = {name: map_leaves(np.copy, value) for name, value in state.items()}
         return {**state, "trajectory": self.tracker.column_state(column)}
@@ -417,25 +429,32 @@ class Recorder:
     def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
         """Before the first batch: continue as the column with this `column_state`."""
         self.separate_first_row()
-        self._first_action[column], self._first_reward[column] = state["first_action"], state["first_reward"]
+        first = self._first_row
+        first.action[column], first.reward[column] = state["first_action"], state["first_reward"]
+        first.episode_start[column] = state["episode_start"]
         self.prev_action[column], self.prev_reward[column] = state["prev_action"], state["prev_reward"]
-        self._episode_start[column] = state["episode_start"]
         self.tracker.load_column_state(column, state["trajectory"])
 
     def restart_column(self, column: int) -> None:
         """Before the first batch: an episode begins in this column."""
         self.tracker.drop(column)
-        self.prev_action[column], self.prev_reward[column], self._episode_start[column] = 0, 0, True
+        self.prev_action[column], self.prev_reward[column], self._first_row.episode_start[column] = 0, 0, True
 
     def keep_first_row(self, columns: Sequence[int]) -> None:
         """The first batch begins with what these columns have now."""
+        first = self._first_row
         for column in columns:
-            self._first_action[column], self._first_reward[column] = self.prev_action[column], self.prev_reward[column]
+            first.action[column], first.reward[column] = self.prev_action[column], self.prev_reward[column]
 
     def separate_first_row(self) -> None:
         """From now on, the first row of action and reward may differ from the previous ones."""
-        if self._first_reward is self.prev_reward:
-            self._first_action, self._first_reward = map_leaves(np.copy, self.prev_action), self.prev_reward.copy()
+        self._fill_first_row()
+        self._is_loaded = True
+
+    def _fill_first_row(self) -> None:
+        """The first batch begins with the previous actions and rewards, unless others were loaded."""
+        if not self._is_loaded:
+            self._first_row.action[...], self._first_row.reward[...] = self.prev_action, self.prev_reward
 
     # ---- parameters ------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.native import sum_episodes
 from penstock.buffers.object_pipe import FIGURES, RECORD, MessageKind, ObjectMessage
-from penstock.columns.interface import StepHook, snapshot
+from penstock.buffers.tree import snapshot
+from penstock.columns.interface import StepHook
 from penstock.errors import ConfigError
 
 
@@ -36,9 +37,11 @@ class TrajInfo:
     # The sampler sets these. Where several agents share an environment, there is one record for each agent, and one for
     # the whole game, with `agent_id` None and the rewards of all agents.
     env_rank: int | None = None  #: the environment
-    episode: int | None = None  #: how many trajectories, or games, had ended in it before, since the start
-    #: Of the reset that began it, in evaluations, if that had one; with several agents and `seed_episodes=True` also in
-    #: training: that of the game in which it ended.
+    #: How many trajectories, or games, had ended in it before, since the first batch. In batches, games that were cut
+    #: or lost count too: so (env_rank, number) names one game.
+    number: int | None = None
+    #: Of a reset: in evaluations of that which began it, if that had a seed; in training, with `seed_episodes=True`, of
+    #: that which began the episode, or game, in which it ended.
     seed: int | None = None
     agent_id: Any = None  #: the agent
     policy: str | None = None  #: the name of the policy that played the agent
@@ -183,10 +186,17 @@ class BatchTracker(Tracker):
     """
 
     def __init__(
-        self, env_ranks: Sequence[int], put: Callable[[npt.NDArray[Any]], None], discount: float = 1.0
+        self,
+        env_ranks: Sequence[int],
+        put: Callable[[npt.NDArray[Any]], None],
+        discount: float = 1.0,
+        *,
+        reports_cuts: bool = False,
     ) -> None:
+        """`reports_cuts`: send a record without a step for each trajectory that was cut, with the inverse `~env_rank`,
+        which is negative."""
         self._env_ranks = np.asarray(env_ranks, np.int64)[np.newaxis]
-        self._put = put
+        self._put, self._reports_cuts = put, reports_cuts
         self._discount = float(discount)
         # The FIGURES of each column's unfinished trajectory so far, and the weight of its next reward.
         self._running = np.zeros((len(env_ranks), len(FIGURES) + 1))
@@ -215,30 +225,36 @@ class BatchTracker(Tracker):
 
     def load_column_state(self, column: int, state: Any) -> None:
         self._running[column] = state
+        self._cuts = [own for own in self._cuts if own[0] != column]  # its game goes on
 
     def end_rows(
         self, reward: Rows, done: Rows, first_t: int = 0, valid: Rows | None = None, times: Rows | None = None
     ) -> int:
+        n_cut = 0
         if self._cuts:
             done, valid = done.copy(), np.ones_like(done) if valid is None else valid.copy()
             for column, rows in self._cuts:
                 done[rows, column] = valid[rows, column] = False
                 if rows.start == 0:  # it may have begun before these rows
                     self.drop(column)
+            if self._reports_cuts:
+                cuts = [(first_t + rows.stop - 1, ~self._env_ranks[0, b], 0, 0.0, 0, 0.0) for b, rows in self._cuts]
+                n_cut = len(cuts)
+                self._put(np.array(cuts, RECORD))
             self._cuts.clear()
         if len(self._records) < reward.size:  # a trajectory may finish in every cell
             self._records = np.empty(reward.size, RECORD)
             self._output = self._records.view(np.uint8)[np.newaxis]
         n = sum_episodes(reward, done, valid, self._running, self._output, first_t, self._env_ranks, self._discount)
         if n == 0:
-            return 0
+            return n_cut
         records = self._records[:n].copy() if n > 0 else self._sum_episodes(reward, done, first_t, valid)
         if times is not None:
             columns = np.searchsorted(self._env_ranks[0], records["env_rank"])
             records["t"] = times[records["t"] - first_t, columns] + first_t
         if len(records):
             self._put(records)
-        return len(records)
+        return n_cut + len(records)
 
     def end_unasked(self, ends: Sequence[tuple[int, int, float]]) -> int:
         """Send trajectories without a step: time step, column and late reward of each. Returns how many."""

@@ -19,12 +19,13 @@ from penstock.agents.agent import Agent, AgentStep, as_agent_step
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.samples import BatchColumns
+from penstock.buffers.tree import snapshot
 from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, write_action
 from penstock.collectors.collector import Collector, CollectorParts, ResetCollector
 from penstock.collectors.evaluation import EvalCollector
 from penstock.collectors.recorder import Recorder, Slot
 from penstock.collectors.tracking import BatchTracker
-from penstock.columns.interface import Events, Start, no_legal_action, not_flags, snapshot
+from penstock.columns.interface import Events, Start, no_legal_action, not_flags
 from penstock.columns.turn_columns import CLOSED, OPEN, RANDOM, TurnColumns, TurnSeats
 from penstock.envs.checks import check_row
 from penstock.envs.rows import ColumnError, arrays_like, write_row
@@ -108,12 +109,10 @@ class TurnRecorder(Recorder):
 
     def begin_batch(self, itr: int) -> None:
         samples, seats = self.samples, self.columns
-        samples.begin_batch(None)
         samples.zero_rows()  # what is no decision stays so
         if samples.env_info is not None:
             samples.env_info[...] = 0
-        samples.episode_start[...] = self._episode_start
-        samples.action[0], samples.reward[0] = self._first_action, self._first_reward
+        samples.begin_batch(self._first_row)
         at = np.flatnonzero(np.equal(seats.stage, OPEN))
         samples.observation[0, at] = self._open_observation[at]
         samples.action[1, at], samples.agent_info[0, at] = self._open_action[at], self._open_info[at]
@@ -239,15 +238,15 @@ class TurnRecorder(Recorder):
             n = seats.n[column]
             if self._env_info is not None:
                 try:
-                    self._env_info.write(self.samples.env_info[n, column : column + 1], [info])
+                    self._env_info.write_one(n, column, self._env_info.kept(info))
                 except ColumnError as error:
                     raise seats.with_env_rank(column, error) from None
             if ends:
                 self._record_end(n, column, observation, reward, terminated, truncated)
             seats.n[column] = n + 1
         if ends:
-            if self.has_state:
-                self.agent.reset_one(column)
+            for agent in self.stateful:
+                agent.reset_one(column)
             self.prev_action[column], seats.rewards[column] = 0, 0.0
 
     def _record_end(
@@ -271,15 +270,15 @@ class TurnRecorder(Recorder):
         else:
             self._random[column].append(reward)
             self.tracker.preload(column, self._random[column])
-        self._episode_start[column] = ends
-        self._first_action[column], self._first_reward[column] = self.prev_action[column], reward
+        first = self._first_row
+        first.episode_start[column], first.action[column], first.reward[column] = ends, self.prev_action[column], reward
         if self._is_in_batch:
             self.samples.episode_start[column] = ends
             self.samples.action[0, column], self.samples.reward[0, column] = self.prev_action[column], reward
 
     # ---- the end of a batch ----------------------------------------------------------------
 
-    def end_batch(self, n_rows: int, n_valid: int | None = None) -> int:
+    def end_batch(self, n_rows: int) -> int:
         """The batch is complete. Keep what is open, compute the missing values, and send the finished trajectories."""
         samples, seats, columns = self.samples, self.columns, np.arange(len(self.columns))
         n = np.array(seats.n)
@@ -288,8 +287,9 @@ class TurnRecorder(Recorder):
         samples.mark_starts()
         # What the next batch begins with.
         self._is_in_batch, at = False, columns[is_open]
-        self._episode_start = np.where(n > 0, samples.done[n - 1, columns], self._episode_start)
-        self._first_action, self._first_reward = samples.action[n, columns], samples.reward[n, columns]
+        first = self._first_row
+        first.episode_start[...] = np.where(n > 0, samples.done[n - 1, columns], first.episode_start)
+        first.action[...], first.reward[...] = samples.action[n, columns], samples.reward[n, columns]
         self._open_observation[at] = samples.observation[n[at], at]
         self._open_action[at], self._open_info[at] = samples.action[n[at] + 1, at], samples.agent_info[n[at], at]
         # Of the first row that is no decision, only the observation is kept. It is also that after the last row.
@@ -318,8 +318,8 @@ class TurnRecorder(Recorder):
         samples, values = self.samples, self.samples.bootstrap_value
         if values is None:
             return
-        is_start = self._episode_start
-        action, reward = map_leaves(np.copy, self._first_action), np.where(is_start, np.float32(0), self._first_reward)
+        first, is_start = self._first_row, self._first_row.episode_start
+        action, reward = map_leaves(np.copy, first.action), np.where(is_start, np.float32(0), first.reward)
         action[is_start] = 0
         found = np.array(self.agent.value(samples.observation_rows[-1], action, reward), np.float32)
         if "value" in samples.agent_info:  # as it was when the agent decided: a state has gone on since
@@ -335,7 +335,7 @@ class TurnRecorder(Recorder):
         seats.rewards, seats.asked, seats.held = [0.0] * n, [], []
         seats.stage, seats.n = [CLOSED] * n, [0] * n
         self._random, self._acted_on, self._is_in_batch = [[] for _ in range(n)], {}, False
-        self._first_action, self._first_reward = map_leaves(np.copy, self.prev_action), self.prev_reward.copy()
+        self._first_row.action[...], self._first_row.reward[...] = self.prev_action, self.prev_reward
 
     def draw_action(self, rng: np.random.Generator, column: int) -> None:
         """A random action for the seat that is asked."""
@@ -402,7 +402,6 @@ class TurnLoop(Collector):
                 has_rows = columns.has_rows(e)
             if has_rows:
                 playing.append(e)
-        columns.end_row()
         self._playing = playing
 
     def _begin_games(self) -> None:

@@ -1,17 +1,16 @@
-/* One time step of all environments of a worker, and the result of a game's: see stepping.py. */
+/* One time step of all environments of a worker, and that of a game: see stepping.py. */
 
-#include "../buffers/_native.h"
+#include "../buffers/_cells.h"
 
 #include <numpy/arrayscalars.h>
 
 #include <stdint.h>
-#include <string.h>
 
-/* The arguments of step_ordinary. `outs` and `ends` may be None. */
+/* The arguments of step_ordinary. `outs`, `ends` and `arrays` may be None. */
 typedef struct {
-    PyObject *bound, *actions, *outs, *observations, *rewards, *ends;
+    PyObject *bound, *actions, *outs, *observations, *rewards, *ends, *arrays;
     int64_t *words;
-    Py_ssize_t n_words, watch;
+    Py_ssize_t n_words, watch, t;
 } Row;
 
 /* Values of `watch`; the same as in stepping.py. */
@@ -52,6 +51,89 @@ static int call_step(const Row *row, PyObject *entry, PyObject *action, Step *st
     return step->result != NULL;
 }
 
+/* ---- what is kept ------------------------------------------------------------------------------ */
+
+/* Whether nobody else can change the memory of `array`, which only we refer to. A view has that of its base. */
+static int is_fresh(PyArrayObject *array) {
+    PyObject *base = PyArray_BASE(array);
+    if (base == NULL) {
+        return PyArray_CHKFLAGS(array, NPY_ARRAY_OWNDATA);
+    }
+    return PyArray_CheckExact(base) && Py_REFCNT(base) == 1 && PyArray_BASE((PyArrayObject *)base) == NULL &&
+           PyArray_CHKFLAGS((PyArrayObject *)base, NPY_ARRAY_OWNDATA);
+}
+
+/* Whether `value` is a number, a text, bytes or None, which cannot be changed. */
+static int is_constant(PyObject *value) {
+    return value == Py_None || PyFloat_CheckExact(value) || PyLong_CheckExact(value) || PyBool_Check(value) ||
+           PyArray_IsScalar(value, Generic) || PyUnicode_CheckExact(value) || PyBytes_CheckExact(value);
+}
+
+static PyObject *kept(PyObject *value, int is_ours);
+
+/* `kept` of each value of a dict: the same dict if it is ours and has nothing to copy, else a new one. NULL without an
+   exception also for keys that are no texts or numbers, whose hash may run the user's code. */
+static PyObject *kept_values(PyObject *dict, int is_ours) {
+    PyObject *copy = is_ours ? Py_NewRef(dict) : PyDict_Copy(dict), *key, *value;
+    Py_ssize_t position = 0;
+    while (copy != NULL && PyDict_Next(dict, &position, &key, &value)) {
+        PyObject *part = PyUnicode_CheckExact(key) || PyLong_CheckExact(key) ? kept(value, is_ours) : NULL;
+        if (part != NULL && part != value && copy == dict) {
+            Py_SETREF(copy, PyDict_Copy(dict));
+        }
+        int is_set = part != NULL && copy != NULL && (part == value || PyDict_SetItem(copy, key, part) == 0);
+        Py_XDECREF(part);
+        if (!is_set) {
+            Py_CLEAR(copy);
+        }
+    }
+    return copy;
+}
+
+/* `kept` of each item of a tuple, in a new tuple. */
+static PyObject *kept_items(PyObject *tuple, int is_ours) {
+    Py_ssize_t n = PyTuple_GET_SIZE(tuple);
+    PyObject *copy = PyTuple_New(n);
+    for (Py_ssize_t i = 0; copy != NULL && i < n; i++) {
+        PyObject *part = kept(PyTuple_GET_ITEM(tuple, i), is_ours);
+        if (part == NULL) {
+            Py_CLEAR(copy);
+        } else {
+            PyTuple_SET_ITEM(copy, i, part);
+        }
+    }
+    return copy;
+}
+
+/* A new reference to `value`, or to a copy of it if anybody else could change it: an environment may use the same array
+   for its next observation, and two environments may share one. `is_ours`: only we refer to what holds `value`. So an
+   array that only `value` refers to needs no copy. NULL without an exception for what is no constant, array, dict or
+   tuple. */
+static PyObject *kept(PyObject *value, int is_ours) {
+#ifdef Py_GIL_DISABLED
+    is_ours = 0; /* another thread may have references that are not counted here */
+#endif
+    if (is_constant(value)) {
+        return Py_NewRef(value);
+    }
+    is_ours = is_ours && Py_REFCNT(value) == 1;
+    if (PyArray_CheckExact(value)) {
+        PyArrayObject *array = (PyArrayObject *)value;
+        if (PyDataType_REFCHK(PyArray_DESCR(array))) {
+            return NULL; /* objects, of which each needs a copy */
+        }
+        return is_ours && is_fresh(array) ? Py_NewRef(value) : PyArray_NewCopy(array, NPY_CORDER);
+    }
+    if (!(PyDict_CheckExact(value) || PyTuple_CheckExact(value)) || Py_EnterRecursiveCall(" while a value is copied")) {
+        return NULL;
+    }
+    PyObject *copy = PyDict_CheckExact(value) ? kept_values(value, is_ours) : kept_items(value, is_ours);
+    Py_LeaveRecursiveCall();
+    return copy;
+}
+
+/* ---- a step ------------------------------------------------------------------------------------ */
+
 /* Store the result of an ordinary step. Returns 1, or 0 if the step is not ordinary, or -1 with an exception set. */
 static int store(const Row *row, const Step *step) {
     PyObject *result = step->result;
@@ -65,22 +147,36 @@ static int store(const Row *row, const Step *step) {
     if (!PyBool_Check(terminated) || !PyBool_Check(truncated) || !PyDict_CheckExact(info)) {
         return 0;
     }
-    if (row->watch == WATCH_UNUSUAL && (PyDict_GET_SIZE(info) != 0 || !PyFloat_CheckExact(reward))) {
+    if (!is_constant(reward) ||
+        (row->watch == WATCH_UNUSUAL && (PyDict_GET_SIZE(info) != 0 || !PyFloat_CheckExact(reward)))) {
         return 0;
     }
-    if (terminated != Py_False || truncated != Py_False) {
-        if (row->ends == Py_None || !PyFloat_CheckExact(reward)) {
-            return 0;
-        }
-        PyObject *end = Py_BuildValue("nOOOO", step->column, observation, reward, terminated, truncated);
-        int is_noted = end != NULL && PyList_Append(row->ends, end) == 0;
-        Py_XDECREF(end);
-        if (!is_noted) {
-            return -1;
+    int is_end = terminated != Py_False || truncated != Py_False;
+    if (is_end && (row->ends == Py_None || !PyFloat_CheckExact(reward))) {
+        return 0;
+    }
+    int is_written = row->arrays != Py_None; /* at once, so that nobody can change the observation before */
+    if (is_written && at) {
+        int is_filled = fill(row->arrays, (Target){ENTRY, row->t, step->column}, &observation, 1);
+        if (is_filled <= 0) {
+            return is_filled;
         }
     }
-    int is_stored = PyList_SetItem(row->observations, step->column, Py_NewRef(observation)) == 0 &&
-                    PyList_SetItem(row->rewards, step->column, Py_NewRef(reward)) == 0;
+    observation = at && (is_end || !is_written) ? kept(observation, Py_REFCNT(result) == 1) : Py_NewRef(observation);
+    if (observation == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    int is_stored = 1;
+    if (is_end) {
+        PyObject *end = Py_BuildValue("nOOOO", step->column, observation, reward, terminated, truncated);
+        is_stored = end != NULL && PyList_Append(row->ends, end) == 0;
+        Py_XDECREF(end);
+    }
+    if (is_stored && !is_written) {
+        is_stored = PyList_SetItem(row->observations, step->column, Py_NewRef(observation)) == 0;
+    }
+    is_stored = is_stored && PyList_SetItem(row->rewards, step->column, Py_NewRef(reward)) == 0;
+    Py_DECREF(observation);
     return is_stored ? 1 : -1;
 }
 
@@ -129,12 +225,12 @@ static PyObject *step_row(Row *row, Py_ssize_t first) {
 
 static PyObject *step_ordinary(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
     Py_ssize_t first;
-    if (n != 9) {
-        return PyErr_Format(PyExc_TypeError, "expected 9 arguments, got %zd", n);
+    if (!check_arguments(n, 11)) {
+        return NULL;
     }
     Row row = {.bound = arguments[1], .actions = arguments[2], .outs = arguments[3], .observations = arguments[6],
-               .rewards = arguments[7], .ends = arguments[8]};
-    if (!read_index(arguments[4], &first) || !read_index(arguments[5], &row.watch)) {
+               .rewards = arguments[7], .ends = arguments[8], .arrays = arguments[9]};
+    if (!read_index(arguments[4], &first) || !read_index(arguments[5], &row.watch) || !read_index(arguments[10], &row.t)) {
         return NULL;
     }
     Py_buffer words;
@@ -205,40 +301,74 @@ static void put_values(PyObject *list, Py_ssize_t first, PyObject *dict) {
     }
 }
 
-static PyObject *store_game_step(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
-    Py_ssize_t first;
-    if (n != 6) {
-        return PyErr_Format(PyExc_TypeError, "expected 6 arguments, got %zd", n);
+/* Whether each value of `dict` is a constant. */
+static int are_constant(PyObject *dict) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(dict, &position, &key, &value)) {
+        if (!is_constant(value)) {
+            return 0;
+        }
     }
-    PyObject *result = arguments[0], *living = arguments[1], *listed = arguments[2], *lists[] = {arguments[3], arguments[4]};
-    if (!PyList_CheckExact(living) || !PyList_CheckExact(lists[0]) || !PyList_CheckExact(lists[1])) {
-        return PyErr_Format(PyExc_TypeError, "living, observations and rewards must be lists");
-    }
-    if (!read_index(arguments[5], &first)) {
-        return NULL;
-    }
+    return 1;
+}
+
+/* Store the `result` of a game's step, if it is ordinary. Returns as `store` does. */
+static int store_game(PyObject *result, PyObject *living, PyObject *listed, PyObject *const *lists, Py_ssize_t first) {
     int is_ordinary = PyTuple_CheckExact(result) && PyTuple_GET_SIZE(result) == 5 && PyList_CheckExact(listed);
     for (Py_ssize_t i = 0; is_ordinary && i < 5; i++) {
         is_ordinary = PyDict_Check(PyTuple_GET_ITEM(result, i)); /* also a defaultdict */
     }
+    if (!is_ordinary) {
+        return 0;
+    }
+    PyObject *seen = PyTuple_GET_ITEM(result, 0), *gained = PyTuple_GET_ITEM(result, 1);
     Py_ssize_t n_agents = PyList_GET_SIZE(living);
-    if (!is_ordinary || !has_agents(listed, living) || !has_agents(PyTuple_GET_ITEM(result, 0), living) ||
-        !has_agents(PyTuple_GET_ITEM(result, 1), living) || !are_false(PyTuple_GET_ITEM(result, 2), n_agents) ||
-        !are_false(PyTuple_GET_ITEM(result, 3), n_agents)) {
-        Py_RETURN_FALSE;
+    if (!has_agents(listed, living) || !has_agents(seen, living) || !has_agents(gained, living) ||
+        !are_false(PyTuple_GET_ITEM(result, 2), n_agents) || !are_false(PyTuple_GET_ITEM(result, 3), n_agents) ||
+        !are_constant(gained)) {
+        return 0;
     }
-    for (int i = 0; first >= 0 && i < 2; i++) {
-        if (first + n_agents > PyList_GET_SIZE(lists[i])) {
-            return PyErr_Format(PyExc_IndexError, "there are no columns for %zd agents from %zd on", n_agents, first);
-        }
-        put_values(lists[i], first, PyTuple_GET_ITEM(result, i));
+    if (first < 0 || first + n_agents > PyList_GET_SIZE(lists[0]) || first + n_agents > PyList_GET_SIZE(lists[1])) {
+        PyErr_Format(PyExc_IndexError, "there are no columns for %zd agents from %zd on", n_agents, first);
+        return -1;
     }
-    Py_RETURN_TRUE;
+    PyObject *observations = kept_values(seen, Py_REFCNT(result) == 1 && Py_REFCNT(seen) == 1);
+    if (observations == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    put_values(lists[0], first, observations);
+    put_values(lists[1], first, gained);
+    Py_DECREF(observations);
+    return 1;
+}
+
+static PyObject *step_game(PyObject *Py_UNUSED(module), Arguments arguments, Py_ssize_t n) {
+    Py_ssize_t first;
+    if (!check_arguments(n, 7)) {
+        return NULL;
+    }
+    PyObject *living = arguments[2];
+    if (!PyList_CheckExact(living) || !PyList_CheckExact(arguments[4]) || !PyList_CheckExact(arguments[5])) {
+        return PyErr_Format(PyExc_TypeError, "living, observations and rewards must be lists");
+    }
+    if (!read_index(arguments[6], &first)) {
+        return NULL;
+    }
+    PyObject *result = PyObject_CallOneArg(arguments[0], arguments[1]);
+    PyObject *listed = result == NULL ? NULL : PyObject_GetAttrString(arguments[3], "agents");
+    int is_stored = listed == NULL ? -1 : store_game(result, living, listed, arguments + 4, first);
+    Py_XDECREF(listed);
+    if (is_stored < 0) {
+        Py_XDECREF(result);
+        return NULL;
+    }
+    return Py_BuildValue("NN", PyBool_FromLong(is_stored), result);
 }
 
 /* ---- the module -------------------------------------------------------------------------------- */
 
-static PyMethodDef functions[] = {FUNCTION(step_ordinary), FUNCTION(store_game_step), {NULL, NULL, 0, NULL}};
+static PyMethodDef functions[] = {FUNCTION(step_ordinary), FUNCTION(step_game), {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, .m_name = "_stepping", .m_size = -1, .m_methods = functions,

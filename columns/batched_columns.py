@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -13,7 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
 
 from penstock.buffers.named import ArrayTree, map_leaves
-from penstock.buffers.tree import map_tree, tree_leaves
+from penstock.buffers.tree import map_tree, snapshot, tree_leaves
 from penstock.columns.interface import (
     Columns,
     EpisodeEnds,
@@ -22,7 +23,6 @@ from penstock.columns.interface import (
     PolicyEvents,
     Start,
     StepHook,
-    snapshot,
 )
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, require_info, reset_with, step_values
 from penstock.envs.direct_steps import step_into_of, with_observation
@@ -44,7 +44,7 @@ SeedForm = Callable[[Sequence[int | None]], Any]
 #: How `reset` may take one seed per column. The list is Gymnasium's form, and the only one that an `AsyncVectorEnv`
 #: survives: it ends at a refusal.
 _PER_COLUMN: tuple[SeedForm, ...] = (list, _small, lambda seeds: _small(seeds).tolist())
-_NOBODY: Any = ((),)
+_NOBODY: Sequence[Sequence[int]] = ((),)
 #: How it may take one number for all columns.
 _FOR_ALL: tuple[SeedForm, ...] = (lambda seeds: int(_small(seeds)[0]),)
 REFUSALS = (TypeError, ValueError, OverflowError, AssertionError, gym.error.Error)
@@ -54,8 +54,7 @@ class BatchedColumns(PolicyColumns, Columns):
     """One batched environment, with its current observations and the rewards of its last step.
 
     `reset` gets one seed per column: a list, or what the environment accepts in its place, an int64 array or a list of
-    values below 2^31. An environment that accepts only one number gets the first seed. Its options are those of the
-    first `Start`. An idle column is stepped with
+    values below 2^31. An environment that accepts only one number gets the first seed. An idle column is stepped with
     the others, and its results are ignored. The mode of autoreset shows only here.
     """
 
@@ -71,7 +70,8 @@ class BatchedColumns(PolicyColumns, Columns):
         self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
         mode = _mode_of(env)
         self._resets_at_once, self._resets_late = mode is AutoresetMode.SAME_STEP, mode is AutoresetMode.NEXT_STEP
-        self._options: dict[str, Any] | None = None  # of the reset that runs
+        self._resets_itself = mode is not AutoresetMode.DISABLED
+        self._over: Sequence[int] = ()  # whose episode has just ended, if the environment resets itself
         self._as_taken: SeedForm | None = None  # one of _PER_COLUMN or _FOR_ALL, when it is known
         # Final observations are written into this row `[1, B, ...]`, which checks and casts them.
         row = map_leaves(
@@ -79,9 +79,10 @@ class BatchedColumns(PolicyColumns, Columns):
         )
         self._final, self._final_arrays = row, arrays_like(self.observation_space, row)
         self.observations: Any = None  #: as the environment batches them
+        self._out: Any = None  # where the environment has written the last row
         self.rewards: Any = np.zeros(len(env_ranks))
         self._flags_shape = (len(env_ranks),)
-        self.infos: Mapping[str, Any] = {}  #: as Gymnasium batches them, of the last step, or of `reset` with `starts`
+        self.infos: Mapping[str, Any] = {}  #: as Gymnasium batches them, of the last step
         self.waiting: list[int] = []
         self.idle: list[int] = []
         self._was_idle = self.idle  # in the last step
@@ -97,55 +98,119 @@ class BatchedColumns(PolicyColumns, Columns):
 
     # ---- resets ----------------------------------------------------------------------------
 
-    def _reset_all(self, seeds: Sequence[int | None]) -> None:
-        began = self.progress.enter(Phase.RESETTING)
-        self.progress.at_env(self.env_ranks[0])
+    def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
+        """See `Columns`. An environment that resets itself resets single rows only where their episodes have ended, and
+        without `starts`. Rows with the same options are reset by one call, others one by one."""
+        if starts is None and envs is self._over:  # the usual case of an environment that resets itself
+            self._over = ()
+            return _NOBODY
+        given = envs
+        if starts is None:
+            envs = _without(envs, self._over) if self._over else envs
+            # Without a mask as with one: where there is a mask, Gymnasium gives the environments a dict.
+            calls: Any = [(envs, None if self._resets_itself else {}, [None] * len(envs))] if len(envs) else ()
+        elif any(start.actions is not None for start in starts):
+            raise ConfigError(f"{self.env} cannot repeat an episode of one row: use single environments")
+        elif starts and starts[0].state is not None:
+            self._continue(*starts[0].state)
+            return (envs,)
+        else:
+            calls = _calls(envs, starts)
+        for rows, options, seeds in calls:
+            if self._resets_itself and len(rows) < len(self):
+                raise ConfigError(
+                    f"{self.env} resets its rows itself when their episodes end, so env_rank "
+                    f"{brief([int(self.env_ranks[row]) for row in envs])} cannot begin an episode at another time, or "
+                    "with a seed or options of its own: build the environment with autoreset_mode=AutoresetMode."
+                    "DISABLED, reset all its rows with the same options, or use single environments"
+                )
+            self.reset_rows(rows, seeds, options)
+        self._answer(given)
+        return (envs,)
+
+    def _answer(self, envs: Sequence[int]) -> None:
+        """The loop has said what follows the episodes of `envs`: nobody waits there any more."""
+        if self._over:
+            self._over = _without(self._over, envs)
+        if self.waiting:
+            self.waiting = _without(self.waiting, envs)
+            self._note_resetting(self._resetting)
+
+    def reset_rows(
+        self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None
+    ) -> Mapping[str, Any]:
+        """Reset these rows, ascending, with one call. Returns the infos. Unless they are all, the option `reset_mask`
+        says which; an environment that resets itself need not know it."""
+        words = self.progress.words
+        phase, began = words[Progress.PHASE], self.progress.enter(Phase.RESETTING)
+        self.progress.at_env(self.env_ranks[rows[0]])
+        reset = partial(self._reset, rows, seeds, options)
         if all(seed is None for seed in seeds):
-            result = self._reset(None)
+            result = reset(None)
         elif self._as_taken is None:
-            form, result = self._first_reset(seeds)
+            form, result = self._first_reset(reset)
             # A list of small values says nothing about large ones.
             is_sure = form is not list or any((seed or 0) >= 2**31 for seed in seeds)
             self._as_taken = form if is_sure else None
         else:
-            result = self._reset(self._as_taken(seeds))
-        self.observations, self.infos = result
-        self._note_resetting([])
+            result = reset(self._as_taken)
+        infos: Mapping[str, Any]
+        self.observations, infos = result
+        if self._resetting:
+            self._note_resetting(_without(self._resetting, rows))
         self.progress.add_resetting_since(began)
+        words[Progress.PHASE] = phase
+        return infos
 
-    def _reset(self, seed: Any) -> Any:
-        try:
-            result = self._reset_with(seed)
-        except REFUSALS:
-            mask = (self._options or {}).get("reset_mask")
-            if mask is None or mask.all() or not hasattr(seed, "__len__"):
-                raise
-            # Some environments, such as ALE's, take seeds only for the rows that they reset.
-            own = [each for each, is_reset in zip(seed, mask, strict=True) if is_reset]
-            result = self._reset_with(type(seed)(own) if isinstance(seed, list) else np.array(own))
+    def _reset(
+        self,
+        rows: Sequence[int],
+        seeds: Sequence[int | None],
+        options: Mapping[str, Any] | None,
+        form: SeedForm | None,
+    ) -> Any:
+        """Reset these rows, with their seeds in this form. None: without seeds."""
+        given: list[Any] = [None if form is None else form(seeds)]
+        if len(rows) < len(self):
+            mask = np.zeros(len(self), np.bool_)
+            mask[list(rows)] = True
+            options = {**(options or {}), "reset_mask": mask}
+            if form in _PER_COLUMN:
+                # Some environments, such as ALE's, take seeds only for the rows that they reset. Others take them for
+                # all rows, as a list with None, or as an array, which has no None.
+                every: list[int | None] = [None if form is list else 0] * len(self)
+                for row, seed in zip(rows, seeds, strict=True):
+                    every[row] = seed
+                given.insert(form is not list, form(every))
+        refusals = []
+        for seed in given:
+            try:  # the dict is a copy: SyncVectorEnv takes the mask out
+                result = reset_with(self.env, seed, None if options is None else {**options})
+                break
+            except REFUSALS as error:
+                refusals.append(error)
+        else:
+            raise refusals[0]
         if not isinstance(result, tuple) or len(result) != 2:
             raise SpaceError(f"reset of {self.env} must return a tuple (observation, infos), got {brief(result)}")
         require_info(result[1], self.env_ranks[0], "reset")
         return result
 
-    def _reset_with(self, seed: Any) -> Any:
-        return reset_with(self.env, seed, self._options and {**self._options})
-
-    def _first_reset(self, seeds: Sequence[int | None]) -> tuple[SeedForm, Any]:
+    def _first_reset(self, reset: Callable[[SeedForm], Any]) -> tuple[SeedForm, Any]:
         """Reset the environment. Returns in which form it takes seeds, and the result.
 
         It does not take lists if it raises for the list, works with another form, and raises for the list again. Any
         other exception is raised.
         """
         try:
-            return list, self._reset(list(seeds))
+            return list, reset(list)
         except REFUSALS as error:
             refusal = error
-        as_taken = self._other_form(seeds)
+        as_taken = self._other_form(reset)
         if as_taken is None:
             raise refusal from None
         try:
-            self._reset(list(seeds))
+            reset(list)
         except type(refusal):
             if as_taken in _FOR_ALL:
                 _log.warning(
@@ -155,29 +220,17 @@ class BatchedColumns(PolicyColumns, Columns):
                     type(refusal).__name__,
                     refusal,
                 )
-            return as_taken, self._reset(as_taken(seeds))
+            return as_taken, reset(as_taken)
         raise refusal
 
-    def _other_form(self, seeds: Sequence[int | None]) -> SeedForm | None:
+    def _other_form(self, reset: Callable[[SeedForm], Any]) -> SeedForm | None:
         for form in (*_PER_COLUMN[1:], *_FOR_ALL):
             try:
-                self._reset(form(seeds))
+                reset(form)
             except Exception:
                 continue
             return form
         return None
-
-    def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
-        """See `Columns`. With `starts`, `envs` are all rows: the environment gets all seeds, or one state."""
-        if starts is not None and starts[0].state is not None:
-            self._continue(*starts[0].state)
-            return (envs,)
-        if starts is not None:
-            self.waiting, self._options = [], starts[0].options
-            self._reset_all([start.seed for start in starts])
-            return (envs,)
-        self._reset_columns(envs)
-        return _NOBODY if self._resets_at_once or self._resets_late else (envs,)
 
     def save(self, e: int) -> Any:
         return snapshot(self.observations), self.waiting, self._resetting
@@ -188,22 +241,16 @@ class BatchedColumns(PolicyColumns, Columns):
         self.observations, self.waiting, resetting = saved
         self._note_resetting(resetting)
 
-    def _reset_columns(self, columns: Sequence[int]) -> None:
-        """Start the next episodes of `columns` with one call, unless the environment resets itself."""
-        if self._resets_at_once or self._resets_late or not columns:
-            return
-        began = self.progress.enter(Phase.RESETTING)
-        self.progress.at_env(self.env_ranks[columns[0]])
-        mask = np.zeros(len(self), np.bool_)
-        mask[columns] = True
-        self.observations, _ = self.env.reset(options={"reset_mask": mask})
-        self.progress.add_resetting_since(began)
-        self.progress.words[Progress.PHASE] = Progress.IS_STEPPING
-
     def park(self, envs: Sequence[int]) -> None:
+        self._answer(envs)
         self.waiting = sorted({*self.waiting, *envs})
-        self._note_resetting(self._resetting)
-        self._reset_columns(envs)  # they are stepped with the others, so they must not stay at an episode's end
+        self._note_resetting(_without(self._resetting, envs))
+        self._keep_stepped(envs)
+
+    def _keep_stepped(self, columns: Sequence[int]) -> None:
+        """These columns are idle, but stepped with the others, so they must not stay at an episode's end."""
+        if columns and not self._resets_itself:
+            self.reset_rows(columns, [None] * len(columns), {})
 
     def _note_resetting(self, columns: list[int]) -> None:
         self._resetting, self.idle = columns, sorted({*self.waiting, *columns})
@@ -216,6 +263,7 @@ class BatchedColumns(PolicyColumns, Columns):
         Raises `SpaceError` for an environment that ended without a final observation, or with one that does not fit.
         """
         joined, self._was_idle = self._resetting, self.idle  # NEXT_STEP: this step only resets them
+        self._over = ()
         ends = self._step_rows(actions[0], None if row is None or self.into is None else (self.into, row))
         if ends is None and not joined:
             return None
@@ -225,6 +273,8 @@ class BatchedColumns(PolicyColumns, Columns):
             self._events.over = own.ended = []
             return self._events
         self._events.over, own.ended = ends.columns.tolist(), ends.columns
+        if self._resets_itself:
+            self._over = self._events.over
         if self._resets_at_once:
             own.joined = self._events.over
         return self._events
@@ -247,7 +297,7 @@ class BatchedColumns(PolicyColumns, Columns):
         columns = done.nonzero()[0]
         ends = self._ends(columns, done, terminated, truncated) if len(columns) else None
         if ended_idle:
-            self._reset_columns(ended_idle)
+            self._keep_stepped(ended_idle)
         if self._resets_late and (ends is not None or self._resetting):
             self._note_resetting([] if ends is None else ends.columns.tolist())
         return ends
@@ -259,7 +309,7 @@ class BatchedColumns(PolicyColumns, Columns):
             result = step_values(self.env.step(actions), self.env_ranks[0])
         else:
             arrays, t = into
-            out = map_tree(lambda array: array[t], arrays)
+            self._out = out = map_tree(lambda array: array[t], arrays)
             result = with_observation(out, self._step_into(out, actions), self.env_ranks[0])
         self.observations, self.rewards, terminated, truncated, self.infos = result
         if self.infos.__class__ is not dict:
@@ -329,6 +379,11 @@ class BatchedColumns(PolicyColumns, Columns):
 
     # ---- recording -------------------------------------------------------------------------
 
+    def end_batch(self) -> None:
+        if self._out is not None and self.observations is self._out:
+            self.observations = map_tree(lambda array: array[0], self.home)
+        self._out = None
+
     def _write_row(self, arrays: object, t: int) -> None:
         self._write_batch(arrays, t, self.observations, "observation")
         if self.checks:
@@ -366,14 +421,28 @@ class BatchedColumns(PolicyColumns, Columns):
                 f"the reward of env_rank {self.env_ranks[column]} must be finite (check_finite=True), got {row[column]}"
             )
 
-    def write_infos(self, writer: InfoWriter, row: Any) -> None:
-        writer.write_batched(row, self.infos, len(self))
-        if self._was_idle:
-            row[self._was_idle] = 0
+    def write_infos(self, writer: InfoWriter, t: int) -> None:
+        writer.write_batched(t, self.infos, self._was_idle)
 
     def blank_idle(self, row: Any) -> None:
         if row is not None:
             row[self.idle] = 0
+
+
+def _without(some: Sequence[int], others: Sequence[int]) -> list[int]:
+    """Those of `some`, ascending, that are not in `others`."""
+    return sorted(set(some).difference(others))
+
+
+def _calls(envs: Sequence[int], starts: Sequence[Start]) -> list[tuple[Sequence[int], Any, Sequence[int | None]]]:
+    """The calls of `reset`: the rows, options and seeds of each. One call has one dict of options."""
+    try:
+        is_one = all(start.options is starts[0].options or start.options == starts[0].options for start in starts)
+    except Exception:  # the user's objects may raise anything: arrays have no single truth
+        is_one = False
+    if is_one and envs:
+        return [(envs, starts[0].options, [start.seed for start in starts])]
+    return [((e,), start.options, (start.seed,)) for e, start in zip(envs, starts, strict=True)]
 
 
 def _mode_of(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:

@@ -7,10 +7,8 @@ not act in the next step: its environment is parked, its agent is absent, or the
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium as gym
@@ -18,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.action_masks import ActionMask
-from penstock.buffers.tree import map_tree, tree_leaves
+from penstock.buffers.tree import map_tree
 from penstock.envs.checks import Checks, check_row
 from penstock.envs.infos import InfoWriter, element
 from penstock.envs.rows import ColumnError, arrays_like, write_cell
@@ -35,6 +33,9 @@ StepHook = Callable[[int, Any, Any, Any, bool, bool, dict[str, Any]], None]
 #: Called for column b at once with each info of a step or a reset that is not empty: (b, info). The environment may use
 #: the same dict again.
 InfoHook = Callable[[int, Any], None]
+
+#: Called at once with each info of a step: what to keep of it, in memory that the environment does not have.
+KeepInfo = Callable[[Mapping[str, Any]], Any]
 
 #: The end of an episode in one column: (column, final observation, reward, terminated, truncated).
 End = tuple[int, Any, float, bool, bool]
@@ -130,24 +131,41 @@ class PolicyColumns:
     observation_space: gym.Space[Any]  #: of one column
     action_space: gym.Space[Any]
     checks: Checks  #: the optional checks to make
-    observations: Any  #: the current ones: a list of elements, or a batch; zero where idle
+    observations: Any  #: the current ones, unless `written` says that a row has them: a list of elements, or a batch
+    written = -1  #: the row of `into` that has the current observations already; -1: none
     rewards: Any  #: those of the last step: a list or an array; zero where idle, from the row after the end on
-    infos: Any  #: of the last step, if `watch` has asked for them
+    infos: Any  #: what `keep_info` has returned for the infos of the last step
     idle: list[int]  #: the columns that do not act in the next step, ascending
     progress: Progress
     on_step: StepHook | None = None
     on_info: InfoHook | None = None
-    keep_infos = False
+    keep_info: KeepInfo | None = None
     into: Any = None
+    home: Any = None
 
     def __len__(self) -> int:
         return len(self.env_ranks)
 
-    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any, on_info: InfoHook | None = None) -> None:
-        """Call `on_step` after each step of a column. With `keep_infos`, keep the infos of each step. Environments with
-        `step_into` write their observations into `into`, which is nested as `arrays_like` returns it. Call `on_info`
-        with each info; a batched environment keeps its infos in `infos`, of resets too."""
-        self.on_step, self.keep_infos, self.into, self.on_info = on_step, keep_infos, into, on_info
+    def watch(
+        self,
+        on_step: StepHook | None,
+        *,
+        keep_info: KeepInfo | None = None,
+        into: Any = None,
+        home: Any = None,
+        on_info: InfoHook | None = None,
+    ) -> None:
+        """Call `on_step` after each step of a column. Keep in `infos` what `keep_info` returns for the info of each
+        step: it is called at once, since the environment may use the memory of its info again. Call `on_info` with each
+        info; a batched environment keeps its infos in `infos`, of resets too.
+
+        `into` `[T, B, ...]` is nested as `arrays_like` returns it: a step may write the observations into a row of it.
+        `home` `[1, B, ...]` has the observations between two batches, and before the first."""
+        self.on_step, self.keep_info, self.into, self.home, self.on_info = on_step, keep_info, into, home, on_info
+
+    def current(self, column: int) -> Any:
+        """The current observation of this column."""
+        return element(self.observations, column)
 
     def write_observations(self, row: Any) -> None:
         """Write the current observations into `row` `[B, ...]`, as the samples record observations."""
@@ -165,12 +183,15 @@ class PolicyColumns:
         """Write the final observation of column's episode into `[t, column]`."""
         self._write_one(arrays, t, column, observation, "the final observation")
 
-    def write_infos(self, writer: InfoWriter, row: Any) -> None:
-        """Write the entries of the infos of the last step into `row` `[B, ...]`."""
+    def write_infos(self, writer: InfoWriter, t: int) -> None:
+        """Write the entries of the infos of the last step into row t."""
 
     def blank_idle(self, row: Any) -> None:
         """The row `[B, ...]` of observations is written, or there is none (None): from now on the rewards of idle
         columns are zero."""
+
+    def end_batch(self) -> None:
+        """The batch is complete, and the learner gets its memory next. `home` has a copy of its last observations."""
 
     def take_begun(self, joined: Sequence[int]) -> Sequence[int]:
         """All columns of the games that have begun since the last call, those of absent agents too. `joined` are the
@@ -221,8 +242,9 @@ class Columns(ABC):
 
     @abstractmethod
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
-        """Begin episodes in `envs`, ascending. Returns the columns that join, for each policy. An environment that
-        resets itself is left alone, unless there are `starts`."""
+        """Begin episodes in `envs`, ascending, and only there. Returns the columns that join, for each policy. Without
+        `starts`, an environment that resets itself after an end is left alone: it joins in the events of a step. Raises
+        `ConfigError` for what this kind of environment cannot do."""
 
     @abstractmethod
     def park(self, envs: Sequence[int]) -> None:
@@ -231,7 +253,7 @@ class Columns(ABC):
     @abstractmethod
     def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
         """Step each environment that is not parked, or only `which`. `actions` has a row `[B, ...]` for each policy.
-        With `row`, environments may write into this row of `into`. Returns None if nothing has ended or joined."""
+        With `row`, observations may be written into this row of `into`. Returns None if nothing has ended or joined."""
 
     def save(self, e: int) -> Any:
         """What to give back in `Start.state` so that environment e continues as it is now; of a batched one, all rows.
@@ -248,69 +270,6 @@ class Columns(ABC):
     @abstractmethod
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
         """The columns of environment e, for each policy."""
-
-
-class Returned:
-    """What the environments of one worker have returned. A row is written when all of them have stepped. So if two of
-    them return observations in the same memory, such as one buffer of their class, each is copied at once.
-
-    `copies` says whether to do that. It is True until all have stepped, and afterwards only if two of them share
-    memory, or with `always`.
-    """
-
-    def __init__(self, n_envs: int, *, always: bool = False) -> None:
-        self.copies, self._n_envs, self._always = n_envs > 1, n_envs, always
-        self._seen: dict[tuple[int, bool], Any] = {}  # the newest, by environment, of resets and of steps
-
-    def own(self, e: int, observation: Any, *, is_reset: bool = False) -> Any:
-        """What to keep of an observation of environment e, or of a dict of them."""
-        if not self.copies:
-            return observation
-        self._seen[e, is_reset] = observation
-        return snapshot(observation, other=lambda value: value)  # not each object can be copied
-
-    def of_step(self, e: int, step: Callable[[Any], Any], action: Any) -> Any:
-        """What `step(action)` of environment e returns, with its own observation."""
-        result = step(action)
-        return (self.own(e, result[0]), *result[1:]) if isinstance(result, tuple | list) and result else result
-
-    def steps(self, bound: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The entries of `step_ordinary`, with `of_step`."""
-        return [(b, rank, partial(self.of_step, b, step), into) for b, rank, step, into in bound]
-
-    def end_row(self) -> None:
-        """The row is written next."""
-        if self._always or sum(not is_reset for _, is_reset in self._seen) >= self._n_envs:
-            self._always = self.copies = self._always or self._share_memory()
-            self._seen.clear()
-
-    def _share_memory(self) -> bool:
-        spans = sorted(
-            (leaf.__array_interface__["data"][0], leaf.nbytes, e)
-            for (e, _), tree in self._seen.items()
-            for _, leaf in tree_leaves(tree)
-            if isinstance(leaf, np.ndarray)
-        )
-        end, owner = 0, -1
-        for start, n_bytes, e in spans:
-            if start < end and e != owner:
-                return True
-            end, owner = max((end, owner), (start + n_bytes, e))
-        return False
-
-
-def snapshot(value: object, other: Callable[[Any], Any] = copy.deepcopy) -> Any:
-    """A deep copy of an observation or action, whose arrays the environment may reuse. `other` copies what is no array,
-    dict, tuple or tensor."""
-    if value.__class__ is np.ndarray:
-        return value.copy()
-    if value.__class__ is dict:
-        return {key: snapshot(part, other) for key, part in value.items()}
-    if value.__class__ is tuple:
-        return tuple(snapshot(part, other) for part in value)
-    if hasattr(value, "clone"):  # a tensor, of which not each can be copied in another way
-        return value.clone()
-    return other(value)
 
 
 def require_legal_actions(mask: ActionMask, observation: object, columns: PolicyColumns) -> None:

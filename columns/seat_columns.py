@@ -12,10 +12,11 @@ from typing import Any
 
 import gymnasium as gym
 
-from penstock.columns.interface import Columns, End, Events, InfoHook, PolicyEvents, Returned, Start, StepHook, snapshot
+from penstock.buffers.tree import snapshot
+from penstock.columns.interface import Columns, End, Events, PolicyEvents, Start
 from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import ListedColumns
-from penstock.columns.stepping import store_game_step
+from penstock.columns.stepping import step_game
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
 from penstock.envs.recorded_episode import follow
 from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent, has_vanished
@@ -50,8 +51,8 @@ class SeatColumns(ListedColumns):
 
         self.when_watched: Callable[[], None] = lambda: None
 
-    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any, on_info: InfoHook | None = None) -> None:
-        super().watch(on_step, keep_infos=keep_infos, into=into, on_info=on_info)
+    def watch(self, *args: Any, **kwargs: Any) -> None:
+        super().watch(*args, **kwargs)
         self.when_watched()
 
     def take(self) -> PolicyEvents:
@@ -67,7 +68,7 @@ class SeatColumns(ListedColumns):
 
     def join(self, column: int, observation: Any) -> None:
         """The agent of this column acts from now on; `observation` is its first."""
-        self.observations[column] = observation
+        self.observations[column] = snapshot(observation)
         if column in self.idle:
             self.idle = [other for other in self.idle if other != column]
         self.joined.append(column)
@@ -133,15 +134,15 @@ class LockStepColumns(Columns):
             (env, env.env, rank, own, list(own), _span(own))
             for env, rank, own in zip(envs, env_ranks, self.places, strict=True)
         ]
-        self.returned = Returned(len(envs), always=any(own.checks.debug for own in policies))
+        most = max(map(len, self.places))
+        self._seen: tuple[list[Any], list[Any]] = [None] * most, [None] * most  # what the agents of a game get
         self._is_quiet = True  # whether this step has no events so far
         for own in policies:
             own.when_watched = self._watch
         self._watch()
 
     def _watch(self) -> None:
-        self._has_hooks = any(own.on_step or own.keep_infos or own.checks.debug for own in self.policies)
-        self._is_watched = self._has_hooks or self.returned.copies
+        self._is_watched = any(own.on_step or own.keep_info or own.checks.debug for own in self.policies)
         self._tells_infos = any(own.on_info for own in self.policies)
 
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
@@ -188,7 +189,6 @@ class LockStepColumns(Columns):
                 f"got {brief(result)}"
             )
         observations, infos = result
-        observations = self.returned.own(e, observations, is_reset=True)
         self.infos[e] = infos
         agents = self._listed(e)
         if not agents:
@@ -291,7 +291,6 @@ class LockStepColumns(Columns):
                     self.step_env(e)
                 except self.renewable as error:
                     self._cut_env(e, error)
-        self.end_row()
         if self._is_quiet:
             return None
         return Events(self.over, [policy.take() for policy in self.policies], self.cut, self.late)
@@ -301,18 +300,12 @@ class LockStepColumns(Columns):
         if not self._is_quiet:
             self.late, self.over, self.cut, self._is_quiet = [], [], [], True
 
-    def end_row(self) -> None:
-        """Every environment has stepped, and the row is written next."""
-        if self.returned.copies:
-            self.returned.end_row()
-            self._is_watched = self._has_hooks or self.returned.copies
-
     def _cut_env(self, e: int, error: Exception) -> None:
         """The game of environment e has failed in this step, which has no result."""
         phase = self._words[Progress.PHASE]
         self._renew(e, error, is_cut=True)
         for columns, column in self.acting(e):
-            columns.infos[column] = {}
+            columns.infos[column] = columns.no_info
             columns.cut.append(column)
         self.clear(e)
         self.over.append(e)
@@ -337,34 +330,37 @@ class LockStepColumns(Columns):
             columns, first, end = whole
             given = dict(zip(living, columns.actions[first:end], strict=True))
         else:
-            given, first = {}, -1  # the columns are not neighbours
+            given, first = {}, 0  # the columns are not neighbours
             for agent in living:
                 columns, column = places[agent]
                 given[agent] = columns.actions[column]
         before = self._before(e, given) if self._is_watched else None
-        result = self.returned.of_step(e, env.step, given) if self._is_watched else env.step(given)
-        watched = self._is_watched or self._ended[e]
-        if not watched and store_game_step(result, living, raw.agents, columns.observations, columns.rewards, first):
-            if whole is None:
-                observations, rewards, *_ = result
-                for agent in living:
-                    columns, column = places[agent]
-                    columns.observations[column], columns.rewards[column] = observations[agent], rewards[agent]
-            self.infos[e] = result[4]
-            if self._tells_infos:
-                self._tell_infos(e, "step")
-            return
-        if result.__class__ is not tuple or len(result) != 5:
-            result = step_values(result, env_rank)
-        if not are_by_agent(result, 5):
-            raise SpaceError(
-                f"env.step of env_rank {env_rank} must return five dicts by agent (observations, rewards, "
-                f"terminations, truncations, infos), got {brief(result)}"
-            )
+        if self._is_watched or self._ended[e]:
+            is_stored, result = False, env.step(given)
+        else:
+            lists = self._seen if whole is None else (columns.observations, columns.rewards)
+            is_stored, result = step_game(env.step, given, living, raw, *lists, first)
+        if not is_stored:
+            if result.__class__ is not tuple or len(result) != 5:
+                result = step_values(result, env_rank)
+            if not are_by_agent(result, 5):
+                raise SpaceError(
+                    f"env.step of env_rank {env_rank} must return five dicts by agent (observations, rewards, "
+                    f"terminations, truncations, infos), got {brief(result)}"
+                )
         self.infos[e] = result[4]
         if self._tells_infos:
             self._tell_infos(e, "step")
-        self._settle(e, before, *result)
+        if not is_stored:
+            self._settle(e, before, *result)
+        elif whole is None:
+            self._spread(places, living)
+
+    def _spread(self, places: Mapping[AgentId, Place], living: Sequence[AgentId]) -> None:
+        """Store what these agents have got, each in its column."""
+        for i, agent in enumerate(living):
+            columns, column = places[agent]
+            columns.observations[column], columns.rewards[column] = self._seen[0][i], self._seen[1][i]
 
     def _before(self, e: int, given: Mapping[AgentId, Any]) -> dict[AgentId, tuple[Any, Any]]:
         """For the hooks, copies of what each agent acts on, and of its action. `debug=True` checks the actions here."""
@@ -374,7 +370,7 @@ class LockStepColumns(Columns):
             if columns.checks.debug:
                 columns.require_action(column, given[agent])
             if columns.on_step is not None:
-                before[agent] = snapshot(columns.observations[column]), snapshot(given[agent])
+                before[agent] = columns.observations[column], snapshot(given[agent])
         return before
 
     def _settle(
@@ -401,9 +397,9 @@ class LockStepColumns(Columns):
                 require_info(info, rank)
             flags = episode_flags(_flag_of(terminated, agent), _flag_of(truncated, agent), rank)
             columns.rewards[column] = reward = require_number(rewards.get(agent, 0.0), rank)
-            columns.infos[column] = info
+            columns.note_info(column, info)
             _require_consistent(rank, flags, is_listed=agent in listed, is_observed=agent in observations)
-            observation = observations.get(agent, columns.zero)
+            observation = snapshot(observations.get(agent, columns.zero))
             if before is not None and columns.on_step is not None:
                 columns.on_step(column, *before[agent], reward, *flags, info)
             if any(flags):
@@ -473,7 +469,6 @@ class WholeGame(gym.Env[Any, Any]):
             own.actions = [part]
         self.columns.begin_step()
         self.columns.step_env(0)
-        self.columns.end_row()
         rewards = [require_number(own.rewards[0], own.env_ranks[0]) for own in self._seats]
         for own in self._seats:
             own.take()

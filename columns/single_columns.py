@@ -12,18 +12,18 @@ import gymnasium as gym
 import numpy as np
 
 from penstock.buffers.named import map_leaves
-from penstock.buffers.tree import map_tree
+from penstock.buffers.native import COMPILED, put_cell
+from penstock.buffers.tree import map_tree, snapshot
 from penstock.columns.interface import (
     Columns,
     End,
     Events,
     InfoHook,
+    KeepInfo,
     PolicyColumns,
     PolicyEvents,
-    Returned,
     Start,
     StepHook,
-    snapshot,
 )
 from penstock.columns.renewal import Renewals
 from penstock.columns.stepping import WATCH_ALL, WATCH_UNUSUAL, step_ordinary
@@ -67,7 +67,8 @@ class ListedColumns(PolicyColumns):
         self.idle: list[int] = []
         self.observations: list[Any] = [None] * n
         self.rewards: list[Any] = [0.0] * n
-        self.infos: list[Any] = [{}] * n  # {} for an idle one
+        self.infos: list[Any] = [None] * n
+        self.no_info: Any = None  # that of an idle one
 
     def _write_row(self, arrays: object, t: int) -> None:
         try:
@@ -112,22 +113,47 @@ class ListedColumns(PolicyColumns):
         self.progress.at_env(env_rank)
         return SpaceError(f"the reward of env_rank {env_rank} must be finite (check_finite=True), got {brief(reward)}")
 
-    def write_infos(self, writer: InfoWriter, row: Any) -> None:
-        writer.write(row, self.infos)
+    def watch(
+        self,
+        on_step: StepHook | None,
+        *,
+        keep_info: KeepInfo | None = None,
+        into: Any = None,
+        home: Any = None,
+        on_info: InfoHook | None = None,
+    ) -> None:
+        super().watch(on_step, keep_info=keep_info, into=into, home=home, on_info=on_info)
+        if keep_info is not None and self.no_info is None:
+            self.no_info = keep_info({})
+            self.infos = [self.no_info] * len(self)
+
+    def note_info(self, column: int, info: Any) -> None:
+        """The last step of this column has this info."""
+        if self.keep_info is not None:
+            self.infos[column] = self.keep_info(info)
+
+    def write_infos(self, writer: InfoWriter, t: int) -> None:
+        writer.write(t, self.infos)
 
     def blank_idle(self, row: Any) -> None:
         for column in self.idle:
-            self.rewards[column], self.infos[column] = 0.0, {}
+            self.rewards[column], self.infos[column] = 0.0, self.no_info
 
     def check_column(self, column: int) -> None:
         if self.checks.check_finite and not isfinite(require_number(self.rewards[column], self.env_ranks[column])):
             raise self.not_finite(column, self.rewards[column])
-        self._write_one(self._scratch, 0, column, self.observations[column], "observation")
+        self._write_current(self._scratch, 0, column, self.current(column))
+
+    def _write_current(self, arrays: Any, t: int, column: int, observation: Any) -> None:
+        self._write_one(arrays, t, column, observation, "observation")
+
+    def current(self, column: int) -> Any:
+        return self.observations[column]
 
     def write_column(self, arrays: Any, rewards: Any, t: int, column: int) -> None:
         """As `write_step`, for one column."""
         rewards[t, column] = require_number(self.rewards[column], self.env_ranks[column])
-        self._write_one(arrays, t, column, self.observations[column], "observation")
+        self._write_current(arrays, t, column, self.observations[column])
 
     def check_final(self, column: int, observation: Any) -> None:
         self.write_final(self._scratch, 0, column, observation)
@@ -170,8 +196,12 @@ class SingleColumns(ListedColumns, Columns):
         # One tuple for each environment with all that the loop needs.
         self._bound = self._active = [self._entry(e) for e in range(len(envs))]
         n_stepped = sum(step_into is None for *_, step_into in self._bound)
-        self._returned = Returned(n_stepped, always=checks.debug)
         self._writes_in_place = n_stepped < len(envs)
+        self._outs: list[Any] | None = None  # where the environments have written the last row
+        # The arrays and the row that have the current observations, if they are written at once. Otherwise `write_step`
+        # writes the list `observations`: hooks and checks need what the environments have returned.
+        self._row: tuple[Any, int] | None = None
+        self.reset_infos: list[Any] = [{}] * len(envs)  #: of the last resets: errors name a mask that they have
         self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
         self._ends: list[End] = []
         self._own = PolicyEvents()
@@ -187,10 +217,60 @@ class SingleColumns(ListedColumns, Columns):
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
         return ((e,),)
 
-    def watch(self, on_step: StepHook | None, *, keep_infos: bool, into: Any, on_info: InfoHook | None = None) -> None:
-        super().watch(on_step, keep_infos=keep_infos, into=into, on_info=on_info)
-        self._watch = WATCH_ALL if on_step or keep_infos else WATCH_UNUSUAL if on_info else 0
+    def watch(
+        self,
+        on_step: StepHook | None,
+        *,
+        keep_info: KeepInfo | None = None,
+        into: Any = None,
+        home: Any = None,
+        on_info: InfoHook | None = None,
+    ) -> None:
+        super().watch(on_step, keep_info=keep_info, into=into, home=home, on_info=on_info)
+        if COMPILED and home is not None and on_step is None and not self.checks:
+            if self._row is None:
+                self._row, self.observations = (home, 0), [None] * len(self)
+            self.written = 0 if into is home else -1
+        self._watch = WATCH_ALL if on_step or keep_info else WATCH_UNUSUAL if on_info else 0
         self._set_waiting(self.waiting)
+
+    # ---- observations ----------------------------------------------------------------------
+
+    def end_batch(self) -> None:
+        if self._row is not None:
+            self._row, self.written = (self.home, 0), -1
+        elif self._outs is not None:
+            for e, cell in enumerate(cells_of(self.home, 0, len(self.envs))):
+                if self.observations[e] is self._outs[e]:
+                    self.observations[e] = cell
+
+    def current(self, column: int) -> Any:
+        if self._row is None:
+            return self.observations[column]
+        arrays, t = self._row
+        return map_tree(lambda array: array[t, column], arrays)
+
+    def _note(self, e: int, observation: Any) -> None:
+        """This is the current observation of environment e."""
+        if self._row is None:
+            self.observations[e] = snapshot(observation)
+            return
+        arrays, t = self._row
+        if not put_cell(arrays, t, e, observation):
+            self._write_current(arrays, t, e, observation)
+
+    def _write_row(self, arrays: object, t: int) -> None:
+        if self._row is None:
+            super()._write_row(arrays, t)
+        else:  # a collector has stepped without a row, or the first batch begins
+            own, row = self._row
+            map_tree(lambda target, source: target.__setitem__(t, source[row]), arrays, own)
+
+    def write_column(self, arrays: Any, rewards: Any, t: int, column: int) -> None:
+        if self.written != t:
+            super().write_column(arrays, rewards, t, column)
+        else:
+            rewards[t, column] = require_number(self.rewards[column], self.env_ranks[column])
 
     # ---- resets ----------------------------------------------------------------------------
 
@@ -227,7 +307,8 @@ class SingleColumns(ListedColumns, Columns):
         if self.renewals is not None:
             self.renewals.note_reset(e)
         observation, info = checked_reset(result, env_rank)
-        self.observations[e] = self._returned.own(e, observation, is_reset=True)
+        self._note(e, observation)
+        self.reset_infos[e] = info
         if info and self.on_info is not None:
             self.on_info(e, info)
         if self._instead:
@@ -240,7 +321,7 @@ class SingleColumns(ListedColumns, Columns):
         self._bound[e] = e, self.env_ranks[e], step, None
 
     def save(self, e: int) -> Any:
-        return snapshot(self.observations[e])
+        return snapshot(self.current(e))
 
     def _continue(self, e: int, start: Start) -> bool:
         """Let environment e continue a saved run, if `start` says so. Raises `RepeatError` if an episode that is
@@ -256,7 +337,7 @@ class SingleColumns(ListedColumns, Columns):
             observation = follow(env, start, f"the episode of env_rank {env_rank}")
         else:
             return False
-        self.observations[e] = observation
+        self._note(e, observation)
         self.check_column(e)
         return True
 
@@ -270,7 +351,7 @@ class SingleColumns(ListedColumns, Columns):
     def park(self, envs: Sequence[int]) -> None:
         self._set_waiting(sorted({*self.waiting, *envs}))
         for e in envs:
-            self.observations[e] = self.zero
+            self._note(e, self.zero)
 
     def _set_waiting(self, envs: list[int]) -> None:
         self.waiting = self.idle = envs
@@ -297,8 +378,7 @@ class SingleColumns(ListedColumns, Columns):
     # ---- steps -----------------------------------------------------------------------------
 
     def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
-        """See `Columns`. Almost all time that penstock needs per environment step is spent here. So values are only put
-        into lists, and `write_step` writes whole rows."""
+        """See `Columns`. Almost all time that penstock needs per environment step is spent here."""
         action_row, active, before, ends = actions[0], self._active, None, self._ends
         if which is None:
             each = self.split_actions(action_row)
@@ -308,32 +388,42 @@ class SingleColumns(ListedColumns, Columns):
             if which is None and self.waiting:
                 each = [each[entry[0]] for entry in active]
             before = self._look(active, each)
-        if self._returned.copies:
-            active = self._returned.steps(active)
-        outs = cells_of(self.into, row, len(self.envs)) if self._writes_in_place and row is not None else None
-        words, observations, rewards, first = self._loop_words, self.observations, self.rewards, 0
+        outs = None if row is None else self._go_to(row)
+        arrays, t = self._row or (None, 0)
+        words, watch, observations, rewards, first = self._loop_words, self._watch, self.observations, self.rewards, 0
         while True:  # step_ordinary returns at each step that needs a check or a hook
             try:
-                stop = step_ordinary(words, active, each, outs, first, self._watch, observations, rewards, ends)
+                stop = step_ordinary(words, active, each, outs, first, watch, observations, rewards, ends, arrays, t)
             except self.renewable as error:
                 first = self._cut(active, error)
                 continue
             if stop is None:
                 break
             first = self._store(active, stop, outs, before)
-        if self._returned.copies:
-            self._returned.end_row()
         return self._take_ends() if ends else None
 
+    def _go_to(self, row: int) -> list[Any] | None:
+        """The observations of this step go to `row`. Returns its cells if there are environments with `step_into`."""
+        if self._row is not None:
+            self._row, self.written = (self.into, row), row
+            for e in self.waiting:
+                self._note(e, self.zero)
+        if self._writes_in_place:
+            self._outs = cells_of(self.into, row, len(self.envs))
+        return self._outs
+
     def _look(self, active: Sequence[Any], each: Sequence[Any]) -> dict[int, tuple[Any, Any]] | None:
-        """Check the actions, and copy what the hook needs: the environment may reuse its observations and actions."""
+        """Check the actions, and copy what the hook needs: the environment may change its action, and an observation
+        that it has written in place."""
         if self.checks.debug:
             for (e, *_), action in zip(active, each, strict=True):
                 self.require_action(e, action)
         if self.on_step is None:
             return None
-        pairs = zip(active, each, strict=True)
-        return {e: (snapshot(self.observations[e]), snapshot(action)) for (e, *_), action in pairs}
+        pairs, seen = zip(active, each, strict=True), self.observations
+        if self._writes_in_place:
+            seen = [*map(snapshot, seen)]
+        return {e: (seen[e], snapshot(action)) for (e, *_), action in pairs}
 
     def _store(self, active: Sequence[Any], stop: tuple[int, Any], outs: Any, before: Any) -> int:
         """Check and store a step that is not ordinary. Returns the index in `active` of the next one."""
@@ -342,17 +432,34 @@ class SingleColumns(ListedColumns, Columns):
         if outs is not None and step_into is not None:
             result = with_observation(outs[e], result, env_rank)
         observation, reward, terminated, truncated, info = checked_step(result, env_rank)
-        if self._watch:
-            self.infos[e] = info
-            if info and self.on_info is not None:
-                self.on_info(e, info)
+        if outs is None or step_into is None:
+            observation = self._kept(e, observation, ends=terminated or truncated)
+        if reward.__class__ is not float:
+            reward = snapshot(reward)
+        if self.keep_info is not None:
+            self.infos[e] = self.keep_info(info)
+        if info and self.on_info is not None:
+            self.on_info(e, info)
         if before is not None and self.on_step is not None:
             seen, action = before[e]
             self.on_step(e, seen, action, reward, terminated, truncated, info)
         if terminated or truncated:
             self._ends.append((e, observation, reward, terminated, truncated))
-        self.observations[e], self.rewards[e] = observation, reward
+        if self._row is None:
+            self.observations[e] = observation
+        self.rewards[e] = reward
         return i + 1
+
+    def _kept(self, e: int, observation: Any, *, ends: bool) -> Any:
+        """The observation of a step of environment e, in memory that no environment has; or written, if it is not the
+        last one of its episode."""
+        if self._row is not None:
+            arrays, t = self._row
+            if not put_cell(arrays, t, e, observation):
+                (self.write_final if ends else self._write_current)(arrays, t, e, observation)
+            if not ends:
+                return None
+        return snapshot(observation)
 
     def _cut(self, active: Sequence[Any], error: Exception) -> int:
         """The step of the environment that the word ENV_RANK names has raised `error`: its game has failed. Returns the
@@ -361,7 +468,8 @@ class SingleColumns(ListedColumns, Columns):
         e, phase = active[i][0], self._words[PHASE]
         self._renew(e, error, is_cut=True)
         self._ends.append((e, _CUT, 0.0, False, False))
-        self.rewards[e], self.infos[e], self._words[PHASE] = 0.0, {}, phase
+        self._note(e, self.zero)
+        self.rewards[e], self.infos[e], self._words[PHASE] = 0.0, self.no_info, phase
         return i + 1
 
     def _take_ends(self) -> Events:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from penstock.buffers.tree import snapshot
 from penstock.columns.interface import Start
 from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.envs.checks import episode_flags, require_info, require_number
@@ -63,7 +64,7 @@ class TurnColumns(LockStepColumns):
             for i, rank in enumerate(own.env_ranks):
                 self._all_places[int(rank), rank.agent_id].append((own, i))
         self.waits: list[tuple[TurnSeats, int] | None] = [None] * n
-        #: Which of `columns` has the seat in this game: (agent, env_rank, episode, rng). None: the only one.
+        #: Which of `columns` has the seat in this game: (agent, env_rank, game, rng). None: the only one.
         self.chooser: Callable[..., int] | None = None
         self.game_numbers = [0] * n  #: the number of the game of each environment
         self.streams, self.key = ColumnStreams(0, self.env_ranks), (0, 0)
@@ -137,11 +138,11 @@ class TurnColumns(LockStepColumns):
 
     def _choose(self, chooser: Callable[..., int], e: int) -> None:
         """Who plays this game of environment e."""
-        episode, env_rank, places = self.game_numbers[e], int(self.env_ranks[e]), self.places[e]
+        game, env_rank, places = self.game_numbers[e], int(self.env_ranks[e]), self.places[e]
         for seat, agent in enumerate(places):
-            key = env_rank, seat, episode, *self.key, self.streams.generation
+            key = env_rank, seat, game, *self.key, self.streams.generation
             rng = partial(stream, self.streams.seed, Purpose.SEATING, *key)
-            places[agent] = self._all_places[env_rank, agent][chooser(agent, env_rank, episode, rng)]
+            places[agent] = self._all_places[env_rank, agent][chooser(agent, env_rank, game, rng)]
 
     def _end_game(self, e: int) -> None:
         """Nobody is left in environment e."""
@@ -241,7 +242,7 @@ class TurnColumns(LockStepColumns):
                 n_ends = _count_end(n_ends, columns.env_ranks[column])
                 env.step(None)  # type: ignore[arg-type]
                 continue
-            columns.observations[column] = self.returned.own(e, observation)
+            columns.observations[column] = snapshot(observation)
             self.waits[e] = columns, column
             has_rows = columns.n[column] < columns.most_rows
             (columns.asked if has_rows else columns.held).append(column)

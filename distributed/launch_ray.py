@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import threading
 import uuid
@@ -12,12 +13,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import psutil
 import ray
 from ray import exceptions as ray_errors
 
+from penstock.buffers import pickling
 from penstock.distributed.keys import Connection
 from penstock.distributed.placement import actor_options
 from penstock.distributed.role import Worker
@@ -124,7 +125,7 @@ class ActorProcess:
 
         def work() -> None:
             try:
-                make, connection, name = cloudpickle.loads(code)
+                make, connection, name = pickle.loads(code)
                 result.set_result(make().run(connection, name).value)
             except BaseException as error:
                 result.set_exception(error)
@@ -155,7 +156,7 @@ class LaunchedActor:
         options = {**actor_options(resources), "max_concurrency": 4, "name": own_name, "namespace": _NAMESPACE}
         owner = _node(), os.getpid(), psutil.Process().create_time()
         self._actor = ray.remote(ActorProcess).options(**options).remote(own_name, owner)
-        self._ended: Future[str] = self._actor.run.remote(cloudpickle.dumps((make, connection, name))).future()
+        self._ended: Future[str] = self._actor.run.remote(pickling.dumps((make, connection, name))).future()
 
     @property
     def pid(self) -> int:

@@ -9,12 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
 from penstock.arguments import MOST_ENVS, integer, one_of, seconds, true_or_false
-from penstock.buffers import Samples
+from penstock.buffers import Samples, pickling
 from penstock.buffers.samples import batch_view, layouts_of
 from penstock.collectors import TrajInfo
 from penstock.distributed.placement import connect, node_resources
@@ -192,7 +191,7 @@ class ShardsAct(Acting):
             seats=allocation.seats,
         )
         try:
-            pickled = bytes(cloudpickle.dumps(spec))
+            pickled = pickling.dumps(spec)
         except Exception as error:  # pickling runs the user's code, which may raise anything
             parts = {"agent": spec.agents, "policy_of": seating.chooser, **vars(config)}
             raise unpicklable(parts, error) from error

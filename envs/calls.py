@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import cloudpickle
 from gymnasium.vector import VectorEnv, VectorWrapper
 
+from penstock.buffers import pickling
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage, Unreadable, dumped, loaded
 from penstock.buffers.reports import dump_exception, in_one_line, load_exception
+from penstock.buffers.unpicklable import remedy
 from penstock.errors import ConfigError, EnvCallError
 
 
@@ -47,9 +48,11 @@ class EnvCall:
 def pickled(message: object, what: str) -> bytes:
     """`message`, pickled for the workers. Raises `ConfigError`, with `what`, if that is impossible."""
     try:
-        return bytes(cloudpickle.dumps(message))
+        return pickling.dumps(message)
     except Exception as error:
-        raise ConfigError(f"{what} cannot be pickled for the workers: {in_one_line(error)}") from error
+        raise ConfigError(
+            f"{what} cannot be pickled for the workers: {in_one_line(error)}. {remedy(message, error)}"
+        ) from error
 
 
 def perform(call: EnvCall, envs: Sequence[Any], columns: range, env_ranks: range) -> list[ObjectMessage]:

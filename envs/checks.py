@@ -16,7 +16,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from penstock.buffers.tree import tree_leaves
+from penstock.buffers.tree import map_tree, tree_leaves
 from penstock.envs.rows import ColumnError
 from penstock.errors import SpaceError, brief
 
@@ -148,7 +148,7 @@ def check_row(
     The columns of `skip` have no observation."""
     if checks.debug:
         for column, value in enumerate(values):
-            if column not in skip and not space.contains(value):
+            if column not in skip and not space.contains(map_tree(_as_array, value)):
                 raise ColumnError(column, name, f"must be in {space} (debug=True), got {brief(value)}")
     if checks.check_finite:
         for leaf_name, array in tree_leaves(arrays, name):
@@ -158,3 +158,8 @@ def check_row(
             first = tuple(np.argwhere(~finite)[0].tolist())
             where = f" at index {first[1:]}" if first[1:] else ""
             raise ColumnError(first[0], leaf_name, f"must be finite (check_finite=True), got {row[first]}{where}")
+
+
+def _as_array(leaf: Any) -> Any:
+    """A number of a batch of numbers, since Gymnasium's `Box.contains` warns of it; other leaves as they are."""
+    return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -14,6 +13,7 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorEnv
 
+from penstock.arguments import signature
 from penstock.buffers.reports import in_one_line
 from penstock.envs.seats import PLAYED_IN_TURNS, ParallelView, is_in_turns, is_parallel, registered
 from penstock.envs.seeding import Purpose
@@ -123,10 +123,7 @@ class EnvFactory:
 def _has_context(fn: Callable[..., Any]) -> bool:
     if isinstance(fn, partial) and "context" in fn.keywords:  # the user's own
         return False
-    try:
-        parameter = inspect.signature(fn).parameters.get("context")
-    except (TypeError, ValueError):  # a builtin or a function written in C
-        return False
+    parameter = signature(fn).parameters.get("context")
     if parameter is None or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
         return False
     is_open = parameter.default is parameter.empty or parameter.default is None

@@ -8,10 +8,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
+from gymnasium.spaces import Discrete, MultiDiscrete
 
 from penstock.buffers.named import NamedArrays, as_named
+from penstock.buffers.native import put_cell
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.tree import map_tree
+from penstock.buffers.tree import map_tree, snapshot
 from penstock.envs.rows import ColumnError, as_dtype
 from penstock.errors import ConfigError, brief
 
@@ -63,6 +65,19 @@ def _step_once(env: gym.Env[Any, Any]) -> Any:
         ) from error
 
 
+def possible_masks(info: Mapping[str, Any], action_space: gym.Space[Any]) -> list[str]:
+    """The entries that may say which actions are legal: a 0 or 1 for each. The names of nested ones have dots."""
+    if not isinstance(action_space, Discrete | MultiDiscrete):
+        return []
+    n = int(np.sum(action_space.nvec if isinstance(action_space, MultiDiscrete) else action_space.n))
+    numeric = {".".join(path): _as_numeric(value) for path, value in _leaves(info)}
+    return [
+        name
+        for name, array in numeric.items()
+        if array is not None and array.shape == (n,) and ((array == 0) | (array == 1)).all()
+    ]
+
+
 def _leaves(info: Mapping[Any, Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
     for key, value in info.items():
         if isinstance(value, Mapping):
@@ -94,54 +109,64 @@ def _as_numeric(value: object) -> Any:
 
 
 class InfoWriter:
-    """Writes one info per environment into a row of `env_info`. A missing entry is zero, and its mask is False."""
+    """Writes infos into the arrays `[T, B, ...]` of `env_info`. A missing entry is zero, and its mask is False."""
 
     def __init__(self, env_info: NamedArrays) -> None:
-        self._paths = list(_recorded(env_info))
+        #: Each entry that is written: its path, its array `[T, B, ...]`, and its mask `[T, B]`.
+        self._entries = [(path, *_arrays_of(env_info, path)) for path in _recorded(env_info)]
+        # An entry that is not nested is found by its key, which is faster.
+        self._keys = [(path[0] if len(path) == 1 else "", path) for path, _, _ in self._entries]
 
-    def write(self, row: NamedArrays, infos: Sequence[Mapping[str, Any]]) -> None:
-        """Write `infos` into `row` `[B, ...]`.
+    def kept(self, info: Mapping[str, Any]) -> list[Any]:
+        """The entries of `info` that are written; None where it has none. They are copies of what can be changed."""
+        return [snapshot(info.get(key) if key else _look_up(info, path)) for key, path in self._keys]
+
+    def write(self, t: int, infos: Sequence[Sequence[Any]]) -> None:
+        """Write row t. `infos` has what `kept` has returned for each column.
 
         Raises `ColumnError` with the entry if a value has another shape than the example, or would change in its dtype.
         """
-        for path in self._paths:
-            node: Any = row
-            for parent in path[:-1]:
-                node = node[parent]
-            field, mask = node[path[-1]], node[mask_name(path[-1])]
-            for b, info in enumerate(infos):
-                value = _look_up(info, path)
-                mask[b] = value is not None
-                if value is None:
-                    field[b] = 0
-                    continue
-                array = np.asarray(value)
-                fitting = as_dtype(array, field.dtype) if array.shape == field.shape[1:] else None
-                if fitting is None:
-                    problem = (
-                        f"must have shape {field.shape[1:]} and dtype {field.dtype}, as the example, got {array.shape} "
-                        f"{array.dtype} {brief(value)}"
-                    )
-                    raise ColumnError(b, f"info[{'.'.join(path)!r}]", problem)
-                field[b] = fitting
+        for b, values in enumerate(infos):
+            self.write_one(t, b, values)
 
-    def kept(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies of the entries that are written."""
-        found = {".".join(path): _look_up(info, path) for path in self._paths}
-        return {name: np.array(value) for name, value in found.items() if value is not None}
+    def write_one(self, t: int, b: int, values: Sequence[Any]) -> None:
+        """As `write`, for one column."""
+        for (path, field, mask), value in zip(self._entries, values, strict=True):
+            if value is None:
+                field[t, b], mask[t, b] = 0, False
+                continue
+            mask[t, b] = True
+            if put_cell(field, t, b, value):
+                continue
+            array = np.asarray(value)
+            fitting = as_dtype(array, field.dtype) if array.shape == field.shape[2:] else None
+            if fitting is None:
+                problem = (
+                    f"must have shape {field.shape[2:]} and dtype {field.dtype}, as the example, got {array.shape} "
+                    f"{array.dtype} {brief(value)}"
+                )
+                raise ColumnError(b, f"info[{'.'.join(path)!r}]", problem)
+            field[t, b] = fitting
 
-    def write_batched(self, row: NamedArrays, infos: Mapping[str, Any], n_envs: int) -> None:
-        """As `write`, for the infos of a batched environment, for all columns at once.
-
-        Where an episode ended, the infos from before the reset are written.
+    def write_batched(self, t: int, infos: Mapping[str, Any], idle: Sequence[int]) -> None:
+        """Write row t from the infos of a batched environment, for all columns at once. Columns that are `idle` have no
+        info. Where an episode ended, the infos from before the reset are written.
         """
-        for path in self._paths:
-            node: Any = row
-            for parent in path[:-1]:
-                node = node[parent]
-            if not _write_entry(node[path[-1]], node[mask_name(path[-1])], infos, path):
-                self.write(row, [info_of(infos, b) for b in range(n_envs)])
-                return
+        for path, field, mask in self._entries:
+            if not _write_entry(field[t], mask[t], infos, path):
+                self.write(t, [self.kept(info_of(infos, b)) for b in range(mask.shape[1])])
+                break
+        if idle:
+            for _, field, mask in self._entries:
+                field[t, idle], mask[t, idle] = 0, False
+
+
+def _arrays_of(env_info: NamedArrays, path: Path) -> tuple[Any, Any]:
+    """The array of an entry, and its mask."""
+    node: Any = env_info
+    for parent in path[:-1]:
+        node = node[parent]
+    return node[path[-1]], node[mask_name(path[-1])]
 
 
 def _write_entry(field: npt.NDArray[Any], mask: npt.NDArray[Any], infos: Mapping[str, Any], path: Path) -> bool:

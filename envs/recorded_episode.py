@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
+from penstock.buffers import pickling
 from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import tree_leaves
@@ -48,7 +48,7 @@ class RecordedEpisode:
 
     factory: EnvFactory  #: builds the environment
     context: EnvContext  #: the context that `factory` gets; `context.env_rank` is the index of the environment
-    episode: int  #: the number of the episode; each environment counts its episodes from 0
+    episode: int  #: the number of the episode; each environment counts its resets from 0
     seed: int  #: of the reset that begins the episode
     #: `[n + 1, ...]`, as they are recorded: those of n steps, and that of the step before which `run` stops. If it is
     #: `[0, ...]`, `run` stops before the reset.
@@ -238,7 +238,7 @@ class RecordedEpisode:
     def pickled(self) -> bytes:
         """What `save` writes."""
         try:
-            pickled: bytes = cloudpickle.dumps(self)
+            pickled = pickling.dumps(self)
         except Exception as error:  # pickling runs the user's code
             raise ConfigError(f"the episode cannot be pickled: {in_one_line(error)}") from error
         return pickled

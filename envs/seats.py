@@ -306,6 +306,13 @@ def is_set(flag: Any) -> bool:
         return True
 
 
+def ended_agents(
+    before: Collection[Any], agents: Collection[Any], terminated: Mapping[Any, Any], truncated: Mapping[Any, Any]
+) -> set[Any]:
+    """Who has ended, but is in `env.agents` after this step still. `before`: the same before it."""
+    return {each for each in agents if each in before or is_set(terminated.get(each)) or is_set(truncated.get(each))}
+
+
 class TurnView(ParallelView):
     """An `AECEnv` as samplers use it. See `ParallelView`. Observations get their additions in `last`."""
 
@@ -342,7 +349,8 @@ class OneSeat(gym.Env[Any, Any]):
     """
 
     def __init__(self, agent: AgentId, view: ParallelView) -> None:
-        self._agent, self._view = agent, view
+        self._agent, self._view, self._living = agent, view, list[AgentId]()
+        self._ended = set[AgentId]()  # who has ended, but is in `env.agents` still
         self.observation_space, self.action_space = view.spaces[agent]
         self.metadata = view.metadata
 
@@ -353,23 +361,34 @@ class OneSeat(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self._seed(seed)
-        observations, infos = self._view.reset(seed=seed)
+        observations, infos = self._begin(seed)
         for _ in range(1000):  # steps in which the agent must join
-            if self._agent in self._view.agents:
+            if self._agent in self._living:
                 break
-            if self._view.agents:
-                observations, *_, infos = self._view.step(self._sampled())
+            if self._living:
+                observations, *_, infos = self._play(self._sampled())
             else:
-                observations, infos = self._view.reset()
+                observations, infos = self._begin(None)
         self._last = observations[self._agent]
         return self._last, infos.get(self._agent, {})
 
+    def _begin(self, seed: int | None) -> Any:
+        result = self._view.reset(seed=seed)
+        self._living, self._ended = list(self._view.agents), set()
+        return result
+
+    def _play(self, actions: dict[AgentId, Any]) -> Result:
+        result = self._view.step(actions)
+        listed, (_, _, *flags, _) = self._view.agents, result
+        self._ended = ended_agents(self._ended, listed, *flags)
+        self._living = [agent for agent in listed if agent not in self._ended]
+        return result
+
     def _sampled(self) -> dict[AgentId, Any]:
-        return {agent: self._view.spaces[agent][1].sample() for agent in self._view.agents}
+        return {agent: self._view.spaces[agent][1].sample() for agent in self._living}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        actions = {**self._sampled(), self._agent: action}
-        observations, rewards, terminated, truncated, infos = self._view.step(actions)
+        observations, rewards, terminated, truncated, infos = self._play({**self._sampled(), self._agent: action})
         agent = self._agent
         self._last = observations.get(agent, self._last)  # who has died may have none
         ended = bool(terminated.get(agent)) or agent not in self._view.agents

@@ -11,15 +11,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
+from penstock.buffers import pickling
 from penstock.buffers.reports import in_one_line
 from penstock.envs.checks import reset_with
 from penstock.envs.factory import EnvContext, EnvFn, env_factories
-from penstock.envs.seats import ParallelView, TurnView, is_parallel, random_move, view_of
+from penstock.envs.seats import ParallelView, TurnView, ended_agents, is_parallel, random_move, view_of
 from penstock.errors import ConfigError, brief
 
 #: How an environment is saved: by its own `get_state` and `set_state`, or as a whole, by pickle.
@@ -115,7 +115,7 @@ class _Play:
 
 
 class _GamePlay(_Play):
-    """The same for a `ParallelView`. Its agents act legally if there is an `action_mask`."""
+    """The same for a `ParallelView`. Its agents act legally if there is an `action_mask`, and not after their end."""
 
     def __init__(self, env: ParallelView, seed: int) -> None:
         self._spaces, self.is_over = {agent: copy.deepcopy(own[1]) for agent, own in env.spaces.items()}, False
@@ -125,15 +125,20 @@ class _GamePlay(_Play):
     def reset(self, env: Any, seed: int | None = None) -> Any:
         observations, infos = env.reset(seed=seed)
         self.is_over, self._seen = False, (copy.deepcopy(observations), copy.deepcopy(infos))
+        self._ended = set[Any]()  # who has ended, but is in `env.agents` still
         return self._seen[0]
+
+    def _living(self, env: Any) -> list[Any]:
+        return [agent for agent in env.agents if agent not in self._ended]
 
     def drawn(self, env: Any) -> Any:
         observations, infos = self._seen
-        return {a: random_move(self._spaces[a], observations.get(a), infos.get(a)) for a in env.agents}
+        return {a: random_move(self._spaces[a], observations.get(a), infos.get(a)) for a in self._living(env)}
 
     def step(self, env: Any, action: Any) -> Any:
         *results, infos = copy.deepcopy(env.step(copy.deepcopy(action)))
-        self.is_over, self._seen = not env.agents, (results[0], infos)
+        self._ended = ended_agents(self._ended, env.agents, *results[2:])
+        self.is_over, self._seen = not self._living(env), (results[0], infos)
         return [*results, list(env.agents)]
 
 
@@ -267,7 +272,7 @@ def _layers(env: Any) -> list[Any]:
     return layers
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(pickling.Pickler):
     """Refuses objects with an `EzPickle` base class anywhere, and writes the index of a layer in its place."""
 
     def __init__(self, file: io.BytesIO, layers: list[Any]) -> None:

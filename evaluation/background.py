@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import time
 import warnings
@@ -11,12 +10,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from penstock.agents import Agent
-from penstock.arguments import seconds, unknown_argument
+from penstock.arguments import seconds, signature, unknown_argument
+from penstock.buffers import pickling
 from penstock.buffers.descriptors import anonymous_file
 from penstock.buffers.reports import dump_exception_by_value, in_one_line, load_exception
+from penstock.buffers.unpicklable import remedy
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, SamplerStateError, WorkerDiedError, WorkerError
 from penstock.evaluation.eval_results import EvalResults
@@ -106,17 +105,18 @@ def start_evaluation(policies: Policy | Mapping[str, Policy], env_fn: EnvFn, **a
 
     Raises `ConfigError` for an argument that `evaluate` does not have, or that cannot be pickled.
     """
-    known = list(inspect.signature(evaluate).parameters)
+    known = list(signature(evaluate).parameters)
     for name in arguments:
         if name not in known:
             raise unknown_argument("start_evaluation", name, known, {})
     named = {name: _copied(policy) for name, policy in as_policies(policies).items()}
+    call = partial(evaluate, named, env_fn, **arguments)
     try:
-        code = cloudpickle.dumps(partial(evaluate, named, env_fn, **arguments))
+        code = pickling.dumps(call)
     except Exception as error:  # pickling runs the user's code, which may raise anything
         raise ConfigError(
-            f"an argument of start_evaluation cannot be pickled for its process: {in_one_line(error)}. Create such "
-            "objects inside of functions"
+            f"an argument of start_evaluation cannot be pickled for its process: {in_one_line(error)}. "
+            f"{remedy(call, error)}"
         ) from error
     return RunningEvaluation(code)
 
@@ -138,7 +138,7 @@ def _run(code: bytes, fd: int) -> int:
             report = dump_exception_by_value(error)
     messages = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
     with open(fd, "wb") as file:
-        file.write(cloudpickle.dumps((report, results, messages)))
+        file.write(pickling.dumps((report, results, messages)))
     return 0
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import cloudpickle
 import gymnasium as gym
 
 from penstock.agents import Agent
 from penstock.agents.action_masks import info_key
 from penstock.arguments import integer, one_of, seconds, true_or_false
+from penstock.buffers import pickling
 from penstock.buffers.reports import in_one_line
 from penstock.envs import EnvFn
 from penstock.envs.examples import checked_spaces
@@ -252,7 +252,7 @@ def _picklable(policies: Mapping[str, Any]) -> Mapping[str, Any]:
     """`policies`. Raises `ConfigError` for one that cannot be sent to the workers."""
     for name, policy in policies.items():
         try:
-            cloudpickle.dumps(policy)
+            pickling.dumps(policy)
         except Exception as error:  # pickling runs the user's code, which may raise anything
             raise ConfigError(
                 f"the policy {name!r} cannot be pickled for the workers: {in_one_line(error)}. Let it act here, with "

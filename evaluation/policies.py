@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from penstock.agents import Agent
 from penstock.agents.agent import as_agent_step
+from penstock.arguments import signature
 from penstock.buffers.named import as_named
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import map_tree, tree_leaves, tree_of
@@ -180,9 +180,13 @@ class _ObjectPlayer(Player):
 
     def __init__(self, policy: SelectsActions, spaces: Spaces, n: int, *, batched: bool) -> None:
         super().__init__(policy, spaces, n, batched=batched)
-        shared = {id(each): each for module in _modules_of(policy) for each in module.parameters()}
+        modules = _modules_of(policy)
+        copied: Any = copy.deepcopy
+        if modules:
+            from penstock.agents.torch_agent import deep_copy as copied
+        shared = {id(each): each for module in modules for each in module.parameters()}
         try:
-            self._copies = [copy.deepcopy(policy, dict(shared)) for _ in range(n)]
+            self._copies = [copied(policy, dict(shared)) for _ in range(n)]
         except Exception as error:  # copying may run the user's code
             raise ConfigError(
                 f"{brief(policy)} cannot be copied, and each environment needs a copy: {in_one_line(error)}. Make what "
@@ -203,10 +207,7 @@ def _parameters_of(policy: Any) -> Sequence[str]:
     given = policy.keywords if isinstance(policy, partial) else ()
     torch = sys.modules.get("torch")
     called = policy.forward if torch is not None and isinstance(policy, torch.nn.Module) else policy
-    try:
-        return [name for name in list(inspect.signature(called).parameters)[1:] if name not in given]
-    except ValueError:  # written in C, without a signature
-        return ()
+    return [name for name in list(signature(called).parameters)[1:] if name not in given]
 
 
 def as_policies(policies: Any) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class Ledger:
         games: dict[tuple[int, int], list[TrajInfo]] = defaultdict(list)
         for info in infos:
             if info.agent_id is not None:
-                games[info.env_rank, info.episode].append(info)
+                games[info.env_rank, info.number].append(info)
         for game in games.values():
             if len(game) == 2:
                 one, two = sorted(game, key=lambda info: info.agent_id)
@@ -209,8 +209,8 @@ def train(agent: CategoricalPgAgent, optimizer: torch.optim.Optimizer, samples: 
 def share_won(agent: CategoricalPgAgent, cfg: Config) -> float:
     """The share of `eval_games` that the agent wins against random moves. It begins every second one."""
 
-    def side(agent_id: str, episode: int) -> str:
-        return "main" if agent_id == f"player_{episode % 2}" else "random"
+    def side(agent_id: str, game: int) -> str:
+        return "main" if agent_id == f"player_{game % 2}" else "random"
 
     with SerialSampler(
         connect_four_v3.env,
@@ -225,9 +225,9 @@ def share_won(agent: CategoricalPgAgent, cfg: Config) -> float:
     return sum(result > 0 for result in own) / len(own)
 
 
-def players(agent_id: str, env_rank: int, episode: int, rng: np.random.Generator, *, n_slots: int) -> str:
+def players(agent_id: str, env_rank: int, game: int, rng: np.random.Generator, *, n_slots: int) -> str:
     """Who plays this side of a game: in every second game, `main` plays against itself."""
-    if (env_rank + episode) % 2 or agent_id == f"player_{episode // 2 % 2}":
+    if (env_rank + game) % 2 or agent_id == f"player_{game // 2 % 2}":
         return "main"
     return f"past_{rng.integers(n_slots)}"
 

@@ -24,6 +24,7 @@ from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.object_pipe import Mailbox
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.samples import layouts_of
+from penstock.buffers.tree import snapshot
 from penstock.collectors import (
     Collector,
     EvalCollector,
@@ -32,7 +33,6 @@ from penstock.collectors import (
 )
 from penstock.collectors.acting import agent_info_example, write_action
 from penstock.columns.episode_log import EpisodeLog
-from penstock.columns.interface import snapshot
 from penstock.envs import (
     ColumnStreams,
     EnvFactory,

@@ -143,7 +143,7 @@ class Ahead(Schedule):
             self.n_skipped += 1
         self.taken, self.first_itr = batch + 1, itr - batch
         samples = run.batches.hand_out(batch, None if self.is_holding else batch + 1)
-        run.samples_np = run.batches.views[batch % run.batches.n_slots]
+        run.samples_np = run.batches.views_for_user[batch % run.batches.n_slots]
         if not batch:
             run.note_first_batch()
         self._note_versions(run, batch)

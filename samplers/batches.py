@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from penstock.buffers import PolicySamples, Samples
-from penstock.buffers.samples import BatchStatus, parts_of, with_status
+from penstock.buffers import NamedArrays, PolicySamples, Samples
+from penstock.buffers.samples import BatchStatus, for_user, parts_of, with_status
 from penstock.errors import StaleSamplesError
 
 Batch = Samples | PolicySamples
@@ -21,13 +21,15 @@ Batch = Samples | PolicySamples
 class Batches:
     """Batch k is in slot `k % n_slots`. `held` are the batches that the user holds, oldest first."""
 
-    def __init__(self, views: Sequence[Batch], *, debug: bool) -> None:
-        """`views`: the numpy arrays of each slot. With `debug`, memory that is given back is poisoned, and `Samples`
-        that were given back raise `StaleSamplesError`."""
+    def __init__(self, views: Sequence[Batch], slots: Sequence[NamedArrays], *, debug: bool) -> None:
+        """`views`: the numpy arrays of each slot, whose memory is `slots`. With `debug`, memory that is given back is
+        poisoned, and `Samples` that were given back raise `StaleSamplesError`."""
         self.views, self.n_slots, self._debug = views, len(views), debug
         self._tell_torch = _increment_versions()
         tensors = [view.torch() for view in views]
         self._leaves = [[leaf for _, leaf in slot.leaves()] for slot in tensors]
+        self.views_for_user = [for_user(*pair) for pair in zip(views, slots, strict=True)]
+        tensors = [for_user(*pair) for pair in zip(tensors, slots, strict=True)]
         # By slot: the tensors of each policy, with their status, which knows how many agents each environment has.
         self._parts = [[(own, own.status) for own in parts_of(slot)] for slot in tensors]
         self._names = None if isinstance(views[0], Samples) else views[0].keys()
@@ -45,9 +47,8 @@ class Batches:
         self.held.append((samples, statuses))
         return samples
 
-    def give_back(self, newer: int, *, keep_last_row: bool = False) -> None:
-        """End the validity of the oldest batch that the user holds, because batch `newer` begins. With
-        `keep_last_row`, workers still read its last row: only the other rows are poisoned."""
+    def give_back(self, newer: int) -> None:
+        """End the validity of the oldest batch that the user holds, because batch `newer` begins."""
         samples, statuses = self.held.popleft()
         for status in statuses:
             status.is_current = False
@@ -56,7 +57,7 @@ class Batches:
         # a wrong gradient. With it, the backward pass raises an error.
         self._tell_torch(self._leaves[batch % self.n_slots])
         if self._debug:
-            self.poison(batch, keep_last_row=keep_last_row)
+            self._poison(batch)
             frame, _ = frame_of_user()
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             stale = (
@@ -72,14 +73,10 @@ class Batches:
         for status in [status for _, statuses in self.held for status in statuses]:
             status.valid_until = batch
 
-    def poison(self, batch: int, *, keep_last_row: bool = False) -> None:
+    def _poison(self, batch: int) -> None:
         """Write NaN, False, or the smallest integer (the largest, if unsigned) into the memory of this batch."""
-        for view in parts_of(self.views[batch % self.n_slots]):
-            poisoned = [leaf for _, leaf in (view[:-1] if keep_last_row else view).leaves()]
-            if keep_last_row and "bootstrap_value" in view.agent:  # it is not in `view[:-1]`
-                poisoned.append(view.agent.bootstrap_value)
-            for leaf in poisoned:
-                leaf[...] = _poison_of(leaf.dtype)
+        for _, leaf in self.views[batch % self.n_slots].leaves():
+            leaf[...] = _poison_of(leaf.dtype)
 
 
 def _increment_versions() -> Callable[[Any], None]:

@@ -16,7 +16,15 @@ from penstock.samplers.allocation import Allocation
 from penstock.samplers.config import SamplerConfig, SamplerOptions
 from penstock.samplers.inference_server import InferenceServer, ServerOptions, ServerProgram
 from penstock.samplers.readiness import Halves, Readiness, first_half, readiness_maker
-from penstock.samplers.refusals import BATCH_STATE, FIRST_READY, SERVER_PROCESS, STATES, refuse
+from penstock.samplers.refusals import (
+    ALTERNATING,
+    BATCH_STATE,
+    FIRST_READY,
+    MIXED_BATCHES,
+    SERVER_PROCESS,
+    STATES,
+    refuse,
+)
 from penstock.samplers.sampler import Sampler
 from penstock.samplers.sampler_plan import SamplerPlan
 from penstock.samplers.stats import ServerStats
@@ -91,7 +99,7 @@ class ServerActs(Acting):
         agent, layout = allocation.agents.agents[0], allocation.layout
         plans, readiness = layout.plans, self._readiness(layout.plans)
         mixes_batches = self._mixes_batches and not readiness.needs_all_idle
-        refuse({FIRST_READY: mixes_batches, BATCH_STATE: getattr(agent, "record_state", None) == "batch"})
+        refuse({MIXED_BATCHES: mixes_batches, BATCH_STATE: getattr(agent, "record_state", None) == "batch"})
         server_options = ServerOptions.of(
             agent, plans, allocation.program, readiness, self._spin_seconds, self._compile_options
         )
@@ -221,8 +229,7 @@ class AlternatingSampler(GpuSampler):
         spin_seconds: float | None = None,
         **options: Unpack[SamplerOptions],
     ) -> None:
-        if given := [name for name in ("min_ready", "max_wait") if name in options]:
-            raise ConfigError(f"AlternatingSampler serves halves in turn: {given[0]} is for GpuSampler")
+        refuse({ALTERNATING: True, FIRST_READY: not {"min_ready", "max_wait"}.isdisjoint(options)})
         super().__init__(env_fn, server=server, compile_model=compile_model, spin_seconds=spin_seconds, **options)
         self._readiness = Halves(true_or_false("overlap", overlap))
         if self.config.n_built < 2:

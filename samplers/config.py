@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from penstock.arguments import MOST_ENVS, Check, between, choice, optional, true_or_false, unknown_argument
+from penstock.arguments import MOST_ENVS, Check, between, choice, optional, signature, true_or_false, unknown_argument
 from penstock.collectors import Collector, EvalCollector, ResetCollector, TrajInfo
 from penstock.envs import EnvFn, InfoWanted
 from penstock.envs.examples import checked_spaces
@@ -387,7 +387,7 @@ def show_arguments(cls: Any, base: Any) -> None:
         own, title = inspect.cleandoc(cls.__doc__), "Args" if cls is base else "Arguments of every sampler"
         raises = own[own.find("\n\nRaises ") :] if cls is base else ""
         cls.__doc__ = f"{own.removesuffix(raises)}\n\n{title}:\n{table}{raises}"
-    shown = inspect.signature(cls.__init__)
+    shown = signature(cls.__init__)
     *own_parameters, last = shown.parameters.values()
     if last.annotation == "Unpack[SamplerOptions]":
         for field in fields(SamplerConfig):

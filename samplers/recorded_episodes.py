@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.arguments import integer
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.samples import layouts_of
 from penstock.buffers.tree import map_tree
 from penstock.columns.episode_log import AT, EPISODE, FIRST_START, GENERATION, PLAN, POSITION, SEED, START, EpisodeLog
@@ -53,6 +53,7 @@ class RecordedEpisodes:
         assert memory.episodes is not None
         self._memory, self._factories, self._seed = memory, factories, seed
         self._log: EpisodeLog = memory.episodes
+        self._last: Sequence[Any] = ()  # of each policy, what the last batch has shown and which of its cells are valid
         self._plans = {0: plan}  # by number: those that an episode in the log may have begun with, and the newest
         self._crash_dir, self._n_saved = None if crash_dir is None else Path(crash_dir), 0
         if self._crash_dir is not None:
@@ -65,9 +66,11 @@ class RecordedEpisodes:
 
     def set_plan(self, plan: EpisodePlan | None) -> None:
         """Workers follow this plan as soon as they read it. Raises `ConfigError` if it cannot be pickled."""
-        content = pickled({max(self._plans) + 1: require_plan(plan)}, "the episode plan")
+        newest = max(self._plans)
+        content = pickled({newest + 1: require_plan(plan)}, "the episode plan")
         arrays = self._log.memory.arrays
-        used = {0, *arrays.words[:, PLAN].flat, *np.unique(arrays.begun[..., 2])}
+        # Environments that are parked begin with the newest one so far, before their workers read this plan.
+        used = {0, newest, *arrays.words[:, PLAN].flat, *np.unique(arrays.begun[..., 2])}
         self._plans = {n: own for n, own in self._plans.items() if n in used}
         self.load_plans(content)
 
@@ -107,9 +110,10 @@ class RecordedEpisodes:
         if not is_possible or words[PLAN] not in self._plans:
             return None
         slot = 0 if command is None else command.batch % len(self._memory.slots)
+        arrays = layouts_of(self._memory.slots[slot])
         begun = words[EPISODE], words[SEED], words[PLAN]
         try:
-            found = self._make(plan, column, begun, (start, row, position), slot)
+            found = self._make(plan, column, begun, (start, row, position), arrays)
         except ConfigError:  # of the user's episode_plan, which has failed in the worker too
             return None
         return self._saved(replace(found, failure=f"{status} failed while {status.doing}"))
@@ -132,18 +136,25 @@ class RecordedEpisodes:
 
     # ---- any step --------------------------------------------------------------------------
 
+    def keep(self, slot: int) -> None:
+        """The learner gets the batch in `slot` next, and may change it: keep what `at` needs of it."""
+        self._last = [
+            NamedArrays(observation=map_leaves(np.copy, own.observation), valid=own.valid.copy())
+            for own in layouts_of(self._memory.slots[slot])
+        ]
+
     def at(self, plan: WorkerPlan, env_rank: int, t: int, slot: int) -> RecordedEpisode:
         """The episode until step t of the last batch, which is complete and is in `slot`. Raises `ConfigError` if the
         environment waited for a reset at that step."""
         column = plan.columns[plan.env_ranks.index(env_rank)]
-        own, words, begun = self._slot(slot), self._log.words(column), self._log.memory.arrays.begun[slot, :, column]
-        if not any(own[p].valid[t, cell] for p, cell in self._log.seats[column]):
+        words, begun = self._log.words(column), self._log.memory.arrays.begun[slot, :, column]
+        if not any(self._last[p].valid[t, cell] for p, cell in self._log.seats[column]):
             raise ConfigError(f"env_rank {env_rank} made no step at t={t}: it waited for a reset (valid is False)")
         episode, seed, number = begun[t].tolist()
         first, stop = words[POSITION] - len(begun), words[POSITION]
         row = int(np.argmax(begun[:, 0] == episode))
         start = first + row if row else words[FIRST_START]
-        return self._make(plan, column, (episode, seed, number), (start, first + t, stop), slot, t)
+        return self._make(plan, column, (episode, seed, number), (start, first + t, stop), self._last, t)
 
     def seeds(self, slot: int) -> npt.NDArray[np.int64]:
         """Of each step of the batch in `slot`, and of each environment: the seed of the reset that began its episode,
@@ -153,25 +164,22 @@ class RecordedEpisodes:
 
     # ---- both ------------------------------------------------------------------------------
 
-    def _slot(self, slot: int) -> Sequence[Any]:
-        return layouts_of(self._memory.slots[slot])
-
     def _make(
         self,
         plan: WorkerPlan,
         column: int,
         begun: tuple[int, int, int],
         positions: tuple[int, int, int],
-        slot: int,
+        arrays: Sequence[Any],
         t: int | None = None,
     ) -> RecordedEpisode:
         """The episode. `begun`: its number, seed and plan. `positions` are `start`, where the episode began, `row`,
-        before which the repetition stops, and `stop`: positions below it are in the log, the others are in the slot."""
+        before which the repetition stops, and `stop`: positions below it are in the log, the others are in `arrays`,
+        those of each policy."""
         start, row, stop = positions
         is_open = t is None  # the last step has not returned yet
         kept = max(start, stop - self._log.n_rows)
         actions, rewards = self._log.read(column, kept, max(kept, min(row + 1, stop)))
-        arrays = self._slot(slot)
         if row >= stop:  # in the batch that was being collected; row t + 1 of these arrays is step t
             rows = slice(1 + max(0, start - stop), row - stop + 2)
             more, more_rewards = self._log.of_env(column, arrays, rows)

@@ -25,9 +25,11 @@ JOINT_VALUES, RECURRENT, NO_FINAL_OBS = (
     "a recurrent agent",
     "record_final_obs=False",
 )
-CHOSEN, IN_STEP, NEW_CHOOSER = "policy_of with episode or rng", "agents that all act in each step", "set_policy_of"
+CHOSEN, IN_STEP, NEW_CHOOSER = "policy_of with game or rng", "agents that all act in each step", "set_policy_of"
 RESTART, NODE_RESTART = 'on_worker_failure="restart"', 'on_node_failure="restart"'
 FIRST_READY, WAITING = "min_ready or max_wait", "WaitResetCollector"
+ALTERNATING = "AlternatingSampler"
+MIXED_BATCHES = 'AsyncSampler(server="process") with min_ready or max_wait, without lag'
 
 
 class Row(NamedTuple):
@@ -91,9 +93,15 @@ TABLE = (
     ),
     Row(
         (BATCH_STATE,),
-        (FIRST_READY,),
+        (MIXED_BATCHES,),
         "the environments do not begin a batch together",
         'Make the agent with record_state="step", or give lag=1',
+    ),
+    Row(
+        (ALTERNATING,),
+        (FIRST_READY,),
+        "it acts for one half of the workers, then for the other",
+        "Use a GpuSampler",
     ),
 )
 NAMES = frozenset(name for row in TABLE for name in (*row.features, *row.others))

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-import cloudpickle
-
 from penstock.agents.agent import Agent
 from penstock.arguments import integer
+from penstock.buffers import pickling
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.reports import dump_exception, in_one_line
 from penstock.collectors.collector import Collector, restart_agent
@@ -165,7 +164,7 @@ class SaveMessage(StateMessage):
             "agents": collector.agent_states(column),
         }
         try:
-            data = cloudpickle.dumps(values)
+            data = pickling.dumps(values)
             pickle.loads(data)
         except Exception as error:  # for example an attribute of a TrajInfo subclass
             return SavedColumn(kind=RESEEDED, why=f"its state cannot be pickled: {in_one_line(error)}", data=None)

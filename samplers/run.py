@@ -82,7 +82,7 @@ class Run:
         )
         config = self.config
         self.plans, self.memory, self.seating = layout.plans, layout.memory, allocation.seats.seating
-        self.batches = Batches(layout.batches, debug=config.debug)
+        self.batches = Batches(layout.batches, self.memory.slots, debug=config.debug)
         self.inference_difference, self.episodes = allocation.agents.inference_difference, allocation.episodes
         self.makes_infos = arguments.seats is None  # those of a shard stay as the workers send them
         self.memory.control.raise_generation(self.env_range.generation)
@@ -92,7 +92,7 @@ class Run:
         self.policy_version: Any = None
         self.samples_np: Any = layout.batches[0]
         self.batch = self.itr = 0
-        self.games: Counter[int] = Counter()  # how many trajectories, or games, have ended, by env_rank
+        self.games: Counter[int] = Counter()  # how many trajectories, or games, are over, by env_rank
         self.n_trajectories = [0] * len(self.plans)  # returned so far, by worker rank
         self.first_records = [
             [plan.first_record(config.batch_T, slot) for plan in self.plans] for slot in range(len(layout.batches))
@@ -100,7 +100,8 @@ class Run:
         self._first_batch: tuple[ServerStats, Sequence[WorkerStats]] | None = None
         self._version_word = self.memory.parameters[0].version_word if self.seating.is_shared else None
         pairs = zip(agents.items(), self.memory.parameters, strict=True)
-        self._unpublished = {name: UnpublishedChanges(own, parameters) for (name, own), parameters in pairs}
+        # Of agents that have parameters.
+        self._unpublished = {name: UnpublishedChanges(own, shared) for (name, own), shared in pairs if shared.names}
         self._warned_of_late_rewards = False
 
     @property
@@ -123,14 +124,15 @@ class Run:
         oldest is given back. This does not wait: with workers that are processes, it takes microseconds."""
         is_plain = type(itr) is int and abs(itr) < 2**63  # the usual case: it saves a call in each batch
         self.itr = itr if is_plain else integer("itr", itr)
-        self.check_published()
+        if self._unpublished:
+            self.check_published()
         word, batch, batches = self._version_word, self.batch, self.batches
         self.policy_version = self.newest_versions() if word is None else word[0]
         try:
             self.pool.submit(Command(self.itr, batch=batch))
         finally:  # after `submit`, so that workers do not wait for this
             if len(batches.held) == self.config.n_slots:
-                batches.give_back(batch, keep_last_row=True)
+                batches.give_back(batch)
         self.guard.state = _SAMPLING
 
     def wait(self) -> None:
@@ -144,14 +146,14 @@ class Run:
         command of the workers, once."""
         batch, batches, n_slots = self.batch, self.batches, self.config.n_slots
         slot = batch % batches.n_slots
-        if self.config.debug and batch >= n_slots:
-            batches.poison(batch - n_slots)  # no worker reads its last row now
         if self.acting.is_central:  # it may have begun a little later, with the parameters of that time
             self.policy_version = self.by_policy(
                 dict.fromkeys(self.agents, self.memory.control.version(len(self.plans)))
             )
-        self.batch, self.samples_np = batch + 1, batches.views[slot]
+        self.batch, self.samples_np = batch + 1, batches.views_for_user[slot]
         samples = batches.hand_out(batch, valid_until=batch + n_slots)
+        if self.episodes is not None:
+            self.episodes.keep(slot)
         if not batch:
             self.note_first_batch()
         infos = self.take_traj_infos(slot)
@@ -199,18 +201,28 @@ class Run:
         """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
         ordered by time step, then env_rank. `slot` is that of the batch; EVALUATION for an evaluation."""
         found = self.acting.trajectories(self, slot, opening)
+        if found and self.seating.has_games:
+            for env_rank in self._uncounted(found, slot).values():
+                own = [plan.eval_env_ranks if slot == EVALUATION else plan.env_ranks for plan in self.plans]
+                self.n_trajectories[[env_rank in ranks for ranks in own].index(True)] -= 1
         return self.as_infos(found, slot) if found and self.makes_infos else found
 
+    def _uncounted(self, found: Trajectories, slot: int) -> Mapping[int, int]:
+        return self.seating.uncounted(ends_of_trajectories(found), evaluation=slot == EVALUATION)
+
     def as_infos(self, found: Trajectories, slot: int = 0) -> list[TrajInfo]:
-        """`found`, ordered by time step, then env_rank; evaluations by episode, then env_rank. Each info knows whose it
+        """`found`, ordered by time step, then env_rank; evaluations by number, then env_rank. Each info knows whose it
         is."""
         cls, ends, evaluation = self.config.traj_info_cls, ends_of_trajectories(found), slot == EVALUATION
         infos = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
         games = Counter[int]() if evaluation else self.games
         self.seating.name_infos(infos, ends, games, evaluation=evaluation)
+        if self.seating.has_games and (left_out := self._uncounted(found, slot)):
+            kept = [i for i in range(len(infos)) if i not in left_out]
+            infos, ends = [infos[i] for i in kept], [ends[i] for i in kept]
         if evaluation:
             return self._with_seeds(infos)
-        if self.episodes is not None and self.seating.has_games:
+        if self.episodes is not None:
             seeds, first = self.episodes.seeds(slot), self.plans[0].env_ranks[0]
             for info, (t, _) in zip(infos, ends, strict=True):
                 assert info.env_rank is not None
@@ -218,15 +230,15 @@ class Run:
         return infos
 
     def _with_seeds(self, infos: list[TrajInfo]) -> list[TrajInfo]:
-        """The trajectories of an evaluation, ordered by episode, then env_rank, with the seeds of their resets."""
+        """The trajectories of an evaluation, ordered by number, then env_rank, with the seeds of their resets."""
         config = self.config
         is_seeded = not config.batched and issubclass(config.eval_collector_cls, EvalCollector)
         for info in infos:
             assert info.env_rank is not None
-            assert info.episode is not None
-            if is_seeded or not info.episode:  # others begin their further episodes as they like
-                info.seed = eval_seed(self.seed, info.episode * self.env_range.n_eval_envs + info.env_rank)
-        return sorted(infos, key=lambda info: (info.episode, info.env_rank))
+            assert info.number is not None
+            if is_seeded or not info.number:  # others begin their further episodes as they like
+                info.seed = eval_seed(self.seed, info.number * self.env_range.n_eval_envs + info.env_rank)
+        return sorted(infos, key=lambda info: (info.number, info.env_rank))
 
     # ---- other commands ------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class Sampler(ABC):
                 in the dict is a scripted player: see `FunctionAgent`.
             policy_of: with a dict of agents, `policy_of(agent_id)` returns the name of the policy that plays an agent
                 of the environment. It may have a second parameter, `env_rank`. In games in turns it may also have
-                `episode`, the number of the game in this environment, and `rng`, a generator for this seat and game:
+                `game`, the number of the game in this environment, and `rng`, a generator for this seat and game:
                 then it is called for each game. By default, the agents' ids are the names.
             record: with a dict of agents, the names of the policies whose decisions are recorded, such as `["main"]`:
                 the others, frozen opponents or scripted players, act but are not in the batch, and need no `value`.
@@ -225,7 +225,7 @@ class Sampler(ABC):
 
     def set_policy_of(self, policy_of: PolicyOf) -> None:
         """From the next game of each environment on, this function says which policy plays which agent. Running games
-        are played to their end as they are. It is for a sampler whose first `policy_of` has a parameter `episode` or
+        are played to their end as they are. It is for a sampler whose first `policy_of` has a parameter `game` or
         `rng`.
 
         Raises `ConfigError` for a sampler with another one, or with `on_worker_failure="restart"`: a new worker would
@@ -235,7 +235,7 @@ class Sampler(ABC):
             run = self._require_run("set_policy_of")
             refuse({NEW_CHOOSER: True, RESTART: self.config.on_worker_failure == "restart"})
             if run.seating.chooser is None:
-                raise ConfigError("set_policy_of needs games in turns, and a first policy_of with episode or rng")
+                raise ConfigError("set_policy_of needs games in turns, and a first policy_of with game or rng")
             from penstock.samplers.resuming import ChooseMessage
 
             message = ChooseMessage(run.seating.chooser.like(policy_of))
@@ -293,10 +293,10 @@ class Sampler(ABC):
             return batch
 
     def evaluate_agent(self, itr: int) -> list[TrajInfo]:
-        """Run the agent in the evaluation environments and return the trajectories that finished, ordered by episode,
+        """Run the agent in the evaluation environments and return the trajectories that finished, ordered by number,
         then env_rank.
 
-        Episode `k = info.episode * eval_n_envs + info.env_rank` is reset with a seed that depends on k and on the seed
+        Episode `k = info.number * eval_n_envs + info.env_rank` is reset with a seed that depends on k and on the seed
         of the sampler alone: `info.seed`. With `eval_episodes`, each call meets the same episodes, with any
         `eval_n_envs`.
 

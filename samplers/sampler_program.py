@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from penstock.agents.action_masks import mask_in
 from penstock.agents.agent import Agent
 from penstock.agents.remote_agent import RemoteAgent
 from penstock.buffers.samples import BatchColumns, SampleSpec, layouts_of, public_view, unrecorded_arrays
@@ -24,8 +26,9 @@ from penstock.columns.single_columns import SingleColumns
 from penstock.envs.calls import EnvCall, perform
 from penstock.envs.checks import Checks
 from penstock.envs.factory import EnvContext, EnvFactory
+from penstock.envs.infos import info_of, possible_masks
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import GameError
+from penstock.errors import GameError, PenstockError
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.resuming import StateMessage, WorkerParts
 from penstock.samplers.sampler_memory import SamplerMemory
@@ -93,7 +96,11 @@ class SamplerProgram:
         train_cls, eval_cls = self._collector_classes()
         self._eval_collector: EvalCollector | None = None
         self._collector = self._build_collector(train_cls, env_factories, Purpose.TRAIN)
-        self._collector.start_envs()
+        try:
+            self._collector.start_envs()
+        except Exception as error:
+            self._note_masks(error, self._collector)
+            raise
         self._collector.start_agent()
         if eval_env_factories:
             self._eval_collector = self._build_collector(eval_cls, eval_env_factories, Purpose.EVAL)
@@ -250,8 +257,9 @@ class SamplerProgram:
         """The tracker of these columns; or that of whole games, which follows the rewards of all their agents."""
         put_records = partial(self._memory.records.put, self._plan.worker_rank)
         cls, kwargs, put_messages = self.config.traj_info_cls, self.traj_info_kwargs, self._context.put
-        if of_games and cls is not TrajInfo:  # its `step` is for the steps of one agent
-            return BatchTracker(env_ranks, partial(put_as_objects, cls, kwargs, put_messages), cls(**kwargs)._discount)
+        if of_games:  # `step` of a subclass is for the steps of one agent
+            put = put_records if cls is TrajInfo else partial(put_as_objects, cls, kwargs, put_messages)
+            return BatchTracker(env_ranks, put, cls(**kwargs)._discount, reports_cuts=True)
         return make_tracker(cls, kwargs, env_ranks, put_records, put_messages)
 
     def _slots_of(self, p: int, cells: range, *, is_eval: bool) -> list[BatchColumns]:
@@ -263,7 +271,8 @@ class SamplerProgram:
             return [eval_columns(layout, batch_T, len(cells))]
         if spec is not None:
             return [BatchColumns(unrecorded_arrays(spec, batch_T, len(cells)), slice(None))] * len(layouts)
-        return [BatchColumns(slot[p], _slice(cells), is_poisoned=self.config.debug) for slot in layouts]
+        is_clean = self._plan.generation == 0  # else another worker has written there, and the learner
+        return [BatchColumns(slot[p], _slice(cells), is_clean=is_clean) for slot in layouts]
 
     def _eval_limits(self) -> EvalLimits:
         config, plan = self.config, self._plan
@@ -278,6 +287,13 @@ class SamplerProgram:
 
     def run(self, command: Command) -> None:
         """Run one command: collect a batch, evaluate, or make a call on the environments."""
+        try:
+            self._run(command)
+        except Exception as error:
+            self._note_masks(error, self._eval_collector if command.do_eval else self._collector)
+            raise
+
+    def _run(self, command: Command) -> None:
         evaluator, records = self._eval_collector, self._memory.records
         if command.is_batch:
             slot = command.batch % self._n_slots
@@ -295,6 +311,26 @@ class SamplerProgram:
         elif evaluator is not None:
             evaluator.pull()
             evaluator.collect_evaluation(command.itr)
+
+    def _note_masks(self, error: Exception, collector: Collector | None) -> None:
+        """If an environment has raised `error` in a step, the action may have been illegal: note on the error which
+        mask the agent does not use."""
+        status = self._memory.control.snapshot(self._plan.worker_rank)
+        is_step = status.phase in (Phase.STEPPING, Phase.DECORRELATING) and not isinstance(error, PenstockError)
+        if collector is None or not is_step or status.env_rank not in collector.columns.env_ranks:
+            return
+        e, keys = collector.columns.env_ranks.index(status.env_rank), list[str]()
+        with suppress(Exception):  # an info may hold anything, and what has just failed may fail again
+            infos = _infos_of(collector.columns, e, in_turns=self.seating.in_turns)
+            for agent in [agent for agent in self.agents if agent.mask_key is None]:
+                keys += ["observation.action_mask"] if mask_in(agent.observation_space, agent.action_space) else []
+                keys += [f"info.{name}" for info in infos for name in possible_masks(info, agent.action_space)]
+        if keys:
+            what = f"make the agent with mask_key={keys[0]!r}"
+            if self.config.batched and keys[0].startswith("info"):
+                what = 'put it into the observations, and make the agent with mask_key="observation.NAME"'
+            note = f"{keys[0]} has a 0 or 1 for each action: if it says which are legal, {what}"
+            vars(error).setdefault("__notes__", []).append(note)
 
     def _append(self, slot: int) -> None:
         """Copy the batch into the replay."""
@@ -342,6 +378,15 @@ class SamplerProgram:
         """Close every environment that was built; the first exception is raised when all have been closed."""
         if hasattr(self, "_builder"):  # `build` may have failed early
             self._builder.close()
+
+
+def _infos_of(columns: Any, e: int, *, in_turns: bool) -> list[Any]:
+    """What environment e has returned as info, of each of its agents."""
+    if isinstance(columns, BatchedColumns):
+        return [info_of(columns.infos, e)]
+    if isinstance(columns, SingleColumns):
+        return [columns.reset_infos[e]]
+    return [columns.envs[e].last()[4]] if in_turns else list(columns.infos[e].values())
 
 
 def _slice(columns: range) -> slice:

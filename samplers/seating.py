@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from keyword import iskeyword
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.arguments import signature
 from penstock.buffers import NamedArrays
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
@@ -24,7 +24,7 @@ from penstock.samplers.sampler_plan import EnvRange, SamplerPlan
 #: The name of the policy where one agent plays all seats.
 SHARED = "agent"
 
-#: `policy_of(agent_id)` names the policy of an agent. It may also have the parameters `env_rank`, `episode` and `rng`.
+#: `policy_of(agent_id)` names the policy of an agent. It may also have the parameters `env_rank`, `game` and `rng`.
 PolicyOf = Callable[..., str]
 
 
@@ -52,7 +52,8 @@ class Seating:
 
     def key(self, env_rank: int, seat: int | None) -> int:
         """What stands in the place of the env_rank in a trajectory's record: so records are ordered by environment,
-        then by seat, with that of the environment itself last (`seat` None)."""
+        then by seat, with that of the environment itself last (`seat` None). A game that was cut is reported with the
+        inverse `~key`, which is negative."""
         return env_rank * self.width + (self.width - 1 if seat is None else seat)
 
     def n_seats(self, p: int) -> int | None:
@@ -68,6 +69,8 @@ class Seating:
         train = tuple(self.train.cells(p, plan.columns) for p in n)
         evaluation = tuple(self.evaluation.cells(p, plan.eval_columns) for p in n)
         n_games, n_eval_games = (self.has_games * len(envs) for envs in (plan.columns, plan.eval_columns))
+        # The first batch of a worker that replaces another reports the games that were lost.
+        n_unasked = MOST_UNASKED + sum(map(len, train)) if self.in_turns else 0
         return replace(
             plan,
             cells=train,
@@ -75,7 +78,7 @@ class Seating:
             # In turns, each row of a cell may also be the only decision of a game, after a game without decisions.
             n_records=sum(map(len, train)) + (2 * sum(map(len, train)) if self.in_turns else n_games),
             n_eval_records=sum(map(len, evaluation)) + (1 + self.in_turns) * n_eval_games,
-            n_more_records=MOST_UNASKED + sum(map(len, train)) if self.in_turns else 0,
+            n_more_records=n_games + n_unasked,
             policies=() if self.is_shared else self.policies,
         )
 
@@ -96,13 +99,14 @@ class Seating:
         self, infos: Iterable[TrajInfo], ends: Iterable[tuple[int, int]], games: Counter[int], *, evaluation: bool
     ) -> None:
         """Write into each info whose trajectory it is. `ends`: the last time step and the `key` of each. `games` counts
-        the finished games of each environment, or its finished trajectories, if it has one agent."""
+        the games of each environment that are over, or its finished trajectories, if it has one agent. Games that were
+        cut count too, except in evaluations, where they are played again."""
         side, width = self.evaluation if evaluation else self.train, self.width
         for info, (_, key) in zip(infos, ends, strict=True):
-            env_rank, seat = divmod(key, width)
-            info.env_rank, info.episode = env_rank, games[env_rank]
+            env_rank, seat = divmod(max(key, ~key), width)
+            info.env_rank, info.number = env_rank, games[env_rank]
             if seat == width - 1:
-                games[env_rank] += 1
+                games[env_rank] += key >= 0 or not evaluation
             else:
                 b = env_rank - side.first_env_rank
                 if self.chooser is None:
@@ -110,6 +114,22 @@ class Seating:
                 else:
                     p, seat = divmod(seat, side.most)
                 info.agent_id, info.policy = side.agents[b][seat], self.policies[p]
+
+    def uncounted(self, ends: Sequence[tuple[int, int]], *, evaluation: bool) -> dict[int, int]:
+        """By index, the env_rank of what is no trajectory: the report of a game that was cut, and in evaluations, where
+        this game is played again, those of the agents that had ended in it."""
+        found, of_game = dict[int, int](), defaultdict[int, list[int]](list)
+        if all(key >= 0 for _, key in ends):  # as usual
+            return found
+        for i, (_, key) in enumerate(ends):
+            env_rank, seat = divmod(max(key, ~key), self.width)
+            if seat < self.width - 1:
+                of_game[env_rank].append(i)
+                continue
+            ended = of_game.pop(env_rank, [])
+            if key < 0:
+                found |= dict.fromkeys([i, *ended] if evaluation else [i], env_rank)
+        return found
 
 
 # ---- finding it -------------------------------------------------------------------------------------
@@ -204,11 +224,7 @@ class Chooser:
         """The chooser for `policies`."""
         if not callable(policy_of):
             raise ConfigError(f"policy_of must be a function of agent_id, got {brief(policy_of)}")
-        try:
-            names = frozenset(inspect.signature(policy_of).parameters)
-        except (TypeError, ValueError):  # a class or a function written in C
-            names = frozenset()
-        return cls(policy_of, names, policies)
+        return cls(policy_of, frozenset(signature(policy_of).parameters), policies)
 
     def like(self, policy_of: PolicyOf) -> Chooser:
         """A chooser for the same policies, with another function."""
@@ -217,11 +233,11 @@ class Chooser:
     @property
     def is_dynamic(self) -> bool:
         """Whether it chooses for each game."""
-        return not self.names.isdisjoint(("episode", "rng"))
+        return not self.names.isdisjoint(("game", "rng"))
 
-    def __call__(self, agent: AgentId, env_rank: int, episode: int, rng: Callable[[], np.random.Generator]) -> int:
+    def __call__(self, agent: AgentId, env_rank: int, game: int, rng: Callable[[], np.random.Generator]) -> int:
         """`rng` is called if `policy_of` asks for it."""
-        more: dict[str, Any] = {"env_rank": env_rank, "episode": episode}
+        more: dict[str, Any] = {"env_rank": env_rank, "game": game}
         more = {name: value for name, value in more.items() if name in self.names}
         if "rng" in self.names:
             more["rng"] = rng()

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
 from penstock.agents import Agent
-from penstock.buffers import NamedArrays
+from penstock.buffers import NamedArrays, pickling
 from penstock.buffers.named import map_leaves
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import tree_leaves
@@ -304,7 +304,7 @@ def pickling_changes_nothing(setup: AgentSetup) -> None:
     """A worker's copy can be pickled with cloudpickle, and then acts as before."""
     remedy = "create what cannot be pickled in initialize or seed_columns, or delete it in copy_for_worker"
     try:
-        pickled = cloudpickle.loads(cloudpickle.dumps(setup.agent.runtime.worker_copy()))
+        pickled = pickle.loads(pickling.dumps(setup.agent.runtime.worker_copy()))
     except Exception as error:
         raise Violation(in_one_line(error), remedy) from error
     _same(setup.reference(), setup.reference(pickled), "before and after pickling", remedy)

@@ -144,8 +144,7 @@ def the_agent_is_reset_with_its_environment(trace: Trace) -> None:
                     raise Violation(
                         f"{found[b]} calls of agent.reset_one({b}) before "
                         f"{trace.place(trace.found[k].itr, t, policy, b * stride)}, where {right[b]} episodes begin",
-                        "begin_episodes returns what self.columns.reset returns; elsewhere, call the recorder's rejoin "
-                        "with it",
+                        "begin_episodes returns what self.columns.reset returns; elsewhere, call self.reset_now(envs)",
                     )
 
 
@@ -193,10 +192,7 @@ def done_is_terminated_or_truncated(trace: Trace) -> None:
 
 def prev_done_marks_the_first_step_of_an_episode(trace: Trace) -> None:
     """prev_done[t] is True where row t is the first step of an episode, and False in the other valid rows."""
-    remedy = (
-        "where episodes begin between two batches, call the recorder's rejoin, and set self.samples.episode_start "
-        "after self.begin_batch(itr)"
-    )
+    remedy = "where episodes begin between two batches, call self.reset_now(envs)"
     for found, wanted in zip(trace.found, trace.wanted, strict=True):
         for policy, fields in wanted.fields.items():
             own = found.fields[policy].prev_done & fields.valid
@@ -292,12 +288,12 @@ def _figures(info: TrajInfo) -> list[float]:
 
 
 def _whose(info: TrajInfo) -> tuple[Any, ...]:
-    return info.env_rank, info.episode, info.agent_id, info.policy
+    return info.env_rank, info.number, info.agent_id, info.policy
 
 
 def each_episode_that_ends_gives_a_traj_info(trace: Trace) -> None:
     """Each episode that ends gives one TrajInfo, with its Length and Return; they are ordered by t, then env_rank."""
-    _require_infos(trace, "call self.end_batch() last, and the recorder's rejoin where episodes are interrupted")
+    _require_infos(trace, "call self.end_batch() last, and self.reset_now(envs) where episodes are interrupted")
 
 
 def a_traj_info_subclass_sees_every_step(trace: Trace) -> None:

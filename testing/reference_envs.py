@@ -42,7 +42,7 @@ def row_of(space: Any, element: Any = None) -> Any:
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = _parts(space).items()
         return NamedArrays({name: row_of(space[k], None if element is None else element[k]) for name, k in parts})
-    return np.zeros(space.shape, space.dtype) if element is None else np.array(element, space.dtype)
+    return np.zeros(space.shape, space.dtype) if element is None else np.asarray(element).astype(space.dtype)
 
 
 def element_of(space: Any, row: Any) -> Any:

@@ -211,6 +211,7 @@ class ReferenceLoop:
     def reset(self, starts: Starts) -> None:
         """Begin episodes in these environments, each with these arguments of its `reset`. What was running there is
         dropped."""
+        starts = {e: {name: value for name, value in how.items() if value is not None} for e, how in starts.items()}
         at_end = self._over.issuperset(starts)
         self._over -= starts.keys()
         for column in [column for e in starts for column in self._of(e)]:
@@ -444,7 +445,7 @@ class ReferenceLoop:
 
     def _finish(self, info: TrajInfo, e: int, column: Column | None = None) -> None:
         """A trajectory has ended: that of a column, or that of the whole game in environment e."""
-        info.env_rank, info.episode = e, self._ended[e]
+        info.env_rank, info.number = e, self._ended[e]
         if column and self._has_seats:
             info.agent_id, info.policy = column.agent_id, column.policy.name
         else:
@@ -478,7 +479,7 @@ class _Evaluation(ReferenceLoop):
             for e, column in enumerate(self._asked):
                 if column:
                     self._decide(e, column)
-        return sorted(self._ordered(), key=lambda info: (info.episode, info.env_rank))
+        return sorted(self._ordered(), key=lambda info: (info.number, info.env_rank))
 
     def begin_episodes(self, t: int, over: Collection[int]) -> None:
         starts = dict[int, dict[str, Any]]()
@@ -496,7 +497,7 @@ class _Evaluation(ReferenceLoop):
         n_ended = self._ended[e]
         super()._finish(info, e, column)
         self._left[e] -= self._ended[e] - n_ended
-        if not (self.batched and info.episode):
+        if not (self.batched and info.number):
             info.seed = self._seed_of(Purpose.EVAL_EPISODE, n_ended * self.batch_B + e)
 
 

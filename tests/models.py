@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from penstock.agents import Agent
 from penstock.envs import ColumnStreams, NestedEnv, Purpose
@@ -93,6 +95,20 @@ class Net(nn.Module):
         hidden = self.body(observation if isinstance(observation, torch.Tensor) else observation.position)
         out = [head(hidden) if n else head(hidden)[:, 0] for n, head in zip(self.sizes, self.heads, strict=True)]
         return tuple(out) if len(out) > 1 else out[0]
+
+
+class Normed(Net):
+    """Layers whose weights are computed before each call, in the three ways of torch, and one that finds its size."""
+
+    def __init__(self, n_outputs: int) -> None:
+        super().__init__(1, n_outputs, 0)
+        self.body[0] = nn.LazyLinear(16)
+        self.body.append(parametrizations.spectral_norm(nn.Linear(16, 16)))
+        parametrizations.weight_norm(self.heads[0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch has a newer form
+            nn.utils.weight_norm(self.heads[1])
+        self.double()
 
 
 class Gru(nn.Module):

@@ -54,10 +54,22 @@ def collect(sampler: Any, n: int | range, evaluate: Container[int] = ()) -> list
 
 
 def kept(samples: Any, infos: Any) -> Batch:
-    """What `obtain_samples` has returned, as a copy that stays. Of several policies it is one tree."""
+    """What `obtain_samples` has returned, as a copy that stays. Of several policies it is one tree. The batch itself
+    is defaced: no later one may depend on it."""
     if not hasattr(samples, "env"):
-        return NamedArrays({name: own.copy().numpy() for name, own in samples.items()}), figures_of(infos)
-    return samples.copy().numpy(), figures_of(infos)
+        found = NamedArrays({name: own.copy().numpy() for name, own in samples.items()})
+    else:
+        found = samples.copy().numpy()
+    deface(samples)
+    return found, figures_of(infos)
+
+
+def deface(samples: Any) -> None:
+    """Write into every field of a batch, as a learner may."""
+    for _, leaf in samples.leaves():
+        array = np.asarray(leaf)
+        if array.flags.writeable:
+            array[...] = ~array if array.dtype == np.bool_ else 77 if array.dtype.kind in "iu" else -1e4
 
 
 def figures_of(infos: Any) -> list[dict[str, Any]]:

@@ -219,6 +219,22 @@ class Odd(ScriptedGame):
         return self._dicts
 
 
+class Ghosts(ScriptedGame):
+    """A `ScriptedGame` without joins that lists who has ended until the next reset. Only the others may act."""
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self._gone = set[str]()
+        return super().reset(seed, options)
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        listed = self.agents
+        acted = self.agents = [agent for agent in listed if agent not in self._gone]
+        results = super().step(actions)
+        self._gone |= {*acted} - {*self.agents}
+        self.agents = listed
+        return results
+
+
 class Roles(ScriptedGame):
     """A scripted game whose first agent sees 5 numbers and has 4 actions; all others see 4 and have 3."""
 

@@ -140,10 +140,15 @@ def _pinning() -> Iterator[str]:
         claims.close()
 
 
-def _load() -> Iterator[str]:
+def busy() -> str:
+    """How many processes run, if they are more than there are CPUs; else empty."""
     load, n = os.getloadavg()[0], len(usable_cpus() or ()) or os.cpu_count() or 1
-    if load > n:
-        yield f"{load:.1f} processes ran on average in the last minute, on {n} CPUs: figures of speed are too low now."
+    return f"{load:.1f} processes ran on average in the last minute, on {n} CPUs" if load > n else ""
+
+
+def _load() -> Iterator[str]:
+    if text := busy():
+        yield f"{text}: figures of speed are too low now."
 
 
 def _memory() -> Iterator[str]:

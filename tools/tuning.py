@@ -43,6 +43,7 @@ class TuneReport:
 
     env: str = "env_fn"  #: the code of the environment function
     rows: list[TuneRow] = field(default_factory=list)  #: `SerialSampler` first, and few workers before many
+    busy: str = ""  #: what else ran on this machine when the search began, if it was much
 
     @property
     def best(self) -> TuneRow | None:
@@ -70,6 +71,11 @@ class TuneReport:
         lines += ["", "Figures are medians, with the middle half of the turns in parentheses. Nothing was trained."]
         if self.best and (share := float(np.median(self.best.resetting))) > 0.2:
             lines += [f"Resets take {share:.0%} of the workers' time: faster resets or longer episodes help most."]
+        if self.busy:
+            lines += [
+                f"The machine was busy when this began: {self.busy}. Beside other programs, many workers get more of "
+                "the CPUs than few, so this says little. Run it again when the machine is idle."
+            ]
         return "\n".join([*lines, "", self.recommendation])
 
 
@@ -103,6 +109,8 @@ def tune(
 
     Raises `ConfigError` for arguments that cannot work.
     """
+    from penstock.tools.doctor import busy  # here, since it imports games
+
     counts = [arguments.integer("n_workers", n, 1) for n in np.atleast_1d(n_workers)]
     sizes = {"batch_T": batch_T, "batch_B": arguments.integer("batch_B", batch_B, 1)}
     length, report = arguments.seconds("seconds", seconds) / _ROUNDS, report or TuneReport()
@@ -110,7 +118,9 @@ def tune(
     rows = [TuneRow(cls, {**sizes, **workers}) for cls, workers in _to_try(sizes["batch_B"], counts)]
     make_agent = _agent_maker(policy, env_fn)
     name = f'"{env_fn}"' if isinstance(env_fn, str) else getattr(env_fn, "__name__", "<lambda>")
-    report.env, report.rows = name.replace("<lambda>", "env_fn"), rows
+    report.env, report.rows, report.busy = name.replace("<lambda>", "env_fn"), rows, busy()
+    if report.busy:  # before the search itself makes it so
+        say(f"the machine is busy: {report.busy}")
     with ExitStack() as stack:
         pairs = [(row, stack.enter_context(row.sampler(env_fn, **more, **row.options))) for row in rows]
         for number in range(1 + _ROUNDS):

@@ -284,7 +284,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         seeds = as_seeds(seed, self._n_envs)
         which, each = split_mask(options, self._n_envs)
         if self._is_batched:
-            each = [as_one_dict(options)] * self._n_envs
+            each = [as_one_dict(each)] * self._n_envs
             if len(busy := self._exchange.outstanding_of(self._exchange.together_with(which))):
                 raise SamplerStateError(
                     f"reset: environments {busy.tolist()} have not been received yet, and one call steps them together "
@@ -434,6 +434,20 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         Returns observations `[k, ...]`, rewards, terminations and truncations `[k]`, and infos batched for the `k`,
         with their indices in `infos["env_id"]`.
         """
+        exchange = self._exchange
+        which, rows, results, infos = self._recv(min_ready, max_wait, timeout)
+        ids = {"env_id": which} if self.seats is None else {"env_id": which, "seat_id": rows}
+        return (*results, {**exchange.batched(infos, rows), **exchange.states(rows), **ids})
+
+    def recv_listed(self, min_ready: int) -> Step[Infos]:
+        """As `recv`, with the infos unbatched: pairs (index among all, info) of the environments that had any."""
+        _, _, results, infos = self._recv(min_ready)
+        return (*results, self._exchange.listed(infos))
+
+    def _recv(
+        self, min_ready: int | None, max_wait: float | None = None, timeout: float | None = None
+    ) -> tuple[Ids, Ids, Any, Infos]:
+        """The environments, their rows, their results, and the infos that they have sent."""
         with self._guard.call("recv", State.SENT):
             exchange = self._exchange
             self._workers.finish_interrupted()  # it may take some of the results
@@ -456,10 +470,8 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
                 self._ended[which] = terminated | truncated
             if len(which) == len(exchange.outstanding):
                 self._guard.state = State.READY  # even if an info cannot be unpickled
-            infos = self._exchange.batched(self._workers.take(which), rows)
-            ids = {"env_id": which} if self.seats is None else {"env_id": which, "seat_id": rows}
-            batched = {**infos, **exchange.states(rows), **ids}
-            return exchange.observations(rows), reward, terminated, truncated, batched
+            infos = self._workers.take(which)
+            return which, rows, (exchange.observations(rows), reward, terminated, truncated), infos
 
     def _require_running(self, which: Ids) -> None:
         if self._ended[which].any():

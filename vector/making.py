@@ -3,18 +3,17 @@ name returns."""
 
 from __future__ import annotations
 
-import inspect
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import cloudpickle
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import VectorWrapper
 
-from penstock.arguments import MOST_ENVS, integer, one_of
+from penstock.arguments import MOST_ENVS, integer, one_of, signature
+from penstock.buffers import pickling
 from penstock.buffers.reports import in_one_line
 from penstock.errors import ConfigError
 from penstock.vector.env import ShmVectorEnv
@@ -29,14 +28,21 @@ def make_vec(
     """A `ShmVectorEnv` of `num_envs` environments `id`.
 
     Each environment is wrapped in all `wrappers`; the first is the innermost.
-    Arguments of `ShmVectorEnv` go there, all others to `gymnasium.make`. It can be the `vector_entry_point` of a
-    registered environment. Raises `ConfigError` for an id that is not registered, and as `ShmVectorEnv` does.
+    Arguments of `ShmVectorEnv`, such as `autoreset_mode`, go there, all others to `gymnasium.make`. It can be the
+    `vector_entry_point` of a registered environment. Raises `ConfigError` for an id that is not registered, for
+    `vectorization_mode` and `vector_kwargs` of `gymnasium.make_vec`, and as `ShmVectorEnv` does.
     """
+    if isinstance(wrappers, str) or not {"vectorization_mode", "vector_kwargs"}.isdisjoint(kwargs):
+        raise ConfigError(
+            "make_vec of penstock has no vectorization_mode and no vector_kwargs, since it makes a ShmVectorEnv: "
+            "leave them out. Give the arguments of ShmVectorEnv to make_vec itself, such as "
+            'autoreset_mode="SAME_STEP" or n_workers=4'
+        )
     try:
         spec = gym.spec(id) if isinstance(id, str) else id
     except gym.error.Error as error:
         raise ConfigError(f"id={id!r} is not a registered environment id: {error}") from error
-    names = set(inspect.signature(ShmVectorEnv).parameters) - {"env_fns", "unknown"}
+    names = set(signature(ShmVectorEnv).parameters) - {"env_fns", "unknown"}
     options = {name: kwargs.pop(name) for name in names & set(kwargs)}
     num_envs = integer("num_envs", num_envs, 1, MOST_ENVS)
     return ShmVectorEnv([partial(_make_one, spec, tuple(wrappers or ()), kwargs)] * num_envs, **options)
@@ -79,7 +85,7 @@ def concat_vec_envs(
     make = env
     if not (callable(env) or isinstance(env, str)):
         try:
-            make = partial(pickle.loads, cloudpickle.dumps(getattr(env, "par_env", env)))
+            make = partial(pickle.loads, pickling.dumps(getattr(env, "par_env", env)))
         except Exception as error:  # pickling runs the user's code, which may raise anything
             raise ConfigError(
                 f"the environment cannot be pickled, so it cannot be copied: {in_one_line(error)}. Give a function "

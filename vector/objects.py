@@ -12,11 +12,11 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
 
+from penstock.buffers import pickling
 from penstock.buffers.descriptors import anonymous_file
 from penstock.buffers.tree import map_tree, tree_leaves
 from penstock.errors import SpaceError
@@ -107,7 +107,7 @@ class ObjectSlots:
         try:
             body = pickle.dumps(objects, pickle.HIGHEST_PROTOCOL)
         except Exception:  # an object of a class of the user's script, which goes by value
-            body = cloudpickle.dumps(objects)
+            body = pickling.dumps(objects)
         if _SIZE.size + len(body) > 1 << _SLOT_BITS:
             raise ValueError(f"it has {len(body):,} bytes, more than 1 GiB")
         view, at = memoryview(_SIZE.pack(len(body)) + body), slot << _SLOT_BITS

@@ -16,10 +16,10 @@ from penstock.buffers.native import put_row
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage
 from penstock.buffers.ordering import fence
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.tree import tree_leaves
+from penstock.buffers.tree import snapshot, tree_leaves
 from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
-from penstock.columns.interface import Events, Start, snapshot
+from penstock.columns.interface import Events, Start
 from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.columns.single_columns import SingleColumns
 from penstock.envs.calls import EnvCall, perform, pickled
@@ -130,7 +130,8 @@ class VectorProgram:
         # Parts without a fixed shape have no place to step into. A worker that may be replaced does not write there
         # during a step: if it dies in it, the place must still have the last observation.
         self._row = None if self._observation_parts or self.may_be_replaced else 0
-        own.watch(None, keep_infos=False, into=self._observation, on_info=self._infos.put)
+        home = None if self._row is None else self._observation
+        own.watch(None, into=self._observation, home=home, on_info=self._infos.put)
 
     def _bind_singles(self) -> None:
         spaces = shared_part(self.observation_space), shared_part(self.action_space)
@@ -263,7 +264,7 @@ class VectorProgram:
     def _autoreset(self, e: int, action: object) -> StepValues:
         """The step after the end of an episode."""
         self._begin((e,))
-        return self._own.observations[e], 0.0, False, False, {}
+        return self._own.current(e), 0.0, False, False, {}
 
     def _truncate(self, e: int, action: object) -> StepValues:
         """The first step after a replacement."""
@@ -293,7 +294,8 @@ class VectorProgram:
                 own.observations[e] = self._send_objects(e, own.observations[e])
         if which is None:
             # The fast path; `write_step` raises errors.
-            if not (put_row(self._observation, 0, own.observations) and put_row(self._reward, 0, own.rewards)):
+            is_written = own.written == 0 or put_row(self._observation, 0, own.observations)
+            if not (is_written and put_row(self._reward, 0, own.rewards)):
                 own.write_step(self._observation, self._reward, 0)
         else:
             for row in range(self._spans[which].start, self._spans[which].stop):
@@ -418,9 +420,9 @@ class VectorProgram:
 
     def _begin_batch(self) -> None:
         """The first reset after a replacement, with other seeds than before. All rows are reset."""
-        everyone = range(len(self._columns))
+        columns, everyone = self._columns, range(len(self._columns))
         self._unseeded = set(everyone)
-        self._columns.reset(everyone, [Start(self._seed_of(i, None)) for i in everyone])
+        columns.infos = columns.reset_rows(everyone, [self._seed_of(i, None) for i in everyone], None)
         self._progress.enter(Phase.STEPPING)
 
     def _put_batch_infos(self, row: int) -> None:
@@ -439,11 +441,9 @@ class VectorProgram:
         columns, own = self._columns, self._plan.columns
         if lost := self._unseeded.difference(requested):  # a reset of some rows needs one of all before
             self._begin_batch()
-        options = message.options[own.start]
-        if options and "reset_mask" in options:
-            options = {**options, "reset_mask": options["reset_mask"][own.start : own.stop]}
-        seeds = [self._seed_of(i, message.seeds[column]) for i, column in enumerate(own)]
-        columns.reset(range(len(own)), [Start(seed, options) for seed in seeds])
+        columns.infos = columns.reset_rows(
+            requested, [self._seed_of(i, message.seeds[own[i]]) for i in requested], message.options[own.start]
+        )
         self._unseeded = lost
         self._begun = self._begun and (snapshot(columns.observations), {}) if len(requested) < len(own) else None
         self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset

@@ -12,7 +12,7 @@ from gymnasium.vector.utils import iterate
 from penstock.errors import ConfigError
 from penstock.vector.env import ShmVectorEnv
 from penstock.vector.vector_arguments import as_seeds
-from penstock.vector.vector_infos import Infos, listed_infos
+from penstock.vector.vector_infos import Infos
 
 Ids = Any  #: an index, several, or None for all
 
@@ -60,10 +60,11 @@ class TianshouVectorEnv:
         ids = self._ids(id)
         order = np.argsort(ids)
         self.envs.send(np.asarray(action)[order], ids[order])
-        observation, *results, infos = self.envs.recv(len(ids))
-        back = np.argsort(order)
-        listed = self._infos(listed_infos(infos, len(ids)), back)
-        return self._rows(observation, back), *(each[back] for each in results), listed
+        observation, *results, infos = self.envs.recv_listed(len(ids))
+        back, each = np.argsort(order), self._infos(infos, ids)
+        for i, info in zip(ids.tolist(), each, strict=True):
+            info["env_id"] = i
+        return self._rows(observation, back), *(result[back] for result in results), each
 
     def close(self) -> None:
         """End the workers."""

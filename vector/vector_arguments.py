@@ -7,7 +7,6 @@ environments. A seat is *idle* while its agent has ended or has not joined yet.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, Protocol
@@ -16,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from penstock.arguments import MOST_ENVS, integer, seconds, unknown_argument
+from penstock.arguments import MOST_ENVS, integer, seconds, signature, unknown_argument
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env, env_factories
 from penstock.envs.seats import PLAYED_IN_TURNS, ParallelView, SeatTable, is_in_turns
 from penstock.errors import ConfigError, SpaceError, brief
@@ -54,7 +53,7 @@ _REMEDIES = {
 def refuse_unknown(caller: type, given: Mapping[str, Any], *others: type) -> None:
     """Raise `ConfigError` for the first argument that neither the class `caller` has nor the `others`, which get what
     it does not have."""
-    known = {name for cls in (caller, *others) for name in inspect.signature(cls).parameters} - {"unknown", "kwargs"}
+    known = {name for cls in (caller, *others) for name in signature(cls).parameters} - {"unknown", "kwargs"}
     for name in given:
         if name not in known:
             raise unknown_argument(caller.__name__, name, sorted(known), _REMEDIES)
@@ -251,9 +250,9 @@ def split_mask(options: Options | Sequence[Options], n_envs: int) -> tuple[Ids, 
     return np.flatnonzero(mask), [rest] * n_envs
 
 
-def as_one_dict(options: Options | list[Options]) -> Options:
-    """The options of a batched environment: a list must have the same object for each row."""
-    first, *others = options if isinstance(options, list) else [options]
+def as_one_dict(options: Sequence[Options]) -> Options:
+    """The options of a batched environment, which must be the same object for each row."""
+    first, *others = options
     if any(each is not first for each in others):
         raise ConfigError("options of batched environments must be None or one dict, got a list of different ones")
     return first

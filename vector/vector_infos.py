@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
-from gymnasium.vector import VectorEnv
 
+from penstock.buffers import pickling
 from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import map_tree
 from penstock.envs.infos import element, info_of, mask_name
@@ -76,13 +76,13 @@ def _pickled_info(info: Mapping[str, Any], env_rank: int) -> bytes:
     except Exception:  # a class or function of the user's script, which goes by value
         for key, value in info.items():
             try:
-                cloudpickle.dumps(value)
+                pickling.dumps(value)
             except Exception as error:
                 raise SpaceError(
                     f"info[{key!r}] of env_rank {env_rank} cannot be pickled for the main process: "
                     f"{in_one_line(error)}. Leave it out, or turn it into numbers, text or arrays"
                 ) from error
-        return bytes(cloudpickle.dumps(dict(info)))
+        return pickling.dumps(dict(info))
 
 
 # ---- in the main process -----------------------------------------------------------------------
@@ -104,36 +104,126 @@ def unreadable(name: str, i: int, error: Exception) -> EnvCallError:
     )
 
 
-class _Batch(VectorEnv[Any, Any, Any]):
-    """Batches infos as Gymnasium does, for any number of environments."""
-
-    def __init__(self, num_envs: int) -> None:
-        self.num_envs = num_envs
-        self.closed = True
-
-
-def batch_infos(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str, Any]:
+def batch_infos(infos: Infos, n: int) -> dict[str, Any]:
     """Infos by position, batched for `n` environments by Gymnasium's conventions: arrays, and masks of the same name
-    with an underscore in front."""
+    with an underscore in front.
+
+    Where all environments return the same type, the array is that of Gymnasium. Gymnasium takes the type of the first
+    one for all, and cuts off the numbers of the others. Here it is their common type, or there is an array of objects.
+    """
     if not infos:
         return {}
     if all(info.keys() == _END_KEYS and info["final_info"] == {} for _, info in infos):
         return _batch_ends(infos, n)
-    batch, batched = _Batch(n), dict[str, Any]()
-    for position, info in infos:
-        batched = batch._add_info(batched, info, position)
-    return batched
+    return _batch(infos, n)
 
 
 _END_KEYS = {"final_obs", "final_info"}
 
 
-def _batch_ends(infos: Sequence[tuple[int, dict[str, Any]]], n: int) -> dict[str, Any]:
-    """The same for ends of episodes without other infos, the usual case: Gymnasium's way takes three times as long."""
+def _batch_ends(infos: Infos, n: int) -> dict[str, Any]:
+    """The same for ends of episodes without other infos, the usual case, which takes a third of the time."""
     final_obs, has_ended = np.empty(n, object), np.zeros(n, np.bool_)
     for position, info in infos:
         final_obs[position], has_ended[position] = info["final_obs"], True
     return {"final_obs": final_obs, "_final_obs": has_ended, "final_info": {}, "_final_info": has_ended.copy()}
+
+
+def _batch(infos: Infos, n: int) -> dict[str, Any]:
+    batched: dict[str, Any] = {}
+    rows_of: dict[str, Any] = {}
+    dicts: list[str] = []  # entries that are dicts
+    unlike: dict[str, None] = {}  # entries of several types
+    for position, info in infos:
+        for key, value in info.items():
+            cls = value.__class__
+            if (found := rows_of.get(key)) is None:
+                rows_of[key] = only, rows, mask = *_rows_for(key, value, n), np.zeros(n, np.bool_)
+                batched[key], batched[mask_name(key)] = rows, mask
+                if only is dict:
+                    dicts.append(key)
+            else:
+                only, rows, mask = found
+            mask[position] = True
+            if only is None or (cls is only and (cls is not np.ndarray or _fits(value, rows))):
+                try:
+                    rows[position] = value
+                except OverflowError:  # a large int
+                    unlike[key] = None
+            else:
+                unlike[key] = None
+    for key in dicts:
+        batched[key] = _batch([*batched[key].items()], n)
+    for key in unlike:
+        batched[key] = _of_unlike([(position, info[key]) for position, info in infos if key in info], n)
+    return batched
+
+
+def _rows_for(key: str, value: Any, n: int) -> tuple[type | None, Any]:
+    """Rows for values such as this one, as Gymnasium has them, and the only class that they take. None: any class."""
+    cls = value.__class__
+    if key == "final_obs":
+        return None, np.full(n, None)
+    if cls in _NUMBERS or issubclass(cls, np.number):
+        return cls, np.zeros(n, cls)
+    if cls is np.ndarray:
+        return cls, np.zeros((n, *value.shape), value.dtype)
+    if issubclass(cls, dict | np.ndarray):
+        return dict, {}
+    return np.bool_ if cls is np.bool_ else None, np.full(n, None)
+
+
+_NUMBERS = {float, int, bool}
+
+
+def _fits(value: Any, rows: Any) -> bool:
+    """Whether this array is as those of `rows` `[n, ...]` are."""
+    return bool(value.dtype == rows.dtype and value.shape == rows.shape[1:])
+
+
+def _of_unlike(given: list[tuple[int, Any]], n: int) -> Any:
+    """Values by position that have not all the same type, batched."""
+    positions, values = zip(*given, strict=True)
+    if all(isinstance(value, dict) for value in values):
+        return _batch(given, n)
+    if all(isinstance(value, np.ndarray | np.number | np.bool_ | int | float) for value in values):
+        arrays = [np.asarray(value) for value in values]
+        if (joined := _joined(positions, arrays, {array.shape for array in arrays}, n)) is not None:
+            return joined
+    return _filled(np.full(n, None), positions, values)
+
+
+def _filled(batch: npt.NDArray[Any], positions: Iterable[Any], values: Iterable[Any]) -> npt.NDArray[Any]:
+    for position, value in zip(positions, values, strict=True):
+        batch[position] = value
+    return batch
+
+
+def _joined(places: Sequence[Any], arrays: Sequence[Any], shapes: set[tuple[int, ...]], n: int) -> Any:
+    """One array of `n` rows, with `arrays` in these places, whose rows have these `shapes`. None if they have different
+    ones, or no dtype that keeps all values."""
+    if len(shapes) > 1 or (dtype := _common_dtype(arrays)) is None:
+        return None
+    shape = n, *shapes.pop()
+    return _filled(np.full(shape, None) if dtype.hasobject else np.zeros(shape, dtype), places, arrays)
+
+
+def _common_dtype(arrays: Sequence[Any]) -> np.dtype[Any] | None:
+    dtypes: set[np.dtype[Any]] = {array.dtype for array in arrays}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    kinds = {dtype.kind for dtype in dtypes}
+    if len(kinds) > 1 and not kinds <= set("biufc"):  # numpy would turn numbers into texts or times
+        return None
+    try:
+        dtype: np.dtype[Any] = np.result_type(*dtypes)
+    except TypeError:
+        return None
+    large = 2**53  # up to here, each integer is a float64
+    for array in arrays if dtype.kind in "fc" else ():
+        if array.dtype.kind in "iu" and ((array > large) | (array < -large)).any():
+            return None
+    return dtype
 
 
 # ---- of batched environments -------------------------------------------------------------------
@@ -157,7 +247,7 @@ def merged_batches(
             for at, group in zip(firsts, groups, strict=True)
             if at < len(rows) and rows[at] == group.start
         ]
-        merged = _merged(parts, len(rows), "info")
+        merged = _merged(parts, len(rows))
     if len(ended):
         done, final_obs = np.zeros(len(rows), np.bool_), np.full(len(rows), None)
         for k, row in zip(rows.searchsorted(ended).tolist(), ended.tolist(), strict=True):
@@ -177,34 +267,38 @@ def listed_infos(batch: Mapping[str, Any], n: int) -> Infos:
     return [(row, info) for row in range(n) if (info := _row_of(batch, row))] if batch else []
 
 
-def _merged(parts: Sequence[tuple[slice, Any]], n: int, name: str) -> Any:
-    """Infos or final observations of some rows each, as one batch of `n` rows. Where an entry is missing, it is zero or
-    None, and its mask is False."""
-    (_, first), *_ = parts
-    if isinstance(first, Mapping):
-        merged = {}
-        for key in dict.fromkeys(key for _, part in parts for key in part):
-            own = [(rows, part[key]) for rows, part in parts if key in part]
-            merged[key] = _merged(own, n, f"{name}[{key!r}]")
-            mask = mask_name(str(key))
-            if len(own) < len(parts) and not str(key).startswith("_") and all(mask not in part for _, part in parts):
-                merged[mask] = _merged([(rows, True) for rows, _ in own], n, mask)
+def _merged(parts: Sequence[tuple[slice, Any]], n: int) -> Any:
+    """Infos of some rows each, as one batch of `n` rows. Where an entry is missing, it is zero or None, and its mask is
+    False."""
+    if all(isinstance(part, Mapping) for _, part in parts):
+        merged, keys = {}, dict.fromkeys(key for _, part in parts for key in part)
+        for key in keys:
+            mask, is_hidden = mask_name(str(key)), str(key).startswith("_")
+            if is_hidden and str(key)[1:] in keys:
+                continue  # the mask of another entry
+            own = [(rows, part) for rows, part in parts if key in part]
+            merged[key] = _merged([(rows, part[key]) for rows, part in own], n)
+            if mask in keys or (len(own) < len(parts) and not is_hidden):
+                merged[mask] = _merged([(rows, part.get(mask, True)) for rows, part in own], n)
         return merged
-    if isinstance(first, tuple):
-        return tuple(_merged([(rows, part[i]) for rows, part in parts], n, name) for i in range(len(first)))
-    arrays = [(rows, _as_rows(part, rows.stop - rows.start)) for rows, part in parts]
-    (shape, *others), dtype = {array.shape[1:] for _, array in arrays}, np.result_type(*(array for _, array in arrays))
-    if others:
-        raise SpaceError(f"{name} must have the same shape in all workers, got {sorted((shape, *others))}")
-    batch = np.full((n, *shape), None if dtype.hasobject else np.zeros((), dtype))
-    for rows, array in arrays:
-        batch[rows] = array
-    return batch
+    first = parts[0][1]
+    if all(isinstance(part, tuple) and len(part) == len(first) for _, part in parts):
+        return tuple(_merged([(rows, part[i]) for rows, part in parts], n) for i in range(len(first)))
+    places, each = zip(*((rows, _as_rows(part, rows.stop - rows.start)) for rows, part in parts), strict=True)
+    joined = _joined(places, each, {array.shape[1:] for array in each}, n)
+    if joined is None:
+        joined = _filled(np.full(n, None), chain(*(range(n)[rows] for rows in places)), chain(*each))
+    return joined
 
 
-def _as_rows(value: object, n: int) -> Any:
+def _as_rows(value: Any, n: int) -> Any:
     """An array of `n` rows. What is none holds for each of them."""
-    array = np.asarray(value)
+    if isinstance(value, Mapping):
+        return _filled(np.full(n, None), range(n), (info_of(value, b) for b in range(n)))
+    try:
+        array = np.asarray(value)
+    except ValueError:  # its parts differ in length
+        array = _filled(np.full(len(value), None), range(len(value)), value)
     return array if array.shape[:1] == (n,) else np.broadcast_to(array, (n, *array.shape))
 
 

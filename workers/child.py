@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
 import struct
 import subprocess
@@ -13,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import cloudpickle
 import psutil
 
+from penstock.buffers import pickling
 from penstock.workers.handle import StackFile
 
 _CHILD = "from penstock.workers.child import run_child; run_child({})"
@@ -30,7 +31,7 @@ class ChildProcess:
 
     def __init__(self, function: Callable[[], int], fds: Sequence[int] = ()) -> None:
         paths = json.dumps(sys.path).encode()
-        code = cloudpickle.dumps(function)
+        code = pickling.dumps(function)
         self._stacks = StackFile()
         file = self._stacks.file.fileno()
         command = [sys.executable, *_warnings(), "-c", _CHILD.format(file)]
@@ -105,7 +106,7 @@ def run_child(stack_file: int) -> None:
     sys.path[:] = json.loads(_read(n_paths))
     code = _read(n_code)  # from the parent, which may run any code here: so it is safe to unpickle it
     threading.Thread(target=_end_with_pipe, name="watchdog", daemon=True).start()
-    sys.exit(cloudpickle.loads(code)())
+    sys.exit(pickle.loads(code)())
 
 
 def _read(length: int) -> bytes:

@@ -30,7 +30,7 @@ _PHASE_TEXT = {
     Phase.STARTING: "starting",
     Phase.BUILDING: "building env_rank {rank}",
     Phase.RESETTING: "resetting env_rank {rank}",
-    Phase.DECORRELATING: "decorrelating env_rank {rank}",
+    Phase.DECORRELATING: "stepping env_rank {rank} in the random steps before the first batch",
     Phase.WAITING: "waiting for the next command",
     Phase.ACTING: "acting",
     Phase.STEPPING: "stepping env_rank {rank}",
@@ -43,14 +43,14 @@ _PHASE_TEXT = {
     Phase.SERVING: "waiting for requests",
     Phase.RENEWING: "building env_rank {rank} again",
 }
-#: What some exceptions need to say; by the headline of their report.
+#: What some exceptions need to say; by their class.
 _TEXTS = {
     "bdb.BdbQuit": "bdb.BdbQuit: breakpoint() needs a terminal, which a worker does not have. Use a SerialSampler, or "
     "error.episode (seed_episodes=True)"
 }
 #: What is added to others; by a pattern of the phase in words and the headline.
 _HINTS = {
-    r"^(stepping|decorrelating).*\n(Attribute|Type)Error: .*('int' object|type 'int'|got int\b)": (
+    r"^stepping.*\n(Attribute|Type)Error: .*('int' object|type 'int'|got int\b)": (
         "discrete actions are Python ints here"
     ),
     r"\n(_?pickle\.Pickl|AttributeError: Can't get attribute).*__main__": (
@@ -119,7 +119,8 @@ class WorkerFailure:
         """One sentence: the worker, how it failed, its phase, and the call that was running (`during`)."""
         doing = f"{self.status.doing} ({during})" if during else self.status.doing
         if self.report and not self.hung:
-            return raised(self.status, doing, _TEXTS.get(self.report.headline, self.report.headline))
+            headline = self.report.headline
+            return raised(self.status, doing, _TEXTS.get(headline.partition(":")[0], headline))
         return f"{self.status} {self.hung or describe_exit(self.exitcode)} while {doing}"
 
 

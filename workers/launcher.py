@@ -14,9 +14,11 @@ from typing import Any
 
 import cloudpickle
 
+from penstock.buffers import pickling
 from penstock.buffers.memory_limits import left_in_cgroups
 from penstock.buffers.object_pipe import Mailbox
 from penstock.buffers.reports import in_one_line
+from penstock.buffers.unpicklable import remedy
 from penstock.errors import ConfigError, WorkerTimeoutError
 from penstock.workers import sigint
 from penstock.workers.affinity import blas_limited
@@ -46,7 +48,7 @@ def post_programs(
     if "__mp_main__" in sys.modules:  # this process belongs to a pool; workers cannot import its main module
         cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     try:
-        parts = [bytes(cloudpickle.dumps(part)) for part in (*distinct.values(), *worker_data)]
+        parts = [pickling.dumps(part) for part in (*distinct.values(), *worker_data)]
     except Exception as error:  # pickling runs the user's code, which may raise anything
         named = {name: part for program in distinct.values() for name, part in program.pickled_parts().items()}
         raise unpicklable({**named, programs[0].data_name: worker_data}, error) from error
@@ -61,11 +63,11 @@ def unpicklable(parts: Mapping[str, Any], error: Exception) -> ConfigError:
     """The error that names the first of these arguments that cannot be pickled."""
     for name, part in parts.items():
         try:
-            cloudpickle.dumps(part)
+            pickling.dumps(part)
         except Exception as cause:
             return ConfigError(
-                f"{name} cannot be pickled for the workers: {in_one_line(cause)}. Create such objects inside the "
-                "function. A SerialSampler needs no pickling"
+                f"{name} cannot be pickled for the workers: {in_one_line(cause)}. {remedy(part, cause)}. A "
+                "SerialSampler needs no pickling"
             )
     return ConfigError(f"the workers' program cannot be pickled: {in_one_line(error)}")
 
@@ -111,7 +113,7 @@ class Launcher:
                 pass  # Ctrl-C may end a wait for a supervisor that does not answer
             is_stopped = status_of(supervisor.pid) == "stopped"
             if seconds > (self._start_timeout if is_stopped else max(self._start_timeout, _PRELOAD_SECONDS)):
-                why = "is stopped by a signal: continue it with kill -CONT" if is_stopped else "does not answer"
+                why = "was stopped by a signal, and continues now: try again" if is_stopped else "does not answer"
                 raise WorkerTimeoutError(
                     f"{name} could not be started within {seconds:.0f} s: the supervisor (pid {supervisor.pid}) {why} "
                     "(start-up)"
@@ -127,6 +129,9 @@ class Launcher:
                 except EOFError:
                     if supervisor.has_started and supervisor.has_ended(within=_KILL_SECONDS) and self._fork is None:
                         continue  # it was killed: another one can do it
+                    raise
+                except BaseException:
+                    supervisor.resume()  # it may be stopped, and starts the workers of other pools too
                     raise
                 supervisor.has_started = True
                 return process

@@ -24,7 +24,7 @@ from penstock.workers.handle import StackFile, WorkerHandle
 from penstock.workers.launcher import Launcher, post_programs
 from penstock.workers.monitor import POLL_SECONDS, DeathLogger, Monitor
 from penstock.workers.plan import PoolOptions, WorkerPlan
-from penstock.workers.process import InPlaceWorker, worker_main
+from penstock.workers.process import InPlaceWorker, torch_dtype, worker_main
 from penstock.workers.program import RequestServer, SharedMemory, WorkerProcessArgs, WorkerProgram
 from penstock.workers.spinning import is_crowded
 
@@ -182,6 +182,7 @@ class WorkerPool:
             pipe=pipe,
             stacks=stacks,
             wakers=wakers,
+            torch_dtype=torch_dtype(),
         )
         begun_at_start = self.control.begun(rank)
         try:

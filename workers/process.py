@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from penstock.buffers.object_pipe import ObjectMessage
-from penstock.buffers.reports import in_one_line
+from penstock.buffers.reports import in_one_line, with_notes
 from penstock.buffers.shared import shared_mappings
 from penstock.errors import WorkerError
 from penstock.workers.affinity import limit_threads, pin
@@ -57,6 +57,8 @@ def _run_commands(args: WorkerProcessArgs) -> None:
     program: WorkerProgram = args.load(args.program)
     context = args.context()
     progress = context.progress
+    if args.torch_dtype and "torch" in sys.modules:  # the program, or an environment's module, has loaded it
+        sys.modules["torch"].set_default_dtype(getattr(sys.modules["torch"], args.torch_dtype))
     program.build(context)
     limit_threads(args.plan.torch_threads)  # again: the program may have loaded libraries, or changed this
     gc.freeze()  # garbage collection need not search torch's modules again
@@ -93,6 +95,12 @@ def _prepare(args: WorkerProcessArgs) -> None:
             pin(args.plan.cpus)
         except OSError as error:  # a sandbox
             _log.warning("%s is not pinned to CPUs %s: %s", args.plan.name, list(args.plan.cpus), error)
+
+
+def torch_dtype() -> str:
+    """The name of torch's default dtype in this process; "" if torch is not loaded."""
+    torch = sys.modules.get("torch")
+    return "" if torch is None else str(torch.get_default_dtype()).removeprefix("torch.")
 
 
 def _separate_fork(args: WorkerProcessArgs, shared: Sequence[Any]) -> None:
@@ -158,7 +166,7 @@ class InPlaceWorker:
     def error(self, cause: BaseException, during: str, episode_of: Callable[[Any], Any] | None) -> WorkerError:
         """The same error as for a worker process that raised `cause`."""
         status = self.status()
-        text = raised(status, f"{status.doing} ({during})", in_one_line(cause))
+        text = raised(status, f"{status.doing} ({during})", with_notes(cause))
         episode = None if episode_of is None else episode_of(status)
         error = WorkerError(text if episode is None else f"{text}\n{episode.advice}")
         error.__cause__, error.episode = cause, episode

@@ -112,6 +112,7 @@ class WorkerProcessArgs:
     pipe: ObjectPipe
     stacks: StackFile
     wakers: Sequence[InheritedFd] | None = None  #: only for the inference server
+    torch_dtype: str = ""  #: torch's default dtype in the main process, if torch is loaded there
 
     def load(self, part: slice) -> Any:
         """Unpickle one part of the mailbox. For the program, this imports the user's modules."""

@@ -21,6 +21,7 @@ import fcntl
 import gc
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -144,6 +145,12 @@ class Supervisor:
     def has_ended(self, within: float = 0.0) -> bool:
         """Whether it takes no more requests, or will not in so many seconds. It sends nothing through `control`."""
         return self.control.fileno() < 0 or _is_readable(self.control, within)
+
+    def resume(self) -> None:
+        """Let it continue if a signal has stopped it."""
+        if self.is_own and not self.has_ended():
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now, and something else has waited for it
+                os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
         """End it, and with it all its workers; wait for its exit. Takes about a second at most. It may be repeated."""
@@ -321,10 +328,28 @@ def _surroundings(name: str) -> dict[str, Any]:
         "path": sys.path,
         "argv": sys.argv,
         "environ": worker_environ(),
+        "umask": _umask(),
+        "log_levels": _log_levels(),
         "cpus": os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
         "start_method": multiprocessing.get_start_method(allow_none=True),
         "authkey": bytes(multiprocessing.current_process().authkey),
     }
+
+
+def _umask() -> int | None:
+    """`os.umask` would change it for a moment, for other threads too."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return None  # the system does not say
+
+
+def _log_levels() -> tuple[int, dict[str, int]]:
+    """What `logging.disable` has set, and the levels of the loggers that have one. The root logger is ""."""
+    loggers = list(logging.root.manager.loggerDict.items())  # other threads may add some
+    levels = {name: level for name, logger in loggers if (level := getattr(logger, "level", logging.NOTSET))}
+    return logging.root.manager.disable, {"": logging.root.level, **levels}
 
 
 # ---- in the supervisor -------------------------------------------------------------------------
@@ -559,6 +584,11 @@ def _adopt(surroundings: dict[str, Any]) -> None:
     for name, value in environ.items():
         if os.environ.get(name) != value:  # to set one takes long
             os.environ[name] = value
+    if surroundings["umask"] is not None:
+        os.umask(surroundings["umask"])
+    logging.disable(surroundings["log_levels"][0])
+    for name, level in surroundings["log_levels"][1].items():
+        logging.getLogger(name).setLevel(level)
     if surroundings["cpus"] is not None and os.sched_getaffinity(0) != surroundings["cpus"]:
         with contextlib.suppress(OSError):  # a sandbox
             os.sched_setaffinity(0, surroundings["cpus"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -86,3 +88,21 @@ def unknown_argument(caller: str, name: str, known: Sequence[str], hints: Mappin
     others = f" and {n} others: see help({caller})" if (n := len(known) - len(listed)) else ""
     end = f": {hint}" if hint else f"; it has {', '.join(listed)}{others}"
     return ConfigError(f"{caller} has no argument {name!r}{end}")
+
+
+def signature(called: Callable[..., Any]) -> inspect.Signature:
+    """What `called` takes. Where that is not known, as of some functions that are written in C: anything.
+
+    Python 3.14 evaluates annotations for this, so a name that only type checkers import would raise NameError.
+    """
+    try:
+        if sys.version_info >= (3, 14):
+            from annotationlib import Format
+
+            return inspect.signature(called, annotation_format=Format.FORWARDREF)
+        return inspect.signature(called)
+    except (TypeError, ValueError, NameError):
+        return inspect.signature(_takes_anything)
+
+
+def _takes_anything(*arguments: Any, **named: Any) -> None: ...

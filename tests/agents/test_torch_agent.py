@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,9 +14,13 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from penstock import EpsilonGreedyAgent, GpuSampler, ParallelSampler, Sampler, SerialSampler
 from penstock.agents import AgentStep, TorchAgent
-from penstock.buffers import NamedArrays
+from penstock.buffers import NamedArrays, pickling
 from penstock.errors import ConfigError
+
+from ..models import Normed
+from ..support import sampler_of
 
 OBSERVATIONS, ACTIONS = spaces.Box(-1, 1, (3,)), spaces.Discrete(2)
 
@@ -126,6 +132,47 @@ def test_a_seeded_model_leaves_torchs_generator_untouched(source: Any) -> None:
     except ZeroDivisionError:
         pass
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Lazy(nn.Module):
+    """Finds out its sizes. Without `calls_all`, one layer is not called."""
+
+    def __init__(self, calls_all: bool = True) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(momentum=1.0))
+        self.other = nn.LazyLinear(2)
+        self.calls_all = calls_all
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        found = self.body(observation)
+        return self.other(found) if self.calls_all else found
+
+
+@pytest.mark.parametrize("make", [lambda: Lazy, Lazy], ids=["class", "module"])
+def test_lazy_layers_get_their_sizes_and_seeded_weights_when_the_agent_is_initialized(make: Any) -> None:
+    before = torch.get_rng_state()
+    agents = [agent_of(make(), seed) for seed in (5, 5, 6)]
+    assert torch.equal(torch.get_rng_state(), before)
+    one, twin, other = (agent.model for agent in agents)
+    assert_same_bits(one, twin)
+    assert not torch.equal(one.body[0].weight, other.body[0].weight)
+    assert one.body[0].weight.shape == (4, 3)
+    assert all(module.training for module in one.modules())
+    assert one.body[1].running_mean.tolist() == [0] * 4, "statistics are of observations only"
+    one(torch.ones(2, 3)).sum().backward()
+    assert one.body[0].weight.grad is not None
+    assert_same_bits(agents[0].runtime.worker_copy().model, one)
+
+
+def test_a_lazy_layer_of_which_the_size_cannot_be_known_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^other\.weight of the model has no size, since forward has not called its"):
+        agent_of(partial(Lazy, calls_all=False))
+    with pytest.raises(ConfigError, match=r"^body\.0\.weight .* zeros of the observation space raised AttributeError"):
+        agent_of(Lazy, observation_space=spaces.Dict({"x": OBSERVATIONS}))
+    joint = Plain(Lazy)
+    joint.joint = True
+    with pytest.raises(ConfigError, match=r"^body\.0\.weight .* the first input of a joint agent is not known"):
+        joint.initialize(OBSERVATIONS, ACTIONS)
 
 
 @pytest.mark.gpu
@@ -274,6 +321,28 @@ def test_a_worker_copy_is_independent_of_the_learner_until_it_pulls(dtype: torch
     assert_same_bits(worker.model, learner.model)
 
 
+def test_a_worker_and_a_target_network_get_weights_that_are_computed_before_each_call() -> None:
+    """torch refuses to copy those of the old weight_norm, and to pickle those of parametrizations."""
+    learner, rows = agent_of(partial(Normed, 2), 1), torch.rand(2, 3, dtype=torch.float64)
+    learner.eval_mode(0)
+    before = learner.model(rows)
+    target = copy.deepcopy(learner)
+    subscriber = learner.runtime.share_memory(shared=False)
+    worker = pickle.loads(pickling.dumps(learner.runtime.worker_copy()))
+    worker.runtime.attach(subscriber)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.mul_(3)
+    after = learner.model(rows)
+    assert not torch.equal(after[0], before[0])
+    learner.sync_shared_memory()
+    worker.runtime.pull_shared_memory()
+    for found, wanted in [(worker.model(rows), after), (target.model(rows), before)]:
+        assert torch.equal(found[0], wanted[0])
+        assert torch.equal(found[1], wanted[1])
+    assert type(worker.model.heads[0]).__name__ == "ParametrizedLinear"
+
+
 def test_a_subclass_may_add_to_the_copies_for_workers_and_servers() -> None:
     class WithTarget(Plain):
         def copy_for_worker(self) -> Any:
@@ -313,3 +382,22 @@ def test_tied_weights_stay_tied_in_a_worker() -> None:
     worker.runtime.pull_shared_memory()
     assert worker.model.decode.weight is worker.model.encode.weight
     assert_same_bits(worker.model, learner.model)
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler, GpuSampler])
+def test_a_model_that_is_wrapped_after_initialize_is_refused_with_the_way_to_compile_it(cls: type[Sampler]) -> None:
+    agent = EpsilonGreedyAgent(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
+    wrappers: Any = (torch.compile, nn.DataParallel, lambda model: nn.Sequential(*map(torch.compile, model)))
+    with sampler_of(cls) as sampler:
+        sampler.initialize(agent)
+        own = agent.model
+        for wrap in wrappers:
+            agent.model = wrap(own)
+            with pytest.raises(ConfigError, match=r"Call model\.compile\(\) in place of torch\.compile"):
+                agent.sync_shared_memory()
+        agent.model = nn.Sequential(nn.Linear(2, 2))
+        with pytest.raises(ConfigError, match="Initialize a new sampler for a new model"):
+            agent.sync_shared_memory()
+        agent.model = own
+        own.compile()
+        agent.sync_shared_memory()

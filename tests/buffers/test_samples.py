@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.buffers import AgentSamples, BatchColumns, EnvSamples, NamedArrays, Samples, SamplesBuffer, SampleSpec
 from penstock.buffers.named import map_leaves
+from penstock.buffers.samples import FirstRow, for_user
 
 from ..scale import examples
 from ..support import leave_memory
@@ -25,8 +28,12 @@ ACTION = np.zeros(2, np.float16)
 INFO = NamedArrays(log_prob=np.zeros((), np.float32), logits=np.zeros(6, np.float64))
 
 
-def begin_batch(columns: Any) -> None:
-    columns.begin_batch(columns)
+def begin_next_batch(columns: BatchColumns, learner: Any = lambda: None) -> None:
+    """End the batch, let the learner do what it likes with it, and begin the next one in the same memory."""
+    first = FirstRow(columns)
+    columns.end_batch(first)
+    learner()
+    columns.begin_batch(first)
 
 
 def buffer_of(T: int = T, B: int = B, shared: bool = False, **changes: Any) -> SamplesBuffer:
@@ -95,7 +102,7 @@ def test_a_field_that_is_not_recorded_is_not_there_and_says_how_to_record_it() -
     assert columns.bootstrap_value is columns.final_value is columns.final_obs is None
     columns.reward[T] = 3
     columns.done[...] = True
-    begin_batch(columns)  # carries all the same
+    begin_next_batch(columns)  # carries all the same
     assert columns.episode_start.all()
     assert (columns.reward[0] == 3).all()
     assert not columns.done.any()
@@ -160,41 +167,88 @@ def snapshot(buffer: SamplesBuffer) -> dict[str, Any]:
 
 
 CARRIED = ("observation.camera", "observation.goal._0", "action", "reward", "done")
-CLEARED = ("terminated", "truncated", "final_value")
+CLEARED = ("terminated", "truncated", "final_value", "final_obs.camera", "final_obs.goal._0")
 
 
 @pytest.mark.parametrize("columns", [slice(0, B), slice(1, 3)])
-def test_begin_batch_carries_the_last_row_over_and_clears_the_flags_of_its_columns(columns: slice) -> None:
+def test_a_batch_begins_with_the_last_row_and_cleared_flags_whatever_the_learner_writes(columns: slice) -> None:
     buffer = buffer_of()
     fill(buffer.slots[0])
-    expected = snapshot(buffer)
+    last = snapshot(buffer)
+    fill(buffer.slots[0].valid, seed=2)
+    written = BatchColumns(buffer.slots[0], columns)
+    begin_next_batch(written, lambda: fill(buffer.slots[0], seed=1))
+    fill(changed := buffer_of().slots[0], seed=1)
+    expected = {name: leaf.copy() for name, leaf in changed.leaves()}
     for name in CARRIED:
-        expected[name][0, columns] = expected[name][T, columns]
+        expected[name][0, columns] = last[name][T, columns]
     for name in CLEARED:
         expected[name][:, columns] = 0
     expected["done"][1:, columns] = 0
-    for name in ("final_obs.camera", "final_obs.goal._0"):
-        expected[name][:, columns] = 0  # done everywhere, after fill
-    begin_batch(BatchColumns(buffer.slots[0], columns))
     for name, leaf in snapshot(buffer).items():
         np.testing.assert_array_equal(leaf, expected[name], err_msg=name)
 
 
 @quick
-@given(st.lists(st.tuples(st.integers(0, T - 1), st.integers(0, B - 1))), st.booleans())
-def test_begin_batch_clears_final_obs_wherever_an_episode_ended(ends: list[tuple[int, int]], nested: bool) -> None:
+@given(st.lists(st.tuples(st.integers(0, T - 1), st.integers(0, B - 1))), st.booleans(), st.booleans())
+def test_final_obs_is_cleared_where_an_episode_ended_and_everywhere_if_it_was_taken(
+    ends: list[tuple[int, int]], nested: bool, is_taken: bool
+) -> None:
     buffer = buffer_of() if nested else buffer_of(observation=np.zeros(3, np.float32))
     columns = BatchColumns(buffer.slots[0], slice(0, B))
+    samples = for_user(buffer.batches[0], buffer.slots[0])
     for t, b in ends:
         columns.done[t, b] = True
         columns.final_obs[t, b] = 9
-    begin_batch(columns)
+
+    def learn() -> None:
+        _ = samples.env.reward, samples.env.done, samples.agent
+        samples.env.done[...] = False
+        if is_taken:
+            samples.env.final_obs[...] = 7
+
+    begin_next_batch(columns, learn)
     assert not any(leaf.any() for _, leaf in NamedArrays(x=columns.final_obs).leaves())
+    assert buffer.slots[0].final_obs_taken.tolist() == [is_taken]
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda samples: samples.env.final_obs,
+        lambda samples: samples.env["final_obs"],
+        lambda samples: samples[0],
+        lambda samples: samples.torch(),
+        lambda samples: samples.env.to_dict(),
+        lambda samples: list(samples.leaves()),
+        lambda samples: list(samples.env),
+        lambda samples: samples.env.items(),
+        lambda samples: copy.copy(samples.env),
+        lambda samples: pickle.dumps(samples.env),
+        lambda samples: {**samples.env._values},
+        lambda samples: samples.env.__setitem__(0, 1),
+    ],
+)
+def test_whoever_takes_final_obs_is_noticed(take: Any) -> None:
+    buffer = buffer_of()
+    samples = for_user(buffer.batches[0], buffer.slots[0])
+    assert "final_obs" in samples.env
+    assert not buffer.slots[0].final_obs_taken[0]
+    take(samples)
+    assert buffer.slots[0].final_obs_taken[0]
+
+
+def test_final_obs_of_memory_that_others_have_used_is_cleared() -> None:
+    buffer = buffer_of()
+    fill(buffer.slots[0].final_obs)
+    columns = BatchColumns(buffer.slots[0], slice(0, B), is_clean=False)
+    columns.begin_batch(FirstRow(columns))
+    assert not any(leaf.any() for _, leaf in columns.final_obs.leaves())
 
 
 def test_a_column_that_was_parked_at_the_end_begins_an_episode() -> None:
     columns = BatchColumns(buffer_of().slots[0], slice(0, B))
     columns.valid[T - 1, 1] = False
     columns.done[T - 1, 2] = True
-    begin_batch(columns)
+    begin_next_batch(columns)
     assert columns.episode_start.tolist() == [b in (1, 2) for b in range(B)]

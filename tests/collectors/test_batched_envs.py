@@ -16,9 +16,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from penstock import (
     AsyncSampler,
     ConfigError,
+    EvalCollector,
     GpuSampler,
     ParallelSampler,
     RandomAgent,
+    ResetCollector,
     Sampler,
     SerialSampler,
     SpaceError,
@@ -26,7 +28,8 @@ from penstock import (
     WaitResetCollector,
     WorkerError,
 )
-from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv
+from penstock.columns import Start
+from penstock.envs import BatchedCartPole, BatchedEnvPool, CountingEnv, EnvContext
 from penstock.learning import Replay
 
 from ..against_loop import compare
@@ -43,7 +46,7 @@ def collect(env_fn: Any, n_workers: int | None = None, agent: Any = None, **kwar
     cls, workers = (SerialSampler, {}) if n_workers is None else (ParallelSampler, {"n_workers": n_workers})
     sizes = {"batch_T": 40, "batch_B": 6, "max_decorrelation_steps": 0, "eval_n_envs": 2, "eval_max_steps": 80}
     kept = collect_with(cls, env_fn, agent, scaled(3, 2), range(3), **{"batched": True, **sizes, **workers, **kwargs})
-    first = [[info for info in more if info["episode"] == 0] for _, more in kept[1::2]]
+    first = [[info for info in more if info["number"] == 0] for _, more in kept[1::2]]
     return [(batch, infos + more) for (batch, infos), more in zip(kept[::2], first, strict=True)]
 
 
@@ -111,15 +114,45 @@ class Own(TrajInfo):
     """Is called at each step."""
 
 
+class Told(CountingEnv):
+    def reset(self, **kwargs: Any) -> Any:
+        return super().reset(**kwargs)[0], {"count": 99}
+
+
+class Loud(SyncVectorEnv):
+    """A step that only resets a row returns a reward too, and the info of the reset."""
+
+    def step(self, actions: Any) -> Any:
+        resetting = self._autoreset_envs
+        observation, rewards, *rest = super().step(actions)
+        return (observation, np.where(resetting, 7.0, rewards), *rest)
+
+
 @pytest.mark.parametrize("traj_info_cls", [TrajInfo, Own])
 def test_a_reset_belongs_to_no_trajectory(traj_info_cls: Any) -> None:
-    evaluation = {"eval_n_envs": 3, "eval_max_steps": 300, "eval_episodes": 7, "traj_info_cls": traj_info_cls}
-    env_fn = partial(synced, partial(CountingEnv, length=4), NEXT)
-    found = collect_with(SerialSampler, env_fn, None, 2, (1,), batched=True, **evaluation)
+    options = {"eval_n_envs": 3, "eval_max_steps": 300, "eval_episodes": 7, "traj_info_cls": traj_info_cls}
+    found = collect_with(
+        SerialSampler,
+        lambda num_envs: Loud([partial(Told, length=4)] * num_envs, autoreset_mode=NEXT),
+        None,
+        2,
+        (1,),
+        batched=True,
+        env_info={"count": 0},
+        **options,
+    )
     for samples, infos in found:
         assert infos
         assert all((info["Length"], info["Return"]) == (4, 10) for info in infos)
-        assert samples is not None or len(infos) == 7
+        if samples is None:
+            assert len(infos) == 7
+            continue
+        env, is_reset = samples.env, ~samples.env.valid
+        assert is_reset.any()
+        assert (env.env_info.count == np.where(is_reset, 0, env.observation[..., 1] + 1)).all()
+        assert (env.env_info._count == env.valid).all()
+        assert (env.reward == np.where(is_reset, 0, env.env_info.count)).all()
+        assert not env.prev_reward[1:][env.prev_done[1:]].any()
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
@@ -178,6 +211,160 @@ def test_an_environment_id_means_its_batched_environment() -> None:
     assert assert_as_plain_loop(env, env_seeds(6)[0], without_infos(found)) > 10
 
 
+# ---- resets that a collector asks for -------------------------------------------------------------
+
+
+class OwnStarts(ResetCollector):
+    def begin_episodes(self, events: Any, going: Any) -> Any:
+        return self.columns.reset(events.over, [Start(options={"level": 1}) for _ in events.over])
+
+
+class Interrupts(ResetCollector):
+    """Begins an episode in the second environment, whose last one goes on."""
+
+    def begin_batch(self, itr: int) -> None:
+        self.reset_now([1])
+        super().begin_batch(itr)
+
+
+class Repeats(ResetCollector):
+    def begin_episodes(self, events: Any, going: Any) -> Any:
+        return self.columns.reset(events.over, [Start(actions=([0], [0.0]))] * len(events.over))
+
+
+OWN_MODE = r"SyncVectorEnv\(num_envs=3\) resets its rows itself .* so env_rank \[{}\] cannot .*AutoresetMode\.DISABLED"
+
+
+def of_lengths(mode: AutoresetMode, *lengths: int) -> Any:
+    env_fns = [partial(CountingEnv, length) for length in lengths]
+    return lambda num_envs: SyncVectorEnv(env_fns[:num_envs], autoreset_mode=mode)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, NEXT])
+@pytest.mark.parametrize(("cls", "lengths", "ranks"), [(OwnStarts, (9, 3, 3), "1, 2"), (Interrupts, (9, 9, 9), "1")])
+def test_an_environment_that_resets_itself_resets_no_row_for_a_collector(
+    mode: AutoresetMode, cls: Any, lengths: Any, ranks: str
+) -> None:
+    with of_batches(of_lengths(mode, *lengths), collector_cls=cls, batch_B=3) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError, match=OWN_MODE.format(ranks)) as caught:
+            sampler.obtain_samples(0)
+    assert isinstance(caught.value.__cause__, ConfigError)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, NEXT])
+def test_an_environment_that_resets_itself_is_reset_as_a_whole(mode: AutoresetMode) -> None:
+    with of_batches(of_lengths(mode, 3, 3), collector_cls=OwnStarts) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        env = sampler.obtain_samples(0)[0].env
+    each = 2 if mode is AutoresetMode.SAME_STEP else 1  # then the environment has begun an episode before
+    assert env.observation[:, 1].tolist() == [[each * (t // 3), t % 3] for t in range(12)]
+    assert env.prev_done[:, 1].tolist() == [t % 3 == 0 for t in range(12)]
+    assert env.valid.all()
+
+
+def test_an_episode_of_one_row_cannot_be_repeated() -> None:
+    env_fn = partial(synced, CountingEnv, AutoresetMode.DISABLED)
+    with of_batches(env_fn, collector_cls=Repeats) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        with pytest.raises(WorkerError, match="cannot repeat an episode of one row: use single environments"):
+            sampler.obtain_samples(0)
+
+
+class Rests(EvalCollector):
+    """An environment rests after each episode until that of another one has ended."""
+
+    def begin_episodes(self, events: Any, going: Any) -> Any:
+        rested = list(self.columns.waiting)
+        self.columns.park(events.over)
+        return self.columns.reset(rested)
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_a_row_that_was_parked_is_stepped_again_after_its_reset(is_batched: bool) -> None:
+    def row_fns(context: EnvContext, num_envs: int) -> Any:
+        return [partial(CountingEnv, 3 + context.env_rank + i) for i in range(num_envs)]
+
+    def batch_fn(num_envs: int, context: EnvContext) -> Any:
+        return SyncVectorEnv(row_fns(context, num_envs), autoreset_mode=AutoresetMode.DISABLED)
+
+    env_fn = batch_fn if is_batched else lambda context: row_fns(context, 1)[0]()
+    wanted, ends, rested = [], {e: 3 + e for e in range(3)}, list[int]()
+    for t in range(1, 61):
+        if over := [e for e, end in ends.items() if end == t]:
+            wanted += [(e, 3 + e, sum(range(4 + e))) for e in over]
+            ends.update({e: t + 3 + e for e in rested})
+            rested = over
+    sizes: dict[str, Any] = {"batch_T": 2, "batch_B": 3, "eval_n_envs": 3, "eval_max_steps": 180}
+    with SerialSampler(env_fn, batched=is_batched, eval_collector_cls=Rests, **sizes) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        for _ in range(2):  # the second begins where rows rest
+            found = [(info.env_rank, info.Length, info.Return) for info in sampler.evaluate_agent(0)]
+            assert sorted(found) == sorted(wanted)
+
+
+class Sown(SyncVectorEnv):
+    """Takes seeds as `takes` says, and notes them by row."""
+
+    takes: Any
+    notes: list[Any]
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__([partial(CountingEnv, 3 + i) for i in range(num_envs)], autoreset_mode=AutoresetMode.DISABLED)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        rows = np.flatnonzero((options or {}).get("reset_mask", np.ones(self.num_envs))).tolist()
+        seeds = {} if seed is None else Sown.takes(seed, rows, self.num_envs)
+        Sown.notes.append((rows, {row: seeds[row] for row in rows if seeds.get(row) is not None}))
+        return super().reset(options=options)
+
+
+def takes_list(seed: Any, rows: Any, n: int) -> Any:
+    assert isinstance(seed, list)
+    return dict(zip(range(n), seed, strict=True))
+
+
+def takes_array(seed: Any, rows: Any, n: int) -> Any:
+    assert seed.shape == (n,)
+    return dict(enumerate(seed.tolist()))
+
+
+def takes_own(seed: Any, rows: Any, n: int) -> Any:
+    """As ALE's vector environment."""
+    assert seed.shape == (len(rows),)
+    return dict(zip(rows, seed.tolist(), strict=True))
+
+
+def takes_number(seed: Any, rows: Any, n: int) -> Any:
+    if not isinstance(seed, int):
+        raise TypeError("a number")
+    return {rows[0]: seed}
+
+
+class Seeds(ResetCollector):
+    def begin_episodes(self, events: Any, going: Any) -> Any:
+        return self.columns.reset(events.over, [Start(seed=10 + e) for e in events.over])
+
+
+@pytest.mark.parametrize("takes", [takes_list, takes_array, takes_own, takes_number])
+def test_each_row_that_is_reset_alone_gets_its_seed(takes: Any) -> None:
+    def careful(*given: Any) -> Any:
+        try:
+            return takes(*given)
+        except AttributeError:
+            raise TypeError("another form") from None
+
+    Sown.takes, Sown.notes = staticmethod(careful), []
+    with of_batches(Sown, collector_cls=Seeds, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=0)
+        del Sown.notes[:]
+        sampler.obtain_samples(0)
+    only_first = takes is takes_number
+    wanted = [[b for b in (0, 1) if t % (3 + b) == 0] for t in range(1, 13)]
+    expected = [(rows, {b: 10 + b for b in rows[: 1 if only_first else 2]}) for rows in wanted if rows]
+    assert Sown.notes == expected
+
+
 # ---- columns that belong together, such as the players of one game ------------------------------
 
 
@@ -226,7 +413,7 @@ def test_other_sizes_are_refused(kwargs: Any, message: str) -> None:
 
 
 def of_batches(env_fn: Any, **kwargs: Any) -> Sampler:
-    return SerialSampler(env_fn, batch_T=12, batch_B=2, batched=True, **kwargs)
+    return SerialSampler(env_fn, **{"batch_T": 12, "batch_B": 2, "batched": True, **kwargs})
 
 
 def replacing(change: Any, place: int = 0) -> Any:

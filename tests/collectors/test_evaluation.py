@@ -61,7 +61,7 @@ def test_evaluations_have_the_same_episodes_whatever_plays_them(cls: Any, eval_n
         sampler.initialize(RandomAgent(), seed=SEED)
         for itr in range(2):
             infos = sampler.evaluate_agent(itr)
-            assert [info.episode * eval_n_envs + info.env_rank for info in infos] == list(range(10))
+            assert [info.number * eval_n_envs + info.env_rank for info in infos] == list(range(10))
             assert_episodes(infos, list(range(10)))
 
 

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from penstock.buffers.native import COMPILED, sum_episodes
 from penstock.buffers.object_pipe import RECORD
-from penstock.columns.stepping import PYTHON, WATCH_ALL, WATCH_UNUSUAL, step_ordinary, store_game_step
+from penstock.columns.stepping import PYTHON, WATCH_ALL, WATCH_UNUSUAL, step_game, step_ordinary
 
 from ..scale import scaled
 
@@ -33,6 +34,7 @@ class Five(tuple[Any, ...]):
 ORDINARY = [("observation", 1.0, False, False, {}), (np.zeros(2), np.float32(2), False, False, {"a": 1})]
 ENDS = [("last", 1.0, True, False, {}), ("last", 2.0, False, True, {"a": 1}), (np.zeros(2), 0.0, True, True, {})]
 OTHERS = [
+    (0, np.array(1.0), False, False, {}),
     (0, 1, True, False, {}),
     (0, np.float32(1), False, True, {}),
     (0, 1.0, True, False, Info()),
@@ -71,6 +73,7 @@ class Row:
             for i, column in enumerate(columns)
         ]
         self.actions: list[Any] = [f"action {i}" for i in range(len(columns))]
+        self.cells: tuple[Any, int] = None, 0
 
     def _step_of(self, i: int) -> Callable[..., Any]:
         def step(*arguments: Any) -> Any:
@@ -83,7 +86,7 @@ class Row:
         """What was returned, up to the end of the row."""
         unusual, first = [], 0
         lists = self.observations, self.rewards, ends
-        while found := step(self.words, self.bound, self.actions, self.outs, first, watch, *lists):
+        while found := step(self.words, self.bound, self.actions, self.outs, first, watch, *lists, *self.cells):
             unusual.append(found)
             first = found[0] + 1
         return unusual
@@ -129,14 +132,103 @@ def test_every_environment_is_stepped_and_what_is_not_ordinary_is_returned(
     for i, (column, result, kind) in enumerate(zip(columns, results, kinds, strict=True)):
         observation = f"out {column}" if i in into else result and result[0]
         if kind == "end":
-            expected_ends.append((column, observation, *result[1:4]))
+            expected_ends.append((column, repr(observation), *result[1:4]))
         if kind is not None:
             stored[column] = (observation, result[1])
-    assert (ends or []) == expected_ends
+    assert [(column, repr(last), *rest) for column, last, *rest in ends or []] == expected_ends
     for column in range(n_columns):
         observation, reward = stored.get(column, (None, None))
-        assert ran.observations[column] is observation or ran.observations[column] == observation
+        assert repr(ran.observations[column]) == repr(observation)
+        assert ran.observations[column] is not observation or not isinstance(observation, np.ndarray)
         assert ran.rewards[column] is reward
+
+
+ONE = np.arange(6.0).reshape(2, 3)
+HELD: Any = ({"a": np.arange(6.0)}, 1.0, False, False, {})  # nobody else refers to the array
+
+
+def address(tree: Any) -> list[int]:
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple) else [tree]
+    return [part.__array_interface__["data"][0] for part in parts]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("observe", "is_new"),
+    [
+        (lambda: np.arange(6.0), True),
+        (lambda: np.arange(6.0).reshape(2, 3), True),  # a view of what nobody else has
+        (lambda: {"a": np.zeros(2), "b": np.ones(3)}, True),
+        (lambda: (np.zeros(2), np.ones(3)), True),
+        (lambda: ONE, False),
+        (lambda: ONE[0], False),
+        (lambda: ONE.T, False),
+        (lambda: np.frombuffer(bytearray(16), np.float64), False),
+        (lambda: {"a": np.zeros(2), "b": ONE}, False),
+        (lambda: (ONE, {"a": 1.0}), False),
+    ],
+)
+def test_an_observation_that_somebody_else_could_change_is_copied(step: Any, observe: Any, is_new: bool) -> None:
+    """The compiled function copies nothing that is new."""
+    row, addresses = Row([None], [0], 1), list[int]()
+
+    def act(action: Any) -> Any:
+        observation = observe()
+        addresses.extend(address(observation) if is_new else [])
+        return observation, 1.0, False, False, {}
+
+    row.bound, row.outs = [(0, 10, act, None)], None
+    assert not row.run(step)
+    (kept,) = row.observations
+    assert repr(kept) == repr(observe())
+    if is_new and step is not PYTHON["step_ordinary"]:
+        assert address(kept) == addresses or not COMPILED
+    if not is_new:
+        parts = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, tuple) else [kept]
+        assert not any(np.shares_memory(part, ONE) for part in parts if isinstance(part, np.ndarray))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("observation", [[0.0, 1.0], {"a": {0}}, (1.0, [2.0]), {("a", 0): 1.0}, np.array([[]], object)])
+def test_a_step_with_another_observation_is_not_ordinary(step: Any, observation: Any) -> None:
+    row = Row([(observation, 1.0, False, False, {})], [0], 1)
+    assert row.run(step) == [(0, row.results[0])]
+    assert row.observations == [None]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_observation_of_a_result_that_is_kept_is_copied(step: Any) -> None:
+    row = Row([HELD], [0], 1)
+    row.outs = None
+    assert not row.run(step, ends=[])
+    assert row.observations[0] == {"a": pytest.approx(HELD[0]["a"])}
+    assert row.observations[0] is not HELD[0]
+    assert not np.shares_memory(row.observations[0]["a"], HELD[0]["a"])
+
+
+@needs_compiler
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("what", "is_end"), [("number", False), ("number", True), ("odd", False), ("odd", True)])
+def test_an_observation_is_written_before_the_next_environment_steps(step: Any, what: str, is_end: bool) -> None:
+    """Two environments share one array. One of them has none of the usual types."""
+    shared, cells, ends = np.zeros(2), np.full((3, 2, 2), 7.0), list[Any]()
+
+    def act(column: int, action: Any) -> Any:
+        shared[...] = column
+        observation = [1.0, 1.0] if what == "odd" and column else shared
+        return observation, 1.0, is_end, False, {}
+
+    row = Row([None, None], [0, 1], 2)
+    row.bound, row.outs, row.cells = [(b, b, partial(act, b), None) for b in range(2)], None, (cells, 1)
+    unusual = row.run(step, ends=ends)
+    is_odd = what == "odd"
+    assert [i for i, _ in unusual] == [1] * is_odd
+    assert cells.tolist() == [[[7, 7]] * 2, [[0, 0], [7, 7] if is_odd else [1, 1]], [[7, 7]] * 2]
+    assert row.observations == [None, None]
+    assert row.rewards == [1.0, None if is_odd else 1.0]
+    assert [(b, last.tolist(), *rest) for b, last, *rest in ends] == [
+        (b, [b, b], 1.0, True, False) for b in range(2 - is_odd) if is_end
+    ]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -197,11 +289,13 @@ class NoTruth:
 def test_nothing_is_held_on_to() -> None:
     """Whatever the step does, there are as many references afterwards as before."""
     row = Row([None] * 2, [0, 1], 2)
-    observation, reward, info, action = object(), float("1.5"), {}, object()
-    answers = [(observation, reward, False, False, info), (observation, reward, True, False, info), None]
+    observation, reward, info, action = np.zeros(2), float("1.5"), {}, object()
+    nested, odd = {"a": (observation, {"b": observation})}, {"a": (observation, {"b": observation, "c": object()})}
+    answers = [(seen, reward, done, False, info) for seen in (observation, nested, odd) for done in (False, True)]
+    answers.append(None)
     into_answers = [(reward, False, False, info), (reward, True, False, info), None]
     row.outs = [observation] * 2
-    held = [observation, reward, info, action, *answers, *into_answers]
+    held = [observation, nested, odd, reward, info, action, *answers, *into_answers]
     held += [row.words, row.bound, row.observations, row.outs]
 
     def counts() -> list[int]:
@@ -250,7 +344,7 @@ def test_signals_are_looked_at_even_if_no_step_is_in_python() -> None:
     try:
         with pytest.raises(InterruptedError):
             signal.setitimer(signal.ITIMER_REAL, 0.001)
-            step_ordinary(words, bound, actions, None, 0, False, [None], [None], None)
+            step_ordinary(words, bound, actions, None, 0, False, [None], [None], None, None, 0)
         assert words[2] < n - 1
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -278,11 +372,12 @@ def test_signals_are_looked_at_even_if_no_step_is_in_python() -> None:
         (4, -1, "no environment -1"),
         (6, (None,), "must be lists"),
         (7, None, "must be lists"),
+        (10, None, "NoneType"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_an_error(i: int, wrong: Any, error: str) -> None:
     bound = [(0, 0, lambda action: ORDINARY[0], None)]
-    arguments: list[Any] = [new_words(), bound, [0], [None], 0, False, [None], [None], None]
+    arguments: list[Any] = [new_words(), bound, [0], [None], 0, False, [None], [None], None, None, 0]
     assert step_ordinary(*arguments) is None  # type: ignore[call-arg]
     arguments[i] = wrong
     with pytest.raises((TypeError, IndexError, ValueError), match=error):
@@ -313,19 +408,32 @@ def test_sums_that_cannot_be_made_change_nothing() -> None:
     assert sum_episodes(reward, done, valid, running, room, 0, ranks, 1.0) == 6
 
 
-GAMES = [pytest.param(PYTHON["store_game_step"], id="python"), pytest.param(store_game_step, id="as it is")]
+GAMES = [pytest.param(PYTHON["step_game"], id="python"), pytest.param(step_game, id="as it is")]
 LIVING = ["a", "b"]
 SEEN, GAINED, NO = {"a": "seen by a", "b": "seen by b"}, {"a": 1.0, "b": 2.0}, {"a": False, "b": False}
 
 
-def game_step(changed: dict[str, Any]) -> tuple[tuple[Any, ...], Any, Any, Any]:
-    """The result of a step, its list of agents, and where it is stored."""
-    step = {"observations": SEEN, "rewards": GAINED, "terminated": NO, "truncated": NO, "infos": {}} | changed
-    listed = step.pop("listed", LIVING)
-    return tuple(step.values()), listed, [None] * 4, [0.0] * 4
+class Game:
+    """A game whose step has a given result."""
+
+    def __init__(self, changed: dict[str, Any]) -> None:
+        step = {"observations": SEEN, "rewards": GAINED, "terminated": NO, "truncated": NO, "infos": {}} | changed
+        self.agents = step.pop("listed", LIVING)
+        self.result: Any = tuple(step.values())
+
+    def step(self, given: Any) -> Any:
+        assert given == "actions"
+        return self.result
 
 
-@pytest.mark.parametrize("goes_on", GAMES)
+def play(step_game: Any, game: Game, observations: list[Any], rewards: list[Any], first: int) -> bool:
+    """Step the game. Returns whether its result was stored."""
+    is_stored, result = step_game(game.step, "actions", LIVING, game, observations, rewards, first)
+    assert result is game.result
+    return bool(is_stored)
+
+
+@pytest.mark.parametrize("step_game", GAMES)
 @pytest.mark.parametrize(
     "changed",
     [
@@ -335,24 +443,26 @@ def game_step(changed: dict[str, Any]) -> tuple[tuple[Any, ...], Any, Any, Any]:
         {"listed": ["".join("a"), "b"]},
     ],
 )
-def test_a_game_that_goes_on_is_stored(goes_on: Any, changed: dict[str, Any]) -> None:
-    result, listed, observations, rewards = game_step(changed)
-    assert goes_on(result, LIVING, listed, observations, rewards, -1)
-    assert observations == [None] * 4
-    assert goes_on(result, LIVING, listed, observations, rewards, 1)
+def test_a_game_that_goes_on_is_stored(step_game: Any, changed: dict[str, Any]) -> None:
+    observations: list[Any] = [None] * 4
+    rewards = [0.0] * 4
+    assert play(step_game, Game(changed), observations, rewards, 1)
     assert observations == [None, "seen by a", "seen by b", None]
     assert rewards == [0.0, 1.0, 2.0, 0.0]
-    with pytest.raises(IndexError, match="columns"):
-        goes_on(result, LIVING, listed, observations, rewards, 3)
+    for first in (-1, 3):
+        with pytest.raises(IndexError, match="columns"):
+            play(step_game, Game(changed), observations, rewards, first)
 
 
-@pytest.mark.parametrize("goes_on", GAMES)
+@pytest.mark.parametrize("step_game", GAMES)
 @pytest.mark.parametrize(
     "changed",
     [
         {"observations": dict(reversed(SEEN.items()))},  # another order: each value belongs to another column
         {"observations": {"a": 0}},
+        {"observations": {"a": 0, "b": [0]}},
         {"rewards": {**GAINED, "c": 3.0}},
+        {"rewards": {**GAINED, "b": np.array(3.0)}},
         {"rewards": [1.0, 2.0]},
         {"terminated": {"a": False, "b": True}},
         {"terminated": {"a": False, "b": np.array([False])}},
@@ -364,18 +474,33 @@ def test_a_game_that_goes_on_is_stored(goes_on: Any, changed: dict[str, Any]) ->
         {"listed": ("a", "b")},
     ],
 )
-def test_any_other_step_of_a_game_is_left_to_the_caller(goes_on: Any, changed: dict[str, Any]) -> None:
-    result, listed, observations, rewards = game_step(changed)
-    assert not goes_on(result, LIVING, listed, observations, rewards, 1)
-    assert not goes_on(list(result), LIVING, listed, observations, rewards, 1)
+def test_any_other_step_of_a_game_is_left_to_the_caller(step_game: Any, changed: dict[str, Any]) -> None:
+    game, observations, rewards = Game(changed), [None] * 4, [0.0] * 4
+    assert not play(step_game, game, observations, rewards, 1)
+    game.result = list(game.result)
+    assert not play(step_game, game, observations, rewards, 1)
     assert (observations, rewards) == ([None] * 4, [0.0] * 4)
+
+
+@pytest.mark.parametrize("step_game", GAMES)
+def test_games_that_share_an_observation_get_their_own(step_game: Any) -> None:
+    observations: list[Any] = [None] * 2
+    assert play(step_game, Game({"observations": {"a": ONE, "b": {"view": ONE[0]}}}), observations, [0.0] * 2, 0)
+    assert np.array_equal(observations[0], ONE)
+    assert np.array_equal(observations[1]["view"], ONE[0])
+    assert not any(np.shares_memory(own, ONE) for own in (observations[0], observations[1]["view"]))
 
 
 @needs_compiler
 def test_a_game_holds_on_to_nothing() -> None:
-    seen, observations, rewards = object(), [None, None], [None, None]
-    step, before = ({"a": seen, "b": seen}, {"a": seen, "b": seen}, NO, NO, {}), sys.getrefcount(seen)
+    seen, reward = np.zeros(2), float("1.5")
+    observations: list[Any] = [None] * 2
+    rewards: list[Any] = [None] * 2
+    game, before = Game({"observations": {"a": seen, "b": seen}, "rewards": {"a": reward, "b": reward}}), None
+    odd = Game({"observations": {"a": seen, "b": [seen]}})
     for _ in range(10):
-        assert store_game_step(step, LIVING, LIVING, observations, rewards, 0)  # type: ignore[arg-type]
-    observations[:] = rewards[:] = [None, None]
-    assert sys.getrefcount(seen) == before
+        assert play(step_game, game, observations, rewards, 0)
+        assert not play(step_game, odd, observations, rewards, 0)
+        observations[:] = rewards[:] = [None, None]
+        counts = [sys.getrefcount(each) for each in (seen, reward, game.result, odd.result)]
+        assert counts == (before := before or counts)

@@ -160,7 +160,7 @@ def test_an_evaluation_of_the_users_own(cls: Any) -> None:
         infos = sampler.evaluate_agent(0)
     found = defaultdict(list)
     for info in infos:
-        found[info.env_rank, info.episode].append((info.agent_id, info.Length, info.Return))
+        found[info.env_rank, info.number].append((info.agent_id, info.Length, info.Return))
     assert found.keys() == {(env_rank, episode) for env_rank in range(2) for episode in range(3)}
     for (env_rank, _), figures in found.items():
         assert figures == found[env_rank, 0], "each episode is the first one again"
@@ -190,11 +190,11 @@ def test_in_turns_they_are_refused_with_the_reason(name: str) -> None:
 
 
 class Listing(ScriptedGame):
-    """Lists agents as `lists` says for each step, and flags those in `ends`."""
+    """Lists agents as `lists` says for each step, and flags those in `ends`: as truncated if they are `cut`."""
 
-    def __init__(self, lists: list[list[str]], ends: dict[int, list[str]]) -> None:
+    def __init__(self, lists: list[list[str]], ends: dict[int, list[str]], cut: bool = False) -> None:
         super().__init__(2, [{}] * (len(lists) + 1), ["a0"])
-        self.lists, self.ends = [*lists, []], ends
+        self.lists, self.ends, self.cut = [*lists, []], ends, cut
 
     def step(self, actions: Any) -> Any:
         assert actions.keys() <= {"a0", "a1"}
@@ -202,19 +202,21 @@ class Listing(ScriptedGame):
         self.agents = self.lists[self.t - 1]
         seen = {agent: np.full(4, self.t, np.float32) for agent in self.possible_agents}
         flagged = self.possible_agents if not self.agents else self.ends.get(self.t, [])
-        return seen, {}, dict.fromkeys(flagged, True), {}, {}
+        flags = dict.fromkeys(flagged, True)
+        return seen, {}, {} if self.cut else flags, flags if self.cut else {}, {}
 
 
-def joined_at(lists: list[list[str]], ends: dict[int, list[str]]) -> list[int]:
+def joined_at(lists: list[list[str]], ends: dict[int, list[str]], cut: bool = False) -> list[int]:
     """The steps before which a1 joins the first game."""
     sizes = {"batch_T": 7, "batch_B": 2, "n_batches": 1, "max_decorrelation_steps": 0}
-    ((samples, _),) = compare(SerialSampler, partial(Listing, lists, ends), RandomAgent, **sizes)
+    ((samples, _),) = compare(SerialSampler, partial(Listing, lists, ends, cut), RandomAgent, **sizes)
     return np.flatnonzero(samples.prev_done[: len(lists) + 1, 1]).tolist()
 
 
-def test_who_is_flagged_when_it_is_listed_first_does_not_join_and_may_come_later() -> None:
+@pytest.mark.parametrize("cut", [False, True], ids=["terminated", "truncated"])
+def test_who_is_flagged_when_it_is_listed_first_does_not_join_and_may_come_later(cut: bool) -> None:
     lists = [["a0", "a1"], ["a0", "a1"], ["a0"], ["a0", "a1"]]
-    assert joined_at(lists, {1: ["a1"]}) == [4], "it joins when it was not listed in between"
+    assert joined_at(lists, {1: ["a1"]}, cut) == [4], "it joins when it was not listed in between"
 
 
 def test_who_was_listed_after_its_end_can_come_back() -> None:

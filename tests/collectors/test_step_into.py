@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 from hypothesis import given
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from penstock import (
     AgentStep,
+    AsyncSampler,
     GpuSampler,
     ParallelSampler,
     RandomAgent,
@@ -212,7 +215,16 @@ def test_a_step_into_that_is_no_method_is_refused() -> None:
 # ---- one buffer for several environments -------------------------------------------------------
 
 BOARD, SHARED = np.zeros(2, np.float32), np.zeros(4, np.float32)  # workers have one each
+#: What all environments of a process return, in the form that the kind of an environment names.
+SURFACES: dict[str, Any] = {
+    "list": [0.0, 0.0],
+    "arrays": [np.zeros(1, np.float32), np.zeros(1, np.float32)],
+    "tensor": torch.zeros(2),
+    "view": np.zeros((2, 2), np.float32)[1],
+    "transposed": np.zeros((2, 1), np.float64).T[0],
+}
 SPACE = spaces.Box(0, 99, (2,), np.float32)
+NESTED = spaces.Dict(parts=spaces.Tuple([SPACE, SPACE]))
 
 
 class OneBoard(gym.Env[Any, Any]):
@@ -221,32 +233,56 @@ class OneBoard(gym.Env[Any, Any]):
 
     action_space = spaces.Discrete(2)
 
-    def __init__(self, i: int | None = None, kind: str = "array") -> None:
-        self.i, self.kind, self.count, self.shown = i, kind, 0, BOARD
-        self.observation_space = spaces.Dict(parts=spaces.Tuple([SPACE, SPACE])) if kind == "parts" else SPACE
+    def __init__(self, i: int | None = None, kind: str = "array", tells: bool = False) -> None:
+        self.i, self.kind, self.tells, self.count, self.n_resets = i, kind, tells, 0, 0
+        self.shown: Any = BOARD
+        self.observation_space = {"parts": NESTED, "arrays": spaces.Box(0, 99, (2, 1), np.float32)}.get(kind, SPACE)
 
     def observe(self) -> Any:
-        BOARD[:] = self.i, self.count
-        self.shown = BOARD.copy() if self.kind == "own" or (self.kind == "only reset" and self.count) else BOARD
+        board = SURFACES.get(self.kind, BOARD)
+        for j, number in enumerate((self.i, self.count)):
+            board[j] = np.full(1, number, np.float32) if self.kind == "arrays" else number
+        is_own = {
+            "own": True,
+            "only reset": self.count > 0,
+            "only step": self.count == 0,
+            "from the third episode on": self.n_resets < 3,
+        }
+        self.shown = board.copy() if is_own.get(self.kind) else board
         return {"parts": (self.shown.copy(), self.shown)} if self.kind == "parts" else self.shown
+
+    def told(self) -> dict[str, Any]:
+        """An info with the board."""
+        return {"board": self.shown, "two": [self.shown, self.shown], "count": self.count} if self.tells else {}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.i = self.i if seed is None or self.i is not None else int(self.np_random.integers(99))
-        self.count = 0
-        return self.observe(), {}
+        self.count, self.n_resets = 0, self.n_resets + 1
+        return self.observe(), self.told()
 
     def step(self, action: Any) -> Any:
         self.count += 1
-        return self.observe(), 0.0, self.count == 3, False, {}
+        return self.observe(), 0.0, self.count == 3, False, self.told()
+
+
+#: Entries of `info` that show the board.
+TOLD = {"env_info": {"board": np.zeros(2, np.float32), "two": np.zeros((2, 2), np.float32), "count": 0}}
+telling = partial(OneBoard, tells=True)
 
 
 class OneBoardGame(ScriptedGame):
     """Its agents see the same board, which is that of all games."""
 
+    board: Any = SHARED
+
     def observe(self) -> Any:
-        SHARED[:] = *self.np_random.random(3), self.t
-        return dict.fromkeys(super().observe(), SHARED)
+        self.board[:] = *self.np_random.random(3), self.t
+        return dict.fromkeys(super().observe(), self.board)
+
+
+class OneListGame(OneBoardGame):
+    board: ClassVar = [0.0] * 4
 
 
 class OneBoardInTurns(TurnGame):
@@ -265,7 +301,16 @@ class Mirror(RandomAgent):
         return AgentStep(step.action, {"seen": np.array(observation)})
 
 
+def two_policies() -> dict[str, Any]:
+    return {"even": Mirror(), "odd": RandomAgent()}
+
+
+def by_parity(agent: str) -> str:
+    return ("even", "odd")[int(agent[1:]) % 2]
+
+
 CHECKS = {"sampler": {"debug": True, "check_finite": True}}
+FINITE = {"sampler": {"check_finite": True}}
 
 
 @pytest.mark.parametrize(
@@ -278,7 +323,20 @@ CHECKS = {"sampler": {"debug": True, "check_finite": True}}
         (ParallelSampler, OneBoard, {"traj_info_cls": TrajInfo}),
         (ParallelSampler, OneBoard, {"traj_info_cls": TrajInfo, **CHECKS}),
         (GpuSampler, OneBoard, {}),
+        (SerialSampler, telling, {**TOLD, "traj_info_cls": TrajInfo}),
+        (ParallelSampler, telling, {**TOLD, **CHECKS, "traj_info_cls": TrajInfo}),
+        (GpuSampler, partial(telling, kind="view"), {**TOLD, "traj_info_cls": TrajInfo}),
+        (SerialSampler, partial(telling, kind="from the third episode on"), {**TOLD, "traj_info_cls": TrajInfo}),
+        (ParallelSampler, partial(OneBoard, kind="only step"), {"wait_reset": True, "traj_info_cls": TrajInfo}),
+        (AsyncSampler, partial(OneBoard, kind="list"), {"wait_reset": True, "agent": RandomAgent}),
+        *(
+            (SerialSampler, partial(OneBoard, kind=kind), {"traj_info_cls": cls, "agent": RandomAgent, **checks})
+            for kind, cls, checks in product(SURFACES, (TrajInfo, Diary), ({}, FINITE))
+        ),
         (SerialSampler, OneBoardGame, {}),
+        (SerialSampler, OneBoardGame, {"agent": two_policies, "policy_of": by_parity}),
+        (SerialSampler, OneListGame, {}),
+        (SerialSampler, OneListGame, {"agent": two_policies, "policy_of": by_parity}),
         (ParallelSampler, OneBoardGame, {"traj_info_cls": TrajInfo}),
         (SerialSampler, OneBoardInTurns, {}),
         (ParallelSampler, OneBoardInTurns, {}),
@@ -289,13 +347,23 @@ def test_environments_that_share_a_buffer_are_recorded_as_if_each_had_its_own(cl
     compare(cls, env_fn, how.pop("agent", Mirror), n_batches=2, **how)
 
 
-@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
-def test_so_are_the_rows_of_a_vector_environment(mode: str) -> None:
-    with ShmVectorEnv([partial(OneBoard, i) for i in range(3)], n_workers=1, autoreset_mode=mode) as envs:
-        envs.reset()
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("NEXT_STEP", "tensor"), ("SAME_STEP", "list"), *product(["DISABLED"], ["array", *SURFACES])]
+)
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_so_are_the_rows_of_a_vector_environment(mode: str, kind: str, on_failure: Any) -> None:
+    envs_of = [partial(telling, i, kind) for i in range(3)]
+    with ShmVectorEnv(envs_of, n_workers=1, autoreset_mode=mode, on_worker_failure=on_failure) as envs:
+        seen, infos = envs.reset()
+        assert seen.reshape(3, 2).tolist() == [[i, 0] for i in range(3)]
         counts = {"NEXT_STEP": [1, 2, 3, 0, 1, 2, 3], "SAME_STEP": [1, 2, 0, 1, 2, 0, 1], "DISABLED": [1, 2, 3]}[mode]
         for count in counts:
             observation, _, terminated, _, infos = envs.step(np.zeros(3, int))
-            assert observation.tolist() == [[i, count] for i in range(3)]
+            assert observation.reshape(3, 2).tolist() == [[i, count] for i in range(3)]
+            told = infos
             if terminated.any() and mode == "SAME_STEP":
-                assert [each.tolist() for each in infos["final_obs"]] == [[i, 3] for i in range(3)]
+                assert [np.ravel(each).tolist() for each in infos["final_obs"]] == [[i, 3] for i in range(3)]
+                told = infos["final_info"]
+            if count or mode != "NEXT_STEP":
+                boards = np.array([np.ravel(np.asarray(board)) for board in told["board"]])
+                assert boards.tolist() == [[i, count or 3] for i in range(3)]

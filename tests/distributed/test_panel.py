@@ -161,8 +161,7 @@ def test_urgent_requests_are_answered_while_a_poll_sleeps(panel: ControlPanel, r
     # One poll must outlast all the requests. The test waits for a thread, but kills a process.
     is_thread = request.node.callspec.params["panel"] == "local"
     started(panel, sleep=scaled(30.0, 3.0 if is_thread else 30.0))
-    # cloudpickle 3.1.3 drops the file of a class that it carries, and so the text of its lines.
-    wait_until(lambda: ", in _poll" in panel.request("counter/0", "stacks"))
+    wait_until(lambda: "time.sleep(self.sleep)" in panel.request("counter/0", "stacks"))
     answers, seconds = {}, []
     for command in ("ping", "status", "stats", "count", "pause", "exit"):
         began = time.monotonic()

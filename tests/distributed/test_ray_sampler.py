@@ -506,18 +506,18 @@ def test_a_lost_shard_loses_the_seats_of_all_policies() -> None:
 def test_policy_of_can_be_changed_while_games_run() -> None:
     options: dict[str, Any] = {"batch_T": 10, "batch_B": 4, "n_shards": 2, "n_workers": 1}
     with RaySampler(partial(TurnGame, 2), **options) as sampler:
-        sampler.initialize(two(RandomAgent), policy_of=lambda agent_id, episode: "even", seed=0)
+        sampler.initialize(two(RandomAgent), policy_of=lambda agent_id, game: "even", seed=0)
         running = [0] * 4
         for info in sampler.obtain_samples(0)[1]:
             if info.agent_id is None:
-                running[info.env_rank] = info.episode + 1
+                running[info.env_rank] = info.number + 1
         sampler.set_policy_of(lambda agent_id: "odd")
         infos = [info for itr in range(1, 8) for info in sampler.obtain_samples(itr)[1] if info.agent_id is not None]
         for info in infos:
-            assert info.policy == ("even" if info.episode <= running[info.env_rank] else "odd")
+            assert info.policy == ("even" if info.number <= running[info.env_rank] else "odd")
         assert {info.policy for info in infos} == {"even", "odd"}
     with RaySampler(partial(TurnGame, 2), on_node_failure="restart", **options) as sampler:
-        sampler.initialize(two(RandomAgent), policy_of=lambda agent_id, episode: "even", seed=0)
+        sampler.initialize(two(RandomAgent), policy_of=lambda agent_id, game: "even", seed=0)
         with pytest.raises(ConfigError, match='set_policy_of and on_node_failure="restart" do not go together'):
             sampler.set_policy_of(lambda agent_id: "odd")
 

@@ -17,10 +17,21 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from penstock import ParallelSampler, RandomAgent, SerialSampler
+from penstock import (
+    Agent,
+    AgentStep,
+    GameError,
+    NamedArrays,
+    ParallelSampler,
+    RandomAgent,
+    SerialSampler,
+    WaitResetCollector,
+)
 from penstock.agents.random import draw
 from penstock.envs import CountingEnv, EnvContext, Purpose, stream
+from penstock.envs.toy import ScriptedGame
 from penstock.testing import (
     ConformanceError,
     agent_rules,
@@ -444,6 +455,80 @@ def test_the_second_agent_acts_in_odd_rows_with_its_own_numbers(subclassing: Any
         rngs = [stream(5, Purpose.ACTION, b), stream(5, Purpose.ACTION, b, 1)]
         wanted = [draw(CountingEnv().action_space, rngs[t % 2], 1)[0] for t in range(12)]
         np.testing.assert_array_equal(np.concatenate(actions)[:, b], wanted)
+
+
+class Counting(Agent):
+    """Its state counts the steps since its last reset."""
+
+    recurrent = True
+
+    def seed_columns(self, rngs: Any) -> None:
+        self.n = np.zeros(len(rngs), int)
+
+    def reset(self) -> None:
+        self.n[:] = 0
+
+    def reset_one(self, column: int) -> None:
+        self.n[column] = 0
+
+    def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> AgentStep:
+        self.n += 1
+        return AgentStep(np.zeros(len(self.n), np.int64), NamedArrays(n=self.n - 1))
+
+
+class Stateless(Counting):
+    reset_one = Agent.reset_one
+
+
+class Fails(CountingEnv):
+    """Its fourth step fails, so an episode is cut after three."""
+
+    def step(self, action: Any) -> Any:
+        if self.count == 3:
+            raise GameError("the game is gone")
+        return super().step(action)
+
+
+def rows_of_counting(mode: AutoresetMode) -> Any:
+    return lambda num_envs: SyncVectorEnv([CountingEnv] * num_envs, autoreset_mode=mode)
+
+
+@pytest.mark.parametrize("first", [Counting, Stateless])
+@pytest.mark.parametrize(
+    ("env_fn", "options"),
+    [
+        (CountingEnv, {}),
+        (CountingEnv, {"waits": True}),
+        (Fails, {"on_game_failure": "renew", "max_renewals": 99}),
+        *((rows_of_counting(mode), {"batched": True}) for mode in AutoresetMode),
+        (ScriptedGame, {}),
+        (ScriptedGame, {"waits": True}),
+    ],
+)
+def test_the_states_of_both_agents_begin_with_the_episode(
+    subclassing: Any, first: Any, env_fn: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(subclassing, "RandomAgent", Counting)
+
+    class Waits(subclassing["TwoAgentsCollector"]):  # type: ignore[misc]
+        waits, begin_episodes = True, WaitResetCollector.begin_episodes
+
+    options = dict(options)
+    collector = Waits if options.pop("waits", False) else subclassing["TwoAgentsCollector"]
+    options |= {"batch_T": 7, "batch_B": 3, "max_decorrelation_steps": 9, "collector_cls": collector}
+    n, n_begun, is_seen = np.zeros((2, 9), int), 0, np.zeros(9, bool)
+    with SerialSampler(env_fn, **options) as sampler:
+        sampler.initialize(first(), seed=5)
+        for itr in range(6):
+            batch = sampler.obtain_samples(itr)[0].numpy()
+            own = batch.env.observation[..., 2 if env_fn is ScriptedGame else 1]  # the steps of the episode so far
+            for t, b in np.ndindex(own.shape):
+                if batch.env.valid[t, b] and own[t, b] == 0:
+                    n[:, b], n_begun, is_seen[b] = 0, n_begun + 1, True
+                if batch.env.valid[t, b] and is_seen[b] and (first is Counting or t % 2):
+                    assert batch.agent.agent_info.n[t, b] == n[t % 2, b], (itr, t, b)
+                n[t % 2, b] += 1
+    assert n_begun > 12
 
 
 def test_both_samplers_give_the_same_batches_with_any_number_of_workers(subclassing: Any) -> None:

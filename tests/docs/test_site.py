@@ -92,6 +92,14 @@ def test_samplers_stand_in_the_order_of_use(site: Path) -> None:
     assert re.findall(r'<h2 id="penstock\.\w+\.(\w*)Sampler"', page) == order
 
 
+def test_what_users_call_comes_first(site: Path) -> None:
+    page = (site / "reference/samplers.html").read_text(encoding="utf-8")
+    found = list(dict.fromkeys(re.findall(r'id="penstock\.samplers\.Sampler\.(\w+)"', page)))
+    assert found[:4] == ["initialize", "obtain_samples", "start_samples", "wait_samples"]
+    public = {name for name in vars(penstock.Sampler) if not name.startswith("_")}
+    assert set(found) == public | {"seed", "generation"}
+
+
 def test_parameters_are_lists(site: Path) -> None:
     """A table leaves the screen of a phone."""
     for page in (site / "reference").glob("*.html"):

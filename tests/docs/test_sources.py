@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def test_a_picture_has_no_white_box_and_is_narrow(picture: Path) -> None:
                 assert not re.search(r"(^|fill: )(#fff(fff)?|white)\b", colour), ET.tostring(shape)
 
 
+@pytest.mark.parametrize("name", ["peers", "peers_short"])
+def test_no_line_of_text_lies_on_another(name: str) -> None:
+    """Titles and names of bars stand at the left edge, one below the other: each needs its size."""
+    text = (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8")
+    lines = re.findall(r'font-size: ([\d.]+)px.*?(?:x="|translate\()([\d.]+)(?:" y="| )([\d.]+)', text)
+    baselines = sorted((float(y), float(size)) for size, x, y in lines if float(x) < 4)
+    assert len(baselines) > 5
+    for (above, _), (below, size) in pairwise(baselines):
+        assert below - above >= size, f"a line at {below} begins above the end of that at {above}"
+
+
 def test_the_figures_of_peers_are_the_same_everywhere() -> None:
     """In both pictures, in README.md and in benchmarks/README.md."""
     readme, benchmarks = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "benchmarks/README.md"))
@@ -67,6 +79,15 @@ def test_the_figures_of_peers_are_the_same_everywhere() -> None:
     quoted = re.findall(r"^\|[^|]+\| \**([\d,]{4,})\** \|", readme, re.MULTILINE)
     assert len(quoted) == 8
     assert set(quoted) <= set(rates)
+
+
+def test_pages_have_the_words_for_which_readers_search() -> None:
+    """In the search a heading counts the most: "hang" leads to an answer, and not to the reasons of the protocol."""
+    for word, page in (("jupyter", "recipes.md"), ("huggingface", "recipes/datasets.md"), ("hangs", "faq.md")):
+        assert re.search(rf"\b{word}\b", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.IGNORECASE), word
+    for page in (ROOT / "docs").rglob("*.md"):
+        headings = re.findall(r"^#+ .*\bhang.*", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert page.name == "faq.md" or not headings, page
 
 
 def test_the_page_of_benchmarks_names_the_version() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from functools import partial
 from typing import Any
 
@@ -204,6 +205,17 @@ def test_an_own_argument_named_context_stays(env_fn: Any, env_kwargs: Any, wante
     for factory in (env_factories(env_fn, env_kwargs, 2)[1], EnvFactory(env_fn, env_kwargs or {})):
         found = factory().context
         assert type(found) is EnvContext if wanted is EnvContext else found == wanted
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="older versions evaluate annotations earlier")
+def test_a_context_is_given_beside_annotations_that_only_type_checkers_know() -> None:
+    source = (
+        "def make(level: Config.level = 3, *, context: EnvContext | str = 'sunny') -> Config: return Weather(context)"
+    )
+    module: dict[str, Any] = {"EnvContext": EnvContext, "Weather": Weather}
+    exec(source, module)
+    (factory,) = env_factories(module["make"], None, 1)
+    assert type(factory().context) is EnvContext
 
 
 class Spaceless(CountingEnv):

@@ -21,6 +21,8 @@ from penstock.envs.seats import OneSeat, ParallelView, SeatRank, is_parallel, re
 from penstock.envs.toy import CountingEnv, ScriptedGame
 from penstock.errors import ConfigError, SpaceError
 
+from ..toy_games import Ghosts
+
 
 class Turns(ScriptedGame):
     def agent_iter(self) -> Any:
@@ -193,6 +195,13 @@ def test_an_agent_alone_may_die_without_an_observation() -> None:
     one, two = env.step(0), env.step(0)
     assert two[2]
     assert two[0].tolist() == one[0].tolist()
+
+
+def test_the_others_do_not_act_after_their_end() -> None:
+    env = OneSeat("a0", ParallelView(Ghosts(3, [{"a1": "die"}, {"a2": "cut"}, {}])))
+    for _ in range(2):
+        env.reset(seed=1)
+        assert [env.step(0)[1:4] for _ in range(3)] == [(1, False, False), (2, False, False), (3, False, True)]
 
 
 def test_a_factory_returns_a_view_or_says_what_is_wrong() -> None:

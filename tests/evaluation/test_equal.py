@@ -26,7 +26,7 @@ from penstock import (
 )
 from penstock.envs import ColumnStreams, CountingEnv, NestedEnv, Purpose
 
-from ..models import CartPoleNet, Lstm, Net
+from ..models import CartPoleNet, Lstm, Net, Normed
 from ..scale import FULL, START_METHODS, scaled, with_start_methods
 from ..support import assert_same
 from .reach import CHUNK, TASKS, Reach, direction, played, serial, vla, weaker
@@ -216,6 +216,33 @@ def test_a_greedy_agent_as_a_plain_loop() -> None:
         observation, _ = env.reset(seed=result.seed)
         for action in result.played()[0][0]:
             assert action == agent.act(observation)
+            observation, *_ = env.step(action)
+    env.close()
+
+
+class Greedy:
+    """Takes the best action of a model. torch cannot copy it, nor pickle it."""
+
+    def __init__(self) -> None:
+        self.model = Normed(2)
+        self.model(torch.ones(1, 4, dtype=torch.float64))  # its lazy layer finds its size
+        self.model.eval()
+
+    def reset(self) -> None:
+        """Nothing."""
+
+    def select_action(self, observation: Any) -> Any:
+        return self.model(torch.as_tensor(observation).double())[0].argmax(1)
+
+
+@pytest.mark.parametrize("act_in", ["caller", "workers"])
+def test_models_with_weights_that_are_computed_before_each_call(act_in: Any) -> None:
+    greedy, env = Greedy(), gym.make("CartPole-v1")
+    policies = {"object": greedy, "function": greedy.select_action}
+    for result in evaluate(policies, "CartPole-v1", episodes=3, n_workers=2, act_in=act_in).episodes:
+        observation, _ = env.reset(seed=result.seed)
+        for action in result.played()[0][0]:
+            assert action == greedy.select_action(observation[None]).item()
             observation, *_ = env.step(action)
     env.close()
 

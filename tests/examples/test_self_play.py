@@ -51,17 +51,17 @@ def test_a_run_that_continues_has_the_league_of_the_first(tmp_path: Path, exampl
 
 
 def infos(*games: tuple[int, int, str, str, float]) -> list[TrajInfo]:
-    """The trajectories of games: (env_rank, episode, who plays player_0, who player_1, the return of player_0). The
+    """The trajectories of games: (env_rank, number, who plays player_0, who player_1, the return of player_0). The
     agents end in any order."""
     found = []
-    for rank, episode, *policies, result in games:
-        for seat in (episode % 2, 1 - episode % 2):
+    for rank, number, *policies, result in games:
+        for seat in (number % 2, 1 - number % 2):
             info = TrajInfo()
-            info.env_rank, info.episode, info.agent_id = rank, episode, f"player_{seat}"
+            info.env_rank, info.number, info.agent_id = rank, number, f"player_{seat}"
             info.policy, info.Return = policies[seat], result if seat == 0 else -result
             found.append(info)
         game = TrajInfo()
-        game.env_rank, game.episode = rank, episode
+        game.env_rank, game.number = rank, number
         found.append(game)
     return found
 
@@ -118,8 +118,8 @@ def test_matchmaking(example: Any) -> None:
 def test_who_plays(example: Any) -> None:
     """In every second game main plays both sides; in the others it has each side equally often."""
     rng, sides = np.random.default_rng(0), []
-    for episode in range(400):
-        sides.append([example.players(f"player_{i}", 1, episode, rng, n_slots=3) for i in range(2)])
+    for number in range(400):
+        sides.append([example.players(f"player_{i}", 1, number, rng, n_slots=3) for i in range(2)])
     assert sides.count(["main", "main"]) == 200
     assert sum(one == "main" != two for one, two in sides) == 100
     assert {name for game in sides for name in game} == {"main", "past_0", "past_1", "past_2"}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import pytest
 
 from penstock import (
     AgentStep,
+    AlternatingSampler,
     AsyncSampler,
     CategoricalPgAgent,
     ConfigError,
     GameError,
+    GpuSampler,
     ParallelSampler,
     RandomAgent,
     ResetCollector,
@@ -27,12 +31,14 @@ from penstock import (
     WorkerError,
 )
 from penstock.envs import ColumnStreams, CountingEnv, Purpose
+from penstock.envs.seeding import eval_seed
 from penstock.envs.toy import ScriptedGame
 from penstock.learning import Replay
 
 from ..models import Net
 from ..scale import FULL, USUAL_METHODS, pairs, scaled
 from ..support import assert_same, collect, sampler_of, until, without_infos
+from ..toy_games import Valued
 from .games_support import SAMPLERS, Played, processes, undisturbed_games
 
 pytestmark = [pytest.mark.xdist_group("ports"), pytest.mark.timeout(scaled(3600, 120))]
@@ -380,13 +386,140 @@ def test_a_replay_has_the_observation_before_a_cut_in_row_0(collector_cls: Any) 
     assert read.next_observation.tolist() == [[1, 1], [1, 2], [1, 3], [0, 0], [1, 1], [1, 2], [1, 3], [2, 1]]
 
 
-def test_a_game_that_ended_before_a_cut_in_the_same_batch_is_reported() -> None:
-    """The first game has 4 steps; the second one fails in its second step."""
-    with sampler_of(SerialSampler, partial(Engines, [], 6), batch_B=1, batch_T=10, **BROKEN) as sampler:
-        sampler.initialize(RandomAgent(), seed=3)
-        _, infos = sampler.obtain_samples(0)
-    games = [(info.episode, info.Length, info.Return) for info in infos if info.agent_id is None]
-    assert games == [(0, 4, 2 * (4 * 20.0 + 10)), (1, 4, 2 * (4 * 30.0 + 10))]
+class Fragile(ScriptedGame):
+    """Three agents. Step `at` of the environment fails, and of each one that is built in its place."""
+
+    def __init__(self, at: int, script: Any = None) -> None:
+        super().__init__(3, script)
+        self.at, self.n_steps = at, 0
+
+    def step(self, actions: Any) -> Any:
+        self.n_steps += 1
+        if self.n_steps == self.at:
+            raise GameError("the game is gone")
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
+def test_who_has_just_come_back_when_its_game_fails_has_no_row_that_ends(collector_cls: Any) -> None:
+    """a1 dies in step 1 and comes back in step 2. Step 3 fails: what step 2 has ended are the rows of the others."""
+    make, waits = partial(Fragile, 3, [{"a1": "die"}, {"a1": "join"}, {}, {}]), collector_cls is WaitResetCollector
+    with sampler_of(SerialSampler, make, batch_T=6, batch_B=1, collector_cls=collector_cls, **RENEW) as sampler:
+        sampler.initialize(Valued(), seed=3, bootstrap_value=True)
+        sampler.obtain_samples(0)
+        env, final_value = sampler.samples_np.env, sampler.samples_np.agent.final_value
+    none, others, everyone = [0, 0, 0], [1, 0, 1], [1, 1, 1]
+    second = [none] * 3 if waits else None
+    for name, rows in {
+        "valid": [everyone, others, none],
+        "terminated": [[0, 1, 0], none, none],
+        "truncated": [none, others, none],
+        "done": [[0, 1, 0], others, none if waits else everyone],
+    }.items():
+        assert env[name].astype(int).tolist() == rows + (second or rows), name
+    np.testing.assert_array_equal(final_value != 0, env.truncated)
+    np.testing.assert_array_equal(env.final_obs[1, :, :2], [[1, 2], [0, 0], [3, 2]])
+
+
+class Lives(TrajInfo):
+    """Who dies goes on when it comes back, or in the next game."""
+
+    def traj_done(self, terminated: bool, truncated: bool, env_info: Any) -> bool:
+        return not terminated
+
+
+def ends_of(game: Any, running: dict[str, Any], *, has_lives: bool) -> Iterator[tuple[Any, int, float]]:
+    """Play one game, in which all take action 2: agent, Length and Return of who ends, in this order; of the game
+    itself the agent is None. If it fails, all in `running` ends."""
+    length, total = 0, 0.0
+    while game.agents:
+        try:
+            _, rewards, terminated, truncated, _ = game.step(dict.fromkeys(game.agents, 2))
+        except GameError:
+            running.clear()
+            return
+        length, total = length + 1, total + sum(rewards.values())
+        for agent in terminated:
+            n, reward = running.get(agent, (0, 0.0))
+            running[agent] = n + 1, reward + rewards[agent]
+            if truncated[agent] or (terminated[agent] and not has_lives):
+                yield agent, *running.pop(agent)
+    yield None, length, total
+
+
+def ends_in_batches(make: Any, rank: int, *, has_lives: bool) -> Iterator[tuple[Any, ...]]:
+    """The plain loop over one environment without end: episode, agent, Length and Return."""
+    streams, running, episode = ColumnStreams(3, range(9)), dict[str, Any](), 0
+    for renewal in count():
+        seed = streams.renewal_seed(rank, Purpose.TRAIN, renewal) if renewal else streams.env_seeds(Purpose.TRAIN)[rank]
+        game, is_over = make(), True
+        game.reset(seed)
+        while is_over:
+            is_over = False
+            for agent, *figures in ends_of(game, running, has_lives=has_lives):
+                yield episode, agent, *figures
+                is_over = agent is None
+            episode += 1
+            game.reset()
+
+
+def ends_in_evaluation(make: Any, n_envs: int, n_episodes: int) -> list[tuple[Any, ...]]:
+    """What an evaluation in which nothing fails returns."""
+    found = []
+    for k in range(n_episodes):
+        game = make()
+        game.reset(eval_seed(3, k))
+        ends = [*ends_of(game, {}, has_lives=False)]
+        found += [(k % n_envs, k // n_envs, *own) for own in ends]
+    return found
+
+
+LONG: Any = [{}] * 10 + [{"a0": "die"}] + [{}] * 89  # an evaluation sends the trajectories of 128 rows at a time
+
+
+@pytest.mark.parametrize(
+    ("cls", "collector_cls", "traj_info_cls", "n_policies", "game"),
+    [
+        (SerialSampler, ResetCollector, TrajInfo, 1, {"at": 30}),
+        (SerialSampler, ResetCollector, OwnTrajInfo, 2, {"at": 130, "script": LONG}),
+        (SerialSampler, WaitResetCollector, Lives, 2, {"at": 30}),
+        (ParallelSampler, ResetCollector, Lives, 1, {"at": 30}),
+        (ParallelSampler, WaitResetCollector, TrajInfo, 2, {"at": 130, "script": LONG}),
+        (GpuSampler, ResetCollector, OwnTrajInfo, 1, {"at": 30}),
+        (AlternatingSampler, WaitResetCollector, TrajInfo, 1, {"at": 30}),
+        (AsyncSampler, ResetCollector, TrajInfo, 2, {"at": 30}),
+    ],
+)
+def test_agents_of_a_game_that_was_cut_are_told_from_those_of_the_next(
+    cls: Any, collector_cls: Any, traj_info_cls: Any, n_policies: int, game: Any
+) -> None:
+    """In batches they have another `episode`. In an evaluation the game is played again, so they are not returned."""
+    options = {**RENEW, "max_renewals": 999, "collector_cls": collector_cls, "traj_info_cls": traj_info_cls}
+    options |= {"eval_n_envs": 2, "eval_episodes": 7, "eval_max_steps": 9999}
+    make, names = partial(Fragile, **game), [f"p{i}" for i in range(n_policies)]
+    infos, evaluations = list[Any](), list[Any]()
+    with sampler_of(cls, make, batch_T=40, batch_B=3, **options) as sampler:
+        several = {"agent": {name: Twos() for name in names}, "policy_of": lambda agent: names[int(agent[1:]) % 2]}
+        sampler.initialize(**(several if n_policies > 1 else {"agent": Twos()}), seed=3)
+        if cls is AsyncSampler:
+            sampler.start()
+        for itr in range(8):
+            infos += sampler.obtain_samples(itr)[1]
+            evaluations += [sampler.evaluate_agent(itr)] if itr in (1, 3) else []
+        stats = sampler.stats()
+    assert stats.cut_episodes >= 5
+    has_lives = traj_info_cls is Lives
+    for rank in range(3):
+        own = [(i.number, i.agent_id, i.Length, i.Return) for i in infos if i.env_rank == rank]
+        assert own == [*islice(ends_in_batches(make, rank, has_lives=has_lives), len(own))]
+    wanted = ends_in_evaluation(partial(make, at=0), 2, 7)
+    for found in evaluations if not has_lives else ():
+        assert [(i.env_rank, i.number, i.agent_id, i.Length, i.Return) for i in found] == sorted(
+            wanted, key=lambda end: (end[1], end[0])
+        )
+        assert [i.seed for i in found] == [eval_seed(3, i.number * 2 + i.env_rank) for i in found]
+    if cls is not AsyncSampler:  # which has counted those of batches that nobody has obtained
+        assert sum(worker.trajectories for worker in stats.workers) == len(infos) + sum(map(len, evaluations))
 
 
 @pytest.mark.parametrize("env_cls", [Engine, Engines])

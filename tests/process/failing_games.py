@@ -44,7 +44,7 @@ def kinds(agent_id: str) -> str:
     return "one" if agent_id == "a0" else "two"
 
 
-def seat(agent_id: str, env_rank: int, episode: int, rng: np.random.Generator) -> str:
+def seat(agent_id: str, env_rank: int, game: int, rng: np.random.Generator) -> str:
     return "one" if rng.random() < 0.6 else "two"
 
 

@@ -302,7 +302,7 @@ def doing(where: str, when: str, pool: str) -> str:
         {
             "build": "building env_rank 3",
             "reset": "resetting env_rank 3",
-            "step": "decorrelating env_rank 3" if when == "start-up" else "stepping env_rank 3",
+            "step": f"stepping env_rank 3{' in the random steps before the first batch' if when == 'start-up' else ''}",
             "begin": r"\w[^()]*",
             "send": "sending results",
         }[where]

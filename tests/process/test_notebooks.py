@@ -1,4 +1,4 @@
-"""Samplers in a notebook: an event loop runs, `__main__` has no file, and cells keep their values."""
+"""Samplers in a notebook: an event loop runs, `__main__` has no file, cells keep values, and errors show lines."""
 
 from __future__ import annotations
 
@@ -61,13 +61,15 @@ EXPECTED = ["reward 2.0", "in a thread 12.0", "vector 4.0", "reward 2.0", "CLOSE
 
 def plain(cells: Sequence[str]) -> str:
     """A script that runs cells as IPython does: in the module `__main__`, inside a running event loop, with `await` at
-    the top level."""
+    the top level. Tracebacks find the lines of the cells in `linecache`."""
     return f"""
-import ast, asyncio, inspect
+import ast, asyncio, inspect, linecache
 
 async def notebook():
     for number, cell in enumerate({cells!r}):
-        code = compile(cell, f"<cell {{number}}>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        name = f"<cell {{number}}>"
+        linecache.cache[name] = len(cell), None, cell.splitlines(True), name
+        code = compile(cell, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         if inspect.iscoroutine(result := eval(code, globals())):
             await result
 
@@ -91,6 +93,36 @@ def run_cells(cells: Sequence[str], folder: Path, **how: bool) -> list[str]:
 
 def test_cells_in_a_running_event_loop_without_a_file(tmp_path: Path) -> None:
     assert run_cells(RUN, tmp_path, light=True, forks_supervisor=False) == EXPECTED
+
+
+BROKEN = """
+import traceback
+from penstock import ParallelSampler, RandomAgent, WorkerError
+from penstock.envs import CountingEnv
+
+class Broken(CountingEnv):
+    def step(self, action):
+        raise RuntimeError("no battery")  # in any case
+
+with ParallelSampler(Broken, batch_T=3, batch_B=2, n_workers=1) as sampler:
+    try:
+        sampler.initialize(RandomAgent(), seed=0)
+        sampler.obtain_samples(0)
+    except WorkerError as error:
+        print("".join(traceback.format_exception(error)))
+"""
+
+
+@pytest.mark.parametrize("is_notebook", [False, True])
+def test_a_workers_traceback_shows_the_line_of_the_script_or_of_the_cell(tmp_path: Path, is_notebook: bool) -> None:
+    script = tmp_path / "broken.py"
+    if is_notebook:
+        printed, file = run_cells([BROKEN], tmp_path, light=True, forks_supervisor=False), "<cell 0>"
+    else:
+        script.write_text(BROKEN)
+        printed, file = run(script, cwd=tmp_path).stdout.splitlines(), str(script)
+    at = printed.index(f'  File "{file}", line 8, in step')
+    assert printed[at + 1] == '    raise RuntimeError("no battery")  # in any case'
 
 
 def test_the_notebook_of_the_first_run_is_its_page_and_runs_from_top_to_bottom(tmp_path: Path) -> None:

@@ -376,6 +376,25 @@ def test_what_has_been_delivered_is_not_counted_as_lost(tmp_path: Path) -> None:
         assert sampler.stats().lost_trajectories == 2, "those that were running"
 
 
+@pytest.mark.parametrize(
+    ("game", "at", "lost", "agents"), [(FailingGame, 40, 2, ["a0", "a1"]), (FailingTurns, 43, 1, ["a1"])]
+)
+def test_agents_of_a_game_that_was_lost_are_told_from_those_of_the_next(
+    game: Any, at: int, lost: int, agents: list[str], tmp_path: Path
+) -> None:
+    """Game `lost` of env_rank 0 dies with its worker, after `agents` have ended in it, in a batch before."""
+    fault, found = Notebook(tmp_path).fault("kill", at), list[Any]()
+    fns = [partial(game, fault if b == 0 else NEVER) for b in range(2)]
+    with restarting_sampler("parallel", fns, batch_T=16, batch_B=2, n_workers=2, eval_n_envs=0) as sampler:
+        sampler.initialize(RandomAgent(), seed=5)
+        for itr in range(5):
+            found += [(i.env_rank, i.number, i.agent_id) for i in sampler.obtain_samples(itr)[1]]
+        assert sampler.stats().restarts == 1
+    games = [[agent for *game, agent in found if game == [0, episode]] for episode in range(lost + 2)]
+    assert games[lost] == agents
+    assert games[lost + 1][-1] is None
+
+
 class Mortal(CountingEnv):
     """The first that is told to die does."""
 

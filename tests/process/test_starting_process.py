@@ -23,9 +23,10 @@ from penstock.buffers.native import COMPILED
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 from penstock.workers import launcher as launch
+from penstock.workers.plan import PoolOptions
 
 from ..scale import START_METHODS, scaled
-from ..support import BOUND, PROGRAMS
+from ..support import BOUND, PROGRAMS, until
 from .support import SLACK, Script, gone_after, note
 
 pytestmark = pytest.mark.timeout(scaled(600, 90))
@@ -122,24 +123,52 @@ def new_sampler(**kwargs: Any) -> ParallelSampler:
 
 
 @contextlib.contextmanager
-def stopped_supervisor() -> Iterator[None]:
+def stopped_supervisor() -> Iterator[psutil.Process]:
     process = psutil.Process(launch._supervisors[0].pid)
     process.suspend()
     try:
-        yield
+        yield process
     finally:
         process.resume()
 
 
+STOPPED = r"worker 0 could not be started within \d+ s: the supervisor \(pid \d+\) was stopped by a signal, and contin"
+
+
 @pytest.mark.slow
-def test_a_stopped_supervisor_is_named() -> None:
-    message = r"worker 0 could not be started within \d+ s: the supervisor \(pid \d+\) is stopped .* kill -CONT"
+def test_a_stopped_supervisor_is_named_and_continues() -> None:
     began = time.monotonic()
-    with new_sampler(start_timeout=0.5) as sampler, stopped_supervisor():
-        with pytest.raises(WorkerTimeoutError, match=message) as caught:
+    with new_sampler(start_timeout=0.5) as sampler, stopped_supervisor() as supervisor:
+        with pytest.raises(WorkerTimeoutError, match=STOPPED) as caught:
             sampler.initialize(RandomAgent())
         assert time.monotonic() - began < 10
+        until(lambda: supervisor.status() != psutil.STATUS_STOPPED)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_is_stopped_while_it_starts_is_named_and_can_be_used_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stopped(launch.Supervisor):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            os.kill(self.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(launch, "_supervisors", [])
+    monkeypatch.setattr(launch, "Supervisor", Stopped)
+    launcher = launch.Launcher(PoolOptions("forkserver", None, 0.5, 0, 60.0), 1)
+    launcher.prepare()
+    (supervisor,) = launch._supervisors
+    try:
+        with pytest.raises(WorkerTimeoutError, match=STOPPED):
+            launcher.start("worker 0", int)
+        worker = launcher.start("worker 0", int, 3)
+        worker.join(BOUND)
+        assert (worker.exitcode, launch._supervisors) == (3, [supervisor])
+        worker.close()
+    finally:
+        supervisor.close()
 
 
 @pytest.mark.slow
@@ -156,12 +185,13 @@ def test_a_worker_that_a_stopped_supervisor_cannot_replace() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_wait_for_a_stopped_supervisor() -> None:
-    with new_sampler() as sampler, stopped_supervisor():
+    with new_sampler() as sampler, stopped_supervisor() as supervisor:
         timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             sampler.initialize(RandomAgent())
         timer.join()
+        until(lambda: supervisor.status() != psutil.STATUS_STOPPED)
 
 
 # ---- everything killed together ------------------------------------------------------------------

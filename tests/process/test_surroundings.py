@@ -4,6 +4,7 @@ little of what the machine gives. It runs, or there is one error with what is ne
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import platform
 import shutil
@@ -16,9 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from penstock import ParallelSampler, RandomAgent
+from penstock import GpuSampler, ParallelSampler, RandomAgent, SerialSampler
 from penstock.envs import CountingEnv
+from penstock.vector import ShmVectorEnv
 
 from ..scale import FULL, methods, scaled
 from ..support import BOUND, PROGRAMS, until
@@ -162,6 +165,48 @@ def test_a_worker_without_standard_output_exits_quietly(how: str, capfd: pytest.
         pid = sampler.worker_pids[0]
     assert not is_running(pid)
     assert "Traceback" not in capfd.readouterr().err
+
+
+class Telling(CountingEnv):
+    """Tells what it finds in its process."""
+
+    def found(self) -> Any:
+        os.umask(umask := os.umask(0))
+        return umask, logging.getLogger("mine.own").getEffectiveLevel(), torch.get_default_dtype()
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (SerialSampler, {}),
+        (ParallelSampler, {}),
+        (ParallelSampler, {"start_method": "fork"}),
+        (GpuSampler, {"server": "process"}),
+        (ShmVectorEnv, {}),
+        (ShmVectorEnv, {"context": "spawn"}),
+    ],
+)
+def test_workers_have_umask_levels_of_loggers_and_default_dtype(
+    cls: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are after the supervisor has started. A new interpreter has torch only when it has the program."""
+    with ParallelSampler(CountingEnv, batch_T=2, batch_B=1) as sampler:
+        sampler.initialize(RandomAgent())
+    monkeypatch.setattr(logging.getLogger("mine"), "level", logging.DEBUG)
+    old = os.umask(0o027)
+    torch.set_default_dtype(torch.float64)
+    try:
+        if cls is ShmVectorEnv:
+            with ShmVectorEnv([Telling] * 2, n_workers=1, **options) as envs:
+                found = envs.call("found")
+        else:
+            with cls(Telling, batch_T=2, batch_B=2, **options) as sampler:
+                sampler.initialize(RandomAgent())
+                found = sampler.call("found")
+    finally:
+        os.umask(old)
+        torch.set_default_dtype(torch.float32)
+    assert list(found) == [(0o027, logging.DEBUG, torch.float64)] * 2
 
 
 SEVERAL_TRIES = """

@@ -38,7 +38,7 @@ class Walk(gym.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         gym.Env.reset(self, seed=seed)
         self._n, self._most = 0, int(self.np_random.integers(1, 25))
-        self._seen[:] = self.np_random.random(4, np.float32)
+        self._seen[:] = self.np_random.random(4, np.float32) + np.float32((options or {}).get("level", 0))
         return self._seen, {"n": -1.0}
 
     def _advance(self, out: Any, action: Any) -> Any:

@@ -16,6 +16,7 @@ from penstock import (
     AgentStep,
     AsyncSampler,
     ConfigError,
+    GpuSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
     SamplerClosedError,
@@ -210,10 +211,12 @@ def test_a_server_acts_for_environments_in_different_batches(kwargs: dict[str, A
 
 def test_states_at_the_start_of_a_batch_need_environments_that_begin_together() -> None:
     agent = RecurrentCategoricalPgAgent(partial(Gru, 4, 2), record_state="batch")
-    with pytest.raises(ConfigError, match='record_state="batch" and min_ready or max_wait do not go together'):
+    with pytest.raises(ConfigError, match=r'record_state="batch" and AsyncSampler.* without lag do not'):
         begin("CartPole-v1", agent, server="process", min_ready=1).__enter__()
     with begin("CartPole-v1", agent, server="process", min_ready=1, lag=1):
         pass
+    with GpuSampler("CartPole-v1", batch_T=4, batch_B=3, n_workers=2, min_ready=1) as sampler:
+        sampler.initialize(agent)
 
 
 def test_several_batches_can_be_held() -> None:

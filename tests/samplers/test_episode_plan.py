@@ -78,6 +78,10 @@ def harder(env_rank: int, episode: int, rng: np.random.Generator) -> Any:
     return {"level": 1000.0 + episode + rng.random()}
 
 
+def easy(env_rank: int, episode: int, rng: np.random.Generator) -> Any:
+    return {"level": -100.0 - episode - rng.random()}
+
+
 def planned(cls: Any = SerialSampler, env_fn: Any = Maze, **options: Any) -> Any:
     own = {"n_workers": 2} if cls in (ParallelSampler, AsyncSampler) else {}
     given = {"batch_T": T, "batch_B": B, "episode_plan": plan, "max_decorrelation_steps": 0}
@@ -114,16 +118,18 @@ def follow(batches: Any, plans: Any, first: Any = plan) -> int:
     return n
 
 
-def levels_of(sampler: Any) -> list[tuple[Any, float]]:
+def levels_of(sampler: Any, last: Any = None) -> list[tuple[Any, float]]:
     """For some steps of the last batch: the options of the recorded episode, and the level that was seen. Repeats each
-    episode."""
-    found, samples = [], sampler.samples_np
+    episode. `last` has this batch as `collect` returns it, which defaces the batch itself."""
+    found: list[tuple[Any, float]] = []
+    samples = sampler.samples_np if last is None else last[0]
     for t, e in np.argwhere(samples.env.valid)[::3].tolist():
         episode, level = sampler.episode(e, t), float(samples.env.observation[t, e, 0])
         assert episode.options == (None if level == -1 else {"level": level})
         env, action = episode.run()
         assert np.float32(env.step(action)[1]) == samples.env.reward[t, e]
         found.append((episode.options, level))
+    assert found
     return found
 
 
@@ -184,12 +190,26 @@ def test_a_plan_has_a_copy_of_what_it_uses() -> None:
 # ---- recorded episodes ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_a_recorded_episode_has_the_options_that_it_began_with(cls: Any) -> None:
+WAITS: dict[str, Any] = {"collector_cls": WaitResetCollector}
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (SerialSampler, {}),
+        (SerialSampler, WAITS),
+        (ParallelSampler, {}),
+        (partial(GpuSampler, n_workers=2), WAITS),
+        (partial(AlternatingSampler, n_workers=2), WAITS),
+    ],
+)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_recorded_episode_has_the_options_that_it_began_with(cls: Any, options: Any, every: int) -> None:
+    """There is a new plan before every batch, or every second one. Environments that wait begin with the one before."""
     levels: list[float] = []
-    with started(planned(cls, max_decorrelation_steps=20)) as sampler:
+    with started(planned(cls, max_decorrelation_steps=20, **options)) as sampler:
         for itr in range(8):
-            if itr % 2:
+            if itr % every == every - 1:
                 shift = 1000.0 * itr
                 sampler.set_episode_plan(lambda env_rank, episode, rng, shift=shift: {"level": shift + rng.random()})
             sampler.obtain_samples(itr)
@@ -197,18 +217,25 @@ def test_a_recorded_episode_has_the_options_that_it_began_with(cls: Any) -> None
             assert any(options is not None for options, _ in found)
             levels += [level for _, level in found]
         n_kept = len(sampler.run.episodes._plans)
-    assert n_kept < 5, "plans that no episode in the log has are dropped"
-    assert {level // 1000 for level in levels} == {-1, 0, 1, 3, 5, 7}
+    assert n_kept < 6, "plans that no episode in the log has are dropped"
+    last = 7 - every if options else 7
+    assert {level // 1000 for level in levels} == {-1, 0, *range(every - 1, last + 1, every)}
 
 
+@pytest.mark.parametrize("options", [{}, WAITS], ids=["resets", "waits"])
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
-def test_the_episode_of_a_failure_has_its_options(cls: Any, tmp_path: Path) -> None:
-    with started(planned(cls, env_kwargs={"fails_at_level": 1000.0}, crash_dir=tmp_path)) as sampler:
+def test_the_episode_of_a_failure_has_its_options(cls: Any, options: Any, tmp_path: Path) -> None:
+    with started(planned(cls, env_kwargs={"fails_at_level": 1000.0}, crash_dir=tmp_path, **options)) as sampler:
         collect(sampler, 2)
         sampler.set_episode_plan(harder)
+        if options:  # after this batch, the environments begin with the hard plan
+            collect(sampler, 1)
+            sampler.set_episode_plan(plan)
+            sampler.set_episode_plan(None)
         with pytest.raises(WorkerError) as caught:
             collect(sampler, 2)
     episode = caught.value.episode
+    assert {path.suffix for path in tmp_path.iterdir()} == {".episode"}
     assert episode.options["level"] >= 1000
     env, action = episode.run()
     with pytest.raises(ValueError, match="too hard"):
@@ -226,7 +253,7 @@ def test_a_worker_that_is_replaced_follows_the_newest_plan(is_set: bool, tmp_pat
                 sampler.set_episode_plan(harder)
             runs.append(collect(sampler, 6))
             assert sampler.stats().restarts == 1
-            levels_of(sampler)
+            levels_of(sampler, runs[-1][-1])
     assert_same(*runs)
     last = runs[0][-1][0].env.observation[..., 0]
     assert ((last >= 1000) if is_set else (last < 1000)).all()
@@ -235,28 +262,31 @@ def test_a_worker_that_is_replaced_follows_the_newest_plan(is_set: bool, tmp_pat
 # ---- saved runs ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_set", [False, True])
-@pytest.mark.parametrize("env_fn", [Maze, Repeated])
-def test_a_run_that_is_continued_keeps_plan_and_options(env_fn: Any, is_set: bool) -> None:
-    def changed(sampler: Any) -> None:
+@pytest.mark.parametrize(
+    ("env_fn", "is_set", "options"),
+    [(Maze, True, {}), (Maze, True, WAITS), (Maze, False, {}), (Repeated, True, WAITS), (Repeated, False, {})],
+)
+def test_a_run_that_is_continued_keeps_plan_and_options(env_fn: Any, is_set: bool, options: Any) -> None:
+    samplers = [SerialSampler, ParallelSampler] if options else [ParallelSampler, SerialSampler]
+    with started(planned(samplers[0], env_fn, **options)) as sampler:
+        first = collect(sampler, 1)
+        if is_set:
+            sampler.set_episode_plan(easy)
+        first += collect(sampler, range(1, 2))
         if is_set:
             sampler.set_episode_plan(plan)
             sampler.set_episode_plan(harder)
-
-    with started(planned(ParallelSampler, env_fn)) as sampler:
-        first = collect(sampler, 2)
-        changed(sampler)
         state = sampler.state_dict()
         expected = collect(sampler, range(2, 5))
     assert {column["kind"] for column in state["columns"].values()} == {"repeat" if env_fn is Repeated else "pickle"}
-    with started(planned(SerialSampler, env_fn)) as sampler:
+    with started(planned(samplers[1], env_fn, **options)) as sampler:
         assert sampler.load_state_dict(state).exact == tuple(range(B))
         continued = collect(sampler, range(2, 3))
-        levels_of(sampler)
+        levels_of(sampler, continued[-1])
         continued += collect(sampler, range(3, 5))
-        levels_of(sampler)
+        levels_of(sampler, continued[-1])
     assert_same(continued, expected)
-    follow(first + continued, [plan] * 2 + [harder if is_set else plan] * 3)
+    follow(first + continued, [plan, easy, harder, harder, harder] if is_set else [plan] * 5)
 
 
 def test_plans_of_a_state_that_are_damaged_are_refused() -> None:

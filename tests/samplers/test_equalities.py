@@ -8,6 +8,7 @@ is a new row of its dict.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from penstock import (
     AlternatingSampler,
     AsyncSampler,
     CategoricalPgAgent,
+    ConfigError,
     DeterministicPgAgent,
     EpsilonGreedyAgent,
     FunctionAgent,
@@ -46,12 +48,14 @@ from penstock import (
     SerialSampler,
     SquashedGaussianAgent,
 )
+from penstock.columns import Start
 from penstock.envs import CountingEnv, NestedEnv
 from penstock.envs.toy import ScriptedGame
+from penstock.samplers import refusals
 from penstock.testing import ReferenceLoop
 
 from ..against_loop import compare
-from ..models import CartPoleNet, Lstm, LstmQ, Modes, Net
+from ..models import CartPoleNet, Lstm, LstmQ, Modes, Net, Normed
 from ..scale import FULL, START_METHODS, covering, examples, pairs, scaled, with_start_methods
 from ..support import Diary
 from ..toy_games import Numbered, Odd, Roles, StatefulTeam, Team, TurnGame, Valuing
@@ -68,7 +72,7 @@ class Fresh(Walk):
     """Returns a new array in each step. With one array for all, a last observation would be that after the reset."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        observation, info = super().reset(seed=seed)
+        observation, info = super().reset(seed=seed, options=options)
         return observation.copy(), info
 
     def step(self, action: Any) -> Any:
@@ -174,6 +178,67 @@ ODD: dict[str, Any] = {
 }
 
 
+def own_start(e: int, n: int) -> tuple[int | None, dict[str, Any] | None]:
+    """Seeds, or options, which some rows of a batched environment share; or nothing."""
+    return [(100 * e + n, None), (None, {"level": 1.5}), (n, {"level": n}), (None, None)][n % 4]
+
+
+class Starts(ResetCollector):
+    """Says how each episode begins, or begins new ones before each batch."""
+
+    own, fresh = True, False
+
+    def start_envs(self) -> None:
+        self.n_over = Counter[int]()
+        super().start_envs()
+
+    def begin_batch(self, itr: int) -> None:
+        if self.fresh:
+            self.reset_now(range(len(self.columns.env_ranks)))
+        super().begin_batch(itr)
+
+    def begin_episodes(self, events: Any, going: Any) -> Any:
+        if not self.own:
+            return super().begin_episodes(events, going)
+        self.n_over.update(events.over)
+        ranks, n_over = self.columns.env_ranks, self.n_over
+        return self.columns.reset(events.over, [Start(*own_start(int(ranks[e]), n_over[e])) for e in events.over])
+
+
+class StartsLoop(ReferenceLoop):
+    """The same."""
+
+    own, fresh = True, False
+
+    def start_envs(self) -> None:
+        self.n_over = Counter[int]()
+        super().start_envs()
+
+    def begin_episodes(self, t: int, over: Any) -> None:
+        if t < 0 or not self.own:
+            super().begin_episodes(t, range(self.batch_B) if t < 0 and self.fresh else over)
+            return
+        self.n_over.update(over)
+        starts = {e: own_start(e, self.n_over[e]) for e in over}
+        self.reset({e: {"seed": seed, "options": options} for e, (seed, options) in starts.items()})
+
+
+class NewEpisodes(Starts):
+    own, fresh = False, True
+
+
+class NewEpisodesLoop(StartsLoop):
+    own, fresh = False, True
+
+
+class NewOwn(Starts):
+    fresh = True
+
+
+class NewOwnLoop(StartsLoop):
+    fresh = True
+
+
 class Sticky(ResetCollector):
     """Some environments get the action before. Writes fields of its own, and does more where episodes end."""
 
@@ -239,6 +304,9 @@ FORMS: dict[str, Options] = {
     "odd": {},
     "wait-reset": {"wait_reset": True},
     "odd, wait-reset": {"wait_reset": True},
+    "odd, own starts": {"collector": (Starts, StartsLoop)},
+    "new episodes in each batch": {"collector": (NewEpisodes, NewEpisodesLoop)},
+    "odd, own starts, new episodes in each batch": {"collector": (NewOwn, NewOwnLoop)},
     "own actions and fields": {"collector": (Sticky, StickyLoop)},
     "odd, every second waits": {"collector": (EverySecond, EverySecondLoop)},
 }
@@ -308,40 +376,74 @@ AXES: tuple[dict[str, Any], ...] = (KINDS, FORMS, AGENTS, SAMPLERS, RECORDED, SH
 Cell = tuple[str, str, str, str, str, str]
 
 
-def is_possible(cell: Cell) -> bool:
-    """Whether the values go together. `samplers/refusals.py` says why others do not."""
-    kind, form, agent, sampler, recorded, _ = cell
-    has_seats, is_async = kind.startswith(("lock-step", "turns")), sampler.startswith("ahead")
-    if ("odd" in form and kind not in ODD) or ("wait" in form and kind.startswith(("batched", "turns"))):
+def makes_sense(cell: Cell) -> bool:
+    """Whether the agent takes what the environments return, and these have what is asked for."""
+    kind, form, agent, _, recorded, _ = cell
+    has_games = kind.startswith(("lock-step", "turns"))
+    if ("odd" in form and kind not in ODD) or (recorded == "env_info" and has_games):  # they give no info
         return False
-    if "own" in form and kind.startswith("turns"):
+    if "own starts" in form and kind.endswith("_STEP"):  # it resets its rows itself
         return False
-    if recorded == "env_info" and has_seats:
-        return False  # these environments give no info
-    if recorded == "three slots, no final_obs" and (
-        is_async or agent in ("that reports values", "a team", "two teams")
-    ):
-        return False
-    if "mask" in kind or "mask" in agent:
-        return kind.endswith(agent) and form in ("", "wait-reset")
-    if agent in ("one policy", "a team", "a team with a state"):
-        return kind == "lock-step"
-    if agent in ("three policies", "two roles", "two teams"):
-        of_three = kind == "lock-step"
-        others = kind in ("lock-step, roles", "turns") and agent == "two roles"
-        return (of_three or others) and not is_served(sampler) and "by one" not in sampler
+    if "mask" in kind or "mask" in agent:  # an action that sticks may be illegal
+        return kind.endswith(agent) and "own actions" not in form
+    if "team" in agent:
+        return kind == "lock-step" or (kind == "turns" and agent == "a team with a state")
     if kind in RANDOM_ONLY:
         return agent == "random"
-    return kind != "lock-step, roles" and (agent != "that reports values" or kind == "turns")
+    if kind == "lock-step, roles":  # whose agents have different spaces
+        return agent == "two roles"
+    if agent == "that reports values":  # which is for turns: elsewhere it is as "with a state"
+        return kind == "turns"
+    return has_games or agent not in ("one policy", "three policies", "two roles")
 
 
-def is_served(sampler: str) -> bool:
-    """Whether an inference server acts."""
-    return sampler.startswith(("central", "alternating")) or "own process" in sampler
+def asked(cell: Cell) -> frozenset[str]:
+    """What the cell asks for, by the names of the table of `refusals`."""
+    kind, form, agent, sampler, recorded, _ = cell
+    names = {
+        refusals.BATCHED: kind.startswith("batched"),
+        refusals.TURNS: kind.startswith("turns"),
+        refusals.WAITING: "wait" in form,
+        refusals.OWN_COLLECTOR: any(word in form for word in ("wait", "own", "new")),
+        refusals.POLICIES: agent in ("three policies", "two roles", "two teams"),
+        refusals.JOINT: "team" in agent,
+        refusals.JOINT_VALUES: agent in ("a team", "two teams"),
+        refusals.SERVER: sampler.startswith(("central", "alternating")) or "own process" in sampler,
+        refusals.ASYNC: sampler.startswith("ahead"),
+        refusals.LAG: sampler == "ahead by one batch",
+        refusals.ALTERNATING: sampler.startswith("alternating"),
+        refusals.FIRST_READY: sampler.endswith(("first-ready", "0.1 ms")),
+        refusals.NO_FINAL_OBS: recorded == "three slots, no final_obs",
+    }
+    return frozenset(name for name, is_asked in names.items() if is_asked)
+
+
+@cache
+def go_together(names: frozenset[str]) -> bool:
+    """Whether the table of `refusals`, which the documentation shows, refuses nothing of it."""
+    try:
+        refusals.refuse(dict.fromkeys(names, True))
+    except ConfigError:
+        return False
+    return True
+
+
+def is_possible(cell: Cell) -> bool:
+    return makes_sense(cell) and go_together(asked(cell))
 
 
 def every_cell() -> list[Cell]:
     return [cell for cell in product(*AXES) if is_possible(cell)]  # type: ignore[arg-type]
+
+
+def refused_cells() -> dict[tuple[str, str], Cell]:
+    """For each pair that the table refuses and that cells ask for: the cell that asks for the least."""
+    found: dict[tuple[str, str], Cell] = {}
+    cells: Any = filter(makes_sense, product(*AXES[:-1], ["5 x 3"]))  # type: ignore[arg-type]
+    for cell in sorted(cells, key=lambda cell: len(asked(cell)), reverse=True):
+        for row in () if go_together(names := asked(cell)) else refusals.TABLE:
+            found.update(dict.fromkeys(product(names.intersection(row.features), names.intersection(row.others)), cell))
+    return found
 
 
 # ---- the table -----------------------------------------------------------------------------
@@ -355,15 +457,24 @@ def daily() -> list[Cell]:
 
 @pytest.mark.parametrize("cell", every_cell() if FULL else daily(), ids="; ".join)
 def test_batches_are_those_of_a_plain_loop(cell: Cell) -> None:
+    run_cell(cell)
+
+
+def run_cell(cell: Cell) -> None:
+    """Raise AssertionError unless the sampler's batches are those of the loop."""
     kind, form, agent, sampler, recorded, shape = cell
     (env_fn, of_kind), (make_agent, of_agent), (cls, of_sampler) = KINDS[kind], AGENTS[agent], SAMPLERS[sampler]
     env_fn = ODD[kind] if "odd" in form else env_fn
     (T, B, n), more = SHAPES[shape], dict(RECORDED[recorded])
-    if agent == "a team" and is_served(sampler):
-        more["bootstrap_value"] = False  # a server has no values of joint agents
     only_ours = {**of_sampler, **more.pop("sampler", {})}
     sizes = {"batch_T": T, "batch_B": B, "n_batches": n}
     compare(cls, env_fn, make_agent, sampler=only_ours, **of_kind, **FORMS[form], **of_agent, **more, **sizes)
+
+
+@pytest.mark.parametrize(("pair", "cell"), refused_cells().items(), ids="; ".join)
+def test_what_the_table_of_refusals_has_is_refused(pair: tuple[str, str], cell: Cell) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{pair[0]} and {pair[1]} do not go together")):
+        run_cell(cell)
 
 
 def test_each_two_values_of_the_table_that_can_meet_do_so_daily() -> None:
@@ -396,9 +507,14 @@ MODELS: dict[str, tuple[Any, Callable[[], Any]]] = {
     ),
     "squashed": (PENDULUM, lambda: SquashedGaussianAgent(lambda: Net(3, 1, 1), warmup_random_itrs=1)),
     "recurrent categorical": (CARTPOLE, lambda: RecurrentCategoricalPgAgent(lambda: Lstm(4, 2))),
+    "its states of the batch": (
+        CARTPOLE,
+        lambda: RecurrentCategoricalPgAgent(lambda: Lstm(4, 2), record_state="batch"),
+    ),
     "recurrent gaussian": (PENDULUM, lambda: RecurrentGaussianPgAgent(lambda: Lstm(3, 1))),
     "recurrent epsilon-greedy": (COUNTING, lambda: RecurrentEpsilonGreedyAgent(lambda: LstmQ(2, 3), epsilon=0.3)),
     "function": (NestedEnv, lambda: FunctionAgent(scripted)),
+    "computed weights": (CARTPOLE, lambda: CategoricalPgAgent(lambda: Normed(2))),
     "numpy": (CARTPOLE, lambda: CategoricalPgAgent(lambda: CartPoleNet().double(), inference="numpy")),
     "traced": (CARTPOLE, lambda: CategoricalPgAgent(lambda: CartPoleNet().double(), inference="traced")),
 }
@@ -414,15 +530,18 @@ def compare_model(model: str, cls: type[Sampler], of_sampler: Options) -> None:
     compare(cls, env_fn, make_agent, sampler=of_sampler, rtol=1e-6, **has_value, **sizes)
 
 
-#: Daily, recurrent models also act in workers, in halves, and ahead.
-STATEFUL = zip(
-    ("recurrent categorical", "recurrent gaussian", "recurrent epsilon-greedy"),
-    ("2 workers", "alternating", "ahead"),
-    strict=True,
-)
+#: Daily, recurrent models also act in workers, for the first that are ready, in halves, and ahead. What torch cannot
+#: pickle is sent to all processes.
+MORE = [
+    ("recurrent categorical", "2 workers"),
+    ("its states of the batch", "central, first-ready"),
+    ("recurrent gaussian", "alternating"),
+    ("recurrent epsilon-greedy", "ahead"),
+    *(("computed weights", sampler) for sampler in ("2 workers", "central, own process", "ahead, own process")),
+]
 
 
-@pytest.mark.parametrize(("model", "sampler"), [*pairs(MODELS, SAMPLERS), *scaled([], STATEFUL)])
+@pytest.mark.parametrize(("model", "sampler"), [*pairs(MODELS, SAMPLERS), *scaled([], MORE)])
 def test_agents_with_models_act_as_in_a_plain_loop(model: str, sampler: str) -> None:
     compare_model(model, *SAMPLERS[sampler])
 

@@ -36,6 +36,7 @@ def calls_of_native(*, compiled: bool) -> Iterator[list[str]]:
             result = function(*arguments)
             has_done = {
                 "step_ordinary": result is None,
+                "step_game": isinstance(result, tuple) and result[0],
                 **dict.fromkeys(DRAWING, result is not None),
                 "sum_episodes": isinstance(result, int) and result != -1,
             }
@@ -77,7 +78,7 @@ CASES: list[tuple[Any, Any, dict[str, Any], set[str]]] = [
     (partial(gym.make, "Acrobot-v1", max_episode_steps=9), RandomAgent, {"record_final_obs": False}, ALWAYS),
     (NestedEnv, RandomAgent, {}, FUNCTIONS),
     ("FrozenLake-v1", RandomAgent, {}, ALWAYS),
-    (ScriptedGame, RandomAgent, {}, {"put_row", "store_game_step", "sum_episodes"}),
+    (ScriptedGame, RandomAgent, {}, {"put_row", "step_game", "sum_episodes"}),
     (ScriptedGame, RandomAgent, LONG_GAMES, {"put_row", "put_cell", "sum_episodes"}),
 ]
 

@@ -222,7 +222,7 @@ def test_an_evaluation_that_is_too_short_says_how_many_games_are_missing() -> No
         ),
         (two(RandomAgent), lambda agent: "both", r"policy_of returned 'both' for env_rank 0, agent 'a0', but the "),
         (two(RandomAgent), lambda agent: 1 / 0, "policy_of raised ZeroDivisionError: .* for env_rank 0, agent 'a0'"),
-        (two(RandomAgent), lambda agent, rng: "odd", "policy_of with episode or rng and agents that all act in each"),
+        (two(RandomAgent), lambda agent, rng: "odd", "policy_of with game or rng and agents that all act in each"),
         (two(RandomAgent), "odd", "policy_of must be a function of agent_id, got 'odd'"),
         (two(RandomAgent), lambda agent: "odd", "no agent of the training environments has the policy 'even'"),
         (RandomAgent(), odd_or_even, "policy_of needs a dict of agents"),

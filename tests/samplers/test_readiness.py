@@ -212,8 +212,8 @@ def test_halves_need_two_of_everything() -> None:
         ({"batch_B": 1}, "at least two environments"),
         ({"batch_B": 4, "n_workers": 1}, "at least two workers"),
         ({"batch_B": 4, "n_workers": np.int64(1)}, "at least two workers"),
-        ({"batch_B": 4, "min_ready": 1}, "min_ready is for GpuSampler"),
-        ({"batch_B": 4, "max_wait": 0.1}, "max_wait is for GpuSampler"),
+        ({"batch_B": 4, "min_ready": 1}, "AlternatingSampler and min_ready or max_wait do not go together"),
+        ({"batch_B": 4, "max_wait": 0.1}, "AlternatingSampler and min_ready or max_wait do not go together"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             AlternatingSampler(CountingEnv, batch_T=2, **kwargs)

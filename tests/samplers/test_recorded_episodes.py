@@ -38,7 +38,7 @@ from penstock.envs import BatchedCartPole, CountingEnv, NestedEnv, ScriptedGame
 from penstock.testing import Fault, FaultyAgent, faulty_env
 
 from ..scale import mostly_first, some
-from ..support import collect
+from ..support import Diary, collect
 from .started import check_refused, started
 
 T, B = 12, 4
@@ -118,6 +118,45 @@ def test_only_later_episodes_differ_from_a_run_without_the_option() -> None:
         assert len(np.unique(seeded[:, 0])) == len(seeded), "no episode is repeated"
 
 
+class Told(Walk):
+    """Its last reward is a part of the seed that its reset got; none: -1."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.seed = -1 if seed is None else seed % 2**20
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        observation, _, terminated, *rest = super().step(action)
+        return observation, float(self.seed * terminated), terminated, *rest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed_episodes", [True, False])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (SerialSampler, {"collector_cls": WaitResetCollector}),
+        (ParallelSampler, {"traj_info_cls": Diary}),
+        (GpuSampler, {"server": "process"}),
+        (AlternatingSampler, {}),
+        (AsyncSampler, {"n_slots": 3}),
+    ],
+)
+def test_a_trajectory_has_the_seed_of_its_reset(cls: type[Sampler], options: Any, seed_episodes: bool) -> None:
+    infos: list[Any] = []
+    with recording(Told, cls, seed_episodes=seed_episodes, eval_n_envs=2, eval_episodes=4, **options) as sampler:
+        for itr in range(12):
+            infos += sampler.obtain_samples(itr)[1]
+        evaluated = sampler.evaluate_agent(0)
+    assert all(info.Return == info.seed % 2**20 for info in evaluated)
+    assert [(info.env_rank, info.number) for info in evaluated] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    if not seed_episodes:
+        assert {info.seed for info in infos} == {None}
+        return
+    assert all(info.Return == info.seed % 2**20 for info in infos)
+    assert len({info.seed for info in infos}) == len(infos) > 2 * B
+
+
 # ---- failures ------------------------------------------------------------------------------
 
 
@@ -127,12 +166,12 @@ def failure(env_fn: Any, cls: type[Sampler] = SerialSampler, **options: Any) -> 
     return caught.value
 
 
-@pytest.mark.parametrize("where", ["batch", "decorrelation"])
+@pytest.mark.parametrize("where", ["batch", "random steps"])
 @pytest.mark.parametrize("cls", [ParallelSampler, SerialSampler])
 def test_run_stops_before_the_step_that_failed(cls: type[Sampler], where: str, tmp_path: Path) -> None:
-    n = 400 if where == "decorrelation" else 0
+    n = 400 if where == "random steps" else 0
     error = failure(Walk, cls, batch_T=5, max_decorrelation_steps=n, env_kwargs={"fails_at": 17}, crash_dir=tmp_path)
-    assert ("decorrelating" in str(error)) == (where == "decorrelation")
+    assert ("in the random steps before the first batch" in str(error)) == (where == "random steps")
     assert "error.episode.run() repeats episode" in str(error)
     path = error.episode.path  # the worker of another environment may have failed too
     assert path in str(error)

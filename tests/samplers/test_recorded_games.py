@@ -157,9 +157,9 @@ def test_any_step_of_the_last_batch_is_repeated(cls: Any, n_policies: int, waits
                     seeds[e, episode.episode] = episode.seed
     assert sum(n > 0 for n in n_before) > 4, "games that began before the batch, some in random steps"
     assert len(set(seeds.values())) == len(seeds) > 3 * B
-    known = [info for info in infos if (info.env_rank, info.episode) in seeds]
+    known = [info for info in infos if (info.env_rank, info.number) in seeds]
     assert len(known) > 6 * B, "of games and of agents"
-    assert n_random_steps or all(info.seed == seeds[info.env_rank, info.episode] for info in known)
+    assert n_random_steps or all(info.seed == seeds[info.env_rank, info.number] for info in known)
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,11 @@ def test_masks_states_and_games_that_return_the_same_arrays(options: dict[str, A
 # ---- failures --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["batch", "decorrelation"])
+@pytest.mark.parametrize("where", ["batch", "random steps"])
 @pytest.mark.parametrize("n_policies", [1, 3])
 @pytest.mark.parametrize("cls", [SerialSampler, ParallelSampler])
 def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where: str, tmp_path: Path) -> None:
-    n = 400 if where == "decorrelation" else 0
+    n = 400 if where == "random steps" else 0
     options = {"crash_dir": tmp_path, "max_decorrelation_steps": n, "seed": 1}
     with (
         pytest.raises(WorkerError, match="the game has failed at") as caught,
@@ -194,7 +194,7 @@ def test_run_stops_before_the_step_that_failed(cls: Any, n_policies: int, where:
     ):
         for itr in range(50):
             sampler.obtain_samples(itr)
-    assert ("decorrelating" in str(caught.value)) == (where == "decorrelation")
+    assert ("in the random steps before the first batch" in str(caught.value)) == (where == "random steps")
     error = caught.value
     assert error.episode.path in str(error)
     for episode in (error.episode, RecordedEpisode.load(error.episode.path)):
@@ -241,6 +241,7 @@ def test_a_run_continues_with_the_seeds_of_its_games(env_fn: Any, n_policies: in
     with recording(SerialSampler, env_fn, n_policies, **options) as sampler:
         assert sampler.load_state_dict(state).exact == (0, 1, 2, 3)
         assert_same(collect(sampler, range(2, 5)), wanted)
+        sampler.obtain_samples(5)
         for e in range(B):
             check_episode(sampler, e, T - 1)
 

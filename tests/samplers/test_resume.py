@@ -103,11 +103,33 @@ def resumed(make_agent: Any, cls: type[Sampler], other_cls: type[Sampler], **kwa
     return report
 
 
+class Interrupting(ResetCollector):
+    """Drops the running episodes after each batch."""
+
+    is_due = False
+
+    def end_batch(self) -> None:
+        super().end_batch()
+        self.is_due = True
+
+    def reset_if_needed(self) -> None:
+        if self.is_due:
+            self.is_due = False
+            self.reset_now(range(len(self.columns.env_ranks)))
+
+    def column_state(self, e: int) -> Any:
+        return super().column_state(e)
+
+    def load_column_state(self, e: int, state: Any) -> None:
+        super().load_column_state(e, state)
+
+
 EVALUATED = {"eval_n_envs": 2, "eval_max_steps": 60}
 CONTINUOUS = {"env_fn": PENDULUM}
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "random": (RandomAgent, EVALUATED),
     "wait reset": (RandomAgent, {"collector_cls": WaitResetCollector, **EVALUATED}),
+    "interrupted": (RandomAgent, {"collector_cls": Interrupting}),
     "nested": (RandomAgent, {"env_fn": NestedEnv}),
     "in place": (RandomAgent, {"env_fn": partial(CountingEnv, 40)}),
     "slots": (RandomAgent, {"n_slots": 3, "debug": True}),

@@ -28,7 +28,7 @@ from penstock.testing import check_env_state
 
 from ..scale import FULL, covering
 from ..support import Diary, assert_same, collect
-from ..toy_games import Book, TurnGame, split_agents
+from ..toy_games import Book, Ghosts, TurnGame, split_agents
 
 T, B, SEED = 6, 4, 5
 KINDS = [{"k": k} for k in (3, 4, 2, 3)]
@@ -223,11 +223,33 @@ def test_games_in_turns_begin_again(n_policies: int) -> None:
         sampler.obtain_samples(1)
 
 
+@pytest.mark.parametrize("env_fn", [Unsaved, Stateful])
+def test_agents_of_a_game_that_begins_again_are_told_from_those_before(env_fn: Any) -> None:
+    """a0 ends in the first step. The game that cannot be saved begins again, and has a number of its own then."""
+    make, found = partial(env_fn, 2, [{"a0": "die"}, *[{}] * 9]), list[Any]()
+    state: Any = None
+    for itr in range(2):
+        with SerialSampler(make, batch_T=6, batch_B=1, max_decorrelation_steps=0) as sampler:
+            sampler.initialize(Kept(), seed=SEED)
+            if state:
+                sampler.load_state_dict(state)
+            found += [(info.number, info.agent_id) for info in sampler.obtain_samples(itr)[1]]
+            state = sampler.state_dict()
+    goes_on = [(0, "a0"), (0, "a1"), (0, None), (1, "a0")]
+    assert found == ([(0, "a0"), (1, "a0")] if env_fn is Unsaved else goes_on)
+
+
 class Forgetful(ScriptedGame):
     """Its copy has another random generator."""
 
     def __getstate__(self) -> Any:
         return {**vars(self), "np_random": np.random.default_rng(3)}
+
+
+@pytest.mark.parametrize("n_policies", [1, 2])
+def test_a_game_that_lists_who_has_ended_continues(n_policies: int) -> None:
+    make = partial(Ghosts, script=[{"a1": "die"}, {}, {"a0": "cut"}, {}, {}])
+    assert continued(two, SerialSampler, make, partial(split_agents, n_policies, Kept))[1].exact == tuple(range(B))
 
 
 def test_the_proof_works_for_games() -> None:

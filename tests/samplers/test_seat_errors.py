@@ -115,7 +115,7 @@ def test_wrong_steps_before_the_first_batch_are_named() -> None:
         spoil, message = SPOILS[name]
         random_steps = {"max_decorrelation_steps": 60, "seed": 1}
         text = check_refused(spoiled(spoil, 1), message, error=WorkerError, batch_B=3, **random_steps)
-        assert "env_rank 2 (start-up)" in text
+        assert "env_rank 2 in the random steps before the first batch (start-up)" in text
 
 
 def test_a_wrong_last_observation_that_is_not_recorded_is_named() -> None:

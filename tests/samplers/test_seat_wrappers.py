@@ -118,13 +118,13 @@ SILENT = {0, 1, 4, 7, 8, *range(20, 900)}
 def check_calls(infos: Any, n_games: int) -> None:
     """Games 0 to n_games of `Calls` have these records, in this order."""
     games = [info for info in infos if info.agent_id is None]
-    assert [game.episode for game in games] == list(range(n_games))
+    assert [game.number for game in games] == list(range(n_games))
     for n, game in enumerate(games):
         # Two rewards come before the decision, one after it. Without a decision, all are late.
         figures = game.Length, game.Return, game.NonzeroRewards, game.DiscountedReturn
         assert figures == ((0, 3.0, 1, 3.0) if n in SILENT else (1, 3.0, 1, 3.0))
     seats = [info for info in infos if info.agent_id is not None]
-    assert [(seat.episode, seat.policy, seat.Return) for seat in seats] == [
+    assert [(seat.number, seat.policy, seat.Return) for seat in seats] == [
         (n, "even" if n % 2 == 0 else "odd", 1.0) for n in range(n_games) if n not in SILENT
     ]
 
@@ -136,7 +136,7 @@ def test_a_game_in_which_nobody_was_asked_has_length_0(cls: type[Sampler], T: in
     options: dict[str, Any] = {
         "batch_T": T,
         "batch_B": 1,
-        "policy_of": lambda agent_id, episode: ("even", "odd")[episode % 2],
+        "policy_of": lambda agent_id, game: ("even", "odd")[game % 2],
         "traj_info_cls": traj_info_cls,
         "eval_n_envs": 1,
         "eval_episodes": 25,
@@ -152,7 +152,7 @@ def test_a_game_in_which_nobody_was_asked_has_length_0(cls: type[Sampler], T: in
                 seen = batch[name].env
                 n_asked += int(seen.valid.sum())
                 assert (seen.observation[seen.valid][:, 0] % 2 == (name == "odd")).all()
-        check_calls(infos, 1 + max(info.episode for info in infos))
+        check_calls(infos, 1 + max(info.number for info in infos))
         # One for each game, and those of the next game, whose agent has been asked.
         n_late = 1 + sum(info.agent_id is None for info in infos)
         assert sampler.stats().late_rewards >= n_late, "an asynchronous sampler has begun the next batches"

@@ -146,7 +146,7 @@ def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, 
         check_drawn(drawn, 0.9)
         assert {info.env_rank for info in infos} == set(range(5))
         for rank in range(5):
-            games = [info.episode for info in infos if info.env_rank == rank and info.agent_id is None]
+            games = [info.number for info in infos if info.env_rank == rank and info.agent_id is None]
             assert games == list(range(len(games)))
 
 
@@ -199,32 +199,51 @@ def check_values(batch: Any) -> None:
 
 
 class Breaks(ScriptedGame):
-    """Its ninth step fails."""
+    """Its ninth step fails, or the first step of its second game."""
 
-    n_steps = 0
+    n_steps = n_games = 0
+
+    def __init__(self, at_once: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.at_once = at_once
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self.n_games += 1
+        return super().reset(seed, options)
 
     def step(self, actions: dict[str, Any]) -> Any:
         self.n_steps += 1
-        if self.n_steps == 9:
+        if (self.n_games == 2) if self.at_once else (self.n_steps == 9):
             raise GameError("the game is gone")
         return super().step(actions)
 
 
-@pytest.mark.parametrize("collector_cls", [ResetCollector, WaitResetCollector])
-@pytest.mark.parametrize("cls", [SerialSampler, partial(GpuSampler, n_workers=2)])
+@pytest.mark.parametrize("at_once", [False, True], ids=["in a later step", "in its first step"])
+@pytest.mark.parametrize(
+    ("cls", "collector_cls", "several"),
+    [
+        (SerialSampler, ResetCollector, False),
+        (SerialSampler, ResetCollector, True),
+        (SerialSampler, WaitResetCollector, False),
+        (partial(GpuSampler, n_workers=2), ResetCollector, False),
+        (partial(GpuSampler, n_workers=2), WaitResetCollector, False),
+    ],
+)
 def test_a_game_that_is_built_again_has_a_new_state_and_the_last_value_of_the_one_before(
-    cls: Any, collector_cls: Any
+    cls: Any, collector_cls: Any, several: bool, at_once: bool
 ) -> None:
-    sizes: dict[str, Any] = {"env_kwargs": {"k": K}, "batch_T": T, "batch_B": B, "collector_cls": collector_cls}
     # An inference server has no values of joint agents. A collector that waits clears the row in which a game fails:
     # `check_values` cannot see there who has just joined.
     has_values = cls is SerialSampler and collector_cls is ResetCollector
-    sizes |= {"on_game_failure": "renew", "max_renewals": 50, "bootstrap_value": has_values}
-    with started(Breaks, Team(), cls=cls, **sizes) as sampler:
+    sizes: dict[str, Any] = {"batch_T": T, "batch_B": B, "collector_cls": collector_cls, "bootstrap_value": has_values}
+    sizes |= {"env_kwargs": {"k": K, "at_once": at_once}, "on_game_failure": "renew", "max_renewals": 50}
+    sizes |= {"policy_of": odd_or_even} if several else {}
+    with started(Breaks, of_teams(Team, several), cls=cls, **sizes) as sampler:
         for itr in range(N_BATCHES // 2):
             samples, _ = sampler.obtain_samples(itr)
-            valid, step = samples.env.valid, samples.env.observation[..., 1]
-            assert (samples.agent.agent_info.count == step)[valid].all(), "the state counts the steps of its game"
-            if has_values:
-                check_values(samples.by_env().numpy())
-        assert sampler.stats().cut_episodes >= 2 * B
+            for own in samples.values() if several else [samples]:
+                valid, step = own.env.valid, own.env.observation[..., 1]
+                assert (own.agent.agent_info.count == step)[valid].all(), "the state counts the steps of its game"
+                if has_values:
+                    check_values(own.by_env().numpy())
+        assert sampler.stats().cut_episodes >= (B if at_once else 2 * B)

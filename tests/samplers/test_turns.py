@@ -134,17 +134,17 @@ def test_no_window_goes_on_where_a_batch_is_missing(tmp_path: Any) -> None:
 
 
 def test_the_games_of_the_random_steps_have_no_number() -> None:
-    def players(agent_id: str, episode: int) -> str:
-        return "even" if episode % 2 == 0 else "odd"
+    def players(agent_id: str, game: int) -> str:
+        return "even" if game % 2 == 0 else "odd"
 
     agents = {"even": RandomAgent(), "odd": RandomAgent()}
     options: dict[str, Any] = {"batch_B": 8, "max_decorrelation_steps": 60, "seed": 1, "policy_of": players}
     with started(partial(TurnGame, 2), agents, batch_T=6, **options) as sampler:
         infos = [info for itr in range(4) for info in sampler.obtain_samples(itr)[1]]
     agents = [info for info in infos if info.agent_id is not None]
-    assert {info.episode for info in agents} >= {0, 1, 2}
+    assert {info.number for info in agents} >= {0, 1, 2}
     # The game that runs when the first batch begins may have begun in the random steps, but it is number 0.
-    assert all(info.policy == players(info.agent_id, info.episode) for info in agents)
+    assert all(info.policy == players(info.agent_id, info.number) for info in agents)
 
 
 class Gifts(TurnGame):

@@ -23,13 +23,13 @@ from .started import check_fails, check_refused, started
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
 
 
-def drawn(agent_id: str, env_rank: int, episode: int, rng: np.random.Generator) -> str:
+def drawn(agent_id: str, env_rank: int, game: int, rng: np.random.Generator) -> str:
     """Draws the player, and shows what it was asked with."""
-    return "main" if rng.random() < 0.4 + 0.1 * env_rank else ("past", "other")[episode % 2]
+    return "main" if rng.random() < 0.4 + 0.1 * env_rank else ("past", "other")[game % 2]
 
 
-def in_turn(agent_id: str, episode: int) -> str:
-    return "main" if agent_id == f"a{episode % 2}" else "past"
+def in_turn(agent_id: str, game: int) -> str:
+    return "main" if agent_id == f"a{game % 2}" else "past"
 
 
 class Wide(TurnGame):
@@ -77,43 +77,43 @@ def test_each_decision_is_of_one_policy_and_games_are_whole() -> None:
             n += sum(int(own.env.valid.sum()) for own in batch.values())
             assert not batch.past.agent.action.any()
             for info in infos:
-                game = games.setdefault((info.env_rank, info.episode), {})
+                game = games.setdefault((info.env_rank, info.number), {})
                 game[info.agent_id] = info.policy
         (worker,) = sampler.stats().workers
         assert n <= worker.steps <= n + 12, "the decisions of all policies, and those that are open"
     whole = [(key, game) for key, game in games.items() if None in game]
     assert len(whole) > 50
-    for (_, episode), game in whole:
+    for (_, number), game in whole:
         for agent_id, policy in game.items():
-            assert policy == (None if agent_id is None else in_turn(agent_id, episode))
+            assert policy == (None if agent_id is None else in_turn(agent_id, number))
 
 
 def test_set_policy_of_changes_no_running_game() -> None:
-    options: dict[str, Any] = {"batch_B": 4, "n_workers": 2, "policy_of": lambda agent_id, episode: "main"}
+    options: dict[str, Any] = {"batch_B": 4, "n_workers": 2, "policy_of": lambda agent_id, game: "main"}
     with started(partial(TurnGame, 2), agents(), ParallelSampler, **options) as sampler:
         running = [0] * 4
         for itr in range(6):
             for info in sampler.obtain_samples(itr)[1]:
                 if info.agent_id is None:
-                    running[info.env_rank] = info.episode + 1
+                    running[info.env_rank] = info.number + 1
         sampler.set_policy_of(lambda agent_id: "past")
         for itr in range(6, 14):
             for info in sampler.obtain_samples(itr)[1]:
                 if info.agent_id is not None:
-                    assert info.policy == ("main" if info.episode <= running[info.env_rank] else "past")
+                    assert info.policy == ("main" if info.number <= running[info.env_rank] else "past")
         assert info.policy in ("past", None)
         with pytest.raises(ConfigError, match="policy_of must be a function of agent_id, got 3"):
             sampler.set_policy_of(3)
 
 
 def test_what_cannot_be_is_refused() -> None:
-    message = "policy_of with episode or rng and agents that all act in each step do not go"
+    message = "policy_of with game or rng and agents that all act in each step do not go"
     check_refused(ScriptedGame, message, agents(), policy_of=in_turn)
     with started(TurnGame, {"main": RandomAgent()}, policy_of=lambda agent_id: "main") as sampler:
         message = "set_policy_of needs games in turns, and a first policy_of with|set_policy_of and on_worker"
         with pytest.raises(ConfigError, match=message):
             sampler.set_policy_of(lambda agent_id: "main")
-    options: dict[str, Any] = {"policy_of": lambda agent_id, episode: "main" if episode < 2 else "nobody"}
+    options: dict[str, Any] = {"policy_of": lambda agent_id, game: "main" if game < 2 else "nobody"}
     message = r"policy_of returned 'nobody' for env_rank 0, agent 'a0'"
     check_fails(TurnGame, message, agents(), error=SamplerBrokenError, batch_T=50, batch_B=1, n=9, **options)
 

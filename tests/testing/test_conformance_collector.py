@@ -122,8 +122,7 @@ def test_subclasses_that_override_each_part_keep_all_rules(cls: type[ResetCollec
 
 class Restarts(ResetCollector):
     def collect_batch(self, itr: int) -> None:
-        for recorder, joined in zip(self.recorders, self.columns.reset(range(len(self.envs))), strict=True):
-            recorder.rejoin(joined)
+        self.reset_now(range(len(self.envs)))
         super().collect_batch(itr)
 
     def begin_batch(self, itr: int) -> None:
@@ -533,7 +532,7 @@ class ValuesNoEnds(ResetCollector):
 )
 class Interrupts(ResetCollector):
     def collect_batch(self, itr: int) -> None:
-        self.recorders[0].rejoin(self.columns.reset(range(len(self.envs)))[0])
+        self.reset_now(range(len(self.envs)))
         super().collect_batch(itr)
 
 

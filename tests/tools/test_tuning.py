@@ -61,6 +61,18 @@ def test_the_fastest_is_recommended_unless_fewer_workers_are_nearly_as_fast() ->
     assert "there is no recommendation" in TuneReport().recommendation
 
 
+@pytest.mark.parametrize("load", [30.0, 0.0])
+def test_a_busy_machine_is_named_before_the_search_and_with_the_result(
+    load: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    said: list[str] = []
+    report = tune(CountingEnv, **{**TINY, "n_workers": 1}, say=said.append)
+    text = "30.0 processes ran on average in the last minute, on "
+    assert (text in said[0], text in report.busy, text in str(report)) == (load > 0,) * 3
+    assert ("Run it again when the machine is idle" in str(report)) == (load > 0)
+
+
 @pytest.mark.slow
 def test_every_sampler_is_measured_and_the_recommendation_is_code() -> None:
     report = tune("CartPole-v1", **{**TINY, "n_workers": (), "policy": "mlp"})

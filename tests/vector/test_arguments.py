@@ -185,3 +185,7 @@ def test_what_does_not_fit() -> None:
         make_vec("Nothing-v7", 2)
     with pytest.raises(ConfigError, match="n_worker"):  # it is given to the environment
         make_vec("CartPole-v1", 2, n_worker=2)
+    of_gymnasium: Any = (((), {"vectorization_mode": "sync"}), ((), {"vector_kwargs": {}}), (("sync",), {}))
+    for args, kwargs in of_gymnasium:
+        with pytest.raises(ConfigError, match=r"leave them out.* such as autoreset_mode=\"SAME_STEP\""):
+            make_vec("CartPole-v1", 2, *args, **kwargs)

@@ -55,7 +55,11 @@ def test_a_breakpoint_in_a_worker_gets_a_hint() -> None:
     ("raiser", "doing", "hint"),
     [
         (lambda action: action.item(), "stepping env_rank 3, t=2", "discrete actions are Python ints here"),
-        (lambda action: action[0], "decorrelating env_rank 3", "discrete actions are Python ints here"),
+        (
+            lambda action: action[0],
+            "stepping env_rank 3 in the random steps before the first batch",
+            "discrete actions are Python ints here",
+        ),
         (len, "stepping env_rank 3, t=2", "discrete actions are Python ints here"),
         (lambda action: action.item(), "acting, t=2", ""),
         (lambda action: [].item(), "stepping env_rank 3, t=2", ""),

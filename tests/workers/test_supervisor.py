@@ -236,7 +236,7 @@ def test_threads_start_workers_at_once_and_end() -> None:
 # ---- surroundings --------------------------------------------------------------------------------
 
 SURROUNDINGS = """
-import os, sys
+import logging, os, sys
 sys.path.insert(0, sys.argv[1])
 from multiprocessing import resource_tracker
 from supervised import Supervisor, start
@@ -253,9 +253,15 @@ os.chdir("/tmp")
 sys.path.append("/nowhere")
 cpus = {min(os.sched_getaffinity(0))}
 os.sched_setaffinity(0, cpus)
+os.umask(0o027)
+logging.disable(5)
+logging.getLogger().setLevel(12)
+logging.getLogger("mine.own").setLevel(17)
 def check():
     found = os.environ["NEW"], os.environ.get("OLD"), os.getcwd(), sys.path[-1], os.sched_getaffinity(0)
     assert found == ("x", None, "/tmp", "/nowhere", cpus), found
+    levels = logging.root.manager.disable, *(logging.getLogger(name).level for name in ("", "mine", "mine.own"))
+    assert (os.umask(0), *levels) == (0o027, 5, 12, 0, 17), levels
     return Mine.value + 1
 for spawns in (False, True):
     worker = start(supervisor, check, spawns=spawns)
@@ -268,7 +274,8 @@ print("end")
 
 @pytest.mark.slow
 def test_a_worker_gets_what_the_main_process_has_now(tmp_path: Path) -> None:
-    """Variables, import path, folder and CPUs. A script needs no guard, and the current folder is not imported."""
+    """Variables, import path, folder, CPUs, umask and levels of loggers. A script needs no guard, and the current
+    folder is not imported."""
     for name in ("torch", "pickle", "json", "socket", "ctypes", "gymnasium", "random", "penstock"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
     script = tmp_path / "scripts" / "script.py"

@@ -1,0 +1,102 @@
+"""The recorders of all policies that act in games, and the figures of whole games: as one recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.collectors.recorder import Recorder
+from penstock.collectors.tracking import Tracker
+from penstock.columns.interface import Columns, Events
+from penstock.workers.control import Progress, UntimedProgress
+
+
+class RecorderGroup:
+    """What a collector calls in place of the only `Recorder`, where environments have several agents.
+
+    It also follows whole games, the environments' own sums of all rewards.
+    """
+
+    stateful = True  # games are counted where they begin, also if no agent has a state
+
+    def __init__(self, recorders: Sequence[Recorder], games: Tracker, columns: Columns, progress: Progress) -> None:
+        n = len(columns.env_ranks)
+        self._recorders, self._games, self._columns, self._progress = recorders, games, columns, progress
+        self._batch_T = min(recorder.batch_T for recorder in recorders)
+        # Rewards for agents that did not act, and where games have ended.
+        self._late, self._over = np.zeros((self._batch_T, n), np.float32), np.zeros((self._batch_T, n), np.bool_)
+        self._n_parked = 0  # rows of games that wait for the end of the batch
+        self._settled = 0, 0  # the row that was recorded last, and how many games waited then
+        self._versions: list[int] = []
+
+    def use_slot(self, slot: int) -> None:
+        for recorder in self._recorders:
+            recorder.use_slot(slot)
+
+    def begin_batch(self, itr: int) -> None:
+        for recorder in self._recorders:
+            recorder.begin_batch(itr)
+        self._late[...], self._over[...] = 0, False
+        self._n_parked = self._batch_T * len(self._columns.waiting)
+
+    def act(self, t: int) -> None:
+        for recorder in self._recorders:
+            recorder.act(t)
+
+    def record_env_info(self, t: int) -> None:
+        for recorder in self._recorders:
+            recorder.record_env_info(t)
+
+    def record(self, t: int, events: Events) -> Sequence[int]:
+        for recorder, own in zip(self._recorders, events.policies, strict=True):
+            recorder.record(t, Events(events.over, [own]))
+        self._over[t, events.over] = True
+        for e in events.cut:
+            self._over[t, e] = False
+            before = np.flatnonzero(self._over[:t, e])
+            self._games.cut(e, int(before[-1]) + 1 if before.size else 0, t)
+            for recorder, columns in zip(self._recorders, self._columns.columns_of(e), strict=True):
+                for column in columns:  # also of who had ended: a trajectory may go on (`TrajInfo.traj_done`)
+                    recorder.tracker.cut(column, t + 1, t)
+        for e, reward in events.late:
+            self._late[t, e] += reward
+        if events.late and not isinstance(self._progress, UntimedProgress):
+            self._progress.add_late_rewards(len(events.late))
+        self._settled = t, len(self._columns.waiting)
+        return ()
+
+    def join(self, joined: Sequence[Sequence[int]]) -> None:
+        for recorder, columns in zip(self._recorders, joined, strict=True):
+            recorder.begin(columns)
+        t, n_waiting = self._settled
+        self._n_parked += (len(self._columns.waiting) - n_waiting) * (self._batch_T - 1 - t)
+
+    def write_step(self, t: int) -> None:
+        for recorder in self._recorders:
+            recorder.write_step(t)
+
+    def count_steps(self) -> int:
+        n: int = self._batch_T * len(self._columns.env_ranks)
+        return n - self._n_parked
+
+    def end_batch(self, n_rows: int) -> int:
+        n_sent = sum([recorder.end_batch(n_rows) for recorder in self._recorders])
+        if not n_rows:
+            return n_sent
+        rewards, columns_of = self._late[:n_rows], self._columns.columns_of
+        for p, recorder in enumerate(self._recorders):  # a policy's columns of one environment are neighbours
+            firsts = {e: own[p][0] for e in range(rewards.shape[1]) if (own := columns_of(e))[p]}
+            own_rewards = recorder.samples.reward[1 : n_rows + 1]
+            rewards[:, list(firsts)] += np.add.reduceat(own_rewards, list(firsts.values()), axis=1)
+        return n_sent + self._games.end_rows(rewards, self._over[:n_rows], self._recorders[0].first_t)
+
+    def pull(self, version: int = 0) -> int:
+        self._versions = [recorder.pull(version) for recorder in self._recorders]
+        return self._versions[0]
+
+    def note_version(self, version: int) -> None:
+        """With several policies, each has its own version: the one that it has pulled."""
+        versions = [version] if len(self._recorders) == 1 else self._versions
+        for recorder, own in zip(self._recorders, versions, strict=True):
+            recorder.note_version(own)
