@@ -9,11 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
-from penstock.buffers import Samples
-from penstock.buffers.tree import tree_leaves
 from penstock.errors import SamplerBrokenError
 from penstock.samplers import AlternatingSampler, GpuSampler, ParallelSampler, Sampler, SerialSampler
 from penstock.testing.rules import Violation, first_difference
@@ -86,34 +83,19 @@ def _pairs(left: Batch, right: Batch) -> list[tuple[str, Any, Any]]:
 
 
 def every_cell_is_written(trace: Trace) -> None:
-    """Every field of every cell is written in each batch, whatever it held before."""
+    """Every field of every cell is written in each batch, whatever the learner has written there before."""
     try:
-        filled = run(trace.setup, before_batch=_fill)
+        filled = run(trace.setup, fills=True)
     except SamplerBrokenError as error:
         raise Violation(
-            f"after the buffer was filled with NaN, True and large integers: {error}",
+            f"after the batch before was filled with NaN, True and large integers: {error}",
             "read no row before it is written",
         ) from error
     remedy = "write all fields of each row, as self.act(t) and self.envs do; self.begin_batch clears the flags"
     for one, two in zip(trace.found, filled, strict=True):
-        # `final_obs` has its own rule; it is cleared only where the last batch wrote it.
-        pairs = [pair for pair in _pairs(one, two) if not pair[0].endswith("final_obs")]
-        if (difference := first_difference(pairs)) is not None:
-            seen = f"{difference} (itr={one.itr}), depending on what the buffer held before the batch"
+        if (difference := first_difference(_pairs(one, two))) is not None:
+            seen = f"{difference} (itr={one.itr}), depending on what the learner wrote into the batch before"
             raise Violation(seen, remedy)
-
-
-def _fill(samples: Samples) -> None:
-    """Overwrite everything that a collector must write, and nothing that it carries over or leaves as it is."""
-    last = len(samples.env.done) - 1  # the next batch starts with this row of action, reward and done
-    for name, field in (*samples.env.items(), *samples.agent.items()):
-        # The first three share memory with action, reward and done. The next batch starts with bootstrap_obs.
-        if name in ("prev_action", "prev_reward", "prev_done", "valid", "final_obs", "bootstrap_obs"):
-            continue
-        for _, leaf in tree_leaves(field, name):
-            rows = leaf[:last] if name in ("action", "reward", "done") else leaf
-            kind = leaf.dtype.kind
-            rows[...] = np.iinfo(leaf.dtype).max if kind in "iu" else True if kind == "b" else np.nan
 
 
 # ---- after shutdown ------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.agents import Agent, AgentStep, RandomAgent
 from penstock.agents.joint import DelegatingAgent
-from penstock.buffers import NamedArrays, PolicySamples, Samples
+from penstock.buffers import NamedArrays, PolicySamples
 from penstock.collectors import Collector, TrajInfo
 from penstock.envs.factory import EnvContext, env_factories
 from penstock.envs.seeding import ColumnStreams, Purpose
@@ -126,24 +126,25 @@ def run(
     cls: type[Sampler] = SerialSampler,
     *,
     log: Log | None = None,
-    before_batch: Callable[[Samples], None] | None = None,
+    fills: bool = False,
     **arguments: Any,
 ) -> list[Batch]:
-    """The batches of a sampler; `before_batch` gets the samples of each policy before each batch."""
+    """The batches of a sampler. With `fills`, each is overwritten before the next one is collected."""
     agents, batches = setup.make_agent(log), list[Batch]()
     # An inference server has no values of a joint agent.
     has_values = not (issubclass(cls, GpuSampler) and getattr(agents, "joint", False))
     with setup.sampler(cls, log, **arguments) as sampler:
         sampler.initialize(agents, bootstrap_value=has_values, **setup.start)
         for itr in range(FIRST_ITR, FIRST_ITR + setup.n_batches):
-            if before_batch is not None:
-                for own in _by_policy(sampler.samples_np).values():
-                    before_batch(own)
             if log is not None:
                 log.append(Event("batch"))
             samples, infos = sampler.obtain_samples(itr)
             copies = {name: own.copy().numpy() for name, own in _by_policy(samples).items()}
             batches.append(Batch(itr, {n: NamedArrays(own.env, **own.agent) for n, own in copies.items()}, infos))
+            for _, leaf in samples.leaves() if fills else ():
+                array = np.asarray(leaf)
+                kind = array.dtype.kind
+                array[...] = np.iinfo(array.dtype).max if kind in "iu" else True if kind == "b" else np.nan
     return batches
 
 

@@ -109,9 +109,7 @@ def test_batches_are_those_of_a_plain_loop(
 ) -> None:
     env_fn, of_kind = test_equalities.KINDS[kind]
     env_fn = test_equalities.ODD[kind] if form == "odd" else env_fn
-    agent: Any = RandomAgent if kind in test_equalities.RANDOM_ONLY else digest_cases.Stateful
-    if "mask" in kind:
-        agent, _ = test_equalities.AGENTS[kind.split(", ")[1]]
+    agent = RandomAgent if kind in test_equalities.RANDOM_ONLY else digest_cases.Stateful
     options = {**of_kind, **test_equalities.FORMS[form], **test_equalities.RECORDED.get(recorded, {})}
     sizes: dict[str, Any] = {"batch_T": 5, "batch_B": 3, "n_batches": 3}
     compare(RaySampler, env_fn, agent, sampler={"n_shards": n_shards, "n_workers": 1, **shard}, **options, **sizes)

@@ -164,10 +164,6 @@ KINDS: dict[str, tuple[Any, Options]] = {
     "lock-step, dicts": (Rounded, {}),
     "lock-step, roles": (partial(Roles, 3), {}),
     "turns": (partial(TurnGame, 3), {}),
-    "single, mask in info": (partial(Ruled, True), {}),
-    "single, mask in observation": (partial(Ruled, False), {}),
-    "lock-step, mask in info": (partial(RuledGame, 3), {}),
-    "turns, mask in info": (partial(RuledTurns, 2, mask=True), {}),
 }
 #: The same with odd habits: arrays that are written or given again, rewards before the first decision.
 ODD: dict[str, Any] = {
@@ -333,9 +329,6 @@ AGENTS: dict[str, tuple[Callable[[], Any], Options]] = {
     "two roles": (lambda: {"x": Stateful(), "y": Plain()}, {"policy_of": by_role}),
     "a team": (Team, {}),
     "a team with a state": (StatefulTeam, {"bootstrap_value": False}),
-    "two teams": (lambda: {"x": Team(), "y": Team()}, {"policy_of": by_role}),
-    "mask in info": (partial(RandomAgent, mask_key="info.rules.legal"), {}),
-    "mask in observation": (partial(RandomAgent, mask_key="observation.rules.legal"), {}),
 }
 
 PROCESS = {"server": "process"}
@@ -384,8 +377,6 @@ def makes_sense(cell: Cell) -> bool:
         return False
     if "own starts" in form and kind.endswith("_STEP"):  # it resets its rows itself
         return False
-    if "mask" in kind or "mask" in agent:  # an action that sticks may be illegal
-        return kind.endswith(agent) and "own actions" not in form
     if "team" in agent:
         return kind == "lock-step" or (kind == "turns" and agent == "a team with a state")
     if kind in RANDOM_ONLY:
@@ -402,12 +393,12 @@ def asked(cell: Cell) -> frozenset[str]:
     kind, form, agent, sampler, recorded, _ = cell
     names = {
         refusals.BATCHED: kind.startswith("batched"),
-        refusals.TURNS: kind.startswith("turns"),
+        refusals.TURNS: kind == "turns",
         refusals.WAITING: "wait" in form,
         refusals.OWN_COLLECTOR: any(word in form for word in ("wait", "own", "new")),
-        refusals.POLICIES: agent in ("three policies", "two roles", "two teams"),
+        refusals.POLICIES: agent in ("three policies", "two roles"),
         refusals.JOINT: "team" in agent,
-        refusals.JOINT_VALUES: agent in ("a team", "two teams"),
+        refusals.JOINT_VALUES: agent == "a team",
         refusals.SERVER: sampler.startswith(("central", "alternating")) or "own process" in sampler,
         refusals.ASYNC: sampler.startswith("ahead"),
         refusals.LAG: sampler == "ahead by one batch",
@@ -471,7 +462,7 @@ def run_cell(cell: Cell) -> None:
     compare(cls, env_fn, make_agent, sampler=only_ours, **of_kind, **FORMS[form], **of_agent, **more, **sizes)
 
 
-@pytest.mark.parametrize(("pair", "cell"), refused_cells().items(), ids="; ".join)
+@pytest.mark.parametrize(("pair", "cell"), sorted(refused_cells().items()), ids="; ".join)
 def test_what_the_table_of_refusals_has_is_refused(pair: tuple[str, str], cell: Cell) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{pair[0]} and {pair[1]} do not go together")):
         run_cell(cell)
@@ -550,6 +541,23 @@ def test_every_stock_agent_is_among_them() -> None:
     public = (getattr(penstock, name) for name in penstock.__all__)
     agents = {cls for cls in public if inspect.isclass(cls) and issubclass(cls, Agent) and not inspect.isabstract(cls)}
     assert agents == {RandomAgent, *(type(make_agent()) for _, make_agent in MODELS.values())}
+
+
+#: Environments with masks of legal actions: in `info`, or in the observation.
+MASKED: dict[str, tuple[Any, str]] = {
+    "single": (partial(Ruled, True), "info"),
+    "single, several components": (partial(Ruled, False), "observation"),
+    "lock-step": (partial(RuledGame, 3), "info"),
+    "turns": (partial(RuledTurns, 2, mask=True), "info"),
+}
+
+
+@pytest.mark.parametrize(("kind", "sampler"), pairs(MASKED, SAMPLERS))
+def test_random_steps_and_agents_take_the_masks_of_a_plain_loop(kind: str, sampler: str) -> None:
+    (env_fn, where), (cls, of_sampler) = MASKED[kind], SAMPLERS[sampler]
+    sizes = {"batch_T": 5, "batch_B": 3, "n_batches": 5, "eval_n_envs": 3, "eval_max_steps": 90}
+    agent = partial(RandomAgent, mask_key=f"{where}.rules.legal")
+    compare(cls, env_fn, agent, sampler=of_sampler, traj_info_cls=Diary, **sizes)
 
 
 @with_start_methods("sampler", ["2 workers", "central", "central, own process", "ahead by one batch"], START_METHODS)

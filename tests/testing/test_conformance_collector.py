@@ -122,21 +122,21 @@ def test_subclasses_that_override_each_part_keep_all_rules(cls: type[ResetCollec
 
 class Restarts(ResetCollector):
     def collect_batch(self, itr: int) -> None:
-        self.reset_now(range(len(self.envs)))
+        self.reset_now(range(len(self.columns.env_ranks)))
         super().collect_batch(itr)
 
+
+class InterruptsWithoutRejoin(ResetCollector):
     def begin_batch(self, itr: int) -> None:
         super().begin_batch(itr)
         self.samples.episode_start[:] = True
 
-
-class InterruptsWithoutRejoin(Restarts):
     def collect_batch(self, itr: int) -> None:
         (joined,) = self.columns.reset(range(len(self.envs)))
         self.recorders[0].begin(joined)
         self.prev_action[:] = self.prev_reward[:] = 0
         self.columns.policies[0].write_observations(self.samples.observation[self.batch_T])
-        ResetCollector.collect_batch(self, itr)
+        super().collect_batch(itr)
 
 
 def test_a_collector_may_interrupt_episodes_if_that_is_declared() -> None:
@@ -169,6 +169,7 @@ def test_right_collectors_keep_all_rules_with_each_kind_of_environment(kind: str
     env_fn, options = KINDS[kind]
     cls = OwnLoop if "batched" in kind else Alternates
     check_collector(cls, env_fn, n_workers=scaled((2, 3), (2,)), central=FULL, **options)
+    check_collector(Restarts, env_fn, continues=False, n_workers=(), central=FULL, **options)
 
 
 class WritesTheWrongRow(ResetCollector):
