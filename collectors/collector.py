@@ -282,7 +282,8 @@ class Collector(MadeByWorker):
         see `columns.reset`."""
         joined, own = self.columns.reset(envs, starts), [self.columns.columns_of(e) for e in envs]
         for p, recorder in enumerate(self.recorders):
-            recorder.rejoin(joined[p], [column for columns in own for column in columns[p]])
+            absent = {column for columns in own for column in columns[p]}.difference(joined[p])
+            recorder.rejoin(joined[p], sorted(absent))
         if self.games is not None:
             for e in envs:
                 self.games.drop(e)
