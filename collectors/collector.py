@@ -255,7 +255,7 @@ class Collector(MadeByWorker):
 
     def _lose_games(self, envs: Sequence[int]) -> None:
         """Before the first batch: the games that ran here before are lost. They are reported as cut, so that no agent
-        that has ended in them shares (env_rank, episode) with one of the next game."""
+        that has ended in them shares (env_rank, number) with one of the next game."""
         if self.games is not None:
             for e in envs:
                 self.games.cut(e, 1, 0)  # no row of this batch belongs to them
