@@ -255,7 +255,7 @@ class Collector(MadeByWorker):
 
     def _lose_games(self, envs: Sequence[int]) -> None:
         """Before the first batch: the games that ran here before are lost. They are reported as cut, so that no agent
-        that has ended in them shares (env_rank, episode) with one of the next game."""
+        that has ended in them shares (env_rank, number) with one of the next game."""
         if self.games is not None:
             for e in envs:
                 self.games.cut(e, 1, 0)  # no row of this batch belongs to them
@@ -282,7 +282,8 @@ class Collector(MadeByWorker):
         see `columns.reset`."""
         joined, own = self.columns.reset(envs, starts), [self.columns.columns_of(e) for e in envs]
         for p, recorder in enumerate(self.recorders):
-            recorder.rejoin(joined[p], [column for columns in own for column in columns[p]])
+            absent = {column for columns in own for column in columns[p]}.difference(joined[p])
+            recorder.rejoin(joined[p], sorted(absent))
         if self.games is not None:
             for e in envs:
                 self.games.drop(e)

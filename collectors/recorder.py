@@ -368,11 +368,11 @@ class Recorder:
         """Episodes begin in the columns `joined[0]`."""
         self.begin(joined[0])
 
-    def rejoin(self, joined: Sequence[int], others: Sequence[int] = ()) -> None:
-        """Between two batches, environments were reset, and episodes begin in these columns. `others` are columns of
-        these environments too, where an agent may be absent."""
+    def rejoin(self, joined: Sequence[int], absent: Sequence[int] = ()) -> None:
+        """Between two batches, environments were reset, and episodes begin in these columns. The agents of the columns
+        `absent` of these environments are not there."""
         self.begin(joined)
-        for column in (*joined, *others):
+        for column in (*joined, *absent):
             self.prev_action[column], self.prev_reward[column] = 0, 0
             self.tracker.drop(column)  # parked rows are not a trajectory
         self._first_row.episode_start[joined] = True

@@ -101,11 +101,11 @@ class TrajInfo:
     def from_records(cls, records: Iterable[tuple[int, int, int, float, int, float]]) -> list[TrajInfo]:
         """One instance per record: t, env_rank, Length, Return, NonzeroRewards and DiscountedReturn."""
         infos = []
-        for _, _, length, return_, nonzero_rewards, discounted_return in records:
+        for _, env_rank, length, return_, nonzero_rewards, discounted_return in records:
             info = cls.__new__(cls)
             # Three times as fast as `restore`: thousands of short episodes may end in one batch.
             info.Length, info.Return = length, return_
-            info.NonzeroRewards, info.DiscountedReturn = nonzero_rewards, discounted_return
+            info.NonzeroRewards, info.DiscountedReturn, info.env_rank = nonzero_rewards, discounted_return, env_rank
             infos.append(info)
         return infos
 

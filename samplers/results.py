@@ -46,7 +46,9 @@ def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) 
                 f"the attribute {attributes.attribute!r} of a {cls.__name__} of env_rank {env_rank}, t={t}, cannot "
                 f"be unpickled in the main process: {in_one_line(attributes.error)}"
             ) from attributes.error
-        infos.append(cls.restore(attributes))
+        info = cls.restore(attributes)
+        info.env_rank = env_rank
+        infos.append(info)
     return infos
 
 

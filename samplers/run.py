@@ -213,21 +213,22 @@ class Run:
     def as_infos(self, found: Trajectories, slot: int = 0) -> list[TrajInfo]:
         """`found`, ordered by time step, then env_rank; evaluations by number, then env_rank. Each info knows whose it
         is."""
-        cls, ends, evaluation = self.config.traj_info_cls, ends_of_trajectories(found), slot == EVALUATION
-        infos = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
+        cls, evaluation = self.config.traj_info_cls, slot == EVALUATION
+        infos: list[Any] = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
         games = Counter[int]() if evaluation else self.games
-        self.seating.name_infos(infos, ends, games, evaluation=evaluation)
-        if self.seating.has_games and (left_out := self._uncounted(found, slot)):
-            kept = [i for i in range(len(infos)) if i not in left_out]
-            infos, ends = [infos[i] for i in kept], [ends[i] for i in kept]
-        if evaluation:
-            return self._with_seeds(infos)
-        if self.episodes is not None:
+        if self.seating.has_games:
+            self.seating.name_infos(infos, ends_of_trajectories(found), games, evaluation=evaluation)
+        else:
+            for info in infos:
+                info.number = games[info.env_rank]
+                games[info.env_rank] += 1
+        if self.episodes is not None and not evaluation:
             seeds, first = self.episodes.seeds(slot), self.plans[0].env_ranks[0]
-            for info, (t, _) in zip(infos, ends, strict=True):
-                assert info.env_rank is not None
+            for info, (t, _) in zip(infos, ends_of_trajectories(found), strict=True):
                 info.seed = int(seeds[t, info.env_rank - first])
-        return infos
+        if self.seating.has_games and (left_out := self._uncounted(found, slot)):
+            infos = [info for i, info in enumerate(infos) if i not in left_out]
+        return self._with_seeds(infos) if evaluation else infos
 
     def _with_seeds(self, infos: list[TrajInfo]) -> list[TrajInfo]:
         """The trajectories of an evaluation, ordered by number, then env_rank, with the seeds of their resets."""
