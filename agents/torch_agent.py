@@ -114,8 +114,8 @@ def _arrays(outputs: object) -> list[npt.NDArray[np.float64]]:
 
 
 class _CopiesComputed(TorchFunctionMode):
-    """Within it, `copy.deepcopy` copies tensors that were computed too, as values: torch refuses it. The old
-    `weight_norm` keeps such weights, and computes them again before each call."""
+    """In this mode, `copy.deepcopy` copies the values of computed tensors too, which torch refuses. The old
+    `weight_norm` keeps such weights in the model, and computes them again before each call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
@@ -327,10 +327,10 @@ class TorchAgent(Agent):
             with torch.no_grad():  # parameters that are made in inference mode could not be trained
                 self.model(*self._first_inputs())
         except Exception as error:  # the user's code may raise anything
-            if left := self._lazy_tensors():  # otherwise the sampler's own trial will tell it
+            if left := self._lazy_tensors():  # otherwise the sampler's own trial raises it
                 raise ConfigError(
-                    f"{left[0]} of the model has no size yet, and to call the model on zeros of the observation space "
-                    f"raised {in_one_line(error)}: use layers with sizes, or pass a model that was called"
+                    f"{left[0]} of the model has no size yet, and calling the model on zeros raised "
+                    f"{in_one_line(error)}: use layers with sizes, or pass a model that was called"
                 ) from error
         finally:
             for module in trained:

@@ -60,14 +60,14 @@ if sys.version_info >= (3, 14):
 # ---- layers with torch's parametrizations ----------------------------------------------------------------
 
 
-def _refuses(value: object) -> bool:
+def _is_parametrized(value: object) -> bool:
     """torch gives each layer with parametrizations a class of its own, which refuses to be pickled."""
     refusal = vars(type(value)).get("__getstate__")
     return getattr(refusal, "__module__", None) == "torch.nn.utils.parametrize"
 
 
 def _reduced_layer(layer: Any) -> tuple[Any, ...]:
-    """As the class below it is pickled."""
+    """Pickle the layer as one of the class that it had before its parametrizations."""
     cls = type(layer).__bases__[0]
     state = cls.__getstate__(layer) if hasattr(cls, "__getstate__") else vars(layer)  # Python 3.10 has none
     return cls.__new__, (cls,), state, None, None, _parametrize
@@ -93,7 +93,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """How `value` is pickled."""
         if type(value).__module__ == "multiprocessing.connection":  # its number means another descriptor there
             raise TypeError("Pipe connections should only be shared between processes through inheritance")
-        if _refuses(value):
+        if _is_parametrized(value):
             return _reduced_layer(value)
         try:
             return super().reducer_override(value)

@@ -512,8 +512,8 @@ class SamplesBuffer:
 
     Observation, action, reward and done have `batch_T + 1` rows. `prev_action[t]` is row t of the array of actions,
     `action[t]` is row t + 1. The same holds for reward and done. The last row of the observations is the first row of
-    the next batch. The user gets the views `batches`, one for each slot. Whatever the user writes into them does not
-    change a later batch: see `BatchColumns`.
+    the next batch. `batches` has a view of each slot, of which `for_user` makes what the user gets. Whatever the user
+    writes into a batch does not change a later one: see `BatchColumns`.
 
     With several policies, `spec` and `batch_B` have an entry for each, by name, and so have the arrays of a slot.
     """

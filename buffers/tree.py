@@ -15,8 +15,7 @@ import numpy as np
 from penstock.buffers.named import NamedArrays, _make, fields_of
 from penstock.errors import SpaceError, brief
 
-#: Classes whose objects cannot be changed. So are numpy's numbers.
-CONSTANT = frozenset({float, int, bool, str, bytes, type(None)})
+_CONSTANT = frozenset({float, int, bool, str, bytes, type(None)})
 
 
 def map_tree(fn: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -80,13 +79,18 @@ def _parts_like(tree: object, parts: Mapping[Any, Any], other: object, name: str
     return [found[key] for key in parts]
 
 
+def is_constant(value: object) -> bool:
+    """Whether `value` is a number, a text, bytes or None, which cannot be changed."""
+    return value.__class__ in _CONSTANT or isinstance(value, np.generic)
+
+
 def snapshot(value: Any) -> Any:
     """A copy of an observation, action, reward or entry of an info: an environment may change its own later, and two
     environments may share it. What cannot be copied is returned as it is."""
     cls = value.__class__
     if cls is np.ndarray and not value.dtype.hasobject:
         return value.copy()
-    if cls in CONSTANT or isinstance(value, np.generic):
+    if is_constant(value):
         return value
     if cls is dict:
         return {key: snapshot(part) for key, part in value.items()}

@@ -14,13 +14,13 @@ from penstock.buffers.pickling import Pickler
 _INHERITED = re.compile(r"should only be shared between processes through inheritance|'mmap\.mmap'")
 
 
-def remedy(value: object, error: Exception) -> str:
+def pickling_remedy(value: object, error: Exception) -> str:
     """What to do about `value`, which could not be pickled because of `error`; with the variable that is in the way."""
     where = _variable_in(value)
     if _INHERITED.search(str(error)):
         what = (
-            "An object of multiprocessing cannot be sent to a process: give that of a manager, such as "
-            "multiprocessing.Manager().Queue(), .Lock() or .Value(), or a SharedMemory"
+            "A Queue, Lock, Value or Pipe of multiprocessing cannot be sent to a process that runs already. Use one of "
+            "a manager, such as multiprocessing.Manager().Queue(), .Lock() or .Value(), or a SharedMemory"
         )
     elif where:
         what = (
@@ -35,29 +35,29 @@ def remedy(value: object, error: Exception) -> str:
 def _variable_in(value: object) -> str:
     """The variable that cannot be pickled, of a function or class in `value` that is pickled with what it uses. "" if
     there is none."""
-    found = _Tracing()
-    found.fails_at(value)
-    for user in reversed(found.users):  # the last one was at work
+    found = _TracingPickler()
+    found.cannot_pickle(value)
+    for user in reversed(found.by_value):  # the last one was at work
         for kind, name, content in _variables_of(user):
-            if _Tracing().fails_at(content):
+            if _TracingPickler().cannot_pickle(content):
                 return f"It is the {kind} {name!r}, which {user.__qualname__} uses. "
     return ""
 
 
-class _Tracing(Pickler):
+class _TracingPickler(Pickler):
     """A pickler that remembers the functions and classes that it pickles by value, with what they use."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
-        self.users: list[FunctionType | type] = []
+        self.by_value: list[FunctionType | type] = []
 
     def reducer_override(self, value: Any) -> Any:
         found = super().reducer_override(value)
         if isinstance(value, FunctionType | type) and found is not NotImplemented:
-            self.users.append(value)
+            self.by_value.append(value)
         return found
 
-    def fails_at(self, value: object) -> bool:
+    def cannot_pickle(self, value: object) -> bool:
         """Whether `value` cannot be pickled."""
         try:
             self.dump(value)
@@ -67,7 +67,7 @@ class _Tracing(Pickler):
 
 
 def _variables_of(user: FunctionType | type) -> Iterator[tuple[str, str, Any]]:
-    """Kind, name and content of the variables that a function uses and has not made, and of those of a class."""
+    """Kind, name and content: of a function, the variables from outside that it uses; of a class, its attributes."""
     if isinstance(user, type):
         for name, content in vars(user).items():
             if not name.startswith(("__", "_abc_")):  # Python's own are not pickled

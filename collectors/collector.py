@@ -142,11 +142,11 @@ class Collector(MadeByWorker):
 
     def collect_batch(self, itr: int) -> None:
         """Write `batch_T` steps into the samples. Trajectories that finish go to the trackers."""
-        # All of it on one screen, for environments of one agent. Row t + 1 of action and reward is step t.
+        # The whole loop, for environments of one agent. Row t + 1 of action and reward is step t.
         #
-        #   row 0 = the last row of the batch before; flags = False
+        #   row 0 = the last row of the batch before; flags = False; agent.sample_mode(itr)  begin_batch
         #   for t in range(batch_T):
-        #       action = agent.step(observation[t], prev_action, prev_reward)                act
+        #       action = prev_action = agent.step(observation[t], prev_action, prev_reward)  act
         #       record action[t + 1] and agent_info[t]
         #       for each environment:                                                        step_envs: columns.step
         #           observation[t + 1, e], reward[t + 1, e], *flags[t, e], info = env.step(action[e])
@@ -155,7 +155,7 @@ class Collector(MadeByWorker):
         #           prev_action[e] = 0
         #           observation[t + 1, e] = env.reset()                                      begin_episodes
         #           agent.reset_one(e)                                                       join
-        #       prev_action, prev_reward = action, reward[t + 1], but 0 where an episode begins      write_step
+        #       prev_reward = reward[t + 1], but 0 where an episode begins                   write_step
         #   bootstrap_value = agent.value(observation[batch_T]); send the trajectories       end_batch
         self.begin_batch(itr)
         for t in range(self.batch_T):

@@ -277,7 +277,7 @@ class Recorder:
         Afterwards `prev_reward` holds the rewards.
         """
         columns, reward, row = self.columns, self.samples.reward, t + 1
-        is_written = columns.written == row or put_row(self._unchecked, row, columns.observations)
+        is_written = columns.written_row == row or put_row(self._unchecked, row, columns.observations)
         if not (is_written and put_row(reward, row, columns.rewards)):
             columns.write_step(self._observations, reward, row)
         if not put_row(self._prev_rewards, 0, self.samples.reward_rows[row]):

@@ -18,7 +18,7 @@ class RecorderGroup:
     It also follows whole games, the environments' own sums of all rewards.
     """
 
-    stateful = True  # games are counted where they begin, also if no agent has a state
+    stateful = True  # `join` counts the rows of parked games, also if no agent has a state
 
     def __init__(self, recorders: Sequence[Recorder], games: Tracker, columns: Columns, progress: Progress) -> None:
         n = len(columns.env_ranks)

@@ -37,11 +37,11 @@ class TrajInfo:
     # The sampler sets these. Where several agents share an environment, there is one record for each agent, and one for
     # the whole game, with `agent_id` None and the rewards of all agents.
     env_rank: int | None = None  #: the environment
-    #: How many trajectories, or games, had ended in it before, since the first batch. In batches, games that were cut
-    #: or lost count too: so (env_rank, number) names one game.
+    #: How many trajectories, or games, had ended in it before: since the first batch, or in this evaluation. In
+    #: batches, games that were cut or lost count too, so (env_rank, number) names one game.
     number: int | None = None
-    #: Of a reset: in evaluations of that which began it, if that had a seed; in training, with `seed_episodes=True`, of
-    #: that which began the episode, or game, in which it ended.
+    #: The seed of a reset, if it had one. In evaluations: of the reset that began the trajectory. In batches, with
+    #: `seed_episodes=True`: of the reset that began the episode, or game, in which the trajectory ended.
     seed: int | None = None
     agent_id: Any = None  #: the agent
     policy: str | None = None  #: the name of the policy that played the agent

@@ -107,7 +107,7 @@ class BatchedColumns(PolicyColumns, Columns):
         given = envs
         if starts is None:
             envs = _without(envs, self._over) if self._over else envs
-            # Without a mask as with one: where there is a mask, Gymnasium gives the environments a dict.
+            # {}, not None: where there is a mask, Gymnasium gives the environments a dict, so they always get one.
             calls: Any = [(envs, None if self._resets_itself else {}, [None] * len(envs))] if len(envs) else ()
         elif any(start.actions is not None for start in starts):
             raise ConfigError(f"{self.env} cannot repeat an episode of one row: use single environments")
@@ -125,10 +125,10 @@ class BatchedColumns(PolicyColumns, Columns):
                     "DISABLED, reset all its rows with the same options, or use single environments"
                 )
             self.reset_rows(rows, seeds, options)
-        self._answer(given)
+        self._note_decided(given)
         return (envs,)
 
-    def _answer(self, envs: Sequence[int]) -> None:
+    def _note_decided(self, envs: Sequence[int]) -> None:
         """The loop has said what follows the episodes of `envs`: nobody waits there any more."""
         if self._over:
             self._over = _without(self._over, envs)
@@ -139,8 +139,8 @@ class BatchedColumns(PolicyColumns, Columns):
     def reset_rows(
         self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None
     ) -> Mapping[str, Any]:
-        """Reset these rows, ascending, with one call. Returns the infos. Unless they are all, the option `reset_mask`
-        says which; an environment that resets itself need not know it."""
+        """Reset these rows, ascending, with one call. Returns the infos. If they are not all rows, the option
+        `reset_mask` says which; an environment that resets itself need not know it."""
         words = self.progress.words
         phase, began = words[Progress.PHASE], self.progress.enter(Phase.RESETTING)
         self.progress.at_env(self.env_ranks[rows[0]])
@@ -242,12 +242,12 @@ class BatchedColumns(PolicyColumns, Columns):
         self._note_resetting(resetting)
 
     def park(self, envs: Sequence[int]) -> None:
-        self._answer(envs)
+        self._note_decided(envs)
         self.waiting = sorted({*self.waiting, *envs})
         self._note_resetting(_without(self._resetting, envs))
-        self._keep_stepped(envs)
+        self._reset_idle(envs)
 
-    def _keep_stepped(self, columns: Sequence[int]) -> None:
+    def _reset_idle(self, columns: Sequence[int]) -> None:
         """These columns are idle, but stepped with the others, so they must not stay at an episode's end."""
         if columns and not self._resets_itself:
             self.reset_rows(columns, [None] * len(columns), {})
@@ -297,7 +297,7 @@ class BatchedColumns(PolicyColumns, Columns):
         columns = done.nonzero()[0]
         ends = self._ends(columns, done, terminated, truncated) if len(columns) else None
         if ended_idle:
-            self._keep_stepped(ended_idle)
+            self._reset_idle(ended_idle)
         if self._resets_late and (ends is not None or self._resetting):
             self._note_resetting([] if ends is None else ends.columns.tolist())
         return ends

@@ -131,10 +131,11 @@ class PolicyColumns:
     observation_space: gym.Space[Any]  #: of one column
     action_space: gym.Space[Any]
     checks: Checks  #: the optional checks to make
-    observations: Any  #: the current ones, unless `written` says that a row has them: a list of elements, or a batch
-    written = -1  #: the row of `into` that has the current observations already; -1: none
+    observations: Any  #: the current ones: a list of elements, or a batch. None where `into` or `home` has them
+    written_row = -1  #: the row of `into` that has the current observations already; -1: none
     rewards: Any  #: those of the last step: a list or an array; zero where idle, from the row after the end on
-    infos: Any  #: what `keep_info` has returned for the infos of the last step
+    #: By column, what `keep_info` has returned for the last step; of a batched environment, its infos of the last step.
+    infos: Any
     idle: list[int]  #: the columns that do not act in the next step, ascending
     progress: Progress
     on_step: StepHook | None = None
@@ -157,7 +158,7 @@ class PolicyColumns:
     ) -> None:
         """Call `on_step` after each step of a column. Keep in `infos` what `keep_info` returns for the info of each
         step: it is called at once, since the environment may use the memory of its info again. Call `on_info` with each
-        info; a batched environment keeps its infos in `infos`, of resets too.
+        info, but not for a batched environment: its infos are in `infos`, and `reset_rows` returns those of a reset.
 
         `into` `[T, B, ...]` is nested as `arrays_like` returns it: a step may write the observations into a row of it.
         `home` `[1, B, ...]` has the observations between two batches, and before the first."""

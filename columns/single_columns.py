@@ -230,7 +230,7 @@ class SingleColumns(ListedColumns, Columns):
         if COMPILED and home is not None and on_step is None and not self.checks:
             if self._row is None:
                 self._row, self.observations = (home, 0), [None] * len(self)
-            self.written = 0 if into is home else -1
+            self.written_row = 0 if into is home else -1
         self._watch = WATCH_ALL if on_step or keep_info else WATCH_UNUSUAL if on_info else 0
         self._set_waiting(self.waiting)
 
@@ -238,7 +238,7 @@ class SingleColumns(ListedColumns, Columns):
 
     def end_batch(self) -> None:
         if self._row is not None:
-            self._row, self.written = (self.home, 0), -1
+            self._row, self.written_row = (self.home, 0), -1
         elif self._outs is not None:
             for e, cell in enumerate(cells_of(self.home, 0, len(self.envs))):
                 if self.observations[e] is self._outs[e]:
@@ -267,7 +267,7 @@ class SingleColumns(ListedColumns, Columns):
             map_tree(lambda target, source: target.__setitem__(t, source[row]), arrays, own)
 
     def write_column(self, arrays: Any, rewards: Any, t: int, column: int) -> None:
-        if self.written != t:
+        if self.written_row != t:
             super().write_column(arrays, rewards, t, column)
         else:
             rewards[t, column] = require_number(self.rewards[column], self.env_ranks[column])
@@ -388,7 +388,7 @@ class SingleColumns(ListedColumns, Columns):
             if which is None and self.waiting:
                 each = [each[entry[0]] for entry in active]
             before = self._look(active, each)
-        outs = None if row is None else self._go_to(row)
+        outs = None if row is None else self._begin_row(row)
         arrays, t = self._row or (None, 0)
         words, watch, observations, rewards, first = self._loop_words, self._watch, self.observations, self.rewards, 0
         while True:  # step_ordinary returns at each step that needs a check or a hook
@@ -402,10 +402,10 @@ class SingleColumns(ListedColumns, Columns):
             first = self._store(active, stop, outs, before)
         return self._take_ends() if ends else None
 
-    def _go_to(self, row: int) -> list[Any] | None:
+    def _begin_row(self, row: int) -> list[Any] | None:
         """The observations of this step go to `row`. Returns its cells if there are environments with `step_into`."""
         if self._row is not None:
-            self._row, self.written = (self.into, row), row
+            self._row, self.written_row = (self.into, row), row
             for e in self.waiting:
                 self._note(e, self.zero)
         if self._writes_in_place:
@@ -433,7 +433,7 @@ class SingleColumns(ListedColumns, Columns):
             result = with_observation(outs[e], result, env_rank)
         observation, reward, terminated, truncated, info = checked_step(result, env_rank)
         if outs is None or step_into is None:
-            observation = self._kept(e, observation, ends=terminated or truncated)
+            observation = self._keep(e, observation, ends=terminated or truncated)
         if reward.__class__ is not float:
             reward = snapshot(reward)
         if self.keep_info is not None:
@@ -450,9 +450,9 @@ class SingleColumns(ListedColumns, Columns):
         self.rewards[e] = reward
         return i + 1
 
-    def _kept(self, e: int, observation: Any, *, ends: bool) -> Any:
-        """The observation of a step of environment e, in memory that no environment has; or written, if it is not the
-        last one of its episode."""
+    def _keep(self, e: int, observation: Any, *, ends: bool) -> Any:
+        """Write the observation of a step of environment e, or copy it. Returns the copy; None if it was written and
+        its episode goes on."""
         if self._row is not None:
             arrays, t = self._row
             if not put_cell(arrays, t, e, observation):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.buffers.native import load, put_cell
-from penstock.buffers.tree import CONSTANT
+from penstock.buffers.tree import is_constant
 
 #: `watch` of `step_ordinary`: it returns at every step, or also at steps with an info or a reward that is no float.
 WATCH_ALL, WATCH_UNUSUAL = 1, 2
@@ -66,7 +66,7 @@ def _is_ordinary(result: Any, size: int, watch: int, ends: list[Any] | None) -> 
     if not (terminated.__class__ is truncated.__class__ is bool and info.__class__ is dict):
         return False
     must_be_float = watch or terminated or truncated
-    if (watch and info) or not (reward.__class__ is float or (not must_be_float and _is_constant(reward))):
+    if (watch and info) or not (reward.__class__ is float or (not must_be_float and is_constant(reward))):
         return False
     return ends is not None or not (terminated or truncated)
 
@@ -87,7 +87,7 @@ def _step_game(
     for agents in (listed, list(seen), list(gained)):
         if agents.__class__ is not list or len(agents) != len(living) or not all(map(_is_agent, agents, living)):
             return False, result
-    if any(len(each) != len(living) for each in flags) or not all(map(_is_constant, gained.values())):
+    if any(len(each) != len(living) for each in flags) or not all(map(is_constant, gained.values())):
         return False, result
     if any(not (flag is False or flag is _NUMPY_FALSE) for each in flags for flag in each.values()):
         return False, result
@@ -100,14 +100,9 @@ def _step_game(
     return True, result
 
 
-def _is_constant(value: object) -> bool:
-    """Whether `value` is a number, a text, bytes or None, which cannot be changed."""
-    return value.__class__ in CONSTANT or isinstance(value, np.generic)
-
-
 def _kept(value: Any) -> Any:
     """A copy of `value`, which nobody else can change; _NOT_PLAIN for what is no constant, array, dict or tuple."""
-    if _is_constant(value):
+    if is_constant(value):
         return value
     if value.__class__ is np.ndarray and not value.dtype.hasobject:
         return value.copy()

@@ -13,7 +13,7 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 from penstock.buffers import pickling
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage, Unreadable, dumped, loaded
 from penstock.buffers.reports import dump_exception, in_one_line, load_exception
-from penstock.buffers.unpicklable import remedy
+from penstock.buffers.unpicklable import pickling_remedy
 from penstock.errors import ConfigError, EnvCallError
 
 
@@ -51,7 +51,7 @@ def pickled(message: object, what: str) -> bytes:
         return pickling.dumps(message)
     except Exception as error:
         raise ConfigError(
-            f"{what} cannot be pickled for the workers: {in_one_line(error)}. {remedy(message, error)}"
+            f"{what} cannot be pickled for the workers: {in_one_line(error)}. {pickling_remedy(message, error)}"
         ) from error
 
 

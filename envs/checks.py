@@ -161,5 +161,5 @@ def check_row(
 
 
 def _as_array(leaf: Any) -> Any:
-    """A number of a batch of numbers, since Gymnasium's `Box.contains` warns of it; other leaves as they are."""
+    """A numpy number as an array, since `Box.contains` of Gymnasium warns of numbers; other leaves as they are."""
     return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf

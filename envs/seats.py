@@ -309,7 +309,7 @@ def is_set(flag: Any) -> bool:
 def ended_agents(
     before: Collection[Any], agents: Collection[Any], terminated: Mapping[Any, Any], truncated: Mapping[Any, Any]
 ) -> set[Any]:
-    """Who has ended, but is in `env.agents` after this step still. `before`: the same before it."""
+    """Who has ended, but is still in `env.agents` after this step. `before`: who was so before it."""
     return {each for each in agents if each in before or is_set(terminated.get(each)) or is_set(truncated.get(each))}
 
 

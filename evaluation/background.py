@@ -15,7 +15,7 @@ from penstock.arguments import seconds, signature, unknown_argument
 from penstock.buffers import pickling
 from penstock.buffers.descriptors import anonymous_file
 from penstock.buffers.reports import dump_exception_by_value, in_one_line, load_exception
-from penstock.buffers.unpicklable import remedy
+from penstock.buffers.unpicklable import pickling_remedy
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, SamplerStateError, WorkerDiedError, WorkerError
 from penstock.evaluation.eval_results import EvalResults
@@ -116,7 +116,7 @@ def start_evaluation(policies: Policy | Mapping[str, Policy], env_fn: EnvFn, **a
     except Exception as error:  # pickling runs the user's code, which may raise anything
         raise ConfigError(
             f"an argument of start_evaluation cannot be pickled for its process: {in_one_line(error)}. "
-            f"{remedy(call, error)}"
+            f"{pickling_remedy(call, error)}"
         ) from error
     return RunningEvaluation(code)
 

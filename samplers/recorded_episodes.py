@@ -53,7 +53,7 @@ class RecordedEpisodes:
         assert memory.episodes is not None
         self._memory, self._factories, self._seed = memory, factories, seed
         self._log: EpisodeLog = memory.episodes
-        self._last: Sequence[Any] = ()  # of each policy, what the last batch has shown and which of its cells are valid
+        self._last: Sequence[Any] = ()  # `observation` and `valid` of the last batch, for each policy
         self._plans = {0: plan}  # by number: those that an episode in the log may have begun with, and the newest
         self._crash_dir, self._n_saved = None if crash_dir is None else Path(crash_dir), 0
         if self._crash_dir is not None:

@@ -90,7 +90,7 @@ class Run:
         policies = self.seating.policies if self.seating.has_games else ()
         self.metrics = SamplerMetrics(example_info, policies, self.seating.width, has_evaluation=config.eval_n_envs > 0)
         self.policy_version: Any = None
-        self.samples_np: Any = layout.batches[0]
+        self.samples_np: Any = self.batches.views_for_user[0]
         self.batch = self.itr = 0
         self.games: Counter[int] = Counter()  # how many trajectories, or games, are over, by env_rank
         self.n_trajectories = [0] * len(self.plans)  # returned so far, by worker rank

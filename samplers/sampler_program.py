@@ -381,7 +381,8 @@ class SamplerProgram:
 
 
 def _infos_of(columns: Any, e: int, *, in_turns: bool) -> list[Any]:
-    """What environment e has returned as info, of each of its agents."""
+    """The infos in which a mask may be: of each agent of environment e the newest one; of a single environment that of
+    its last reset."""
     if isinstance(columns, BatchedColumns):
         return [info_of(columns.infos, e)]
     if isinstance(columns, SingleColumns):

@@ -69,7 +69,6 @@ class Seating:
         train = tuple(self.train.cells(p, plan.columns) for p in n)
         evaluation = tuple(self.evaluation.cells(p, plan.eval_columns) for p in n)
         n_games, n_eval_games = (self.has_games * len(envs) for envs in (plan.columns, plan.eval_columns))
-        # The first batch of a worker that replaces another reports the games that were lost.
         n_unasked = MOST_UNASKED + sum(map(len, train)) if self.in_turns else 0
         return replace(
             plan,
@@ -78,7 +77,7 @@ class Seating:
             # In turns, each row of a cell may also be the only decision of a game, after a game without decisions.
             n_records=sum(map(len, train)) + (2 * sum(map(len, train)) if self.in_turns else n_games),
             n_eval_records=sum(map(len, evaluation)) + (1 + self.in_turns) * n_eval_games,
-            n_more_records=n_games + n_unasked,
+            n_more_records=n_games + n_unasked,  # n_games: those that were lost with the worker before
             policies=() if self.is_shared else self.policies,
         )
 
@@ -116,8 +115,8 @@ class Seating:
                 info.agent_id, info.policy = side.agents[b][seat], self.policies[p]
 
     def uncounted(self, ends: Sequence[tuple[int, int]], *, evaluation: bool) -> dict[int, int]:
-        """By index, the env_rank of what is no trajectory: the report of a game that was cut, and in evaluations, where
-        this game is played again, those of the agents that had ended in it."""
+        """What is no trajectory: its index, and its env_rank. It is the report of a game that was cut. In evaluations,
+        which play this game again, it is also each agent that had ended in it."""
         found, of_game = dict[int, int](), defaultdict[int, list[int]](list)
         if all(key >= 0 for _, key in ends):  # as usual
             return found

@@ -39,7 +39,7 @@ def check_collector(
 
     The collector runs in environments of `env_fn`, which may be single, batched, or have several agents that all act in
     each step. The kit ends their episodes after at most 3 to 11 steps, by termination, truncation or both; those of
-    batched environments must end by themselves. It holds what is recorded and returned beside a `ReferenceLoop`: this
+    batched environments must end by themselves. It compares what is recorded and returned with a `ReferenceLoop`: this
     resets its environments when the collector did, and gives them the same actions.
 
     Args:

@@ -91,7 +91,7 @@ def every_cell_is_written(trace: Trace) -> None:
             f"after the batch before was filled with NaN, True and large integers: {error}",
             "read no row before it is written",
         ) from error
-    remedy = "write all fields of each row, as self.act(t) and self.envs do; self.begin_batch clears the flags"
+    remedy = "write all fields of each row, as self.act(t) and self.step_envs(t) do; self.begin_batch clears the flags"
     for one, two in zip(trace.found, filled, strict=True):
         if (difference := first_difference(_pairs(one, two))) is not None:
             seen = f"{difference} (itr={one.itr}), depending on what the learner wrote into the batch before"

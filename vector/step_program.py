@@ -294,7 +294,7 @@ class VectorProgram:
                 own.observations[e] = self._send_objects(e, own.observations[e])
         if which is None:
             # The fast path; `write_step` raises errors.
-            is_written = own.written == 0 or put_row(self._observation, 0, own.observations)
+            is_written = own.written_row == 0 or put_row(self._observation, 0, own.observations)
             if not (is_written and put_row(self._reward, 0, own.rewards)):
                 own.write_step(self._observation, self._reward, 0)
         else:

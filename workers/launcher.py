@@ -18,7 +18,7 @@ from penstock.buffers import pickling
 from penstock.buffers.memory_limits import left_in_cgroups
 from penstock.buffers.object_pipe import Mailbox
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.unpicklable import remedy
+from penstock.buffers.unpicklable import pickling_remedy
 from penstock.errors import ConfigError, WorkerTimeoutError
 from penstock.workers import sigint
 from penstock.workers.affinity import blas_limited
@@ -66,7 +66,7 @@ def unpicklable(parts: Mapping[str, Any], error: Exception) -> ConfigError:
             pickling.dumps(part)
         except Exception as cause:
             return ConfigError(
-                f"{name} cannot be pickled for the workers: {in_one_line(cause)}. {remedy(part, cause)}. A "
+                f"{name} cannot be pickled for the workers: {in_one_line(cause)}. {pickling_remedy(part, cause)}. A "
                 "SerialSampler needs no pickling"
             )
     return ConfigError(f"the workers' program cannot be pickled: {in_one_line(error)}")

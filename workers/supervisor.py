@@ -337,7 +337,7 @@ def _surroundings(name: str) -> dict[str, Any]:
 
 
 def _umask() -> int | None:
-    """`os.umask` would change it for a moment, for other threads too."""
+    """The umask. `os.umask` would change it for a moment, for other threads too."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("Umask:"):

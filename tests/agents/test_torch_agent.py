@@ -167,7 +167,7 @@ def test_lazy_layers_get_their_sizes_and_seeded_weights_when_the_agent_is_initia
 def test_a_lazy_layer_of_which_the_size_cannot_be_known_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^other\.weight of the model has no size, since forward has not called its"):
         agent_of(partial(Lazy, calls_all=False))
-    with pytest.raises(ConfigError, match=r"^body\.0\.weight .* zeros of the observation space raised AttributeError"):
+    with pytest.raises(ConfigError, match=r"^body\.0\.weight .* calling the model on zeros raised AttributeError"):
         agent_of(Lazy, observation_space=spaces.Dict({"x": OBSERVATIONS}))
     joint = Plain(Lazy)
     joint.joint = True

@@ -493,7 +493,7 @@ LONG: Any = [{}] * 10 + [{"a0": "die"}] + [{}] * 89  # an evaluation sends the t
 def test_agents_of_a_game_that_was_cut_are_told_from_those_of_the_next(
     cls: Any, collector_cls: Any, traj_info_cls: Any, n_policies: int, game: Any
 ) -> None:
-    """In batches they have another `episode`. In an evaluation the game is played again, so they are not returned."""
+    """In batches they have another `number`. In an evaluation the game is played again, so they are not returned."""
     options = {**RENEW, "max_renewals": 999, "collector_cls": collector_cls, "traj_info_cls": traj_info_cls}
     options |= {"eval_n_envs": 2, "eval_episodes": 7, "eval_max_steps": 9999}
     make, names = partial(Fragile, **game), [f"p{i}" for i in range(n_policies)]
