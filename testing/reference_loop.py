@@ -15,6 +15,7 @@ import numpy as np
 from gymnasium import Space
 
 from penstock.agents.random import draw
+from penstock.arguments import signature
 from penstock.buffers.named import NamedArrays, as_named, map_leaves
 from penstock.collectors import TrajInfo
 from penstock.envs.seeding import Purpose
@@ -155,7 +156,7 @@ class ReferenceLoop:
     batched: bool = False
     max_decorrelation_steps: int = 100
     bootstrap_value: bool = False
-    policy_of: Callable[[Any], str] = str
+    policy_of: Callable[..., str] = str
     env_info: Mapping[str, Any] = field(default_factory=dict)  #: examples of entries of info, by name
     extra_fields: Mapping[str, Any] = field(default_factory=dict)  #: those of the collector
     traj_info_cls: type[TrajInfo] = TrajInfo
@@ -291,7 +292,8 @@ class ReferenceLoop:
         more = {"env_info": NamedArrays(infos), "extra": NamedArrays(extra)}
         self._columns, policies = dict[Key, Column](), dict[str, Policy]()
         for (e, agent), spaces in self._envs.spaces.items():
-            name = self.policy_of(agent) if isinstance(self.agents, Mapping) else "agent"
+            rank = {"env_rank": e} if "env_rank" in signature(self.policy_of).parameters else {}
+            name = self.policy_of(agent, **rank) if isinstance(self.agents, Mapping) else "agent"
             if name not in policies:
                 policies[name] = Policy(name, self._agents[name], spaces, more, in_turns=self._in_turns)
             seat = len(self._of(e))

@@ -156,7 +156,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
         functools.partial(Roles, 3),
         {
             "agent": {"x": ProbeAgent(RandomAgent()), "y": ProbeAgent(RandomAgent())},
-            "policy_of": lambda agent: "x" if agent == "a0" else "y",
+            "policy_of": lambda agent, env_rank: "x" if agent == "a0" else "y",
         },
     ),
     "seats, a team": (functools.partial(ScriptedGame, 3), {"agent": Team()}),
