@@ -9,13 +9,20 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from penstock.buffers.pickling import Pickler
+from penstock.buffers.reports import in_one_line
+from penstock.errors import ConfigError
 
 #: What `multiprocessing` says of its own objects, such as a Queue, a Lock, a Value or a RawArray.
 _INHERITED = re.compile(r"should only be shared between processes through inheritance|'mmap\.mmap'")
 
 
-def pickling_remedy(value: object, error: Exception) -> str:
-    """What to do about `value`, which could not be pickled because of `error`; with the variable that is in the way."""
+def not_picklable(what: str, value: object, error: Exception, *, more: str = "") -> ConfigError:
+    """The error for `value`, which could not be pickled because of `error`: `what` it is, the variable that is in the
+    way, and what to do; `more` is another remedy."""
+    return ConfigError(f"{what}: {in_one_line(error)}. {_remedy(value, error)}{more}")
+
+
+def _remedy(value: object, error: Exception) -> str:
     where = _variable_in(value)
     if _INHERITED.search(str(error)):
         what = (

@@ -83,6 +83,7 @@ class BatchedColumns(PolicyColumns, Columns):
         self.rewards: Any = np.zeros(len(env_ranks))
         self._flags_shape = (len(env_ranks),)
         self.infos: Mapping[str, Any] = {}  #: as Gymnasium batches them, of the last step
+        self.reset_infos: Mapping[str, Any] = {}  #: the same of the last reset
         self.waiting: list[int] = []
         self.idle: list[int] = []
         self._was_idle = self.idle  # in the last step
@@ -156,6 +157,7 @@ class BatchedColumns(PolicyColumns, Columns):
             result = reset(self._as_taken)
         infos: Mapping[str, Any]
         self.observations, infos = result
+        self.reset_infos = infos
         if self._resetting:
             self._note_resetting(_without(self._resetting, rows))
         self.progress.add_resetting_since(began)

@@ -163,6 +163,10 @@ class PolicyColumns:
         `into` `[T, B, ...]` is nested as `arrays_like` returns it: a step may write the observations into a row of it.
         `home` `[1, B, ...]` has the observations between two batches, and before the first."""
         self.on_step, self.keep_info, self.into, self.home, self.on_info = on_step, keep_info, into, home, on_info
+        self.watched()
+
+    def watched(self) -> None:
+        """`watch` was called: choose what each step does."""
 
     def current(self, column: int) -> Any:
         """The current observation of this column."""

@@ -51,8 +51,8 @@ class SeatColumns(ListedColumns):
 
         self.when_watched: Callable[[], None] = lambda: None
 
-    def watch(self, *args: Any, **kwargs: Any) -> None:
-        super().watch(*args, **kwargs)
+    def watched(self) -> None:
+        super().watched()
         self.when_watched()
 
     def take(self) -> PolicyEvents:

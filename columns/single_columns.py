@@ -18,12 +18,9 @@ from penstock.columns.interface import (
     Columns,
     End,
     Events,
-    InfoHook,
-    KeepInfo,
     PolicyColumns,
     PolicyEvents,
     Start,
-    StepHook,
 )
 from penstock.columns.renewal import Renewals
 from penstock.columns.stepping import WATCH_ALL, WATCH_UNUSUAL, step_ordinary
@@ -113,18 +110,9 @@ class ListedColumns(PolicyColumns):
         self.progress.at_env(env_rank)
         return SpaceError(f"the reward of env_rank {env_rank} must be finite (check_finite=True), got {brief(reward)}")
 
-    def watch(
-        self,
-        on_step: StepHook | None,
-        *,
-        keep_info: KeepInfo | None = None,
-        into: Any = None,
-        home: Any = None,
-        on_info: InfoHook | None = None,
-    ) -> None:
-        super().watch(on_step, keep_info=keep_info, into=into, home=home, on_info=on_info)
-        if keep_info is not None and self.no_info is None:
-            self.no_info = keep_info({})
+    def watched(self) -> None:
+        if self.keep_info is not None and self.no_info is None:
+            self.no_info = self.keep_info({})
             self.infos = [self.no_info] * len(self)
 
     def note_info(self, column: int, info: Any) -> None:
@@ -217,21 +205,14 @@ class SingleColumns(ListedColumns, Columns):
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
         return ((e,),)
 
-    def watch(
-        self,
-        on_step: StepHook | None,
-        *,
-        keep_info: KeepInfo | None = None,
-        into: Any = None,
-        home: Any = None,
-        on_info: InfoHook | None = None,
-    ) -> None:
-        super().watch(on_step, keep_info=keep_info, into=into, home=home, on_info=on_info)
-        if COMPILED and home is not None and on_step is None and not self.checks:
+    def watched(self) -> None:
+        super().watched()
+        home = self.home
+        if COMPILED and home is not None and self.on_step is None and not self.checks:
             if self._row is None:
                 self._row, self.observations = (home, 0), [None] * len(self)
-            self.written_row = 0 if into is home else -1
-        self._watch = WATCH_ALL if on_step or keep_info else WATCH_UNUSUAL if on_info else 0
+            self.written_row = 0 if self.into is home else -1
+        self._watch = WATCH_ALL if self.on_step or self.keep_info else WATCH_UNUSUAL if self.on_info else 0
         self._set_waiting(self.waiting)
 
     # ---- observations ----------------------------------------------------------------------

@@ -13,7 +13,7 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 from penstock.buffers import pickling
 from penstock.buffers.object_pipe import MessageKind, ObjectMessage, Unreadable, dumped, loaded
 from penstock.buffers.reports import dump_exception, in_one_line, load_exception
-from penstock.buffers.unpicklable import pickling_remedy
+from penstock.buffers.unpicklable import not_picklable
 from penstock.errors import ConfigError, EnvCallError
 
 
@@ -50,9 +50,7 @@ def pickled(message: object, what: str) -> bytes:
     try:
         return pickling.dumps(message)
     except Exception as error:
-        raise ConfigError(
-            f"{what} cannot be pickled for the workers: {in_one_line(error)}. {pickling_remedy(message, error)}"
-        ) from error
+        raise not_picklable(f"{what} cannot be pickled for the workers", message, error) from error
 
 
 def perform(call: EnvCall, envs: Sequence[Any], columns: range, env_ranks: range) -> list[ObjectMessage]:

@@ -14,10 +14,10 @@ from penstock.agents import Agent
 from penstock.arguments import seconds, signature, unknown_argument
 from penstock.buffers import pickling
 from penstock.buffers.descriptors import anonymous_file
-from penstock.buffers.reports import dump_exception_by_value, in_one_line, load_exception
-from penstock.buffers.unpicklable import pickling_remedy
+from penstock.buffers.reports import dump_exception_by_value, load_exception
+from penstock.buffers.unpicklable import not_picklable
 from penstock.envs import EnvFn
-from penstock.errors import ConfigError, SamplerStateError, WorkerDiedError, WorkerError
+from penstock.errors import SamplerStateError, WorkerDiedError, WorkerError
 from penstock.evaluation.eval_results import EvalResults
 from penstock.evaluation.evaluating import evaluate
 from penstock.evaluation.policies import Policy, as_policies
@@ -114,10 +114,8 @@ def start_evaluation(policies: Policy | Mapping[str, Policy], env_fn: EnvFn, **a
     try:
         code = pickling.dumps(call)
     except Exception as error:  # pickling runs the user's code, which may raise anything
-        raise ConfigError(
-            f"an argument of start_evaluation cannot be pickled for its process: {in_one_line(error)}. "
-            f"{pickling_remedy(call, error)}"
-        ) from error
+        what = "an argument of start_evaluation cannot be pickled for its process"
+        raise not_picklable(what, call, error) from error
     return RunningEvaluation(code)
 
 

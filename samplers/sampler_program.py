@@ -381,10 +381,10 @@ class SamplerProgram:
 
 
 def _infos_of(columns: Any, e: int, *, in_turns: bool) -> list[Any]:
-    """The infos in which a mask may be: of each agent of environment e the newest one; of a single environment that of
-    its last reset."""
+    """The infos in which a mask may be: with several agents, the newest one of each agent of environment e; otherwise
+    that of the last reset."""
     if isinstance(columns, BatchedColumns):
-        return [info_of(columns.infos, e)]
+        return [info_of(columns.reset_infos, e)]
     if isinstance(columns, SingleColumns):
         return [columns.reset_infos[e]]
     return [columns.envs[e].last()[4]] if in_turns else list(columns.infos[e].values())

@@ -18,7 +18,7 @@ from penstock.buffers import pickling
 from penstock.buffers.memory_limits import left_in_cgroups
 from penstock.buffers.object_pipe import Mailbox
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.unpicklable import pickling_remedy
+from penstock.buffers.unpicklable import not_picklable
 from penstock.errors import ConfigError, WorkerTimeoutError
 from penstock.workers import sigint
 from penstock.workers.affinity import blas_limited
@@ -65,10 +65,8 @@ def unpicklable(parts: Mapping[str, Any], error: Exception) -> ConfigError:
         try:
             pickling.dumps(part)
         except Exception as cause:
-            return ConfigError(
-                f"{name} cannot be pickled for the workers: {in_one_line(cause)}. {pickling_remedy(part, cause)}. A "
-                "SerialSampler needs no pickling"
-            )
+            more = ". A SerialSampler needs no pickling"
+            return not_picklable(f"{name} cannot be pickled for the workers", part, cause, more=more)
     return ConfigError(f"the workers' program cannot be pickled: {in_one_line(error)}")
 
 

@@ -75,7 +75,7 @@ def closure() -> Any:
     return make
 
 
-SHARED = r"give that of a manager, such as multiprocessing\.Manager\(\)\.Queue\(\).* or a SharedMemory"
+SHARED = r"Use one of a manager, such as multiprocessing\.Manager\(\)\.Queue\(\).* or a SharedMemory"
 ELSEWHERE = r"Pass what is needed of it as an argument, .* put what uses it into a module"
 INSIDE = "Create such objects inside the function"
 of_spawn = multiprocessing.get_context("spawn")
