@@ -239,7 +239,7 @@ def test_what_a_user_waits_for(folder: Path) -> None:
     printed, content = run_benchmark(folder, "installing", *options)
     assert "| penstock, vector environment | 1.5 | " in printed
     (turns,) = content.values()
-    assert 0 < turns["import"][0] < turns["first step"][0]
+    assert min(*turns["import"], *turns["first step"]) > 0  # which is longer depends on what else runs
 
 
 def test_compare(folder: Path) -> None:
