@@ -218,7 +218,7 @@ def test_final_obs_is_cleared_where_an_episode_ended_and_everywhere_if_it_was_ta
         lambda samples: samples.env.final_obs,
         lambda samples: samples.env["final_obs"],
         lambda samples: samples[0],
-        lambda samples: samples.torch(),
+        lambda samples: samples.copy(),
         lambda samples: samples.env.to_dict(),
         lambda samples: list(samples.leaves()),
         lambda samples: list(samples.env),
