@@ -86,11 +86,11 @@ def is_constant(value: object) -> bool:
 
 def snapshot(value: Any) -> Any:
     """A copy of an observation, action, reward or entry of an info: an environment may change its own later, and two
-    environments may share it. What cannot be copied is returned as it is."""
+    environments may share it. What cannot be copied becomes an array, or is returned as it is."""
     cls = value.__class__
     if cls is np.ndarray and not value.dtype.hasobject:
         return value.copy()
-    if is_constant(value):
+    if cls in _CONSTANT or isinstance(value, np.generic):  # `is_constant`, without a call
         return value
     if cls is dict:
         return {key: snapshot(part) for key, part in value.items()}
@@ -100,4 +100,4 @@ def snapshot(value: Any) -> Any:
         # `clone` is that of a tensor, of which not each can be copied in another way.
         return value.clone() if hasattr(value, "clone") else copy.deepcopy(value)
     except Exception:  # an object of the user's, whose class may raise anything
-        return value
+        return np.asarray(value).copy() if cls is memoryview or hasattr(value, "__array__") else value

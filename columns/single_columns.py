@@ -414,7 +414,10 @@ class SingleColumns(ListedColumns, Columns):
             result = with_observation(outs[e], result, env_rank)
         observation, reward, terminated, truncated, info = checked_step(result, env_rank)
         if outs is None or step_into is None:
-            observation = self._keep(e, observation, ends=terminated or truncated)
+            if self._row is None or terminated or truncated:
+                observation = self._keep(e, observation)
+            else:
+                self._note(e, observation)
         if reward.__class__ is not float:
             reward = snapshot(reward)
         if self.keep_info is not None:
@@ -431,15 +434,12 @@ class SingleColumns(ListedColumns, Columns):
         self.rewards[e] = reward
         return i + 1
 
-    def _keep(self, e: int, observation: Any, *, ends: bool) -> Any:
-        """Write the observation of a step of environment e, or copy it. Returns the copy; None if it was written and
-        its episode goes on."""
+    def _keep(self, e: int, observation: Any) -> Any:
+        """A copy of an observation. If it is written at once, it is the last one of an episode, and is written too."""
         if self._row is not None:
             arrays, t = self._row
             if not put_cell(arrays, t, e, observation):
-                (self.write_final if ends else self._write_current)(arrays, t, e, observation)
-            if not ends:
-                return None
+                self.write_final(arrays, t, e, observation)
         return snapshot(observation)
 
     def _cut(self, active: Sequence[Any], error: Exception) -> int:

@@ -186,7 +186,7 @@ class Sampler(ABC):
             self._guard.start(self, run.pool)
             self._guard.state = SamplerState.READY
             if self._seats is None:  # a shard may have no column of a policy
-                return for_each_policy(lambda own: own[0, 0].copy(), run.samples_np)
+                return for_each_policy(lambda own: own[0, 0].copy(), run.batches.views[0])
             return None
 
     @property
