@@ -63,7 +63,7 @@ def step_without(*checks: str) -> Any:
 
 def write_step_unchecked(self: SingleColumns, arrays: Any, rewards: Any, t: int) -> None:
     if self.checks or not put_row(arrays, t, self.observations):
-        self._write_row(arrays, t)
+        self.write_row(arrays, t)
     rewards[t] = self.rewards
 
 

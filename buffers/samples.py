@@ -669,11 +669,11 @@ def public_view(arrays: NamedArrays, batch_T: int, n_seats: int | None = None) -
 
 
 class FirstRow:
-    """What the next batch of one worker's columns begins with: copies of the last observation, action and reward
-    `[B, ...]`, and `episode_start` `[B]`, True where an episode starts. The learner never sees this memory."""
+    """What the next batch of one worker's columns begins with, beside the observations, which the columns keep: copies
+    of the last action and reward `[B, ...]`, and `episode_start` `[B]`, True where an episode starts. The learner never
+    sees this memory."""
 
     def __init__(self, samples: BatchColumns) -> None:
-        self.observation: Any = map_leaves(np.zeros_like, samples.observation_rows[0])
         self.action: Any = map_leaves(np.zeros_like, samples.action_rows[0])
         self.reward = np.zeros_like(samples.reward_rows[0])
         self.episode_start = np.ones(samples.n_columns, np.bool_)
@@ -690,7 +690,8 @@ class BatchColumns:
     `reward_rows[t]` are views of row t, made once.
 
     Between two batches the learner holds this memory, and may have written into any field. So nothing in it counts
-    when a batch begins: the first row comes from a `FirstRow`, and all that is not written at each step is cleared.
+    when a batch begins: the first row comes from the columns and a `FirstRow`, and all that is not written at each step
+    is cleared.
     """
 
     def __init__(self, arrays: NamedArrays, columns: slice, *, is_clean: bool = True) -> None:
@@ -723,8 +724,8 @@ class BatchColumns:
         self.reward_rows = [self.reward[t] for t in range(self.batch_T + 1)]
 
     def begin_batch(self, first: FirstRow) -> None:
-        """Write the first row, and clear the fields that are written only where an episode ends."""
-        self.observation_rows[0][...] = first.observation
+        """Write the first row of action and reward, and clear the fields that are written only where an episode
+        ends."""
         self.action_rows[0][...], self.reward_rows[0][...] = first.action, first.reward
         if self.final_obs is not None:
             # If the learner has not taken the field, clear it only where it was written: few steps end an episode.
@@ -739,7 +740,6 @@ class BatchColumns:
 
     def end_batch(self, first: FirstRow) -> None:
         """All rows are written. Keep in `first` what the next batch begins with: the learner gets this memory next."""
-        first.observation[...] = self.observation_rows[-1]
         first.action[...], first.reward[...] = self.action_rows[-1], self.reward_rows[-1]
         # A column that is parked at the end starts an episode next: where `done` is True or `valid` is False.
         np.less_equal(self.valid[-1], self.done[-1], out=first.episode_start)

@@ -101,10 +101,8 @@ class Recorder:
         self.prev_reward = np.zeros_like(samples.reward[0])
         self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
         self.first_t = 0  # the time step of row 0, where an evaluation is collected in several parts
-        self._rejoined = False  # whether episodes have begun between two batches
         self._changed: Any = None  # the columns whose episodes have ended in this row
         self._first_row, self._is_first = FirstRow(samples), True
-        self._home = arrays_like(columns.observation_space, self._first_row.observation[np.newaxis])
         self._is_loaded = False  # whether the action and the reward of the first batch's row 0 are known already
         self.use_slot(0)
 
@@ -118,25 +116,25 @@ class Recorder:
         self._observations, self._unchecked, self._ends = own.observations, own.unchecked, own.ends
         self._write_info, self._env_info, self._extra = own.write_info, own.env_info, own.extra
         keep_info = None if own.env_info is None else own.env_info.kept
-        self.columns.watch(self._on_step, keep_info=keep_info, into=own.observations, home=self._home)
+        self.columns.watch(self._on_step, keep_info=keep_info, into=own.observations)
 
     # ---- a batch ---------------------------------------------------------------------------
 
     def begin_batch(self, itr: int) -> None:
         """Write row 0, clear the fields that are written only where an episode ends, and call `sample_mode`."""
-        columns, first = self.columns, self._first_row
+        samples, columns, first = self.samples, self.columns, self._first_row
         if self._is_joint:
             columns.take_begun(())  # forget the games that began before: the agent was reset for them
-        if self._is_first or self._rejoined:
-            columns.write_observations(first.observation)
-            if columns.idle:  # a saved run may have ended where the next step only resets
-                columns.blank_idle(first.observation)
         if self._is_first:
             self._fill_first_row()
-            if self._mask is not None:
-                require_flags(self._mask, first.observation, columns)
-        self._is_first = self._rejoined = False
-        self.samples.begin_batch(first)
+        samples.begin_batch(first)
+        if not put_row(self._unchecked, 0, columns.observations):
+            columns.write_row(self._observations, 0)
+        if columns.idle:
+            columns.blank_idle(samples.observation_rows[0])
+        if self._is_first and self._mask is not None:
+            require_flags(self._mask, samples.observation_rows[0], columns)
+        self._is_first = False
         self._enter_mode(itr)
 
     def _enter_mode(self, itr: int) -> None:
@@ -376,7 +374,6 @@ class Recorder:
             self.prev_action[column], self.prev_reward[column] = 0, 0
             self.tracker.drop(column)  # parked rows are not a trajectory
         self._first_row.episode_start[joined] = True
-        self._rejoined = True
 
     def start_afresh(self) -> None:
         """No episode has begun: the environments are reset next."""

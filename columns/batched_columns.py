@@ -79,7 +79,6 @@ class BatchedColumns(PolicyColumns, Columns):
         )
         self._final, self._final_arrays = row, arrays_like(self.observation_space, row)
         self.observations: Any = None  #: as the environment batches them
-        self._out: Any = None  # where the environment has written the last row
         self.rewards: Any = np.zeros(len(env_ranks))
         self._flags_shape = (len(env_ranks),)
         self.infos: Mapping[str, Any] = {}  #: as Gymnasium batches them, of the last step
@@ -311,7 +310,7 @@ class BatchedColumns(PolicyColumns, Columns):
             result = step_values(self.env.step(actions), self.env_ranks[0])
         else:
             arrays, t = into
-            self._out = out = map_tree(lambda array: array[t], arrays)
+            out = map_tree(lambda array: array[t], arrays)
             result = with_observation(out, self._step_into(out, actions), self.env_ranks[0])
         self.observations, self.rewards, terminated, truncated, self.infos = result
         if self.infos.__class__ is not dict:
@@ -382,11 +381,9 @@ class BatchedColumns(PolicyColumns, Columns):
     # ---- recording -------------------------------------------------------------------------
 
     def end_batch(self) -> None:
-        if self._out is not None and self.observations is self._out:
-            self.observations = map_tree(lambda array: array[0], self.home)
-        self._out = None
+        self.observations = snapshot(self.observations)
 
-    def _write_row(self, arrays: object, t: int) -> None:
+    def write_row(self, arrays: object, t: int) -> None:
         self._write_batch(arrays, t, self.observations, "observation")
         if self.checks:
             each = list(iterate(self.env.observation_space, self.observations))

@@ -131,7 +131,9 @@ class PolicyColumns:
     observation_space: gym.Space[Any]  #: of one column
     action_space: gym.Space[Any]
     checks: Checks  #: the optional checks to make
-    observations: Any  #: the current ones: a list of elements, or a batch. None where `into` or `home` has them
+    #: The current ones: a list of elements, or a batch. After the last row of `into`, and between two batches, they are
+    #: in memory that nobody else can change. If `written_row` has them, this is stale.
+    observations: Any
     written_row = -1  #: the row of `into` that has the current observations already; -1: none
     rewards: Any  #: those of the last step: a list or an array; zero where idle, from the row after the end on
     #: By column, what `keep_info` has returned for the last step; of a batched environment, its infos of the last step.
@@ -142,7 +144,6 @@ class PolicyColumns:
     on_info: InfoHook | None = None
     keep_info: KeepInfo | None = None
     into: Any = None
-    home: Any = None
 
     def __len__(self) -> int:
         return len(self.env_ranks)
@@ -153,16 +154,15 @@ class PolicyColumns:
         *,
         keep_info: KeepInfo | None = None,
         into: Any = None,
-        home: Any = None,
         on_info: InfoHook | None = None,
     ) -> None:
         """Call `on_step` after each step of a column. Keep in `infos` what `keep_info` returns for the info of each
         step: it is called at once, since the environment may use the memory of its info again. Call `on_info` with each
         info, but not for a batched environment: its infos are in `infos`, and `reset_rows` returns those of a reset.
 
-        `into` `[T, B, ...]` is nested as `arrays_like` returns it: a step may write the observations into a row of it.
-        `home` `[1, B, ...]` has the observations between two batches, and before the first."""
-        self.on_step, self.keep_info, self.into, self.home, self.on_info = on_step, keep_info, into, home, on_info
+        `into` `[T + 1, B, ...]` is nested as `arrays_like` returns it: a step may write the observations into a row of
+        it. With one row alone, it is no batch that a learner gets."""
+        self.on_step, self.keep_info, self.into, self.on_info = on_step, keep_info, into, on_info
         self.watched()
 
     def watched(self) -> None:
@@ -174,14 +174,15 @@ class PolicyColumns:
 
     def write_observations(self, row: Any) -> None:
         """Write the current observations into `row` `[B, ...]`, as the samples record observations."""
-        self._write_row(arrays_like(self.observation_space, row[np.newaxis]), 0)
+        self.write_row(arrays_like(self.observation_space, row[np.newaxis]), 0)
 
     def write_rewards(self, row: Any) -> None:
         """Write the rewards of the last step into `row` `[B]`."""
 
     def write_step(self, arrays: Any, rewards: Any, t: int) -> None:
         """Write the current observations into row t of `arrays`, and the rewards into row t of `rewards` `[T, B]`."""
-        self._write_row(arrays, t)
+        if t != self.written_row:
+            self.write_row(arrays, t)
         self.write_rewards(rewards[t])
 
     def write_final(self, arrays: Any, t: int, column: int, observation: Any) -> None:
@@ -196,7 +197,7 @@ class PolicyColumns:
         columns are zero."""
 
     def end_batch(self) -> None:
-        """The batch is complete, and the learner gets its memory next. `home` has a copy of its last observations."""
+        """The batch is complete, and the learner gets its memory next: keep the current observations elsewhere."""
 
     def take_begun(self, joined: Sequence[int]) -> Sequence[int]:
         """All columns of the games that have begun since the last call, those of absent agents too. `joined` are the
@@ -209,7 +210,7 @@ class PolicyColumns:
     def check_column(self, column: int) -> None:
         """Raise `SpaceError` unless column's current observation and reward fit."""
 
-    def _write_row(self, arrays: object, t: int) -> None:
+    def write_row(self, arrays: object, t: int) -> None:
         """Write the current observations into row t."""
 
     def _write_one(self, arrays: object, t: int, column: int, observation: object, name: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import COMPILED, put_cell
-from penstock.buffers.tree import map_tree, snapshot
+from penstock.buffers.tree import map_tree, snapshot, tree_leaves
 from penstock.columns.interface import (
     Columns,
     End,
@@ -38,6 +38,12 @@ _CUT = object()  # stands in the place of a final observation
 _START = Start()
 
 
+def example_rows(space: gym.Space[Any], n: int) -> Any:
+    """One row of zeros for `n` columns, `[1, n, ...]`, nested as elements of `space` are."""
+    rows = map_leaves(lambda leaf: np.zeros((1, n, *leaf.shape), leaf.dtype), example_of(space))
+    return arrays_like(space, rows)
+
+
 class ListedColumns(PolicyColumns):
     """Columns whose observations, rewards and infos are in lists, with one entry for each column.
 
@@ -55,8 +61,7 @@ class ListedColumns(PolicyColumns):
         self.progress, self.checks, n = progress, checks, len(env_ranks)
         self.split_actions = action_splitter(self.action_space)
         example = example_of(self.observation_space)
-        rows = map_leaves(lambda leaf: np.zeros((1, n, *leaf.shape), leaf.dtype), example)
-        self._scratch = arrays_like(self.observation_space, rows)  # for observations that are only checked
+        self._scratch = example_rows(self.observation_space, n)  # for observations that are only checked
         #: An observation of zeros, as an environment would return it. Numbers are numbers, not arrays without a shape.
         self.zero: Any = map_tree(
             lambda array: array if array.ndim else array[()], arrays_like(self.observation_space, example)
@@ -67,7 +72,7 @@ class ListedColumns(PolicyColumns):
         self.infos: list[Any] = [None] * n
         self.no_info: Any = None  # that of an idle one
 
-    def _write_row(self, arrays: object, t: int) -> None:
+    def write_row(self, arrays: object, t: int) -> None:
         try:
             write_row(arrays, t, self.observations)
             if self.checks:
@@ -185,9 +190,10 @@ class SingleColumns(ListedColumns, Columns):
         self._bound = self._active = [self._entry(e) for e in range(len(envs))]
         n_stepped = sum(step_into is None for *_, step_into in self._bound)
         self._writes_in_place = n_stepped < len(envs)
-        self._outs: list[Any] | None = None  # where the environments have written the last row
-        # The arrays and the row that have the current observations, if they are written at once. Otherwise `write_step`
-        # writes the list `observations`: hooks and checks need what the environments have returned.
+        # Where environments with `step_into` write the last row of a batch: the learner never sees it.
+        self._last = example_rows(self.observation_space, len(envs)) if self._writes_in_place else None
+        # The arrays and the row that have the current observations, if they are written at once. Otherwise they are in
+        # the list `observations`.
         self._row: tuple[Any, int] | None = None
         self.reset_infos: list[Any] = [{}] * len(envs)  #: of the last resets: errors name a mask that they have
         self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
@@ -207,23 +213,18 @@ class SingleColumns(ListedColumns, Columns):
 
     def watched(self) -> None:
         super().watched()
-        home = self.home
-        if COMPILED and home is not None and self.on_step is None and not self.checks:
-            if self._row is None:
-                self._row, self.observations = (home, 0), [None] * len(self)
-            self.written_row = 0 if self.into is home else -1
+        # Hooks and checks need what the environments have returned.
+        self._writes_at_once = COMPILED and self.on_step is None and not self.checks
+        self._last_row = len(next(tree_leaves(self.into))[1]) - 1
         self._watch = WATCH_ALL if self.on_step or self.keep_info else WATCH_UNUSUAL if self.on_info else 0
         self._set_waiting(self.waiting)
 
     # ---- observations ----------------------------------------------------------------------
 
     def end_batch(self) -> None:
-        if self._row is not None:
-            self._row, self.written_row = (self.home, 0), -1
-        elif self._outs is not None:
-            for e, cell in enumerate(cells_of(self.home, 0, len(self.envs))):
-                if self.observations[e] is self._outs[e]:
-                    self.observations[e] = cell
+        if self._row is not None:  # fewer rows were collected
+            self.observations = [snapshot(self.current(e)) for e in range(len(self))]
+            self._row, self.written_row = None, -1
 
     def current(self, column: int) -> Any:
         if self._row is None:
@@ -239,19 +240,6 @@ class SingleColumns(ListedColumns, Columns):
         arrays, t = self._row
         if not put_cell(arrays, t, e, observation):
             self._write_current(arrays, t, e, observation)
-
-    def _write_row(self, arrays: object, t: int) -> None:
-        if self._row is None:
-            super()._write_row(arrays, t)
-        else:  # a collector has stepped without a row, or the first batch begins
-            own, row = self._row
-            map_tree(lambda target, source: target.__setitem__(t, source[row]), arrays, own)
-
-    def write_column(self, arrays: Any, rewards: Any, t: int, column: int) -> None:
-        if self.written_row != t:
-            super().write_column(arrays, rewards, t, column)
-        else:
-            rewards[t, column] = require_number(self.rewards[column], self.env_ranks[column])
 
     # ---- resets ----------------------------------------------------------------------------
 
@@ -369,7 +357,10 @@ class SingleColumns(ListedColumns, Columns):
             if which is None and self.waiting:
                 each = [each[entry[0]] for entry in active]
             before = self._look(active, each)
-        outs = None if row is None else self._begin_row(row)
+        if row is None:
+            outs, self._row, self.written_row = None, None, -1
+        else:
+            outs = self._begin_row(row)
         arrays, t = self._row or (None, 0)
         words, watch, observations, rewards, first = self._loop_words, self._watch, self.observations, self.rewards, 0
         while True:  # step_ordinary returns at each step that needs a check or a hook
@@ -384,14 +375,18 @@ class SingleColumns(ListedColumns, Columns):
         return self._take_ends() if ends else None
 
     def _begin_row(self, row: int) -> list[Any] | None:
-        """The observations of this step go to `row`. Returns its cells if there are environments with `step_into`."""
-        if self._row is not None:
+        """The observations of this step go to `row`; those of the last row of a batch stay here too. Returns where
+        environments with `step_into` write them."""
+        is_last = row == self._last_row
+        self._row, self.written_row = None, -1
+        if self._writes_at_once and not is_last:
             self._row, self.written_row = (self.into, row), row
-            for e in self.waiting:
-                self._note(e, self.zero)
-        if self._writes_in_place:
-            self._outs = cells_of(self.into, row, len(self.envs))
-        return self._outs
+        for e in self.waiting:
+            self._note(e, self.zero)
+        if not self._writes_in_place:
+            return None
+        arrays, t = (self._last, 0) if is_last and row else (self.into, row)
+        return cells_of(arrays, t, len(self.envs))
 
     def _look(self, active: Sequence[Any], each: Sequence[Any]) -> dict[int, tuple[Any, Any]] | None:
         """Check the actions, and copy what the hook needs: the environment may change its action, and an observation

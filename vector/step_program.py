@@ -130,8 +130,7 @@ class VectorProgram:
         # Parts without a fixed shape have no place to step into. A worker that may be replaced does not write there
         # during a step: if it dies in it, the place must still have the last observation.
         self._row = None if self._observation_parts or self.may_be_replaced else 0
-        home = None if self._row is None else self._observation
-        own.watch(None, into=self._observation, home=home, on_info=self._infos.put)
+        own.watch(None, into=self._observation, on_info=self._infos.put)
 
     def _bind_singles(self) -> None:
         spaces = shared_part(self.observation_space), shared_part(self.action_space)
@@ -294,8 +293,7 @@ class VectorProgram:
                 own.observations[e] = self._send_objects(e, own.observations[e])
         if which is None:
             # The fast path; `write_step` raises errors.
-            is_written = own.written_row == 0 or put_row(self._observation, 0, own.observations)
-            if not (is_written and put_row(self._reward, 0, own.rewards)):
+            if not (put_row(self._observation, 0, own.observations) and put_row(self._reward, 0, own.rewards)):
                 own.write_step(self._observation, self._reward, 0)
         else:
             for row in range(self._spans[which].start, self._spans[which].stop):

@@ -166,7 +166,7 @@ def snapshot(buffer: SamplesBuffer) -> dict[str, Any]:
     return {name: leaf.copy() for name, leaf in buffer.slots[0].leaves()}
 
 
-CARRIED = ("observation.camera", "observation.goal._0", "action", "reward", "done")
+CARRIED = ("action", "reward", "done")
 CLEARED = ("terminated", "truncated", "final_value", "final_obs.camera", "final_obs.goal._0")
 
 
