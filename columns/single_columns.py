@@ -215,7 +215,8 @@ class SingleColumns(ListedColumns, Columns):
         super().watched()
         # Hooks and checks need what the environments have returned.
         self._writes_at_once = COMPILED and self.on_step is None and not self.checks
-        self._last_row = len(next(tree_leaves(self.into))[1]) - 1
+        leaves = [] if self.into is None else [leaf for _, leaf in tree_leaves(self.into)]
+        self._last_row = len(leaves[0]) - 1 if leaves else -1  # an empty space has no arrays
         self._watch = WATCH_ALL if self.on_step or self.keep_info else WATCH_UNUSUAL if self.on_info else 0
         self._set_waiting(self.waiting)
 

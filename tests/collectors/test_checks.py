@@ -403,6 +403,26 @@ def test_unusual_data_that_is_right_passes(place: int, change: Callable[[Any], A
     compare(SerialSampler, unusual(place, change), RandomAgent, sampler=options, **sizes)
 
 
+@pytest.mark.parametrize("space", [spaces.Dict({}), spaces.Tuple(())])
+def test_an_observation_may_have_no_parts(space: Any) -> None:
+    class Blind(CountingEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.observation_space: Any = space
+
+        def reset(self, **kwargs: Any) -> Any:
+            return space.sample(), super().reset(**kwargs)[1]
+
+        def step(self, action: Any) -> Any:
+            return space.sample(), *super().step(action)[1:]
+
+    with SerialSampler(Blind, batch_T=5, batch_B=2, max_decorrelation_steps=0) as sampler:
+        sampler.initialize(RandomAgent())
+        sampler.obtain_samples(0)
+        samples, _ = sampler.obtain_samples(1)
+    assert samples.env.reward.sum() > 0
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_nan_and_inf_are_recorded_as_they_are_unless_told_otherwise(dtype: Any) -> None:
     class Endless(CountingEnv):
