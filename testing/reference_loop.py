@@ -156,10 +156,10 @@ class ReferenceLoop:
     batched: bool = False
     max_decorrelation_steps: int = 100
     bootstrap_value: bool = False
-    policy_of: Callable[..., str] = str
+    policy_of: Callable[..., str] = field(default_factory=lambda: str)
     env_info: Mapping[str, Any] = field(default_factory=dict)  #: examples of entries of info, by name
     extra_fields: Mapping[str, Any] = field(default_factory=dict)  #: those of the collector
-    traj_info_cls: type[TrajInfo] = TrajInfo
+    traj_info_cls: type[TrajInfo] = field(default_factory=lambda: TrajInfo)
     traj_info_kwargs: Mapping[str, Any] = field(default_factory=dict)
     eval_n_envs: int = 0
     eval_max_steps: int = 10_000
