@@ -712,7 +712,7 @@ class BatchColumns:
         self.policy_version = arrays.policy_version[columns]
         self.batch_T, self.n_columns = self.done.shape
         # Where this object has written `final_obs` (t, column); None: anything may be there.
-        self._finals: tuple[npt.NDArray[np.intp], ...] | None = np.nonzero(self.done[:0]) if is_clean else None
+        self._finals: tuple[npt.NDArray[np.intp], ...] | None = (np.empty(0, np.intp),) * 2 if is_clean else None
         self._is_taken = memoryview(arrays.final_obs_taken) if "final_obs_taken" in arrays else (False,)
         flags = (self.terminated, self.truncated, self.done, self.final_value, self.extra or None)
         self._cleared = [field for field in flags if field is not None]

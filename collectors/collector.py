@@ -443,7 +443,7 @@ class Collector(MadeByWorker):
         self.streams, seeds = streams, streams.env_seeds(Purpose.TRAIN)
         own = [[b for e in envs for b in self.columns.columns_of(e)[p]] for p in range(len(self.recorders))]
         for recorder, columns in zip(self.recorders, own, strict=True):
-            recorder.separate_first_row()
+            recorder.freeze_first_row()
             for column in columns:
                 recorder.restart_column(column)
         if self.games is not None:

@@ -103,7 +103,7 @@ class Recorder:
         self.first_t = 0  # the time step of row 0, where an evaluation is collected in several parts
         self._changed: Any = None  # the columns whose episodes have ended in this row
         self._first_row, self._is_first = FirstRow(samples), True
-        self._is_loaded = False  # whether the action and the reward of the first batch's row 0 are known already
+        self._is_frozen = False  # whether row 0 of the first batch no longer follows `prev_action` and `prev_reward`
         self.use_slot(0)
 
     def _make_slot(self, samples: BatchColumns) -> Slot:
@@ -205,9 +205,9 @@ class Recorder:
                     raise self.columns.with_env_rank(error.column, error) from None
 
     def record(self, t: int, all_events: Events) -> Sequence[int]:
-        """Record what has ended in step t, and what the step itself has begun: the first of `all_events.policies`. Call
-        this before the environments and the agent are reset. Returns the columns whose trajectory goes on after the end
-        of its episode."""
+        """Record what has ended in step t, and what the step itself has begun. Call this before the environments and
+        the agent are reset. `all_events.policies` has one entry, that of this recorder's policy. Returns the columns
+        whose trajectory goes on after the end of its episode."""
         events = all_events.policies[0]
         ends, going = events.ends, list[int]()
         self._changed = events.ended
@@ -363,7 +363,7 @@ class Recorder:
                     agent.reset_one(column)
 
     def join(self, joined: Sequence[Sequence[int]]) -> None:
-        """Episodes begin in the columns `joined[0]`."""
+        """`begin` in the columns of this recorder's policy. `joined` has one entry, these columns."""
         self.begin(joined[0])
 
     def rejoin(self, joined: Sequence[int], absent: Sequence[int] = ()) -> None:
@@ -377,7 +377,7 @@ class Recorder:
 
     def start_afresh(self) -> None:
         """No episode has begun: the environments are reset next."""
-        self._is_first, self._is_loaded = True, False
+        self._is_first, self._is_frozen = True, False
         self.prev_action[...], self.prev_reward[...], self._first_row.episode_start[...] = 0, 0, True
         self.tracker.restart()
 
@@ -425,7 +425,7 @@ class Recorder:
 
     def load_column_state(self, column: int, state: Mapping[str, Any]) -> None:
         """Before the first batch: continue as the column with this `column_state`."""
-        self.separate_first_row()
+        self.freeze_first_row()
         first = self._first_row
         first.action[column], first.reward[column] = state["first_action"], state["first_reward"]
         first.episode_start[column] = state["episode_start"]
@@ -443,14 +443,14 @@ class Recorder:
         for column in columns:
             first.action[column], first.reward[column] = self.prev_action[column], self.prev_reward[column]
 
-    def separate_first_row(self) -> None:
-        """From now on, the first row of action and reward may differ from the previous ones."""
+    def freeze_first_row(self) -> None:
+        """From now on, the first row of action and reward does not follow `prev_action` and `prev_reward`."""
         self._fill_first_row()
-        self._is_loaded = True
+        self._is_frozen = True
 
     def _fill_first_row(self) -> None:
-        """The first batch begins with the previous actions and rewards, unless others were loaded."""
-        if not self._is_loaded:
+        """The first batch begins with the previous actions and rewards, unless its first row is frozen."""
+        if not self._is_frozen:
             self._first_row.action[...], self._first_row.reward[...] = self.prev_action, self.prev_reward
 
     # ---- parameters ------------------------------------------------------------------------

@@ -382,8 +382,9 @@ class SingleColumns(ListedColumns, Columns):
         self._row, self.written_row = None, -1
         if self._writes_at_once and not is_last:
             self._row, self.written_row = (self.into, row), row
-        for e in self.waiting:
-            self._note(e, self.zero)
+        if self._writes_at_once:  # otherwise the list has been zero there since `park`
+            for e in self.waiting:
+                self._note(e, self.zero)
         if not self._writes_in_place:
             return None
         arrays, t = (self._last, 0) if is_last and row else (self.into, row)
