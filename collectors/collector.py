@@ -144,7 +144,7 @@ class Collector(MadeByWorker):
     def collect_batch(self, itr: int) -> None:
         """Write `batch_T` steps into the samples. Trajectories that finish go to the trackers."""
         self.begin_batch(itr)
-        for t in range(self.batch_T):
+        for t in self.columns.rounds(self.batch_T):
             self.act(t)
             self.step_envs(t)
         self.end_batch()
@@ -315,7 +315,8 @@ class Collector(MadeByWorker):
             self.games.restart()
         columns, everyone = self.columns, range(len(self.columns.env_ranks))
         chosen = everyone if used is None or not columns.can_step_one else used
-        joined = columns.reset(chosen, [Start(seeds[e]) for e in chosen])
+        generation = self.streams.generation
+        joined = columns.reset(chosen, [Start(seeds[e], generation=generation) for e in chosen])
         self.progress.enter(Phase.RESETTING)  # what is wrong with a first observation is a fault of the reset
         for own, recorder in zip(joined, self.recorders, strict=True):
             for column in own:

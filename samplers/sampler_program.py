@@ -31,7 +31,7 @@ from penstock.samplers.resuming import StateMessage, WorkerParts
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
 from penstock.samplers.seating import Seating, column_streams, env_streams, keys_of
-from penstock.workers.control import Command, Phase, Progress, UntimedProgress
+from penstock.workers.control import Command, Phase, Progress, RoundProgress, UntimedProgress
 from penstock.workers.program import WorkerContext
 
 if TYPE_CHECKING:
@@ -99,11 +99,12 @@ class SamplerProgram:
             self._eval_collector = self._build_collector(eval_cls, eval_env_factories, Purpose.EVAL)
 
     def _collector_classes(self) -> tuple[type[Collector], type[EvalCollector]]:
+        train_cls, eval_cls = self.config.collector_cls, self.config.eval_collector_cls
         if self.seating.in_turns:  # imported here, since few need it
-            from penstock.collectors.turns import TurnCollector, TurnEvalCollector
+            from penstock.collectors.turns import in_turns
 
-            return TurnCollector, TurnEvalCollector
-        return self.config.collector_cls, self.config.eval_collector_cls
+            return in_turns(train_cls), in_turns(eval_cls)
+        return train_cls, eval_cls
 
     def _build_collector(self, cls: type[_C], factories: Sequence[EnvFactory], purpose: Purpose) -> _C:
         """The collector of these environments, with a recorder for each policy that has columns in them."""
@@ -150,6 +151,8 @@ class SamplerProgram:
         untimed = UntimedProgress(self._memory.control, plan.worker_rank)
         if purpose is Purpose.EVAL:
             progress = untimed
+        elif self.seating.in_turns:
+            progress = RoundProgress(progress)
         contexts = [
             EnvContext(rank, plan.worker_rank, seed, purpose)
             for rank, seed in zip(env_ranks, streams.env_seeds(purpose), strict=True)
@@ -208,7 +211,7 @@ class SamplerProgram:
         if not self.seating.in_turns:
             return LockStepColumns(envs, seats, env_ranks)
         columns = TurnColumns(envs, seats, env_ranks)
-        columns.chooser = self.seating.chooser
+        columns.chooser, columns.seed = self.seating.chooser, self.seed
         return columns
 
     def _make_renewable(
