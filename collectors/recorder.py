@@ -218,10 +218,8 @@ class Recorder:
         if events.cut:
             for column in events.cut:
                 self._at(column)
-                self.tracker.cut(column, self._ends.cut(t, column), t)
+                self._record_cut(t, column)
                 self.prev_action[column] = 0
-                if self._waits:
-                    self._park_cut(t, column)
             self._changed = [*self._changed, *events.cut]
         if self.stateful and len(events.joined):
             self.begin(events.joined)
@@ -231,8 +229,11 @@ class Recorder:
         """Column is worked on, in case that its agent or its trajectory info fails."""
         self.progress.at_env(self._who | int(self.columns.env_ranks[column]))
 
-    def _park_cut(self, t: int, column: int) -> None:
-        """Column is parked from step t on, which has no result. Row 0 keeps the observation after the batch before."""
+    def _record_cut(self, t: int, column: int) -> None:
+        """Column's step t has no result. If it is parked, row 0 keeps the observation after the batch before."""
+        self.tracker.cut(column, self._ends.cut(t, column), t)
+        if not self._waits:
+            return
         self._skip_idle(t, [column])
         self._ends.done[t, column] = False
         if t:

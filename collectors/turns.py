@@ -188,6 +188,15 @@ class TurnRecorder(Recorder):
                     going.append(column)
             self.prev_action[column] = 0
 
+    def _record_cut(self, t: int, column: int) -> None:
+        """The open decision is lost, and its row is that of the next one."""
+        samples, row = self.samples, max(self.columns.rows[column], 0)
+        self.tracker.cut(column, self._ends.cut(row, column), row - 1)
+        self._ends.done[row, column], samples.valid[row, column] = False, True
+        samples.observation[row, column], samples.action[row + 1, column], self._beside()[row, column] = 0, 0, 0
+        if row == 0:
+            samples.episode_start[column] = True
+
     def write_step(self, t: int) -> None:
         """Last part of round t: write the rewards of the decisions that are closed, and what those see who are
         asked."""
@@ -273,6 +282,10 @@ class TurnRecorder(Recorder):
         self._first_row.observation[...] = 0
         self.separate_first_row()
 
+    def rejoin(self, joined: Sequence[int]) -> None:
+        super().rejoin(joined)
+        self._first_row.observation[joined], self._first_row.episode_start[joined] = 0, True
+
     def draw(self, rng: np.random.Generator, columns: Sequence[int]) -> None:
         """A random action for the seat that is asked."""
         asked = [column for column in columns if column in self.columns.asked]
@@ -310,6 +323,12 @@ class TurnLoop(Collector):
     def _record_games(self, t: int, events: Events, games: Any) -> None:
         self._count_late(events.late)
         self._ends += [(t, e) for e in events.over if e not in events.cut]
+        self._cuts += [(t, e) for e in events.cut]
+        for e in events.cut:
+            games.cut(e, max((end + 1 for end, own in self._ends if own == e), default=0), t)
+            for recorder, columns in zip(self.recorders, self.columns.columns_of(e), strict=True):
+                for column in columns:  # also of who had ended: a trajectory may go on (`TrajInfo.traj_done`)
+                    recorder.tracker.cut(column, 1, 0)
 
     def _count_late(self, late: Sequence[tuple[int, float]]) -> None:
         if late and self._is_timed:

@@ -83,9 +83,12 @@ class TurnSeats(SeatColumns):
             self.ends.append((column, last, reward, terminated, truncated))
 
     def leave(self, column: int) -> None:
-        """The agent of this column is not asked any more, and no decision is open."""
-        self.is_open[column] = False
-        self.asked, self.held = ([b for b in own if b != column] for own in (self.asked, self.held))
+        """The agent of this column is not asked any more. If its episode was running, that ends without a record, and
+        `joined` says so."""
+        if self.is_open[column] or column in self.asked or column in self.held:
+            self.joined.append(column)
+            self.is_open[column] = False
+            self.asked, self.held = ([b for b in own if b != column] for own in (self.asked, self.held))
 
 
 class TurnColumns(LockStepColumns):

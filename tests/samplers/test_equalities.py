@@ -183,7 +183,7 @@ def is_possible(cell: Cell) -> bool:
     """Whether the values go together. `samplers/refusals.py` says why others do not."""
     kind, form, agent, sampler, recorded, _ = cell
     has_seats, is_async = kind.startswith(("lock-step", "turns")), sampler.startswith("ahead")
-    if ("odd" in form and kind not in ODD) or ("wait" in form and kind.startswith(("batched", "turns"))):
+    if ("odd" in form and kind not in ODD) or ("wait" in form and kind.startswith("batched")):
         return False
     if recorded == "env_info" and has_seats:
         return False  # these environments give no info
