@@ -449,17 +449,6 @@ class Collector(MadeByWorker):
         """The recorders that have columns in environment e, with these columns."""
         return [pair for pair in zip(self.recorders, self.columns.columns_of(e), strict=True) if pair[1]]
 
-    def restart(self, streams: ColumnStreams) -> None:
-        """Before the first batch: start again with other streams, because a saved run is continued."""
-        self.streams = streams
-        self._lose_games(range(len(streams.env_ranks)))
-        for recorder in self.recorders:
-            own = recorder.streams
-            recorder.streams = ColumnStreams(streams.seed, own.env_ranks, streams.generation, own.seats)
-            recorder.agent.seed_columns(recorder.streams.rngs(Purpose.ACTION))
-        self.start_envs()
-        self.start_agent()
-
     def restart_envs(self, envs: Sequence[int], streams: ColumnStreams) -> None:
         """Before the first batch: start again in these environments, with other seeds, and other streams and new states
         of the agents there."""

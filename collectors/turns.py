@@ -67,9 +67,8 @@ class TurnRecorder(Recorder):
         super().use_slot(slot)
         self._targets = _leaves(self.samples.action[1:], self.samples.agent_info)
         # An item of a memoryview is written faster than one of an array.
-        self._rewards: Any
-        self._prev_reward: Any
-        self._rewards, self._prev_reward = memoryview(self.samples.reward), memoryview(self.prev_reward)
+        self._rewards: Any = memoryview(self.samples.reward)
+        self._prev_reward: Any = memoryview(self.prev_reward)
         self._extra_row = self.samples.extra.map(lambda leaf: np.zeros_like(leaf[:1]))
         self._extra = self._extra_row.to_dict()
 
@@ -176,9 +175,10 @@ class TurnRecorder(Recorder):
         for column, observation, reward, terminated, truncated in ends:
             row = self.columns.rows[column] - 1
             self._at(column)
-            if row < 0:
-                self.samples.action[0, column] = self.prev_action[column]
+            if row < 0:  # a random step
+                self.samples.action[0, column], self.samples.episode_start[column] = self.prev_action[column], True
                 self.columns.check_final(column, observation)
+                self.tracker.drop(column)
             else:
                 if self.agent.recurrent:
                     self.agent.select(None)  # the value of a truncation is computed with the state of all columns
@@ -206,8 +206,9 @@ class TurnRecorder(Recorder):
             if not -_MOST <= reward <= _MOST:
                 self._require_float32(column, reward)
             cells[row, column] = prev_reward[column] = reward
-            if row == 0:  # it was a random step, which is no row
-                self._close_random(column, reward)
+            if row == 0 and column not in (self._changed or ()):  # a random step: the next row continues its episode
+                self.samples.action[0, column] = self.prev_action[column]
+                self.tracker.preload(column, [*self._random[column], reward])
         for column in self._changed or ():
             prev_reward[column] = 0.0
         self._changed = None
@@ -222,15 +223,6 @@ class TurnRecorder(Recorder):
             raise SpaceError(
                 f"the reward of env_rank {rank} must be a number that float32 can hold, got {brief(reward)}"
             ) from None
-
-    def _close_random(self, column: int, reward: float) -> None:
-        """The next decision continues the episode of this random step, unless it has ended it."""
-        if column in (self._changed or ()):
-            self.samples.episode_start[column] = True
-            self.tracker.drop(column)
-        else:
-            self.samples.action[0, column] = self.prev_action[column]
-            self.tracker.preload(column, [*self._random[column], reward])
 
     def end_batch(self, n_rows: int, n_valid: int | None = None) -> int:
         """The batch is complete. Keep what is open, compute the missing values, and send the finished trajectories."""

@@ -22,6 +22,7 @@ from penstock import (
     ResetCollector,
     Sampler,
     SerialSampler,
+    TrajInfo,
     WaitResetCollector,
 )
 from penstock.collectors import Collector, EvalCollector
@@ -148,6 +149,23 @@ def test_the_games_of_the_random_steps_have_no_number() -> None:
     assert {info.episode for info in agents} >= {0, 1, 2}
     # The game that runs when the first batch begins may have begun in the random steps, but it is number 0.
     assert all(info.policy == players(info.agent_id, info.episode) for info in agents)
+
+
+class Moves(TrajInfo):
+    """Notes how many moves the agent has made, by its last observation."""
+
+    def terminate(self, final_observation: Any) -> None:
+        self.moves = final_observation[2]
+
+
+@pytest.mark.parametrize("n_random", [0, 60])
+def test_a_trajectory_has_all_moves_of_its_agent_also_random_ones(n_random: int) -> None:
+    options: dict[str, Any] = {"traj_info_cls": Moves, "max_decorrelation_steps": n_random, "seed": 2}
+    with started(partial(TurnGame, 2), batch_T=5, batch_B=8, **options) as sampler:
+        infos: list[Any] = [info for itr in range(6) for info in sampler.obtain_samples(itr)[1]]
+    agents = [info for info in infos if info.agent_id is not None]
+    assert len(agents) > 20
+    assert [info.Length for info in agents] == [info.moves for info in agents]
 
 
 class Gifts(TurnGame):
