@@ -126,6 +126,7 @@ class TurnColumns(LockStepColumns):
         return [[column for own, column in places if own is policy] for policy in self.policies]
 
     def rounds(self, n_rows: int) -> Iterator[int]:
+        """Their numbers, until each environment is over or waits for a seat that has all rows of the batch."""
         t = 0
         while self._ended_unasked or any(policy.asked for policy in self.policies):
             yield t
