@@ -176,13 +176,18 @@ class LockStepColumns(Columns):
             began = self.progress.enter(phase)
             try:
                 result = env.reset(seed=seed, options=options)
+                self.progress.add_resetting_since(began)
+                self._enter(e, result)
                 break
             except self.renewable as error:
                 self._renew(e, error, is_cut=False)
                 seed, phase = self._seed_after_renewal(e, seed), Phase.RENEWING
-        self.progress.add_resetting_since(began)
         if self.renewals is not None:
             self.renewals.note_reset(e)
+
+    def _enter(self, e: int, result: Any) -> None:
+        """A game begins with what `env.reset` has returned."""
+        env_rank = self.env_ranks[e]
         if not are_by_agent(result, 2):
             raise SpaceError(
                 f"env.reset of env_rank {env_rank} must return a tuple of two dicts, observations and infos by agent, "

@@ -27,8 +27,6 @@ from penstock.buffers.samples import layouts_of
 from penstock.buffers.tree import snapshot
 from penstock.collectors import (
     Collector,
-    EvalCollector,
-    ResetCollector,
     TrajInfo,
 )
 from penstock.collectors.acting import agent_info_example, write_action
@@ -59,11 +57,9 @@ from penstock.samplers.refusals import (
     JOINT,
     JOINT_VALUES,
     NO_FINAL_OBS,
-    OWN_COLLECTOR,
     PLAN,
     POLICIES,
     RECURRENT,
-    RENEWAL,
     SEEDED,
     SERVER,
     TURNS,
@@ -332,12 +328,9 @@ def _refuse_with_seats(arguments: InitArguments, seating: Seating) -> None:
     config = arguments.config
     if not seating.has_games:
         return
-    has_own = config.collector_cls is not ResetCollector or config.eval_collector_cls is not EvalCollector
     refuse(
         {
             TURNS: seating.in_turns,
-            OWN_COLLECTOR: has_own,
-            RENEWAL: config.on_game_failure == "renew",
             PLAN: config.episode_plan is not None,
             SEEDED: config.seed_episodes,
             UNRECORDED: config.seed_episodes and not all(_are_recorded(arguments.record, arguments.agents)),

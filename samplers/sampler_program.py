@@ -34,7 +34,7 @@ from penstock.samplers.resuming import StateMessage, WorkerParts
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
 from penstock.samplers.seating import Seating, column_streams, env_streams, keys_of
-from penstock.workers.control import Command, Phase, Progress, UntimedProgress
+from penstock.workers.control import Command, Phase, Progress, RoundProgress, UntimedProgress
 from penstock.workers.program import WorkerContext
 
 if TYPE_CHECKING:
@@ -93,9 +93,8 @@ class SamplerProgram:
             seeds=() if context.gate is None else key,
         )
         env_factories, eval_env_factories = context.data
-        train_cls, eval_cls = self._collector_classes()
         self._eval_collector: EvalCollector | None = None
-        self._collector = self._build_collector(train_cls, env_factories, Purpose.TRAIN)
+        self._collector = self._build_collector(self.config.collector_cls, env_factories, Purpose.TRAIN)
         try:
             self._collector.start_envs()
         except Exception as error:
@@ -103,14 +102,9 @@ class SamplerProgram:
             raise
         self._collector.start_agent()
         if eval_env_factories:
-            self._eval_collector = self._build_collector(eval_cls, eval_env_factories, Purpose.EVAL)
-
-    def _collector_classes(self) -> tuple[type[Collector], type[EvalCollector]]:
-        if self.seating.in_turns:  # imported here, since few need it
-            from penstock.collectors.turns import TurnCollector, TurnEvalCollector
-
-            return TurnCollector, TurnEvalCollector
-        return self.config.collector_cls, self.config.eval_collector_cls
+            self._eval_collector = self._build_collector(
+                self.config.eval_collector_cls, eval_env_factories, Purpose.EVAL
+            )
 
     def _build_collector(self, cls: type[_C], factories: Sequence[EnvFactory], purpose: Purpose) -> _C:
         """The collector of these environments, with a recorder for each policy that has columns in them."""
@@ -141,8 +135,19 @@ class SamplerProgram:
         if is_eval:
             parts = replace(parts, limits=self._eval_limits())
         if seating.has_games:
-            parts = replace(parts, games=self._build_tracker(keys_of(seating, streams), of_games=True))
+            parts = self._with_games(parts, self._build_tracker(keys_of(seating, streams), of_games=True))
         return cls(parts)
+
+    def _with_games(self, parts: CollectorParts, games: Tracker) -> CollectorParts:
+        """What a collector needs where several agents share an environment. Imported here, since few need it."""
+        from penstock.collectors.recorder_group import RecorderGroup
+
+        parts = replace(parts, games=games, group_cls=RecorderGroup)
+        if not self.seating.in_turns:
+            return parts
+        from penstock.collectors.turns import TurnGroup, TurnRecorder
+
+        return replace(parts, group_cls=TurnGroup, recorder_cls=TurnRecorder)
 
     def _build_columns(
         self,
@@ -157,6 +162,8 @@ class SamplerProgram:
         untimed = UntimedProgress(self._memory.control, plan.worker_rank)
         if purpose is Purpose.EVAL:
             progress = untimed
+        elif self.seating.in_turns:
+            progress = RoundProgress(progress)
         contexts = [
             EnvContext(rank, plan.worker_rank, seed, purpose)
             for rank, seed in zip(env_ranks, streams.env_seeds(purpose), strict=True)
@@ -215,7 +222,7 @@ class SamplerProgram:
         if not self.seating.in_turns:
             return LockStepColumns(envs, seats, env_ranks)
         columns = TurnColumns(envs, seats, env_ranks)
-        columns.chooser = self.seating.chooser
+        columns.chooser, columns.seed = self.seating.chooser, self.seed
         return columns
 
     def _make_renewable(

@@ -289,6 +289,32 @@ class Progress:
         self.words[VERSION] = version
 
 
+class RoundProgress(Progress):
+    """For batches of which nobody knows before how many rows they have: the times are added up, without a timeline."""
+
+    def __init__(self, progress: Progress) -> None:
+        """`progress` is the worker's own."""
+        super().__init__(progress._control, progress.rank)
+        self._of_worker, self._began, self._acting = progress, 0, 0
+
+    def begin_acting(self, t: int) -> None:
+        words = self.words
+        words[PHASE], words[T] = _IS_ACTING, t
+        words[HEARTBEAT] = now = time.monotonic_ns()
+        if t == 0:
+            self._began, self._acting = now, 0
+        self._acting -= now
+        if self._main[QUIT]:
+            raise StopCollecting
+
+    def begin_stepping(self, t: int) -> None:
+        self._acting += self.enter(Phase.STEPPING)
+
+    def end_batch(self, batch_T: int, n_steps: int) -> None:
+        stepping = time.monotonic_ns() - self._began - self._acting
+        self._of_worker.add_batch(self._acting, stepping, n_steps)
+
+
 class UntimedProgress(Progress):
     """For rows that do not belong to the timeline and the totals of training: an evaluation, or a second policy."""
 

@@ -395,7 +395,6 @@ def asked(cell: Cell) -> frozenset[str]:
         refusals.BATCHED: kind.startswith("batched"),
         refusals.TURNS: kind == "turns",
         refusals.WAITING: "wait" in form,
-        refusals.OWN_COLLECTOR: any(word in form for word in ("wait", "own", "new")),
         refusals.POLICIES: agent in ("three policies", "two roles"),
         refusals.JOINT: "team" in agent,
         refusals.JOINT_VALUES: agent == "a team",
