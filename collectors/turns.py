@@ -31,21 +31,25 @@ _MOST = float(np.finfo(np.float32).max)
 
 
 class _Part:
-    """What the agent gets and returns for the columns `at`: an array of them, or a slice of one."""
+    """What the agent gets and returns for m columns. For a single one, `at` is a slice, and the memory is the column's
+    own: numpy takes longer for arrays of one index."""
 
-    def __init__(self, recorder: TurnRecorder, at: Any, m: int) -> None:
+    def __init__(self, recorder: TurnRecorder, m: int, at: Any) -> None:
+        samples, is_one = recorder.samples, m == 1
         observations, actions, infos = (
             map_leaves(lambda leaf: np.zeros((1, m, *leaf.shape[2:]), leaf.dtype), field)
-            for field in (recorder.samples.observation, recorder.samples.action, recorder.samples.agent_info)
+            for field in (samples.observation, samples.action, samples.agent_info)
         )
-        if m == 1:  # the memory of this column; numpy takes longer for arrays of one index
+        if is_one:
             self.prev_action, self.prev_reward = recorder.prev_action[at], recorder.prev_reward[at]
             actions = self.prev_action[np.newaxis]
         self.chosen = np.arange(len(recorder.columns))[at]
         self.observation, self.write_info = observations[0], AgentInfoWriter(infos).write
         self.arrays, self.actions = arrays_like(recorder.columns.observation_space, observations), actions
-        # The row of one decision is copied to one cell.
-        self.leaves = [leaf[(0, 0, ...) if m == 1 else 0] for leaf in _leaves(actions, infos)]
+        # What is copied into the batch, and what from. The row of one decision is copied to one cell.
+        targets = _leaves(samples.action[1:], samples.agent_info)
+        sources = [leaf[(0, 0, ...) if is_one else 0] for leaf in _leaves(actions, infos)]
+        self.copies = list(zip(targets, sources, strict=True))
 
 
 def _leaves(*fields: Any) -> list[Any]:
@@ -58,10 +62,11 @@ class TurnRecorder(Recorder):
     columns: TurnSeats
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._parts_of = dict[
+            int, dict[int, _Part]
+        ]()  # of each slot: by the number of columns, or the only one's inverse
         super().__init__(*args, **kwargs)
         self.columns.most_rows, n = self.batch_T, len(self.columns)
-        self._alone = [_Part(self, slice(b, b + 1), 1) for b in range(n)]
-        self._parts = dict[int, _Part]()
         self._acted: tuple[Any, Any] | None = None  # the rows and the columns of this round's decisions
         self._ends_at = np.zeros((self.batch_T, n), np.int64)  # the round in which a row's episode ends
         self._random: dict[int, list[float]] = {}  # the rewards before a random step that is open
@@ -70,7 +75,7 @@ class TurnRecorder(Recorder):
 
     def use_slot(self, slot: int) -> None:
         super().use_slot(slot)
-        self._targets = _leaves(self.samples.action[1:], self.samples.agent_info)
+        self._parts = self._parts_of.setdefault(slot, {})
         # An item of a memoryview is written faster than one of an array.
         self._rewards: Any = memoryview(self.samples.reward)
         self._prev_reward: Any = memoryview(self.prev_reward)
@@ -115,21 +120,30 @@ class TurnRecorder(Recorder):
         row: Any
         if len(asked) == 1:
             (at,) = asked
-            part, row = self._alone[at], seats.rows[at]
+            part, row = self._parts.get(~at) or self._part(~at, 1, slice(at, at + 1)), seats.rows[at]
             chosen, prev_action, prev_reward = part.chosen, part.prev_action, part.prev_reward
         else:
             chosen = at = np.array(asked)
-            part = self._parts.get(len(asked)) or self._parts.setdefault(len(asked), _Part(self, at, len(asked)))
+            part = self._parts.get(len(asked)) or self._part(len(asked), len(asked), at)
             prev_action, prev_reward = self.prev_action[at], self.prev_reward[at]
             row = np.array([seats.rows[column] for column in asked])
         if self._unchecked is None or not put_row(part.arrays, 0, [seats.observations[column] for column in asked]):
             part.observation[...] = samples.observation[row, at]
+        if self._mask is not None:
+            self._check_masks(self._mask, part.observation)
         self.agent.select(chosen)
+        step = self.agent.step(part.observation, prev_action, prev_reward)
+        if step.__class__ is not AgentStep:
+            step = as_agent_step(step, self.agent)
+        action, agent_info = step
         try:
-            self._step_agent(part, prev_action, prev_reward)
+            if not put_row(part.actions, 0, action):
+                write_action(part.actions[0], action)
+            if self._has_agent_info or agent_info is not NO_AGENT_INFO:
+                part.write_info(0, agent_info)
         except ColumnError as error:
             raise seats.with_env_rank(asked[error.column], error) from None
-        for target, source in zip(self._targets, part.leaves, strict=True):
+        for target, source in part.copies:
             target[row, at] = source
         if len(asked) > 1:
             self.prev_action[at] = part.actions[0]
@@ -138,18 +152,9 @@ class TurnRecorder(Recorder):
             self._open.agent_info[at] = samples.agent_info[row, at]
             self.tracker.set_agent_info(self._open.agent_info)
 
-    def _step_agent(self, part: _Part, prev_action: Any, prev_reward: Any) -> None:
-        """What the agent returns for these columns is in `part` then."""
-        if self._mask is not None:
-            self._check_masks(self._mask, part.observation)
-        step = self.agent.step(part.observation, prev_action, prev_reward)
-        if step.__class__ is not AgentStep:
-            step = as_agent_step(step, self.agent)
-        action, agent_info = step
-        if not put_row(part.actions, 0, action):
-            write_action(part.actions[0], action)
-        if self._has_agent_info or agent_info is not NO_AGENT_INFO:
-            part.write_info(0, agent_info)
+    def _part(self, key: int, m: int, at: Any) -> _Part:
+        self._parts[key] = part = _Part(self, m, at)
+        return part
 
     def _check_masks(self, mask: ActionMask, observation: Any) -> None:
         """Raise `SpaceError` if a seat that is asked has no legal action; before the first decision, also if a mask has
@@ -216,9 +221,10 @@ class TurnRecorder(Recorder):
             if row == 0 and column not in (self._changed or ()):  # a random step: the next row continues its episode
                 self.samples.action[0, column] = self.prev_action[column]
                 self.tracker.preload(column, [*self._random[column], reward])
-        for column in self._changed or ():
-            prev_reward[column] = 0.0
-        self._changed = None
+        if self._changed is not None:
+            for column in self._changed:
+                prev_reward[column] = 0.0
+            self._changed = None
         self._write_seen(seats.asked)
 
     def _require_float32(self, column: int, reward: float) -> None:

@@ -29,12 +29,10 @@ class TurnSeats(SeatColumns):
     each column.
     """
 
-    actions: list[Any]
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         n = len(self)
-        self.idle, self.actions, self.is_open = [], [None] * n, [False] * n
+        self.idle, self.is_open = [], [False] * n
         #: How many decisions of this batch are closed: the row of the next one. -1: a random step is open.
         self.rows, self.most_rows = [0] * n, sys.maxsize
         self.asked: list[int] = []  #: who decides next. Between two batches, also those who had all rows
@@ -46,18 +44,11 @@ class TurnSeats(SeatColumns):
         super().watched()
         self.is_watched = self.on_step is not None or self.keep_info is not None or bool(self.checks)
 
-    def decide(self, actions: Any, columns: list[int]) -> None:
-        """A round begins: these columns decide. `actions` are those of all columns."""
-        self.closed = []
-        if columns:
-            at = slice(columns[0], columns[0] + 1) if len(columns) == 1 else columns
-            for column, action in zip(columns, self.split_actions(actions[at]), strict=True):
-                self.actions[column] = action
-                if self.is_watched:
-                    if self.checks.debug:
-                        self.require_action(column, action)
-                    self._acted[column] = snapshot(action)
-            self.asked = [] if columns is self.asked else [column for column in self.asked if column not in columns]
+    def note_action(self, column: int) -> None:
+        """This column decides, and is watched."""
+        if self.checks.debug:
+            self.require_action(column, self.actions[column])
+        self._acted[column] = snapshot(self.actions[column])
 
     def close(
         self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool, info: dict[str, Any]
@@ -99,11 +90,12 @@ class TurnColumns(LockStepColumns):
         #: Which of `policies` has the seat in this game: (agent, env_rank, game, rng). None: the only one.
         self.chooser: Callable[..., int] | None = None
         self.seed = 0  #: of the run, for `chooser`
-        self._numbers, self._generations, self._counts_games = [0] * n, [0] * n, True
+        self._numbers, self._generations = [0] * n, [0] * n  # of the games, for `chooser`
         #: Of this batch: its rounds; how many decisions each environment was given; the rewards of all agents that are
         #: not zero, as (round, environment, reward); and the same for the games that are over and have asked nobody.
         self.n_rounds, self.plies = 0, [0] * n
         self.sums, self.unasked = list[tuple[int, int, float]](), list[tuple[int, int, float]]()
+        self._everyone = range(n)
         self._totals, self._n_unasked = [0.0] * n, 0  # `_n_unasked`: beyond one for each decision
 
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
@@ -135,7 +127,7 @@ class TurnColumns(LockStepColumns):
     def ask_all(self) -> None:
         """Who is asked, but had all rows of the batch, decides next."""
         for own in self.policies:
-            own.asked = self._asked_of(own, range(len(self.envs)))
+            own.asked = self._asked_of(own, self._everyone)
 
     def _asked_of(self, policy: TurnSeats, envs: Sequence[int]) -> list[int]:
         """The columns of this policy for whose decisions these environments wait."""
@@ -196,27 +188,29 @@ class TurnColumns(LockStepColumns):
 
     def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
         """Play one decision in each environment that waits for one. With `which`, it is no part of a batch."""
-        self._counts_games, self.over, self.cut = which is None, [], []
         waits, totals, bound = self._waits, self._totals, self._bound
-        for policy, own in zip(self.policies, actions, strict=True):
-            policy.decide(own, policy.asked if which is None else self._asked_of(policy, [which]))
-        for e in range(len(totals)) if which is None else (which,):
+        for policy, own in zip(self.policies, actions):  # noqa: B905 - `strict` takes time
+            policy.actions, policy.closed = policy.split_actions(own), []
+            policy.asked = [] if which is None else [b for b in policy.asked if (policy, b) != waits[which]]
+        for e in self._everyone if which is None else (which,):
             if place := waits[e]:
                 columns, column = place
-                if columns.rows[column] < columns.most_rows:
-                    env, _, self._rank_word[-1], _, _, _ = bound[e]
-                    columns.is_open[column] = True
-                    self.plies[e] += 1
-                    try:
-                        env.step(columns.actions[column])
-                        self._advance(e)
-                    except self.renewable as error:
-                        self._numbers[e] += self._counts_games and not self.evaluation
-                        self._cut_env(e, error)
-                        continue
-                    if totals[e]:
-                        self.sums.append((self.n_rounds, e, totals[e]))
-                        totals[e] = 0.0
+                if columns.rows[column] >= columns.most_rows:
+                    continue
+                env, _, self._rank_word[-1], _, _, _ = bound[e]
+                if columns.is_watched:
+                    columns.note_action(column)
+                columns.is_open[column] = True
+                self.plies[e] += 1
+                try:
+                    env.step(columns.actions[column])
+                    self._advance(e)
+                except self.renewable as error:
+                    self._cut_env(e, error)
+                    continue
+                if totals[e]:
+                    self.sums.append((self.n_rounds, e, totals[e]))
+                    totals[e] = 0.0
             elif place is _UNASKED:
                 waits[e], self._is_quiet = None, False
                 self.over.append(e)
@@ -225,8 +219,11 @@ class TurnColumns(LockStepColumns):
         self.n_rounds += 1
         if self._is_quiet:
             return None
-        self._is_quiet, late, self.late = True, self.late, []
-        return Events(self.over, [own.take() for own in self.policies], self.cut, late)
+        for e in self.over if which is None else ():
+            self._numbers[e] += e not in self.cut or not self.evaluation  # where it is played again
+        events = Events(self.over, [own.take() for own in self.policies], self.cut, self.late)
+        self._is_quiet, self.over, self.cut, self.late = True, [], [], []
+        return events
 
     def _advance(self, e: int) -> None:  # noqa: C901, PLR0912 - it is called for each decision
         """Read what the agents of environment e get, until one must decide or nobody is left."""
@@ -290,7 +287,6 @@ class TurnColumns(LockStepColumns):
                 f"env_rank {columns.env_ranks[column]} is not in env.agents any more, but neither terminated nor "
                 "truncated since its last decision"
             )
-        self._numbers[e] += self._counts_games
         self._waits[e], self._is_quiet = None, False
         self.over.append(e)
 

@@ -308,7 +308,10 @@ class RoundProgress(Progress):
             raise StopCollecting
 
     def begin_stepping(self, t: int) -> None:
-        self._acting += self.enter(Phase.STEPPING)
+        words = self.words
+        words[PHASE] = _IS_STEPPING
+        words[HEARTBEAT] = now = time.monotonic_ns()
+        self._acting += now
 
     def end_batch(self, batch_T: int, n_steps: int) -> None:
         stepping = time.monotonic_ns() - self._began - self._acting
