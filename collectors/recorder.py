@@ -135,9 +135,6 @@ class Recorder:
         if self._is_first and self._mask is not None:
             require_flags(self._mask, samples.observation_rows[0], columns)
         self._is_first = False
-        self._enter_mode(itr)
-
-    def _enter_mode(self, itr: int) -> None:
         if not self._evaluates:
             self.agent.sample_mode(itr)
         elif self.first_t == 0:  # once in an evaluation
@@ -303,7 +300,15 @@ class Recorder:
         if self._who:
             self.progress.at_env(self._who)
             self.progress.enter(Phase.ACTING)
-        self._write_values()
+        if self._has_joint_values:
+            self._write_joint_values()
+        if samples.bootstrap_value is not None:
+            last = samples.observation_rows[-1]
+            samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
+            if self._has_gaps and self.columns.idle:
+                samples.bootstrap_value[self.columns.idle] = 0
+        if self._ends.pending:
+            self._ends.write_values()
         samples.end_batch(self._first_row)
         self.columns.end_batch()
         self.progress.enter(Phase.SENDING)
@@ -311,18 +316,6 @@ class Recorder:
         return self.tracker.end_rows(
             samples.reward[1 : n_rows + 1], samples.done[:n_rows], self.first_t, None if valid.all() else valid
         )
-
-    def _write_values(self) -> None:
-        samples = self.samples
-        if self._has_joint_values:
-            self._write_joint_values()
-        if samples.bootstrap_value is not None:
-            last = samples.observation[self.batch_T]
-            samples.bootstrap_value[...] = self.agent.value(last, self.prev_action, self.prev_reward)
-            if self._has_gaps and self.columns.idle:
-                samples.bootstrap_value[self.columns.idle] = 0
-        if self._ends.pending:
-            self._ends.write_values()
 
     def _keep_joint_rows(self, t: int, events: PolicyEvents) -> None:
         """Keep what all seats see in the environments where a seat has ended, or was cut: row t + 1 may be that of the
