@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -203,9 +204,9 @@ class Collector(MadeByWorker):
 
     def end_batch(self) -> None:
         """All rows are written: compute the missing values, and send the finished trajectories."""
-        recorder, T = self._recorder, self.batch_T
-        self.progress.end_batch(T, recorder.count_steps())
+        recorder, T, ended = self._recorder, self.batch_T, monotonic_ns()
         n_sent = recorder.end_batch(T)
+        self.progress.end_batch(T, recorder.n_steps, ended)
         if self._episodes is not None:  # last: until here the worker may fail, and its episodes are repeated
             self._episodes.end_batch([own.samples for own in self.recorders])
         self.progress.n_results = n_sent

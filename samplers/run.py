@@ -197,7 +197,8 @@ class Run:
     def take_traj_infos(self, slot: int = 0, opening: int | None = None) -> list[Any]:
         """The trajectories that the workers have sent for the last command, or for that of this opening of the gates,
         ordered by time step, then env_rank. `slot` is that of the batch; EVALUATION for an evaluation."""
-        memory, found = self.memory, list[Any]()
+        memory = self.memory
+        found: list[Any] = []
         counts = memory.control.n_results_by_rank(len(self.plans), opening)
         for rank, n in enumerate(counts):
             self.n_trajectories[rank] += n
@@ -224,8 +225,8 @@ class Run:
             self.seating.name_infos(infos, ends_of_trajectories(found), games, evaluation=evaluation)
         else:
             for info in infos:
-                info.number = games[info.env_rank]
-                games[info.env_rank] += 1
+                info.number = number = games[info.env_rank]
+                games[info.env_rank] = number + 1
         if self.episodes is not None and not evaluation:
             seeds, first = self.episodes.seeds(slot), self.plans[0].env_ranks[0]
             for info, (t, _) in zip(infos, ends_of_trajectories(found), strict=True):
