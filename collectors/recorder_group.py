@@ -74,7 +74,9 @@ class RecorderGroup:
         for recorder in self._recorders:
             recorder.write_step(t)
 
-    def count_steps(self) -> int:
+    @property
+    def n_steps(self) -> int:
+        """How many steps of games the batch has."""
         n: int = self._batch_T * len(self._columns.env_ranks)
         return n - self._n_parked
 

@@ -97,7 +97,10 @@ class TurnRecorder(Recorder):
         samples.action[1, at] = self.prev_action[at]
         self._beside()[0, at] = self._open[at]
         self._write_seen([*seats.asked, *at.tolist()])
-        self._enter_mode(itr)
+        if not self._evaluates:
+            self.agent.sample_mode(itr)
+        elif self.first_t == 0:  # once in an evaluation
+            self.agent.eval_mode(itr)
 
     def _is_open(self) -> Any:
         """Of each column, whether its next row has a decision that is open."""
@@ -111,7 +114,7 @@ class TurnRecorder(Recorder):
             if self._unchecked is None or not put_cell(self._unchecked, row, column, observation):
                 seats._write_one(self._observations, row, column, observation, "observation")
 
-    def act(self, t: int) -> None:
+    def act(self, t: int) -> None:  # noqa: C901 - it is called for each round
         """Act for the seats that are asked."""
         seats, samples, asked = self.columns, self.samples, self.columns.asked
         if self._who:
@@ -252,6 +255,8 @@ class TurnRecorder(Recorder):
         self._open[is_open] = self._beside()[open_rows]
         self._beside()[open_rows] = 0
         samples.action[n[is_open] + 1, is_open] = 0
+        if "has_rnn_state" in samples.agent_info:  # recorded at each decision, since any may be the first of a batch
+            samples.agent_info.has_rnn_state[1:], samples.agent_info.prev_rnn_state[1:] = False, 0
         # What the next batch begins with.
         starts = np.where(n > 0, samples.done[n - 1, columns], samples.episode_start)
         samples.end_batch(first)
@@ -328,7 +333,8 @@ class TurnGroup(RecorderGroup):
             if recorder.columns.asked:
                 recorder.act(t)
 
-    def count_steps(self) -> int:
+    @property
+    def n_steps(self) -> int:
         return sum(self._columns.plies)
 
     def end_batch(self, n_rows: int) -> int:

@@ -245,6 +245,7 @@ class Columns(ABC):
     evaluation = 0  #: the number of the running evaluation, from 1; 0: training
     #: The rows of a batch of so many. In turns, rounds: as many as it takes.
     rounds: Callable[[int], Iterable[int]] = range
+    n_rounds: int | None = None  #: in turns: the rounds of this batch so far
     episodes: EpisodeRecorder | None = None  #: numbers and seeds the episodes, and keeps their actions; None: no need
     #: Called with the old environment and the one that was loaded in its place.
     when_replaced: Callable[[Any, Any], None] | None = None

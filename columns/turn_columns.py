@@ -77,6 +77,7 @@ class TurnColumns(LockStepColumns):
 
     policies: Sequence[TurnSeats]
     places: list[dict[Any, tuple[TurnSeats, int]]]  # type: ignore[assignment]
+    n_rounds: int
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -90,6 +91,7 @@ class TurnColumns(LockStepColumns):
         #: Which of `policies` has the seat in this game: (agent, env_rank, game, rng). None: the only one.
         self.chooser: Callable[..., int] | None = None
         self.seed = 0  #: of the run, for `chooser`
+        self.most_rounds = sys.maxsize  #: of a batch
         self._numbers, self._generations = [0] * n, [0] * n  # of the games, for `chooser`
         #: Of this batch: its rounds; how many decisions each environment was given; the rewards of all agents that are
         #: not zero, as (round, environment, reward); and the same for the games that are over and have asked nobody.
@@ -105,8 +107,7 @@ class TurnColumns(LockStepColumns):
 
     def rounds(self, n_rows: int) -> Iterator[int]:
         """Their numbers, until each environment is over or waits for a seat that has all rows of the batch."""
-        t = 0
-        while True:
+        for t in range(self.most_rounds):
             for policy in self.policies:
                 if policy.asked:
                     break
@@ -114,7 +115,6 @@ class TurnColumns(LockStepColumns):
                 if _UNASKED not in self._waits:
                     return
             yield t
-            t += 1
 
     def begin_rows(self, *, goes_on: bool) -> None:
         """A batch begins: rows are counted from here. `goes_on`: in the same evaluation as before."""
@@ -186,7 +186,9 @@ class TurnColumns(LockStepColumns):
 
     # ---- rounds ----------------------------------------------------------------------------
 
-    def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
+    def step(  # noqa: C901 - it is called for each round
+        self, actions: Sequence[Any], row: int | None = None, which: int | None = None
+    ) -> Events | None:
         """Play one decision in each environment that waits for one. With `which`, it is no part of a batch."""
         waits, totals, bound = self._waits, self._totals, self._bound
         for policy, own in zip(self.policies, actions):  # noqa: B905 - `strict` takes time

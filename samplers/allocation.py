@@ -51,7 +51,6 @@ from penstock.samplers.batches import Batch
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.recorded_episodes import RecordedEpisodes
 from penstock.samplers.refusals import (
-    BATCH_STATE,
     BATCHED,
     INFO_MASK,
     JOINT,
@@ -518,7 +517,7 @@ def _refuse_in_turns(agent: Agent, spec: SampleSpec, seating: Seating) -> None:
     if not seating.in_turns:
         return
     info = spec.agent_info
-    refuse({TURNS: True, JOINT: agent.joint, BATCH_STATE: "has_rnn_state" in info})
+    refuse({TURNS: True, JOINT: agent.joint})
     if agent.recurrent and spec.bootstrap_value and "value" not in info:
         raise ConfigError(
             f"where agents take turns, {type(agent).__name__} must report `value` in agent_info, since it is recurrent "
@@ -582,7 +581,7 @@ def _allocate_memory(
         server["totals"] = ServerTotals(max(numbers), shared=shared)
     return SamplerMemory(
         # The inference server has the last progress row.
-        control=ControlBlock(len(plans) + arguments.central, config.batch_T, shared=shared),
+        control=ControlBlock(len(plans) + arguments.central, seating.most_rounds(config.batch_T), shared=shared),
         samples=buffer.memory,
         records=TrajectoryRecords(capacities, shared=shared),
         parameters=tuple(agent.runtime.share_memory(shared=shared) for agent in agents),

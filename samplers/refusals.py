@@ -8,7 +8,7 @@ from typing import NamedTuple
 from penstock.errors import ConfigError
 
 TURNS, BATCHED = "games in turns", "batched environments"
-JOINT, RENEWAL, BATCH_STATE, TIMELINE = "a joint agent", 'on_game_failure="renew"', 'record_state="batch"', "timeline()"
+JOINT, RENEWAL, BATCH_STATE = "a joint agent", 'on_game_failure="renew"', 'record_state="batch"'
 SEEDED, PLAN, INFO_MASK = "seed_episodes=True", "episode_plan", 'mask_key="info.NAME"'
 UNRECORDED = "a policy that is not recorded (record)"
 POLICIES, LAG, WRITTEN_REPLAY = "several policies", "AsyncSampler(lag=1)", "a replay into which workers write"
@@ -43,9 +43,9 @@ class Row(NamedTuple):
 TABLE = (
     Row(
         (TURNS,),
-        (JOINT, BATCH_STATE, TIMELINE),
-        "one agent decides at a time, a batch has as many rounds as it needs, and row 0 may be from the batch before",
-        'Leave the second thing out; record_state="step" works',
+        (JOINT,),
+        "a joint agent acts for all agents of a game together, but in turns one agent decides at a time",
+        "Use an agent that is not joint",
     ),
     Row(
         (PLAN, SEEDED),

@@ -34,7 +34,7 @@ from penstock.samplers.resuming import StateMessage, WorkerParts
 from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, episodes_per_env
 from penstock.samplers.seating import Seating, column_streams, env_streams, keys_of
-from penstock.workers.control import Command, Phase, Progress, RoundProgress, UntimedProgress
+from penstock.workers.control import Command, Phase, Progress, UntimedProgress
 from penstock.workers.program import WorkerContext
 
 if TYPE_CHECKING:
@@ -162,8 +162,6 @@ class SamplerProgram:
         untimed = UntimedProgress(self._memory.control, plan.worker_rank)
         if purpose is Purpose.EVAL:
             progress = untimed
-        elif self.seating.in_turns:
-            progress = RoundProgress(progress)
         contexts = [
             EnvContext(rank, plan.worker_rank, seed, purpose)
             for rank, seed in zip(env_ranks, streams.env_seeds(purpose), strict=True)
@@ -223,6 +221,7 @@ class SamplerProgram:
             return LockStepColumns(envs, seats, env_ranks)
         columns = TurnColumns(envs, seats, env_ranks)
         columns.chooser, columns.seed = self.seating.chooser, self.seed
+        columns.most_rounds = self.seating.most_rounds(self.config.batch_T)
         return columns
 
     def _make_renewable(
@@ -257,7 +256,8 @@ class SamplerProgram:
             assert steps is not None
             assert self._context.request is not None
             agent.connect(steps.columns(cells[p]), self._context.request)
-        agent.runtime.set_columns(streams.env_ranks, self.env_range.n_eval_envs if is_eval else self.env_range.n_envs)
+        n_envs = self.env_range.n_eval_envs if is_eval else self.env_range.n_envs
+        agent.runtime.set_columns(streams.env_ranks, n_envs, in_turns=self.seating.in_turns)
         return agent
 
     def _build_tracker(self, env_ranks: Sequence[int], *, of_games: bool = False) -> Tracker:

@@ -10,12 +10,15 @@ from typing import Any, ClassVar
 import cloudpickle
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from penstock import (
     AgentStep,
     GameError,
+    GpuSampler,
     ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
@@ -27,11 +30,9 @@ from penstock import (
 )
 from penstock.collectors import Collector, EvalCollector
 from penstock.envs.seeding import eval_seed
-from penstock.errors import ConfigError
 from penstock.learning import Prioritized, Replay
 from tests.against_loop import compare
 from tests.learning.streams import in_python
-from tests.models import Lstm
 from tests.scale import examples
 from tests.support import Diary
 from tests.toy_games import Book, TurnGame, Valuing
@@ -261,12 +262,7 @@ class Together(RandomAgent):
 @pytest.mark.parametrize(
     ("options", "agent", "message"),
     [
-        ({}, Together(), "games in turns and a joint agent do not go together: one agent decides at a time"),
-        (
-            {},
-            RecurrentCategoricalPgAgent(lambda: Lstm(4, 3), record_state="batch"),
-            'games in turns and record_state="batch" do not go together: .* record_state="step" works',
-        ),
+        ({}, Together(), "games in turns and a joint agent do not go together: a joint agent acts for all"),
         ({"seed_episodes": True}, RandomAgent(), "seed_episodes=True and games in turns do not go together"),
         ({"bootstrap_value": True}, Book(), "Book must report `value` in agent_info"),
     ],
@@ -275,11 +271,14 @@ def test_what_is_not_possible_is_refused(options: Any, agent: Any, message: str)
     assert "\n" not in check_refused(TurnGame, message, agent, **options)
 
 
-def test_a_timeline_is_refused_and_totals_stay() -> None:
-    with started(TurnGame) as sampler:
+def test_the_timeline_has_a_row_for_each_round_and_agrees_with_the_totals() -> None:
+    with started(TurnGame, collector_cls=Noting) as sampler:
         samples, _ = sampler.obtain_samples(0)
-        with pytest.raises(ConfigError, match=r"games in turns and timeline\(\) do not go together"):
-            sampler.timeline()
+        (times,) = sampler.timeline()
+        assert len(times) >= 2 * int(samples.env.extra.round.max()) + 3
+        assert (np.diff(times) > 0).all()
+        (worker,) = sampler.stats().workers
+        np.testing.assert_allclose(worker.acting, (times[1::2] - times[:-1:2]).sum(), rtol=1e-6)
         (worker,) = sampler.stats().workers
         assert worker.acting > 0
         assert worker.stepping > 0
@@ -457,6 +456,36 @@ def test_after_a_reset_between_batches_every_agent_begins_anew() -> None:
             wanted = sum(w * first.env.observation[:, k].astype(np.float64) for k, w in enumerate(weights)) + 5.0
             np.testing.assert_array_equal(info.value[has_row], wanted.astype(np.float32)[has_row])
         assert 0 < has_row.sum() < 12
+
+
+class Counting(nn.Module):
+    """Its state is the number of its steps."""
+
+    state_shape = (1,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+        return self.scale * observation[:, :3], self.scale * state[:, 0], state + 1
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, GpuSampler])
+def test_the_first_row_has_the_state_before_it_also_where_its_decision_is_of_the_batch_before(cls: Any) -> None:
+    agent = RecurrentCategoricalPgAgent(Counting, record_state="batch")
+    options: dict[str, Any] = {"batch_T": 3, "batch_B": 4, "bootstrap_value": True, "max_decorrelation_steps": 0}
+    with started(TurnGame, agent, cls, **options) as sampler:
+        for itr in range(12):
+            samples, _ = sampler.obtain_samples(itr)
+            valid, info = samples.env.valid, samples.agent.agent_info
+            assert (info.has_rnn_state[0] == valid[0]).all()
+            assert not info.has_rnn_state[1:].any()
+            own_moves = samples.env.observation[0, :, 2]  # how often this agent has moved in this game
+            assert (samples.initial_state[valid[0], 0] == own_moves[valid[0]]).all()
+            if itr == 0:
+                assert not own_moves.any()
+        assert own_moves.max() > 0
 
 
 class Scored(TurnGame):
