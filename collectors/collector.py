@@ -368,12 +368,9 @@ class Collector(MadeByWorker):
         self._recorder.use_slot(slot)
 
     def pull(self, version: int = 0) -> int:
-        """The agents get the newest published parameters, or this version of them. Returns the version of the first."""
+        """Before a batch: the agents get the newest published parameters, or this version of them. The batch says
+        which. Returns the version of the first."""
         return self._recorder.pull(version)
-
-    def note_version(self, version: int) -> None:
-        """Record which version of the parameters has acted in this batch. With several policies, each has its own."""
-        self._recorder.note_version(version)
 
     # ---- resuming --------------------------------------------------------------------------
 

@@ -458,9 +458,8 @@ class Recorder:
     # ---- parameters ------------------------------------------------------------------------
 
     def pull(self, version: int = 0) -> int:
-        """The agent gets the newest published parameters, or this version of them. Returns their version."""
-        return self.agent.runtime.pull_shared_memory(version)
-
-    def note_version(self, version: int) -> None:
-        """Record which version of the parameters has acted in this batch."""
+        """Before a batch: the agent gets the newest published parameters, or this version of them. The batch says
+        which. Returns their version."""
+        version = self.agent.runtime.pull_shared_memory(version)
         self.samples.policy_version[...] = version
+        return version

@@ -29,7 +29,6 @@ class RecorderGroup:
         self._late, self._over = list[tuple[int, int, float]](), list[tuple[int, int]]()
         self._n_parked = 0  # rows of games that wait for the end of the batch
         self._settled = 0, 0  # the row that was recorded last, and how many games waited then
-        self._versions: list[int] = []
 
     def use_slot(self, slot: int) -> None:
         for recorder in self._recorders:
@@ -100,11 +99,6 @@ class RecorderGroup:
         return found
 
     def pull(self, version: int = 0) -> int:
-        self._versions = [recorder.pull(version) for recorder in self._recorders]
-        return self._versions[0]
-
-    def note_version(self, version: int) -> None:
-        """With several policies, each has its own version: the one that it has pulled."""
-        versions = [version] if len(self._recorders) == 1 else self._versions
-        for recorder, own in zip(self._recorders, versions, strict=True):
-            recorder.note_version(own)
+        """Returns the version of the first policy."""
+        first, *_ = [recorder.pull(version) for recorder in self._recorders]
+        return first

@@ -68,7 +68,6 @@ class Ahead(Schedule):
         self.open: deque[_OpenBatch] = deque()
         self.is_holding = False
         self.lags, self.n_skipped = Lags(), 0
-        self._pinned = 0, 0  # the last opening, and the version of the parameters that it names (0: none)
 
     def connect(self, run: Run, allocation: Allocation, resources: ExitStack) -> Allocation:
         several = len(run.agents) > 1
@@ -111,7 +110,7 @@ class Ahead(Schedule):
             batch = self.opened
             opening = run.pool.submit(Command(self.first_itr + batch, version=version, batch=batch))
             self.open.append(_OpenBatch(batch, opening))
-            self.opened, self._pinned = batch + 1, (opening, version)
+            self.opened = batch + 1
 
     def require_batch(self, run: Run, call: str) -> None:
         """Raise `SamplerStateError` if `call` waits for a batch, and none is being collected."""
@@ -224,10 +223,10 @@ class Ahead(Schedule):
 
     def must_await(self, run: Run, version: int) -> bool:
         """Whether the next batch needs this version, and a worker or the server has not loaded it yet."""
-        opening, pinned = self._pinned
         control, n = run.memory.control, len(run.plans)
+        opening = control.opened[0]
         readers = [n] if run.acting.is_central else range(n)  # the server has the rank after the workers
-        return version == pinned != 0 and any(
+        return version == control.command(0, opening).version != 0 and any(
             control.arrived(rank) < opening and control.version(rank) != version for rank in readers
         )
 
