@@ -368,7 +368,7 @@ class Recorder:
         for column in (*joined, *absent):
             self.prev_action[column], self.prev_reward[column] = 0, 0
             self.tracker.drop(column)  # parked rows are not a trajectory
-        self._first_row.episode_start[joined] = True
+            self._first_row.episode_start[column] = True
 
     def start_afresh(self) -> None:
         """No episode has begun: the environments are reset next."""

@@ -9,6 +9,7 @@ next batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -62,9 +63,8 @@ class TurnRecorder(Recorder):
     columns: TurnSeats
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._parts_of = dict[
-            int, dict[int, _Part]
-        ]()  # of each slot: by the number of columns, or the only one's inverse
+        # Of each slot, by the number of columns; for a single one, by its inverse.
+        self._parts_of: dict[int, dict[int, _Part]] = {}
         super().__init__(*args, **kwargs)
         self.columns.most_rows, n = self.batch_T, len(self.columns)
         self._acted: tuple[Any, Any] | None = None  # the rows and the columns of this round's decisions
@@ -218,8 +218,9 @@ class TurnRecorder(Recorder):
         seats, cells, prev_reward = self.columns, self._rewards, self._prev_reward
         for column in seats.closed:
             row, reward = seats.rows[column], seats.rewards[column]
-            if not -_MOST <= reward <= _MOST:
-                self._require_float32(column, reward)
+            if _MOST < abs(reward) != inf:
+                what = f"a number that float32 can hold, got {brief(reward)}"
+                raise SpaceError(f"the reward of env_rank {seats.env_ranks[column]} must be {what}")
             cells[row, column] = prev_reward[column] = reward
             if row == 0 and column not in (self._changed or ()):  # a random step: the next row continues its episode
                 self.samples.action[0, column] = self.prev_action[column]
@@ -229,16 +230,6 @@ class TurnRecorder(Recorder):
                 prev_reward[column] = 0.0
             self._changed = None
         self._write_seen(seats.asked)
-
-    def _require_float32(self, column: int, reward: float) -> None:
-        try:
-            with np.errstate(over="raise"):
-                np.array([0.0], np.float32)[0] = reward
-        except (FloatingPointError, OverflowError):
-            rank = self.columns.env_ranks[column]
-            raise SpaceError(
-                f"the reward of env_rank {rank} must be a number that float32 can hold, got {brief(reward)}"
-            ) from None
 
     def end_batch(self, n_rows: int) -> int:
         """The batch is complete. Keep what is open, compute the missing values, and send the finished trajectories."""
@@ -290,10 +281,6 @@ class TurnRecorder(Recorder):
     def start_afresh(self) -> None:
         super().start_afresh()
         self.freeze_first_row()
-
-    def rejoin(self, joined: Sequence[int], absent: Sequence[int] = ()) -> None:
-        super().rejoin(joined, absent)
-        self._first_row.episode_start[[*joined, *absent]] = True  # the absent are asked later
 
     def draw(self, rng: np.random.Generator, columns: Sequence[int]) -> None:
         """A random action for the seat that is asked."""

@@ -6,10 +6,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from penstock.buffers.tree import snapshot
-from penstock.columns.interface import Events, Start
+from penstock.columns.interface import Columns, Events, Start
 from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.envs.checks import episode_flags, require_info, require_number
 from penstock.envs.seeding import Purpose, stream
@@ -108,12 +108,8 @@ class TurnColumns(LockStepColumns):
     def rounds(self, n_rows: int) -> Iterator[int]:
         """Their numbers, until each environment is over or waits for a seat that has all rows of the batch."""
         for t in range(self.most_rounds):
-            for policy in self.policies:
-                if policy.asked:
-                    break
-            else:
-                if _UNASKED not in self._waits:
-                    return
+            if not any([own.asked for own in self.policies]) and _UNASKED not in self._waits:  # noqa: C419 - faster
+                return
             yield t
 
     def begin_rows(self, *, goes_on: bool) -> None:
@@ -181,8 +177,7 @@ class TurnColumns(LockStepColumns):
         """Whose decision is open in environment e."""
         return [(columns, column) for columns, column in self.places[e].values() if columns.is_open[column]]
 
-    def save(self, e: int) -> NoReturn:
-        raise ConfigError("games in turns are not saved")
+    save = Columns.save  # games in turns are not saved
 
     # ---- rounds ----------------------------------------------------------------------------
 
@@ -223,8 +218,10 @@ class TurnColumns(LockStepColumns):
             return None
         for e in self.over if which is None else ():
             self._numbers[e] += e not in self.cut or not self.evaluation  # where it is played again
-        events = Events(self.over, [own.take() for own in self.policies], self.cut, self.late)
-        self._is_quiet, self.over, self.cut, self.late = True, [], [], []
+        late = [own for own in self.late if which in (None, own[0])]
+        events = Events(self.over, [own.take() for own in self.policies], self.cut, late)
+        self.over, self.cut, self.late = [], [], [own for own in self.late if which not in (None, own[0])]
+        self._is_quiet = not self.late
         return events
 
     def _advance(self, e: int) -> None:  # noqa: C901, PLR0912 - it is called for each decision
@@ -241,7 +238,8 @@ class TurnColumns(LockStepColumns):
                 raise SpaceError(f"env_rank {columns.env_ranks[column]} is env.agent_selection, but not in env.agents")
             result = env.last()  # type: ignore[attr-defined]
             if result.__class__ is not tuple or len(result) != 5:
-                raise _not_five(columns.env_ranks[column], result)
+                what = f"(observation, reward, terminated, truncated, info), got {brief(result)}"
+                raise SpaceError(f"env.last of env_rank {columns.env_ranks[column]} must return a tuple {what}")
             observation, reward, terminated, truncated, info = result
             ends = False
             if not (terminated is truncated is False and reward.__class__ in (int, float) and info.__class__ is dict):
@@ -266,7 +264,10 @@ class TurnColumns(LockStepColumns):
                     columns.asked.append(column)
                 self._waits[e] = columns, column
                 break
-            n_ends = _count_end(n_ends, columns.env_ranks[column])
+            n_ends += 1
+            if n_ends > _MOST_ENDS:
+                rank = columns.env_ranks[column]
+                raise SpaceError(f"env_rank {rank} has ended, but env.step(None) did not remove it from env.agents")
             env.step(None)  # type: ignore[arg-type]
         else:
             self._end_game(e)
@@ -299,17 +300,3 @@ class TurnColumns(LockStepColumns):
             self._totals[e] += number
             self.late.append((e, number))
             self._is_quiet = False
-
-
-def _not_five(rank: int, result: object) -> SpaceError:
-    return SpaceError(
-        f"env.last of env_rank {rank} must return a tuple (observation, reward, terminated, truncated, info), got "
-        f"{brief(result)}"
-    )
-
-
-def _count_end(n: int, rank: int) -> int:
-    """n + 1. Raises `SpaceError` if so many agents have ended since the last decision that they are not removed."""
-    if n == _MOST_ENDS:
-        raise SpaceError(f"env_rank {rank} has ended, but env.step(None) did not remove it from env.agents")
-    return n + 1

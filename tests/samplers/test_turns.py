@@ -179,6 +179,12 @@ class Gifts(TurnGame):
         self._rewards = dict.fromkeys(self.agents, 0.5)
 
 
+@pytest.mark.parametrize("n_random", [0, 1, 3])
+def test_rewards_before_the_first_decision_belong_to_their_game_also_before_random_steps(n_random: int) -> None:
+    sizes = {"batch_T": 7, "batch_B": 6, "n_batches": 6, "max_decorrelation_steps": n_random}
+    compare(SerialSampler, partial(Gifts, 3), Valuing, **sizes)
+
+
 def test_a_reward_before_the_first_decision_is_counted_as_late() -> None:
     with started(partial(Gifts, 2, ends=False), batch_B=1, batch_T=20) as sampler:
         n_games = sum(info.agent_id is None for itr in range(5) for info in sampler.obtain_samples(itr)[1])
