@@ -56,10 +56,12 @@ class RecorderGroup:
             for recorder, columns in zip(self._recorders, self._columns.columns_of(e), strict=True):
                 for column in columns:  # also of who had ended: a trajectory may go on (`TrajInfo.traj_done`)
                     recorder.tracker.cut(column, t + 1, t)
-        self._over += [(t, e) for e in events.over if e not in events.cut]
-        self._late += [(t, e, reward) for e, reward in events.late]
-        if events.late and not isinstance(self._progress, UntimedProgress):
-            self._progress.add_late_rewards(len(events.late))
+        if events.over:
+            self._over += [(t, e) for e in events.over if e not in events.cut]
+        if events.late:
+            self._late += [(t, e, reward) for e, reward in events.late]
+            if not isinstance(self._progress, UntimedProgress):
+                self._progress.add_late_rewards(len(events.late))
         self._settled = t, len(self._columns.waiting)
         return ()
 

@@ -67,7 +67,7 @@ class TurnRecorder(Recorder):
         self._parts_of: dict[int, dict[int, _Part]] = {}
         super().__init__(*args, **kwargs)
         self.columns.most_rows, n = self.batch_T, len(self.columns)
-        self._acted: tuple[Any, Any] | None = None  # the rows and the columns of this round's decisions
+        self._acted: tuple[int, Any, Any] = (-1, [], [])  # the last round with decisions, their rows and their columns
         self._ends_at = np.zeros((self.batch_T, n), np.int64)  # the round in which a row's episode ends
         self._random: dict[int, list[float]] = {}  # the rewards before a random step that is open
         # What is recorded beside the observation and the action of the decisions that are open.
@@ -125,12 +125,14 @@ class TurnRecorder(Recorder):
             (at,) = asked
             part, row = self._parts.get(~at) or self._part(~at, 1, slice(at, at + 1)), seats.rows[at]
             chosen, prev_action, prev_reward = part.chosen, part.prev_action, part.prev_reward
+            observations = [seats.observations[at]]
         else:
             chosen = at = np.array(asked)
             part = self._parts.get(len(asked)) or self._part(len(asked), len(asked), at)
             prev_action, prev_reward = self.prev_action[at], self.prev_reward[at]
             row = np.array([seats.rows[column] for column in asked])
-        if self._unchecked is None or not put_row(part.arrays, 0, [seats.observations[column] for column in asked]):
+            observations = [seats.observations[column] for column in asked]
+        if self._unchecked is None or not put_row(part.arrays, 0, observations):
             part.observation[...] = samples.observation[row, at]
         if self._mask is not None:
             self._check_masks(self._mask, part.observation)
@@ -150,7 +152,7 @@ class TurnRecorder(Recorder):
             target[row, at] = source
         if len(asked) > 1:
             self.prev_action[at] = part.actions[0]
-        self._acted = row, at
+        self._acted = t, row, at
         if self._on_step is not None:
             self._open.agent_info[at] = samples.agent_info[row, at]
             self.tracker.set_agent_info(self._open.agent_info)
@@ -181,10 +183,9 @@ class TurnRecorder(Recorder):
     def record_extra(self, t: int, fields: Mapping[str, Any], owner: str) -> None:
         """Of `fields`, each as `[B, ...]`, the decisions of round t get their parts."""
         super().record_extra(0, fields, owner)
-        if self._acted is not None:
-            row, at = self._acted
-            for name in fields:
-                self.samples.extra[name][row, at] = self._extra_row[name][0, at]
+        acted, row, at = self._acted
+        for name in fields if acted == t else ():
+            self.samples.extra[name][row, at] = self._extra_row[name][0, at]
 
     def _record_each(self, t: int, ends: Sequence[Any], going: list[int]) -> None:
         for column, observation, reward, terminated, truncated in ends:
@@ -316,7 +317,6 @@ class TurnGroup(RecorderGroup):
     def act(self, t: int) -> None:
         self._progress.begin_acting(self._recorders[0].first_t + t)
         for recorder in self._recorders:
-            recorder._acted = None
             if recorder.columns.asked:
                 recorder.act(t)
 

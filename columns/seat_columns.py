@@ -137,6 +137,7 @@ class LockStepColumns(Columns):
         most = max(map(len, self.places))
         self._seen: tuple[list[Any], list[Any]] = [None] * most, [None] * most  # what the agents of a game get
         self._is_quiet = True  # whether this step has no events so far
+        self._nobody = [()] * len(policies)
         for own in policies:
             own.when_watched = self._watch
         self._watch()
@@ -151,6 +152,8 @@ class LockStepColumns(Columns):
     # ---- resets ----------------------------------------------------------------------------
 
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
+        if not envs:
+            return self._nobody
         phase = self._words[Progress.PHASE]
         self.waiting = [e for e in self.waiting if e not in envs]
         for i, e in enumerate(envs):

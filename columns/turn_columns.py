@@ -108,8 +108,12 @@ class TurnColumns(LockStepColumns):
     def rounds(self, n_rows: int) -> Iterator[int]:
         """Their numbers, until each environment is over or waits for a seat that has all rows of the batch."""
         for t in range(self.most_rounds):
-            if not any([own.asked for own in self.policies]) and _UNASKED not in self._waits:  # noqa: C419 - faster
-                return
+            for own in self.policies:
+                if own.asked:
+                    break
+            else:
+                if _UNASKED not in self._waits:
+                    return
             yield t
 
     def begin_rows(self, *, goes_on: bool) -> None:
