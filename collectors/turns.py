@@ -67,7 +67,8 @@ class TurnRecorder(Recorder):
         self._parts_of: dict[int, dict[int, _Part]] = {}
         super().__init__(*args, **kwargs)
         self.columns.most_rows, n = self.batch_T, len(self.columns)
-        self._acted: tuple[int, Any, Any] = (-1, [], [])  # the last round with decisions, their rows and their columns
+        # Of this batch, the last round in which somebody has decided, the rows of these decisions, and their columns.
+        self._acted: tuple[int, Any, Any] = (-1, [], [])
         self._ends_at = np.zeros((self.batch_T, n), np.int64)  # the round in which a row's episode ends
         self._random: dict[int, list[float]] = {}  # the rewards before a random step that is open
         # What is recorded beside the observation and the action of the decisions that are open.
@@ -88,7 +89,7 @@ class TurnRecorder(Recorder):
     # ---- a batch ---------------------------------------------------------------------------
 
     def begin_batch(self, itr: int) -> None:
-        samples, seats = self.samples, self.columns
+        samples, seats, self._acted = self.samples, self.columns, (-1, [], [])
         samples.zero_rows()  # what is no decision stays so
         if samples.env_info is not None:
             samples.env_info[...] = 0
