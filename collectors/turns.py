@@ -109,11 +109,11 @@ class TurnRecorder(Recorder):
 
     def _write_seen(self, columns: Sequence[int]) -> None:
         """Write what these columns see, or have seen when they decided, in their next rows."""
-        seats = self.columns
+        seats, unchecked = self.columns, self._unchecked
+        rows, observations = seats.rows, seats.observations
         for column in columns:
-            row, observation = seats.rows[column], seats.observations[column]
-            if self._unchecked is None or not put_cell(self._unchecked, row, column, observation):
-                seats._write_one(self._observations, row, column, observation, "observation")
+            if unchecked is None or not put_cell(unchecked, rows[column], column, observations[column]):
+                seats._write_one(self._observations, rows[column], column, observations[column], "observation")
 
     def act(self, t: int) -> None:  # noqa: C901 - it is called for each round
         """Act for the seats that are asked."""
@@ -218,9 +218,10 @@ class TurnRecorder(Recorder):
         """Last part of round t: write the rewards of the decisions that are closed, and what those see who are
         asked."""
         seats, cells, prev_reward = self.columns, self._rewards, self._prev_reward
+        rows, rewards = seats.rows, seats.rewards
         for column in seats.closed:
-            row, reward = seats.rows[column], seats.rewards[column]
-            if _MOST < abs(reward) != inf:
+            row, reward = rows[column], rewards[column]
+            if reward and _MOST < abs(reward) != inf:
                 what = f"a number that float32 can hold, got {brief(reward)}"
                 raise SpaceError(f"the reward of env_rank {seats.env_ranks[column]} must be {what}")
             cells[row, column] = prev_reward[column] = reward

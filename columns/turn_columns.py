@@ -232,12 +232,13 @@ class TurnColumns(LockStepColumns):
         """Read what the agents of environment e get, until one must decide or nobody is left."""
         env, raw, _, places, _, _ = self._bound[e]
         columns: Any
+        place: Any
         n_ends = 0
         while raw.agents:
             agent = raw.agent_selection
             if agent not in places:
                 self._require_known(e, [agent])
-            columns, column = places[agent]
+            columns, column = place = places[agent]
             if agent not in raw.agents:
                 raise SpaceError(f"env_rank {columns.env_ranks[column]} is env.agent_selection, but not in env.agents")
             result = env.last()  # type: ignore[attr-defined]
@@ -266,7 +267,7 @@ class TurnColumns(LockStepColumns):
                 columns.observations[column] = snapshot(observation)
                 if columns.rows[column] < columns.most_rows:
                     columns.asked.append(column)
-                self._waits[e] = columns, column
+                self._waits[e] = place
                 break
             n_ends += 1
             if n_ends > _MOST_ENDS:
