@@ -200,7 +200,6 @@ class SingleColumns(ListedColumns, Columns):
         self._ends: list[End] = []
         self._own = PolicyEvents()
         self._events = Events([], (self._own,))
-        self._instead: dict[int, Any] = {}  # the own entries of environments with `step_instead`
         self._watch, self._is_special = 0, False
         self._set_waiting([])
 
@@ -281,14 +280,6 @@ class SingleColumns(ListedColumns, Columns):
         self.reset_infos[e] = info
         if info and self.on_info is not None:
             self.on_info(e, info)
-        if self._instead:
-            self._bound[e] = self._instead.pop(e, self._bound[e])
-
-    def step_instead(self, e: int, step: Callable[[Any], Any]) -> None:
-        """Until environment e is reset, call `step(action)` in place of its own step. It returns the same five values.
-        No environment is parked."""
-        self._instead.setdefault(e, self._bound[e])
-        self._bound[e] = e, self.env_ranks[e], step, None
 
     def save(self, e: int) -> Any:
         return snapshot(self.current(e))

@@ -194,10 +194,12 @@ class Exchange:
         if len(ended):
             ended = ended[is_new[self._env_of[ended]]]
         if self._is_batched:
-            self._ended = ended
-            return [
-                (self._groups[self._group_of[e]].start, info) for e in ids for info in self._unpickled_infos(e).values()
-            ]
+            self._ended, batches = ended, Infos()
+            for e in ids:
+                parts = {kind: info for (_, kind), info in self._unpickled_infos(e).items()}
+                final = {"final_info": parts[FINAL_INFO]} if FINAL_INFO in parts else {}
+                batches.append((self._groups[self._group_of[e]].start, {**parts.get(INFO, {}), **final}))
+            return batches
         if not ids and not len(ended):  # the ordinary step
             return []
         sent = dict([own for e in ids for own in self._unpickled_infos(e).items()])
