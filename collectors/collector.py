@@ -426,32 +426,16 @@ class Collector(MadeByWorker):
         """The recorders that have columns in environment e, with these columns."""
         return [pair for pair in zip(self.recorders, self.columns.columns_of(e), strict=True) if pair[1]]
 
-    def restart(self, streams: ColumnStreams) -> None:
-        """Before the first batch: start again with other streams, because a saved run is continued."""
-        self.streams = streams
-        self._lose_games(range(len(streams.env_ranks)))
-        for recorder in self.recorders:
-            own = recorder.streams
-            recorder.streams = ColumnStreams(streams.seed, own.env_ranks, streams.generation, own.seats)
-            recorder.agent.seed_columns(recorder.streams.rngs(Purpose.ACTION))
-        self.start_envs()
-        self.start_agent()
-
     def restart_envs(self, envs: Sequence[int], streams: ColumnStreams) -> None:
         """Before the first batch: start again in these environments, with other seeds, and other streams and new states
         of the agents there."""
         self.streams, seeds = streams, streams.env_seeds(Purpose.TRAIN)
-        own = [[b for e in envs for b in self.columns.columns_of(e)[p]] for p in range(len(self.recorders))]
-        for recorder, columns in zip(self.recorders, own, strict=True):
+        for recorder in self.recorders:
             recorder.freeze_first_row()
-            for column in columns:
-                recorder.restart_column(column)
-        if self.games is not None:
-            for e in envs:
-                self.games.drop(e)
-            self._lose_games(envs)
-        self.columns.reset(envs, [Start(seeds[e], generation=streams.generation) for e in envs])
+        self.reset_now(envs, [Start(seeds[e], generation=streams.generation) for e in envs])
+        self._lose_games(envs)
         self._decorrelate(envs)
+        own = [[b for e in envs for b in self.columns.columns_of(e)[p]] for p in range(len(self.recorders))]
         for recorder, columns in zip(self.recorders, own, strict=True):
             recorder.keep_first_row(columns)
             recorder.streams = replace(recorder.streams, generation=streams.generation)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from penstock.columns.interface import Events, Start, no_legal_action, not_flags
 from penstock.columns.turn_columns import CLOSED, OPEN, RANDOM, TurnColumns, TurnSeats
 from penstock.envs.checks import check_row
 from penstock.envs.rows import ColumnError, arrays_like, write_row
-from penstock.envs.seeding import ColumnStreams
+from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import Phase
 
@@ -438,7 +439,13 @@ class TurnLoop(Collector):
 
     def restart_envs(self, envs: Sequence[int], streams: ColumnStreams) -> None:
         """All of them: games in turns are not saved."""
-        self.restart(streams)
+        self.streams = streams
+        self._lose_games(range(len(streams.env_ranks)))
+        for recorder in self.recorders:
+            recorder.streams = replace(recorder.streams, seed=streams.seed, generation=streams.generation)
+            recorder.agent.seed_columns(recorder.streams.rngs(Purpose.ACTION))
+        self.start_envs()
+        self.start_agent()
 
     def _make_random_steps(self, e: int, rng: np.random.Generator) -> None:
         columns = self.columns

@@ -22,7 +22,7 @@ from penstock.errors import ConfigError, SpaceError, brief
 from penstock.vector.exchange import Ids
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.claims import CpuClaims
-from penstock.workers.plan import POOL_CHECKS, Affinity, OnWorkerFailure, PoolOptions, StartMethod, WorkerPlan, split
+from penstock.workers.plan import POOL_CHECKS, Affinity, PoolOptions, StartMethod, WorkerPlan, split
 
 
 class ParallelEnvLike(Protocol):
@@ -184,24 +184,8 @@ def as_plans(
     )
 
 
-def as_options(
-    context: StartMethod | None,
-    step_timeout: float | None,
-    start_timeout: float,
-    close_timeout: float,
-    on_worker_failure: OnWorkerFailure,
-    max_restarts: int,
-    restart_window: float,
-) -> PoolOptions:
-    """The options of the worker pool."""
-    given = {
-        "step_timeout": step_timeout,
-        "start_timeout": start_timeout,
-        "close_timeout": close_timeout,
-        "on_worker_failure": on_worker_failure,
-        "max_restarts": max_restarts,
-        "restart_window": restart_window,
-    }
+def as_options(context: StartMethod | None, **given: Any) -> PoolOptions:
+    """The options of the worker pool. `given` has those of the samplers."""
     options = {name: POOL_CHECKS[name](name, value) for name, value in given.items()}
     if options.pop("on_worker_failure") == "raise":
         options["max_restarts"] = 0
