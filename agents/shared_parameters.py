@@ -54,6 +54,7 @@ class SharedParameters:
 
     #: Writer: called with a version before it is overwritten. It may wait until that version is not needed any more.
     before_overwrite: Callable[[int], None] | None = None
+    n_batches = 0  #: Writer: how many batches have begun since the newest version was published
 
     def __init__(self, parameters: Mapping[str, npt.NDArray[Any]], *, shared: bool) -> None:
         self.names = tuple(parameters)
@@ -102,7 +103,7 @@ class SharedParameters:
         fence()
         self._stamps[version % 2] = 2 * version
         fence()
-        self.version_word[0] = version
+        self.version_word[0], self.n_batches = version, 0
 
     def continue_at(self, version: int, parameters: Mapping[str, npt.NDArray[Any]]) -> None:
         """Writer: make `parameters` this version, or the next if this one is not newer. If it is not newer and nothing
@@ -146,23 +147,24 @@ class UnpublishedChanges:
     """
 
     def __init__(self, agent: Any, parameters: SharedParameters) -> None:
-        self._agent, self._parameters, self._version = agent, parameters, parameters.version
-        self._n = 0  # batches since this version was published
+        self._agent, self._parameters = agent, parameters
+        parameters.n_batches = 1
         self._next_look = 1  # after so many batches
         self._last: int | None = None  # after so many, they must be published
 
     def note_batch(self, most: int) -> bool:
         """A batch was collected. Returns whether it is the last of `most` in a row for which changed parameters were
         not published."""
-        if self._parameters.version != self._version:
-            self._version, self._n, self._last = self._parameters.version, 0, None
+        n = self._parameters.n_batches
+        self._parameters.n_batches += 1
+        if n == 0:
+            self._last = None
             return False
-        self._n += 1
-        if self._last is None and self._n >= self._next_look:
+        if self._last is None and n >= self._next_look:
             self._next_look *= 2
             if self._has_changes():
-                self._last = self._n + most - 1
-        return self._n == self._last and self._has_changes()
+                self._last = n + most - 1
+        return n == self._last and self._has_changes()
 
     def _has_changes(self) -> bool:
         published, _ = self._parameters.read()

@@ -722,6 +722,7 @@ class BatchColumns:
         self.observation_rows = [self.observation[t] for t in range(self.batch_T + 1)]
         self.action_rows = [self.action[t] for t in range(self.batch_T + 1)]
         self.reward_rows = [self.reward[t] for t in range(self.batch_T + 1)]
+        self._last_valid, self._last_done = self.valid[-1], self.done[-1]
 
     def begin_batch(self, first: FirstRow) -> None:
         """Write the first row of action and reward, and clear the fields that are written only where an episode
@@ -742,9 +743,9 @@ class BatchColumns:
         """All rows are written. Keep in `first` what the next batch begins with: the learner gets this memory next."""
         first.action[...], first.reward[...] = self.action_rows[-1], self.reward_rows[-1]
         # A column that is parked at the end starts an episode next: where `done` is True or `valid` is False.
-        np.less_equal(self.valid[-1], self.done[-1], out=first.episode_start)
+        np.less_equal(self._last_valid, self._last_done, first.episode_start)
         if self.final_obs is not None:
-            self._finals = np.nonzero(self.done)
+            self._finals = self.done.nonzero()
 
     def zero_rows(self) -> None:
         """Write zeros into all rows of observation, action, reward and agent_info."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -177,21 +178,21 @@ class Collector(MadeByWorker):
         self._recorder.act(t)
 
     def step_envs(self, t: int) -> None:
-        """Second part of step t: step the environments, record what has happened, begin episodes, write row t + 1."""
+        """Second part of step t: step the environments, and settle what has happened."""
         self.progress.begin_stepping(t)
-        events = self.columns.step(self._actions, t + 1)
-        if self._keeps_infos:
-            self.record_env_info(t)
-        if events is not None:
-            self.settle(t, events)
-        self.write_step(t)
+        self.settle(t, self.columns.step(self._actions, t + 1))
 
-    def settle(self, t: int, events: Events) -> None:
-        """Record what step t has done, then begin episodes."""
+    def settle(self, t: int, events: Events | None) -> None:
+        """What `columns.step` has returned for step t: record it, begin episodes, and write observations and rewards
+        into row t + 1. Afterwards `prev_reward` holds the rewards."""
         recorder = self._recorder
-        joined = self.begin_episodes(events, recorder.record(t, events))
-        if recorder.stateful:
-            recorder.join(joined)
+        if self._keeps_infos:
+            recorder.record_env_info(t)
+        if events is not None:
+            joined = self.begin_episodes(events, recorder.record(t, events))
+            if recorder.stateful:
+                recorder.join(joined)
+        recorder.write_step(t)
 
     def begin_episodes(self, events: Events, going: Sequence[int]) -> Sequence[Sequence[int]]:
         """The episodes of the environments `events.over` have ended, and are recorded. Begin the next ones with
@@ -201,20 +202,11 @@ class Collector(MadeByWorker):
         """
         raise NotImplementedError(f"{type(self).__name__} must say what follows an episode: subclass ResetCollector")
 
-    def record_env_info(self, t: int) -> None:
-        """Write the chosen entries of the infos of step t. Does nothing if `env_info` was not asked for."""
-        self._recorder.record_env_info(t)
-
-    def write_step(self, t: int) -> None:
-        """Last part of step t: write observations and rewards into row t + 1. Afterwards `prev_reward` holds the
-        rewards."""
-        self._recorder.write_step(t)
-
     def end_batch(self) -> None:
         """All rows are written: compute the missing values, and send the finished trajectories."""
-        recorder, T = self._recorder, self.batch_T
-        self.progress.end_batch(T, recorder.count_steps())
+        recorder, T, ended = self._recorder, self.batch_T, monotonic_ns()
         n_sent = recorder.end_batch(T)
+        self.progress.end_batch(T, recorder.n_steps, ended)
         if self._episodes is not None:  # last: until here the worker may fail, and its episodes are repeated
             self._episodes.end_batch([own.samples for own in self.recorders])
         self.progress.n_results = n_sent
@@ -383,12 +375,9 @@ class Collector(MadeByWorker):
         self._recorder.use_slot(slot)
 
     def pull(self, version: int = 0) -> int:
-        """The agents get the newest published parameters, or this version of them. Returns the version of the first."""
+        """Before a batch: the agents get the newest published parameters, or this version of them. The batch says
+        which. Returns the version of the first."""
         return self._recorder.pull(version)
-
-    def note_version(self, version: int) -> None:
-        """Record which version of the parameters has acted in this batch. With several policies, each has its own."""
-        self._recorder.note_version(version)
 
     # ---- resuming --------------------------------------------------------------------------
 

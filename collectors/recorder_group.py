@@ -28,7 +28,6 @@ class RecorderGroup:
         self._late, self._over = np.zeros((self._batch_T, n), np.float32), np.zeros((self._batch_T, n), np.bool_)
         self._n_parked = 0  # rows of games that wait for the end of the batch
         self._settled = 0, 0  # the row that was recorded last, and how many games waited then
-        self._versions: list[int] = []
 
     def use_slot(self, slot: int) -> None:
         for recorder in self._recorders:
@@ -76,7 +75,9 @@ class RecorderGroup:
         for recorder in self._recorders:
             recorder.write_step(t)
 
-    def count_steps(self) -> int:
+    @property
+    def n_steps(self) -> int:
+        """How many steps of games the batch has."""
         n: int = self._batch_T * len(self._columns.env_ranks)
         return n - self._n_parked
 
@@ -92,11 +93,6 @@ class RecorderGroup:
         return n_sent + self._games.end_rows(rewards, self._over[:n_rows], self._recorders[0].first_t)
 
     def pull(self, version: int = 0) -> int:
-        self._versions = [recorder.pull(version) for recorder in self._recorders]
-        return self._versions[0]
-
-    def note_version(self, version: int) -> None:
-        """With several policies, each has its own version: the one that it has pulled."""
-        versions = [version] if len(self._recorders) == 1 else self._versions
-        for recorder, own in zip(self._recorders, versions, strict=True):
-            recorder.note_version(own)
+        """Returns the version of the first policy."""
+        first, *_ = [recorder.pull(version) for recorder in self._recorders]
+        return first

@@ -119,7 +119,10 @@ class TurnRecorder(Recorder):
         samples.action[1, at], samples.agent_info[0, at] = self._open_action[at], self._open_info[at]
         seats.n, self._is_in_batch = [0] * len(seats), True
         seats.asked, seats.held = sorted(seats.asked + seats.held), []
-        self._enter_mode(itr)
+        if not self._evaluates:
+            self.agent.sample_mode(itr)
+        elif self.first_t == 0:  # once in an evaluation
+            self.agent.eval_mode(itr)
 
     def act(self, t: int) -> None:
         """Act for the seats that are asked. Their environments find the actions in `columns.actions`."""

@@ -200,7 +200,7 @@ class SingleColumns(ListedColumns, Columns):
         self._ends: list[End] = []
         self._own = PolicyEvents()
         self._events = Events([], (self._own,))
-        self._watch, self._is_special = 0, False
+        self._watch, self._writes_at_once, self._last_row = 0, False, -1
         self._set_waiting([])
 
     def _entry(self, e: int) -> tuple[Any, ...]:
@@ -244,42 +244,43 @@ class SingleColumns(ListedColumns, Columns):
     # ---- resets ----------------------------------------------------------------------------
 
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
-        words = self._words
-        phase = words[PHASE]
+        words, row, phase = self._words, self._row, self._words[PHASE]
+        is_plain = starts is None and self.episodes is None and self.renewals is None
         for i, e in enumerate(envs):
-            self._reset_one(e, _START if starts is None else starts[i])
+            start = _START if starts is None else starts[i]
+            if start is not _START and self._continue(e, start):
+                continue
+            words[PHASE], words[ENV_RANK] = _IS_RESETTING, self.env_ranks[e]
+            words[HEARTBEAT] = began = monotonic_ns()
+            result = self.envs[e].reset(seed=None) if is_plain else self._begin(e, start)
+            words[RESETTING] += monotonic_ns() - began
+            if result.__class__ is not tuple or len(result) != 2 or result[1].__class__ is not dict:
+                result = checked_reset(result, self.env_ranks[e])
+            observation, self.reset_infos[e] = result
+            if row is None or not put_cell(row[0], row[1], e, observation):
+                self._note(e, observation)
+            if self.on_info is not None and result[1]:
+                self.on_info(e, result[1])
         words[PHASE] = phase
         if self.waiting:
             self._set_waiting([e for e in self.waiting if e not in envs])
         return (envs,)
 
-    def _reset_one(self, e: int, start: Start) -> None:
-        words, env_rank = self._words, self.env_ranks[e]
-        if start is not _START and self._continue(e, start):
-            return
-        words[PHASE], words[ENV_RANK] = _IS_RESETTING, env_rank
-        words[HEARTBEAT] = began = monotonic_ns()
+    def _begin(self, e: int, start: Start) -> Any:
+        """Reset environment e as `start` says. Returns what its `reset` has returned."""
         if self.episodes is not None:
             start = self.episodes.begin(e, start)
-        seed, options = start.seed, start.options
-        if self._first_seeds:
-            seed = self._seed_after_renewal(e, seed)
+        seed = self._seed_after_renewal(e, start.seed) if self._first_seeds else start.seed
         while True:
             try:
-                env: Any = self.envs[e]
-                result: Any = env.reset(seed=seed) if options is None else reset_with(env, seed, options)
+                result = reset_with(self.envs[e], seed, start.options)
                 break
             except self.renewable as error:
                 self._renew(e, error, is_cut=False)
                 seed = self._seed_after_renewal(e, seed)
-        words[RESETTING] += monotonic_ns() - began
         if self.renewals is not None:
             self.renewals.note_reset(e)
-        observation, info = checked_reset(result, env_rank)
-        self._note(e, observation)
-        self.reset_infos[e] = info
-        if info and self.on_info is not None:
-            self.on_info(e, info)
+        return result
 
     def save(self, e: int) -> Any:
         return snapshot(self.current(e))
@@ -317,6 +318,7 @@ class SingleColumns(ListedColumns, Columns):
     def _set_waiting(self, envs: list[int]) -> None:
         self.waiting = self.idle = envs
         self._is_special = self.on_step is not None or self.checks.debug or bool(envs)
+        self._is_simple = self._writes_at_once and not (self._writes_in_place or envs)
         self._active = [entry for entry in self._bound if entry[0] not in envs] if envs else self._bound
 
     # ---- other environments ------------------------------------------------------------------
@@ -349,8 +351,11 @@ class SingleColumns(ListedColumns, Columns):
             if which is None and self.waiting:
                 each = [each[entry[0]] for entry in active]
             before = self._look(active, each)
-        if row is None:
-            outs, self._row, self.written_row = None, None, -1
+        outs = None
+        if row is None or (self._is_simple and row == self._last_row):
+            self._row, self.written_row = None, -1
+        elif self._is_simple:
+            self._row, self.written_row = (self.into, row), row
         else:
             outs = self._begin_row(row)
         arrays, t = self._row or (None, 0)

@@ -25,13 +25,12 @@ from penstock.samplers.allocation import Allocation
 from penstock.samplers.asynchronous import AsyncSampler
 from penstock.samplers.config import SamplerConfig, SamplerState
 from penstock.samplers.refusals import NEW_CHOOSER, NODE_RESTART, PLAN, RAY, SEEDED, refuse
-from penstock.samplers.results import Trajectories
-from penstock.samplers.run import Run
 from penstock.samplers.sampler import ParallelSampler, Sampler, SerialSampler
 from penstock.samplers.sampler_plan import EnvRange, make_plans
 from penstock.samplers.seating import PolicyOf
 from penstock.samplers.stats import SamplerStats
 from penstock.samplers.who_acts import Acting
+from penstock.workers.call_guard import GuardedCall
 from penstock.workers.launcher import unpicklable
 from penstock.workers.plan import Affinity, PoolOptions
 
@@ -106,6 +105,7 @@ class ShardsAct(Acting):
     """Shards on the nodes of a Ray cluster, each with a sampler. The arguments are those of `RaySampler`."""
 
     refused_as = RAY
+    has_records = False
 
     def __init__(
         self,
@@ -197,9 +197,6 @@ class ShardsAct(Acting):
             raise unpicklable(parts, error) from error
         needs = self._needs(self._workers_per_shard)
         return ShardPool(spec.plans, needs, pickled, config, layout.memory, self._options, resources)
-
-    def trajectories(self, run: Run, slot: int, opening: int | None) -> Trajectories:
-        return run.pool.take_messages()
 
 
 class RaySampler(Sampler):
@@ -321,13 +318,13 @@ class RaySampler(Sampler):
         return self._pieces(itr, max_in_flight, max_staleness)
 
     def _pieces(self, itr: int, max_in_flight: int, max_staleness: int | None) -> Iterator[Piece]:
-        with self._guard.call("stream", SamplerState.READY):
+        with GuardedCall(self._guard, "stream", SamplerState.READY):
             pool = self._shard_pool("stream")
             stream = Stream(pool, max_in_flight, max_staleness, itr)
             self._guard.state = SamplerState.STREAMING
         try:
             while True:
-                with self._guard.call("stream", SamplerState.STREAMING):
+                with GuardedCall(self._guard, "stream", SamplerState.STREAMING):
                     piece = self._next_piece(stream)
                 yield piece
         finally:
@@ -348,7 +345,9 @@ class RaySampler(Sampler):
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             samples = view.torch()
         run.check_published(len(run.plans))
-        run.note_batch(samples, traj_infos)
+        run.metrics.training.extend(traj_infos)
+        if run.seating.has_games:
+            run.count_agents(samples)
         return Piece(
             samples=samples,
             traj_infos=traj_infos,

@@ -43,11 +43,12 @@ def flat_step_of(env: gym.Env[Any, Any]) -> Callable[[Any], Any]:
         inner = order.env
         if inner is checker and inner.checked_step and inner.checked_data_reuse:
             inner = inner.env
-        observation, reward, terminated, truncated, info = inner.step(action)
-        limit._elapsed_steps += 1
-        if limit._elapsed_steps >= limit._max_episode_steps:
-            truncated = True
-        return observation, reward, terminated, truncated, info
+        result = inner.step(action)
+        if result.__class__ is not tuple or len(result) != 5:  # otherwise a new tuple would only take time
+            observation, reward, terminated, truncated, info = result
+            result = observation, reward, terminated, truncated, info
+        limit._elapsed_steps = n = limit._elapsed_steps + 1
+        return result if n < limit._max_episode_steps else (*result[:3], True, result[4])
 
     return step
 

@@ -25,6 +25,7 @@ from penstock.samplers.sampler_memory import Feed, MakesFeed
 from penstock.samplers.schedule import Schedule
 from penstock.samplers.stats import Lags, SamplerStats, ServerStats
 from penstock.samplers.who_acts import Acting, WorkersAct
+from penstock.workers.call_guard import GuardedCall
 from penstock.workers.control import RING, Command
 from penstock.workers.pool import WorkerPool
 
@@ -67,7 +68,6 @@ class Ahead(Schedule):
         self.open: deque[_OpenBatch] = deque()
         self.is_holding = False
         self.lags, self.n_skipped = Lags(), 0
-        self._pinned = 0, 0  # the last opening, and the version of the parameters that it names (0: none)
 
     def connect(self, run: Run, allocation: Allocation, resources: ExitStack) -> Allocation:
         several = len(run.agents) > 1
@@ -110,7 +110,7 @@ class Ahead(Schedule):
             batch = self.opened
             opening = run.pool.submit(Command(self.first_itr + batch, version=version, batch=batch))
             self.open.append(_OpenBatch(batch, opening))
-            self.opened, self._pinned = batch + 1, (opening, version)
+            self.opened = batch + 1
 
     def require_batch(self, run: Run, call: str) -> None:
         """Raise `SamplerStateError` if `call` waits for a batch, and none is being collected."""
@@ -142,13 +142,10 @@ class Ahead(Schedule):
             batch = self.open.popleft().number
             self.n_skipped += 1
         self.taken, self.first_itr = batch + 1, itr - batch
-        samples = run.batches.hand_out(batch, None if self.is_holding else batch + 1)
-        run.samples_np = run.batches.views_for_user[batch % run.batches.n_slots]
-        if not batch:
-            run.note_first_batch()
+        samples = run.hand_out(batch, valid_until=None if self.is_holding else batch + 1)
+        run.metrics.training.extend(infos)
         self._note_versions(run, batch)
         run.check_published()
-        run.note_batch(samples, infos)
         if not self.is_holding:
             self.release(run)
         elif run.guard.state is _RUNNING:
@@ -226,10 +223,10 @@ class Ahead(Schedule):
 
     def must_await(self, run: Run, version: int) -> bool:
         """Whether the next batch needs this version, and a worker or the server has not loaded it yet."""
-        opening, pinned = self._pinned
         control, n = run.memory.control, len(run.plans)
+        opening = control.opened[0]
         readers = [n] if run.acting.is_central else range(n)  # the server has the rank after the workers
-        return version == pinned != 0 and any(
+        return version == control.command(0, opening).version != 0 and any(
             control.arrived(rank) < opening and control.version(rank) != version for rank in readers
         )
 
@@ -247,7 +244,7 @@ def _await_readers(run: Run | None, version: int) -> None:
     schedule, how = run.schedule, "sync_shared_memory"
     assert isinstance(schedule, Ahead)
     if schedule.must_await(run, version):
-        with run.guard.call(how, _RUNNING):
+        with GuardedCall(run.guard, how, _RUNNING):
             _pool(run).wait(how, until=lambda: not schedule.must_await(run, version))
 
 
@@ -339,7 +336,7 @@ class AsyncSampler(Sampler):
 
     def start(self, itr: int = 0) -> None:
         """Make the workers sample, from now until `pause` or `shutdown`. `itr` is the `itr` of the first batch."""
-        with self._guard.call("start", SamplerState.READY):
+        with GuardedCall(self._guard, "start", SamplerState.READY):
             run, ahead = self._ahead
             ahead.begin(run, itr)
             self._guard.state = _RUNNING
@@ -355,7 +352,7 @@ class AsyncSampler(Sampler):
         time step, then env_rank. Raises a `SamplerBrokenError` if a worker fails, also if a complete batch waits.
         """
         self._refuse_with_replay("obtain_samples")
-        with self._guard.call("obtain_samples", _RUNNING, _PAUSED):
+        with GuardedCall(self._guard, "obtain_samples", _RUNNING, _PAUSED):
             run, ahead = self._ahead
             return ahead.wait_and_take(run, integer("itr", itr), newest=newest)
 
@@ -363,7 +360,7 @@ class AsyncSampler(Sampler):
         """The same as `obtain_samples`, but None if no batch is complete: also while the sampler is paused, when there
         will be none until `resume`. It does not wait. The batch gets the `itr` after that of the batch before."""
         self._refuse_with_replay("poll_samples")
-        with self._guard.call("poll_samples", _RUNNING, _PAUSED):
+        with GuardedCall(self._guard, "poll_samples", _RUNNING, _PAUSED):
             run, ahead = self._ahead
             itr = ahead.first_itr + ahead.taken
             _pool(run).wait_for(0, f"itr={itr}")
@@ -379,7 +376,7 @@ class AsyncSampler(Sampler):
         At its end, all except the last one are given back.
         """
         self._refuse_with_replay("hold")
-        with self._guard.call("hold", _RUNNING, _PAUSED):
+        with GuardedCall(self._guard, "hold", _RUNNING, _PAUSED):
             run, ahead = self._ahead
             if ahead.is_holding:
                 raise SamplerStateError("hold was called inside hold: use one context for all batches")
@@ -390,7 +387,7 @@ class AsyncSampler(Sampler):
         finally:
             ahead.is_holding = False
             if self.state in (_RUNNING, _PAUSED):
-                with self._guard.call("hold", _RUNNING, _PAUSED):
+                with GuardedCall(self._guard, "hold", _RUNNING, _PAUSED):
                     ahead.release(run)
                     run.batches.set_valid_until(ahead.taken)
 
@@ -399,14 +396,14 @@ class AsyncSampler(Sampler):
 
         `obtain_samples` and `poll_samples` still return the batches that are complete. `resume` continues.
         """
-        with self._guard.call("pause", _RUNNING):
+        with GuardedCall(self._guard, "pause", _RUNNING):
             run, ahead = self._ahead
             ahead.pause(run, "pause")
             self._guard.state = _PAUSED
 
     def resume(self) -> None:
         """Continue to sample after `pause`."""
-        with self._guard.call("resume", _PAUSED):
+        with GuardedCall(self._guard, "resume", _PAUSED):
             run, ahead = self._ahead
             ahead.give_credit(run)
             self._guard.state = _RUNNING
@@ -452,7 +449,7 @@ class AsyncSampler(Sampler):
         """
         if self._feed is None:
             raise SamplerStateError("take_traj_infos needs a replay: obtain_samples returns the trajectories")
-        with self._guard.call("take_traj_infos", _RUNNING, _PAUSED):
+        with GuardedCall(self._guard, "take_traj_infos", _RUNNING, _PAUSED):
             run, ahead = self._ahead
             _pool(run).wait_for(0, "take_traj_infos")
             ahead.pass_on(run, self._feed)
@@ -480,6 +477,6 @@ class AsyncSampler(Sampler):
     def await_replay(self, n: int) -> None:
         """`n` positions of the replay will be drawn: wait until the ratio allows it."""
         assert self._feed is not None
-        with self._guard.call("replay.sample", _RUNNING, _PAUSED):
+        with GuardedCall(self._guard, "replay.sample", _RUNNING, _PAUSED):
             run, ahead = self._ahead
             ahead.await_replay(run, self._feed, n)

@@ -37,7 +37,8 @@ class Batches:
 
     def hand_out(self, batch: int, valid_until: int | None) -> Any:
         """The tensors of this batch, as a new object. `valid_until`: see `Samples`."""
-        parts, statuses = list[Samples](), list[BatchStatus]()
+        parts: list[Samples] = []
+        statuses: list[BatchStatus] = []
         for tensors, known in self._parts[batch % self.n_slots]:
             # With `debug`, these objects will be made unusable, so each batch needs its own.
             own = Samples(env=copy.copy(tensors.env), agent=copy.copy(tensors.agent)) if self._debug else tensors

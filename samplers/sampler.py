@@ -31,7 +31,7 @@ from penstock.samplers.schedule import OnDemand, Schedule
 from penstock.samplers.stats import SamplerStats, describe
 from penstock.samplers.who_acts import Acting, CallerSteps, WorkersAct, pool_options
 from penstock.workers import sigint
-from penstock.workers.call_guard import CallGuard
+from penstock.workers.call_guard import CallGuard, GuardedCall
 from penstock.workers.launcher import naming_descriptor_limit
 from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity
@@ -140,7 +140,7 @@ class Sampler(ABC):
         from penstock.samplers.allocation import InitArguments, allocate, checked_traj_info_kwargs
         from penstock.samplers.seating import SHARED
 
-        with self._guard.call("initialize", SamplerState.CREATED):
+        with GuardedCall(self._guard, "initialize", SamplerState.CREATED):
             given = (first_env_rank, first_eval_env_rank), (n_envs, n_eval_envs)
             env_range = EnvRange.of(self.config.own_envs, rank, world_size, given, self.generation)
             self.seed = seed = fresh_seed() if seed is None else integer("seed", seed, 0, None)
@@ -231,7 +231,7 @@ class Sampler(ABC):
         Raises `ConfigError` for a sampler with another one, or with `on_worker_failure="restart"`: a new worker would
         begin with the first function.
         """
-        with self._guard.call("set_policy_of", *_IDLE):
+        with GuardedCall(self._guard, "set_policy_of", *_IDLE):
             run = self._require_run("set_policy_of")
             refuse({NEW_CHOOSER: True, RESTART: self.config.on_worker_failure == "restart"})
             if run.seating.chooser is None:
@@ -249,7 +249,7 @@ class Sampler(ABC):
 
         Raises `ConfigError` for a sampler without `seed_episodes=True` or a first `episode_plan`.
         """
-        with self._guard.call("set_episode_plan", *_IDLE):
+        with GuardedCall(self._guard, "set_episode_plan", *_IDLE):
             run = self._require_run("set_episode_plan")
             if run.episodes is None:
                 raise ConfigError("set_episode_plan needs a first episode_plan, or seed_episodes=True")
@@ -271,7 +271,7 @@ class Sampler(ABC):
 
         Raises a `SamplerBrokenError` if a worker fails; the sampler cannot be used again.
         """
-        with self._guard.call("obtain_samples", SamplerState.READY):
+        with GuardedCall(self._guard, "obtain_samples", SamplerState.READY):
             run = self._run
             assert run is not None
             run.schedule.begin(run, itr)
@@ -281,13 +281,13 @@ class Sampler(ABC):
 
     def start_samples(self, itr: int) -> None:
         """Begin a batch and return; `wait_samples` returns it. From now on the workers overwrite the samples."""
-        with self._guard.call("start_samples", SamplerState.READY):
+        with GuardedCall(self._guard, "start_samples", SamplerState.READY):
             self.run.schedule.begin(self.run, itr)
             self._guard.state = SamplerState.SAMPLING
 
     def wait_samples(self) -> tuple[Samples, list[TrajInfo]]:
         """Wait for the batch that `start_samples` began; returns as `obtain_samples` does."""
-        with self._guard.call("wait_samples", SamplerState.SAMPLING):
+        with GuardedCall(self._guard, "wait_samples", SamplerState.SAMPLING):
             batch = self.run.schedule.finish(self.run)
             self._guard.state = SamplerState.READY
             return batch
@@ -304,7 +304,7 @@ class Sampler(ABC):
         `eval_mode` how it acts. `CategoricalPgAgent` and `GaussianPgAgent` draw random actions here too, unless they
         were made with `greedy_eval=True`.
         """
-        with self._guard.call("evaluate_agent", *_IDLE):
+        with GuardedCall(self._guard, "evaluate_agent", *_IDLE):
             run = self._require_run("evaluate_agent")
             if not self.config.eval_n_envs:
                 raise ConfigError("there are no evaluation environments: construct the sampler with eval_n_envs=...")
@@ -363,7 +363,7 @@ class Sampler(ABC):
 
     def _perform(self, call: EnvCall) -> list[ObjectMessage]:
         """What the workers send for `call`."""
-        with self._guard.call(call.verb, *_IDLE):
+        with GuardedCall(self._guard, call.verb, *_IDLE):
             run, during = self._require_run(call.verb), f"{call.verb} {call.name!r} on the environments"
             run.schedule.pause(run, during)
             return answers_to(run.pool, call, during)
@@ -378,7 +378,7 @@ class Sampler(ABC):
         """
         from penstock.samplers.recorded_episodes import episode_of
 
-        with self._guard.call("episode", *_IDLE):
+        with GuardedCall(self._guard, "episode", *_IDLE):
             return episode_of(self._require_run("episode"), env_rank, t)
 
     # ---- save and continue a run --------------------------------------------------------
@@ -397,7 +397,7 @@ class Sampler(ABC):
         from penstock.samplers.resuming import save_run
 
         one_of("env_state", env_state, ("auto", "require", "never"))
-        with self._guard.call("state_dict", *_IDLE):
+        with GuardedCall(self._guard, "state_dict", *_IDLE):
             return save_run(self._require_run("state_dict"), env_state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> ResumeReport:
@@ -415,7 +415,7 @@ class Sampler(ABC):
         """
         from penstock.samplers.resuming import continue_run
 
-        with self._guard.call("load_state_dict", *_IDLE):
+        with GuardedCall(self._guard, "load_state_dict", *_IDLE):
             return continue_run(self._require_run("load_state_dict"), state, type(self).__name__)
 
     # ---- inspection ------------------------------------------------------------------------

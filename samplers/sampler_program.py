@@ -287,30 +287,27 @@ class SamplerProgram:
 
     def run(self, command: Command) -> None:
         """Run one command: collect a batch, evaluate, or make a call on the environments."""
-        try:
-            self._run(command)
-        except Exception as error:
-            self._note_masks(error, self._eval_collector if command.do_eval else self._collector)
-            raise
-
-    def _run(self, command: Command) -> None:
         evaluator, records = self._eval_collector, self._memory.records
-        if command.is_batch:
-            slot = command.batch % self._n_slots
-            records.begin(self._plan.first_record(self.config.batch_T, slot))
-            if self._memory.appender is None:
-                self._collect(command, slot)
-            # The worker that this one replaces may have died when the batch was in the replay.
-            elif not self._appender.has_batch(command.batch, self.config.batch_T):
-                self._collect(command, slot)
-                self._append(slot)
-            return
-        records.begin()
-        if not command.do_eval:
-            self._answer(pickle.loads(self._memory.mailbox.read()))
-        elif evaluator is not None:
-            evaluator.pull()
-            evaluator.collect_evaluation(command.itr)
+        try:
+            if command.is_batch:
+                slot = command.batch % self._n_slots
+                records.begin(self._plan.first_record(self.config.batch_T, slot))
+                if self._memory.appender is None:
+                    self._collect(command, slot)
+                # The worker that this one replaces may have died when the batch was in the replay.
+                elif not self._appender.has_batch(command.batch, self.config.batch_T):
+                    self._collect(command, slot)
+                    self._append(slot)
+                return
+            records.begin()
+            if not command.do_eval:
+                self._answer(pickle.loads(self._memory.mailbox.read()))
+            elif evaluator is not None:
+                evaluator.pull()
+                evaluator.collect_evaluation(command.itr)
+        except Exception as error:
+            self._note_masks(error, evaluator if command.do_eval else self._collector)
+            raise
 
     def _note_masks(self, error: Exception, collector: Collector | None) -> None:
         """If an environment has raised `error` in a step, the action may have been illegal: note on the error which
@@ -347,8 +344,8 @@ class SamplerProgram:
         if command.version and gate is not None:
             gate.wake_main()  # `sync_shared_memory` may wait for this
         collector.collect_batch(command.itr)
-        # With central inference, the server has noted the version before its first reply.
-        collector.note_version(version if self._memory.steps is None else control.began_with(self._plan.worker_rank))
+        if self._memory.steps is not None:  # the inference server has noted the version before its first reply
+            collector.samples.policy_version[...] = control.began_with(self._plan.worker_rank)
 
     def _answer(self, message: EnvCall | StateMessage) -> None:
         if isinstance(message, EnvCall):

@@ -53,8 +53,7 @@ class OnDemand(Schedule):
         run.submit(itr)
 
     def finish(self, run: Run) -> tuple[Samples, list[TrajInfo]]:
-        run.wait()
-        return run.hand_out()
+        return run.wait()
 
     def pause(self, run: Run, call: str) -> Any:
         """No batch runs then."""

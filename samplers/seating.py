@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from keyword import iskeyword
@@ -95,7 +95,12 @@ class Seating:
         }
 
     def name_infos(
-        self, infos: Iterable[TrajInfo], ends: Iterable[tuple[int, int]], games: Counter[int], *, evaluation: bool
+        self,
+        infos: Iterable[TrajInfo],
+        ends: Iterable[tuple[int, int]],
+        games: defaultdict[int, int],
+        *,
+        evaluation: bool,
     ) -> None:
         """Write into each info whose trajectory it is. `ends`: the last time step and the `key` of each. `games` counts
         the games of each environment that are over, or its finished trajectories, if it has one agent. Games that were

@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, ClassVar
 
-from penstock.collectors import TrajInfo
 from penstock.samplers.config import SamplerConfig
-from penstock.samplers.results import Trajectories
-from penstock.samplers.run import Run
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, make_plans
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.claims import CpuClaims
@@ -41,6 +38,9 @@ class Acting(ABC):
 
     #: Whether workers are processes, so that memory must be shared.
     has_processes: ClassVar[bool] = True
+
+    #: Whether workers write records of `TrajInfo` itself into shared memory. Otherwise the pool takes all trajectories.
+    has_records: ClassVar[bool] = True
 
     #: The name in `refusals` of what cannot repeat episodes, and save and continue runs; empty if it can.
     refused_as: ClassVar[str] = ""
@@ -86,17 +86,6 @@ class Acting(ABC):
         Worker i has the plan `allocation.layout.plans[i]`, runs `allocation.program`, and gets
         `allocation.worker_data[i]`.
         """
-
-    def trajectories(self, run: Run, slot: int, opening: int | None) -> Trajectories:
-        """What the workers have sent for the last command, or for that of this `opening` of the gates."""
-        counts = run.memory.control.n_results_by_rank(len(run.plans), opening)
-        for rank, n in enumerate(counts):
-            run.n_trajectories[rank] += n
-        if not any(counts):
-            return []
-        if run.config.traj_info_cls is TrajInfo:
-            return run.memory.records.take(counts, run.first_records[max(slot, 0)])
-        return run.pool.take_messages(opening)
 
 
 class WorkersAct(Acting):

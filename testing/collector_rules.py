@@ -171,7 +171,7 @@ def actions_are_what_the_environment_took(trace: Trace) -> None:
 
 def rewards_are_what_the_environment_returned(trace: Trace) -> None:
     """reward[t] is what the environment returned for action[t]."""
-    remedy = "call self.write_step(t) at the end of step t, and do not change self.samples.reward[t + 1]"
+    remedy = "call self.settle(t, events) at the end of step t, and do not change self.samples.reward[t + 1]"
     _require(trace, ["reward"], "the environment returned", remedy)
 
 
@@ -232,8 +232,8 @@ def _require_inputs(trace: Trace, names: Sequence[str], source: str, remedy: str
 def the_agent_gets_its_previous_values(trace: Trace) -> None:
     """Within an episode, agent.step gets the action and the reward of the step before; at its first step, zeros."""
     remedy = (
-        "self.act(t) and self.write_step(t) set self.prev_action and self.prev_reward, and self.settle zeroes them at "
-        "an episode's end: keep that"
+        "self.act(t) and self.settle(t, events) set self.prev_action and self.prev_reward, to zero at an episode's "
+        "end: keep that"
     )
     _require_inputs(trace, ["prev_action", "prev_reward"], "it should be", remedy)
 

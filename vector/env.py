@@ -46,6 +46,7 @@ from penstock.vector.vector_arguments import (
 )
 from penstock.vector.vector_infos import Infos
 from penstock.vector.vector_pool import State, VectorGuard, VectorPool
+from penstock.workers.call_guard import GuardedCall
 from penstock.workers.claims import CpuClaims
 from penstock.workers.failures import Restart
 from penstock.workers.launcher import naming_descriptor_limit
@@ -180,7 +181,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             is_batched=self._is_batched,
         )
         self._ended = np.zeros(self._n_envs, np.bool_)
-        with self._guard.call("ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:
+        with GuardedCall(self._guard, "ShmVectorEnv", State.NEW), naming_descriptor_limit(), ExitStack() as resources:
             claims = CpuClaims()
             resources.callback(claims.close)
             plans = as_plans(self._n_envs, in_series, n_workers, affinity, claims, unit)
@@ -251,7 +252,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         return observations, self._exchange.listed(infos)
 
     def _reset_unbatched(self, seed: Seeds, options: Options | list[Options]) -> tuple[Any, Infos]:
-        with self._guard.call("reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
+        with GuardedCall(self._guard, "reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
             prepared = self._prepared_reset(seed, options)
             if self._guard.state is State.RESETTING:
                 self._workers.wait_steps()
@@ -261,7 +262,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     def reset_async(self, seed: Seeds = None, options: Options | list[Options] = None) -> None:
         """Start a reset as `reset` does, and return; `reset_wait` returns its results. This first waits for running
         steps."""
-        with self._guard.call("reset_async", State.NEW, State.READY, State.SENT):
+        with GuardedCall(self._guard, "reset_async", State.NEW, State.READY, State.SENT):
             self._workers.begin_reset(*self._prepared_reset(seed, options))
             self._state_before_reset, self._guard.state = self._guard.state, State.RESETTING
 
@@ -270,7 +271,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises `WaitTimeoutError` after `timeout` seconds. The reset continues; `reset_wait` may be called again.
         """
-        with self._guard.call("reset_wait", State.RESETTING):
+        with GuardedCall(self._guard, "reset_wait", State.RESETTING):
             self._wait(timeout, "reset_wait")
             self._guard.state = self._state_before_reset
             observations, infos = self._take_reset()
@@ -304,7 +305,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
         Returns observations `[n, ...]`, rewards, terminations and truncations `[n]`, and batched infos.
         """
-        with self._guard.call("step", State.READY):
+        with GuardedCall(self._guard, "step", State.READY):
             self._begin_step(actions)
             self._workers.wait_steps()
             *results, infos = self._take_step()
@@ -312,7 +313,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step_async(self, actions: Any) -> None:
         """Start a step of all environments and return; `step_wait` returns its results."""
-        with self._guard.call("step_async", State.READY):
+        with GuardedCall(self._guard, "step_async", State.READY):
             self._begin_step(actions)
 
     def step_wait(self, timeout: float | None = None) -> Step[_Batched]:
@@ -320,7 +321,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises `WaitTimeoutError` after `timeout` seconds. The step continues; `step_wait` may be called again.
         """
-        with self._guard.call("step_wait", State.STEPPING):
+        with GuardedCall(self._guard, "step_wait", State.STEPPING):
             self._wait(timeout, "step_wait")
             *results, infos = self._take_step()
         return (*results, self._exchange.batched(infos))
@@ -349,7 +350,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     def step_wait_listed(self, timeout: float | None = None) -> Step[Infos]:
         """As `step_wait`, with the infos unbatched: pairs (index, info) of the environments that had any, with
         `final_obs` and `final_info` where an episode ended and the environment was reset at once."""
-        with self._guard.call("step_wait", State.STEPPING):
+        with GuardedCall(self._guard, "step_wait", State.STEPPING):
             self._wait(timeout, "step_wait")
             *results, infos = self._take_step()
             return (*results, self._exchange.listed(infos))
@@ -403,7 +404,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises `SamplerStateError` if one is still stepping, or if its last result has not been received.
         """
-        with self._guard.call("send", State.READY, State.SENT):
+        with GuardedCall(self._guard, "send", State.READY, State.SENT):
             which = self._exchange.all if env_ids is None else env_ids_within(env_ids, self._n_envs)
             self._workers.finish_interrupted()
             if len(busy := self._exchange.outstanding_of(which)):
@@ -445,7 +446,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         self, min_ready: int | None, max_wait: float | None = None, timeout: float | None = None
     ) -> tuple[Ids, Ids, Any, Infos]:
         """The environments, their rows, their results, and the infos that they have sent."""
-        with self._guard.call("recv", State.SENT):
+        with GuardedCall(self._guard, "recv", State.SENT):
             exchange = self._exchange
             self._workers.finish_interrupted()  # it may take some of the results
             n = len(exchange.outstanding)
@@ -547,7 +548,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     # ---- the workers -----------------------------------------------------------------------
 
     def _call(self, call: EnvCall) -> tuple[Any, ...]:
-        with self._guard.call(call.verb_in_errors, State.NEW, State.READY, State.SENT):
+        with GuardedCall(self._guard, call.verb_in_errors, State.NEW, State.READY, State.SENT):
             return self._workers.call(call)
 
     def _observations(self) -> Any:

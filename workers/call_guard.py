@@ -47,14 +47,6 @@ class CallGuard(Generic[_State]):
         """From now on, the calls must come from this process."""
         self._pid = os.getpid()
 
-    def call(self, name: str, *allowed: _State) -> _Call:
-        """The context in which the call `name` runs. It is allowed in the states `allowed`. Ctrl-C is deferred.
-
-        Raises `SamplerStateError` naming the call that is expected. After a `SamplerBrokenError` every call raises that
-        error. Whatever a call raises after `close` has interrupted it, the user gets a `SamplerClosedError`.
-        """
-        return _Call(self, name, allowed)
-
     def _note_error(self, name: str, error: BaseException) -> None:
         """The call `name` has raised `error`."""
         pool = self._pool
@@ -157,10 +149,16 @@ class CallGuard(Generic[_State]):
 _defer, _undefer = sigint.deferred.__enter__, sigint.deferred.__exit__
 
 
-class _Call(sigint.deferred):
-    """It makes few calls: after other work, with cold caches, each is slow."""
+class GuardedCall(sigint.deferred):
+    """The context in which the call `name` of a user runs. It is allowed in the states `allowed`. Ctrl-C is deferred.
 
-    def __init__(self, guard: CallGuard[Any], name: str, allowed: tuple[Any, ...]) -> None:
+    Raises `SamplerStateError` naming the call that is expected. After a `SamplerBrokenError` every call raises that
+    error. Whatever a call raises after `close` has interrupted it, the user gets a `SamplerClosedError`.
+
+    It makes few calls: after other work, with cold caches, each is slow.
+    """
+
+    def __init__(self, guard: CallGuard[Any], name: str, *allowed: enum.Enum) -> None:
         self._guard, self._name, self._allowed = guard, name, allowed
 
     def __enter__(self) -> None:

@@ -183,10 +183,11 @@ class Progress:
         """Note that no batch runs: errors then say "between two batches"."""
         self.words[T] = BETWEEN_BATCHES
 
-    def end_batch(self, batch_T: int, n_steps: int) -> None:
-        """A training batch of `batch_T` rows and `n_steps` environment steps is complete: add to the totals."""
+    def end_batch(self, batch_T: int, n_steps: int, ended_ns: int) -> None:
+        """A training batch of `batch_T` rows and `n_steps` environment steps is complete: add to the totals. Its last
+        row ended at `ended_ns`."""
         stamps = self._stamps
-        stamps[2 * batch_T] = time.monotonic_ns()
+        stamps[2 * batch_T] = ended_ns
         began_acting, began_stepping = sum(stamps[: 2 * batch_T : 2]), sum(stamps[1 : 2 * batch_T : 2])
         stepping = began_acting - stamps[0] + stamps[2 * batch_T] - began_stepping
         self.add_batch(began_stepping - began_acting, stepping, n_steps)
@@ -216,7 +217,8 @@ class Progress:
 
     @arrived.setter
     def arrived(self, value: int) -> None:
-        self._count_resets(self._part)
+        if self.words[RESETTING] != self._resetting:
+            self._count_resets(self._part)
         self._part = BETWEEN
         fence()
         self.words[ARRIVED] = value
@@ -229,7 +231,8 @@ class Progress:
     def begin(self) -> None:
         """A command begins: results are counted from here."""
         words = self.words
-        self._count_resets(self._part)
+        if words[RESETTING] != self._resetting:
+            self._count_resets(self._part)
         self._part = APART
         number = words[ARRIVED] + 1
         self._n_results[number % RING] = 0

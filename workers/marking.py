@@ -44,13 +44,14 @@ class _Marking:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._threads: list[int] = []  # those inside, more than once if contexts are nested
-        self._name, self._pipe = "", -1
+        self._name, self._pipe, self._key = "", -1, b""
 
     def variable(self) -> str:
         """The name of the variable. This starts the shell."""
         if self._pipe < 0:
             # A new name for each process: a program that uses penstock itself has several of these variables.
             self._name = f"{MARK_PREFIX}{os.getpid()}_{os.urandom(8).hex()}"
+            self._key = self._name.encode()
             reader, self._pipe = os.pipe()
             try:
                 with suppress(OSError, subprocess.TimeoutExpired):  # without a shell, nothing is killed
@@ -71,16 +72,17 @@ class _Marking:
 
     def __enter__(self) -> None:
         with self._lock:
-            name = self.variable() if self._pipe < 0 else self._name
+            if self._pipe < 0:
+                self.variable()
             self._threads.append(threading.get_ident())
-            os.environ[name] = "1"
+            os.environb[self._key] = b"1"  # bytes need no encoding, which takes longer than the rest
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._threads.remove(threading.get_ident())
             if not self._threads:
                 # Not deleted: this would move other variables, while C code of another thread may read them.
-                os.environ[self._name] = ""
+                os.environb[self._key] = b""
 
     def _abandon(self) -> None:
         """In a fork of the main process: the shell must see that the main process ends."""

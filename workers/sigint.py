@@ -53,8 +53,9 @@ class deferred:
         if self._replaces:
             self._replaces = False
             _set_signal(_SIGINT, _state.handler)
-        _state.depth = self._depth
-        if not self._depth:
+        state = _state
+        state.depth = self._depth
+        if state.pending_since is not None and not self._depth:
             _handle_pending()
 
 
@@ -64,7 +65,8 @@ class allowed:
 
     def __enter__(self) -> None:
         self._depth, _state.depth = _state.depth, 0
-        _handle_pending()
+        if _state.pending_since is not None:
+            _handle_pending()
 
     def __exit__(self, kind: object = None, error: BaseException | None = None, *_: object) -> None:
         _state.depth = self._depth
@@ -86,11 +88,10 @@ def _on_sigint(number: int, frame: object) -> None:
 
 
 def _handle_pending(frame: object = None) -> None:
-    if _state.pending_since is not None:
-        _state.pending_since = None
-        try:
-            _state.handler(_SIGINT, frame)
-        except BaseException as error:
-            if not _state.depth:  # also if `allowed` does not see it: before its first line, or in its last
-                vars(error)["_was_allowed"], _state.depth = True, 1
-            raise
+    _state.pending_since = None
+    try:
+        _state.handler(_SIGINT, frame)
+    except BaseException as error:
+        if not _state.depth:  # also if `allowed` does not see it: before its first line, or in its last
+            vars(error)["_was_allowed"], _state.depth = True, 1
+        raise

@@ -251,7 +251,7 @@ class Sticky(ResetCollector):
             recorder.samples.action[t + 1] = recorder.prev_action
 
     def settle(self, t: int, events: Any) -> None:
-        self.n_over += len(events.over)
+        self.n_over += 0 if events is None else len(events.over)
         super().settle(t, events)
 
     def step_envs(self, t: int) -> None:

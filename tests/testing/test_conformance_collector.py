@@ -109,10 +109,7 @@ class OwnLoop(ResetCollector):
     def step_envs(self, t: int) -> None:
         self.progress.begin_stepping(t)
         events = self.columns.step([recorder.prev_action for recorder in self.recorders], t + 1)
-        self.record_env_info(t)
-        if events is not None:
-            self.settle(t, events)
-        self.write_step(t)
+        self.settle(t, events)
 
 
 @pytest.mark.parametrize("cls", [Alternates, OwnLoop])
@@ -187,9 +184,11 @@ class ShiftsRewards(ResetCollector):
 
 
 class RecordsNoEnds(ResetCollector):
-    def settle(self, t: int, events: Events) -> None:
-        for recorder, joined in zip(self.recorders, self.begin_episodes(events, ()), strict=True):
-            recorder.begin(joined)
+    def settle(self, t: int, events: Events | None) -> None:
+        if events is not None:
+            for recorder, joined in zip(self.recorders, self.begin_episodes(events, ()), strict=True):
+                recorder.begin(joined)
+        super().settle(t, None)
 
 
 class BeginsNothing(ResetCollector):

@@ -116,7 +116,7 @@ def test_rows_do_not_touch_one_another(block: ControlBlock, clock: Clock) -> Non
         clock.now += 1
         progress.begin_acting(t)
         progress.begin_stepping(t)
-    progress.end_batch(T, 2)
+    progress.end_batch(T, 2, clock.monotonic_ns())
     after = block.snapshot(0), block.snapshot(2), block.timeline(0), block.timeline(2)
     np.testing.assert_equal(after, before)
 
@@ -139,7 +139,7 @@ def test_acting_and_stepping_times_are_totals_of_all_batches(
                 clock.now += acting
                 progress.begin_stepping(t)
                 clock.now += stepping
-            progress.end_batch(len(batch), len(batch) * n_columns)
+            progress.end_batch(len(batch), len(batch) * n_columns, clock.monotonic_ns())
             clock.now += 50  # between batches: counted nowhere
     snapshot, rows = block.snapshot(0), [row for batch in batches for row in batch]
     assert snapshot.acting == pytest.approx(sum(acting for acting, _ in rows))
@@ -156,7 +156,7 @@ def test_the_timeline_holds_the_beginnings_and_the_end_of_the_last_batch(block: 
             begin(t)
             expected.append(clock.now)
     clock.now += 1
-    progress.end_batch(T, 1)
+    progress.end_batch(T, 1, clock.monotonic_ns())
     assert block.timeline(2).tolist() == [*expected, clock.now]
 
 
@@ -183,7 +183,7 @@ def test_resets_are_counted_where_they_happen(block: ControlBlock, clock: Clock)
         progress.begin_stepping(0)
         reset(seconds)
         clock.now += 128
-        progress.end_batch(1, 1)
+        progress.end_batch(1, 1, clock.monotonic_ns())
         progress.add_waiting(seconds)
         progress.arrived += 1
         reset(8 * seconds)
