@@ -118,7 +118,8 @@ class VectorProgram:
         rows = self._rows = all_rows[cells.start : cells.stop]
         self._env_of = [e - envs.start for e, _, _ in table.seats(0, envs)]
         firsts = [table.cells(0, range(e)).stop - cells.start for e in (*envs, envs.stop)]
-        self._spans = [slice(*span) for span in pairwise(firsts)]
+        self._ranges = [range(*pair) for pair in pairwise(firsts)]  # the rows of each environment
+        self._spans = [slice(own.start, own.stop) for own in self._ranges]  # the same, as arrays take them
         self._action = (rows.action,)
         self._reward, self._terminated, self._truncated = rows.reward[np.newaxis], rows.terminated, rows.truncated
         if self.seats is not None:
@@ -211,20 +212,20 @@ class VectorProgram:
     def _step(self, which: int | None) -> None:
         """Step all environments, or only `which`, and reply."""
         rows, self._which = _EVERYONE if which is None else self._spans[which], which
-        own, columns, events = self._own, self._columns, None
+        columns, events = self._columns, None
         self._terminated[rows] = self._truncated[rows] = False
         if self.seats is not None:
             self._valid[rows], self._late[rows] = self._alive[rows], 0.0
-        if own.idle:
-            own.blank_idle(None)
+            self._own.blank_idle(None)
         # All rows of a batched environment wait, or none.
-        waiting = columns.waiting or (range(len(self._spans)) if self._unseeded else ())
-        if not waiting or (which not in waiting and len(waiting) < len(self._spans)):
-            events = columns.step(self._action, self._row, which)
-        if events is not None:
+        waiting, n = columns.waiting or (range(len(self._spans)) if self._unseeded else ()), len(self._spans)
+        row = None if waiting else self._row  # the columns would fill each row of those that wait
+        if which is not None:
+            waiting, n = [which] if which in waiting else (), 1
+        if len(waiting) < n and (events := columns.step(self._action, row, which)) is not None:
             self._settle(events)
         if waiting:
-            self._go_on([e for e in waiting if which in (None, e)])
+            self._go_on(waiting)
         self._write(which)
         if events is not None and self._parks:
             columns.park(events.over)
@@ -254,6 +255,8 @@ class VectorProgram:
         """These environments wait, so this is no step of theirs. Either their episodes ended in the step before, or a
         worker before this one has left them: then they are cut first."""
         mode, lost = self.autoreset_mode, envs
+        for row in [row for e in envs for row in self._ranges[e]]:
+            self._own.rewards[row] = 0.0
         if mode is AutoresetMode.NEXT_STEP:
             lost = [e for e in envs if e in self._lost]
         if lost:
@@ -283,7 +286,7 @@ class VectorProgram:
     def _cut(self, envs: Sequence[int]) -> None:
         """These episodes end where the worker before this one has left them. Who was idle in a game is not known, so
         all of its seats are cut off."""
-        own, rows = self._own, [row for row, e in enumerate(self._env_of) if e in envs]
+        own, rows = self._own, [row for e in envs for row in self._ranges[e]]
         self._lost.difference_update(envs)
         self._truncated[rows] = True
         if self.seats is not None:
@@ -312,7 +315,7 @@ class VectorProgram:
             if not (put_row(self._observation, 0, own.observations) and put_row(self._reward, 0, own.rewards)):
                 own.write_step(self._observation, self._reward, 0)
         else:
-            for row in range(self._spans[which].start, self._spans[which].stop):
+            for row in self._ranges[which]:
                 own.write_column(self._observation, self._reward, 0, row)
 
     def _reply(self, only: int | None = None) -> None:
@@ -393,7 +396,7 @@ class VectorProgram:
             if self.is_batched:
                 self._columns.reset_rows(envs, [start.seed for start in starts], starts[0].options)
             else:
-                rows, joined = range(len(self._env_of))[self._spans[envs[0]]], self._columns.reset(envs, starts)[0]
+                rows, joined = self._ranges[envs[0]], self._columns.reset(envs, starts)[0]
             self._unseeded = unseeded
             self._lost.difference_update(() if self.is_batched else envs)
             self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset
