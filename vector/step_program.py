@@ -254,18 +254,16 @@ class VectorProgram:
     def _go_on(self, envs: Sequence[int]) -> None:
         """These environments wait, so this is no step of theirs. Either their episodes ended in the step before, or a
         worker before this one has left them: then they are cut first."""
-        mode, lost = self.autoreset_mode, envs
+        is_next_step = self.autoreset_mode is AutoresetMode.NEXT_STEP
         for row in [row for e in envs for row in self._ranges[e]]:
             self._own.rewards[row] = 0.0
-        if mode is AutoresetMode.NEXT_STEP:
-            lost = [e for e in envs if e in self._lost]
-        if lost:
+        if lost := [e for e in envs if e in self._lost] if is_next_step else envs:
             self._cut(lost)
-        if mode is AutoresetMode.NEXT_STEP:
-            envs = [e for e in envs if e not in lost]
         if self.is_batched and len(self._unseeded) < len(self._spans):
             self._unseeded.clear()  # it was reset in parts, and this step shows all of them
-        elif envs and mode is not AutoresetMode.DISABLED:
+        elif is_next_step:
+            self._begin([e for e in envs if e not in lost])
+        elif self._is_same_step:
             self._begin(envs)
 
     def _begin(self, envs: Sequence[int]) -> None:
@@ -387,29 +385,30 @@ class VectorProgram:
         """Reset these environments one after the other. One call resets rows of a batched one."""
         own, first, n = self._own, self._plan.columns.start, len(self._spans)
         for envs in [requested] if self.is_batched else [[e] for e in requested]:
-            unseeded = self._unseeded.difference(envs)
-            if self.is_batched and unseeded and len(self._unseeded) == n:  # it resets some rows only after all
+            others = self._unseeded.difference(envs) if self.is_batched else None
+            if others and len(self._unseeded) == n:  # a batched environment resets some rows only after all
                 self._begin(range(n))
                 self._infos.take()  # nobody has asked for them
             starts = [Start(self._seed_of(e, message.seeds[first + e]), message.options[first + e]) for e in envs]
-            rows, joined = envs, ()
-            if self.is_batched:
+            rows, joined = (
+                (envs, ()) if self.is_batched else (self._spans[envs[0]], self._columns.reset(envs, starts)[0])
+            )
+            if others is not None:
                 self._columns.reset_rows(envs, [start.seed for start in starts], starts[0].options)
-            else:
-                rows, joined = self._ranges[envs[0]], self._columns.reset(envs, starts)[0]
-            self._unseeded = unseeded
-            self._lost.difference_update(() if self.is_batched else envs)
+                self._unseeded = others
+            elif self._lost:
+                self._lost.difference_update(envs)
             self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset
-            self._reward[0, rows] = self._terminated[rows] = self._truncated[rows] = 0
+            self._terminated[rows] = self._truncated[rows] = False
             if self.seats is not None:
                 self._valid[rows], self._late[rows], self._alive[rows] = False, 0.0, False
                 self._alive[joined] = True
-            if self.is_batched:
-                self._write_some(rows, may_change=bool(unseeded))
+            if others is not None:
+                self._reward[0, rows] = 0.0
+                self._write_some(envs, may_change=bool(others))
                 self._reply()
             else:
-                for row in rows:
-                    own.rewards[row] = 0.0
+                own.rewards[rows] = [0.0] * len(self._ranges[envs[0]])
                 self._write(envs[0])
                 self._reply(envs[0])
 
