@@ -44,11 +44,14 @@ def flat_step_of(env: gym.Env[Any, Any]) -> Callable[[Any], Any]:
         if inner is checker and inner.checked_step and inner.checked_data_reuse:
             inner = inner.env
         result = inner.step(action)
-        if result.__class__ is not tuple or len(result) != 5:  # otherwise a new tuple would only take time
+        if result.__class__ is not tuple:  # a new tuple of the same values would only take time
             observation, reward, terminated, truncated, info = result
             result = observation, reward, terminated, truncated, info
         limit._elapsed_steps = n = limit._elapsed_steps + 1
-        return result if n < limit._max_episode_steps else (*result[:3], True, result[4])
+        if n < limit._max_episode_steps:
+            return result
+        observation, reward, terminated, _, info = result
+        return observation, reward, terminated, True, info
 
     return step
 
