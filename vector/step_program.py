@@ -212,24 +212,31 @@ class VectorProgram:
     def _step(self, which: int | None) -> None:
         """Step all environments, or only `which`, and reply."""
         rows, self._which = _EVERYONE if which is None else self._spans[which], which
-        columns, events = self._columns, None
+        columns = self._columns
         self._terminated[rows] = self._truncated[rows] = False
         if self.seats is not None:
             self._valid[rows], self._late[rows] = self._alive[rows], 0.0
             self._own.blank_idle(None)
-        # All rows of a batched environment wait, or none.
-        waiting, n = columns.waiting or (range(len(self._spans)) if self._unseeded else ()), len(self._spans)
-        row = None if waiting else self._row  # the columns would fill each row of those that wait
-        if which is not None:
-            waiting, n = [which] if which in waiting else (), 1
-        if len(waiting) < n and (events := columns.step(self._action, row, which)) is not None:
+        if columns.waiting or self._unseeded:
+            events = self._step_others(which)
+        elif (events := columns.step(self._action, self._row, which)) is not None:
             self._settle(events)
-        if waiting:
-            self._go_on(waiting)
         self._write(which)
         if events is not None and self._parks:
             columns.park(events.over)
         self._reply(which)
+
+    def _step_others(self, which: int | None) -> Events | None:
+        """Step the environments that do not wait, then go on with those that do."""
+        # All rows of a batched environment wait, or none. No row is given: the columns would fill it where they wait.
+        waiting, n, events = self._columns.waiting or range(len(self._spans)), len(self._spans), None
+        if which is not None:
+            waiting, n = [which] if which in waiting else (), 1
+        if len(waiting) < n and (events := self._columns.step(self._action, None, which)) is not None:
+            self._settle(events)
+        if waiting:
+            self._go_on(waiting)
+        return events
 
     def _settle(self, events: Events) -> None:
         """Write how episodes have ended, then begin the next ones when the autoreset mode says so."""
