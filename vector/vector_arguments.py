@@ -22,7 +22,7 @@ from penstock.errors import ConfigError, SpaceError, brief
 from penstock.vector.exchange import Ids
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.claims import CpuClaims
-from penstock.workers.plan import POOL_CHECKS, Affinity, OnWorkerFailure, PoolOptions, StartMethod, WorkerPlan, split
+from penstock.workers.plan import POOL_CHECKS, Affinity, PoolOptions, StartMethod, WorkerPlan, split
 
 
 class ParallelEnvLike(Protocol):
@@ -184,24 +184,8 @@ def as_plans(
     )
 
 
-def as_options(
-    context: StartMethod | None,
-    step_timeout: float | None,
-    start_timeout: float,
-    close_timeout: float,
-    on_worker_failure: OnWorkerFailure,
-    max_restarts: int,
-    restart_window: float,
-) -> PoolOptions:
-    """The options of the worker pool."""
-    given = {
-        "step_timeout": step_timeout,
-        "start_timeout": start_timeout,
-        "close_timeout": close_timeout,
-        "on_worker_failure": on_worker_failure,
-        "max_restarts": max_restarts,
-        "restart_window": restart_window,
-    }
+def as_options(context: StartMethod | None, **given: Any) -> PoolOptions:
+    """The options of the worker pool. `given` has those of the samplers."""
     options = {name: POOL_CHECKS[name](name, value) for name, value in given.items()}
     if options.pop("on_worker_failure") == "raise":
         options["max_restarts"] = 0
@@ -233,14 +217,11 @@ def as_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int |
 
 def split_mask(options: Options | Sequence[Options], n_envs: int) -> tuple[Ids, Sequence[Options]]:
     """The environments to reset, by `options["reset_mask"]` if there is one, and the options of each environment."""
-    if isinstance(options, list):
-        if len(options) != n_envs or not all(each is None or isinstance(each, dict) for each in options):
-            raise ConfigError(f"options must be None, a dict, or a list of {n_envs} dicts, got {brief(options)}")
-        return np.arange(n_envs), options
-    if not (options is None or isinstance(options, dict)):
+    each: Any = options if isinstance(options, list) else [options] * n_envs
+    if len(each) != n_envs or not all(one is None or isinstance(one, dict) for one in each):
         raise ConfigError(f"options must be None, a dict, or a list of {n_envs} dicts, got {brief(options)}")
-    if options is None or "reset_mask" not in options:
-        return np.arange(n_envs), [options] * n_envs
+    if not isinstance(options, dict) or "reset_mask" not in options:
+        return np.arange(n_envs), each
     mask = options["reset_mask"]
     if not (isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (n_envs,) and mask.any()):
         raise ConfigError(
