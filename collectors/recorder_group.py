@@ -60,10 +60,13 @@ class RecorderGroup:
             self._over += [(t, e) for e in events.over if e not in events.cut]
         if events.late:
             self._late += [(t, e, reward) for e, reward in events.late]
-            if not isinstance(self._progress, UntimedProgress):
-                self._progress.add_late_rewards(len(events.late))
+            self._count_late(events.late)
         self._settled = t, len(self._columns.waiting)
         return ()
+
+    def _count_late(self, late: Sequence[tuple[int, float]]) -> None:
+        if not isinstance(self._progress, UntimedProgress):
+            self._progress.add_late_rewards(len(late))
 
     def join(self, joined: Sequence[Sequence[int]]) -> None:
         for recorder, columns in zip(self._recorders, joined, strict=True):

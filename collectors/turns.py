@@ -329,6 +329,8 @@ class TurnGroup(RecorderGroup):
     def end_batch(self, n_rows: int) -> int:
         columns, n, first_t = self._columns, self._columns.n_rounds, self._recorders[0].first_t
         columns.ask_all()
+        self._count_late(columns.late)  # of the games that have begun in the last round
+        columns.late = []
         n_sent = sum([recorder.end_batch(n_rows) for recorder in self._recorders])
         rewards, over = self._table(n, columns.sums, np.float32), self._table(n, self._over, np.bool_)
         is_unasked = self._table(n, [(t, e) for t, e, _ in columns.unasked], np.bool_)
