@@ -16,11 +16,11 @@ import numpy as np
 
 from penstock.agents.action_masks import ActionMask
 from penstock.agents.agent import Agent, AgentStep, as_agent_step
+from penstock.agents.outputs import NO_AGENT_INFO, AgentInfoWriter, write_action
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.samples import BatchColumns
 from penstock.buffers.tree import snapshot
-from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, write_action
 from penstock.collectors.collector import Collector, CollectorParts, ResetCollector
 from penstock.collectors.evaluation import EvalCollector
 from penstock.collectors.recorder import Recorder, Slot

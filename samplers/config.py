@@ -280,6 +280,16 @@ class SamplerConfig:
         return self.rows_per_env if self.batched else 0
 
     @property
+    def eval_source(self) -> tuple[Any, EnvKwargs]:
+        """What builds the evaluation environments: a function or an id, and its arguments. From lists for training,
+        which have an entry for each environment, it is the first entry."""
+        if self.eval_env_fn is not None:
+            return self.eval_env_fn, self.eval_env_kwargs
+        env_fn: Any = self.env_fn
+        kwargs = _first(self.env_kwargs) if self.eval_env_kwargs is None else self.eval_env_kwargs
+        return env_fn if callable(env_fn) else _first(env_fn), kwargs
+
+    @property
     def memory_slots(self) -> int:
         """How many batches there is memory for. With `debug`, one more, which stays poisoned for a while."""
         return self.n_slots + self.debug
@@ -353,6 +363,11 @@ class SamplerConfig:
         for name, n in (("batch_B", self.batch_B), ("eval_n_envs", self.eval_n_envs)):
             if n % k:
                 raise ConfigError(f"{name} must be a multiple of rows_per_env={k}, got {n}")
+
+
+def _first(given: Any) -> Any:
+    """The first entry of a list; anything else itself."""
+    return given[0] if isinstance(given, Sequence) and not isinstance(given, str) and given else given
 
 
 @cache
