@@ -59,7 +59,7 @@ _ARGUMENTS_OF = {
     "server": "GpuSampler, AlternatingSampler and AsyncSampler have it",
     "overlap": "AlternatingSampler has it",
     **dict.fromkeys(("lag", "replay", "ratio"), "AsyncSampler has it"),
-    **dict.fromkeys(("n_shards", "on_node_failure"), "penstock.distributed.RaySampler has it"),
+    **dict.fromkeys(("n_shards", "on_node_failure"), "RaySampler has it"),
     **dict.fromkeys(
         ("options", "reset_options"),
         "Gymnasium's reset options come from episode_plan, or from the reset of a wrapper in env_fn; or change the "

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("penstock")
 
-#: What the supervisor imports for every sampler. With the modules of vector environments, so that these need no
-#: supervisor of their own.
-PRELOAD = ("penstock.samplers.sampler_program", "penstock.vector.step_program", "gymnasium.envs.classic_control")
-
+#: What the supervisor imports for every sampler.
+PRELOAD = ("penstock.samplers.sampler_program", "gymnasium.envs.classic_control")
 
 #: Also for workers that have a copy of the agent. torch imports the second when it first unpickles a tensor.
 PRELOAD_TO_ACT = ("torch", "torch.utils.serialization.config")
