@@ -1,4 +1,4 @@
-"""Says what the workers of a GpuSampler have imported, and then those of a vector environment: `imported.py START_METHOD`."""
+"""Says what the workers of a GpuSampler, and then of a vector environment, have imported: `imported.py START_METHOD`."""
 
 import os
 import sys
@@ -11,9 +11,8 @@ from penstock import CategoricalPgAgent, GpuSampler
 from penstock.envs import CountingEnv
 from penstock.vector import ShmVectorEnv
 
-OPTIONAL = tuple(
-    f"penstock.{room}" for room in ["vector", "learning", "games", "distributed", "evaluation", "testing", "tools"]
-)
+ROOMS = "vector", "learning", "games", "distributed", "evaluation", "testing", "tools"
+OPTIONAL = tuple(f"penstock.{room}" for room in ROOMS)
 
 
 class Model(nn.Module):
