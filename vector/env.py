@@ -158,7 +158,13 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         self.copy = true_or_false("copy", copy)
         check_finite = true_or_false("check_finite", check_finite)
         options = as_options(
-            context, step_timeout, start_timeout, close_timeout, on_worker_failure, max_restarts, restart_window
+            context,
+            step_timeout=step_timeout,
+            start_timeout=start_timeout,
+            close_timeout=close_timeout,
+            on_worker_failure=on_worker_failure,
+            max_restarts=max_restarts,
+            restart_window=restart_window,
         )
         with marked:
             seats = self._read_spaces(factories, checked_spaces(spaces), autoreset_mode, unit)

@@ -1,4 +1,4 @@
-"""Says what the workers of a GpuSampler, and then of a vector environment, have imported: `imported.py START_METHOD`."""
+"""Says what workers of a GpuSampler, and then of a vector environment, have imported: `imported.py START_METHOD`."""
 
 import os
 import sys
