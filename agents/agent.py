@@ -146,12 +146,13 @@ class AgentRuntime:
         copied.env_ranks = copied.n_envs = copied.selected = None
         return copied
 
-    def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
+    def set_columns(self, env_ranks: Sequence[int], n_envs: int, *, in_turns: bool = False) -> None:
         """Set which environments the columns are: column b is `env_ranks[b]` of `n_envs`, on all machines together.
+        `in_turns`: see `Agent.in_turns`.
 
         Call this once for each column copy, before `sample_mode` or `eval_mode`.
         """
-        self.agent.env_ranks, self.agent.n_envs = env_ranks, n_envs
+        self.agent.env_ranks, self.agent.n_envs, self.agent.in_turns = env_ranks, n_envs, in_turns
 
     # ---- a server copy ---------------------------------------------------------------------
 
@@ -199,6 +200,9 @@ class Agent(ABC):
     # The sampler sets these in a copy, before it calls `sample_mode` or `eval_mode`:
     env_ranks: Sequence[int] | None = None  #: the env_rank of each column
     n_envs: int | None = None  #: the number of environments on all machines
+    #: Whether the columns are agents that take turns. Then any step may turn out to be the first of a batch, since a
+    #: batch may begin with decisions of the one before.
+    in_turns = False
     #: The columns for which `step` and `value` get rows; None for all columns. See `select`.
     selected: npt.NDArray[np.intp] | None = None
 

@@ -43,9 +43,9 @@ class DelegatingRuntime(AgentRuntime):
         copied.agent = self.agent.agent.runtime.column_copy(rngs)
         return copied
 
-    def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
-        super().set_columns(env_ranks, n_envs)
-        self.agent.agent.runtime.set_columns(env_ranks, n_envs)
+    def set_columns(self, env_ranks: Sequence[int], n_envs: int, *, in_turns: bool = False) -> None:
+        super().set_columns(env_ranks, n_envs, in_turns=in_turns)
+        self.agent.agent.runtime.set_columns(env_ranks, n_envs, in_turns=in_turns)
 
     def inference_difference(self, make_inputs: Callable[[], Sequence[Any]]) -> float | None:
         return self.agent.agent.runtime.inference_difference(make_inputs)
@@ -117,7 +117,7 @@ class JointRuntime(DelegatingRuntime):
     def column_copy(self, rngs: Sequence[np.random.Generator]) -> DelegatingAgent:
         return super().column_copy(rngs[:: self.agent.k])
 
-    def set_columns(self, env_ranks: Sequence[int], n_envs: int) -> None:
+    def set_columns(self, env_ranks: Sequence[int], n_envs: int, *, in_turns: bool = False) -> None:
         AgentRuntime.set_columns(self, env_ranks, n_envs)  # the base would give the inner agent a rank for each seat
         self.agent.agent.runtime.set_columns([int(rank) for rank in env_ranks[:: self.agent.k]], n_envs)
 

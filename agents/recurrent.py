@@ -249,7 +249,7 @@ class _RecurrentAgent(TorchAgent):
         columns = slice(None) if self.selected is None else self.selected
         is_first = ~self._has_stepped[columns]
         recorded[~is_first] = 0
-        self._has_stepped[columns] = True
+        self._has_stepped[columns] = not self.in_turns  # the recorder clears those that are no first steps
         # A state that was recorded may be zero too, so the zeros alone do not say where there is none.
         return {"prev_rnn_state": recorded, "has_rnn_state": is_first}
 
@@ -266,7 +266,7 @@ class RecurrentPgAgent(_RecurrentAgent, PgAgent):
     `record_state="step"` records the state before each step as `agent_info.prev_rnn_state` `[T, B, ...]`: an array,
     or `NamedArrays` if the state has several tensors. `"batch"` records the state before the batch's first step in
     row 0, and zeros in the other rows, for learners that start the model at the batch's first step;
-    `agent_info.has_rnn_state` `[T, B]` is True in row 0 only. None records nothing.
+    `agent_info.has_rnn_state` `[T, B]` is True in row 0 only, where that is valid. None records nothing.
     """
 
     _extra_outputs = ("value", "new_state")

@@ -111,16 +111,6 @@ typedef struct {
     Py_ssize_t t, b;
 } Target;
 
-/* Write `value` into entry b of `row`, which has one dimension or more. Returns whether it was written. */
-static int write_entry(const Block *row, Py_ssize_t b, PyObject *value) {
-    if (b < 0 || b >= row->shape[0]) {
-        return 0;
-    }
-    npy_intp nbytes = row->nbytes / row->shape[0];
-    Block entry = {row->data + b * nbytes, row->shape + 1, row->n - 1, row->type, nbytes};
-    return write_array(&entry, value) || (entry.n == 0 && write_number(&entry, value));
-}
-
 /* Write `n` values into `object`, an array. Returns whether all were written. */
 static int fill_array(PyObject *object, Target target, PyObject *const *values, Py_ssize_t n) {
     Block row;
@@ -130,14 +120,11 @@ static int fill_array(PyObject *object, Target target, PyObject *const *values, 
     if (target.what == WHOLE) {
         return write_array(&row, values[0]);
     }
-    if (target.what == ENTRY) {
-        return row.n > 0 && write_entry(&row, target.b, values[0]);
-    }
-    if (row.n == 0 || row.shape[0] != n) {
+    if (row.n == 0 || (target.what == EACH ? row.shape[0] != n : row.shape[0] <= target.b)) {
         return 0;
     }
     npy_intp nbytes = row.nbytes / row.shape[0]; /* of an entry */
-    Block entry = {row.data, row.shape + 1, row.n - 1, row.type, nbytes};
+    Block entry = {row.data + target.b * nbytes, row.shape + 1, row.n - 1, row.type, nbytes};
     int is_written = 1;
     for (Py_ssize_t i = 0; i < n && is_written; i++, entry.data += nbytes) {
         is_written = write_array(&entry, values[i]) || (entry.n == 0 && write_number(&entry, values[i]));

@@ -17,7 +17,6 @@ from penstock.buffers.samples import BatchColumns
 from penstock.collectors.recorder import PolicyParts, Recorder
 from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import Columns, Events, Start
-from penstock.envs.checks import require_number
 from penstock.envs.examples import example_of
 from penstock.envs.seeding import ColumnStreams, Purpose
 from penstock.errors import ConfigError, SpaceError, brief
@@ -49,8 +48,10 @@ class CollectorParts:
     streams: ColumnStreams  #: seeds and random generators of the environments
     max_decorrelation_steps: int = 0  #: most random steps before the first batch
     limits: EvalLimits | None = None  #: of an `EvalCollector`
-    #: Where several agents share an environment: follows whole games, the environments' own sums of all rewards.
-    games: Tracker | None = None
+    recorder_cls: type[Recorder] = Recorder  #: what records the columns of each policy
+    #: Where several agents share an environment: the recorders as one.
+    group_cls: type[RecorderGroup] | None = None
+    games: Tracker | None = None  #: follows whole games, the environments' own sums of all rewards
 
 
 class MadeByWorker:
@@ -83,9 +84,6 @@ class Collector(MadeByWorker):
     #: Whether the agents evaluate: `eval_mode` in place of `sample_mode`.
     evaluates: ClassVar[bool] = False
 
-    #: What records the columns of a policy.
-    recorder_cls: ClassVar[type[Recorder]] = Recorder
-
     #: Fields of a subclass, for each step of each environment: a Gymnasium space by name, or an example of the value (a
     #: number, an array). The collector writes them with `record_extra`, and the learner reads `samples.env.extra.NAME`
     #: `[T, B, ...]`. They are zero where nothing was written. A `Replay` keeps them. A subclass that adds fields
@@ -94,23 +92,18 @@ class Collector(MadeByWorker):
 
     def __init__(self, parts: CollectorParts) -> None:
         self.columns, self.progress, self.streams = parts.columns, parts.progress, parts.streams
-        self.recorders = [self.recorder_cls(own, waits=self.waits, evaluates=self.evaluates) for own in parts.policies]
+        self.recorders = [parts.recorder_cls(own, waits=self.waits, evaluates=self.evaluates) for own in parts.policies]
         self.batch_T = min(recorder.batch_T for recorder in self.recorders)
         self._max_decorrelation_steps, self._episodes = parts.max_decorrelation_steps, parts.columns.episodes
         self._actions = tuple(recorder.prev_action for recorder in self.recorders)
         self._keeps_infos = any(recorder.keeps_infos for recorder in self.recorders)
         self.games = parts.games
-        # What acts and records: the only recorder, or that of several agents.
-        self._recorder = self._make_recorder(parts)
+        # What acts and records: the only recorder, or those of several agents as one.
+        self._recorder: Recorder | RecorderGroup = self.recorders[0]
+        if parts.group_cls is not None and parts.games is not None:
+            self._recorder = parts.group_cls(self.recorders, parts.games, parts.columns, parts.progress)
         if parts.streams.generation and not self.evaluates:  # this worker replaces another
             self._lose_games(range(len(parts.columns.env_ranks)))
-
-    def _make_recorder(self, parts: CollectorParts) -> Recorder | RecorderGroup:
-        if parts.games is None:
-            return self.recorders[0]
-        from penstock.collectors.recorder_group import RecorderGroup  # here, since few need it
-
-        return RecorderGroup(self.recorders, parts.games, parts.columns, parts.progress)
 
     @property
     def envs(self) -> Sequence[Any]:
@@ -162,7 +155,7 @@ class Collector(MadeByWorker):
         #       prev_reward = reward[t + 1], but 0 where an episode begins                   write_step
         #   bootstrap_value = agent.value(observation[batch_T]); send the trajectories       end_batch
         self.begin_batch(itr)
-        for t in range(self.batch_T):
+        for t in self.columns.rounds(self.batch_T):
             self.act(t)
             self.step_envs(t)
         self.end_batch()
@@ -209,7 +202,8 @@ class Collector(MadeByWorker):
         """All rows are written: compute the missing values, and send the finished trajectories."""
         recorder, T, ended = self._recorder, self.batch_T, monotonic_ns()
         n_sent = recorder.end_batch(T)
-        self.progress.end_batch(T, recorder.n_steps, ended)
+        n_rows = T if self.columns.n_rounds is None else self.columns.n_rounds
+        self.progress.end_batch(n_rows, recorder.n_steps, ended)
         if self._episodes is not None:  # last: until here the worker may fail, and its episodes are repeated
             self._episodes.end_batch([own.samples for own in self.recorders])
         self.progress.n_results = n_sent
@@ -291,7 +285,8 @@ class Collector(MadeByWorker):
             self.games.restart()
         columns, everyone = self.columns, range(len(self.columns.env_ranks))
         chosen = everyone if used is None or not columns.can_step_one else used
-        joined = columns.reset(chosen, [Start(seeds[e]) for e in chosen])
+        generation = self.streams.generation
+        joined = columns.reset(chosen, [Start(seeds[e], generation=generation) for e in chosen])
         self.progress.enter(Phase.RESETTING)  # what is wrong with a first observation is a fault of the reset
         for own, recorder in zip(joined, self.recorders, strict=True):
             for column in own:
@@ -344,12 +339,10 @@ class Collector(MadeByWorker):
         events = self.columns.step(self._actions, None, e)
         totals.append(0.0 if events is None else sum(reward for _, reward in events.late))
         for i, ((recorder, _, kept), columns) in enumerate(zip(recorders, acting, strict=True)):
-            for column in columns:
-                reward = require_number(recorder.columns.rewards[column], recorder.columns.env_ranks[column])
-                kept[column].append(reward)
-                totals[-1] += reward
+            for column in recorder.note_random(columns, kept):
+                totals[-1] += kept[column][-1]
                 if episodes is not None:
-                    episodes.note_reward(e, i, column, reward)
+                    episodes.note_reward(e, i, column, kept[column][-1])
         if events is not None:
             self._settle_random_step(events, rewards, totals)
         for recorder, columns, _ in recorders:
@@ -417,17 +410,6 @@ class Collector(MadeByWorker):
     def _columns_in(self, e: int) -> list[tuple[Recorder, Sequence[int]]]:
         """The recorders that have columns in environment e, with these columns."""
         return [pair for pair in zip(self.recorders, self.columns.columns_of(e), strict=True) if pair[1]]
-
-    def restart(self, streams: ColumnStreams) -> None:
-        """Before the first batch: start again with other streams, because a saved run is continued."""
-        self.streams = streams
-        self._lose_games(range(len(streams.env_ranks)))
-        for recorder in self.recorders:
-            own = recorder.streams
-            recorder.streams = ColumnStreams(streams.seed, own.env_ranks, streams.generation, own.seats)
-            recorder.agent.seed_columns(recorder.streams.rngs(Purpose.ACTION))
-        self.start_envs()
-        self.start_agent()
 
     def restart_envs(self, envs: Sequence[int], streams: ColumnStreams) -> None:
         """Before the first batch: start again in these environments, with other seeds, and other streams and new states

@@ -82,7 +82,7 @@ class EvalCollector(Collector):
         """Reset the environments with the seeds of their first trajectories, and the agents with new ones: an
         evaluation does not depend on the one before."""
         key, n = self._n_evaluations, len(self.columns.env_ranks)
-        self._n_evaluations += 1
+        self.columns.evaluation = self._n_evaluations = key + 1
         shares = self.limits.episodes
         self._left = [float("inf")] * n if shares is None else list(shares)
         self._n_ended, self._n_found = [0] * n, 0

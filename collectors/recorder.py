@@ -28,6 +28,7 @@ from penstock.columns.interface import (
     require_flags,
     require_legal_actions,
 )
+from penstock.envs.checks import require_number
 from penstock.envs.infos import InfoWriter
 from penstock.envs.rows import ColumnError, arrays_like
 from penstock.envs.seeding import ColumnStreams
@@ -219,10 +220,8 @@ class Recorder:
         if events.cut:
             for column in events.cut:
                 self._at(column)
-                self.tracker.cut(column, self._ends.cut(t, column), t)
+                self._record_cut(t, column)
                 self.prev_action[column] = 0
-                if self._waits:
-                    self._park_cut(t, column)
             self._changed = [*self._changed, *events.cut]
         if self.stateful and len(events.joined):
             self.begin(events.joined)
@@ -232,8 +231,11 @@ class Recorder:
         """Column is worked on, in case that its agent or its trajectory info fails."""
         self.progress.at_env(self._who | int(self.columns.env_ranks[column]))
 
-    def _park_cut(self, t: int, column: int) -> None:
-        """Column is parked from step t on, which has no result. Row 0 keeps the observation after the batch before."""
+    def _record_cut(self, t: int, column: int) -> None:
+        """Column's step t has no result. If it is parked, row 0 keeps the observation after the batch before."""
+        self.tracker.cut(column, self._ends.cut(t, column), t)
+        if not self._waits:
+            return
         self._skip_idle(t, [column])
         self._ends.done[t, column] = False
         if t:
@@ -366,7 +368,7 @@ class Recorder:
         for column in (*joined, *absent):
             self.prev_action[column], self.prev_reward[column] = 0, 0
             self.tracker.drop(column)  # parked rows are not a trajectory
-        self._first_row.episode_start[joined] = True
+            self._first_row.episode_start[column] = True
 
     def start_afresh(self) -> None:
         """No episode has begun: the environments are reset next."""
@@ -388,6 +390,13 @@ class Recorder:
                     raise no_legal_action(own, column)
                 row = mask.draw(mask.legal(observation), uniform)
             self.prev_action[column] = 0 if column in own.idle else row[0]
+
+    def note_random(self, acted: Sequence[int], rewards: Mapping[int, list[float]]) -> Sequence[int]:
+        """A random step was made, in which these columns have acted. Add their rewards to those of each column. Returns
+        the columns whose rewards are complete."""
+        for column in acted:
+            rewards[column].append(require_number(self.columns.rewards[column], self.columns.env_ranks[column]))
+        return acted
 
     def drop(self, events: PolicyEvents) -> None:
         """Episodes have ended that are not recorded."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.collectors.recorder import Recorder
 from penstock.collectors.tracking import Tracker
@@ -21,11 +23,10 @@ class RecorderGroup:
     stateful = True  # `join` counts the rows of parked games, also if no agent has a state
 
     def __init__(self, recorders: Sequence[Recorder], games: Tracker, columns: Columns, progress: Progress) -> None:
-        n = len(columns.env_ranks)
         self._recorders, self._games, self._columns, self._progress = recorders, games, columns, progress
         self._batch_T = min(recorder.batch_T for recorder in recorders)
-        # Rewards for agents that did not act, and where games have ended.
-        self._late, self._over = np.zeros((self._batch_T, n), np.float32), np.zeros((self._batch_T, n), np.bool_)
+        # Rewards for agents that did not act, as (row, environment, reward), and where games have ended.
+        self._late, self._over = list[tuple[int, int, float]](), list[tuple[int, int]]()
         self._n_parked = 0  # rows of games that wait for the end of the batch
         self._settled = 0, 0  # the row that was recorded last, and how many games waited then
 
@@ -36,7 +37,7 @@ class RecorderGroup:
     def begin_batch(self, itr: int) -> None:
         for recorder in self._recorders:
             recorder.begin_batch(itr)
-        self._late[...], self._over[...] = 0, False
+        self._late, self._over = [], []
         self._n_parked = self._batch_T * len(self._columns.waiting)
 
     def act(self, t: int) -> None:
@@ -50,18 +51,17 @@ class RecorderGroup:
     def record(self, t: int, events: Events) -> Sequence[int]:
         for recorder, own in zip(self._recorders, events.policies, strict=True):
             recorder.record(t, Events(events.over, [own]))
-        self._over[t, events.over] = True
         for e in events.cut:
-            self._over[t, e] = False
-            before = np.flatnonzero(self._over[:t, e])
-            self._games.cut(e, int(before[-1]) + 1 if before.size else 0, t)
+            self._games.cut(e, max((end + 1 for end, own in self._over if own == e), default=0), t)
             for recorder, columns in zip(self._recorders, self._columns.columns_of(e), strict=True):
                 for column in columns:  # also of who had ended: a trajectory may go on (`TrajInfo.traj_done`)
                     recorder.tracker.cut(column, t + 1, t)
-        for e, reward in events.late:
-            self._late[t, e] += reward
-        if events.late and not isinstance(self._progress, UntimedProgress):
-            self._progress.add_late_rewards(len(events.late))
+        if events.over:
+            self._over += [(t, e) for e in events.over if e not in events.cut]
+        if events.late:
+            self._late += [(t, e, reward) for e, reward in events.late]
+            if not isinstance(self._progress, UntimedProgress):
+                self._progress.add_late_rewards(len(events.late))
         self._settled = t, len(self._columns.waiting)
         return ()
 
@@ -85,12 +85,20 @@ class RecorderGroup:
         n_sent = sum([recorder.end_batch(n_rows) for recorder in self._recorders])
         if not n_rows:
             return n_sent
-        rewards, columns_of = self._late[:n_rows], self._columns.columns_of
+        rewards, over = self._table(n_rows, self._late, np.float32), self._table(n_rows, self._over, np.bool_)
+        columns_of = self._columns.columns_of
         for p, recorder in enumerate(self._recorders):  # a policy's columns of one environment are neighbours
             firsts = {e: own[p][0] for e in range(rewards.shape[1]) if (own := columns_of(e))[p]}
             own_rewards = recorder.samples.reward[1 : n_rows + 1]
             rewards[:, list(firsts)] += np.add.reduceat(own_rewards, list(firsts.values()), axis=1)
-        return n_sent + self._games.end_rows(rewards, self._over[:n_rows], self._recorders[0].first_t)
+        return n_sent + self._games.end_rows(rewards, over, self._recorders[0].first_t)
+
+    def _table(self, n_rows: int, entries: Sequence[tuple[Any, ...]], dtype: Any) -> npt.NDArray[Any]:
+        """An array `[n_rows, environments]` with these sums: (row, environment, number), or 1 without a number."""
+        found = np.zeros((n_rows, len(self._columns.env_ranks)), dtype)
+        for t, e, *number in entries:
+            found[t, e] += number[0] if number else True
+        return found
 
     def pull(self, version: int = 0) -> int:
         """Returns the version of the first policy."""

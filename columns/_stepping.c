@@ -11,8 +11,6 @@ typedef struct {
     PyObject *bound, *actions, *outs, *observations, *rewards, *ends, *arrays;
     int64_t *words;
     Py_ssize_t n_words, watch, t;
-    Block cells; /* row t of `arrays`, if that is one array with a cell for each column */
-    int is_array;
 } Row;
 
 /* Values of `watch`; the same as in stepping.py. */
@@ -115,7 +113,7 @@ static PyObject *kept(PyObject *value, int is_ours) {
 #ifdef Py_GIL_DISABLED
     is_ours = 0; /* another thread may have references that are not counted here */
 #endif
-    if (!PyArray_CheckExact(value) && is_constant(value)) { /* the usual case first: `is_constant` takes longer */
+    if (is_constant(value)) {
         return Py_NewRef(value);
     }
     is_ours = is_ours && Py_REFCNT(value) == 1;
@@ -159,8 +157,7 @@ static int store(const Row *row, const Step *step) {
     }
     int is_written = row->arrays != Py_None; /* at once, so that nobody can change the observation before */
     if (is_written && at) {
-        int is_filled = row->is_array ? write_entry(&row->cells, step->column, observation)
-                                      : fill(row->arrays, (Target){ENTRY, row->t, step->column}, &observation, 1);
+        int is_filled = fill(row->arrays, (Target){ENTRY, row->t, step->column}, &observation, 1);
         if (is_filled <= 0) {
             return is_filled;
         }
@@ -223,7 +220,6 @@ static PyObject *step_row(Row *row, Py_ssize_t first) {
     if (first < 0) {
         return PyErr_Format(PyExc_IndexError, "there is no environment %zd", first);
     }
-    row->is_array = find_row(row->arrays, row->t, &row->cells) && row->cells.n > 0;
     return step_all(row, first);
 }
 

@@ -8,7 +8,7 @@ not act in the next step: its environment is parked, its agent is absent, or the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium as gym
@@ -242,6 +242,10 @@ class Columns(ABC):
     progress: Progress
     can_step_one = True  #: whether an environment can be stepped, and reset with a seed, without the others
     keeps_seeds = False  #: whether an environment that was built again gets the seed of its `Start`
+    evaluation = 0  #: the number of the running evaluation, from 1; 0: training
+    #: The rows of a batch of so many. In turns, rounds: as many as it takes.
+    rounds: Callable[[int], Iterable[int]] = range
+    n_rounds: int | None = None  #: in turns: the rounds of this batch so far
     episodes: EpisodeRecorder | None = None  #: numbers and seeds the episodes, and keeps their actions; None: no need
     #: Called with the old environment and the one that was loaded in its place.
     when_replaced: Callable[[Any, Any], None] | None = None

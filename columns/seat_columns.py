@@ -137,6 +137,7 @@ class LockStepColumns(Columns):
         most = max(map(len, self.places))
         self._seen: tuple[list[Any], list[Any]] = [None] * most, [None] * most  # what the agents of a game get
         self._is_quiet = True  # whether this step has no events so far
+        self._nobody = [()] * len(policies)
         for own in policies:
             own.when_watched = self._watch
         self._watch()
@@ -151,6 +152,8 @@ class LockStepColumns(Columns):
     # ---- resets ----------------------------------------------------------------------------
 
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
+        if not envs:
+            return self._nobody
         phase = self._words[Progress.PHASE]
         self.waiting = [e for e in self.waiting if e not in envs]
         for i, e in enumerate(envs):
@@ -176,13 +179,18 @@ class LockStepColumns(Columns):
             began = self.progress.enter(phase)
             try:
                 result = env.reset(seed=seed, options=options)
+                self.progress.add_resetting_since(began)
+                self._enter(e, result)
                 break
             except self.renewable as error:
                 self._renew(e, error, is_cut=False)
                 seed, phase = self._seed_after_renewal(e, seed), Phase.RENEWING
-        self.progress.add_resetting_since(began)
         if self.renewals is not None:
             self.renewals.note_reset(e)
+
+    def _enter(self, e: int, result: Any) -> None:
+        """A game begins with what `env.reset` has returned."""
+        env_rank = self.env_ranks[e]
         if not are_by_agent(result, 2):
             raise SpaceError(
                 f"env.reset of env_rank {env_rank} must return a tuple of two dicts, observations and infos by agent, "

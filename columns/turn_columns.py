@@ -2,225 +2,249 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from penstock.buffers.tree import snapshot
-from penstock.columns.interface import Start
+from penstock.columns.interface import Columns, Events, Start
 from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.envs.checks import episode_flags, require_info, require_number
-from penstock.envs.seeding import ColumnStreams, Purpose, stream
-from penstock.errors import SpaceError, brief
-from penstock.workers.control import Phase, Progress
+from penstock.envs.seeding import Purpose, stream
+from penstock.errors import ConfigError, SpaceError, brief
+from penstock.workers.control import Progress
 
-# The state of a seat's last decision. CLOSED: its reward is complete. OPEN: it is not. RANDOM: it is not, and the
-# action was a random step before the first batch.
-CLOSED, OPEN, RANDOM = range(3)
-
-_START = Start()
 _MOST_ENDS = 100_000  # how many agents may end between two decisions
 #: How many games may end before anybody was asked, in a batch or an evaluation, beside one for each decision.
 MOST_UNASKED = 1_000
+_UNASKED: tuple[()] = ()  # in the place of who decides: the game is over, and has asked nobody
 
 
 class TurnSeats(SeatColumns):
-    """The seats of one policy, in games that are played in turns. Lists have an entry for each column."""
+    """The seats of one policy, in games that are played in turns. Each column counts its own rows: its decisions.
 
-    actions: list[Any]
+    A decision is *open* until its reward is complete: until the agent is asked again, or ends. Lists have an entry for
+    each column.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        n = len(self.env_ranks)
-        self.idle, self.actions = [], [None] * n
-        self.n, self.stage = [0] * n, [CLOSED] * n  #: closed rows in this batch, and what the last decision is
-        self.asked: list[int] = []  #: the columns that decide next
-        self.held: list[int] = []  #: those that are asked, but have all rows of this batch
-        self.most_rows = 0  #: of a batch
-        #: Called for a decision of which more than its reward must be noted: (column, observation, reward, terminated,
-        #: truncated, info).
-        self.on_close: Callable[..., None] = lambda *closed: None
-        self.on_reward: Callable[[int, float], None] = lambda column, reward: None  #: for one that is not zero
-        self.closes_with_hook = False  #: whether `on_close` is called for each decision
+        n = len(self)
+        self.idle, self.is_open = [], [False] * n
+        #: How many decisions of this batch are closed: the row of the next one. -1: a random step is open.
+        self.rows, self.most_rows = [0] * n, sys.maxsize
+        self.asked: list[int] = []  #: who decides next. Between two batches, also those who had all rows
+        self._acted: list[Any] = [None] * n  # for the hook: copies of the actions
+        self.closed: list[int] = []  #: whose decision this step has closed
+        self.is_watched = bool(self.checks)
+
+    def watched(self) -> None:
+        super().watched()
+        self.is_watched = self.on_step is not None or self.keep_info is not None or bool(self.checks)
+
+    def note_action(self, column: int) -> None:
+        """This column decides, and is watched."""
+        if self.checks.debug:
+            self.require_action(column, self.actions[column])
+        self._acted[column] = snapshot(self.actions[column])
+
+    def close(
+        self, column: int, observation: Any, reward: float, terminated: bool, truncated: bool, info: dict[str, Any]
+    ) -> None:
+        """A decision was closed, and the agent has ended or is watched."""
+        self.check_finite(column, reward)
+        self.note_info(column, info)
+        if self.on_step is not None:
+            seen = self.observations[column]
+            self.on_step(column, seen, self._acted[column], reward, terminated, truncated, dict(info))
+        if terminated or truncated:
+            if observation is None and not terminated:
+                raise SpaceError(
+                    f"env_rank {self.env_ranks[column]} was truncated, but env.last returned no observation for it"
+                )
+            last = self.zero if observation is None else snapshot(observation)
+            self.ends.append((column, last, reward, terminated, truncated))
 
 
 class TurnColumns(LockStepColumns):
     """One worker's environments that are played in turns. See `Columns` and `LockStepColumns`.
 
-    Each column counts its own rows, so collectors call `play` in place of `step`. `waits[e]`: whose decision
-    environment e waits for. None: it is over, or parked.
+    A step is a *round*: each environment gets the decision that it waits for, unless the seat has all rows of the
+    batch. A game that was over before anybody was asked is over in the next round.
     """
 
-    envs: list[Any]
     policies: Sequence[TurnSeats]
     places: list[dict[Any, tuple[TurnSeats, int]]]  # type: ignore[assignment]
+    n_rounds: int
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        n, (_, columns, _) = len(self.envs), args
+        n = len(self.envs)
         self._all_places: dict[tuple[int, Any], list[tuple[TurnSeats, int]]] = defaultdict(list)
-        for own in columns:
+        for own in self.policies:
             for i, rank in enumerate(own.env_ranks):
                 self._all_places[int(rank), rank.agent_id].append((own, i))
-        self.waits: list[tuple[TurnSeats, int] | None] = [None] * n
-        #: Which of `columns` has the seat in this game: (agent, env_rank, game, rng). None: the only one.
+        #: Whose decision each environment waits for. None: it is over, or parked.
+        self._waits: list[tuple[TurnSeats, int] | tuple[()] | None] = [None] * n
+        #: Which of `policies` has the seat in this game: (agent, env_rank, game, rng). None: the only one.
         self.chooser: Callable[..., int] | None = None
-        self.game_numbers = [0] * n  #: the number of the game of each environment
-        self.streams, self.key = ColumnStreams(0, self.env_ranks), (0, 0)
-        self.counts_games = True  # not in random steps: a game that ends there is in no record
-        self.plies = [0] * n  #: how many decisions each environment was given
-        self.sums: list[dict[int, float]] = [{}] * n  #: its rewards after each of them
-        #: The games that ended before anybody was asked: (environment, its decisions before, late rewards).
-        self.unasked: list[tuple[int, int, float]] = []
-        self._n_unasked = 0  # beyond one for each decision
-        self.begin_rows()
+        self.seed = 0  #: of the run, for `chooser`
+        self.most_rounds = sys.maxsize  #: of a batch
+        self._numbers, self._generations = [0] * n, [0] * n  # of the games, for `chooser`
+        #: Of this batch: its rounds; how many decisions each environment was given; the rewards of all agents that are
+        #: not zero, as (round, environment, reward); and the same for the games that are over and have asked nobody.
+        self.n_rounds, self.plies = 0, [0] * n
+        self.sums, self.unasked = list[tuple[int, int, float]](), list[tuple[int, int, float]]()
+        self._everyone = range(n)
+        self._totals, self._n_unasked = [0.0] * n, 0  # `_n_unasked`: beyond one for each decision
 
-    def begin_rows(self, *, goes_on: bool = False) -> None:
-        """Count from here. `goes_on`: in the same evaluation as before. `late` and `unasked` stay, since a reset before
-        may have added to them."""
-        self._n_unasked = self._n_unasked - sum(self.plies) if goes_on else len(self.unasked)
-        # Rewards at the beginning of a game count with its first decision, which may come only now.
-        self.sums = [
-            defaultdict(float, {ply - n: reward for ply, reward in own.items() if ply > n})
-            for n, own in zip(self.plies, self.sums, strict=True)
-        ]
-        self.plies = [0] * len(self.envs)
-        self.ends: list[list[int]] = [[] for _ in self.envs]  #: the decisions after which its games have ended
+    def columns_of(self, e: int) -> Sequence[Sequence[int]]:
+        rank = int(self.env_ranks[e])
+        places = [place for agent in self.places[e] for place in self._all_places[rank, agent]]
+        return [[column for own, column in places if own is policy] for policy in self.policies]
 
-    def start_afresh(self) -> None:
-        """No game has begun: all environments are reset next."""
-        self.late, self.unasked, self.over = [], [], []
-        for e, sums in enumerate(self.sums):
-            self.plies[e], self.ends[e], self.game_numbers[e] = 0, [], 0
-            sums.clear()
+    def rounds(self, n_rows: int) -> Iterator[int]:
+        """Their numbers, until each environment is over or waits for a seat that has all rows of the batch."""
+        for t in range(self.most_rounds):
+            for own in self.policies:
+                if own.asked:
+                    break
+            else:
+                if _UNASKED not in self._waits:
+                    return
+            yield t
+
+    def begin_rows(self, *, goes_on: bool) -> None:
+        """A batch begins: rows are counted from here. `goes_on`: in the same evaluation as before."""
+        self._n_unasked = self._n_unasked - sum(self.plies) if goes_on else 0
+        self.n_rounds, self.plies, self.sums, self.unasked = 0, [0] * len(self.envs), [], []
+        for own in self.policies:
+            own.rows = [min(row, 0) if is_open else 0 for row, is_open in zip(own.rows, own.is_open, strict=True)]
+        self.ask_all()
+
+    def ask_all(self) -> None:
+        """Who is asked, but had all rows of the batch, decides next."""
+        for own in self.policies:
+            own.asked = self._asked_of(own, self._everyone)
+
+    def _asked_of(self, policy: TurnSeats, envs: Sequence[int]) -> list[int]:
+        """The columns of this policy for whose decisions these environments wait."""
+        return [place[1] for e in envs if (place := self._waits[e]) and place[0] is policy]
 
     # ---- games -----------------------------------------------------------------------------
 
-    def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
-        """Begin games, and find who decides first in each. Then a game may be over already. Nobody joins here: an agent
-        joins when it is asked."""
-        for i, e in enumerate(envs):
-            start = _START if starts is None else starts[i]
-            self._begin(e, start.seed, start.options)
-            self.advance(e)
-            if self.envs[e].take_late_rewards is not None:
-                self.take_late(e)
-        self.waiting = [e for e in self.waiting if e not in envs]
-        return [()] * len(self.policies)
+    def _continue(self, e: int, start: Start) -> bool:
+        if start.state is not None or start.actions is not None:
+            raise ConfigError("games in turns are not saved, and not repeated: give a seed")
+        if start.generation is not None:
+            self._numbers[e], self._generations[e] = 0, start.generation
+        return super()._continue(e, start)
 
-    def clear(self, e: int) -> None:
-        self.waits[e] = None
-
-    def take_over(self) -> list[int]:
-        """The environments in which nobody is left since the last call."""
-        over, self.over = self.over, []
-        return over
-
-    def has_rows(self, e: int) -> bool:
-        """Whether environment e waits for a seat that has a row left in the batch."""
-        if (place := self.waits[e]) is None:
-            return False
-        columns, column = place
-        return columns.n[column] < columns.most_rows
-
-    def _begin(self, e: int, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
-        env, env_rank = self.envs[e], self.env_ranks[e]
-        self.progress.at_env(env_rank)
-        began = self.progress.enter(Phase.RESETTING)
-        env.reset(seed=seed, options=options)
-        self.progress.add_resetting_since(began)
-        if not env.agents:
+    def _enter(self, e: int, result: object) -> None:
+        """Find who decides first. The game may be over already."""
+        env_rank = self.env_ranks[e]
+        if not self._bound[e][1].agents:
             raise SpaceError(f"env.reset of env_rank {env_rank} must leave at least one agent in env.agents")
+        self.clear(e)
         if self.chooser is not None:
             self._choose(self.chooser, e)
         self._words[Progress.PHASE] = Progress.IS_STEPPING
+        self._advance(e)
+        if self._waits[e] is None:
+            self._waits[e], self._n_unasked = _UNASKED, self._n_unasked + 1
+            self.over.pop()
+            if self._n_unasked >= MOST_UNASKED + sum(self.plies):
+                raise SpaceError(
+                    f"{MOST_UNASKED:,} games have ended before any agent could act, the last one of env_rank "
+                    f"{env_rank}: a game must ask an agent before it ends"
+                )
 
     def _choose(self, chooser: Callable[..., int], e: int) -> None:
         """Who plays this game of environment e."""
-        game, env_rank, places = self.game_numbers[e], int(self.env_ranks[e]), self.places[e]
+        game, env_rank, places = self._numbers[e], int(self.env_ranks[e]), self.places[e]
+        evaluation = (1, self.evaluation - 1) if self.evaluation else (0, 0)
         for seat, agent in enumerate(places):
-            key = env_rank, seat, game, *self.key, self.streams.generation
-            rng = partial(stream, self.streams.seed, Purpose.SEATING, *key)
+            key = env_rank, seat, game, *evaluation, self._generations[e]
+            rng = partial(stream, self.seed, Purpose.SEATING, *key)
             places[agent] = self._all_places[env_rank, agent][chooser(agent, env_rank, game, rng)]
 
-    def _end_game(self, e: int) -> None:
-        """Nobody is left in environment e."""
-        for columns, column in self.places[e].values():
-            if columns.stage[column]:
-                raise SpaceError(
-                    f"env_rank {columns.env_ranks[column]} is not in env.agents any more, but neither terminated nor "
-                    "truncated since its last decision"
-                )
-        self.take_late(e)
-        if self._has_just_begun(e):
-            self._end_unasked(e)
-        else:
-            self.ends[e].append(self.plies[e])
-        self.game_numbers[e] += self.counts_games
-        self.waits[e] = None
-        self.over.append(e)
+    def clear(self, e: int) -> None:
+        for columns, column in self.acting(e):
+            columns.is_open[column], columns.rows[column] = False, max(columns.rows[column], 0)
+        if (place := self._waits[e]) and place[1] in place[0].asked:
+            place[0].asked.remove(place[1])
+        self._waits[e], self._totals[e] = None, 0.0
 
-    def _end_unasked(self, e: int) -> None:
-        """The game of environment e has ended before anybody was asked."""
-        reward = self.sums[e].pop(self.plies[e] + 1, 0.0)
-        if self.counts_games:
-            self.unasked.append((e, self.plies[e], reward))
-        self._n_unasked += 1
-        if self._n_unasked >= MOST_UNASKED + sum(self.plies):
-            raise SpaceError(
-                f"{MOST_UNASKED:,} games have ended before any agent could act, the last one of env_rank "
-                f"{self.env_ranks[e]}: a game must ask an agent before it ends"
-            )
+    def acting(self, e: int) -> list[tuple[TurnSeats, int]]:  # type: ignore[override]
+        """Whose decision is open in environment e."""
+        return [(columns, column) for columns, column in self.places[e].values() if columns.is_open[column]]
 
-    def take_late(self, e: int) -> None:
-        """Count the rewards for agents that were not in the game of environment e."""
-        for reward in (self.envs[e].take_late_rewards or tuple)():
-            number = require_number(reward, self.env_ranks[e])
-            self.sums[e][self.plies[e] + self._has_just_begun(e)] += number
-            self.late.append((e, number))
+    save = Columns.save  # games in turns are not saved
 
-    def _has_just_begun(self, e: int) -> bool:
-        """Whether no decision was made in this game of environment e."""
-        return self.plies[e] == (self.ends[e][-1] if self.ends[e] else 0)
+    # ---- rounds ----------------------------------------------------------------------------
 
-    # ---- turns -----------------------------------------------------------------------------
+    def step(  # noqa: C901 - it is called for each round
+        self, actions: Sequence[Any], row: int | None = None, which: int | None = None
+    ) -> Events | None:
+        """Play one decision in each environment that waits for one. With `which`, it is no part of a batch."""
+        waits, totals, bound = self._waits, self._totals, self._bound
+        for policy, own in zip(self.policies, actions):  # noqa: B905 - `strict` takes time
+            policy.actions, policy.closed = policy.split_actions(own), []
+            policy.asked = [] if which is None else [b for b in policy.asked if (policy, b) != waits[which]]
+        for e in self._everyone if which is None else (which,):
+            if place := waits[e]:
+                columns, column = place
+                if columns.rows[column] >= columns.most_rows:
+                    continue
+                env, _, self._rank_word[-1], _, _, _ = bound[e]
+                if columns.is_watched:
+                    columns.note_action(column)
+                columns.is_open[column] = True
+                self.plies[e] += 1
+                try:
+                    env.step(columns.actions[column])
+                    self._advance(e)
+                except self.renewable as error:
+                    self._cut_env(e, error)
+                    continue
+                if totals[e]:
+                    self.sums.append((self.n_rounds, e, totals[e]))
+                    totals[e] = 0.0
+            elif place is _UNASKED:
+                waits[e], self._is_quiet = None, False
+                self.over.append(e)
+                self.unasked.append((self.n_rounds, e, totals[e]))
+                totals[e] = 0.0
+        self.n_rounds += 1
+        if self._is_quiet:
+            return None
+        for e in self.over if which is None else ():
+            self._numbers[e] += e not in self.cut or not self.evaluation  # where it is played again
+        late = [own for own in self.late if which in (None, own[0])]
+        events = Events(self.over, [own.take() for own in self.policies], self.cut, late)
+        self.over, self.cut, self.late = [], [], [own for own in self.late if which not in (None, own[0])]
+        self._is_quiet = not self.late
+        return events
 
-    def play(self, e: int) -> bool:
-        """Give environment e the decision that it waits for, and find who decides next. Returns whether this seat has
-        a row left in the batch: otherwise the environment has stopped, or is over."""
-        place = self.waits[e]
-        assert place is not None
-        columns, column = place
-        self._rank_word[-1] = self.env_ranks[e]
-        if columns.checks.debug:
-            columns.require_action(column, columns.actions[column])
-        self.plies[e] += 1
-        env: Any = self._bound[e][0]
-        env.step(columns.actions[column])
-        has_rows = self.advance(e)
-        if env.take_late_rewards is not None:
-            self.take_late(e)
-        return has_rows
-
-    def advance(self, e: int) -> bool:  # noqa: C901 - it is called for each decision
-        """Close the decisions whose rewards are complete, until an agent must decide or environment e is over."""
-        env, raw, _, places, *_ = self._bound[e]
+    def _advance(self, e: int) -> None:  # noqa: C901, PLR0912 - it is called for each decision
+        """Read what the agents of environment e get, until one must decide or nobody is left."""
+        env, raw, _, places, _, _ = self._bound[e]
         columns: Any
+        place: Any
         n_ends = 0
-        while True:
-            if not raw.agents:
-                self._end_game(e)
-                return False
+        while raw.agents:
             agent = raw.agent_selection
             if agent not in places:
                 self._require_known(e, [agent])
-            columns, column = places[agent]
+            columns, column = place = places[agent]
             if agent not in raw.agents:
                 raise SpaceError(f"env_rank {columns.env_ranks[column]} is env.agent_selection, but not in env.agents")
             result = env.last()  # type: ignore[attr-defined]
             if result.__class__ is not tuple or len(result) != 5:
-                raise _not_five(columns.env_ranks[column], result)
+                what = f"(observation, reward, terminated, truncated, info), got {brief(result)}"
+                raise SpaceError(f"env.last of env_rank {columns.env_ranks[column]} must return a tuple {what}")
             observation, reward, terminated, truncated, info = result
             ends = False
             if not (terminated is truncated is False and reward.__class__ in (int, float) and info.__class__ is dict):
@@ -228,46 +252,56 @@ class TurnColumns(LockStepColumns):
                 terminated, truncated = episode_flags(terminated, truncated, rank)
                 reward, ends = require_number(reward, rank), terminated or truncated
                 require_info(info, rank)
-            stage = columns.stage[column]
             if reward:
-                self._note_reward(e, columns, column, reward)
-            if stage:
-                columns.rewards[column] = reward
-                if ends or stage == RANDOM or columns.closes_with_hook:
-                    columns.on_close(column, observation, reward, terminated, truncated, info)
-                else:
-                    columns.n[column] += 1
-                columns.stage[column] = CLOSED
-            if ends:
-                n_ends = _count_end(n_ends, columns.env_ranks[column])
-                env.step(None)  # type: ignore[arg-type]
-                continue
-            columns.observations[column] = snapshot(observation)
-            self.waits[e] = columns, column
-            has_rows = columns.n[column] < columns.most_rows
-            (columns.asked if has_rows else columns.held).append(column)
-            return has_rows  # type: ignore[no-any-return]
+                self._totals[e] += reward
+            if columns.is_open[column]:
+                columns.is_open[column], columns.rewards[column] = False, reward
+                columns.rows[column] += 1
+                columns.closed.append(column)
+                if ends or columns.is_watched:
+                    self._is_quiet = self._is_quiet and not ends
+                    columns.close(column, observation, reward, terminated, truncated, info)
+            else:  # the agent has not decided in this game yet
+                self._meet(e, columns, column, reward, joins=not ends)
+            if not ends:
+                columns.observations[column] = snapshot(observation)
+                if columns.rows[column] < columns.most_rows:
+                    columns.asked.append(column)
+                self._waits[e] = place
+                break
+            n_ends += 1
+            if n_ends > _MOST_ENDS:
+                rank = columns.env_ranks[column]
+                raise SpaceError(f"env_rank {rank} has ended, but env.step(None) did not remove it from env.agents")
+            env.step(None)  # type: ignore[arg-type]
+        else:
+            self._end_game(e)
+        if env.take_late_rewards is not None:  # type: ignore[attr-defined]
+            self._take_late(e)
 
-    def _note_reward(self, e: int, columns: Any, column: int, reward: float) -> None:
-        self.sums[e][self.plies[e] + self._has_just_begun(e)] += reward
-        if columns.stage[column]:
-            columns.check_finite(column, reward)
-            columns.on_reward(column, reward)
-        else:  # the agent has not decided in this game yet
+    def _meet(self, e: int, columns: TurnSeats, column: int, reward: float, *, joins: bool) -> None:
+        """An agent that has not decided in this game is asked, or has ended."""
+        self._is_quiet = False
+        if reward:
             columns.add_late(column, reward)
-            columns.late.clear()
             self.late.append((e, reward))
+        if joins:
+            columns.joined.append(column)
 
+    def _end_game(self, e: int) -> None:
+        """Nobody is left in environment e."""
+        for columns, column in self.acting(e):
+            raise SpaceError(
+                f"env_rank {columns.env_ranks[column]} is not in env.agents any more, but neither terminated nor "
+                "truncated since its last decision"
+            )
+        self._waits[e], self._is_quiet = None, False
+        self.over.append(e)
 
-def _not_five(rank: int, result: object) -> SpaceError:
-    return SpaceError(
-        f"env.last of env_rank {rank} must return a tuple (observation, reward, terminated, truncated, info), got "
-        f"{brief(result)}"
-    )
-
-
-def _count_end(n: int, rank: int) -> int:
-    """n + 1. Raises `SpaceError` if so many agents have ended since the last decision that they are not removed."""
-    if n == _MOST_ENDS:
-        raise SpaceError(f"env_rank {rank} has ended, but env.step(None) did not remove it from env.agents")
-    return n + 1
+    def _take_late(self, e: int) -> None:
+        """Count the rewards for agents that were not in the game of environment e."""
+        for late in self.envs[e].take_late_rewards():
+            number = require_number(late, self.env_ranks[e])
+            self._totals[e] += number
+            self.late.append((e, number))
+            self._is_quiet = False

@@ -262,7 +262,7 @@ class ShardPool:
             shard.started, shard.node = reply, reply.node
         else:
             shard.figures = reply.workers
-            shard.timeline = None if reply.timeline is None else reply.timeline.copy()  # Ray frees the rest
+            shard.timeline = reply.timeline.copy()  # Ray frees the rest
         shard.orders.popleft()
         return shard, number, reply
 

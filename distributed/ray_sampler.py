@@ -398,6 +398,8 @@ class RaySampler(Sampler):
         its own clock."""
         shards = self._shard_pool("timeline").shards
         found = [shard.timeline for shard in shards if shard.timeline is not None]
+        most = max((own.shape[1] for own in found), default=0)  # in turns, each shard has its own number of rounds
+        found = [np.pad(own, ((0, 0), (0, most - own.shape[1])), "edge") for own in found]
         return np.concatenate(found) if found else np.zeros((0, 2 * self.batch_T + 1))
 
     def __repr__(self) -> str:

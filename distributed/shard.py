@@ -138,7 +138,7 @@ class Reply:
     found: Trajectories  #: finished trajectories, or the results of a call
     versions: tuple[int, ...]  #: by policy: the version of the parameters that acted
     workers: tuple[WorkerStats, ...]  #: the figures of its workers
-    timeline: npt.NDArray[np.float64] | None  #: None where agents take turns
+    timeline: npt.NDArray[np.float64]
 
 
 class ShardHost:
@@ -219,8 +219,8 @@ class ShardHost:
                 slot = run.memory.slots[(run.batch - 1) % run.batches.n_slots]
                 arrays = dict(slot.leaves())  # Ray copies them before this thread runs the next order
             versions = tuple(own.version for own in shared)
-            timeline = None if sampler.run.seating.in_turns else sampler.timeline()
-            return Reply(arrays, [_portable(item) for item in found], versions, sampler.stats().workers, timeline)
+            found = [_portable(item) for item in found]
+            return Reply(arrays, found, versions, sampler.stats().workers, sampler.timeline())
         except BaseException as error:
             return Failure.of(error)
 

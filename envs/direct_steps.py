@@ -43,11 +43,15 @@ def flat_step_of(env: gym.Env[Any, Any]) -> Callable[[Any], Any]:
         inner = order.env
         if inner is checker and inner.checked_step and inner.checked_data_reuse:
             inner = inner.env
-        observation, reward, terminated, truncated, info = inner.step(action)
-        limit._elapsed_steps += 1
-        if limit._elapsed_steps >= limit._max_episode_steps:
-            truncated = True
-        return observation, reward, terminated, truncated, info
+        result = inner.step(action)
+        if result.__class__ is not tuple:  # a new tuple of the same values would only take time
+            observation, reward, terminated, truncated, info = result
+            result = observation, reward, terminated, truncated, info
+        limit._elapsed_steps = n = limit._elapsed_steps + 1
+        if n < limit._max_episode_steps:
+            return result
+        observation, reward, terminated, _, info = result
+        return observation, reward, terminated, True, info
 
     return step
 

@@ -18,7 +18,7 @@ from penstock.agents.joint import JointSeats
 from penstock.agents.trial import inference_difference, try_agent
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec
 from penstock.buffers.reports import in_one_line
-from penstock.collectors import EvalCollector, ResetCollector, TrajInfo
+from penstock.collectors import TrajInfo
 from penstock.collectors.collector import extra_example
 from penstock.envs import (
     ColumnStreams,
@@ -38,17 +38,14 @@ from penstock.samplers.batches import Batch
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.recorded_episodes import RecordedEpisodes
 from penstock.samplers.refusals import (
-    BATCH_STATE,
     BATCHED,
     INFO_MASK,
     JOINT,
     JOINT_VALUES,
     NO_FINAL_OBS,
-    OWN_COLLECTOR,
     PLAN,
     POLICIES,
     RECURRENT,
-    RENEWAL,
     SEEDED,
     SERVER,
     TURNS,
@@ -294,12 +291,9 @@ def _refuse_with_seats(arguments: InitArguments, seating: Seating) -> None:
     config = arguments.config
     if not seating.has_games:
         return
-    has_own = config.collector_cls is not ResetCollector or config.eval_collector_cls is not EvalCollector
     refuse(
         {
             TURNS: seating.in_turns,
-            OWN_COLLECTOR: has_own,
-            RENEWAL: config.on_game_failure == "renew",
             PLAN: config.episode_plan is not None,
             SEEDED: config.seed_episodes,
             UNRECORDED: config.seed_episodes and not all(_are_recorded(arguments.record, arguments.agents)),
@@ -377,7 +371,7 @@ def _refuse_in_turns(agent: Agent, spec: SampleSpec, seating: Seating) -> None:
     if not seating.in_turns:
         return
     info = spec.agent_info
-    refuse({TURNS: True, JOINT: agent.joint, BATCH_STATE: "has_rnn_state" in info})
+    refuse({TURNS: True, JOINT: agent.joint})
     if agent.recurrent and spec.bootstrap_value and "value" not in info:
         raise ConfigError(
             f"where agents take turns, {type(agent).__name__} must report `value` in agent_info, since it is recurrent "
@@ -401,7 +395,7 @@ def lay_out(arguments: InitArguments, seats: Seats, agents: PreparedAgents, reso
     buffer = SamplesBuffer(specs, config.batch_T, batch_B, shared=shared, n_slots=config.memory_slots)
     with sigint.deferred():  # Ctrl-C could lose a descriptor that nobody owns yet
         memory = SamplerMemory.allocate(
-            config, plans, buffer, agents.agents, seating.train, shared=shared, central=arguments.central
+            config, plans, buffer, agents.agents, seating, shared=shared, central=arguments.central
         )
     plan = () if memory.episodes is None else (memory.episodes.plan.file,)
     for part in [*memory.parts, memory.mailbox.file, *plan]:

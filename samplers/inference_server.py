@@ -361,7 +361,8 @@ def _inference_batch(agent: Agent, options: ServerOptions, steps: StepBuffer, pu
 
     def copy_of_agent() -> Agent:
         copy = agent.runtime.column_copy([rng for own in streams for rng in own.rngs(purpose)])
-        copy.runtime.set_columns(env_ranks, env_range.n_eval_envs if is_eval else env_range.n_envs)
+        n_envs = env_range.n_eval_envs if is_eval else env_range.n_envs
+        copy.runtime.set_columns(env_ranks, n_envs, in_turns=options.seating.in_turns)
         return copy
 
     if options.compile_options is not None:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from penstock.errors import ConfigError
 
 TURNS, BATCHED = "games in turns", "batched environments"
-OWN_COLLECTOR, JOINT = "a collector of your own (collector_cls, eval_collector_cls)", "a joint agent"
-RENEWAL, BATCH_STATE, TIMELINE = 'on_game_failure="renew"', 'record_state="batch"', "timeline()"
+JOINT, RENEWAL, BATCH_STATE = "a joint agent", 'on_game_failure="renew"', 'record_state="batch"'
 SEEDED, PLAN, INFO_MASK = "seed_episodes=True", "episode_plan", 'mask_key="info.NAME"'
 UNRECORDED = "a policy that is not recorded (record)"
 POLICIES, LAG, WRITTEN_REPLAY = "several policies", "AsyncSampler(lag=1)", "a replay into which workers write"
@@ -44,9 +43,9 @@ class Row(NamedTuple):
 TABLE = (
     Row(
         (TURNS,),
-        (OWN_COLLECTOR, RENEWAL, JOINT, BATCH_STATE, TIMELINE),
-        "each seat counts its own decisions, and some are open when a batch or a game ends",
-        'Leave the second thing out; on_worker_failure="restart" and record_state="step" work',
+        (JOINT,),
+        "a joint agent acts for all agents of a game together, but in turns one agent decides at a time",
+        "Use an agent that is not joint",
     ),
     Row(
         (PLAN, SEEDED),

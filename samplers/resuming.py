@@ -7,7 +7,7 @@ import inspect
 import pickle
 import zlib
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -366,7 +366,7 @@ def continue_run(run: Run, state: Mapping[str, Any], sampler: str) -> ResumeRepo
             f"{in_one_line(error)}. The state is damaged, or belongs to another version of the environment: "
             "make a new sampler, and load another state"
         ) from error
-    run.batch, run.games = state["batches"], Counter(state["episodes"])
+    run.batch, run.games = state["batches"], defaultdict(int, state["episodes"])
     run.metrics.start_at(state["counts"])
     each = zip(run.memory.parameters, state["policy_versions"], run.agents.values(), strict=True)
     for parameters, version, agent in each:

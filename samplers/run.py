@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -91,7 +91,8 @@ class Run:
         self.policy_version: Any = None
         self.samples_np: Any = self.batches.views_for_user[0]
         self.batch = self.itr = 0
-        self.games: Counter[int] = Counter()  # how many trajectories, or games, are over, by env_rank
+        # How many trajectories, or games, are over, by env_rank. A Counter takes three times as long.
+        self.games: defaultdict[int, int] = defaultdict(int)
         self.n_trajectories = [0] * len(self.plans)  # returned so far, by worker rank
         self.first_records = [
             [plan.first_record(config.batch_T, slot) for plan in self.plans] for slot in range(len(layout.batches))
@@ -220,7 +221,7 @@ class Run:
         is."""
         cls, evaluation = self.config.traj_info_cls, slot == EVALUATION
         infos: list[Any] = TrajInfo.from_records(found) if cls is TrajInfo else infos_from_messages(cls, found)
-        games = Counter[int]() if evaluation else self.games
+        games = defaultdict(int) if evaluation else self.games
         if self.seating.has_games:
             self.seating.name_infos(infos, ends_of_trajectories(found), games, evaluation=evaluation)
         else:

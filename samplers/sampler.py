@@ -23,7 +23,7 @@ from penstock.envs.recorded_episode import RecordedEpisode
 from penstock.envs.seeding import EpisodePlan
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, require_env_fn, show_arguments
-from penstock.samplers.refusals import NEW_CHOOSER, RESTART, TIMELINE, TURNS, refuse
+from penstock.samplers.refusals import NEW_CHOOSER, RESTART, refuse
 from penstock.samplers.results import answers_to, evaluate, warn_if_unfinished
 from penstock.samplers.run import Run
 from penstock.samplers.sampler_plan import EnvRange
@@ -460,10 +460,14 @@ class Sampler(ABC):
 
     def timeline(self) -> npt.NDArray[np.float64]:
         """Times of the last batch `[n_workers, 2 * batch_T + 1]`, in seconds of `time.monotonic`. In row t, the worker
-        began to act at `[2 * t]` and to step at `[2 * t + 1]`. The last entry is the end of the batch."""
+        began to act at `[2 * t]` and to step at `[2 * t + 1]`. The last entry is the end of the batch. In games in
+        turns, row t is round t. There are as many rows as the worker with the most has rounds, and those of the others
+        are followed by the end of their batches."""
         run = self._require_run("timeline")
-        refuse({TURNS: run.seating.in_turns, TIMELINE: True})
-        return np.stack([run.memory.control.timeline(plan.worker_rank) for plan in run.plans])
+        times = np.stack([run.memory.control.timeline(plan.worker_rank) for plan in run.plans])
+        if not run.seating.in_turns:
+            return times
+        return times[:, : int((times < times[:, -1:]).sum(1).max()) + 1]
 
     def __repr__(self) -> str:
         state = self._guard.state

@@ -18,9 +18,9 @@ from penstock.buffers.samples import layouts_of
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.collectors import TrajInfo
 from penstock.columns.episode_log import EpisodeLog
-from penstock.envs.seats import SeatTable
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.sampler_plan import SamplerPlan, eval_max_T
+from penstock.samplers.seating import Seating
 from penstock.samplers.stats import ServerTotals
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.plan import WorkerPlan
@@ -131,12 +131,12 @@ class SamplerMemory:
         plans: Sequence[SamplerPlan],
         buffer: SamplesBuffer,
         agents: Sequence[Agent],
-        seats: SeatTable,
+        seating: Seating,
         *,
         shared: bool,
         central: bool,
     ) -> SamplerMemory:
-        """Allocate all but `buffer`. `agents` has one for each policy, `seats` those of the training environments."""
+        """Allocate all but `buffer`. `agents` has one for each policy."""
         layouts, eval_T = layouts_of(buffer.slots[0]), eval_max_T(config.eval_max_steps, config.eval_n_envs)
         sizes = config.batch_T, config.memory_slots, eval_T, config.eval_max_trajectories or config.eval_episodes
         # Objects of a TrajInfo subclass do not use the record arrays.
@@ -149,10 +149,10 @@ class SamplerMemory:
             beside["totals"] = ServerTotals(max(numbers), shared=shared)
         if config.seed_episodes:
             size = len(buffer.slots), config.batch_T
-            beside["episodes"] = EpisodeLog(layouts, seats, size, config.max_decorrelation_steps, shared=shared)
+            beside["episodes"] = EpisodeLog(layouts, seating.train, size, config.max_decorrelation_steps, shared=shared)
         return cls(
             # The inference server has the last progress row.
-            control=ControlBlock(len(plans) + central, config.batch_T, shared=shared),
+            control=ControlBlock(len(plans) + central, seating.most_rounds(config.batch_T), shared=shared),
             samples=buffer.memory,
             records=TrajectoryRecords(
                 [plan.most_trajectories(*sizes) if is_stock else 1 for plan in plans], shared=shared

@@ -93,9 +93,8 @@ class SamplerProgram:
             seeds=() if context.gate is None else key,
         )
         env_factories, eval_env_factories = context.data
-        train_cls, eval_cls = self._collector_classes()
         self._eval_collector: EvalCollector | None = None
-        self._collector = self._build_collector(train_cls, env_factories, Purpose.TRAIN)
+        self._collector = self._build_collector(self.config.collector_cls, env_factories, Purpose.TRAIN)
         try:
             self._collector.start_envs()
         except Exception as error:
@@ -103,14 +102,9 @@ class SamplerProgram:
             raise
         self._collector.start_agent()
         if eval_env_factories:
-            self._eval_collector = self._build_collector(eval_cls, eval_env_factories, Purpose.EVAL)
-
-    def _collector_classes(self) -> tuple[type[Collector], type[EvalCollector]]:
-        if self.seating.in_turns:  # imported here, since few need it
-            from penstock.collectors.turns import TurnCollector, TurnEvalCollector
-
-            return TurnCollector, TurnEvalCollector
-        return self.config.collector_cls, self.config.eval_collector_cls
+            self._eval_collector = self._build_collector(
+                self.config.eval_collector_cls, eval_env_factories, Purpose.EVAL
+            )
 
     def _build_collector(self, cls: type[_C], factories: Sequence[EnvFactory], purpose: Purpose) -> _C:
         """The collector of these environments, with a recorder for each policy that has columns in them."""
@@ -141,8 +135,19 @@ class SamplerProgram:
         if is_eval:
             parts = replace(parts, limits=self._eval_limits())
         if seating.has_games:
-            parts = replace(parts, games=self._build_tracker(keys_of(seating, streams), of_games=True))
+            parts = self._with_games(parts, self._build_tracker(keys_of(seating, streams), of_games=True))
         return cls(parts)
+
+    def _with_games(self, parts: CollectorParts, games: Tracker) -> CollectorParts:
+        """What a collector needs where several agents share an environment. Imported here, since few need it."""
+        from penstock.collectors.recorder_group import RecorderGroup
+
+        parts = replace(parts, games=games, group_cls=RecorderGroup)
+        if not self.seating.in_turns:
+            return parts
+        from penstock.collectors.turns import TurnGroup, TurnRecorder
+
+        return replace(parts, group_cls=TurnGroup, recorder_cls=TurnRecorder)
 
     def _build_columns(
         self,
@@ -215,7 +220,8 @@ class SamplerProgram:
         if not self.seating.in_turns:
             return LockStepColumns(envs, seats, env_ranks)
         columns = TurnColumns(envs, seats, env_ranks)
-        columns.chooser = self.seating.chooser
+        columns.chooser, columns.seed = self.seating.chooser, self.seed
+        columns.most_rounds = self.seating.most_rounds(self.config.batch_T)
         return columns
 
     def _make_renewable(
@@ -250,7 +256,8 @@ class SamplerProgram:
             assert steps is not None
             assert self._context.request is not None
             agent.connect(steps.columns(cells[p]), self._context.request)
-        agent.runtime.set_columns(streams.env_ranks, self.env_range.n_eval_envs if is_eval else self.env_range.n_envs)
+        n_envs = self.env_range.n_eval_envs if is_eval else self.env_range.n_envs
+        agent.runtime.set_columns(streams.env_ranks, n_envs, in_turns=self.seating.in_turns)
         return agent
 
     def _build_tracker(self, env_ranks: Sequence[int], *, of_games: bool = False) -> Tracker:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from keyword import iskeyword
@@ -56,6 +56,13 @@ class Seating:
         inverse `~key`, which is negative."""
         return env_rank * self.width + (self.width - 1 if seat is None else seat)
 
+    def most_rounds(self, batch_T: int) -> int:
+        """The most rows in the timeline of a batch."""
+        if not self.in_turns:
+            return batch_T
+        # Each decision, and each game that asked nobody or has failed beside one.
+        return 2 * batch_T * self.width * len(self.policies) + MOST_UNASKED
+
     def n_seats(self, p: int) -> int | None:
         """How many seats of each environment policy p plays; 0 if their number differs; None if all have one agent."""
         if not self.has_games:
@@ -95,7 +102,12 @@ class Seating:
         }
 
     def name_infos(
-        self, infos: Iterable[TrajInfo], ends: Iterable[tuple[int, int]], games: Counter[int], *, evaluation: bool
+        self,
+        infos: Iterable[TrajInfo],
+        ends: Iterable[tuple[int, int]],
+        games: defaultdict[int, int],
+        *,
+        evaluation: bool,
     ) -> None:
         """Write into each info whose trajectory it is. `ends`: the last time step and the `key` of each. `games` counts
         the games of each environment that are over, or its finished trajectories, if it has one agent. Games that were

@@ -217,7 +217,7 @@ class ReferenceLoop:
         self._over -= starts.keys()
         for column in [column for e in starts for column in self._of(e)]:
             column.info = column.info if column.prev is None else self._new_info()
-            column.seen = column.prev = None
+            column.seen = column.prev = column.cell = None
             index = column.policy.columns.index(column)
             if column.policy.agent.joint and index % column.policy.k == 0:  # it has one state for the whole game
                 column.policy.agent.reset_one(index // column.policy.k)

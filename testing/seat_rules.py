@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from penstock.agents.action_masks import ActionMask, info_key
 from penstock.agents.random import draw
 from penstock.columns.interface import Start
 from penstock.columns.seat_columns import LockStepColumns, SeatColumns
-from penstock.columns.turn_columns import OPEN, TurnColumns, TurnSeats
+from penstock.columns.turn_columns import TurnColumns, TurnSeats
 from penstock.envs import EnvFactory
 from penstock.envs.checks import NO_CHECKS, Checks
 from penstock.envs.seats import ParallelView, SeatRank, TurnView, is_in_turns
@@ -91,15 +90,7 @@ class GameSetup:
         """Play as a sampler does. Raises `Violation` where a sampler raises an error."""
         env, rng = self.build(), np.random.default_rng(self.seed)
         try:
-            if self.in_turns:
-                self._play_turns(env, rng, checks)
-                return env
-            view = ParallelView(env, mask_key=info_key(self.mask_key))
-            progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
-            seats = [
-                SeatColumns([SeatRank(0, agent)], spaces, progress, checks) for agent, spaces in view.spaces.items()
-            ]
-            games = LockStepColumns([view], seats, [0])
+            seats, games = self._columns(env, checks)
             games.reset([0], [Start(self.seed)])
             for _ in range(self.n_steps):
                 events = games.step([self._draw(own, rng) for own in seats])
@@ -118,40 +109,24 @@ class GameSetup:
             env.close()
         return env
 
-    def _play_turns(self, env: Recorded, rng: np.random.Generator, checks: Checks) -> None:
-        view = TurnView(env, mask_key=info_key(self.mask_key))
+    def _columns(self, env: Recorded, checks: Checks) -> tuple[list[Any], LockStepColumns]:
+        """The environment, and the seat of each agent."""
+        own: tuple[Any, Any, Any] = ParallelView, SeatColumns, LockStepColumns
+        view_cls, seats_cls, cls = (TurnView, TurnSeats, TurnColumns) if self.in_turns else own
+        view = view_cls(env, mask_key=info_key(self.mask_key))
         progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
-        seats = [TurnSeats([SeatRank(0, agent)], spaces, progress, checks) for agent, spaces in view.spaces.items()]
-        for own in seats:
-            own.on_close = partial(_close, own)
-            own.closes_with_hook = True
-        games = TurnColumns([view], seats, [0])
-        games.reset([0], [Start(self.seed)])
-        for _ in range(self.n_steps):
-            while games.take_over():
-                games.reset([0])
-            assert games.waits[0] is not None
-            own = games.waits[0][0]
-            own.actions, own.stage, own.held = list(own.split_actions(self._draw(own, rng))), [OPEN], []
-            games.play(0)
+        seats = [seats_cls([SeatRank(0, agent)], spaces, progress, checks) for agent, spaces in view.spaces.items()]
+        return seats, cls([view], seats, [0])
 
     def _draw(self, own: SeatColumns, rng: np.random.Generator) -> Any:
         """A random action, legal if there is a mask, as a row of one."""
         row, observation = draw(own.action_space, rng, 1), own.observations[0]
-        if not own.idle:
+        if own.asked if isinstance(own, TurnSeats) else not own.idle:
             own.check_column(0)
             if self.mask_key is not None:
                 mask = ActionMask(self.mask_key, own.observation_space, own.action_space)
                 row = mask.draw(mask.legal(observation), rng.random((1, mask.n_components)))
         return row
-
-
-def _close(own: TurnSeats, column: int, observation: Any, reward: float, *ends_and_info: Any) -> None:
-    terminated, truncated, _ = ends_and_info
-    if observation is None and truncated and not terminated:
-        raise SpaceError(f"env_rank {own.env_ranks[column]} was truncated, but env.last returned no observation for it")
-    if observation is not None and (terminated or truncated):
-        own.check_final(column, observation)
 
 
 def games_say_who_plays_and_who_ends(setup: GameSetup) -> None:

@@ -125,7 +125,8 @@ class Progress:
         #: From the phase to the env_rank: `step_ordinary` writes them.
         self.loop_words = self.words[PHASE : ENV_RANK + 1]
         self._replied = memoryview(control.memory.arrays.replied[worker_rank])
-        self._stamps = memoryview(control.memory.arrays.timeline[worker_rank])
+        self._timeline = control.memory.arrays.timeline[worker_rank]
+        self._stamps = memoryview(self._timeline)
         # How many results each command has sent, by the number of its opening: the main process may read the count of
         # one command while the worker runs the next.
         self._n_results = memoryview(control.memory.arrays.n_results[worker_rank])
@@ -183,13 +184,13 @@ class Progress:
         """Note that no batch runs: errors then say "between two batches"."""
         self.words[T] = BETWEEN_BATCHES
 
-    def end_batch(self, batch_T: int, n_steps: int, ended_ns: int) -> None:
-        """A training batch of `batch_T` rows and `n_steps` environment steps is complete: add to the totals. Its last
+    def end_batch(self, n_rows: int, n_steps: int, ended_ns: int) -> None:
+        """A training batch of `n_rows` rows and `n_steps` environment steps is complete: add to the totals. Its last
         row ended at `ended_ns`."""
-        stamps = self._stamps
-        stamps[2 * batch_T] = ended_ns
-        began_acting, began_stepping = sum(stamps[: 2 * batch_T : 2]), sum(stamps[1 : 2 * batch_T : 2])
-        stepping = began_acting - stamps[0] + stamps[2 * batch_T] - began_stepping
+        stamps, end = self._stamps, 2 * n_rows
+        self._timeline[end:] = ended_ns
+        began_acting, began_stepping = sum(stamps[:end:2]), sum(stamps[1:end:2])
+        stepping = began_acting - stamps[0] + ended_ns - began_stepping
         self.add_batch(began_stepping - began_acting, stepping, n_steps)
 
     def add_batch(self, acting_ns: int, stepping_ns: int, n_steps: int) -> None:
@@ -336,7 +337,7 @@ class ControlBlock:
     inference server, in whichever process that runs.
     """
 
-    def __init__(self, n_workers: int, batch_T: int, *, shared: bool) -> None:
+    def __init__(self, n_workers: int, most_rows: int, *, shared: bool) -> None:
         int64 = np.dtype(np.int64)
         specs = NamedArrays(
             words=ArraySpec((ROW_WORDS,), int64),
@@ -346,7 +347,7 @@ class ControlBlock:
             generation=ArraySpec((n_workers,), int64),
             replied=ArraySpec((n_workers, ROW_WORDS), int64),
             progress=ArraySpec((n_workers, ROW_WORDS), int64),
-            timeline=ArraySpec((n_workers, 2 * batch_T + 1), int64),  # nanoseconds of time.monotonic_ns
+            timeline=ArraySpec((n_workers, 2 * most_rows + 1), int64),  # nanoseconds of time.monotonic_ns
         )
         self.memory = NamedMemory(specs, shared=shared, purpose="the control block")
         self.memory.arrays.progress[:, T] = -1  # no time step yet
@@ -569,7 +570,7 @@ class ControlBlock:
         return ProgressSnapshot(Phase(row[PHASE]), *words, stepping, acting, resetting, waiting, who, *counts)
 
     def timeline(self, worker_rank: int) -> npt.NDArray[np.float64]:
-        """Times of the worker's last batch, `[2 T + 1]`, in seconds of `time.monotonic`. In row t, the worker began to
-        act at `[2 t]` and to step at `[2 t + 1]`. The last entry is the end of the batch."""
+        """Times of the worker's last batch, `[2 most_rows + 1]`, in seconds of `time.monotonic`. In row t, the worker
+        began to act at `[2 t]` and to step at `[2 t + 1]`. What follows is the end of the batch."""
         stamps: npt.NDArray[np.float64] = self.memory.arrays.timeline[worker_rank] / 1e9
         return stamps

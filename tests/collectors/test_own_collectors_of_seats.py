@@ -13,7 +13,6 @@ import pytest
 from penstock import (
     AgentStep,
     AsyncSampler,
-    ConfigError,
     GpuSampler,
     ParallelSampler,
     RandomAgent,
@@ -21,7 +20,6 @@ from penstock import (
     Sampler,
     SerialSampler,
     SpaceError,
-    WaitResetCollector,
     WorkerError,
 )
 from penstock.collectors import EvalCollector
@@ -30,7 +28,7 @@ from penstock.envs.seeding import eval_seed
 from penstock.envs.toy import ScriptedGame
 
 from ..against_loop import compare
-from ..toy_games import TurnGame, split_agents
+from ..toy_games import split_agents
 
 T, B, SEED = 7, 3, 5
 KINDS = [{"k": k} for k in (3, 4, 2)]
@@ -172,18 +170,6 @@ class Still(RandomAgent):
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
         step = super().step(observation, prev_action, prev_reward)
         return AgentStep(np.ones_like(step.action))
-
-
-@pytest.mark.parametrize("name", ["collector_cls", "eval_collector_cls"])
-def test_in_turns_they_are_refused_with_the_reason(name: str) -> None:
-    options = {"collector_cls": WaitResetCollector, "eval_collector_cls": Twice}
-    with (
-        SerialSampler(TurnGame, batch_T=2, batch_B=2, eval_n_envs=1, **{name: options[name]}) as sampler,
-        pytest.raises(
-            ConfigError, match=f"games in turns and a collector of your own .*{name}.*: each seat counts its own"
-        ),
-    ):
-        sampler.initialize(RandomAgent(), seed=0)
 
 
 # ---- games whose lists and flags are unusual -----------------------------------------------------

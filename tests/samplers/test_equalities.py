@@ -288,9 +288,9 @@ class EverySecondLoop(ReferenceLoop):
     """The same."""
 
     def begin_episodes(self, t: int, over: Any) -> None:
-        before = vars(self).get("waiting", set())
-        self.n_over = vars(self).get("n_over", Counter()) + Counter(set(over) - before)
-        self.waiting = set() if t < 0 else {e for e in over if self.n_over[e] % 2}
+        before, over = vars(self).get("waiting", set()), set(over)
+        self.n_over = vars(self).get("n_over", Counter()) + Counter(over - before)
+        self.waiting = set() if t < 0 else before | {e for e in over if self.n_over[e] % 2}
         self.reset({e: {} for e in over if e not in self.waiting})
 
 
@@ -377,6 +377,8 @@ def makes_sense(cell: Cell) -> bool:
         return False
     if "own starts" in form and kind.endswith("_STEP"):  # it resets its rows itself
         return False
+    if form == "own actions and fields" and kind == "turns":  # whose rounds are no rows
+        return False
     if "team" in agent:
         return kind == "lock-step" or (kind == "turns" and agent == "a team with a state")
     if kind in RANDOM_ONLY:
@@ -395,7 +397,6 @@ def asked(cell: Cell) -> frozenset[str]:
         refusals.BATCHED: kind.startswith("batched"),
         refusals.TURNS: kind == "turns",
         refusals.WAITING: "wait" in form,
-        refusals.OWN_COLLECTOR: any(word in form for word in ("wait", "own", "new")),
         refusals.POLICIES: agent in ("three policies", "two roles"),
         refusals.JOINT: "team" in agent,
         refusals.JOINT_VALUES: agent == "a team",

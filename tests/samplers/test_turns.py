@@ -5,32 +5,39 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from penstock import (
     AgentStep,
+    GameError,
+    GpuSampler,
     ParallelSampler,
     RandomAgent,
     RecurrentCategoricalPgAgent,
+    ResetCollector,
     Sampler,
     SerialSampler,
     TrajInfo,
+    WaitResetCollector,
 )
-from penstock.errors import ConfigError
+from penstock.collectors import Collector, EvalCollector
+from penstock.envs.seeding import eval_seed
 from penstock.learning import Prioritized, Replay
 from tests.against_loop import compare
 from tests.learning.streams import in_python
-from tests.models import Lstm
 from tests.scale import examples
 from tests.support import Diary
 from tests.toy_games import Book, TurnGame, Valuing
 
+from .digest_cases import Plain, Stateful
 from .started import check_fails, check_refused, started
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import what is here
@@ -147,12 +154,35 @@ def test_the_games_of_the_random_steps_have_no_number() -> None:
     assert all(info.policy == players(info.agent_id, info.number) for info in agents)
 
 
+class Moves(TrajInfo):
+    """Notes how many moves the agent has made, by its last observation."""
+
+    def terminate(self, final_observation: Any) -> None:
+        self.moves = final_observation[2]
+
+
+@pytest.mark.parametrize("n_random", [0, 60])
+def test_a_trajectory_has_all_moves_of_its_agent_also_random_ones(n_random: int) -> None:
+    options: dict[str, Any] = {"traj_info_cls": Moves, "max_decorrelation_steps": n_random, "seed": 2}
+    with started(partial(TurnGame, 2), batch_T=5, batch_B=8, **options) as sampler:
+        infos: list[Any] = [info for itr in range(6) for info in sampler.obtain_samples(itr)[1]]
+    agents = [info for info in infos if info.agent_id is not None]
+    assert len(agents) > 20
+    assert [info.Length for info in agents] == [info.moves for info in agents]
+
+
 class Gifts(TurnGame):
     """Agents get a reward before they decide."""
 
     def reset(self, seed: int | None = None, options: Any = None) -> None:
         super().reset(seed, options)
         self._rewards = dict.fromkeys(self.agents, 0.5)
+
+
+@pytest.mark.parametrize("n_random", [0, 1, 3])
+def test_rewards_before_the_first_decision_belong_to_their_game_also_before_random_steps(n_random: int) -> None:
+    sizes = {"batch_T": 7, "batch_B": 6, "n_batches": 6, "max_decorrelation_steps": n_random}
+    compare(SerialSampler, partial(Gifts, 3), Valuing, **sizes)
 
 
 def test_a_reward_before_the_first_decision_is_counted_as_late() -> None:
@@ -238,18 +268,8 @@ class Together(RandomAgent):
 @pytest.mark.parametrize(
     ("options", "agent", "message"),
     [
-        ({}, Together(), "games in turns and a joint agent do not go together: each seat counts its own decisions"),
-        (
-            {},
-            RecurrentCategoricalPgAgent(lambda: Lstm(4, 3), record_state="batch"),
-            'games in turns and record_state="batch" do not go together: .* record_state="step" work',
-        ),
+        ({}, Together(), "games in turns and a joint agent do not go together: a joint agent acts for all"),
         ({"seed_episodes": True}, RandomAgent(), "seed_episodes=True and games in turns do not go together"),
-        (
-            {"on_game_failure": "renew"},
-            RandomAgent(),
-            'games in turns and on_game_failure="renew" do not go together: .*; on_worker_failure',
-        ),
         ({"bootstrap_value": True}, Book(), "Book must report `value` in agent_info"),
     ],
 )
@@ -257,17 +277,221 @@ def test_what_is_not_possible_is_refused(options: Any, agent: Any, message: str)
     assert "\n" not in check_refused(TurnGame, message, agent, **options)
 
 
-def test_a_timeline_is_refused_and_totals_stay() -> None:
-    with started(TurnGame) as sampler:
+def test_the_timeline_has_a_row_for_each_round_and_agrees_with_the_totals() -> None:
+    with started(TurnGame, collector_cls=Noting) as sampler:
         samples, _ = sampler.obtain_samples(0)
-        with pytest.raises(ConfigError, match=r"games in turns and timeline\(\) do not go together"):
-            sampler.timeline()
+        (times,) = sampler.timeline()
+        assert len(times) >= 2 * int(samples.env.extra.round.max()) + 3
+        assert (np.diff(times) > 0).all()
+        (worker,) = sampler.stats().workers
+        np.testing.assert_allclose(worker.acting, (times[1::2] - times[:-1:2]).sum(), rtol=1e-6)
         (worker,) = sampler.stats().workers
         assert worker.acting > 0
         assert worker.stepping > 0
         n = int(samples.env.valid.sum())
         assert n <= worker.steps <= n + 6  # and the decisions that are open
         assert sampler.metrics()["sampler/agent_steps"] == n
+
+
+class Failing(TurnGame):
+    """Its game fails now and then, in any call. `log` has what the sampler has seen, of all games in this process."""
+
+    log: ClassVar[list[Any]] = []
+    chance = 0.0
+
+    def _may_fail(self, chance: float) -> None:
+        if self.luck.random() < chance * Failing.chance:
+            self.log.append(("fails",))
+            raise GameError("lost")
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.luck = np.random.default_rng(len(self.log))
+
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        self._may_fail(0.2)
+        super().reset(seed, options)
+        self.log.append(("begins",))
+
+    def last(self, observe: bool = True) -> Any:
+        self._may_fail(0.02)
+        found = super().last(observe)
+        self.log.append(("last", self.agent_selection, *found[:4]))
+        return found
+
+    def step(self, action: Any) -> None:
+        if action is not None:
+            self.log.append(("decides", self.agent_selection))
+            self._may_fail(0.04)
+        super().step(action)
+
+
+def decisions_of(log: list[Any], agent: str) -> tuple[list[Any], list[tuple[int, float]]]:
+    """The complete decisions of an agent: what it has seen, its reward, whether an episode begins with it, and how it
+    ends (a flag, and the last observation). And the length and the return of each episode that has ended."""
+    rows, episodes, seen, is_open, is_start, rewards = list[Any](), list[Any](), None, False, True, list[float]()
+    for what, *more in log:
+        if what == "fails":
+            if is_open and not is_start:
+                rows[-1][3:] = "truncated", seen
+            is_open, is_start, rewards = False, True, []
+        elif more and more[0] == agent and what == "decides":
+            is_open = True
+        elif more and more[0] == agent:
+            _, observation, reward, terminated, truncated = more
+            if is_open:
+                how = "terminated" if terminated else "truncated" if truncated else ""
+                rows.append([seen, reward, is_start, how, observation if how else None])
+                rewards.append(reward)
+                is_open, is_start = False, bool(how)
+                if how:
+                    episodes.append((len(rewards), sum(rewards)))
+                    rewards = []
+            seen = observation
+    return rows, episodes
+
+
+@pytest.mark.parametrize(
+    ("T", "cls"), [(1, ResetCollector), (4, ResetCollector), (30, ResetCollector), (4, WaitResetCollector)]
+)
+def test_a_game_that_fails_is_built_again_and_its_open_decisions_are_lost(T: int, cls: type[Collector]) -> None:
+    Failing.chance = 0.0
+    options: dict[str, Any] = {
+        "batch_T": T,
+        "batch_B": 1,
+        "on_game_failure": "renew",
+        "max_renewals": 9_999,
+        "bootstrap_value": True,
+    }
+    options |= {"collector_cls": cls}
+    found: dict[str, list[Any]] = {f"a{i}": [] for i in range(3)}
+    with started(Failing, Plain(), max_decorrelation_steps=0, **options) as sampler:
+        Failing.log[:], Failing.chance, infos = Failing.log[-2:], 1.0, []
+        for itr in range(400 // T):
+            samples, own = sampler.obtain_samples(itr)
+            infos += own
+            for b, rows in enumerate(found.values()):
+                env = samples.copy().numpy().env[:, b]
+                n = int(env.valid.sum())
+                rows += [(env[t], t == n - 1) for t in range(n)]
+        stats = sampler.stats()
+    n_lost = sum(entry == ("fails",) for entry in Failing.log)
+    assert stats.workers[0].renewals == n_lost > 20
+    for agent, rows in found.items():
+        wanted, episodes = decisions_of(Failing.log, agent)
+        assert len(rows) > 60
+        for (row, is_last), (seen, reward, is_start, how, final) in zip(rows, wanted, strict=False):
+            np.testing.assert_array_equal(row.observation, seen)
+            assert (row.reward, row.prev_done) == (np.float32(reward), is_start)
+            if is_last and not row.done:  # the batch was complete when the game failed
+                assert how in ("", "truncated")
+                continue
+            assert (row.terminated, row.truncated, row.done) == (how == "terminated", how == "truncated", how != "")
+            np.testing.assert_array_equal(row.final_obs, np.zeros(4) if final is None else final)
+        told = [(info.Length, info.Return) for info in infos if info.agent_id == agent]
+        assert told == episodes[: len(told)]
+        assert len(told) > 5
+
+
+class Noting(ResetCollector):
+    """Writes the round and the environment's rank for each decision."""
+
+    extra_fields: ClassVar[Any] = {"round": np.int64(0), "rank": np.int64(0)}
+
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        for recorder in self.recorders:
+            ranks = np.array([int(rank) for rank in recorder.columns.env_ranks])
+            self.record_extra(t, recorder.policy, round=np.full(len(ranks), t), rank=ranks)
+
+
+class TwiceAsLong(EvalCollector):
+    """Each game begins as the first one."""
+
+    def seed_of(self, e: int) -> int:
+        return eval_seed(self.streams.seed, self.streams.env_ranks[e])
+
+
+def test_a_collector_of_the_users_own_writes_fields_of_decisions() -> None:
+    agents = {"x": RandomAgent(), "y": RandomAgent()}
+    own = {"collector_cls": Noting, "eval_collector_cls": TwiceAsLong, "eval_n_envs": 2, "eval_episodes": 6}
+    policy_of = {"policy_of": lambda agent: "xyx"[int(agent[1])], "eval_max_steps": 500}
+    with started(TurnGame, agents, ParallelSampler, batch_T=6, batch_B=2, n_workers=2, **own, **policy_of) as sampler:
+        for itr in range(6):
+            batch, _ = sampler.obtain_samples(itr)
+            for name, samples in batch.items():
+                env = samples.numpy().env
+                ranks = np.array([rank for rank, _ in sampler.seats()[name]])
+                assert (env.extra.rank == np.where(env.valid, ranks, 0)).all()
+                later = env.valid[1:]  # row 0 may be a decision of the batch before
+                assert (np.diff(env.extra.round, axis=0)[1:][later[1:]] > 0).all()
+            rounds = [batch[name].numpy().env for name in agents]
+            for rank in range(2):  # each round is one decision of a game
+                own_rounds = [
+                    env.extra.round[1:, b][env.valid[1:, b]].tolist()
+                    for name, env in zip(agents, rounds, strict=True)
+                    for b, (of, _) in enumerate(sampler.seats()[name])
+                    if of == rank
+                ]
+                made = sorted(t for own in own_rounds for t in own)
+                assert len(set(made)) == len(made)
+        figures = {(info.env_rank, info.number, info.agent_id): info.Length for info in sampler.evaluate_agent(0)}
+    games = {key: length for key, length in figures.items() if key[2] is None}
+    assert len(games) == 6
+
+
+class Fresh(ResetCollector):
+    """Begins new games before each batch."""
+
+    def collect_batch(self, itr: int) -> None:
+        self.reset_now(range(len(self.envs)))
+        super().collect_batch(itr)
+
+
+def test_after_a_reset_between_batches_every_agent_begins_anew() -> None:
+    with started(partial(TurnGame, 3), Stateful(), batch_T=3, batch_B=4, collector_cls=Fresh) as sampler:
+        for itr in range(20):
+            samples = sampler.obtain_samples(itr)[0].copy().numpy()
+            first, info = samples[0], samples.agent.agent_info[0]
+            has_row = first.env.valid
+            assert (first.env.prev_done == has_row).all()
+            assert (info.own == has_row).all()
+            weights = [
+                (k * 0.37) % 1.0 for k in range(1, 5)
+            ]  # those of `Stateful`, with no action and no reward before
+            wanted = sum(w * first.env.observation[:, k].astype(np.float64) for k, w in enumerate(weights)) + 5.0
+            np.testing.assert_array_equal(info.value[has_row], wanted.astype(np.float32)[has_row])
+        assert 0 < has_row.sum() < 12
+
+
+class Counting(nn.Module):
+    """Its state is the number of its steps."""
+
+    state_shape = (1,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, observation: Any, prev_action: Any, prev_reward: Any, state: Any) -> Any:
+        return self.scale * observation[:, :3], self.scale * state[:, 0], state + 1
+
+
+@pytest.mark.parametrize("cls", [SerialSampler, GpuSampler])
+def test_the_first_row_has_the_state_before_it_also_where_its_decision_is_of_the_batch_before(cls: Any) -> None:
+    agent = RecurrentCategoricalPgAgent(Counting, record_state="batch")
+    options: dict[str, Any] = {"batch_T": 3, "batch_B": 4, "bootstrap_value": True, "max_decorrelation_steps": 0}
+    with started(TurnGame, agent, cls, **options) as sampler:
+        for itr in range(12):
+            samples, _ = sampler.obtain_samples(itr)
+            valid, info = samples.env.valid, samples.agent.agent_info
+            assert (info.has_rnn_state[0] == valid[0]).all()
+            assert not info.has_rnn_state[1:].any()
+            own_moves = samples.env.observation[0, :, 2]  # how often this agent has moved in this game
+            assert (samples.initial_state[valid[0], 0] == own_moves[valid[0]]).all()
+            if itr == 0:
+                assert not own_moves.any()
+        assert own_moves.max() > 0
 
 
 class Scored(TurnGame):
