@@ -415,17 +415,12 @@ class Collector(MadeByWorker):
         """Before the first batch: start again in these environments, with other seeds, and other streams and new states
         of the agents there."""
         self.streams, seeds = streams, streams.env_seeds(Purpose.TRAIN)
-        own = [[b for e in envs for b in self.columns.columns_of(e)[p]] for p in range(len(self.recorders))]
-        for recorder, columns in zip(self.recorders, own, strict=True):
+        for recorder in self.recorders:
             recorder.freeze_first_row()
-            for column in columns:
-                recorder.restart_column(column)
-        if self.games is not None:
-            for e in envs:
-                self.games.drop(e)
-            self._lose_games(envs)
-        self.columns.reset(envs, [Start(seeds[e], generation=streams.generation) for e in envs])
+        self.reset_now(envs, [Start(seeds[e], generation=streams.generation) for e in envs])
+        self._lose_games(envs)
         self._decorrelate(envs)
+        own = [[b for e in envs for b in self.columns.columns_of(e)[p]] for p in range(len(self.recorders))]
         for recorder, columns in zip(self.recorders, own, strict=True):
             recorder.keep_first_row(columns)
             recorder.streams = replace(recorder.streams, generation=streams.generation)

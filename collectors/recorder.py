@@ -434,11 +434,6 @@ class Recorder:
         self.prev_action[column], self.prev_reward[column] = state["prev_action"], state["prev_reward"]
         self.tracker.load_column_state(column, state["trajectory"])
 
-    def restart_column(self, column: int) -> None:
-        """Before the first batch: an episode begins in this column."""
-        self.tracker.drop(column)
-        self.prev_action[column], self.prev_reward[column], self._first_row.episode_start[column] = 0, 0, True
-
     def keep_first_row(self, columns: Sequence[int]) -> None:
         """The first batch begins with what these columns have now."""
         first = self._first_row

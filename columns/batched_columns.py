@@ -136,11 +136,9 @@ class BatchedColumns(PolicyColumns, Columns):
             self.waiting = _without(self.waiting, envs)
             self._note_resetting(self._resetting)
 
-    def reset_rows(
-        self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None
-    ) -> Mapping[str, Any]:
-        """Reset these rows, ascending, with one call. Returns the infos. If they are not all rows, the option
-        `reset_mask` says which; an environment that resets itself need not know it."""
+    def reset_rows(self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None) -> None:
+        """Reset these rows, ascending, with one call. If they are not all rows, the option `reset_mask` says which; an
+        environment that resets itself need not know it."""
         words = self.progress.words
         phase, began = words[Progress.PHASE], self.progress.enter(Phase.RESETTING)
         self.progress.at_env(self.env_ranks[rows[0]])
@@ -157,11 +155,12 @@ class BatchedColumns(PolicyColumns, Columns):
         infos: Mapping[str, Any]
         self.observations, infos = result
         self.reset_infos = infos
+        if infos and self.on_info is not None:
+            self.on_info(rows[0], infos)
         if self._resetting:
             self._note_resetting(_without(self._resetting, rows))
         self.progress.add_resetting_since(began)
         words[Progress.PHASE] = phase
-        return infos
 
     def _reset(
         self,
@@ -315,6 +314,8 @@ class BatchedColumns(PolicyColumns, Columns):
         self.observations, self.rewards, terminated, truncated, self.infos = result
         if self.infos.__class__ is not dict:
             require_info(self.infos, self.env_ranks[0])
+        if self.on_info is not None and self.infos:
+            self.on_info(0, self.infos)
         shape = self._flags_shape
         if not (_are_flags(terminated, shape) and _are_flags(truncated, shape)):
             self._require_flags(terminated, "terminated")

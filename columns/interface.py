@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: terminated, truncated, info). Observation and action are copies made before the step.
 StepHook = Callable[[int, Any, Any, Any, bool, bool, dict[str, Any]], None]
 #: Called for column b at once with each info of a step or a reset that is not empty: (b, info). The environment may use
-#: the same dict again.
+#: the same dict again. A batched environment gives the infos of all columns, with the first that it has reset, or 0.
 InfoHook = Callable[[int, Any], None]
 
 #: Called at once with each info of a step: what to keep of it, in memory that the environment does not have.
@@ -158,7 +158,7 @@ class PolicyColumns:
     ) -> None:
         """Call `on_step` after each step of a column. Keep in `infos` what `keep_info` returns for the info of each
         step: it is called at once, since the environment may use the memory of its info again. Call `on_info` with each
-        info, but not for a batched environment: its infos are in `infos`, and `reset_rows` returns those of a reset.
+        info.
 
         `into` `[T + 1, B, ...]` is nested as `arrays_like` returns it: a step may write the observations into a row of
         it. With one row alone, it is no batch that a learner gets."""

@@ -200,7 +200,6 @@ class SingleColumns(ListedColumns, Columns):
         self._ends: list[End] = []
         self._own = PolicyEvents()
         self._events = Events([], (self._own,))
-        self._instead: dict[int, Any] = {}  # the own entries of environments with `step_instead`
         self._watch, self._writes_at_once, self._last_row = 0, False, -1
         self._set_waiting([])
 
@@ -262,8 +261,6 @@ class SingleColumns(ListedColumns, Columns):
                 self._note(e, observation)
             if self.on_info is not None and result[1]:
                 self.on_info(e, result[1])
-            if self._instead:
-                self._bound[e] = self._instead.pop(e, self._bound[e])
         words[PHASE] = phase
         if self.waiting:
             self._set_waiting([e for e in self.waiting if e not in envs])
@@ -284,12 +281,6 @@ class SingleColumns(ListedColumns, Columns):
         if self.renewals is not None:
             self.renewals.note_reset(e)
         return result
-
-    def step_instead(self, e: int, step: Callable[[Any], Any]) -> None:
-        """Until environment e is reset, call `step(action)` in place of its own step. It returns the same five values.
-        No environment is parked."""
-        self._instead.setdefault(e, self._bound[e])
-        self._bound[e] = e, self.env_ranks[e], step, None
 
     def save(self, e: int) -> Any:
         return snapshot(self.current(e))

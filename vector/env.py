@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 Step = tuple[Any, npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_], _T]  # with infos of type T
 _Batched = dict[str, Any]
+Seeds = int | Sequence[int | None] | None
 
 
 class ShmVectorEnv(VectorEnv[Any, Any, Any]):
@@ -145,7 +146,6 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         **unknown: NoReturn,  # type checkers refuse every unknown argument, since no value has this type
     ) -> None:
         self._guard = VectorGuard()
-        self._pool: VectorPool | None = None
         refuse_unknown(ShmVectorEnv, unknown)
         check_async_arguments(shared_memory, daemon, observation_mode)
         if num_envs is None:
@@ -192,9 +192,9 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             self.env_of_rows = [i for i, _ in self.seats or enumerate(range(self._n_envs))]
             if self._is_batched:
                 self.env_of_rows = [plan.worker_rank for plan in plans for _ in plan.columns]
-            self._pool = VectorPool(plans, program, worker_data, options, resources, check_finite=check_finite)
-            self._exchange = self._pool.exchange
-            self._guard.start(self, self._pool)
+            self._workers = VectorPool(plans, program, worker_data, options, resources, check_finite=check_finite)
+            self._exchange = self._workers.exchange
+            self._guard.start(self, self._workers)
 
     def _read_spaces(
         self,
@@ -231,9 +231,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
     # ---- Gymnasium's interface -------------------------------------------------------------
 
-    def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: Options | list[Options] = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Seeds = None, options: Options | list[Options] = None) -> tuple[Any, dict[str, Any]]:
         """Reset all environments in parallel; `options["reset_mask"]`, a bool array `[n]`, selects some.
 
         This first waits for steps that are still running. Results of environments that are reset are dropped.
@@ -246,18 +244,14 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         Returns observations `[n, ...]` and batched infos.
         """
         observations, infos = self._reset_unbatched(seed, options)
-        return observations, self._batched(infos)
+        return observations, self._exchange.batched(infos)
 
-    def _reset_listed(
-        self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
-    ) -> tuple[Any, Infos]:
+    def _reset_listed(self, seed: Seeds, options: Options | list[Options]) -> tuple[Any, Infos]:
         """As `reset`, with the infos unbatched: pairs (index, info) of the environments that had any."""
         observations, infos = self._reset_unbatched(seed, options)
         return observations, self._exchange.listed(infos)
 
-    def _reset_unbatched(
-        self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
-    ) -> tuple[Any, Infos]:
+    def _reset_unbatched(self, seed: Seeds, options: Options | list[Options]) -> tuple[Any, Infos]:
         with GuardedCall(self._guard, "reset", State.NEW, State.READY, State.STEPPING, State.RESETTING, State.SENT):
             prepared = self._prepared_reset(seed, options)
             if self._guard.state is State.RESETTING:
@@ -265,9 +259,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
                 self._guard.state = self._state_before_reset
             return self._workers.reset(*prepared, self._take_reset)
 
-    def reset_async(
-        self, seed: int | Sequence[int | None] | None = None, options: Options | list[Options] = None
-    ) -> None:
+    def reset_async(self, seed: Seeds = None, options: Options | list[Options] = None) -> None:
         """Start a reset as `reset` does, and return; `reset_wait` returns its results. This first waits for running
         steps."""
         with GuardedCall(self._guard, "reset_async", State.NEW, State.READY, State.SENT):
@@ -283,11 +275,9 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             self._wait(timeout, "reset_wait")
             self._guard.state = self._state_before_reset
             observations, infos = self._take_reset()
-        return observations, self._batched(infos)
+        return observations, self._exchange.batched(infos)
 
-    def _prepared_reset(
-        self, seed: int | Sequence[int | None] | None, options: Options | list[Options]
-    ) -> tuple[bytes, list[int | None], Ids]:
+    def _prepared_reset(self, seed: Seeds, options: Options | list[Options]) -> tuple[bytes, list[int | None], Ids]:
         seeds = as_seeds(seed, self._n_envs)
         which, each = split_mask(options, self._n_envs)
         if self._is_batched:
@@ -317,8 +307,9 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         """
         with GuardedCall(self._guard, "step", State.READY):
             self._begin_step(actions)
+            self._workers.wait_steps()
             *results, infos = self._take_step()
-        return (*results, self._batched(infos))
+        return (*results, self._exchange.batched(infos))
 
     def step_async(self, actions: Any) -> None:
         """Start a step of all environments and return; `step_wait` returns its results."""
@@ -331,8 +322,9 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         Raises `WaitTimeoutError` after `timeout` seconds. The step continues; `step_wait` may be called again.
         """
         with GuardedCall(self._guard, "step_wait", State.STEPPING):
-            *results, infos = self._take_step(timeout)
-        return (*results, self._batched(infos))
+            self._wait(timeout, "step_wait")
+            *results, infos = self._take_step()
+        return (*results, self._exchange.batched(infos))
 
     def _begin_step(self, actions: object) -> None:
         if self.autoreset_mode is AutoresetMode.DISABLED:
@@ -340,8 +332,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         self._workers.step(actions)
         self._guard.state = State.STEPPING
 
-    def _take_step(self, timeout: float | None = None) -> Step[Infos]:
-        self._wait(timeout, "step_wait")
+    def _take_step(self) -> Step[Infos]:
         exchange = self._exchange
         reward, terminated, truncated = exchange.reward.copy(), exchange.terminated.copy(), exchange.truncated.copy()
         if self.autoreset_mode is AutoresetMode.DISABLED:
@@ -360,7 +351,8 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         """As `step_wait`, with the infos unbatched: pairs (index, info) of the environments that had any, with
         `final_obs` and `final_info` where an episode ended and the environment was reset at once."""
         with GuardedCall(self._guard, "step_wait", State.STEPPING):
-            *results, infos = self._take_step(timeout)
+            self._wait(timeout, "step_wait")
+            *results, infos = self._take_step()
             return (*results, self._exchange.listed(infos))
 
     def listed_states(self) -> list[dict[str, Any]]:
@@ -441,10 +433,9 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         Returns observations `[k, ...]`, rewards, terminations and truncations `[k]`, and infos batched for the `k`,
         with their indices in `infos["env_id"]`.
         """
-        exchange = self._exchange
         which, rows, results, infos = self._recv(min_ready, max_wait, timeout)
         ids = {"env_id": which} if self.seats is None else {"env_id": which, "seat_id": rows}
-        return (*results, {**exchange.batched(infos, rows), **exchange.states(rows), **ids})
+        return (*results, {**self._exchange.batched(infos, rows), **ids})
 
     def recv_listed(self, min_ready: int) -> Step[Infos]:
         """As `recv`, with the infos unbatched: pairs (index among all, info) of the environments that had any."""
@@ -560,9 +551,6 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
         with GuardedCall(self._guard, call.verb_in_errors, State.NEW, State.READY, State.SENT):
             return self._workers.call(call)
 
-    def _batched(self, infos: Infos) -> _Batched:
-        return {**self._exchange.batched(infos), **self._exchange.states()}
-
     def _observations(self) -> Any:
         return self._exchange.observations(copy=self.copy)
 
@@ -585,11 +573,6 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     def worker_pids(self) -> list[int]:
         """The process ids of the workers, by rank, without those that have ended."""
         return self._workers.pids
-
-    @property
-    def _workers(self) -> VectorPool:
-        assert self._pool is not None
-        return self._pool
 
     def __enter__(self) -> Self:
         return self

@@ -92,11 +92,11 @@ class Exchange:
         busy: Ids = which[self._requested[which] != self._taken[which]]
         return busy
 
-    def states(self, rows: Ids | slice = slice(None)) -> dict[str, npt.NDArray[Any]]:
-        """What the infos always say of these rows."""
-        states: dict[str, npt.NDArray[Any]] = {}
+    def states(self, rows: Ids | None = None) -> dict[str, npt.NDArray[Any]]:
+        """What the infos always say of these rows, or of all."""
+        states, where = dict[str, npt.NDArray[Any]](), slice(None) if rows is None else rows
         for name, mask_name, values in self._states:
-            states[name], states[mask_name] = values[rows].copy(), self._everywhere[rows]
+            states[name], states[mask_name] = values[where].copy(), self._everywhere[where]
         return states
 
     # ---- requests ----------------------------------------------------------------------------
@@ -194,10 +194,12 @@ class Exchange:
         if len(ended):
             ended = ended[is_new[self._env_of[ended]]]
         if self._is_batched:
-            self._ended = ended
-            return [
-                (self._groups[self._group_of[e]].start, info) for e in ids for info in self._unpickled_infos(e).values()
-            ]
+            self._ended, batches = ended, Infos()
+            for e in ids:
+                parts = {kind: info for (_, kind), info in self._unpickled_infos(e).items()}
+                final = {"final_info": parts[FINAL_INFO]} if FINAL_INFO in parts else {}
+                batches.append((self._groups[self._group_of[e]].start, {**parts.get(INFO, {}), **final}))
+            return batches
         if not ids and not len(ended):  # the ordinary step
             return []
         sent = dict([own for e in ids for own in self._unpickled_infos(e).items()])
@@ -239,14 +241,16 @@ class Exchange:
         self._taken[which] = self._requested[which]
 
     def batched(self, infos: Infos, rows: Ids | None = None) -> dict[str, Any]:
-        """What `take` has returned, batched as Gymnasium does it, for all rows or for these."""
+        """What `take` has returned, batched as Gymnasium does it, for all rows or for these; with their `states`."""
         if self._is_batched:
             which = self._all_rows if rows is None else rows
             return merged_batches(infos, self._groups, which, self._ended, self._final, self._space)
         if rows is None:
-            return batch_infos(infos, len(self.ranks))
-        positions = {row: k for k, row in enumerate(rows.tolist())}
-        return batch_infos([(positions[row], info) for row, info in infos], len(rows))
+            batch = batch_infos(infos, len(self.ranks))
+        else:
+            positions = {row: k for k, row in enumerate(rows.tolist())}
+            batch = batch_infos([(positions[row], info) for row, info in infos], len(rows))
+        return {**batch, **self.states(rows)} if self._has_seats else batch
 
     def listed(self, infos: Infos) -> Infos:
         """What `take` has returned, by row."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import gymnasium as gym
@@ -19,14 +19,14 @@ from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import snapshot, tree_leaves
 from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
-from penstock.columns.interface import Events, Start
+from penstock.columns.interface import EpisodeEnds, Events, Start
 from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.columns.single_columns import SingleColumns
 from penstock.envs.calls import EnvCall, perform, pickled
-from penstock.envs.checks import NO_CHECKS, StepValues
+from penstock.envs.checks import NO_CHECKS
 from penstock.envs.factory import EnvContext, EnvFactory
 from penstock.envs.infos import mask_name
-from penstock.envs.rows import action_splitter, arrays_like
+from penstock.envs.rows import arrays_like
 from penstock.envs.seats import SeatTable
 from penstock.envs.seeding import Purpose, seed_generators
 from penstock.errors import ConfigError, SpaceError, brief
@@ -80,7 +80,7 @@ class VectorProgram:
         """Build this worker's environments."""
         memory: VectorMemory = context.memory
         plan, self._progress = context.plan, context.progress
-        self._context, self._plan, self._mailbox = context, plan, memory.mailbox
+        self._context, self._plan, self._mailbox, self._objects = context, plan, memory.mailbox, memory.objects
         rows = memory.rows.arrays
         known = int(rows.seed[plan.columns.start])  # of the last reset, before a replacement
         seeds = known if known >= 0 else self.build_seeds[0], plan.worker_rank, plan.generation
@@ -91,13 +91,11 @@ class VectorProgram:
         # Items of memoryviews are Python integers and cost a third of numpy's.
         self._requested, self._replied = memoryview(own.requested), memoryview(own.replied)
         self._info_seq, self._seeds = memoryview(own.info_seq), memoryview(own.seed)
-        # Of a worker before this one, which has failed: environments that were not reset since. The first step of each
-        # truncates its episode where the worker before this one left it.
+        # Of a worker before this one, which has failed: environments that were not reset since, and those of them whose
+        # episodes were not cut yet.
         self._unseeded = set(range(len(plan.columns))) if plan.generation > 0 else set[int]()
-        cells = plan.columns if self.seats is None else self.seats.cells(0, plan.columns)
-        self._first_row, self._rows = cells.start, rows[cells.start : cells.stop]
-        self._objects = memory.objects
-        self._bind()
+        self._lost = set(self._unseeded)
+        self._bind(rows)
 
     def _build_envs(self, factories: Sequence[EnvFactory]) -> list[Any]:
         plan = self._plan
@@ -112,69 +110,66 @@ class VectorProgram:
             )
         return envs
 
-    def _bind(self) -> None:
+    def _bind(self, all_rows: Any) -> None:
         """What steps the environments, and where their results go."""
-        rows, space = self._rows, self.observation_space
+        space, envs = self.observation_space, self._plan.columns
+        table = self.seats or SeatTable.of_single(len(self.build_seeds), 0)
+        cells = table.cells(0, envs)
+        rows = self._rows = all_rows[cells.start : cells.stop]
+        self._env_of = [e - envs.start for e, _, _ in table.seats(0, envs)]
+        firsts = [table.cells(0, range(e)).stop - cells.start for e in (*envs, envs.stop)]
+        self._ranges = [range(*pair) for pair in pairwise(firsts)]  # the rows of each environment
+        self._spans = [slice(own.start, own.stop) for own in self._ranges]  # the same, as arrays take them
         self._action = (rows.action,)
         self._reward, self._terminated, self._truncated = rows.reward[np.newaxis], rows.terminated, rows.truncated
+        if self.seats is not None:
+            self._alive, self._valid, self._late = rows.alive, rows.valid, rows.late_reward
         self._observation = arrays_like(space, rows.observation[np.newaxis])
         self._final = arrays_like(space, rows.final_observation[np.newaxis])
         self._last = arrays_like(space, rows.observation)
         self._observation_parts, self._action_parts = ObjectParts(space), ObjectParts(self.action_space)
         self._sends_objects = bool(self._observation_parts)
-        self._split = action_splitter(shared_part(self.action_space))
-        bind = self._bind_batch if self.is_batched else self._bind_singles if self.seats is None else self._bind_seats
-        bind()
-        self._own = own = self._columns.policies[0]
-        self._infos = InfoOutbox(own.env_ranks, self._env_of, self._first_row)
+        self._columns = columns = self._make_columns(table)
+        self._is_same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
+        # An environment that was built alone begins again in the next step; a batched one does so itself.
+        self._parks = self.autoreset_mode is AutoresetMode.NEXT_STEP and not self.is_batched
+        self._own = own = columns.policies[0]
+        self._infos = InfoOutbox(own.env_ranks, self._env_of, cells.start)
         # Parts without a fixed shape have no place to step into. A worker that may be replaced does not write there
         # during a step: if it dies in it, the place must still have the last observation.
         self._row = None if self._observation_parts or self.may_be_replaced else 0
-        own.watch(None, into=self._observation, on_info=self._infos.put)
+        own.watch(None, into=self._observation, on_info=self._put_batch_infos if self.is_batched else self._infos.put)
+        if self._lost and not self.is_batched:
+            columns.park(sorted(self._lost))
 
-    def _bind_singles(self) -> None:
-        spaces = shared_part(self.observation_space), shared_part(self.action_space)
-        self._columns: Any = SingleColumns(
-            self._envs, self._plan.env_ranks, self._progress, NO_CHECKS, self.flatten_wrappers, spaces
-        )
-        self._spans = [slice(e, e + 1) for e in range(len(self._envs))]
-        self._env_of: Sequence[int] = range(len(self._envs))
-        self._step_columns: Callable[..., Events | None] = self._columns.step
-        if self._action_parts:
-            self._columns.split_actions = self._split_with_objects
-        for e in self._unseeded:
-            self._columns.step_instead(e, partial(self._truncate, e))
-
-    def _bind_seats(self) -> None:
-        plan, seats, rows = self._plan, self.seats, self._rows
-        assert seats is not None
+    def _make_columns(self, table: SeatTable) -> Any:
+        plan, progress, spaces = self._plan, self._progress, (self.observation_space, self.action_space)
+        if self.is_batched:
+            env, ranks = self._envs[0], plan.env_ranks
+            batched = BatchedColumns(env, ranks, progress)
+            if (mode := AutoresetMode(env.metadata["autoreset_mode"])) is not self.autoreset_mode:
+                raise ConfigError(
+                    f"the batched environment of env_rank {ranks.start} has the autoreset mode {mode.name}, that of "
+                    f"the example environment, or the argument autoreset_mode, is {self.autoreset_mode.name}: they "
+                    "must be the same"
+                )
+            return batched
+        if self.seats is None:
+            fixed = shared_part(spaces[0]), shared_part(spaces[1])
+            single = SingleColumns(self._envs, plan.env_ranks, progress, NO_CHECKS, self.flatten_wrappers, fixed)
+            if self._action_parts:
+                self._split, single.split_actions = single.split_actions, self._split_with_objects
+            return single
         for i, e in enumerate(plan.columns):
-            if (found := self._envs[i].possible_agents) != (wanted := seats.agents[e]):
+            if (found := self._envs[i].possible_agents) != (wanted := table.agents[e]):
                 raise SpaceError(
                     f"possible_agents of env_rank {e} are {brief(found)}, those of its example environment "
                     f"{brief(wanted)}: each call of a function must return the same; give different functions for "
                     "different agents"
                 )
-        spaces, ranks = (self.observation_space, self.action_space), seats.ranks(0, plan.columns)
-        self._columns = LockStepColumns(self._envs, [SeatColumns(ranks, spaces, self._progress)], plan.env_ranks)
-        self._alive, self._valid, self._late = rows.alive, rows.valid, rows.late_reward
-        cells = [seats.cells(0, range(e, e + 1)) for e in plan.columns]
-        self._spans = [slice(own.start - self._first_row, own.stop - self._first_row) for own in cells]
-        self._env_of = [int(rank) - plan.columns.start for rank in ranks]
-        self._step_columns = self._cut_games if self._unseeded else self._columns.step
-
-    def _bind_batch(self) -> None:
-        env, ranks = self._envs[0], self._plan.env_ranks
-        self._columns = BatchedColumns(env, ranks, self._progress)
-        if (mode := AutoresetMode(env.metadata["autoreset_mode"])) is not self.autoreset_mode:
-            raise ConfigError(
-                f"the batched environment of env_rank {ranks.start} has the autoreset mode {mode.name}, that of the "
-                f"example environment, or the argument autoreset_mode, is {self.autoreset_mode.name}: they must be the "
-                "same"
-            )
-        self._env_of = range(len(ranks))
-        self._step_columns = self._step_batch
-        self._begun: tuple[Any, Any] | None = None  # what the step after a replacement returns
+        return LockStepColumns(
+            self._envs, [SeatColumns(table.ranks(0, plan.columns), spaces, progress)], plan.env_ranks
+        )
 
     def idle(self) -> None:
         """There is nothing to do without a request."""
@@ -190,7 +185,7 @@ class VectorProgram:
                 seeds = [message.seeds[self._plan.columns[i]] for i in requested]
                 if given := [seed for seed in seeds if seed is not None]:
                     seed_generators(given[0], self._plan.worker_rank)
-                (self._reset_batch if self.is_batched else self._reset)(message, requested)
+                self._reset(message, requested)
         elif requested:
             self._progress.enter(Phase.STEPPING)
             alone = self._wake_at[0] or len(requested) < len(self._requested)
@@ -217,23 +212,44 @@ class VectorProgram:
     def _step(self, which: int | None) -> None:
         """Step all environments, or only `which`, and reply."""
         rows, self._which = _EVERYONE if which is None else self._spans[which], which
+        columns = self._columns
         self._terminated[rows] = self._truncated[rows] = False
         if self.seats is not None:
             self._valid[rows], self._late[rows] = self._alive[rows], 0.0
             self._own.blank_idle(None)
-        events = self._step_columns(self._action, self._row, which)
-        if events is not None:
+        if columns.waiting or self._unseeded:
+            events = self._step_others(which)
+        elif (events := columns.step(self._action, self._row, which)) is not None:
             self._settle(events)
         self._write(which)
+        if events is not None and self._parks:
+            columns.park(events.over)
         self._reply(which)
+
+    def _step_others(self, which: int | None) -> Events | None:
+        """Step the environments that do not wait, then go on with those that do."""
+        # All rows of a batched environment wait, or none. No row is given: the columns would fill it where they wait.
+        waiting, n, events = self._columns.waiting or range(len(self._spans)), len(self._spans), None
+        if which is not None:
+            waiting, n = [which] if which in waiting else (), 1
+        if len(waiting) < n and (events := self._columns.step(self._action, None, which)) is not None:
+            self._settle(events)
+        if waiting:
+            self._go_on(waiting)
+        return events
 
     def _settle(self, events: Events) -> None:
         """Write how episodes have ended, then begin the next ones when the autoreset mode says so."""
-        own, is_same_step = events.policies[0], self.autoreset_mode is AutoresetMode.SAME_STEP
-        for row, observation, _, self._terminated[row], self._truncated[row] in own.ends or ():
+        own, is_same_step = events.policies[0], self._is_same_step
+        if isinstance(ends := own.ends, EpisodeEnds):
+            self._terminated[:], self._truncated[:] = ends.terminated, ends.truncated
             if is_same_step:
-                self._write_final(row, observation)
-                self._infos.end(row)
+                self._rows.final_observation[ends.columns] = ends.observation
+        else:
+            for row, observation, _, self._terminated[row], self._truncated[row] in ends or ():
+                if is_same_step:
+                    self._write_final(row, observation)
+                    self._infos.end(row)
         if self.seats is not None:
             self._alive[own.ended] = False
             for row, reward in own.late:
@@ -241,9 +257,21 @@ class VectorProgram:
             self._join(own.joined)
         if is_same_step:
             self._begin(events.over)
-        elif self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            for e in events.over:
-                self._columns.step_instead(e, partial(self._autoreset, e))
+
+    def _go_on(self, envs: Sequence[int]) -> None:
+        """These environments wait, so this is no step of theirs. Either their episodes ended in the step before, or a
+        worker before this one has left them: then they are cut first."""
+        is_next_step = self.autoreset_mode is AutoresetMode.NEXT_STEP
+        for row in [row for e in envs for row in self._ranges[e]]:
+            self._own.rewards[row] = 0.0
+        if lost := [e for e in envs if e in self._lost] if is_next_step else envs:
+            self._cut(lost)
+        if self.is_batched and len(self._unseeded) < len(self._spans):
+            self._unseeded.clear()  # it was reset in parts, and this step shows all of them
+        elif is_next_step:
+            self._begin([e for e in envs if e not in lost])
+        elif self._is_same_step:
+            self._begin(envs)
 
     def _begin(self, envs: Sequence[int]) -> None:
         """Reset environments whose episode is over."""
@@ -260,30 +288,26 @@ class VectorProgram:
                 self._truncated[row] = True
                 self._own.write_final(self._final, 0, row, self._own.zero)
 
-    def _autoreset(self, e: int, action: object) -> StepValues:
-        """The step after the end of an episode."""
-        self._begin((e,))
-        return self._own.current(e), 0.0, False, False, {}
-
-    def _truncate(self, e: int, action: object) -> StepValues:
-        """The first step after a replacement."""
-        return self._last_observation(e), 0.0, False, True, {RESTARTED: True}
-
-    def _cut_games(self, *args: Any) -> None:
-        """As `columns.step`, while there are games that a worker before this one has begun. Who was idle in them is not
-        known, so all seats are cut off."""
-        events = self._columns.step(*args)
-        if events is not None:
-            self._settle(events)
-        for e in [e for e in self._unseeded if self._which in (None, e)]:
-            rows = self._spans[e]
-            self._alive[rows], self._valid[rows], self._truncated[rows] = False, False, True
-            self._rows.final_observation[rows] = self._rows.observation[rows]
-            for row in range(rows.start, rows.stop):
-                self._infos.put(row, {RESTARTED: True}, FINAL_INFO)
-            self._begin((e,))
-        if not self._unseeded:
-            self._step_columns = self._columns.step
+    def _cut(self, envs: Sequence[int]) -> None:
+        """These episodes end where the worker before this one has left them. Who was idle in a game is not known, so
+        all of its seats are cut off."""
+        own, rows = self._own, [row for e in envs for row in self._ranges[e]]
+        self._lost.difference_update(envs)
+        self._truncated[rows] = True
+        if self.seats is not None:
+            self._alive[rows] = self._valid[rows] = False
+        if self.is_batched:
+            self._unseeded.update(envs)  # also if some of its rows were reset since
+            own.observations, everywhere = snapshot(self._last), np.ones(len(rows), np.bool_)
+            self._infos.put(0, {RESTARTED: everywhere, mask_name(RESTARTED): everywhere})
+        for row in rows:
+            if not self.is_batched:
+                self._infos.put(row, {RESTARTED: True})
+            if self._is_same_step:
+                self._write_final(row, self._last_observation(row))
+                self._infos.end(row)
+            elif not self.is_batched:
+                own.observations[row] = self._last_observation(row)
 
     def _write(self, which: int | None) -> None:
         """Write observations and rewards of all environments, or of `which`."""
@@ -296,7 +320,7 @@ class VectorProgram:
             if not (put_row(self._observation, 0, own.observations) and put_row(self._reward, 0, own.rewards)):
                 own.write_step(self._observation, self._reward, 0)
         else:
-            for row in range(self._spans[which].start, self._spans[which].stop):
+            for row in self._ranges[which]:
                 own.write_column(self._observation, self._reward, 0, row)
 
     def _reply(self, only: int | None = None) -> None:
@@ -319,6 +343,17 @@ class VectorProgram:
         self._own.write_final(self._final, 0, row, arrays_only)
         if objects or not keeps_types(self._final, observation):
             self._infos.put(row, {FINAL_OBS: observation}, FINAL_OBS)
+
+    def _put_batch_infos(self, row: int, infos: Mapping[str, Any]) -> None:
+        """Send the infos of all rows with the reply of `row`. Final observations and their masks are in the rows."""
+        if "env_id" in infos:  # ALE's name for the index of a row, here among those of all workers
+            infos = {**infos, "env_id": infos["env_id"] + self._plan.columns.start}
+        if self._is_same_step and "final_obs" in infos:
+            if final_info := infos.get("final_info"):
+                self._infos.put(row, final_info, FINAL_INFO)
+            infos = {key: value for key, value in infos.items() if key not in _FINAL}
+        if infos:
+            self._infos.put(row, infos)
 
     def _last_observation(self, i: int) -> Any:
         """The observation that the worker before this one left."""
@@ -354,18 +389,49 @@ class VectorProgram:
     # ---- resetting and calling -------------------------------------------------------------
 
     def _reset(self, message: ResetMessage, requested: Sequence[int]) -> None:
-        own = self._own
-        for e in requested:
-            i, rows = self._plan.columns[e], self._spans[e]
-            joined = self._columns.reset((e,), (Start(self._seed_of(e, message.seeds[i]), message.options[i]),))[0]
+        """Reset these environments one after the other. One call resets rows of a batched one."""
+        own, first, n = self._own, self._plan.columns.start, len(self._spans)
+        for envs in [requested] if self.is_batched else [[e] for e in requested]:
+            others = self._unseeded.difference(envs) if self.is_batched else None
+            if others and len(self._unseeded) == n:  # a batched environment resets some rows only after all
+                self._begin(range(n))
+                self._infos.take()  # nobody has asked for them
+            starts = [Start(self._seed_of(e, message.seeds[first + e]), message.options[first + e]) for e in envs]
+            rows, joined = (
+                (envs, ()) if self.is_batched else (self._spans[envs[0]], self._columns.reset(envs, starts)[0])
+            )
+            if others is not None:
+                self._columns.reset_rows(envs, [start.seed for start in starts], starts[0].options)
+                self._unseeded = others
+            elif self._lost:
+                self._lost.difference_update(envs)
             self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset
             self._terminated[rows] = self._truncated[rows] = False
-            own.rewards[rows] = [0.0] * (rows.stop - rows.start)
             if self.seats is not None:
                 self._valid[rows], self._late[rows], self._alive[rows] = False, 0.0, False
                 self._alive[joined] = True
-            self._write(e)
-            self._reply(e)
+            if others is not None:
+                self._reward[0, rows] = 0.0
+                self._write_some(envs, may_change=bool(others))
+                self._reply()
+            else:
+                own.rewards[rows] = [0.0] * len(self._ranges[envs[0]])
+                self._write(envs[0])
+                self._reply(envs[0])
+
+    def _write_some(self, rows: Sequence[int], *, may_change: bool) -> None:
+        """Write the observations of these rows of a batched environment, which were reset; the others stay. If they
+        `may_change`, the environment has reset them too."""
+        others = np.setdiff1d(self._env_of, rows)
+        kept = copy_rows(self._last, others)
+        self._own.write_observations(self._rows.observation)
+        for _, row, last in tree_leaves(self._last, "", kept):
+            if not may_change and row[others].tobytes() != last.tobytes():
+                raise ConfigError(
+                    f"{self._envs[0]} does not know the option reset_mask: it has reset rows that the mask leaves out. "
+                    "Reset all environments at once"
+                )
+            row[others] = last
 
     def _seed_of(self, i: int, given: int | None) -> int | None:
         """The seed of this reset. After a replacement, the first has another than before, but a reproducible one."""
@@ -385,77 +451,3 @@ class VectorProgram:
         results = perform(call, envs, columns, env_ranks)
         self._context.put(results)
         self._progress.n_results = len(results)
-
-    # ---- batched environments ----------------------------------------------------------------
-
-    def _step_batch(self, actions: Any, row: int | None, which: None) -> None:
-        """Step all rows, and write how episodes have ended. The environment resets them in its own mode."""
-        columns = self._columns
-        if self._unseeded:
-            self._cut_batch()
-        elif self._begun is not None:
-            (columns.observations, columns.infos), self._begun = self._begun, None
-            columns.rewards = np.zeros(len(columns))
-        elif (events := columns.step(actions, row)) is not None and (ends := events.policies[0].ends) is not None:
-            self._terminated[:], self._truncated[:] = ends.terminated, ends.truncated
-            if self.autoreset_mode is AutoresetMode.SAME_STEP:
-                self._rows.final_observation[ends.columns] = ends.observation
-        self._put_batch_infos(0)
-
-    def _cut_batch(self) -> None:
-        """The first step after a replacement: each episode ends where the worker before this one left it."""
-        columns, last, everywhere = self._columns, snapshot(self._last), np.ones(len(self._columns), np.bool_)
-        self._begin_batch()
-        told = {RESTARTED: everywhere, mask_name(RESTARTED): everywhere}
-        columns.rewards, self._truncated[:] = np.zeros(len(columns)), True
-        if self.autoreset_mode is AutoresetMode.SAME_STEP:
-            self._rows.final_observation[:] = self._rows.observation
-            columns.infos = {**columns.infos, "final_obs": last, "final_info": told}
-            return
-        if self.autoreset_mode is AutoresetMode.NEXT_STEP:
-            self._begun = snapshot(columns.observations), columns.infos
-        columns.observations, columns.infos = last, told
-
-    def _begin_batch(self) -> None:
-        """The first reset after a replacement, with other seeds than before. All rows are reset."""
-        columns, everyone = self._columns, range(len(self._columns))
-        self._unseeded = set(everyone)
-        columns.infos = columns.reset_rows(everyone, [self._seed_of(i, None) for i in everyone], None)
-        self._progress.enter(Phase.STEPPING)
-
-    def _put_batch_infos(self, row: int) -> None:
-        """Send the infos with the reply of `row`. Final observations and their masks are in the rows."""
-        if infos := self._columns.infos:
-            if "env_id" in infos:  # ALE's name for the index of a row, here among those of all workers
-                infos = {**infos, "env_id": infos["env_id"] + self._plan.columns.start}
-            if self.autoreset_mode is AutoresetMode.SAME_STEP and "final_obs" in infos:
-                infos = {key: value for key, value in infos.items() if key not in _FINAL}
-                if final_info := self._columns.infos.get("final_info"):
-                    infos["final_info"] = final_info
-            if infos:
-                self._infos.put(row, infos)
-
-    def _reset_batch(self, message: ResetMessage, requested: Sequence[int]) -> None:
-        columns, own = self._columns, self._plan.columns
-        if lost := self._unseeded.difference(requested):  # a reset of some rows needs one of all before
-            self._begin_batch()
-        columns.infos = columns.reset_rows(
-            requested, [self._seed_of(i, message.seeds[own[i]]) for i in requested], message.options[own.start]
-        )
-        self._unseeded = lost
-        self._begun = self._begun and (snapshot(columns.observations), {}) if len(requested) < len(own) else None
-        self._progress.words[Progress.PHASE] = Progress.IS_RESETTING  # errors in what follows belong to the reset
-        self._reward[0, requested] = self._terminated[requested] = self._truncated[requested] = 0
-        others = np.setdiff1d(range(len(own)), requested)
-        kept = copy_rows(self._last, others)
-        columns.write_observations(self._rows.observation)
-        for _, row, last in tree_leaves(self._last, "", kept):
-            if not lost and row[others].tobytes() != last.tobytes():
-                raise ConfigError(
-                    f"{columns.env} does not know the option reset_mask: it has reset rows that the mask leaves out. "
-                    "Reset all environments at once"
-                )
-            row[others] = last
-        self._put_batch_infos(requested[0])
-        self._reply()
-        self._progress.enter(Phase.STEPPING)

@@ -216,14 +216,11 @@ def as_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int |
 
 def split_mask(options: Options | Sequence[Options], n_envs: int) -> tuple[Ids, Sequence[Options]]:
     """The environments to reset, by `options["reset_mask"]` if there is one, and the options of each environment."""
-    if isinstance(options, list):
-        if len(options) != n_envs or not all(each is None or isinstance(each, dict) for each in options):
-            raise ConfigError(f"options must be None, a dict, or a list of {n_envs} dicts, got {brief(options)}")
-        return np.arange(n_envs), options
-    if not (options is None or isinstance(options, dict)):
+    each: Any = options if isinstance(options, list) else [options] * n_envs
+    if len(each) != n_envs or not all(one is None or isinstance(one, dict) for one in each):
         raise ConfigError(f"options must be None, a dict, or a list of {n_envs} dicts, got {brief(options)}")
-    if options is None or "reset_mask" not in options:
-        return np.arange(n_envs), [options] * n_envs
+    if not isinstance(options, dict) or "reset_mask" not in options:
+        return np.arange(n_envs), each
     mask = options["reset_mask"]
     if not (isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (n_envs,) and mask.any()):
         raise ConfigError(

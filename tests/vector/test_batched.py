@@ -346,6 +346,38 @@ def test_a_replacement_whose_rows_are_reset_in_parts(tmp_path: Path) -> None:
         assert envs.step(nothing)[1].tolist() == [3] * 4 + [1] * 2
 
 
+@pytest.mark.slow
+@modes
+@pytest.mark.parametrize("is_cut_first", [True, False])
+def test_after_a_replacement_rows_that_are_reset_one_by_one_keep_their_episodes(
+    is_cut_first: bool, mode: AutoresetMode
+) -> None:
+    env_fn, actions = partial(synced, partial(gym.make, "CartPole-v1"), mode=mode), np.array([0, 1, 1])
+    alone = [gym.make("CartPole-v1") for _ in range(3)]
+    with ShmVectorEnv(env_fn, num_envs=3, n_workers=1, on_worker_failure="restart") as envs:
+        envs.reset(seed=1)
+        before = envs.step(actions)[0]
+        os.kill(envs.worker_pids[0], 9)
+        if is_cut_first:
+            observation, _, _, truncated, infos = envs.step(actions)
+            assert truncated.all()
+            if mode is SAME:
+                assert_same(np.stack(infos["final_obs"]), before)
+            else:
+                assert_same(observation, before)
+        for row in range(3):
+            observation, _ = envs.reset(seed=[9, 9 + row, 99], options={"reset_mask": np.arange(3) == row})
+            begun = alone[row].reset(seed=[9, 10, 99][row])[0]
+            assert_same(observation[row], begun)
+        for _ in range(3):
+            observation, reward, _, truncated, _ = envs.step(actions)
+            for row, env in enumerate(alone):
+                assert_same(observation[row], env.step(actions[row])[0])
+            assert (reward.tolist(), truncated.tolist()) == ([1] * 3, [False] * 3)
+    for env in alone:
+        env.close()
+
+
 def test_no_row_is_ready_while_its_worker_still_writes_the_others() -> None:
     with ShmVectorEnv(counting, num_envs=4, n_workers=2) as envs:
         envs.reset()
