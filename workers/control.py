@@ -186,20 +186,15 @@ class Progress:
 
     def end_batch(self, n_rows: int, n_steps: int, ended_ns: int) -> None:
         """A training batch of `n_rows` rows and `n_steps` environment steps is complete: add to the totals. Its last
-        row ended at `ended_ns`."""
-        stamps, end = self._stamps, 2 * n_rows
+        row ended at `ended_ns`. Resets are no part of the time of stepping."""
+        words, stamps, end = self.words, self._stamps, 2 * n_rows
         self._timeline[end:] = ended_ns
         began_acting, began_stepping = sum(stamps[:end:2]), sum(stamps[1:end:2])
         stepping = began_acting - stamps[0] + ended_ns - began_stepping
-        self.add_batch(began_stepping - began_acting, stepping, n_steps)
-
-    def add_batch(self, acting_ns: int, stepping_ns: int, n_steps: int) -> None:
-        """A training batch is complete: add its times, and its number of environment steps, to the totals. Resets are
-        part of `stepping_ns` here, but are counted apart."""
-        self.words[ACTING] += acting_ns
-        self.words[STEPPING] += stepping_ns - self._count_resets(WITHIN)
-        self.words[BATCHES] += 1
-        self.words[STEPS] += n_steps
+        words[ACTING] += began_stepping - began_acting
+        words[STEPPING] += stepping - self._count_resets(WITHIN)
+        words[BATCHES] += 1
+        words[STEPS] += n_steps
 
     def add_resetting_since(self, began_ns: int) -> None:
         """Add time spent in `env.reset`."""
