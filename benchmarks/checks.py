@@ -27,8 +27,8 @@ from rich.table import Table
 from turns import machine
 
 from penstock import RandomAgent
+from penstock.agents.outputs import write_action
 from penstock.buffers.native import put_row
-from penstock.collectors.acting import write_action
 from penstock.columns import SingleColumns, Start, stepping
 from penstock.envs import CountingEnv
 from penstock.envs.checks import Checks

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from keyword import iskeyword
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import gymnasium as gym
 import numpy as np
 
 from penstock.agents.agent import Agent
-from penstock.buffers.named import map_leaves
+from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.samples import BatchColumns
 from penstock.collectors.recorder import PolicyParts, Recorder
 from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import Columns, Events, Start
+from penstock.envs.examples import example_of
 from penstock.envs.seeding import ColumnStreams, Purpose
-from penstock.errors import ConfigError, SpaceError
+from penstock.errors import ConfigError, SpaceError, brief
 from penstock.workers.control import Phase, Progress
 
 if TYPE_CHECKING:
@@ -461,3 +464,32 @@ class WaitResetCollector(Collector):
     def begin_episodes(self, events: Events, going: Sequence[int]) -> Sequence[Sequence[int]]:
         self.columns.park(events.over)
         return [()] * len(self.recorders)
+
+
+def extra_example(cls: type[Collector]) -> NamedArrays | None:
+    """Zeros for one step of the `extra_fields` of a collector; None if there are none. Raises `ConfigError` or
+    `SpaceError` for what cannot be a field."""
+    fields: Any = cls.extra_fields
+    if not isinstance(fields, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in fields):
+        raise ConfigError(
+            f"extra_fields of {cls.__name__} must be a dict of names and spaces or examples, such as "
+            f'{{"cost": np.float32(0)}}, got {brief(fields)}'
+        )
+    for name in fields:
+        if iskeyword(name) or name.startswith("_") or hasattr(NamedArrays, name):
+            raise ConfigError(
+                f"extra_fields of {cls.__name__} must not contain {name!r}: samples.env.extra.{name} is a method of "
+                "NamedArrays, a private name or not Python. Give the field another name"
+            )
+    examples = {name: _example_of_field(cls, name, value) for name, value in fields.items()}
+    return NamedArrays(examples) if examples else None
+
+
+def _example_of_field(cls: type[Collector], name: str, declared: Any) -> Any:
+    where = f"extra_fields[{name!r}] of {cls.__name__}"
+    if isinstance(declared, gym.Space):
+        return example_of(declared, where)
+    array = np.asarray(declared)
+    if array.dtype.kind not in "biufc":
+        raise ConfigError(f"{where} must be a space, a number or an array of numbers, got {brief(declared)}")
+    return np.zeros_like(array)

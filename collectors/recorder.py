@@ -11,12 +11,12 @@ import numpy as np
 from penstock.agents.action_masks import mask_in, mask_of
 from penstock.agents.agent import Agent, AgentStep, as_agent_step
 from penstock.agents.joint import JointSeats
+from penstock.agents.outputs import NO_AGENT_INFO, AgentInfoWriter, ErrorText, write_action, write_fields
 from penstock.agents.random import draw
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import put_cell, put_row
 from penstock.buffers.samples import BatchColumns, FirstRow
 from penstock.buffers.tree import map_tree
-from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, ErrorText, write_action, write_fields
 from penstock.collectors.episode_ends import EpisodeEndRecorder
 from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import (

@@ -16,9 +16,9 @@ import numpy as np
 
 from penstock.agents.action_masks import ActionMask
 from penstock.agents.agent import AgentStep, as_agent_step
+from penstock.agents.outputs import NO_AGENT_INFO, AgentInfoWriter, write_action
 from penstock.buffers.named import NamedArrays, map_leaves
 from penstock.buffers.native import put_cell, put_row
-from penstock.collectors.acting import NO_AGENT_INFO, AgentInfoWriter, write_action
 from penstock.collectors.recorder import Recorder
 from penstock.collectors.recorder_group import RecorderGroup
 from penstock.collectors.tracking import BatchTracker

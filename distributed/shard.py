@@ -19,7 +19,7 @@ from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import RemoteTraceback, dump_exception, in_one_line, load_exception
 from penstock.envs.calls import EnvCall
 from penstock.envs.seeding import seed_generators
-from penstock.samplers.allocation import Seats, eval_fn, eval_kwargs
+from penstock.samplers.allocation import Seats
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.results import Trajectories
 from penstock.samplers.resuming import StateMessage
@@ -72,7 +72,8 @@ class ShardSpec:
         own |= {"env_fn": _part(config.env_fn, plan.columns), "env_kwargs": _part(config.env_kwargs, plan.columns)}
         own |= {"eval_n_envs": n_evals, "eval_env_fn": None, "eval_env_kwargs": None, "eval_episodes": None}
         if n_evals:
-            own["eval_env_fn"], own["eval_env_kwargs"] = eval_fn(config), _part(eval_kwargs(config), plan.eval_columns)
+            env_fn, kwargs = config.eval_source
+            own["eval_env_fn"], own["eval_env_kwargs"] = env_fn, _part(kwargs, plan.eval_columns)
             own["eval_max_steps"] = n_evals * eval_max_T(config.eval_max_steps, config.eval_n_envs)
             # 0 is not allowed here. A shard with no episodes never evaluates.
             own["eval_episodes"] = self.episodes(plan) or config.eval_episodes

@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Literal, NoReturn, get_args
 
-from penstock.arguments import integer
+from penstock.arguments import integer, one_of
 from penstock.distributed.names import NameClient
 from penstock.distributed.wire import Call, Node, Peer
 from penstock.errors import ConfigError, NoReplyError, PeerLostError
@@ -102,8 +102,7 @@ class SampleProducer:
     def __init__(
         self, wire: Node, names: NameClient, stream: str, *, routing: Routing = "any", name: str = "", credit: int = 4
     ) -> None:
-        if routing not in ROUTINGS:
-            raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}, got {routing!r}")
+        one_of("routing", routing, ROUTINGS)
         integer("credit", credit, 1)
         self._routing, self._name = routing, name
         self._consumers, self._credit = Inboxes(names, f"streams/{stream}"), credit

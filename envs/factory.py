@@ -15,6 +15,8 @@ from gymnasium.vector import VectorEnv
 
 from penstock.arguments import signature
 from penstock.buffers.reports import in_one_line
+from penstock.buffers.tree import snapshot
+from penstock.envs.infos import element
 from penstock.envs.seats import PLAYED_IN_TURNS, ParallelView, is_in_turns, is_parallel, registered
 from penstock.envs.seeding import Purpose
 from penstock.errors import ConfigError, brief
@@ -246,6 +248,27 @@ def build_example_env(factory: EnvFactory, *, batched: int = 0) -> Any:
             env.close()
             raise ConfigError(f"the environment's {name} must be a gymnasium space, got {_describe(space)}")
     return env
+
+
+def example_observations(factory: EnvFactory, n: int, *, batched: int = 0) -> list[Any]:
+    """Up to `n` observations of the example environment with random actions; fewer if it raises: the workers will
+    report that. Of batched ones, those of the first."""
+    env, found = build_example_env(factory, batched=batched), list[Any]()
+    try:
+        env.action_space.seed(0)
+        observation, _ = env.reset(seed=0)
+        while True:
+            found.append(snapshot(element(observation, 0) if batched else observation))
+            if len(found) == n:
+                break
+            observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
+            if not batched and (terminated or truncated):
+                observation, _ = env.reset()
+    except Exception:
+        pass
+    finally:
+        close_example_env(env)
+    return found
 
 
 def close_example_env(env: Any) -> None:

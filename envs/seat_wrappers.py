@@ -11,6 +11,7 @@ from typing import Any
 
 import gymnasium as gym
 
+from penstock.arguments import integer
 from penstock.buffers.reports import in_one_line
 from penstock.envs.checks import reset_with
 from penstock.envs.seats import AgentId, are_by_agent, has_vanished, is_in_turns, is_parallel, is_set
@@ -203,8 +204,7 @@ class Seats(_Wrapper):
         for name, n in seats.items():
             if not isinstance(name, str):
                 raise ConfigError(f"the kinds of Seats must be texts, got {name!r}")
-            if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-                raise ConfigError(f"the number of seats of kind {name!r} must be an integer of at least 1, got {n!r}")
+            integer(f"the number of seats of kind {name!r}", n, 1)
         self.possible_agents = [f"{name}:{i}" for name, n in seats.items() for i in range(n)]
         self.agents: list[AgentId] = []
         self._kind, self._n, self._in_turns = kind, dict(seats), is_in_turns(env)

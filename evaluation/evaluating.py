@@ -28,7 +28,7 @@ from penstock.evaluation.jobs import EvaluationPlan, tasks_of
 from penstock.evaluation.policies import Policy, as_policies, make_player, snapshot
 from penstock.vector import ShmVectorEnv
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
-from penstock.workers.plan import POOL_CHECKS, Affinity, StartMethod
+from penstock.workers.plan import Affinity, PoolArguments, StartMethod
 
 _LISTED = 5  # failed episodes in a warning
 _MOST_RESTARTS = 10**9  # it is the attempts of the episodes that are limited
@@ -150,7 +150,7 @@ def evaluate(
             attempts,
             n_workers=n_workers,
             spaces=(plan.spaces[0], actions),
-            context=POOL_CHECKS["start_method"]("start_method", start_method),
+            context=PoolArguments(start_method=start_method).start_method,
             step_timeout=step_timeout,
             affinity=affinity,
             on_worker_failure="restart",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from penstock.arguments import integer
 from penstock.buffers import Samples
 from penstock.errors import ConfigError
 from penstock.learning.options import require_number
@@ -51,8 +52,7 @@ def n_step_return(steps: Samples | Steps[Array], n: int, discount: float | Array
     The sum is shorter where the episode or the batch ends. `gae` says which value then comes after it.
     """
     steps, discount = as_steps(steps, discount)
-    if not isinstance(n, int | np.integer) or n < 1:
-        raise ConfigError(f"n must be an integer of at least 1, got {n!r}")
+    n = integer("n", n, 1)
     ends = Ends(steps)
     found: Array = steps.value
     for _ in range(min(n, len(steps.reward))):

@@ -9,28 +9,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from keyword import iskeyword
 from typing import Any
 
-import gymnasium as gym
-import numpy as np
-
 from penstock.agents.action_masks import info_key, mask_in, mask_of
-from penstock.agents.agent import Agent, as_agent_step
+from penstock.agents.agent import Agent
 from penstock.agents.function import FunctionAgent
 from penstock.agents.joint import JointSeats
-from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec, TrajectoryRecords
-from penstock.buffers.named import ArrayTree, map_leaves
-from penstock.buffers.object_pipe import Mailbox
+from penstock.agents.trial import inference_difference, try_agent
+from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec
 from penstock.buffers.reports import in_one_line
-from penstock.buffers.samples import layouts_of
-from penstock.buffers.tree import snapshot
-from penstock.collectors import (
-    Collector,
-    TrajInfo,
-)
-from penstock.collectors.acting import agent_info_example, write_action
-from penstock.columns.episode_log import EpisodeLog
+from penstock.collectors import TrajInfo
+from penstock.collectors.collector import extra_example
 from penstock.envs import (
     ColumnStreams,
     EnvFactory,
@@ -41,12 +30,10 @@ from penstock.envs import (
     env_factories,
     example_of,
     info_example,
-    observation_example,
 )
-from penstock.envs.infos import element
-from penstock.envs.rows import arrays_like, write_row
+from penstock.envs.factory import example_observations
 from penstock.envs.seats import AgentId, ParallelView, one_seat, view_of
-from penstock.errors import ConfigError, PenstockError, SpaceError, brief
+from penstock.errors import ConfigError, SpaceError, brief
 from penstock.samplers.batches import Batch
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.recorded_episodes import RecordedEpisodes
@@ -65,18 +52,13 @@ from penstock.samplers.refusals import (
     UNRECORDED,
     refuse,
 )
-from penstock.samplers.sampler_memory import SamplerMemory, StepBuffer
+from penstock.samplers.sampler_memory import SamplerMemory
 from penstock.samplers.sampler_plan import EnvRange, SamplerPlan, eval_max_T
 from penstock.samplers.sampler_program import SamplerProgram, WorkerFactories
 from penstock.samplers.seating import PolicyOf, Seating, find_seating
-from penstock.samplers.stats import ServerTotals
 from penstock.workers import sigint
-from penstock.workers.control import ControlBlock
 
 _log = logging.getLogger("penstock")
-
-_DRY_RUN_COLUMNS = 2  # the agent is tried on more than one column, so that a lost dimension shows
-_CHECKED_ROWS = 16  # observations on which fast inference is compared with torch
 
 
 @dataclass(frozen=True)
@@ -186,7 +168,7 @@ def read_spaces(arguments: InitArguments) -> Environments:
     config, each = arguments.config, _checked_agents(arguments.agents)
     train = env_factories(config.env_fn, config.env_kwargs, config.batch_B)
     n_evals = config.eval_n_envs
-    evaluation = env_factories(eval_fn(config), eval_kwargs(config), n_evals, "eval_") if n_evals else ()
+    evaluation = env_factories(*config.eval_source, n_evals, "eval_") if n_evals else ()
     train, evaluation = (prepared_factories(each, factories, config) for factories in (train, evaluation))
     # A batched environment that resets itself late takes a step for it; with "renew", a cut step is not valid.
     has_gaps = config.batched or config.on_game_failure == "renew"
@@ -245,24 +227,6 @@ def prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory],
         return tuple(replace(factory, as_seats=view) for factory in factories)
     refuse({BATCHED: config.batched, INFO_MASK: True})
     return tuple(replace(factory, as_seats=view, wrapper=partial(MaskInObservation, key=key)) for factory in factories)
-
-
-def eval_fn(config: SamplerConfig) -> Any:
-    """What builds the evaluation environments. A list in `env_fn` is one function per training environment; evaluation
-    uses the first, unless it has its own."""
-    if config.eval_env_fn is not None:
-        return config.eval_env_fn
-    is_list = not isinstance(config.env_fn, str) and not callable(config.env_fn)
-    return config.env_fn[0] if is_list and config.env_fn else config.env_fn  # type: ignore[index]
-
-
-def eval_kwargs(config: SamplerConfig) -> Any:
-    """The arguments for it."""
-    if config.eval_env_kwargs is not None or config.eval_env_fn is not None:
-        return config.eval_env_kwargs
-    if config.env_kwargs is None or isinstance(config.env_kwargs, Mapping):
-        return config.env_kwargs
-    return config.env_kwargs[0] if config.env_kwargs else None
 
 
 def _refuse_for_one_agent(arguments: InitArguments, env: object) -> None:
@@ -346,23 +310,25 @@ def prepare_agents(arguments: InitArguments, environments: Environments, seats: 
     """Initialize each agent, copy it for the workers, and try the copy."""
     config, seating, each = arguments.config, seats.seating, _checked_agents(arguments.agents)
     is_recorded = _are_recorded(arguments.record, arguments.agents)
-    extra, specs, copies, differences = _extra_example(config.collector_cls), [], [], []
+    extra, specs, copies, differences = extra_example(config.collector_cls), [], [], []
     for p, (agent, example) in enumerate(zip(each, seats.examples, strict=True)):
+        has_values = arguments.bootstrap_value and is_recorded[p]
+        observe = partial(example_observations, example.factory, batched=config.example_size)
         with _naming_policy(seating, p):
             key = [p] if p else []
             model_seed = ColumnStreams(arguments.seed, range(1)).env_seeds(Purpose.MODEL, *key)[0]
             agent.runtime.ensure_initialized(example.observation_space, example.action_space, model_seed)
             mask_of(agent)  # raises for a wrong key
             copied = agent.runtime.worker_copy()
-            own = replace(arguments, bootstrap_value=arguments.bootstrap_value and is_recorded[p])
             if agent.joint:
-                copied = JointSeats(copied, _seats_of_joint(agent, seating, p, own))
-            spec = _try_agent(copied, example.factory, own)
-        spec = replace(spec, env_info=example.env_info, extra=extra, has_gaps=environments.has_gaps)
+                copied = JointSeats(copied, _seats_of_joint(agent, seating, p, arguments, has_values))
+            dtype, n_envs = config.observation_dtype, arguments.env_range.n_envs
+            spec = try_agent(copied, observe, n_envs, dtype=dtype, has_values=has_values)
         copies.append(copied)
         _refuse_in_turns(agent, spec, seating)
-        specs.append(replace(spec, n_seats=seating.n_seats(p)))
-        differences.append(copied.runtime.inference_difference(partial(_real_inputs, copied, example.factory, config)))
+        spec = replace(spec, final_obs=config.record_final_obs, env_info=example.env_info, extra=extra)
+        specs.append(replace(spec, n_seats=seating.n_seats(p), has_gaps=environments.has_gaps))
+        differences.append(inference_difference(copied, observe, dtype))
     uses_mask = any(agent.mask_key or isinstance(agent, FunctionAgent) for agent in each)
     if seating.has_games and not uses_mask and any(mask_in(a.observation_space, a.action_space) for a in each):
         _log.warning(
@@ -386,33 +352,7 @@ def _are_recorded(record: Any, agents: object) -> Sequence[bool]:
     return [name in record for name in names]
 
 
-def _extra_example(cls: type[Collector]) -> NamedArrays | None:
-    """Zeros for one step of the fields that a collector declares; None if there are none."""
-    fields: Any = cls.extra_fields
-    if not isinstance(fields, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in fields):
-        raise ConfigError(
-            f"extra_fields of {cls.__name__} must be a dict of names and spaces or examples, such as "
-            f'{{"cost": np.float32(0)}}, got {brief(fields)}'
-        )
-    found = {}
-    for name, value in fields.items():
-        if iskeyword(name) or name.startswith("_") or hasattr(NamedArrays, name):
-            raise ConfigError(
-                f"extra_fields of {cls.__name__} must not contain {name!r}: samples.env.extra.{name} is a method of "
-                "NamedArrays, a private name or not Python. Give the field another name"
-            )
-        where = f"extra_fields[{name!r}] of {cls.__name__}"
-        if isinstance(value, gym.Space):
-            found[name] = example_of(value, where)
-            continue
-        array = np.asarray(value)
-        if array.dtype.kind not in "biufc":
-            raise ConfigError(f"{where} must be a space, a number or an array of numbers, got {brief(value)}")
-        found[name] = np.zeros_like(array)
-    return NamedArrays(found) if found else None
-
-
-def _seats_of_joint(agent: Agent, seating: Seating, p: int, arguments: InitArguments) -> int:
+def _seats_of_joint(agent: Agent, seating: Seating, p: int, arguments: InitArguments, has_values: bool) -> int:
     """How many seats of each environment a joint agent plays."""
     k = seating.n_seats(p)
     if k == 0:
@@ -422,94 +362,8 @@ def _seats_of_joint(agent: Agent, seating: Seating, p: int, arguments: InitArgum
         )
     no_final_obs = not arguments.config.record_final_obs
     needs = {RECURRENT: agent.recurrent, SERVER: arguments.central, NO_FINAL_OBS: no_final_obs}
-    refuse({JOINT_VALUES: arguments.bootstrap_value, **needs})
+    refuse({JOINT_VALUES: has_values, **needs})
     return k or 1
-
-
-def _try_agent(agent: Agent, factory: EnvFactory, arguments: InitArguments) -> SampleSpec:
-    """Step the agent once: this shows what it reports, and what does not fit, before workers start.
-
-    The first trial is on zeros. An agent may not take these (a mask of zeros allows no action), so the second trial is
-    on an observation that an environment returns. It is not the first, since `env.reset` may take long.
-    """
-    space, config = agent.observation_space, arguments.config
-    n = _dry_run_columns(agent)
-    rows = _columns(observation_example(space, config.observation_dtype), n)
-    try:
-        return _dry_run(agent, rows, arguments)
-    except PenstockError:
-        real = _real_observations(factory, config, 1)
-        if not real:
-            raise
-    write_row(arrays_like(space, rows[np.newaxis]), 0, real * n, "the observation of env.reset")
-    return _dry_run(agent, rows, arguments)
-
-
-def _real_inputs(agent: Agent, factory: EnvFactory, config: SamplerConfig) -> tuple[Any, Any, Any]:
-    """Inputs of `agent.step` with observations of the example environment."""
-    space, real = agent.observation_space, _real_observations(factory, config, _CHECKED_ROWS)
-    n = max(1, len(real))  # zeros, if the environment does not reset
-    rows = _columns(observation_example(space, config.observation_dtype), n)
-    if real:
-        write_row(arrays_like(space, rows[np.newaxis]), 0, real, "an observation of the environment")
-    action = _columns(example_of(agent.action_space, "action"), n)
-    return rows, action, np.zeros(n, np.float32)
-
-
-def _real_observations(factory: EnvFactory, config: SamplerConfig, n: int) -> list[Any]:
-    """Up to `n` observations of the example environment with random actions; fewer if it raises."""
-    batched = config.batched
-    env, found = build_example_env(factory, batched=config.example_size), []
-    try:
-        env.action_space.seed(0)
-        observation, _ = env.reset(seed=0)
-        while True:
-            found.append(snapshot(element(observation, 0) if batched else observation))
-            if len(found) == n:
-                break
-            observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
-            if not batched and (terminated or truncated):
-                observation, _ = env.reset()
-    except Exception:  # the workers will report it
-        return found
-    finally:
-        close_example_env(env)
-    return found
-
-
-def _dry_run_columns(agent: Agent) -> int:
-    return _DRY_RUN_COLUMNS * (agent.k if isinstance(agent, JointSeats) else 1)
-
-
-def _columns(example: ArrayTree, n: int) -> Any:
-    return map_leaves(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), example)
-
-
-def _dry_run(agent: Agent, observation: ArrayTree, arguments: InitArguments) -> SampleSpec:
-    """Step a copy of the agent with `observation` `[2, ...]`. Raises `SpaceError` if something does not fit."""
-    action, n = example_of(agent.action_space, "action"), _dry_run_columns(agent)
-    inputs = observation, _columns(action, n), np.zeros(n, np.float32)
-    rngs = ColumnStreams(0, range(n)).rngs(Purpose.ACTION)
-    try:
-        trial = agent.runtime.column_copy(rngs)
-        # Both columns stand for the first environment, since there may be only one.
-        trial.runtime.set_columns([0] * n, arguments.env_range.n_envs)
-        trial.sample_mode(0)
-        step = as_agent_step(trial.step(*inputs), agent)
-        value = np.asarray(trial.value(*inputs)) if arguments.bootstrap_value else None
-    except PenstockError:
-        raise
-    except Exception as error:
-        shapes = observation if isinstance(observation, NamedArrays) else observation.shape
-        raise SpaceError(
-            f"{type(agent).__name__} failed on example observations of shape {shapes}: {in_one_line(error)}"
-        ) from error
-    write_action(_columns(action, n), step.action)  # raises if it does not fit
-    if value is not None and value.shape != (n,):
-        raise SpaceError(f"agent.value must return one value per column: shape [B], got {list(value.shape)} for B={n}")
-    agent_info = agent_info_example(step.agent_info, n).map(lambda leaf: leaf[0])
-    record_final_obs = arguments.config.record_final_obs
-    return SampleSpec(observation[0], action, agent_info, arguments.bootstrap_value, record_final_obs)
 
 
 def _refuse_in_turns(agent: Agent, spec: SampleSpec, seating: Seating) -> None:
@@ -531,72 +385,24 @@ def _refuse_in_turns(agent: Agent, spec: SampleSpec, seating: Seating) -> None:
 def lay_out(arguments: InitArguments, seats: Seats, agents: PreparedAgents, resources: ExitStack) -> Layout:
     """Say which worker has which cells, and allocate the memory."""
     plans = tuple(seats.seating.with_cells(plan) for plan in arguments.plans)
-    buffer = _samples_buffer(arguments, plans, agents, seats.seating)
+    config, seating, shared = arguments.config, seats.seating, arguments.shared
+    numbers = [last.stop - first.start for first, last in zip(plans[0].cells, plans[-1].cells, strict=True)]
+    specs: Any = agents.specs[0]
+    batch_B: Any = numbers[0]
+    if not seating.is_shared:
+        specs = dict(compress(zip(seating.policies, agents.specs, strict=True), agents.is_recorded))
+        batch_B = dict(zip(seating.policies, numbers, strict=True))
+    buffer = SamplesBuffer(specs, config.batch_T, batch_B, shared=shared, n_slots=config.memory_slots)
     with sigint.deferred():  # Ctrl-C could lose a descriptor that nobody owns yet
-        memory = _allocate_memory(arguments, plans, agents.agents, buffer, seats.seating)
+        memory = SamplerMemory.allocate(
+            config, plans, buffer, agents.agents, seating, shared=shared, central=arguments.central
+        )
     plan = () if memory.episodes is None else (memory.episodes.plan.file,)
     for part in [*memory.parts, memory.mailbox.file, *plan]:
         resources.callback(part.close)
     for agent, parameters in zip(agents.agents, memory.parameters, strict=True):
         resources.callback(agent.runtime.unshare_memory, parameters)
     return Layout(plans, buffer.batches, memory)
-
-
-def _samples_buffer(
-    arguments: InitArguments, plans: Sequence[SamplerPlan], agents: PreparedAgents, seating: Seating
-) -> SamplesBuffer:
-    config, specs = arguments.config, agents.specs
-    shared, n_slots, T = arguments.shared, config.memory_slots, config.batch_T
-    numbers = [last.stop - first.start for first, last in zip(plans[0].cells, plans[-1].cells, strict=True)]
-    if seating.is_shared:
-        return SamplesBuffer(specs[0], T, numbers[0], shared=shared, n_slots=n_slots)
-    by_name = dict(compress(zip(seating.policies, specs, strict=True), agents.is_recorded))
-    batch_B = dict(zip(seating.policies, numbers, strict=True))
-    return SamplesBuffer(by_name, T, batch_B, shared=shared, n_slots=n_slots)
-
-
-def _allocate_memory(
-    arguments: InitArguments,
-    plans: Sequence[SamplerPlan],
-    agents: Sequence[Agent],
-    buffer: SamplesBuffer,
-    seating: Seating,
-) -> SamplerMemory:
-    config, shared, max_T = (
-        arguments.config,
-        arguments.shared,
-        eval_max_T(arguments.config.eval_max_steps, arguments.config.eval_n_envs),
-    )
-    # Objects of a TrajInfo subclass do not use the record arrays.
-    is_stock = config.traj_info_cls is TrajInfo
-    most = config.eval_max_trajectories or config.eval_episodes
-    sizes = config.batch_T, config.memory_slots, max_T, most
-    capacities = [plan.most_trajectories(*sizes) if is_stock else 1 for plan in plans]
-    server: dict[str, Any] = {}
-    if arguments.central:
-        numbers = [cells[0].stop for cells in (plans[-1].cells, plans[-1].eval_cells)]
-        own = layouts_of(buffer.slots[0])[0]  # of the only policy
-        for name, n in zip(("steps", "eval_steps"), numbers, strict=True):
-            server[name] = StepBuffer(own, n, shared=shared) if n else None
-        server["totals"] = ServerTotals(max(numbers), shared=shared)
-    return SamplerMemory(
-        # The inference server has the last progress row.
-        control=ControlBlock(len(plans) + arguments.central, seating.most_rounds(config.batch_T), shared=shared),
-        samples=buffer.memory,
-        records=TrajectoryRecords(capacities, shared=shared),
-        parameters=tuple(agent.runtime.share_memory(shared=shared) for agent in agents),
-        mailbox=Mailbox(),
-        episodes=EpisodeLog(
-            layouts_of(buffer.slots[0]),
-            seating.train,
-            (len(buffer.slots), config.batch_T),
-            config.max_decorrelation_steps,
-            shared=shared,
-        )
-        if config.seed_episodes
-        else None,
-        **server,
-    )
 
 
 # ---- 5: the program ---------------------------------------------------------------------------------

@@ -305,7 +305,7 @@ class AsyncSampler(Sampler):
         if replay is None and ratio is not None:
             raise ConfigError("ratio needs a replay: give replay too, or leave ratio out")
         if replay is not None and not hasattr(replay, "make_feed"):
-            raise ConfigError(f"replay must be a penstock.learning.Replay, got {replay!r}")
+            raise ConfigError(f"replay must be a Replay, as docs/replay.md makes one, got {replay!r}")
         is_pinned = lag is not None
         self._feed: Feed | None = None if replay is None else replay.make_feed(self, ratio, is_pinned=is_pinned)
         self._lag, self._server = lag, server

@@ -7,8 +7,7 @@ import inspect
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import gymnasium as gym
 import numpy as np
@@ -22,7 +21,7 @@ from penstock.envs.seeding import EpisodePlan, require_plan
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.samplers.refusals import BATCHED, PLAN, RENEWAL, SEEDED, WAITING, refuse
 from penstock.workers.control import StopCollecting
-from penstock.workers.plan import POOL_CHECKS, OnWorkerFailure, StartMethod
+from penstock.workers.plan import PoolArguments, PoolKeywords
 
 if TYPE_CHECKING:
     from typing_extensions import Required
@@ -59,7 +58,7 @@ _ARGUMENTS_OF = {
     "server": "GpuSampler, AlternatingSampler and AsyncSampler have it",
     "overlap": "AlternatingSampler has it",
     **dict.fromkeys(("lag", "replay", "ratio"), "AsyncSampler has it"),
-    **dict.fromkeys(("n_shards", "on_node_failure"), "penstock.distributed.RaySampler has it"),
+    **dict.fromkeys(("n_shards", "on_node_failure"), "RaySampler has it"),
     **dict.fromkeys(
         ("options", "reset_options"),
         "Gymnasium's reset options come from episode_plan, or from the reset of a wrapper in env_fn; or change the "
@@ -73,7 +72,7 @@ OnGameFailure = Literal["raise", "renew"]
 EnvKwargs = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
-class SamplerOptions(TypedDict, total=False):
+class SamplerOptions(PoolKeywords, total=False):
     """The keyword arguments of every sampler, for type checkers; `Sampler` documents them."""
 
     env_kwargs: EnvKwargs
@@ -94,13 +93,6 @@ class SamplerOptions(TypedDict, total=False):
     eval_env_fn: EnvFn | None
     eval_env_kwargs: EnvKwargs
     eval_collector_cls: type[EvalCollector]
-    start_method: StartMethod
-    step_timeout: float | None
-    start_timeout: float
-    close_timeout: float
-    on_worker_failure: OnWorkerFailure
-    max_restarts: int
-    restart_window: float
     on_game_failure: OnGameFailure
     max_renewals: int
     renew_on: tuple[type[Exception], ...]
@@ -117,7 +109,7 @@ class SamplerOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplerConfig:
+class SamplerConfig(PoolArguments):
     """The arguments of every sampler: the one table of their names, types, checks, defaults and documentation.
 
     A check is called with name and value, and the field gets what it returns. `__post_init__` compares arguments.
@@ -218,13 +210,6 @@ class SamplerConfig:
     eval_env_fn: EnvFn | None = None
     eval_env_kwargs: EnvKwargs = None
     eval_collector_cls: Annotated[type[EvalCollector], _subclass_of(EvalCollector)] = EvalCollector
-    start_method: Annotated[StartMethod, POOL_CHECKS["start_method"]] = "forkserver"
-    step_timeout: Annotated[float | None, POOL_CHECKS["step_timeout"]] = None
-    start_timeout: Annotated[float, POOL_CHECKS["start_timeout"]] = 120.0
-    close_timeout: Annotated[float, POOL_CHECKS["close_timeout"]] = 10.0
-    on_worker_failure: Annotated[OnWorkerFailure, POOL_CHECKS["on_worker_failure"]] = "raise"
-    max_restarts: Annotated[int, POOL_CHECKS["max_restarts"]] = 3
-    restart_window: Annotated[float, POOL_CHECKS["restart_window"]] = 60.0
     on_game_failure: Annotated[OnGameFailure, choice(*get_args(OnGameFailure))] = "raise"
     max_renewals: Annotated[int, between(0)] = 3
     renew_on: tuple[type[Exception], ...] = ()
@@ -254,8 +239,7 @@ class SamplerConfig:
         return cls(env_fn=env_fn, **options)
 
     def __post_init__(self) -> None:
-        for name, check in _checks().items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+        super().__post_init__()
         if require_plan(self.episode_plan) is not None:
             object.__setattr__(self, "seed_episodes", True)
         self._check_evaluation()
@@ -278,6 +262,16 @@ class SamplerConfig:
     def example_size(self) -> int:
         """How many environments the batched example environment has; 0: it is a single one."""
         return self.rows_per_env if self.batched else 0
+
+    @property
+    def eval_source(self) -> tuple[Any, EnvKwargs]:
+        """What builds the evaluation environments: a function or an id, and its arguments. From lists for training,
+        which have an entry for each environment, it is the first entry."""
+        if self.eval_env_fn is not None:
+            return self.eval_env_fn, self.eval_env_kwargs
+        env_fn: Any = self.env_fn
+        kwargs = _first(self.env_kwargs) if self.eval_env_kwargs is None else self.eval_env_kwargs
+        return env_fn if callable(env_fn) else _first(env_fn), kwargs
 
     @property
     def memory_slots(self) -> int:
@@ -355,10 +349,9 @@ class SamplerConfig:
                 raise ConfigError(f"{name} must be a multiple of rows_per_env={k}, got {n}")
 
 
-@cache
-def _checks() -> dict[str, Check]:
-    hints = get_type_hints(SamplerConfig, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+def _first(given: Any) -> Any:
+    """The first entry of a list; anything else itself."""
+    return given[0] if isinstance(given, Sequence) and not isinstance(given, str) and given else given
 
 
 def _subclass_of(base: type) -> Check:
@@ -390,7 +383,7 @@ def show_arguments(cls: Any, base: Any) -> None:
     shown = signature(cls.__init__)
     *own_parameters, last = shown.parameters.values()
     if last.annotation == "Unpack[SamplerOptions]":
-        for field in fields(SamplerConfig):
+        for field in sorted(fields(SamplerConfig), key=lambda field: field.name in PoolKeywords.__annotations__):
             if field.name not in shown.parameters:
                 default = cls._defaults.get(field.name, last.empty if field.default is MISSING else field.default)
                 note = SamplerOptions.__annotations__[field.name].__forward_arg__

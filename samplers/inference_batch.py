@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.agents.agent import Agent, as_agent_step
+from penstock.agents.outputs import AgentInfoWriter, write_action
 from penstock.buffers.named import NamedArrays, map_leaves
-from penstock.collectors.acting import AgentInfoWriter, write_action
 from penstock.envs.rows import ColumnError
 from penstock.samplers.sampler_memory import StepBuffer
 

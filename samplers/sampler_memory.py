@@ -9,15 +9,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from penstock.agents.agent import Agent
 from penstock.agents.shared_parameters import SharedParameters
-from penstock.buffers import Samples
+from penstock.buffers import Samples, SamplesBuffer
 from penstock.buffers.named import ArrayTree, NamedArrays, map_leaves
 from penstock.buffers.object_pipe import Mailbox, TrajectoryRecords
 from penstock.buffers.samples import layouts_of
 from penstock.buffers.shared import ArraySpec, NamedMemory
 from penstock.collectors import TrajInfo
 from penstock.columns.episode_log import EpisodeLog
-from penstock.samplers.sampler_plan import SamplerPlan
+from penstock.samplers.config import SamplerConfig
+from penstock.samplers.sampler_plan import SamplerPlan, eval_max_T
+from penstock.samplers.seating import Seating
 from penstock.samplers.stats import ServerTotals
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.plan import WorkerPlan
@@ -120,6 +123,44 @@ class SamplerMemory:
     episodes: EpisodeLog | None = None  #: only with `seed_episodes=True`
     # Only if the workers write into a replay.
     appender: Appender | None = None
+
+    @classmethod
+    def allocate(
+        cls,
+        config: SamplerConfig,
+        plans: Sequence[SamplerPlan],
+        buffer: SamplesBuffer,
+        agents: Sequence[Agent],
+        seating: Seating,
+        *,
+        shared: bool,
+        central: bool,
+    ) -> SamplerMemory:
+        """Allocate all but `buffer`. `agents` has one for each policy."""
+        layouts, eval_T = layouts_of(buffer.slots[0]), eval_max_T(config.eval_max_steps, config.eval_n_envs)
+        sizes = config.batch_T, config.memory_slots, eval_T, config.eval_max_trajectories or config.eval_episodes
+        # Objects of a TrajInfo subclass do not use the record arrays.
+        is_stock = config.traj_info_cls is TrajInfo
+        beside = dict[str, Any]()
+        if central:
+            numbers = [cells[0].stop for cells in (plans[-1].cells, plans[-1].eval_cells)]  # of the only policy
+            for name, n in zip(("steps", "eval_steps"), numbers, strict=True):
+                beside[name] = StepBuffer(layouts[0], n, shared=shared) if n else None
+            beside["totals"] = ServerTotals(max(numbers), shared=shared)
+        if config.seed_episodes:
+            size = len(buffer.slots), config.batch_T
+            beside["episodes"] = EpisodeLog(layouts, seating.train, size, config.max_decorrelation_steps, shared=shared)
+        return cls(
+            # The inference server has the last progress row.
+            control=ControlBlock(len(plans) + central, seating.most_rounds(config.batch_T), shared=shared),
+            samples=buffer.memory,
+            records=TrajectoryRecords(
+                [plan.most_trajectories(*sizes) if is_stock else 1 for plan in plans], shared=shared
+            ),
+            parameters=tuple(agent.runtime.share_memory(shared=shared) for agent in agents),
+            mailbox=Mailbox(),
+            **beside,
+        )
 
     def count_lost(self, plan: WorkerPlan, command: Command | None, t: int, n_results: int) -> int:
         """How many trajectories are lost with a worker that dies in row `t` of `command` (None: between two).

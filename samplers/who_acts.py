@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("penstock")
 
-#: What the supervisor imports for every sampler. With the modules of vector environments, so that these need no
-#: supervisor of their own.
-PRELOAD = ("penstock.samplers.sampler_program", "penstock.vector.step_program", "gymnasium.envs.classic_control")
-
+#: What the supervisor imports for every sampler.
+PRELOAD = ("penstock.samplers.sampler_program", "gymnasium.envs.classic_control")
 
 #: Also for workers that have a copy of the agent. torch imports the second when it first unpickles a tensor.
 PRELOAD_TO_ACT = ("torch", "torch.utils.serialization.config")
@@ -119,13 +117,7 @@ class CallerSteps(Acting):
 
 def pool_options(config: SamplerConfig, allocation: Allocation, *, has_death_logger: bool) -> PoolOptions:
     """The options of the pool, from `config`."""
-    return PoolOptions(
-        start_method=config.start_method,
-        step_timeout=config.step_timeout,
-        start_timeout=config.start_timeout,
-        close_timeout=config.close_timeout,
-        max_restarts=config.max_restarts if config.on_worker_failure == "restart" else 0,
-        restart_window=config.restart_window,
+    return config.pool_options(
         has_death_logger=has_death_logger,
         episode_of=None if allocation.episodes is None else allocation.episodes.of_failure,
         preload=(*PRELOAD_TO_ACT, *PRELOAD),

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from penstock.agents import Agent, AgentStep
 from penstock.agents.joint import DelegatingAgent
+from penstock.arguments import integer, one_of
 from penstock.collectors import Collector, EvalCollector, TrajInfo
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError
@@ -76,10 +77,8 @@ class Fault:
     spare_pid: int | None = None
 
     def __post_init__(self) -> None:
-        if self.how not in HOWS:
-            raise ConfigError(f"how must be one of {', '.join(map(repr, HOWS))}, got {self.how!r}")
-        if not isinstance(self.at, int) or isinstance(self.at, bool) or self.at < 1:
-            raise ConfigError(f"at counts calls from 1 and must be a positive int, got {self.at!r}")
+        one_of("how", self.how, HOWS)
+        integer("at", self.at, 1)
         if not (isinstance(self.seconds, int | float) and math.isfinite(self.seconds) and self.seconds >= 0):
             raise ConfigError(f"seconds must be a finite number, 0 or more, got {self.seconds!r}")
         if self.marker is not None and not Path(self.marker).parent.is_dir():
@@ -167,8 +166,7 @@ _CALLED_ONCE = ("init", "start_envs")
 
 
 def _check(where: str, places: Sequence[str], fault: Fault) -> None:
-    if where not in places:
-        raise ConfigError(f"where must be one of {', '.join(map(repr, places))}, got {where!r}")
+    one_of("where", where, places)
     if where in _CALLED_ONCE and fault.at != 1:
         raise ConfigError(f"{where!r} is called once, so a fault there needs at=1, got at={fault.at}")
 

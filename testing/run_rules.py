@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from penstock.collectors import TrajInfo
 from penstock.errors import SamplerBrokenError
 from penstock.samplers import AlternatingSampler, GpuSampler, ParallelSampler, Sampler, SerialSampler
 from penstock.testing.rules import Violation, first_difference
@@ -62,11 +63,15 @@ def central_samplers_give_the_same_batch(trace: Trace) -> None:
 def _compare(left: Sequence[Batch], right: Sequence[Batch], where: str, remedy: str, *, close: bool = False) -> None:
     for one, two in zip(left, right, strict=True):
         difference = first_difference(_pairs(one, two), close=close)
-        figures, others = ([(info.Length, info.Return) for info in batch.infos] for batch in (one, two))
+        figures, others = (list(map(_figures, batch.infos)) for batch in (one, two))
         if difference is None and figures != others:
-            difference = f"trajectories (Length, Return) {figures} and {others}"
+            difference = f"trajectories (Length, Return, env_rank, number, agent_id, policy) {figures} and {others}"
         if difference is not None:
             raise Violation(f"{difference} {where}, itr={one.itr}", remedy)
+
+
+def _figures(info: TrajInfo) -> tuple[Any, ...]:
+    return info.Length, info.Return, info.env_rank, info.number, info.agent_id, info.policy
 
 
 def _pairs(left: Batch, right: Batch) -> list[tuple[str, Any, Any]]:

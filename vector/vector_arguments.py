@@ -9,20 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from penstock.arguments import MOST_ENVS, integer, seconds, signature, unknown_argument
+from penstock.arguments import MOST_ENVS, checks_of, integer, seconds, signature, unknown_argument
 from penstock.envs.factory import EnvFactory, build_example_env, close_example_env, env_factories
 from penstock.envs.seats import PLAYED_IN_TURNS, ParallelView, SeatTable, is_in_turns
 from penstock.errors import ConfigError, SpaceError, brief
 from penstock.vector.exchange import Ids
 from penstock.workers.affinity import cpus_to_fill, usable_cpus
 from penstock.workers.claims import CpuClaims
-from penstock.workers.plan import POOL_CHECKS, Affinity, PoolOptions, StartMethod, WorkerPlan, split
+from penstock.workers.plan import Affinity, PoolArguments, PoolKeywords, PoolOptions, StartMethod, WorkerPlan, split
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class ParallelEnvLike(Protocol):
@@ -184,16 +187,12 @@ def as_plans(
     )
 
 
-def as_options(context: StartMethod | None, **given: Any) -> PoolOptions:
-    """The options of the worker pool. `given` has those of the samplers."""
-    options = {name: POOL_CHECKS[name](name, value) for name, value in given.items()}
-    if options.pop("on_worker_failure") == "raise":
-        options["max_restarts"] = 0
-    return PoolOptions(
-        start_method=POOL_CHECKS["start_method"]("context", context or "forkserver"),
+def as_options(context: StartMethod | None, **given: Unpack[PoolKeywords]) -> PoolOptions:
+    """The options of the worker pool."""
+    start_method = checks_of(PoolArguments)["start_method"]("context", context or "forkserver")
+    return replace(PoolArguments(**given), start_method=start_method).pool_options(
         preload=("penstock.vector.step_program", "gymnasium.envs.classic_control"),
         keeps_messages=True,  # an info belongs to a reply that has been made, even if the worker dies afterwards
-        **options,
     )
 
 

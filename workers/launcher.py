@@ -141,13 +141,16 @@ class Launcher:
 
 
 def _shared_supervisor(preload: Sequence[str]) -> Supervisor:
-    """One that has imported `preload`."""
+    """One that has imported `preload`, or lacks only modules of penstock: those it imports while it runs. Others may be
+    large, as torch is, and it serves nobody while it imports."""
     with _start_lock:
-        for supervisor in list(_supervisors):
+        for supervisor in sorted(_supervisors, key=lambda own: len({*preload} - own.preload)):
+            missing = {*preload} - supervisor.preload
             if supervisor.has_ended() or not supervisor.is_own:
                 supervisor.close()  # it is still a zombie, or belongs to the parent of this fork
                 _supervisors.remove(supervisor)
-            elif supervisor.preload.issuperset(preload):
+            elif all(name.startswith("penstock.") for name in missing):
+                supervisor.add(missing)
                 return supervisor
         _supervisors.append(Supervisor(preload))
         return _supervisors[-1]

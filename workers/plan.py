@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypedDict, get_args
 
-from penstock.arguments import Check, between, choice, optional, seconds
+from penstock.arguments import between, check_fields, choice, integer, optional, seconds
 from penstock.errors import ConfigError
 from penstock.workers.spinning import SPIN_SECONDS
 
@@ -58,17 +58,6 @@ class WorkerPlan:
 StartMethod = Literal["fork", "forkserver", "spawn"]
 OnWorkerFailure = Literal["raise", "restart"]
 
-#: The checks of the arguments that samplers and vector environments share.
-POOL_CHECKS: dict[str, Check] = {
-    "start_method": choice(*get_args(StartMethod)),
-    "step_timeout": optional(seconds),
-    "start_timeout": seconds,
-    "close_timeout": seconds,
-    "on_worker_failure": choice(*get_args(OnWorkerFailure)),
-    "max_restarts": between(0),
-    "restart_window": seconds,
-}
-
 
 @dataclass(frozen=True)
 class PoolOptions:
@@ -88,6 +77,41 @@ class PoolOptions:
     episode_of: Callable[[Any], Any] | None = None
 
 
+class PoolKeywords(TypedDict, total=False):
+    """The keyword arguments that samplers and vector environments share, for type checkers."""
+
+    start_method: StartMethod
+    step_timeout: float | None
+    start_timeout: float
+    close_timeout: float
+    on_worker_failure: OnWorkerFailure
+    max_restarts: int
+    restart_window: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolArguments:
+    """These arguments: names, types, checks and defaults. `SamplerConfig` documents them."""
+
+    start_method: Annotated[StartMethod, choice(*get_args(StartMethod))] = "forkserver"
+    step_timeout: Annotated[float | None, optional(seconds)] = None
+    start_timeout: Annotated[float, seconds] = 120.0
+    close_timeout: Annotated[float, seconds] = 10.0
+    on_worker_failure: Annotated[OnWorkerFailure, choice(*get_args(OnWorkerFailure))] = "raise"
+    max_restarts: Annotated[int, between(0)] = 3
+    restart_window: Annotated[float, seconds] = 60.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def pool_options(self, **others: Any) -> PoolOptions:
+        """The options of the pool, the `others` included."""
+        own = {field.name: getattr(self, field.name) for field in fields(PoolArguments)}
+        if own.pop("on_worker_failure") == "raise":
+            own["max_restarts"] = 0
+        return PoolOptions(**own, **others)
+
+
 def span(ranks: range) -> str:
     """`ranks` for errors: "3", or "0 to 3"."""
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
@@ -105,8 +129,7 @@ def assign_cpus(affinity: Affinity, n_workers: int, mask: Sequence[int]) -> list
 
     Raises `ConfigError` for a wrong number of entries or a CPU outside the mask.
     """
-    if not hasattr(affinity.torch_threads, "__index__") or affinity.torch_threads < 1:
-        raise ConfigError(f"torch_threads must be at least 1, got {affinity.torch_threads!r}")
+    integer("torch_threads", affinity.torch_threads, 1)
     if affinity.cpus is None:
         pin = affinity.pin and len(mask) > 0
         return [(mask[i % len(mask)],) if pin else () for i in range(n_workers)]

@@ -53,7 +53,7 @@ SUPERVISOR_ENDED = 256
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _PIDFD_SIGNAL_PROCESS_GROUP = 4  # since Linux 6.9
-_MESSAGE_BYTES = 64
+_MESSAGE_BYTES = 256
 _CHECK_SECONDS = 0.25
 _END_SECONDS = 1.0
 # Ctrl-C must not reach the supervisor. But it stays in the session of the main process: the scheduler of Linux divides
@@ -136,6 +136,13 @@ class Supervisor:
             finally:
                 os._exit(1)  # whatever a signal handler raises: this must not return to the caller
         return pid
+
+    def add(self, names: Collection[str]) -> None:
+        """Let it import further modules, before it starts the next worker."""
+        for name in names:
+            with contextlib.suppress(OSError):  # it has ended, or does not answer: the next start says so
+                self.control.send(f"import {name}".encode())
+        self.preload |= frozenset(names)
 
     @property
     def is_own(self) -> bool:
@@ -415,12 +422,18 @@ class _Service:
                 message, fds = _receive(self._control)
                 if not message:
                     break
-                if fds:  # else this process may open no more: the main process reads the end of its control socket
-                    self._start(message, fds)
+                self._take(message, fds)
         for pid in self._control_sockets:
             _signal_group(pid, signal.SIGKILL)
         if not self._is_fork or os.getppid() != self._main:  # the orphans of one pool may serve others: see marking.py
             _kill_children()
+
+    def _take(self, message: bytes, fds: list[int]) -> None:
+        if message.startswith(b"import "):
+            import_all([message.decode().split()[1]])
+            gc.freeze()
+        elif fds:  # else this process may open no more: the main process reads the end of its control socket
+            self._start(message, fds)
 
     def _obey(self, fd: int) -> None:
         pid = self._pids[fd]

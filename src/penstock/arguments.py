@@ -6,8 +6,8 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import numpy as np
 
@@ -77,6 +77,21 @@ def choice(*choices: str) -> Check:
 def optional(check: Check) -> Check:
     """The check of None, or of what `check` lets pass."""
     return lambda name, value: None if value is None else check(name, value)
+
+
+@cache
+def checks_of(table: type) -> Mapping[str, Check]:
+    """The checks in the types of a table of arguments, a dataclass with fields such as `n: Annotated[int, between(1)]`,
+    by name."""
+    hints = get_type_hints(table, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+def check_fields(arguments: Any) -> None:
+    """Give each field of an object of such a class what its check returns."""
+    table: Any = type(arguments)
+    for name, check in checks_of(table).items():
+        object.__setattr__(arguments, name, check(name, getattr(arguments, name)))
 
 
 def unknown_argument(caller: str, name: str, known: Sequence[str], hints: Mapping[str, str]) -> ConfigError:

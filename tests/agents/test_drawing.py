@@ -48,6 +48,14 @@ def test_as_many_elements_of_the_space_as_asked_come_from_the_given_stream_alone
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("n", [1, 2, 7, 2**31, 2**40])
+def test_numbers_that_are_drawn_one_by_one_are_those_of_one_call(n: int) -> None:
+    space, rngs = spaces.Discrete(n, start=-3), [np.random.default_rng(5) for _ in range(3)]
+    one_by_one = np.concatenate([draw(space, rngs[0], 1) for _ in range(9)])
+    assert one_by_one.tolist() == draw(space, rngs[1], 9).tolist() == rngs[2].integers(-3, n - 3, 9).tolist()
+    assert len({rng.bit_generator.state["state"]["state"] for rng in rngs}) == 1
+
+
 def test_another_stream_gives_other_draws_and_a_stream_advances() -> None:
     space, rng = spaces.Box(0, 1, (3,)), np.random.default_rng(0)
     found = [draw(space, rng, 10), draw(space, rng, 10), drawn_from(space, 10, seed=1)]

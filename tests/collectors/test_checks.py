@@ -24,8 +24,8 @@ from penstock import (
     TrajInfo,
     WorkerError,
 )
+from penstock.agents.outputs import write_action
 from penstock.buffers import NamedArrays
-from penstock.collectors.acting import write_action
 from penstock.envs import CountingEnv
 from penstock.errors import brief
 

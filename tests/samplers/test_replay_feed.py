@@ -399,7 +399,7 @@ def test_calls_that_do_not_fit() -> None:
     [
         ({"ratio": Ratio(1)}, "ratio needs a replay"),
         ({"replay": Replay(1000), "lag": 1}, "give ratio"),
-        ({"replay": 1000}, "must be a penstock.learning.Replay"),
+        ({"replay": 1000}, "must be a Replay, as docs/replay.md makes one"),
         ({"replay": Replay(1000), "ratio": 8}, "must be a penstock.learning.Ratio"),
         ({"replay": Replay(1000), "ratio": Ratio(1, 7)}, "batch_steps=7.*has 20"),
         ({"replay": Replay(1000), "ratio": Ratio(1, batch_size=10, slack=14.5)}, "of their sum, 15"),

@@ -76,7 +76,7 @@ def test_workers_take_the_cpus_of_the_mask_in_turn_or_those_that_are_said() -> N
         (Affinity(cpus=[0]), "for 1 workers, there are 2"),
         (Affinity(cpus=[0, []]), r"worker 1 to CPUs \[\]"),
         (Affinity(cpus=[0, 1], pin=False), "leave one out"),
-        (Affinity(torch_threads=0), "torch_threads must be at least 1"),
+        (Affinity(torch_threads=0), "torch_threads must be an integer of at least 1, got 0"),
     ],
 )
 def test_wrong_affinity_is_a_clear_error(affinity: Affinity, message: str) -> None:

@@ -1,5 +1,6 @@
-"""Says whether the workers of a GpuSampler have imported torch: `without_torch.py START_METHOD`."""
+"""Says what workers of a GpuSampler, and then of a vector environment, have imported: `imported.py START_METHOD`."""
 
+import os
 import sys
 from typing import Any
 
@@ -8,6 +9,10 @@ from torch import nn
 
 from penstock import CategoricalPgAgent, GpuSampler
 from penstock.envs import CountingEnv
+from penstock.vector import ShmVectorEnv
+
+ROOMS = "vector", "learning", "games", "distributed", "evaluation", "testing", "tools"
+OPTIONAL = tuple(f"penstock.{room}" for room in ROOMS)
 
 
 class Model(nn.Module):
@@ -21,6 +26,10 @@ class Model(nn.Module):
 
 
 class Looking(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parent, self.had = os.getppid(), [name for name in sys.modules if name.startswith(OPTIONAL)]
+
     def step(self, action: Any) -> Any:
         observation, _, *rest = super().step(action)
         return observation, float("torch" in sys.modules), *rest
@@ -33,3 +42,8 @@ with GpuSampler(Looking, **sizes, **how) as sampler:
     samples, _ = sampler.obtain_samples(0)
     infos = sampler.evaluate_agent(0)
     print(float(samples.env.reward.sum()), sum(info.Return for info in infos), len(infos))
+    print("of the sampler:", sampler.get_attr("had")[0])
+    parents = sampler.get_attr("parent")
+with ShmVectorEnv([Looking] * 2, context=how["start_method"]) as envs:
+    print("of the vector environment:", "penstock.vector.step_program" in envs.get_attr("had")[0])
+    print("one supervisor:", set(envs.get_attr("parent")) == set(parents))
