@@ -175,7 +175,7 @@ class ActorWorker(Worker):
         samples, infos = self._sampler.obtain_samples(max(0, self._version[1] - 1))
         if not self._is_recurrent or self._n_moves == n_moves:
             # The stream keeps the piece until a consumer has taken it. The next batch overwrites the samples before.
-            copied = for_each_policy(lambda own: own.numpy().copy(), samples)
+            copied = for_each_policy(lambda part: part.numpy().copy(), samples)
             piece = piece_of(copied, infos, self._version, self.name)
             self._version = (piece["lineage"], piece["version"])
             return piece
@@ -188,8 +188,8 @@ class ActorWorker(Worker):
         newer = self._parameters.newer()
         if newer is not None:
             write_parameters(self._agent, newer)
-            for own in by_policy(self._agent).values():
-                own.sync_shared_memory()
+            for agent in by_policy(self._agent).values():
+                agent.sync_shared_memory()
             self._version = self._parameters.version
 
     def _stats(self) -> Mapping[str, float]:
@@ -233,13 +233,13 @@ class StreamAgent(Agent):
 
     def _ask(self, kind: str, observation: object, prev_action: object, prev_reward: npt.NDArray[np.float32]) -> Any:
         assert self.env_ranks is not None
-        own = range(len(self.env_ranks)) if self.selected is None else self.selected
-        ranks = np.array([self.env_ranks[column] for column in own], np.int64)
-        starts = self._starts[list(own)]
+        columns = range(len(self.env_ranks)) if self.selected is None else self.selected
+        ranks = np.array([self.env_ranks[column] for column in columns], np.int64)
+        starts = self._starts[list(columns)]
         if len(set(ranks.tolist())) < len(ranks):  # `initialize` tries the agent, with observations of no environment
             kind = f"trial {kind}"
         else:
-            self._starts[list(own)] = False
+            self._starts[list(columns)] = False
         message = {
             "kind": kind,
             "env_ranks": ranks,

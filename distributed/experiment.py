@@ -252,7 +252,7 @@ class Experiment:
         first = as_seats(env.env)  # a second view of this environment: its observations have the masks for the agents
         with marked:
             _, seats = find_seating([(factories, 0), ((), 0)], agents, self.actors.policy_of, (factories[0], first))
-        return [dict(zip(agents, own, strict=True)) for own in zip(*(spaces for *_, spaces in seats), strict=True)]
+        return [dict(zip(agents, pair, strict=True)) for pair in zip(*(spaces for *_, spaces in seats), strict=True)]
 
     def _makers(self, plan: AgentPlan) -> dict[str, Callable[[], Worker]]:
         """Functions that make the workers, by name, in the order in which the workers start."""

@@ -34,11 +34,11 @@ class BadMessageError(ClusterError):
 
 def packer() -> Any:
     """This thread's packer of headers and small arrays. To make one takes up to 15 µs."""
-    if (found := getattr(_own, "packer", None)) is None:
+    if (known := getattr(_own, "packer", None)) is None:
         import msgpack
 
-        found = _own.packer = msgpack.Packer()
-    return found
+        known = _own.packer = msgpack.Packer()
+    return known
 
 
 def encode(value: object, frame: Callable[[memoryview], Any] = bytes) -> list[Any]:

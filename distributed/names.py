@@ -105,8 +105,8 @@ class NameTable:
         """The keys at `root` and below. `a/b` is below `a`, `ab` is not."""
         if not root:
             return self._keys
-        own = [root] if root in self.entries else []
-        return own + self._keys[bisect_left(self._keys, f"{root}/") : bisect_left(self._keys, f"{root}0")]
+        at_root = [root] if root in self.entries else []
+        return at_root + self._keys[bisect_left(self._keys, f"{root}/") : bisect_left(self._keys, f"{root}0")]
 
     def clear(self, root: str) -> int:
         """Delete `root` and everything below. Returns how many names there were."""
@@ -121,13 +121,13 @@ class NameTable:
         them, or None if these are all."""
         self.expire()
         keys = self._below(roots[0]) if len(roots) == 1 else sorted({key for r in roots for key in self._below(r)})
-        found, size, last = dict[str, bytes](), 0, ""
+        page, size, last = dict[str, bytes](), 0, ""
         for key in keys[bisect_right(keys, after) :]:
             size += 4 * len(key) + len(self.entries[key][0]) + 16
             if size > PAGE:
-                return found, last
-            found[key], last = self.entries[key][0], key
-        return found, None
+                return page, last
+            page[key], last = self.entries[key][0], key
+        return page, None
 
     def beat(
         self,
@@ -156,9 +156,9 @@ class NameTable:
                     self._put(key, value, owner, lasting)
         table, number = since
         news = [root for root in roots if self._changed.get(root.partition("/")[0], 0) > number or table != self._id]
-        found, last = self.find(roots, after) if news or after else (None, None)
+        page, last = self.find(roots, after) if news or after else (None, None)
         answer = {"is_kept": True, "n_ended": self._n_ended, "pace": self.pace}
-        return {**answer, "since": [self._id, self.version], "found": found, "last": last}
+        return {**answer, "since": [self._id, self.version], "found": page, "last": last}
 
     def expire(self) -> None:
         """Delete the names whose leases have ended."""
@@ -180,9 +180,9 @@ class _Watch:
     seen: set[str]  # the keys that were in the table
     gone: Future[Any] = field(default_factory=Future)
 
-    def left(self, found: Mapping[str, Any]) -> list[str]:
-        self.seen |= found.keys() & self.keys
-        return [key for key in self.keys if key in self.seen and key not in found]
+    def left(self, entries: Mapping[str, Any]) -> list[str]:
+        self.seen |= entries.keys() & self.keys
+        return [key for key in self.keys if key in self.seen and key not in entries]
 
 
 class NameClient:
@@ -281,27 +281,27 @@ class NameClient:
 
     def find(self, root: str = "") -> dict[str, Any]:
         """All names at `root` and below, with their values, sorted by name."""
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         after: str | None = ""
         while after is not None:
             page, after = self._call("find", roots=[root], after=after)
-            found |= {key: decode([value]) for key, value in page.items()}
-        return found
+            entries |= {key: decode([value]) for key, value in page.items()}
+        return entries
 
     def get(self, key: str) -> Any:
         """The value of `key`. Raises `NameTableError` if it does not exist."""
-        if key not in (found := self.find(key)):
+        if key not in (entries := self.find(key)):
             raise NameTableError(f"there is no name {key!r} in the name table")
-        return found[key]
+        return entries[key]
 
     def wait(self, key: str, timeout: float) -> Any:
         """The value of `key`, as soon as there is one. Raises `NoReplyError` after `timeout` seconds."""
         until = time.monotonic() + timeout
-        while key not in (found := self.find(key)):
+        while key not in (entries := self.find(key)):
             if time.monotonic() > until:
                 raise NoReplyError(f"the name {key!r} was not added within {timeout:g} s")
             time.sleep(0.05)
-        return found[key]
+        return entries[key]
 
     def watch(self, keys: list[str], *, until: str = "any") -> Future[Any]:
         """A future that gets the list of the keys that are gone, when any or all of `keys` are gone. If the table
@@ -365,19 +365,19 @@ class NameClient:
 
     def followed(self, root: str) -> dict[str, Any]:
         """The names at `root` and below, sorted by name, without asking the table. Call `follow` before."""
-        found: Mapping[str, Any] = self._found if self._own is None else self._own.entries
-        return {key: self._value(key, each[0]) for key in self.keys(root) if (each := found.get(key)) is not None}
+        entries: Mapping[str, Any] = self._found if self._own is None else self._own.entries
+        return {key: self._value(key, entry[0]) for key in self.keys(root) if (entry := entries.get(key)) is not None}
 
     def keys(self, root: str) -> list[str]:
         """The names at `root` and below, sorted, as `followed` knows them."""
         below = f"{root}/"
-        found = [*(self._found if self._own is None else self._own.entries)]
-        return sorted(key for key in found if not root or key == root or key.startswith(below))
+        entries = [*(self._found if self._own is None else self._own.entries)]
+        return sorted(key for key in entries if not root or key == root or key.startswith(below))
 
     def newest(self, key: str) -> tuple[Any, float] | None:
         """The value of a name that is followed, and how many seconds ago it came. None if it does not exist."""
-        found: Any = self._found.get(key) if self._own is None else self._own.entries.get(key)
-        return None if found is None else (self._value(key, found[0]), time.monotonic() - found[-1])
+        entry: Any = self._found.get(key) if self._own is None else self._own.entries.get(key)
+        return None if entry is None else (self._value(key, entry[0]), time.monotonic() - entry[-1])
 
     def _value(self, key: str, packed: bytes) -> Any:
         if (known := self._values.get(key)) is None or known[0] is not packed:
@@ -440,12 +440,14 @@ class NameClient:
                 self._since = self._first
             if self._coming is not None:
                 old, now = self._found, time.monotonic()
-                found = {key: (value, now) for key, value in self._coming.items()}
-                self._found = {k: old[k] if k in old and old[k][0] == each[0] else each for k, each in found.items()}
+                entries = {key: (value, now) for key, value in self._coming.items()}
+                self._found = {
+                    k: old[k] if k in old and old[k][0] == entry[0] else entry for k, entry in entries.items()
+                }
                 self._version += self._found != old
             self._left, self._n_done = None, self._n_begun
-            ended = [each for each in self._watches if is_other or _ends(each, self._found)]
-            self._watches = [each for each in self._watches if each not in ended]
+            ended = [watch for watch in self._watches if is_other or _ends(watch, self._found)]
+            self._watches = [watch for watch in self._watches if watch not in ended]
             self._changed.notify_all()
         for watch in ended:
             if is_other:
@@ -455,8 +457,8 @@ class NameClient:
         self._wire.do(self._tick)
 
 
-def _ends(watch: _Watch, found: Mapping[str, Any]) -> bool:
-    return len(watch.left(found)) >= (1 if watch.until == "any" else len(watch.keys))
+def _ends(watch: _Watch, entries: Mapping[str, Any]) -> bool:
+    return len(watch.left(entries)) >= (1 if watch.until == "any" else len(watch.keys))
 
 
 def _packed(key: str, value: object) -> bytes:

@@ -89,14 +89,14 @@ class ControlPanel(Closing):
             raise ConfigError(f'host, port and file are for wire="zmq", not for {wire!r}')
         with ExitStack() as resources:
             connection, self._start = _trial(f"{experiment}/{trial}", wire, host, resources)
-            own = connection.wire(port)
-            resources.callback(own.close)
-            table = NameTable(lambda: own.clock)
-            resources.callback(table.serve(own).close)
-            connection = replace(connection, address=own.address)
+            node = connection.wire(port)
+            resources.callback(node.close)
+            table = NameTable(lambda: node.clock)
+            resources.callback(table.serve(node).close)
+            connection = replace(connection, address=node.address)
             if file is not None:
                 connection.write(file)
-            self._begin(own, connection, resources.pop_all(), table)
+            self._begin(node, connection, resources.pop_all(), table)
 
     @classmethod
     def join(cls, connection: Connection) -> Self:
@@ -156,14 +156,16 @@ class ControlPanel(Closing):
         _need_descriptors(count * (_DESCRIPTORS_OF_THREAD if self._start is LaunchedThread else _DESCRIPTORS), count)
         base = name or snake(make.func if isinstance(make, partial) else make)
         names = [f"{base}/{first + i}" for i in range(count)]
-        for each in names:
-            old = self._launched.get(each)
+        for worker_name in names:
+            old = self._launched.get(worker_name)
             if old is not None and old.ending() is None:
-                raise NameTableError(f"there is a worker {each!r} already: choose another name, or another `first`")
+                raise NameTableError(
+                    f"there is a worker {worker_name!r} already: choose another name, or another `first`"
+                )
             if old is not None:
                 old.wait(0)  # this kills the processes that the old worker has started
-            self._forget(each)
-            self._launched[each] = self._start(make, self.connection, each, resources or {})
+            self._forget(worker_name)
+            self._launched[worker_name] = self._start(make, self.connection, worker_name, resources or {})
         return names
 
     def connect(self, names: Iterable[str] | None = None, *, timeout: float = 30.0) -> list[str]:
@@ -174,8 +176,8 @@ class ControlPanel(Closing):
         wanted = list(self._launched if names is None else _listed(names))
         deadline = time.monotonic() + timeout
         while True:
-            found = self.autoconnect()
-            missing = [name for name in wanted if name not in found]
+            workers = self.autoconnect()
+            missing = [name for name in wanted if name not in workers]
             if not missing:
                 return wanted
             for name in missing:
@@ -195,8 +197,8 @@ class ControlPanel(Closing):
     def autoconnect(self) -> list[str]:
         """Connect to all workers that the name table lists. Returns their names."""
         self._check_open()
-        found = {key.partition("/")[2]: place for key, place in self.names.find("workers").items()}
-        for name, place in found.items():
+        places = {key.partition("/")[2]: place for key, place in self.names.find("workers").items()}
+        for name, place in places.items():
             peer = self._peers.get(name)
             if self._ending(name) is not None:
                 continue  # its entry in the table has not run out yet
@@ -247,15 +249,15 @@ class ControlPanel(Closing):
             for name in (self.worker_names if names is None else _listed(names))
             if re.fullmatch(regex or ".*", name)
         ]
-        each = [kwargs or {}] * len(chosen) if isinstance(kwargs, Mapping | None) else list(kwargs)
-        if len(each) != len(chosen):
+        dicts = [kwargs or {}] * len(chosen) if isinstance(kwargs, Mapping | None) else list(kwargs)
+        if len(dicts) != len(chosen):
             raise ConfigError(
-                f"{len(each)} kwargs for {len(chosen)} workers: {', '.join(chosen)}. Give one dict for each worker, or "
-                "one for all"
+                f"{len(dicts)} kwargs for {len(chosen)} workers: {', '.join(chosen)}. Give one dict for each worker, "
+                "or one for all"
             )
         timeout = seconds("timeout", timeout)
         futures: list[Future[Any]] = []
-        for name, arguments in zip(chosen, each, strict=True):
+        for name, arguments in zip(chosen, dicts, strict=True):
             try:
                 futures.append(self._peer(name).ask({"command": command, "kwargs": dict(arguments)}, timeout))
             except PeerLostError as error:
@@ -276,11 +278,13 @@ class ControlPanel(Closing):
         self.autoconnect()
         chosen = self.worker_names if names is None else list(_listed(names))
         responses = self.group_request("status", names=chosen, timeout=timeout)
-        if any(each.result == Status.PAUSED.value for each in responses):
+        if any(response.result == Status.PAUSED.value for response in responses):
             self.names.flush(timeout)  # `stats` has all that they have done
         return {
-            each.worker_name: Status(each.result) if each.is_ok else self._status_from_outside(each.worker_name)[0]
-            for each in responses
+            response.worker_name: Status(response.result)
+            if response.is_ok
+            else self._status_from_outside(response.worker_name)[0]
+            for response in responses
         }
 
     def stats(self, names: Iterable[str] | None = None, *, timeout: float = 1.0) -> dict[str, dict[str, Any]]:
@@ -295,15 +299,15 @@ class ControlPanel(Closing):
             raise NoReplyError(f"no control panel answers at {self.connection.address}: it may have ended")
         if names is None:
             names = sorted({*self.worker_names, *(key[len("figures/") :] for key in self.names.keys("figures"))})
-        found: dict[str, dict[str, Any]] = {}
+        table: dict[str, dict[str, Any]] = {}
         for name in _listed(names):
             figures = self.names.newest(f"figures/{name}")
             if figures is not None and self._ending(name) is None:
-                found[name] = {**figures[0], "age": figures[1]}
+                table[name] = {**figures[0], "age": figures[1]}
             else:
                 status, text = self._status_from_outside(name)
-                found[name] = {"status": status.value, "text": text}
-        return found
+                table[name] = {"status": status.value, "text": text}
+        return table
 
     def table(self, *, timeout: float = 1.0) -> str:
         """All workers and their figures, as text."""
@@ -387,7 +391,11 @@ class ControlPanel(Closing):
             if running and not self._wire.is_closed:
                 self.autoconnect()
                 answers = self.group_request("exit", names=running, timeout=max(0.01, min(timeout, 2.0)))
-                ending = [each.worker_name for each in answers if each.is_ok and each.worker_name not in self._launched]
+                ending = [
+                    answer.worker_name
+                    for answer in answers
+                    if answer.is_ok and answer.worker_name not in self._launched
+                ]
         finally:
             self._closing.set()
             self._watcher.join()

@@ -18,7 +18,7 @@ from penstock.agents import Agent
 from penstock.agents.shared_parameters import parameters_of
 from penstock.distributed.names import NameClient
 from penstock.distributed.streams import Inboxes, NamedInbox
-from penstock.distributed.wire import Call, Node, Peer, Request, pack_once
+from penstock.distributed.wire import Call, Node, Peer, PendingReply, pack_once
 from penstock.errors import NoReplyError, PeerLostError
 
 _FOR_EVER = 1e9  # seconds
@@ -33,18 +33,18 @@ def by_policy(agent: Any) -> dict[str, Agent]:
 
 def read_parameters(agent: Any) -> dict[str, Any]:
     """The parameters of an agent, as `parameters_of`. With a dict of agents, names are such as `speaker/weight`."""
-    found: dict[str, Any] = {}
-    for policy, own in by_policy(agent).items():
-        for name, value in parameters_of(own).items():
-            found[f"{policy}/{name}" if policy else name] = value
-    return found
+    values: dict[str, Any] = {}
+    for policy, part in by_policy(agent).items():
+        for name, value in parameters_of(part).items():
+            values[f"{policy}/{name}" if policy else name] = value
+    return values
 
 
 def write_parameters(agent: Any, parameters: Mapping[str, Any]) -> None:
     """Copy parameters into an agent, or a dict of agents, as `read_parameters` returns them."""
-    for policy, own in by_policy(agent).items():
+    for policy, part in by_policy(agent).items():
         head = f"{policy}/" if policy else ""
-        own.write_parameters({n.removeprefix(head): value for n, value in parameters.items() if n.startswith(head)})
+        part.write_parameters({n.removeprefix(head): value for n, value in parameters.items() if n.startswith(head)})
 
 
 class ParameterServer(NamedInbox):
@@ -169,7 +169,7 @@ class ParameterClient:
             elif peer is self._trainer or (peer is self._other and self._trainer is not None):
                 if error is not None or answer.result()["version"][0] != int(self._trainer.place[1], 16):
                     return self._ask(is_urgent=True)  # the other worker has ended, or follows another trainer
-                assert isinstance(answer, Request)
+                assert isinstance(answer, PendingReply)
                 self._come, self._packed = answer.result(), answer.reply
                 self._version = self._come["version"]
                 waiting, self._waiting = self._waiting, []

@@ -45,16 +45,17 @@ def piece_of(
 ) -> dict[str, Any]:
     """A piece as a message. Its `policy_version` is what the inference stream has reported for each action, otherwise
     `version`: lineage and number. Its `lineage` is 0 if several lineages have acted."""
-    each = {"": samples} if isinstance(samples, Samples) else dict(samples.items())
-    trees, seen, groups = {name: to_tree(own) for name, own in each.items()}, list[Any](), dict[str, list[TrajInfo]]()
-    for name, own in each.items():
+    policies = {"": samples} if isinstance(samples, Samples) else dict(samples.items())
+    trees = {name: to_tree(part) for name, part in policies.items()}
+    seen, groups = list[Any](), dict[str, list[TrajInfo]]()
+    for name, part in policies.items():
         tree = trees[name]["agent"]
         reported = tree["agent_info"].pop("stream_version", None)
-        versions = np.full((*own.agent.policy_version.shape, 2), version) if reported is None else reported
+        versions = np.full((*part.agent.policy_version.shape, 2), version) if reported is None else reported
         tree["policy_version"] = versions[..., 1].copy()
         seen.append(versions[versions[..., 0] != 0])  # where an environment has waited, nobody has acted
     for info in infos:
-        policy = None if "" in each else info.policy
+        policy = None if "" in policies else info.policy
         groups.setdefault(f"{policy}/" if policy else "", []).append(info)
     lineages, numbers = np.concatenate(seen).T
     lineage = int(lineages[0]) if len(lineages) and (lineages == lineages[0]).all() else 0
@@ -73,12 +74,12 @@ def _is_figure(name: str, value: object) -> bool:
 
 def batch_of(pieces: Sequence[Mapping[str, Any]]) -> Batch:
     """Join pieces along B."""
-    each = {}
+    policies = {}
     for policy in pieces[0]["policies"] or [""]:
         trees = [piece["samples"][policy] if policy else piece["samples"] for piece in pieces]
         env, agent = (_joined([tree[part] for tree in trees]) for part in ("env", "agent"))
-        each[policy] = Samples(env=EnvSamples(env), agent=AgentSamples(agent)).torch()
-    samples: Any = each[""] if "" in each else PolicySamples(each)
+        policies[policy] = Samples(env=EnvSamples(env), agent=AgentSamples(agent)).torch()
+    samples: Any = policies[""] if "" in policies else PolicySamples(policies)
     names = {name for piece in pieces for name in piece["infos"]}
     infos = {
         name: np.concatenate([piece["infos"][name] for piece in pieces if name in piece["infos"]])

@@ -40,17 +40,17 @@ class AgentPlan:
     def agent(self) -> Any:
         """A new agent, or dict of agents. The first parameters depend on the seed only. Raises `ConfigError` for
         anything else."""
-        agent, own, streams = self.make_agent(), self.observation_space, ColumnStreams(self.seed, range(1))
-        spaces = {"": (own, self.action_space)}
-        if type(own) is dict:
-            spaces = {name: (own[name], self.action_space[name]) for name in own}
-        each = by_policy(agent)
-        if each.keys() != spaces.keys() or not all(isinstance(policy, Agent) for policy in each.values()):
+        agent, space, streams = self.make_agent(), self.observation_space, ColumnStreams(self.seed, range(1))
+        spaces = {"": (space, self.action_space)}
+        if type(space) is dict:
+            spaces = {name: (space[name], self.action_space[name]) for name in space}
+        policies = by_policy(agent)
+        if policies.keys() != spaces.keys() or not all(isinstance(policy, Agent) for policy in policies.values()):
             raise ConfigError(
                 "make_agent must return an Agent, or for environments of several agents a dict of Agents with the same "
                 f"names in each call, got {brief(agent)}. Wrap a function of your own: FunctionAgent(function)"
             )
-        for p, (name, policy) in enumerate(each.items()):
+        for p, (name, policy) in enumerate(policies.items()):
             model_seed = streams.env_seeds(Purpose.MODEL, *([p] if p else []))[0]
             policy.runtime.ensure_initialized(*spaces[name], model_seed)
         return agent
@@ -226,13 +226,13 @@ class PolicyWorker(Worker):
             self._actor.reset_one(rank)
         self._actor.select(ranks.astype(np.intp))
         join = (lambda leaf: leaf) if len(requests) == 1 else (lambda *leaves: np.concatenate(leaves))
-        inputs = tuple(map_tree(join, *each) for each in zip(*(request.inputs for request in requests), strict=True))
+        inputs = tuple(map_tree(join, *parts) for parts in zip(*(request.inputs for request in requests), strict=True))
         answer = self._stepped(self._actor, inputs)
         start = 0
         for request in requests:
-            own = slice(start, start + len(request.ranks))
-            request.call.reply(map_tree(lambda rows, own=own: rows[own], answer))
-            start = own.stop
+            span = slice(start, start + len(request.ranks))
+            request.call.reply(map_tree(lambda rows, span=span: rows[span], answer))
+            start = span.stop
 
     def _stepped(self, agent: Agent, inputs: Sequence[Any]) -> dict[str, Any]:
         step = as_agent_step(agent.step(*inputs), agent)

@@ -50,7 +50,9 @@ _CLOSE_BROKEN_SECONDS = 0.5
 # What `ray.get` raises although the shard is alive. After all other errors it is lost, with its node or alone.
 _TROUBLES = (ray_errors.RayTaskError, ray_errors.RaySystemError, ray_errors.ObjectStoreFullError)
 # The figures of a worker that are summed over the actors of its shard.
-_COUNTED = [own.name for own in fields(WorkerStats) if own.type in ("int", "float") and own.name != "worker_rank"]
+_COUNTED = [
+    field.name for field in fields(WorkerStats) if field.type in ("int", "float") and field.name != "worker_rank"
+]
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _sum(one: WorkerStats, other: WorkerStats) -> WorkerStats:
 def _no_figures(plan: ShardPlan, unit: int) -> tuple[WorkerStats, ...]:
     """The figures of a shard that has never answered."""
     parts, zeros = split(len(plan.columns), plan.n_workers, unit), dict.fromkeys(_COUNTED, 0)
-    return tuple(WorkerStats(i, plan.env_ranks[own.start : own.stop], (), **zeros) for i, own in enumerate(parts))
+    return tuple(WorkerStats(i, plan.env_ranks[part.start : part.stop], (), **zeros) for i, part in enumerate(parts))
 
 
 class ShardPool:
@@ -176,7 +178,7 @@ class ShardPool:
         shard.earlier, shard.figures, shard.timeline = shard.totals(), (), None
         shard.versions = [1] * len(self._versions)
         shard.orders = deque([(0, shard.actor.start.remote(self._spec))])
-        self._ready = deque(own for own in self._ready if own is not shard)
+        self._ready = deque(other for other in self._ready if other is not shard)
 
     def give(self, shard: Shard, command: Command, number: int, message: bytes | None = None) -> None:
         """Give the shard its next order. `number` is that of the driver's command."""
@@ -269,7 +271,7 @@ class ShardPool:
     def _check_starts(self, during: str) -> None:
         """Raise an error if a shard that is needed has not started in time."""
         limit = self._config.start_timeout + _PLACE_SECONDS
-        late = [own for own in self.shards if own.started is None and time.monotonic() - own.since > limit]
+        late = [shard for shard in self.shards if shard.started is None and time.monotonic() - shard.since > limit]
         if late and len(self._started) < self._least:
             raise (NodeLostError if self._number else ConfigError)(
                 f"{len(late)} of {len(self.shards)} shards were not ready after {limit:g} s ({during}): {late[0]} "
@@ -300,7 +302,9 @@ class ShardPool:
     @property
     def pids(self) -> list[int]:
         """The process ids of all workers on their nodes, by shard, as they were started. Empty when they have ended."""
-        return [pid for own in self.shards if own.started and not self.is_closed for pid in own.started.worker_pids]
+        return [
+            pid for shard in self.shards if shard.started and not self.is_closed for pid in shard.started.worker_pids
+        ]
 
     # ---- commands --------------------------------------------------------------------------
 
@@ -318,7 +322,7 @@ class ShardPool:
         return self._number
 
     def begin(self, command: Command, message: bytes | None = None) -> int:
-        """Begin a new command, without orders: `submit` gives them, or a `Stream`. Returns its number."""
+        """Begin a new command, without orders: `submit` gives them, or a `ShardStream`. Returns its number."""
         self._number, self._command, self._message = self._number + 1, command, message
         self._answered = {}
         return self._number
@@ -352,7 +356,7 @@ class ShardPool:
         if isinstance(reply, Reply) and number == self._number:
             for path, array in reply.arrays.items():
                 self._slot[path][shard.place(path)] = array
-            self._answered[shard] = reply.found
+            self._answered[shard] = reply.results
             shard.batches += self._command.is_batch
             return
         shard.late += isinstance(reply, Reply)  # the user has had this batch without it
@@ -375,7 +379,7 @@ class ShardPool:
     def take_messages(self, number: int | None = None) -> Trajectories:
         """The results of the last call on the environments, or the trajectories of the last batch or evaluation. Their
         records are ordered by time step, then env_rank."""
-        joined = [item for found in self._answered.values() for item in found]
+        joined = [item for results in self._answered.values() for item in results]
         if joined and not isinstance(joined[0], ObjectMessage):
             joined.sort(key=itemgetter(0, 1))
         return joined
@@ -425,7 +429,7 @@ class ShardPool:
             _log.warning("Ray could not end the shards", exc_info=True)
 
 
-class Stream:
+class ShardStream:
     """Gives every shard `max_in_flight` orders in advance. Pieces that have come and were not taken count too."""
 
     def __init__(self, pool: ShardPool, max_in_flight: int, max_staleness: int | None, itr: int) -> None:

@@ -17,7 +17,7 @@ from penstock.buffers import Samples, pickling
 from penstock.buffers.samples import batch_view, layouts_of
 from penstock.collectors import TrajInfo
 from penstock.distributed.placement import connect, node_resources
-from penstock.distributed.ray_pool import ShardOptions, ShardPool, Stream
+from penstock.distributed.ray_pool import ShardOptions, ShardPool, ShardStream
 from penstock.distributed.shard import ShardPlan, ShardSpec
 from penstock.envs import EnvFn
 from penstock.errors import ConfigError, brief
@@ -320,7 +320,7 @@ class RaySampler(Sampler):
     def _pieces(self, itr: int, max_in_flight: int, max_staleness: int | None) -> Iterator[Piece]:
         with GuardedCall(self._guard, "stream", SamplerState.READY):
             pool = self._shard_pool("stream")
-            stream = Stream(pool, max_in_flight, max_staleness, itr)
+            stream = ShardStream(pool, max_in_flight, max_staleness, itr)
             self._guard.state = SamplerState.STREAMING
         try:
             while True:
@@ -331,13 +331,13 @@ class RaySampler(Sampler):
             if self.state is SamplerState.STREAMING:
                 self._guard.state = SamplerState.READY
 
-    def _next_piece(self, stream: Stream) -> Piece:
+    def _next_piece(self, stream: ShardStream) -> Piece:
         run = self.run
         memory, seating = run.memory, run.seating
-        newest = [own.version for own in memory.parameters]
+        newest = [copy.version for copy in memory.parameters]
         shard, reply, itr, staleness = stream.take(newest)
         run.policy_version = run.by_policy(dict(zip(run.agents, reply.versions, strict=True)))
-        traj_infos = run.as_infos(reply.found)
+        traj_infos = run.as_infos(reply.results)
         arrays = iter([reply.arrays[path] for path, _ in memory.slots[0].leaves()])
         n_seats = run.by_policy({name: seating.n_seats(p) for p, name in enumerate(seating.policies)})
         view: Any = batch_view(memory.slots[0].map(lambda _: next(arrays)), self.batch_T, n_seats)
@@ -374,8 +374,8 @@ class RaySampler(Sampler):
     def stats(self) -> RayStats:
         """Where the workers' time went since `initialize`, and what happened to each shard."""
         pool = self._shard_pool("stats")
-        own = [worker for shard in pool.shards for worker in shard.totals()]
-        workers = tuple(replace(worker, worker_rank=rank) for rank, worker in enumerate(own))
+        totals = [worker for shard in pool.shards for worker in shard.totals()]
+        workers = tuple(replace(worker, worker_rank=rank) for rank, worker in enumerate(totals))
         shards = tuple(
             ShardStats(
                 shard=(rank := shard.plan.worker_rank),
@@ -397,10 +397,11 @@ class RaySampler(Sampler):
         """Times of the last batch, as for one sampler, of the workers of all shards that have answered. Each node has
         its own clock."""
         shards = self._shard_pool("timeline").shards
-        found = [shard.timeline for shard in shards if shard.timeline is not None]
-        most = max((own.shape[1] for own in found), default=0)  # in turns, each shard has its own number of rounds
-        found = [np.pad(own, ((0, 0), (0, most - own.shape[1])), "edge") for own in found]
-        return np.concatenate(found) if found else np.zeros((0, 2 * self.batch_T + 1))
+        timelines = [shard.timeline for shard in shards if shard.timeline is not None]
+        # in turns, each shard has its own number of rounds
+        most = max((timeline.shape[1] for timeline in timelines), default=0)
+        timelines = [np.pad(timeline, ((0, 0), (0, most - timeline.shape[1])), "edge") for timeline in timelines]
+        return np.concatenate(timelines) if timelines else np.zeros((0, 2 * self.batch_T + 1))
 
     def __repr__(self) -> str:
         state, shards = self._guard.state, [] if self._run is None else self._shard_pool("repr").shards

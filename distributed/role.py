@@ -296,8 +296,8 @@ class Worker:
 
     def _report(self) -> dict[str, Any]:
         seconds = time.monotonic() - self._worker_began
-        own = {"status": self._worker_machine.shown, "seconds": seconds}
-        return {**own, **self._worker_figures, **own}
+        report = {"status": self._worker_machine.shown, "seconds": seconds}
+        return {**report, **self._worker_figures, **report}
 
     def _push(self, *, at_once: bool, status: str | None = None) -> None:
         """Write the figures into the name table, where the panels read them; with `status` in place of its own."""

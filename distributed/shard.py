@@ -19,7 +19,7 @@ from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import RemoteTraceback, dump_exception, in_one_line, load_exception
 from penstock.envs.calls import EnvCall
 from penstock.envs.seeding import seed_generators
-from penstock.samplers.allocation import Seats
+from penstock.samplers.allocation import SeatingPlan
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.results import Trajectories
 from penstock.samplers.resuming import StateMessage
@@ -62,24 +62,29 @@ class ShardSpec:
     n_cpus: int  #: that a shard takes
     affinity: Affinity
     setup: Mapping[str, Any]  #: further arguments of `initialize`
-    seats: Seats  #: of all shards together
+    seats: SeatingPlan  #: of all shards together
 
     def options(self, plan: ShardPlan) -> dict[str, Any]:
         """The arguments of the sampler of one shard."""
         config, n_evals = self.config, len(plan.eval_columns)
-        own = {field.name: getattr(config, field.name) for field in fields(config)}
-        own |= {"batch_B": len(plan.columns), "n_workers": plan.n_workers, "n_slots": 1}
-        own |= {"env_fn": _part(config.env_fn, plan.columns), "env_kwargs": _part(config.env_kwargs, plan.columns)}
-        own |= {"eval_n_envs": n_evals, "eval_env_fn": None, "eval_env_kwargs": None, "eval_episodes": None}
+        arguments = {field.name: getattr(config, field.name) for field in fields(config)}
+        arguments |= {"batch_B": len(plan.columns), "n_workers": plan.n_workers, "n_slots": 1}
+        arguments |= {
+            "env_fn": _part(config.env_fn, plan.columns),
+            "env_kwargs": _part(config.env_kwargs, plan.columns),
+        }
+        arguments |= {"eval_n_envs": n_evals, "eval_env_fn": None, "eval_env_kwargs": None, "eval_episodes": None}
         if n_evals:
             env_fn, kwargs = config.eval_source
-            own["eval_env_fn"], own["eval_env_kwargs"] = env_fn, _part(kwargs, plan.eval_columns)
-            own["eval_max_steps"] = n_evals * eval_max_T(config.eval_max_steps, config.eval_n_envs)
+            arguments["eval_env_fn"], arguments["eval_env_kwargs"] = env_fn, _part(kwargs, plan.eval_columns)
+            arguments["eval_max_steps"] = n_evals * eval_max_T(config.eval_max_steps, config.eval_n_envs)
             # 0 is not allowed here. A shard with no episodes never evaluates.
-            own["eval_episodes"] = self.episodes(plan) or config.eval_episodes
+            arguments["eval_episodes"] = self.episodes(plan) or config.eval_episodes
             if config.eval_max_trajectories is not None:  # its share
-                own["eval_max_trajectories"] = math.ceil(config.eval_max_trajectories * n_evals / config.eval_n_envs)
-        return {**own, **self.sampler_options}
+                arguments["eval_max_trajectories"] = math.ceil(
+                    config.eval_max_trajectories * n_evals / config.eval_n_envs
+                )
+        return {**arguments, **self.sampler_options}
 
     def episodes(self, plan: ShardPlan) -> int | None:
         """How many of an evaluation's episodes this shard runs; None if it does not count them."""
@@ -135,7 +140,7 @@ class Reply:
     """What a shard has done for an order."""
 
     arrays: Mapping[str, npt.NDArray[Any]]  #: its columns of the samples buffer, by path; empty except for batches
-    found: Trajectories  #: finished trajectories, or the results of a call
+    results: Trajectories  #: finished trajectories, or the results of a call
     versions: tuple[int, ...]  #: by policy: the version of the parameters that acted
     workers: tuple[WorkerStats, ...]  #: the figures of its workers
     timeline: npt.NDArray[np.float64]
@@ -158,8 +163,8 @@ class ShardHost:
 
     def take_parameters(self, *parameters: Parameters) -> None:
         """From the next order on, act with these parameters of some policies."""
-        for own in parameters:
-            self._parameters[own[0]] = own
+        for parameter in parameters:
+            self._parameters[parameter[0]] = parameter
 
     def close(self) -> None:
         """Close the sampler. An order that runs gets an error as its reply."""
@@ -199,7 +204,7 @@ class ShardHost:
     def run(self, command: Command, message: bytes | None, *parameters: Parameters) -> Reply | Failure:
         """Run a command, with these parameters or newer ones."""
         sampler, arrays = self._sampler, {}
-        found: Any = []
+        results: Any = []
         try:
             shared = sampler.run.memory.parameters
             newer = [self._parameters.pop(p) for p in list(self._parameters)]  # the other thread may add some
@@ -207,20 +212,20 @@ class ShardHost:
                 if version > shared[p].version:
                     shared[p].publish(values, version)
             if command.has_message:
-                found = self._call(pickle.loads(message or b""))
+                results = self._call(pickle.loads(message or b""))
             elif command.do_eval:
                 if self._plan.eval_columns and self._spec.episodes(self._plan) != 0:
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore", RuntimeWarning)  # the driver counts the episodes of all shards
-                        found = sampler.evaluate_agent(command.itr)
+                        results = sampler.evaluate_agent(command.itr)
             else:
-                _, found = sampler.obtain_samples(command.itr)
+                _, results = sampler.obtain_samples(command.itr)
                 run = sampler.run
                 slot = run.memory.slots[(run.batch - 1) % run.batches.n_slots]
                 arrays = dict(slot.leaves())  # Ray copies them before this thread runs the next order
-            versions = tuple(own.version for own in shared)
-            found = [_portable(item) for item in found]
-            return Reply(arrays, found, versions, sampler.stats().workers, sampler.timeline())
+            versions = tuple(memory.version for memory in shared)
+            results = [_portable(item) for item in results]
+            return Reply(arrays, results, versions, sampler.stats().workers, sampler.timeline())
         except BaseException as error:
             return Failure.of(error)
 
@@ -231,8 +236,8 @@ class ShardHost:
         columns = self._plan.eval_columns if call.evaluation else self._plan.columns
         if not columns:
             return []
-        found: list[ObjectMessage] = self._sampler._perform(replace(call, values=_part(call.values, columns)))
-        return found
+        messages: list[ObjectMessage] = self._sampler._perform(replace(call, values=_part(call.values, columns)))
+        return messages
 
 
 def _node() -> str:

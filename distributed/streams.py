@@ -48,14 +48,14 @@ class Inboxes:
             return [peer for peer in self._live if not peer.is_dead]
 
     def _look(self) -> None:
-        found = self._names.followed(self._root)
-        for key, place in found.items():
+        places = self._names.followed(self._root)
+        for key, place in places.items():
             old = self._peers.get(key)
             if old is None or old.is_dead or old.place != list(place):
                 self._peers[key] = self._names.reach(place, lost_after=float("inf"))
                 if old is not None:
                     old.lose("another process has its name")
-        self._live = [peer for key, peer in sorted(self._peers.items()) if key in found and not peer.is_silent]
+        self._live = [peer for key, peer in sorted(self._peers.items()) if key in places and not peer.is_silent]
         if self._live:
             for key in [key for key, peer in self._peers.items() if peer not in self._live]:
                 self._peers.pop(key).lose("it is silent, or its name has gone")

@@ -75,10 +75,10 @@ class TrainerGroup:
         distributed.all_reduce(parameter.grad)
         parameter.grad /= self._world_size
 
-    def lineage_of_rank_0(self, own: int) -> int:
-        """What rank 0 has passed as `own`, when all ranks have called this."""
+    def lineage_of_rank_0(self, candidate: int) -> int:
+        """What rank 0 has passed as `candidate`, when all ranks have called this."""
         if self._rank == 0:
-            self._store.set("lineage", str(own))
+            self._store.set("lineage", str(candidate))
         lineage = int(self._store.get("lineage"))
         distributed.barrier()
         return lineage
@@ -92,6 +92,6 @@ class TrainerGroup:
 def _interface_of(host: str) -> str | None:
     """The network interface that has this address."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == host for each in addresses):
+        if any(address.address.partition("%")[0] == host for address in addresses):
             return name
     return None

@@ -171,7 +171,7 @@ class TrainerWorker(Worker):
         self._consumer.release()  # after `publish`: the next pieces are acted by the new parameters
         if self._checkpoint is not None and self._version % self._training.save_every == 0 and self._rank == 0:
             self._save(self._checkpoint)
-        return PollResult(sum(own.env.reward.numel() for own in parts_of(batch.samples)), 1)
+        return PollResult(sum(part.env.reward.numel() for part in parts_of(batch.samples)), 1)
 
     def _staleness(self, piece: Mapping[str, Any]) -> float:
         """How many versions old its parameters are."""
@@ -188,8 +188,8 @@ class TrainerWorker(Worker):
         import torch
 
         part = path.with_name(f".{path.name}.part")
-        each = {name: own.state_dict() for name, own in by_policy(self._agent).items()}
-        state = {"version": self._version, "agent": each.get("", each), "trainer": self._trainer.state_dict()}
+        states = {name: agent.state_dict() for name, agent in by_policy(self._agent).items()}
+        state = {"version": self._version, "agent": states.get("", states), "trainer": self._trainer.state_dict()}
         try:
             part.unlink(missing_ok=True)
             try:
@@ -211,7 +211,7 @@ class TrainerWorker(Worker):
     def _load(self, path: Path) -> None:
         import torch
 
-        each, trusts = by_policy(self._agent), self._training.trust_checkpoint
+        agents, trusts = by_policy(self._agent), self._training.trust_checkpoint
         try:
             with open(path, "rb") as file:
                 # Otherwise whoever makes the file first would choose what the trainer begins with.
@@ -221,18 +221,20 @@ class TrainerWorker(Worker):
                         "Training(trust_checkpoint=True), which runs the code in it"
                     )
                 state = unpacked(torch.load(file, weights_only=not trusts))
-            if "" not in each and state["agent"].keys() != each.keys():
-                raise ConfigError(f"it is of the policies {list(state['agent'])}, and make_agent returns {list(each)}")
-            for name, own in each.items():
-                own.load_state_dict(state["agent"][name] if name else state["agent"])
+            if "" not in agents and state["agent"].keys() != agents.keys():
+                raise ConfigError(
+                    f"it is of the policies {list(state['agent'])}, and make_agent returns {list(agents)}"
+                )
+            for name, agent in agents.items():
+                agent.load_state_dict(state["agent"][name] if name else state["agent"])
             self._trainer.load_state_dict(state["trainer"])
             self._version = int(state["version"])
         except Exception as error:  # a file of another agent may raise anything
             raise ConfigError(f"checkpoint={str(path)!r} cannot be loaded: {in_one_line(error)}") from error
 
     def _stats(self) -> Mapping[str, float]:
-        own = {"version": self._version, "stale": self._n_stale, "largest_staleness": self._largest_staleness}
-        return {**own, **self._results, **own}
+        counts = {"version": self._version, "stale": self._n_stale, "largest_staleness": self._largest_staleness}
+        return {**counts, **self._results, **counts}
 
     def _on_silence(self) -> float:
         if self._server is not None and self._checkpoint is not None:
@@ -260,10 +262,10 @@ def _check_saved(part: Path, state: Mapping[str, Any]) -> None:
     try:
         torch.load(part, weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        found = next((text for key in ("trainer", "agent") for text in _unreadable(state[key], "")), "")
+        unreadable = next((text for key in ("trainer", "agent") for text in _unreadable(state[key], "")), "")
         raise ConfigError(
             "state_dict of the trainer must return numbers, text, lists, tuples, dicts, tensors and arrays of "
-            f"numbers, since no code in a checkpoint is run. Convert {found or 'its keys'}, or use "
+            f"numbers, since no code in a checkpoint is run. Convert {unreadable or 'its keys'}, or use "
             "Training(trust_checkpoint=True) if nobody else can write this file"
         ) from error
 

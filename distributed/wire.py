@@ -60,7 +60,7 @@ _SNDMORE = int(zmq.SNDMORE) | _NOBLOCK
 pack_once = partial(encode, frame=partial(zmq.Frame, copy=True))
 
 
-class Request(Future[Any]):
+class PendingReply(Future[Any]):
     """A request that was sent: the future of its reply."""
 
     reply: Any = None  #: the frames of the reply
@@ -94,7 +94,7 @@ class Peer:
         self.node = node  #: the one that asks
         self._line, self.name, self._target, self._lost_after = line, name, target, lost_after
         self.id, self._next, self._lost = f"{node.id}.{next(node.numbers)}", 0, ""
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, PendingReply] = {}
         #: Address, node id and name of the inbox: what the name table holds.
         self.place = [line.address, target, name]
 
@@ -113,11 +113,11 @@ class Peer:
         """How many requests have no answer yet."""
         return len(self._requests)
 
-    def ask(self, message: object, timeout: float) -> Request:
+    def ask(self, message: object, timeout: float) -> PendingReply:
         """Send a request. The future gets the reply, or `NoReplyError` after `timeout` seconds, `PeerLostError`, or
         `RequestError` with what the other side reported. Raises `BadMessageError` if `message` cannot be sent, and
         `PeerLostError` if the other side has ended."""
-        request = Request(encode(message), self.node.clock + timeout)
+        request = PendingReply(encode(message), self.node.clock + timeout)
         with sigint.deferred(), self.node.lock:  # Ctrl-C must not leave a number that is never sent
             if self._lost:
                 raise PeerLostError(self._lost)
@@ -193,7 +193,7 @@ class Call:
         self.reply_packed(encode(message))
 
     def reply_packed(self, packed: list[Any], kind: int = REPLY) -> None:
-        """Send what `pack_once`, or `reply` of a `Request`, has: many replies may share it."""
+        """Send what `pack_once`, or `reply` of a `PendingReply`, has: many replies may share it."""
         with sigint.deferred():
             if self.is_answered:
                 raise ClusterError(f"inbox {self._header[2]}: this request was answered already")
@@ -330,7 +330,7 @@ class Node:
         self._monitor.rcvhwm = 0  # otherwise ZeroMQ's thread could wait for this one
         self._monitor.connect("inproc://connections")
         router.bind(endpoint)
-        self._sources = {each.fileno(): each for each in (self._zap, router, caller, self._monitor)}
+        self._sources = {source.fileno(): source for source in (self._zap, router, caller, self._monitor)}
         self._used.update(self._sources.values())  # they signal once somebody has found them empty
         for fd in (self._wake, *self._sources):
             self._poll.register(fd, select.EPOLLIN)
@@ -398,7 +398,7 @@ class Node:
         looked = now = time.monotonic()
         while not self.is_closed:
             # ZeroMQ signals a packet once, and sending may take the signal: look at the sockets that were used.
-            again = [each for each in self._used if int(each.get(_EVENTS)) & _POLLIN] if self._used else []
+            again = [used for used in self._used if int(used.get(_EVENTS)) & _POLLIN] if self._used else []
             self._used.clear()
             self._sleeps = True
             is_busy = bool(again) or not self._todo.empty()
@@ -474,8 +474,8 @@ class Node:
         source = self._router
         if isinstance(route, Line):
             if route.address == self.address:
-                own = [frame.buffer if isinstance(frame, zmq.Frame) else frame for frame in packed]
-                return self.do(self.received, header, own, route)
+                buffers = [frame.buffer if isinstance(frame, zmq.Frame) else frame for frame in packed]
+                return self.do(self.received, header, buffers, route)
             source, route = self._caller, route.route
         self._used.add(source)
         frames = to_frames(packer().pack(header), packed)
@@ -514,7 +514,7 @@ class Node:
 
     def _lost_connection(self, endpoint: str) -> None:
         """A connection was lost. Another one takes its place: what waits in it would be sent twice."""
-        for line in [each for each in self._routes.values() if each.is_up and _endpoint(each.address) == endpoint]:
+        for line in [other for other in self._routes.values() if other.is_up and _endpoint(other.address) == endpoint]:
             self._disconnect(line)
             self.connect(line)
 

@@ -76,7 +76,7 @@ class InitArguments:
     central: bool  #: whether workers hold no agent
     policy_of: PolicyOf | None = None
     record: object = None  #: the names of the policies that are recorded; None: all
-    seats: Seats | None = None  #: in a shard: its part of what the driver has found
+    seats: SeatingPlan | None = None  #: in a shard: its part of what the driver has found
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Environments:
 
 
 @dataclass(frozen=True)
-class Seats:
+class SeatingPlan:
     """Who sits where, and what the seats of each policy are like."""
 
     seating: Seating
@@ -133,7 +133,7 @@ class Allocation:
     """The memory of one sampler, and what its workers run."""
 
     layout: Layout
-    seats: Seats
+    seats: SeatingPlan
     agents: PreparedAgents
     program: SamplerProgram
     worker_data: Sequence[WorkerFactories]  #: by worker rank
@@ -245,14 +245,14 @@ def _refuse_for_one_agent(arguments: InitArguments, env: object) -> None:
 # ---- 2: the seats -----------------------------------------------------------------------------------
 
 
-def seat(arguments: InitArguments, environments: Environments) -> Seats:
+def seat(arguments: InitArguments, environments: Environments) -> SeatingPlan:
     """Find out who sits where, and what the seats of each policy are like."""
     config, env_range, first = arguments.config, arguments.env_range, environments.first
     if arguments.seats is not None:
         _refuse_with_seats(arguments, arguments.seats.seating)
         return arguments.seats
     if isinstance(first, Example):
-        return Seats(Seating.of_single(*config.own_envs, env_range), [first])
+        return SeatingPlan(Seating.of_single(*config.own_envs, env_range), [first])
     sides = (environments.train, env_range.first_env_rank), (environments.evaluation, env_range.first_eval_env_rank)
     seating, seats = find_seating(sides, arguments.agents, arguments.policy_of, (environments.train[0], first))
     _refuse_with_seats(arguments, seating)
@@ -265,7 +265,7 @@ def seat(arguments: InitArguments, environments: Environments) -> Seats:
                 examples.append(_read_example(of_seat, env, config))
             finally:
                 close_example_env(env)
-    return Seats(seating, examples)
+    return SeatingPlan(seating, examples)
 
 
 @contextmanager
@@ -306,7 +306,7 @@ def _refuse_with_seats(arguments: InitArguments, seating: Seating) -> None:
 # ---- 3: the agents ----------------------------------------------------------------------------------
 
 
-def prepare_agents(arguments: InitArguments, environments: Environments, seats: Seats) -> PreparedAgents:
+def prepare_agents(arguments: InitArguments, environments: Environments, seats: SeatingPlan) -> PreparedAgents:
     """Initialize each agent, copy it for the workers, and try the copy."""
     config, seating, each = arguments.config, seats.seating, _checked_agents(arguments.agents)
     is_recorded = _are_recorded(arguments.record, arguments.agents)
@@ -382,7 +382,7 @@ def _refuse_in_turns(agent: Agent, spec: SampleSpec, seating: Seating) -> None:
 # ---- 4: the memory ----------------------------------------------------------------------------------
 
 
-def lay_out(arguments: InitArguments, seats: Seats, agents: PreparedAgents, resources: ExitStack) -> Layout:
+def lay_out(arguments: InitArguments, seats: SeatingPlan, agents: PreparedAgents, resources: ExitStack) -> Layout:
     """Say which worker has which cells, and allocate the memory."""
     plans = tuple(seats.seating.with_cells(plan) for plan in arguments.plans)
     config, seating, shared = arguments.config, seats.seating, arguments.shared
@@ -408,7 +408,7 @@ def lay_out(arguments: InitArguments, seats: Seats, agents: PreparedAgents, reso
 # ---- 5: the program ---------------------------------------------------------------------------------
 
 
-def make_program(arguments: InitArguments, seats: Seats, agents: PreparedAgents) -> SamplerProgram:
+def make_program(arguments: InitArguments, seats: SeatingPlan, agents: PreparedAgents) -> SamplerProgram:
     """What each worker runs."""
     config = arguments.config
     return SamplerProgram(

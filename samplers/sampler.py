@@ -39,7 +39,7 @@ from penstock.workers.plan import Affinity
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from penstock.samplers.allocation import Seats
+    from penstock.samplers.allocation import SeatingPlan
     from penstock.samplers.resuming import ResumeReport
     from penstock.samplers.seating import PolicyOf
 
@@ -77,7 +77,7 @@ class Sampler(ABC):
         self.generation = 0
         # In the sampler of a shard: its part of what the driver has found. Its trajectories stay as the workers send
         # them: the driver makes the infos.
-        self._seats: Seats | None = None
+        self._seats: SeatingPlan | None = None
 
     # ---- for subclasses --------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason='ray is not installed: pip install ".[cluster]
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.distributed.ray_pool import Shard, Stream
+from penstock.distributed.ray_pool import Shard, ShardStream
 from penstock.distributed.shard import Reply, ShardPlan, Started
 from penstock.workers.control import Command
 
@@ -76,7 +76,7 @@ def test_every_piece_is_handed_over_or_counted(
 ) -> None:
     seeds = data.draw(st.lists(st.integers(0, 11), min_size=8, max_size=40))
     pool = Pool(n_shards, (seeds[i % len(seeds)] + i // len(seeds) for i in itertools.count()), may_lose)
-    stream: Any = Stream(pool, max_in_flight, max_staleness, itr=100)  # type: ignore[arg-type]
+    stream: Any = ShardStream(pool, max_in_flight, max_staleness, itr=100)  # type: ignore[arg-type]
     handed: Counter[Shard] = Counter()
     itrs: dict[Shard, list[int]] = {shard: [] for shard in pool.shards}
     for i in range(30):
@@ -98,7 +98,7 @@ def test_every_piece_is_handed_over_or_counted(
 def test_pieces_of_a_lost_shard_are_ordered_again_and_those_of_an_earlier_command_are_late() -> None:
     pool = Pool(1, itertools.count(), may_lose=False)
     (shard,) = pool.shards
-    stream: Any = Stream(pool, 2, None, itr=100)  # type: ignore[arg-type]
+    stream: Any = ShardStream(pool, 2, None, itr=100)  # type: ignore[arg-type]
     comes: list[tuple[int, Started | Reply]] = [
         (6, reply(1)),  # of the batch before the stream
         (0, Started("there", 2, ())),  # the orders 100 and 101 were lost with the actor

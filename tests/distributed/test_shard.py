@@ -13,7 +13,7 @@ from penstock import RandomAgent, SerialSampler
 from penstock.distributed import shard
 from penstock.distributed.shard import ShardHost, ShardPlan, ShardSpec
 from penstock.envs import CountingEnv, EnvFactory
-from penstock.samplers.allocation import Example, Seats
+from penstock.samplers.allocation import Example, SeatingPlan
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.seating import Seating
@@ -38,7 +38,7 @@ def test_the_shards_of_a_run_draw_different_numbers_from_global_generators(monke
     )
     env, env_range = CountingEnv(), EnvRange(first_env_rank=0, n_envs=2, first_eval_env_rank=0, n_eval_envs=0)
     example = Example(EnvFactory(CountingEnv), env.observation_space, env.action_space, None)
-    seats = Seats(Seating.of_single(2, 0, env_range), [example])
+    seats = SeatingPlan(Seating.of_single(2, 0, env_range), [example])
     setup = {"seed": 3, "n_envs": 2, "n_eval_envs": 0}
     for index, generation, times in ((0, 0, 2), (1, 0, 1), (1, 1, 1)):
         for _ in range(times):
