@@ -211,13 +211,13 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             if n_rows:
                 own_mode = env.metadata.get("autoreset_mode") if spaces is None else None
                 self.autoreset_mode = as_batch_mode(autoreset_mode, own_mode)
-                own = env.single_observation_space, env.single_action_space
-                for name, space in zip(("observation", "action"), own, strict=True):
+                single_spaces = env.single_observation_space, env.single_action_space
+                for name, space in zip(("observation", "action"), single_spaces, strict=True):
                     example_of(space, name)  # raises an error if it has parts without a fixed shape
             else:
                 self.autoreset_mode = as_mode(autoreset_mode, has_seats=has_seats)
-                own = env.observation_space, env.action_space
-            self.single_observation_space, self.single_action_space = own
+                single_spaces = env.observation_space, env.action_space
+            self.single_observation_space, self.single_action_space = single_spaces
             self.metadata = {**env.metadata, "autoreset_mode": self.autoreset_mode}
             self.spec, self.render_mode = env.spec, env.render_mode
         finally:
@@ -279,15 +279,15 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _prepared_reset(self, seed: Seeds, options: Options | list[Options]) -> tuple[bytes, list[int | None], Ids]:
         seeds = as_seeds(seed, self._n_envs)
-        which, each = split_mask(options, self._n_envs)
+        which, env_options = split_mask(options, self._n_envs)
         if self._is_batched:
-            each = [as_one_dict(each)] * self._n_envs
+            env_options = [as_one_dict(env_options)] * self._n_envs
             if len(busy := self._exchange.outstanding_of(self._exchange.together_with(which))):
                 raise SamplerStateError(
                     f"reset: environments {busy.tolist()} have not been received yet, and one call steps them together "
                     f"with environments {which.tolist()}: receive them first"
                 )
-        message = ResetMessage(seeds, each).dumps()
+        message = ResetMessage(seeds, env_options).dumps()
         self._ended[which] = False  # now: an interrupted reset is completed by the workers
         self._reset_ids = which
         return message, seeds, which
@@ -491,7 +491,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _frames(self) -> tuple[Any, ...]:
         frames = self._call(EnvCall("call", "render"))
-        return tuple(frame for own in frames for frame in own or ()) if self._is_batched else frames
+        return tuple(frame for env_frames in frames for frame in env_frames or ()) if self._is_batched else frames
 
     def call(self, name: str, *args: object, **kwargs: object) -> tuple[Any, ...]:
         """What `env.name(*args, **kwargs)` returns in each environment, or `env.name` if it is not a method.
@@ -519,10 +519,10 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
     def set_attr(self, name: str, values: Any) -> None:
         """Set the attribute `name` of each environment. `values` is a list or tuple of `n` values, or one value for
         all."""
-        each = values if isinstance(values, list | tuple) else [values] * self._n_called
-        if len(each) != self._n_called:
-            raise ConfigError(f"set_attr needs one value, or {self._n_called} of them in a list, got {len(each)}")
-        self._call(EnvCall("set_attr", name, values=each))
+        given = values if isinstance(values, list | tuple) else [values] * self._n_called
+        if len(given) != self._n_called:
+            raise ConfigError(f"set_attr needs one value, or {self._n_called} of them in a list, got {len(given)}")
+        self._call(EnvCall("set_attr", name, values=given))
 
     def broadcast(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
         """Set attributes of all environments, or of `env_ids`, between two steps; for example for a curriculum.

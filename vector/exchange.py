@@ -119,8 +119,8 @@ class Exchange:
                     f"{brief(part)}"
                 )
         try:
-            for i, own in zip(ids.tolist(), zip(*objects, strict=True), strict=bool(objects)):
-                self._objects.write_action(i, list(own))
+            for i, parts in zip(ids.tolist(), zip(*objects, strict=True), strict=bool(objects)):
+                self._objects.write_action(i, list(parts))
         except Exception as error:  # pickling runs the user's code, which may raise anything
             raise SpaceError(
                 f"action has an object that cannot be sent to the workers: {in_one_line(error)}"
@@ -202,7 +202,7 @@ class Exchange:
             return batches
         if not ids and not len(ended):  # the ordinary step
             return []
-        sent = dict([own for e in ids for own in self._unpickled_infos(e).items()])
+        sent = dict([entry for e in ids for entry in self._unpickled_infos(e).items()])
         infos = {row: info for (row, kind), info in sent.items() if kind == INFO}
         for row in ended.tolist():
             # The worker has pickled the observation if the shared memory cannot keep its types.

@@ -174,19 +174,19 @@ class Sb3VecEnv(VecEnv):
             return []
         env_ids = sorted(set(wanted))
         try:
-            found = self.envs._call(EnvCall(verb, name, args=args, kwargs=kwargs, only=frozenset(env_ids)))
+            results = self.envs._call(EnvCall(verb, name, args=args, kwargs=kwargs, only=frozenset(env_ids)))
         except EnvCallError as error:
             # An attribute that is there and cannot be pickled is not missing, whatever the pickling has raised.
             if isinstance(error.__cause__, AttributeError) and not (verb == "get_attr" and self.has_attr(name)):
                 raise AttributeError(str(error)) from error
             raise
-        by_index = dict(zip(env_ids, found, strict=True))
+        by_index = dict(zip(env_ids, results, strict=True))
         return [by_index[i] for i in wanted]
 
     def env_is_wrapped(self, wrapper_class: type[gym.Wrapper[Any, Any, Any, Any]], indices: Any = None) -> list[bool]:
         """Whether each environment, or each of the environments `indices`, has a wrapper of this class."""
-        each = self.envs.apply(lambda env: is_wrapped(env, wrapper_class))
-        return [each[i] for i in self._wanted(indices)]
+        wrapped = self.envs.apply(lambda env: is_wrapped(env, wrapper_class))
+        return [wrapped[i] for i in self._wanted(indices)]
 
 
 def _batched(space: gym.Space[Any], actions: Any, n: int) -> Any:

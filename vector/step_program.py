@@ -86,11 +86,11 @@ class VectorProgram:
         seeds = known if known >= 0 else self.build_seeds[0], plan.worker_rank, plan.generation
         self._builder = EnvBuilder(self._progress, self.observation_space, self.action_space, seeds)
         self._envs = self._build_envs(context.data)
-        own = rows[plan.columns.start : plan.columns.stop]
+        counters = rows[plan.columns.start : plan.columns.stop]
         self._wake_at, self._all_requested, self._all_replied = memoryview(rows.wake_at), rows.requested, rows.replied
         # Items of memoryviews are Python integers and cost a third of numpy's.
-        self._requested, self._replied = memoryview(own.requested), memoryview(own.replied)
-        self._info_seq, self._seeds = memoryview(own.info_seq), memoryview(own.seed)
+        self._requested, self._replied = memoryview(counters.requested), memoryview(counters.replied)
+        self._info_seq, self._seeds = memoryview(counters.info_seq), memoryview(counters.seed)
         # Of a worker before this one, which has failed: environments that were not reset since, and those of them whose
         # episodes were not cut yet.
         self._unseeded = set(range(len(plan.columns))) if plan.generation > 0 else set[int]()
@@ -102,7 +102,7 @@ class VectorProgram:
         contexts = [EnvContext(i, plan.worker_rank, self.build_seeds[i], Purpose.TRAIN) for i in plan.columns]
         if self.is_batched:
             return [self._builder.build_batched(factories[0], len(contexts), contexts[0])]
-        envs = [self._builder.build(*each) for each in zip(factories, contexts, strict=True)]
+        envs = [self._builder.build(*pair) for pair in zip(factories, contexts, strict=True)]
         if len({id(env.unwrapped) for env in envs}) < len(envs):
             raise ConfigError(
                 f"two of the env_fns of env_rank {plan.env_ranks.start} to {plan.env_ranks.stop - 1} return the same "
@@ -119,7 +119,7 @@ class VectorProgram:
         self._env_of = [e - envs.start for e, _, _ in table.seats(0, envs)]
         firsts = [table.cells(0, range(e)).stop - cells.start for e in (*envs, envs.stop)]
         self._ranges = [range(*pair) for pair in pairwise(firsts)]  # the rows of each environment
-        self._spans = [slice(own.start, own.stop) for own in self._ranges]  # the same, as arrays take them
+        self._spans = [slice(span.start, span.stop) for span in self._ranges]  # the same, as arrays take them
         self._action = (rows.action,)
         self._reward, self._terminated, self._truncated = rows.reward[np.newaxis], rows.terminated, rows.truncated
         if self.seats is not None:
@@ -133,12 +133,14 @@ class VectorProgram:
         self._is_same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
         # An environment that was built alone begins again in the next step; a batched one does so itself.
         self._parks = self.autoreset_mode is AutoresetMode.NEXT_STEP and not self.is_batched
-        self._own = own = columns.policies[0]
-        self._infos = InfoOutbox(own.env_ranks, self._env_of, cells.start)
+        self._recorder = recorder = columns.policies[0]
+        self._infos = InfoOutbox(recorder.env_ranks, self._env_of, cells.start)
         # Parts without a fixed shape have no place to step into. A worker that may be replaced does not write there
         # during a step: if it dies in it, the place must still have the last observation.
         self._row = None if self._observation_parts or self.may_be_replaced else 0
-        own.watch(None, into=self._observation, on_info=self._put_batch_infos if self.is_batched else self._infos.put)
+        recorder.watch(
+            None, into=self._observation, on_info=self._put_batch_infos if self.is_batched else self._infos.put
+        )
         if self._lost and not self.is_batched:
             columns.park(sorted(self._lost))
 
@@ -161,9 +163,9 @@ class VectorProgram:
                 self._split, single.split_actions = single.split_actions, self._split_with_objects
             return single
         for i, e in enumerate(plan.columns):
-            if (found := self._envs[i].possible_agents) != (wanted := table.agents[e]):
+            if (agents := self._envs[i].possible_agents) != (wanted := table.agents[e]):
                 raise SpaceError(
-                    f"possible_agents of env_rank {e} are {brief(found)}, those of its example environment "
+                    f"possible_agents of env_rank {e} are {brief(agents)}, those of its example environment "
                     f"{brief(wanted)}: each call of a function must return the same; give different functions for "
                     "different agents"
                 )
@@ -216,7 +218,7 @@ class VectorProgram:
         self._terminated[rows] = self._truncated[rows] = False
         if self.seats is not None:
             self._valid[rows], self._late[rows] = self._alive[rows], 0.0
-            self._own.blank_idle(None)
+            self._recorder.blank_idle(None)
         if columns.waiting or self._unseeded:
             events = self._step_others(which)
         elif (events := columns.step(self._action, self._row, which)) is not None:
@@ -240,8 +242,8 @@ class VectorProgram:
 
     def _settle(self, events: Events) -> None:
         """Write how episodes have ended, then begin the next ones when the autoreset mode says so."""
-        own, is_same_step = events.policies[0], self._is_same_step
-        if isinstance(ends := own.ends, EpisodeEnds):
+        policy_events, is_same_step = events.policies[0], self._is_same_step
+        if isinstance(ends := policy_events.ends, EpisodeEnds):
             self._terminated[:], self._truncated[:] = ends.terminated, ends.truncated
             if is_same_step:
                 self._rows.final_observation[ends.columns] = ends.observation
@@ -251,10 +253,10 @@ class VectorProgram:
                     self._write_final(row, observation)
                     self._infos.end(row)
         if self.seats is not None:
-            self._alive[own.ended] = False
-            for row, reward in own.late:
+            self._alive[policy_events.ended] = False
+            for row, reward in policy_events.late:
                 self._late[row] += reward
-            self._join(own.joined)
+            self._join(policy_events.joined)
         if is_same_step:
             self._begin(events.over)
 
@@ -263,7 +265,7 @@ class VectorProgram:
         worker before this one has left them: then they are cut first."""
         is_next_step = self.autoreset_mode is AutoresetMode.NEXT_STEP
         for row in [row for e in envs for row in self._ranges[e]]:
-            self._own.rewards[row] = 0.0
+            self._recorder.rewards[row] = 0.0
         if lost := [e for e in envs if e in self._lost] if is_next_step else envs:
             self._cut(lost)
         if self.is_batched and len(self._unseeded) < len(self._spans):
@@ -286,19 +288,19 @@ class VectorProgram:
             self._alive[row] = True
             if not (self._valid[row] or self._terminated[row] or self._truncated[row]):
                 self._truncated[row] = True
-                self._own.write_final(self._final, 0, row, self._own.zero)
+                self._recorder.write_final(self._final, 0, row, self._recorder.zero)
 
     def _cut(self, envs: Sequence[int]) -> None:
         """These episodes end where the worker before this one has left them. Who was idle in a game is not known, so
         all of its seats are cut off."""
-        own, rows = self._own, [row for e in envs for row in self._ranges[e]]
+        recorder, rows = self._recorder, [row for e in envs for row in self._ranges[e]]
         self._lost.difference_update(envs)
         self._truncated[rows] = True
         if self.seats is not None:
             self._alive[rows] = self._valid[rows] = False
         if self.is_batched:
             self._unseeded.update(envs)  # also if some of its rows were reset since
-            own.observations, everywhere = snapshot(self._last), np.ones(len(rows), np.bool_)
+            recorder.observations, everywhere = snapshot(self._last), np.ones(len(rows), np.bool_)
             self._infos.put(0, {RESTARTED: everywhere, mask_name(RESTARTED): everywhere})
         for row in rows:
             if not self.is_batched:
@@ -307,28 +309,30 @@ class VectorProgram:
                 self._write_final(row, self._last_observation(row))
                 self._infos.end(row)
             elif not self.is_batched:
-                own.observations[row] = self._last_observation(row)
+                recorder.observations[row] = self._last_observation(row)
 
     def _write(self, which: int | None) -> None:
         """Write observations and rewards of all environments, or of `which`."""
-        own = self._own
+        recorder = self._recorder
         if self._sends_objects:
             for e in range(len(self._envs)) if which is None else (which,):
-                own.observations[e] = self._send_objects(e, own.observations[e])
+                recorder.observations[e] = self._send_objects(e, recorder.observations[e])
         if which is None:
             # The fast path; `write_step` raises errors.
-            if not (put_row(self._observation, 0, own.observations) and put_row(self._reward, 0, own.rewards)):
-                own.write_step(self._observation, self._reward, 0)
+            if not (
+                put_row(self._observation, 0, recorder.observations) and put_row(self._reward, 0, recorder.rewards)
+            ):
+                recorder.write_step(self._observation, self._reward, 0)
         else:
             for row in self._ranges[which]:
-                own.write_column(self._observation, self._reward, 0, row)
+                recorder.write_column(self._observation, self._reward, 0, row)
 
     def _reply(self, only: int | None = None) -> None:
         """Announce the results of all environments, or of one."""
         if self._infos.pickled:
             requested, columns = self._requested, self._plan.columns
             by_env = self._infos.take()
-            self._context.put([ObjectMessage(MessageKind.INFO, requested[e], columns[e], own) for e, own in by_env])
+            self._context.put([ObjectMessage(MessageKind.INFO, requested[e], columns[e], part) for e, part in by_env])
             for e, _ in by_env:
                 self._info_seq[e] = requested[e]
         fence()
@@ -340,7 +344,7 @@ class VectorProgram:
     def _write_final(self, row: int, observation: object) -> None:
         """The last observation of an episode. It is pickled only if the arrays cannot keep its types."""
         arrays_only, objects = self._observation_parts.take_out(observation)
-        self._own.write_final(self._final, 0, row, arrays_only)
+        self._recorder.write_final(self._final, 0, row, arrays_only)
         if objects or not keeps_types(self._final, observation):
             self._infos.put(row, {FINAL_OBS: observation}, FINAL_OBS)
 
@@ -390,7 +394,7 @@ class VectorProgram:
 
     def _reset(self, message: ResetMessage, requested: Sequence[int]) -> None:
         """Reset these environments one after the other. One call resets rows of a batched one."""
-        own, first, n = self._own, self._plan.columns.start, len(self._spans)
+        recorder, first, n = self._recorder, self._plan.columns.start, len(self._spans)
         for envs in [requested] if self.is_batched else [[e] for e in requested]:
             others = self._unseeded.difference(envs) if self.is_batched else None
             if others and len(self._unseeded) == n:  # a batched environment resets some rows only after all
@@ -415,7 +419,7 @@ class VectorProgram:
                 self._write_some(envs, may_change=bool(others))
                 self._reply()
             else:
-                own.rewards[rows] = [0.0] * len(self._ranges[envs[0]])
+                recorder.rewards[rows] = [0.0] * len(self._ranges[envs[0]])
                 self._write(envs[0])
                 self._reply(envs[0])
 
@@ -424,7 +428,7 @@ class VectorProgram:
         `may_change`, the environment has reset them too."""
         others = np.setdiff1d(self._env_of, rows)
         kept = copy_rows(self._last, others)
-        self._own.write_observations(self._rows.observation)
+        self._recorder.write_observations(self._rows.observation)
         for _, row, last in tree_leaves(self._last, "", kept):
             if not may_change and row[others].tobytes() != last.tobytes():
                 raise ConfigError(

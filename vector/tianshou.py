@@ -61,10 +61,10 @@ class TianshouVectorEnv:
         order = np.argsort(ids)
         self.envs.send(np.asarray(action)[order], ids[order])
         observation, *results, infos = self.envs.recv_listed(len(ids))
-        back, each = np.argsort(order), self._infos(infos, ids)
-        for i, info in zip(ids.tolist(), each, strict=True):
+        back, env_infos = np.argsort(order), self._infos(infos, ids)
+        for i, info in zip(ids.tolist(), env_infos, strict=True):
             info["env_id"] = i
-        return self._rows(observation, back), *(result[back] for result in results), each
+        return self._rows(observation, back), *(result[back] for result in results), env_infos
 
     def close(self) -> None:
         """End the workers."""
@@ -75,8 +75,8 @@ class TianshouVectorEnv:
 
     def _rows(self, observation: Any, rows: Any) -> Any:
         if isinstance(self.envs.single_observation_space, spaces.Dict):
-            each = list(iterate(self.envs.observation_space, observation))
-            return np.array([each[i] for i in rows.tolist()], object)
+            observations = list(iterate(self.envs.observation_space, observation))
+            return np.array([observations[i] for i in rows.tolist()], object)
         return observation[rows]
 
     def _infos(self, infos: Infos, rows: Any) -> Any:

@@ -123,33 +123,34 @@ def as_mode(mode: ModeName | AutoresetMode | None, *, has_seats: bool) -> Autore
     if mode is None:
         return AutoresetMode.SAME_STEP if has_seats else AutoresetMode.NEXT_STEP
     try:
-        found = AutoresetMode.__members__.get(str(mode)) or AutoresetMode(mode)
+        chosen = AutoresetMode.__members__.get(str(mode)) or AutoresetMode(mode)
     except ValueError:
         names = ", ".join(AutoresetMode.__members__)
         raise ConfigError(f"autoreset_mode must be one of {names}, got {mode!r}") from None
-    if has_seats and found is not AutoresetMode.SAME_STEP:
+    if has_seats and chosen is not AutoresetMode.SAME_STEP:
         raise ConfigError(
             'autoreset_mode of environments of several agents must be "SAME_STEP", which is their default: each is '
             f"reset in the step in which nobody is left, got {mode!r}"
         )
-    return found
+    return chosen
 
 
-def as_batch_mode(mode: ModeName | AutoresetMode | None, own: AutoresetMode | None) -> AutoresetMode:
-    """The autoreset mode of batched environments, which have their `own`. None: it is not known."""
-    if mode is None and own is None:
+def as_batch_mode(mode: ModeName | AutoresetMode | None, env_mode: AutoresetMode | None) -> AutoresetMode:
+    """The autoreset mode of batched environments, whose own is `env_mode`. None: it is not known."""
+    if mode is None and env_mode is None:
         raise ConfigError(
             "the batched environment does not say when it resets a row whose episode has ended: set "
             "metadata['autoreset_mode'] in its class, or pass autoreset_mode if you give `spaces`"
         )
-    found = AutoresetMode(own) if mode is None else as_mode(mode, has_seats=False)
-    if own is not None and found is not AutoresetMode(own):
+    chosen = AutoresetMode(env_mode) if mode is None else as_mode(mode, has_seats=False)
+    if env_mode is not None and chosen is not AutoresetMode(env_mode):
         raise ConfigError(
-            f"autoreset_mode is {found.name}, but the batched environment has the mode {AutoresetMode(own).name}: let "
+            f"autoreset_mode is {chosen.name}, but the batched environment has the mode "
+            f"{AutoresetMode(env_mode).name}: let "
             'env_fns build it in the other mode, as in AtariVectorEnv(..., autoreset_mode="SameStep"), or leave '
             "autoreset_mode out"
         )
-    return found
+    return chosen
 
 
 def as_plans(
@@ -182,8 +183,10 @@ def as_plans(
         affinity = Affinity(cpus=affinity)
     cpus = claims.assign(affinity, n_workers, mask)
     return tuple(
-        WorkerPlan(worker_rank=rank, columns=own, env_ranks=own, cpus=cpus[rank], torch_threads=affinity.torch_threads)
-        for rank, own in enumerate(split(n_envs, n_workers, unit))
+        WorkerPlan(
+            worker_rank=rank, columns=part, env_ranks=part, cpus=cpus[rank], torch_threads=affinity.torch_threads
+        )
+        for rank, part in enumerate(split(n_envs, n_workers, unit))
     )
 
 
@@ -209,18 +212,18 @@ def as_seeds(seed: int | Sequence[int | None] | None, n_envs: int) -> list[int |
     if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):
         if len(given) != n_envs:
             raise ConfigError(f"seed must be a list of {n_envs} seeds, one for each environment, got {len(given)}")
-        return [None if each is None else integer("seed", each, 0, None) for each in given]
+        return [None if one is None else integer("seed", one, 0, None) for one in given]
     first = integer("seed", seed, 0, None)
     return [first + i for i in range(n_envs)]
 
 
 def split_mask(options: Options | Sequence[Options], n_envs: int) -> tuple[Ids, Sequence[Options]]:
     """The environments to reset, by `options["reset_mask"]` if there is one, and the options of each environment."""
-    each: Any = options if isinstance(options, list) else [options] * n_envs
-    if len(each) != n_envs or not all(one is None or isinstance(one, dict) for one in each):
+    given: Any = options if isinstance(options, list) else [options] * n_envs
+    if len(given) != n_envs or not all(one is None or isinstance(one, dict) for one in given):
         raise ConfigError(f"options must be None, a dict, or a list of {n_envs} dicts, got {brief(options)}")
     if not isinstance(options, dict) or "reset_mask" not in options:
-        return np.arange(n_envs), each
+        return np.arange(n_envs), given
     mask = options["reset_mask"]
     if not (isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (n_envs,) and mask.any()):
         raise ConfigError(
@@ -233,7 +236,7 @@ def split_mask(options: Options | Sequence[Options], n_envs: int) -> tuple[Ids, 
 def as_one_dict(options: Sequence[Options]) -> Options:
     """The options of a batched environment, which must be the same object for each row."""
     first, *others = options
-    if any(each is not first for each in others):
+    if any(other is not first for other in others):
         raise ConfigError("options of batched environments must be None or one dict, got a list of different ones")
     return first
 
@@ -275,12 +278,12 @@ class SharedSpaces(ParallelView):
 
     def _common(self, which: int, name: str) -> gym.Space[Any]:
         (first, spaces), *others = self.spaces.items()
-        for agent, own in others:
-            if own[which] != spaces[which]:
+        for agent, pair in others:
+            if pair[which] != spaces[which]:
                 raise SpaceError(
-                    f"the {name}_space of agent {agent!r} is {own[which]}, that of agent {first!r} is {spaces[which]}: "
-                    f"in a vector environment all agents must have the same; pad them, for example with SuperSuit's "
-                    f"pad_{name}{'s' if name == 'observation' else '_space'}_v0"
+                    f"the {name}_space of agent {agent!r} is {pair[which]}, that of agent {first!r} is "
+                    f"{spaces[which]}: in a vector environment all agents must have the same; pad them, for example "
+                    f"with SuperSuit's pad_{name}{'s' if name == 'observation' else '_space'}_v0"
                 )
         return spaces[which]
 
@@ -295,9 +298,9 @@ def refuse_seats(env: object) -> NoReturn:
 
 def read_seats(factories: Sequence[EnvFactory], first: SharedSpaces) -> SeatTable:
     """Builds an example environment for each different factory. `first` is that of the first."""
-    found = {id(factories[0]): first.possible_agents}
+    known = {id(factories[0]): first.possible_agents}
     for i, factory in enumerate(factories):
-        if id(factory) not in found:
+        if id(factory) not in known:
             env = build_example_env(factory)
             close_example_env(env)
             if not isinstance(env, SharedSpaces):
@@ -305,6 +308,6 @@ def read_seats(factories: Sequence[EnvFactory], first: SharedSpaces) -> SeatTabl
                     f"env_fns[{i}] returns {type(env).__name__}, an environment of one agent, but env_fns[0] one of "
                     "several: let all functions return a ParallelEnv"
                 )
-            found[id(factory)] = env.possible_agents
-    agents = [found[id(factory)] for factory in factories]
-    return SeatTable(agents, [[0] * len(own) for own in agents])
+            known[id(factory)] = env.possible_agents
+    agents = [known[id(factory)] for factory in factories]
+    return SeatTable(agents, [[0] * len(names) for names in agents])

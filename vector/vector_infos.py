@@ -43,14 +43,14 @@ class InfoOutbox:
 
     def put(self, row: int, info: Mapping[str, Any], kind: str = INFO) -> None:
         """Raises `SpaceError` naming the entry that cannot be pickled."""
-        own = self.pickled.setdefault(self._env_of[row], {})
-        own[self._first_row + row, kind] = _pickled_info(info, self._env_ranks[row])
+        pickled = self.pickled.setdefault(self._env_of[row], {})
+        pickled[self._first_row + row, kind] = _pickled_info(info, self._env_ranks[row])
 
     def end(self, row: int) -> None:
         """The info of this row was that of the last step of an episode."""
-        own = self.pickled.get(self._env_of[row], {})
-        if (info := own.pop((self._first_row + row, INFO), None)) is not None:
-            own[self._first_row + row, FINAL_INFO] = info
+        pickled = self.pickled.get(self._env_of[row], {})
+        if (info := pickled.pop((self._first_row + row, INFO), None)) is not None:
+            pickled[self._first_row + row, FINAL_INFO] = info
 
     def take(self) -> list[tuple[int, Sent]]:
         """What was put since the last call, by environment."""
@@ -137,13 +137,13 @@ def _batch(infos: Infos, n: int) -> dict[str, Any]:
     for position, info in infos:
         for key, value in info.items():
             cls = value.__class__
-            if (found := rows_of.get(key)) is None:
+            if (entry := rows_of.get(key)) is None:
                 rows_of[key] = only, rows, mask = *_rows_for(key, value, n), np.zeros(n, np.bool_)
                 batched[key], batched[mask_name(key)] = rows, mask
                 if only is dict:
                     dicts.append(key)
             else:
-                only, rows, mask = found
+                only, rows, mask = entry
             mask[position] = True
             if only is None or (cls is only and (cls is not np.ndarray or _fits(value, rows))):
                 try:
@@ -242,9 +242,9 @@ def merged_batches(
     have `ended`, elements of `space`. `groups` are the rows of each worker."""
     merged: dict[str, Any] = {}
     if infos:
-        own, firsts = dict(infos), rows.searchsorted([group.start for group in groups]).tolist()
+        by_row, firsts = dict(infos), rows.searchsorted([group.start for group in groups]).tolist()
         parts = [
-            (slice(at, at + len(group)), own.get(group.start, {}))
+            (slice(at, at + len(group)), by_row.get(group.start, {}))
             for at, group in zip(firsts, groups, strict=True)
             if at < len(rows) and rows[at] == group.start
         ]
@@ -277,18 +277,18 @@ def _merged(parts: Sequence[tuple[slice, Any]], n: int) -> Any:
             mask, is_hidden = mask_name(str(key)), str(key).startswith("_")
             if is_hidden and str(key)[1:] in keys:
                 continue  # the mask of another entry
-            own = [(rows, part) for rows, part in parts if key in part]
-            merged[key] = _merged([(rows, part[key]) for rows, part in own], n)
-            if mask in keys or (len(own) < len(parts) and not is_hidden):
-                merged[mask] = _merged([(rows, part.get(mask, True)) for rows, part in own], n)
+            holders = [(rows, part) for rows, part in parts if key in part]
+            merged[key] = _merged([(rows, part[key]) for rows, part in holders], n)
+            if mask in keys or (len(holders) < len(parts) and not is_hidden):
+                merged[mask] = _merged([(rows, part.get(mask, True)) for rows, part in holders], n)
         return merged
     first = parts[0][1]
     if all(isinstance(part, tuple) and len(part) == len(first) for _, part in parts):
         return tuple(_merged([(rows, part[i]) for rows, part in parts], n) for i in range(len(first)))
-    places, each = zip(*((rows, _as_rows(part, rows.stop - rows.start)) for rows, part in parts), strict=True)
-    joined = _joined(places, each, {array.shape[1:] for array in each}, n)
+    places, arrays = zip(*((rows, _as_rows(part, rows.stop - rows.start)) for rows, part in parts), strict=True)
+    joined = _joined(places, arrays, {array.shape[1:] for array in arrays}, n)
     if joined is None:
-        joined = _filled(np.full(n, None), chain(*(range(n)[rows] for rows in places)), chain(*each))
+        joined = _filled(np.full(n, None), chain(*(range(n)[rows] for rows in places)), chain(*arrays))
     return joined
 
 
