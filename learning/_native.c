@@ -96,13 +96,13 @@ static PyObject *tree_assign(PyObject *Py_UNUSED(module), Arguments arguments, P
             return PyLong_FromLong(-1);
         }
         if (place[i] >= low) {
-            npy_int64 own = place[i] - first;
-            own -= own >= n_leaves ? n_leaves : 0;
-            if (tree.sum[tree.size + own] == 0) {
+            npy_int64 in_tree = place[i] - first;
+            in_tree -= in_tree >= n_leaves ? n_leaves : 0;
+            if (tree.sum[tree.size + in_tree] == 0) {
                 PyMem_Free(leaf);
                 return PyLong_FromLong(-1);
             }
-            leaf[n_kept++] = own;
+            leaf[n_kept++] = in_tree;
         }
     }
     /* Of equal places, the largest value counts. */
@@ -207,8 +207,8 @@ static PyObject *tree_ratios(PyObject *Py_UNUSED(module), Arguments arguments, P
     const npy_int64 *place = PyArray_DATA(places);
     double *ratio = PyArray_DATA(ratios), least = Py_HUGE_VAL;
     for (npy_intp i = 0; i < count; i++) {
-        npy_int64 own = place[i] % n_leaves;
-        ratio[i] = leaf[own < 0 ? own + n_leaves : own];
+        npy_int64 in_tree = place[i] % n_leaves;
+        ratio[i] = leaf[in_tree < 0 ? in_tree + n_leaves : in_tree];
         least = ratio[i] < least ? ratio[i] : least;
     }
     for (npy_intp i = 0; i < count; i++) {

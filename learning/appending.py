@@ -73,9 +73,9 @@ def shape_of(
     observation = example(samples.env.observation)
     if frames is not None:
         if not isinstance(observation, np.ndarray) or observation.shape[:1] != (frames.n,):
-            found = "several arrays" if isinstance(observation, NamedArrays) else f"of shape {observation.shape}"
+            form = "several arrays" if isinstance(observation, NamedArrays) else f"of shape {observation.shape}"
             raise ConfigError(
-                f"frames={frames} needs observations of shape ({frames.n}, ...), but they are {found}: remove frames, "
+                f"frames={frames} needs observations of shape ({frames.n}, ...), but they are {form}: remove frames, "
                 "or stack frames as Gymnasium's FrameStackObservation does"
             )
         observation = observation[-1]
@@ -120,7 +120,7 @@ def same_rows(
     return all(of[0].tobytes() == there[row, columns].tobytes() for of, there in zip(rows, kept, strict=True))
 
 
-class Batch(NamedTuple):
+class BoundBatch(NamedTuple):
     """The arrays of a batch `[T, B]` that was checked; the memory is that of the samples."""
 
     observation: Any
@@ -149,7 +149,7 @@ class Appender:
             self._layouts[name] = _layout(tree)
         if frames is not None:
             self._layouts["observation"] = [(path, (frames.n, *of), t) for path, of, t in self._layouts["observation"]]
-        self._bound: tuple[Any, Any, Batch] | None = None
+        self._bound: tuple[Any, Any, BoundBatch] | None = None
         self._is_first = True
         # Of each column: its newest step, and whether no batch was lost since.
         n = self._columns.stop - self._columns.start
@@ -174,7 +174,7 @@ class Appender:
         """The step that the next batch begins with."""
         return self.ring.written(self._writer)
 
-    def bind(self, samples: Samples) -> Batch:
+    def bind(self, samples: Samples) -> BoundBatch:
         """The arrays of `samples` `[T, B]`. Raises `SpaceError` or `ConfigError` if they do not fit the ring."""
         require_samples(samples)
         env, agent = samples.env, samples.agent
@@ -184,7 +184,7 @@ class Appender:
         info, has_states = agent.agent_info, self.ring.shape.state is not None
         observation, reward = arrays(env.observation), array(env.reward)
         kept = observation if self._frames is None else newest_frames(observation)
-        batch = Batch(
+        batch = BoundBatch(
             observation=observation,
             final_obs=arrays(env.final_obs) if "final_obs" in env else None,
             reward=reward,
@@ -202,7 +202,7 @@ class Appender:
     def _more(self, env: Any) -> tuple[Any, ...]:
         return tuple(leaf for name in self.ring.more for leaf in leaves(arrays(env[name])))
 
-    def append(self, batch: Batch, policy_version: object, continues: bool) -> None:
+    def append(self, batch: BoundBatch, policy_version: object, continues: bool) -> None:
         """Write one batch. `policy_version` None: that of the samples. `continues`: whether it follows the batch before
         without a gap."""
         if self._flags.shape != batch.reward.shape:
@@ -263,9 +263,9 @@ class Appender:
                 "use one replay per sampler"
             )
         for name, given in [("observation", samples.env.observation), ("action", samples.agent.action), *more]:
-            found, expected = _layout(arrays(given), 2), self._layouts[name]
-            if found != expected:
-                raise SpaceError(f"the {name} of this batch is {found}, that of the first batch was {expected}")
+            layout, expected = _layout(arrays(given), 2), self._layouts[name]
+            if layout != expected:
+                raise SpaceError(f"the {name} of this batch is {layout}, that of the first batch was {expected}")
 
     def _note_newest(self, flags: npt.NDArray[np.uint8]) -> None:
         is_valid = flags & VALID != 0
@@ -273,14 +273,16 @@ class Appender:
         newest = self.end + len(flags) - 1 - is_valid[::-1].argmax(0)
         self._newest, self._is_known = np.where(has_steps, newest, self._newest), self._is_known | has_steps
 
-    def _is_continued(self, batch: Batch, starts: npt.NDArray[Any], resumes: npt.NDArray[np.bool_]) -> bool:
+    def _is_continued(self, batch: BoundBatch, starts: npt.NDArray[Any], resumes: npt.NDArray[np.bool_]) -> bool:
         """Whether row 0 follows the newest row of the ring, as far as its previous action and reward show it. Columns
         in which `starts` `[1, b]` are left out, unless it `resumes` `[b]` their newest step."""
         row, columns = self._last_row
         resumes = resumes & (self._newest >= self.end - self.ring.T)
         if resumes.any():
             at = self._newest[resumes] % self.ring.T, np.flatnonzero(resumes) + columns.start
-            if any((own[0, resumes] != kept[at]).any() for own, kept in zip(batch.before, self.ring.kept, strict=True)):
+            if any(
+                (cells[0, resumes] != kept[at]).any() for cells, kept in zip(batch.before, self.ring.kept, strict=True)
+            ):
                 return False
         if same_rows(self.ring.kept, batch.before, row, columns.start, starts):  # most often, and quicker
             return True
@@ -313,7 +315,7 @@ class Appender:
             )
         self._versions[...], self._version = versions, key
 
-    def _finals(self, batch: Batch, flags: npt.NDArray[np.uint8]) -> Any:
+    def _finals(self, batch: BoundBatch, flags: npt.NDArray[np.uint8]) -> Any:
         """The final observations of the truncated steps `[n, ...]`."""
         if batch.final_obs is None:
             raise ConfigError(
@@ -338,7 +340,7 @@ class Appender:
         is_kept = self._is_first or self._rng.random() < _CHECKED
         self._row_before = stacks.copy() if is_kept else None
 
-    def _states(self, batch: Batch, flags: npt.NDArray[np.uint8]) -> Any:
+    def _states(self, batch: BoundBatch, flags: npt.NDArray[np.uint8]) -> Any:
         """The states of the steps that are multiples of `state_every`. Raises `ConfigError` if the agent has not
         recorded them in the first batch."""
         every = self.ring.shape.state_every

@@ -20,5 +20,5 @@ def compiled(function: _Function) -> _Function:
     """Replace a function by the compiled one of the same name, if that part is compiled. This takes the same arguments,
     by position only."""
     PYTHON[function.__name__] = function
-    found: _Function = function if _native is None else getattr(_native, function.__name__)
-    return found
+    chosen: _Function = function if _native is None else getattr(_native, function.__name__)
+    return chosen

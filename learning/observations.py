@@ -80,12 +80,12 @@ class WholeObservations:
     ) -> tuple[Any, Any]:
         """The observations `[N, ...]` at the windows' first steps, and those after the windows: the final one after a
         truncation, zero after a termination. `ages`: those of `windows.at`."""
-        found = take(self._ring.observation, windows.after, out_next)
+        next_obs = take(self._ring.observation, windows.after, out_next)
         if windows.truncated.size:
-            found[windows.truncated] = self._ring.final_obs(windows.last[windows.truncated])
+            next_obs[windows.truncated] = self._ring.final_obs(windows.last[windows.truncated])
         if windows.terminated.size:
-            found[windows.terminated] = 0
-        return take(self._ring.observation, windows.at, out), found
+            next_obs[windows.terminated] = 0
+        return take(self._ring.observation, windows.at, out), next_obs
 
 
 class FrameStacks:
@@ -125,15 +125,15 @@ class FrameStacks:
             ends = np.concatenate([windows.truncated, windows.terminated])
             after = after.copy()
             after[ends] = windows.last[ends]  # a row of the same episode
-        stacks, found = (self._memory(after.shape, memory) for memory in (out, out_next))
-        self._build((windows.at, ages[0], stacks), (after, self.ages(after)[0], found))
+        stacks, next_stacks = (self._memory(after.shape, memory) for memory in (out, out_next))
+        self._build((windows.at, ages[0], stacks), (after, self.ages(after)[0], next_stacks))
         if windows.truncated.size:
             which = windows.truncated  # these move on by one frame, the final observation
-            found[which, :-1] = found[which, 1:]
-            found[which, -1] = self._ring.final_obs(windows.last[which])
+            next_stacks[which, :-1] = next_stacks[which, 1:]
+            next_stacks[which, -1] = self._ring.final_obs(windows.last[which])
         if windows.terminated.size:
-            found[windows.terminated] = 0
-        return stacks, found
+            next_stacks[windows.terminated] = 0
+        return stacks, next_stacks
 
     def _memory(self, shape: tuple[int, ...], out: npt.NDArray[Any] | None) -> Any:
         frames = self._ring.observation

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ConfigError, SamplerStateError
-from penstock.learning.replay_batches import SequenceReader, Transitions
+from penstock.learning.replay_batches import SequenceReader, TransitionReader
 from penstock.learning.ring import Ring
 from penstock.learning.windows import Positions
 
@@ -22,7 +22,7 @@ class DrawIndex:
     `k * B + b` is the position `k * every * B + b`."""
 
     ring: Ring
-    reader: Transitions | SequenceReader
+    reader: TransitionReader | SequenceReader
 
     @property
     def size(self) -> int:

@@ -25,7 +25,7 @@ from penstock.learning.feed import FeedingSampler, Ratio, ReplayFeed
 from penstock.learning.options import FINITE, Frames, Prioritized, Sequences, require_number
 from penstock.learning.position_draws import DrawIndex, UniformDraw
 from penstock.learning.priorities import PriorityDraw
-from penstock.learning.replay_batches import ReplayBatch, SequenceBatch, SequenceReader, Transitions, move
+from penstock.learning.replay_batches import ReplayBatch, SequenceBatch, SequenceReader, TransitionReader, move
 from penstock.learning.ring import Estimate, Ring, Shape
 from penstock.learning.sum_tree import SumTree
 from penstock.learning.windows import Positions, WindowReader
@@ -51,7 +51,7 @@ class _Storage:
 
     ring: Ring
     appender: Appender
-    reader: Transitions | SequenceReader
+    reader: TransitionReader | SequenceReader
     places: DrawIndex
     draw: UniformDraw | PriorityDraw
 
@@ -256,9 +256,9 @@ class Replay(Generic[Batch]):
         # Stacks of frames and sequences are made of rows that follow each other.
         resumes = self.frames is None and self.sequences is None
         windows = WindowReader(ring, self.n_step, self.discount, resumes=resumes)
-        reader: Transitions | SequenceReader
+        reader: TransitionReader | SequenceReader
         if self.sequences is None:
-            reader = Transitions(ring, windows, self.frames)
+            reader = TransitionReader(ring, windows, self.frames)
         else:
             reader = SequenceReader(ring, windows, self.frames, self.sequences)
         n_rows, ahead = reader.back + reader.ahead + 1, rows_ahead or 0

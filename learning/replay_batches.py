@@ -78,14 +78,14 @@ def _move_finals(old: Ring, arrays: NamedArrays, shape: Shape) -> list[int]:
     writer = writers_of(shape)[at % shape.B]
     counts = []
     for i in range(shape.n_writers):
-        own = at[writer == i]
-        number = np.arange(len(own))
-        final[own] = number
-        newest = slice(max(len(own) - shape.max_finals, 0), None)
+        written = at[writer == i]
+        number = np.arange(len(written))
+        final[written] = number
+        newest = slice(max(len(written) - shape.max_finals, 0), None)
         place = number[newest] % shape.max_finals
         arrays.final_step[i, place] = steps[writer == i][newest]
-        arrays.final_obs[i, place] = old.final_obs(own[newest])
-        counts.append(len(own))
+        arrays.final_obs[i, place] = old.final_obs(written[newest])
+        counts.append(len(written))
     return counts
 
 
@@ -128,7 +128,7 @@ class SequenceBatch(FixedFields):
     weight: Tensor  #: float32 `[N]`; only with priorities
 
 
-class Transitions:
+class TransitionReader:
     """Reads `ReplayBatch`es. Every step is a place to draw."""
 
     every = 1  #: steps from one place to the next

@@ -54,11 +54,11 @@ def n_step_return(steps: Samples | Steps[Array], n: int, discount: float | Array
     steps, discount = as_steps(steps, discount)
     n = integer("n", n, 1)
     ends = Ends(steps)
-    found: Array = steps.value
+    returns: Array = steps.value
     for _ in range(min(n, len(steps.reward))):
-        found = steps.reward + discount * ends.following(found)
-    found = ends.steps_only(found)
-    return found
+        returns = steps.reward + discount * ends.following(returns)
+    returns = ends.steps_only(returns)
+    return returns
 
 
 @overload
@@ -76,27 +76,27 @@ def lambda_return(steps: Samples | Steps[Array], discount: float | Array, lambda
     after = ends.following(steps.value)
     # In the last row of an episode or of the batch, the value after it has the whole weight.
     rest = ends.in_last_rows(after, (1 - weight) * after)
-    found: Array = ends.summed_backwards(ends.steps_only(steps.reward + discount * rest), discount * weight)
-    return found
+    total: Array = ends.summed_backwards(ends.steps_only(steps.reward + discount * rest), discount * weight)
+    return total
 
 
 def as_steps(steps: Samples | Steps[Array], discount: float | Array) -> tuple[Steps[Array], Any]:
     """`steps` as `Steps`, and `discount` as a float of Python, or as an array of the values' dtype: a float64 of numpy
     would turn float32 results into float64. Raises `ConfigError` if `steps` has no values, or `discount` does not
     fit."""
-    own: Steps[Array] = steps if isinstance(steps, Steps) else Steps.of(steps)
+    checked: Steps[Array] = steps if isinstance(steps, Steps) else Steps.of(steps)
     if not getattr(discount, "shape", ()):
-        return own, require_number("discount", discount, 1.0)
-    require_like("discount", discount, own.reward)
+        return checked, require_number("discount", discount, 1.0)
+    require_like("discount", discount, checked.reward)
     array: Any = discount
-    if own.valid is not None:
-        array = zero_where(~own.valid, array)
+    if checked.valid is not None:
+        array = zero_where(~checked.valid, array)
     if not bool(((array >= 0) & (array <= 1)).all()):
         raise ConfigError("discount must be from 0 to 1 in all valid rows")
-    dtype: Any = own.value.dtype
+    dtype: Any = checked.value.dtype
     if isinstance(array, np.ndarray):
-        return own, array.astype(dtype) if dtype.kind == "f" else array
-    return own, array.to(dtype) if dtype.is_floating_point else array
+        return checked, array.astype(dtype) if dtype.kind == "f" else array
+    return checked, array.to(dtype) if dtype.is_floating_point else array
 
 
 def require_like(name: str, array: Any, reward: npt.NDArray[Any] | Tensor) -> None:
@@ -157,7 +157,7 @@ def vtrace(
     ends = Ends(steps)
     log_ratio = ends.steps_only(log_ratio)  # in rows that are not valid, it may have any value, also NaN
     ratio: Any = np.exp(log_ratio) if isinstance(log_ratio, np.ndarray) else log_ratio.exp()
-    most_rho, most_c = (require_number(*own, math.inf) for own in (("clip_rho", clip_rho), ("clip_c", clip_c)))
+    most_rho, most_c = (require_number(*bound, math.inf) for bound in (("clip_rho", clip_rho), ("clip_c", clip_c)))
     rho, c = ratio.clip(max=most_rho), require_number("lambda_", lambda_, 1.0) * ratio.clip(max=most_c)
     delta = rho * (steps.reward + discount * ends.following(steps.value) - steps.value)
     target = steps.value + ends.summed_backwards(ends.steps_only(delta), discount * c)

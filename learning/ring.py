@@ -127,7 +127,9 @@ class Ring:
         self._words = [(self._begun[writer], self._done[writer]) for writer in range(self.shape.n_writers)]
         observation, action = leaves(arrays.observation), leaves(arrays.action)
         #: The arrays `[T, B, ...]` that get a row for each step, in the order in which `write` takes them.
-        more = NamedArrays({} if (own := self.shape.more) is None else {name: arrays[name] for name, _ in own.items()})
+        more = NamedArrays(
+            {} if (more_specs := self.shape.more) is None else {name: arrays[name] for name, _ in more_specs.items()}
+        )
         self.leaves = (arrays.flags, arrays.reward, arrays.policy_version, *observation, *action, *leaves(more))
         #: The arrays that a batch repeats in its `prev_reward` and `prev_action`.
         self.kept = (arrays.reward, *action)

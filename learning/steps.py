@@ -133,18 +133,18 @@ class Ends:
             return _summed_backwards(self._module, *arrays)
         # numpy gives the same bits and is faster: rows are short, so torch spends most of its time on the calls.
         return self._module.from_numpy(
-            _summed_backwards(np, *(each if isinstance(each, float) else each.numpy() for each in arrays))
+            _summed_backwards(np, *(array if isinstance(array, float) else array.numpy() for array in arrays))
         )
 
 
 def _summed_backwards(module: Any, terms: Any, decay: Any, is_end: Any) -> Any:
     later: Any = None
-    found = []
+    rows = []
     for t in reversed(range(len(terms))):
         factor = decay if isinstance(decay, float) else decay[t]
         later = terms[t] if later is None else terms[t] + factor * zero_where(is_end[t], later)
-        found.append(later)
-    return module.stack(found[::-1])
+        rows.append(later)
+    return module.stack(rows[::-1])
 
 
 def _is_plain(value: Any) -> bool:

@@ -26,12 +26,12 @@ from penstock.workers.control import Command, ControlBlock
 from penstock.workers.plan import WorkerPlan
 
 
-class Appender(Protocol):
+class ReplayAppender(Protocol):
     """Writes the batches of one worker into the replay."""
 
     ring: Any  #: its memory, `ring.memory`, is shared
 
-    def of_writer(self, writer: int) -> Appender:
+    def of_writer(self, writer: int) -> ReplayAppender:
         """The appender of this worker."""
 
     def bind(self, samples: Samples) -> Any:
@@ -50,7 +50,7 @@ class Feed(Protocol):
     traj_infos: deque[TrajInfo]  #: finished trajectories that `take_traj_infos` has not returned yet
     n_dropped: int  #: how many were too old to be kept
 
-    def connect(self, samples: Samples, columns: Sequence[range], n_slots: int) -> Appender:
+    def connect(self, samples: Samples, columns: Sequence[range], n_slots: int) -> ReplayAppender:
         """Allocate memory for batches such as `samples`, of which worker i writes `columns[i]`."""
 
     def begin(self, batch: int) -> bool:
@@ -122,7 +122,7 @@ class SamplerMemory:
     totals: ServerTotals | None = None
     episodes: EpisodeLog | None = None  #: only with `seed_episodes=True`
     # Only if the workers write into a replay.
-    appender: Appender | None = None
+    appender: ReplayAppender | None = None
 
     @classmethod
     def allocate(

@@ -13,7 +13,7 @@ import pytest
 from penstock.learning import Replay
 from penstock.learning import ring as ring_module
 from penstock.learning.position_draws import DrawIndex
-from penstock.learning.replay_batches import Transitions, move, of_one_writer
+from penstock.learning.replay_batches import TransitionReader, move, of_one_writer
 from penstock.learning.ring import TRUNCATED, VALID, Ring, Shape
 from penstock.learning.windows import WindowReader
 
@@ -57,7 +57,7 @@ def _write_for_ever(ring: Ring, writer: int) -> None:
 @pytest.mark.parametrize("n_kills", [0, 200] if FULL else [10])
 def test_no_row_is_torn(n_kills: int) -> None:
     ring, context = make_ring(N_WRITERS), multiprocessing.get_context("fork")
-    transitions = Transitions(ring, WindowReader(ring, 1, 1.0, resumes=True), None)
+    transitions = TransitionReader(ring, WindowReader(ring, 1, 1.0, resumes=True), None)
     places, rng = DrawIndex(ring, transitions), np.random.default_rng(0)
 
     def start(writer: int) -> Any:
