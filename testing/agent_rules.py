@@ -63,13 +63,15 @@ def agent_info_keeps_its_shape(setup: AgentSetup) -> None:
     columns."""
     many, few = setup.reference(), act(setup.copy(columns=range(1)), setup.tape, columns=slice(0, 1))
     remedy = "return numeric arrays with one entry per column"
-    for found, B in ((many, setup.batch_B), (few, 1)):
-        for name, leaf in found.items():
+    for outputs, B in ((many, setup.batch_B), (few, 1)):
+        for name, leaf in outputs.items():
             if name.startswith("agent_info") and (leaf.ndim < 2 or leaf.shape[1] != B or leaf.dtype == object):
                 raise Violation(f"{name} is {list(leaf.shape[1:])} {leaf.dtype} for {B} columns", remedy)
-    kinds = [{name: f"{list(leaf.shape[2:])} {leaf.dtype}" for name, leaf in found.items()} for found in (many, few)]
+    kinds = [
+        {name: f"{list(leaf.shape[2:])} {leaf.dtype}" for name, leaf in outputs.items()} for outputs in (many, few)
+    ]
     for name in kinds[0] | kinds[1]:
-        of_many, of_one = (each.get(name, "missing") for each in kinds)
+        of_many, of_one = (kind.get(name, "missing") for kind in kinds)
         if of_many != of_one:
             raise Violation(f"{name} is {of_many} for {setup.batch_B} columns and {of_one} for one", remedy)
 
@@ -131,19 +133,19 @@ def inputs_are_not_changed(setup: AgentSetup) -> None:
 
 def inputs_are_not_kept(setup: AgentSetup) -> None:
     """An agent keeps no reference to its inputs: their memory is overwritten after the step."""
-    agent, tape, found = setup.copy(), setup.tape, []
+    agent, tape, outputs = setup.copy(), setup.tape, []
     inputs = tape.row(0)
     for t in range(setup.batch_T):
         for target, source in zip(inputs, tape.row(t), strict=True):
             target[...] = source
-        found.append(step(agent, *inputs))
+        outputs.append(step(agent, *inputs))
         for field in inputs:
             for _, leaf in tree_leaves(field, ""):
                 leaf[...] = 0
         for b in np.flatnonzero(tape.done[t]):
             agent.reset_one(int(b))
     remedy = "copy every input that the agent keeps"
-    _same(setup.reference(), stack(found), "with inputs in new memory and in memory that is overwritten", remedy)
+    _same(setup.reference(), stack(outputs), "with inputs in new memory and in memory that is overwritten", remedy)
 
 
 def value_gives_one_number_per_column(setup: AgentSetup) -> None:
@@ -158,9 +160,9 @@ def value_gives_one_number_per_column(setup: AgentSetup) -> None:
 def value_does_not_change_the_state(setup: AgentSetup) -> None:
     """agent.value changes nothing: the agent acts the same with and without calls of it, noise included."""
     agent = setup.copy()
-    found = act(agent, setup.tape, between=lambda t: _value(agent, setup.tape.row(t)))
+    outputs = act(agent, setup.tape, between=lambda t: _value(agent, setup.tape.row(t)))
     remedy = "compute values without changing the state of the columns, and without drawing noise"
-    _same(setup.reference(), found, "without and with calls of agent.value before each step", remedy)
+    _same(setup.reference(), outputs, "without and with calls of agent.value before each step", remedy)
 
 
 # ---- columns -------------------------------------------------------------------------------
@@ -176,18 +178,18 @@ def copies_share_no_state(setup: AgentSetup) -> None:
         if t == setup.batch_T // 2:
             setup.copy(seed=2).step(*setup.other_tape.row(t))
 
-    found = act(first, setup.tape, between=disturb)
-    _same(setup.reference(), found, "alone and with another copy that acts between the steps", _STATE)
+    outputs = act(first, setup.tape, between=disturb)
+    _same(setup.reference(), outputs, "alone and with another copy that acts between the steps", _STATE)
 
 
 def reset_one_changes_no_other_column(setup: AgentSetup) -> None:
     """agent.reset_one(b) changes nothing for the other columns."""
     agent, t_reset = setup.copy(), setup.batch_T // 2
     tape = setup.other_tape  # it has no episode ends: no other resets disturb the comparison
-    found = act(agent, tape, between=lambda t: agent.reset_one(1) if t == t_reset else None)
+    outputs = act(agent, tape, between=lambda t: agent.reset_one(1) if t == t_reset else None)
     when = f"without and with reset_one(1) at t={t_reset} (env_rank counts the columns without column 1)"
     others = np.arange(setup.batch_B) != 1
-    _same(act(setup.copy(), tape), found, when, "change only index `column` of the state", columns=others)
+    _same(act(setup.copy(), tape), outputs, when, "change only index `column` of the state", columns=others)
 
 
 def _compare_pasts(
@@ -198,13 +200,13 @@ def _compare_pasts(
     columns: slice | list[int] | npt.NDArray[Any],
 ) -> None:
     """Compare the outputs on the second half of the tape after two different pasts and `reset(agent)`."""
-    found, half = [], setup.batch_T // 2
+    outputs, half = [], setup.batch_T // 2
     for past in (setup.tape, setup.other_tape):
         agent = setup.copy()
         act(agent, past, range(half))
         reset(agent)
-        found.append(act(agent, setup.tape, range(half, setup.batch_T)))
-    _same(found[0], found[1], f"{when} (t is counted from there)", remedy, columns=columns, close=True)
+        outputs.append(act(agent, setup.tape, range(half, setup.batch_T)))
+    _same(outputs[0], outputs[1], f"{when} (t is counted from there)", remedy, columns=columns, close=True)
 
 
 def reset_one_resets_its_column(setup: AgentSetup) -> None:
@@ -233,7 +235,7 @@ def select_steps_only_some_columns(setup: AgentSetup) -> None:
     without select."""
     agent, tape, rng = setup.copy(), setup.tape, np.random.default_rng(setup.seed)
     reference = setup.reference()
-    found = reference.map(np.zeros_like)
+    outputs = reference.map(np.zeros_like)
     at = np.zeros(setup.batch_B, np.intp)  # each column has its own t
     while (running := np.flatnonzero(at < setup.batch_T)).size:
         columns = running[rng.random(running.size) < 0.6]
@@ -254,9 +256,9 @@ def select_steps_only_some_columns(setup: AgentSetup) -> None:
         for name, leaf in done.items():
             if len(leaf) != columns.size:
                 raise Violation(f"{len(leaf)} rows of {name} for the columns {columns.tolist()}", _SELECT)
-            found[name][rows, columns] = leaf
+            outputs[name][rows, columns] = leaf
         at[columns] += 1
-    _same(reference, found, "all columns together and a few at a time", _SELECT, close=True)
+    _same(reference, outputs, "all columns together and a few at a time", _SELECT, close=True)
 
 
 def reseeded_columns_use_the_new_streams(setup: AgentSetup) -> None:
@@ -269,12 +271,12 @@ def reseeded_columns_use_the_new_streams(setup: AgentSetup) -> None:
     agent.reseed_columns(columns, [streams[b] for b in columns])
     for b in columns:
         agent.reset_one(int(b))
-    found, fresh = act(agent, setup.tape, rest), act(setup.copy(seed=1), setup.tape, rest)
+    outputs, fresh = act(agent, setup.tape, rest), act(setup.copy(seed=1), setup.tape, rest)
     remedy = "take the new streams in reseed_columns, and drop numbers drawn from the old ones"
     when = "in the reseeded columns, of a new copy and after reseed_columns"
-    _same(fresh, found, when, remedy, columns=columns, close=True)
+    _same(fresh, outputs, when, remedy, columns=columns, close=True)
     when, others = "in the other columns, without and with reseed_columns", np.arange(setup.batch_B) != 1
-    _same(setup.reference()[half:], found, when, remedy, columns=others, close=True)
+    _same(setup.reference()[half:], outputs, when, remedy, columns=others, close=True)
 
 
 # ---- parameters ----------------------------------------------------------------------------
@@ -291,10 +293,10 @@ def _parameters(agent: Agent, *, changed: bool = False) -> dict[str, Any]:
 
 
 def _check_parameters(wanted: Mapping[str, Any], agent: Agent, when: str, remedy: str) -> None:
-    found = agent.read_parameters()
-    if list(found) != list(wanted):
-        raise Violation(f"parameters {list(found)} instead of {list(wanted)} {when}", "keep names and order fixed")
-    pairs = [(name, value, found[name]) for name, value in wanted.items()]
+    parameters = agent.read_parameters()
+    if list(parameters) != list(wanted):
+        raise Violation(f"parameters {list(parameters)} instead of {list(wanted)} {when}", "keep names and order fixed")
+    pairs = [(name, value, parameters[name]) for name, value in wanted.items()]
     difference = first_difference(pairs, axes=("index",) * 8)
     if difference is not None:
         raise Violation(f"parameter {difference} {when}", remedy)

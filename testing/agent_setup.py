@@ -143,14 +143,14 @@ def act(
     between: Callable[[int], object] | None = None,
 ) -> NamedArrays:
     """The agent's outputs: actions and agent_info `[T, B, ...]`. `between(t)` is called before each step."""
-    found = []
+    outputs = []
     for t in range(len(tape.done)) if rows is None else rows:
         if between is not None:
             between(t)
-        found.append(step(agent, *tape.row(t, columns)))
+        outputs.append(step(agent, *tape.row(t, columns)))
         for b in np.flatnonzero(tape.done[t, columns]):
             agent.reset_one(int(b))
-    return stack(found)
+    return stack(outputs)
 
 
 def step(agent: Agent, observation: Any, prev_action: Any, prev_reward: Any) -> NamedArrays:
@@ -163,10 +163,12 @@ def step(agent: Agent, observation: Any, prev_action: Any, prev_reward: Any) -> 
 def stack(rows: Sequence[NamedArrays]) -> NamedArrays:
     """The rows joined to arrays `[T, B, ...]`, by dotted name. Raises `Violation` if fields or shapes differ."""
     steps = [dict(row.leaves()) for row in rows]
-    shapes = [{name: f"{list(leaf.shape)} {leaf.dtype}" for name, leaf in each.items()} for each in steps]
+    shapes = [{name: f"{list(leaf.shape)} {leaf.dtype}" for name, leaf in output.items()} for output in steps]
     for t, fields in enumerate(shapes):
         if fields != shapes[0]:
-            now, first = (", ".join(f"{name}: {shape}" for name, shape in each.items()) for each in (fields, shapes[0]))
+            now, first = (
+                ", ".join(f"{name}: {shape}" for name, shape in leaves.items()) for leaves in (fields, shapes[0])
+            )
             remedy = "return the same fields, with the same shapes and dtypes, at every step"
             raise Violation(f"at t={t}, fields {now}; at t=0, {first}", remedy)
-    return NamedArrays({name: np.stack([each[name] for each in steps]) for name in steps[0]})
+    return NamedArrays({name: np.stack([output[name] for output in steps]) for name in steps[0]})

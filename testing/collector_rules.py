@@ -22,21 +22,21 @@ _Where = tuple[int, str, int | None]
 def _require_same(trace: Trace, where: _Where, left: Any, right: Any, name: str, source: str, remedy: str) -> None:
     """Raise `Violation` unless both are the same: arrays `[T, B, ...]`; or `[B, ...]`, if there is a t."""
     itr, policy, t = where
-    for path, found, wanted in tree_leaves(left, name, right):
-        differs = differ(found, wanted, close=trace.setup.agent is not None)
+    for path, value, wanted in tree_leaves(left, name, right):
+        differs = differ(value, wanted, close=trace.setup.agent is not None)
         if np.any(differs):
             at = tuple(np.argwhere(differs)[0])[: 2 if t is None else 1]
             place = trace.place(itr, at[0] if t is None else t, policy, at[-1])
-            raise Violation(f"{path} is {found[at]} at {place}; {source} {wanted[at]}", remedy)
+            raise Violation(f"{path} is {value[at]} at {place}; {source} {wanted[at]}", remedy)
 
 
 def _require(trace: Trace, names: Sequence[str], source: str, remedy: str) -> None:
     """Raise `Violation` unless the batches have what the loop has in these fields."""
-    for found, wanted in zip(trace.found, trace.wanted, strict=True):
+    for batch, wanted in zip(trace.collected, trace.wanted, strict=True):
         for policy, fields in wanted.fields.items():
             for name in names:
                 t = trace.setup.batch_T if name.startswith("bootstrap") else None
-                left, right = found.fields[policy][name], fields[name]
+                left, right = batch.fields[policy][name], fields[name]
                 _require_same(trace, (wanted.itr, policy, t), left, right, name, source, remedy)
 
 
@@ -55,31 +55,33 @@ class _Calls:
 
 def _calls(log: Sequence[Any]) -> dict[tuple[int, str], _Calls]:
     """By the number of the batch and the policy."""
-    found, k = dict[tuple[int, str], _Calls](), -1
+    calls, k = dict[tuple[int, str], _Calls](), -1
     for event in log:
         if event.kind == "batch":
             k += 1
         elif event.kind.startswith("agent.") and k >= 0:
-            own = found.setdefault((k, event.who), _Calls())
-            own.kinds.append(event.kind)
+            policy_calls = calls.setdefault((k, event.who), _Calls())
+            policy_calls.kinds.append(event.kind)
             if event.kind == "agent.sample_mode":
-                own.modes.append(event.data)
+                policy_calls.modes.append(event.data)
             elif event.kind == "agent.step":
-                own.inputs.append(event.data)
-                own.resets.append(Counter())
+                policy_calls.inputs.append(event.data)
+                policy_calls.resets.append(Counter())
             elif event.kind == "agent.reset_one":
-                own.resets[-1][event.data] += 1
-    return found
+                policy_calls.resets[-1][event.data] += 1
+    return calls
 
 
 def sample_mode_is_called_once_per_batch(trace: Trace) -> None:
     """agent.sample_mode(itr) is called once in every batch, before agent.step."""
     calls = _calls(trace.log)
-    for k, batch in enumerate(trace.found):
+    for k, batch in enumerate(trace.collected):
         for policy in batch.fields:
-            own = calls.get((k, policy), _Calls())
-            modes = [f"sample_mode({itr})" for itr in own.modes]
-            is_late = bool(modes) and "agent.step" in own.kinds[: own.kinds.index("agent.sample_mode")]
+            policy_calls = calls.get((k, policy), _Calls())
+            modes = [f"sample_mode({itr})" for itr in policy_calls.modes]
+            is_late = (
+                bool(modes) and "agent.step" in policy_calls.kinds[: policy_calls.kinds.index("agent.sample_mode")]
+            )
             if modes != [f"sample_mode({batch.itr})"] or is_late:
                 late = " after agent.step" if is_late else ""
                 seen = f"{', '.join(modes) or 'no call'}{late} in the batch itr={batch.itr}"
@@ -89,7 +91,7 @@ def sample_mode_is_called_once_per_batch(trace: Trace) -> None:
 def the_agent_acts_once_per_row(trace: Trace) -> None:
     """agent.step is called once for each row t, and every environment makes at most one step after it."""
     calls, T = _calls(trace.log), trace.setup.batch_T
-    for k, batch in enumerate(trace.found):
+    for k, batch in enumerate(trace.collected):
         for policy in batch.fields:
             n = len(calls.get((k, policy), _Calls()).inputs)
             if n != T:
@@ -103,7 +105,7 @@ def the_agent_acts_once_per_row(trace: Trace) -> None:
             if n > (t >= 0):
                 rank = "" if e is None else f", env_rank={e}"
                 remedy = "call self.step_envs(t) once for each row, after self.act(t); repeat actions in a wrapper"
-                raise Violation(f"an extra environment step at itr={trace.found[k].itr}, t={t}{rank}", remedy)
+                raise Violation(f"an extra environment step at itr={trace.collected[k].itr}, t={t}{rank}", remedy)
 
 
 def environments_are_reset_after_an_episode(trace: Trace) -> None:
@@ -128,7 +130,7 @@ def episodes_continue_in_the_next_batch(trace: Trace) -> None:
 
 def _at(trace: Trace, k: int, t: int, e: int) -> str:
     """The row after row t."""
-    itr, T = trace.found[k].itr, trace.setup.batch_T
+    itr, T = trace.collected[k].itr, trace.setup.batch_T
     return f"itr={itr + (t + 1) // T}, t={(t + 1) % T}, env_rank={e}"
 
 
@@ -136,14 +138,15 @@ def the_agent_is_reset_with_its_environment(trace: Trace) -> None:
     """agent.reset_one(b) is called exactly once for each episode that begins in column b, before the agent acts
     there."""
     wanted = _calls(trace.wanted_log)
-    for (k, policy), own in _calls(trace.log).items():
-        for t, (found, right) in enumerate(zip(own.resets, wanted[k, policy].resets, strict=True)):
-            for b in sorted(found | right):
-                if found[b] != right[b]:
+    for (k, policy), policy_calls in _calls(trace.log).items():
+        for t, (resets, right) in enumerate(zip(policy_calls.resets, wanted[k, policy].resets, strict=True)):
+            for b in sorted(resets | right):
+                if resets[b] != right[b]:
                     stride = trace.columns[policy][1]
                     raise Violation(
-                        f"{found[b]} calls of agent.reset_one({b}) before "
-                        f"{trace.place(trace.found[k].itr, t, policy, b * stride)}, where {right[b]} episodes begin",
+                        f"{resets[b]} calls of agent.reset_one({b}) before "
+                        f"{trace.place(trace.collected[k].itr, t, policy, b * stride)}, "
+                        f"where {right[b]} episodes begin",
                         "begin_episodes returns what self.columns.reset returns; elsewhere, call self.reset_now(envs)",
                     )
 
@@ -193,11 +196,11 @@ def done_is_terminated_or_truncated(trace: Trace) -> None:
 def prev_done_marks_the_first_step_of_an_episode(trace: Trace) -> None:
     """prev_done[t] is True where row t is the first step of an episode, and False in the other valid rows."""
     remedy = "where episodes begin between two batches, call self.reset_now(envs)"
-    for found, wanted in zip(trace.found, trace.wanted, strict=True):
+    for batch, wanted in zip(trace.collected, trace.wanted, strict=True):
         for policy, fields in wanted.fields.items():
-            own = found.fields[policy].prev_done & fields.valid
+            flags = batch.fields[policy].prev_done & fields.valid
             where = wanted.itr, policy, None
-            _require_same(trace, where, own, fields.prev_done, "prev_done", "it should be", remedy)
+            _require_same(trace, where, flags, fields.prev_done, "prev_done", "it should be", remedy)
 
 
 def final_obs_is_the_last_observation(trace: Trace) -> None:
@@ -219,13 +222,13 @@ def previous_values_carry_over(trace: Trace) -> None:
 def _require_inputs(trace: Trace, names: Sequence[str], source: str, remedy: str) -> None:
     """Raise `Violation` unless agent.step gets what the loop gives it, where the column is not idle."""
     wanted = _calls(trace.wanted_log)
-    for (k, policy), own in _calls(trace.log).items():
+    for (k, policy), policy_calls in _calls(trace.log).items():
         valid = trace.wanted[k].fields[policy].valid
-        for t, (found, right) in enumerate(zip(own.inputs, wanted[k, policy].inputs, strict=True)):
+        for t, (inputs, right) in enumerate(zip(policy_calls.inputs, wanted[k, policy].inputs, strict=True)):
             for name in names:
-                left = map_leaves(np.copy, found[name])
+                left = map_leaves(np.copy, inputs[name])
                 left[~valid[t]] = right[name][~valid[t]]
-                where = trace.found[k].itr, policy, t
+                where = trace.collected[k].itr, policy, t
                 _require_same(trace, where, left, right[name], f"agent.step's {name}", source, remedy)
 
 
@@ -265,22 +268,22 @@ class SteppedTrajInfo(TrajInfo):
 
 
 def _require_infos(trace: Trace, remedy: str) -> None:
-    for found, wanted in zip(trace.found, trace.wanted, strict=True):
-        if len(found.infos) != len(wanted.infos):
+    for batch, wanted in zip(trace.collected, trace.wanted, strict=True):
+        if len(batch.infos) != len(wanted.infos):
             raise Violation(
-                f"{len(found.infos)} trajectories were returned for the batch itr={found.itr}, "
+                f"{len(batch.infos)} trajectories were returned for the batch itr={batch.itr}, "
                 f"in which {len(wanted.infos)} ended",
                 remedy,
             )
-        for info, right in zip(found.infos, wanted.infos, strict=True):
+        for info, right in zip(batch.infos, wanted.infos, strict=True):
             are_close = np.allclose(_figures(info), _figures(right), rtol=1e-4, atol=1e-5)
             if not are_close or _whose(info) != _whose(right):
-                seen = f"{info!r} for the episode that ended in the batch itr={found.itr}; it should be {right!r}"
+                seen = f"{info!r} for the episode that ended in the batch itr={batch.itr}; it should be {right!r}"
                 raise Violation(seen, remedy)
-            last, right_last = (vars(each).get("LastObservation") for each in (info, right))
+            last, right_last = (vars(record).get("LastObservation") for record in (info, right))
             for path, a, b in tree_leaves(last, "terminate's final_observation", right_last):
                 if np.any(differ(np.asarray(a), np.asarray(b))):
-                    raise Violation(f"{path} is {a} in the batch itr={found.itr}; it ended with {b}", remedy)
+                    raise Violation(f"{path} is {a} in the batch itr={batch.itr}; it ended with {b}", remedy)
 
 
 def _figures(info: TrajInfo) -> list[float]:

@@ -37,8 +37,8 @@ def wrapped_env_fn(
     @functools.wraps(factory.fn, assigned=(), updated=())
     def build(**kwargs: Any) -> Any:
         column, num_envs = kwargs.pop(COLUMN, 0), kwargs.pop("num_envs", None)
-        own = replace(factory, kwargs={**factory.kwargs, **kwargs})
-        return wrap(own.fn(**own.kwargs) if num_envs is None else own.batched(num_envs), column)
+        varied = replace(factory, kwargs={**factory.kwargs, **kwargs})
+        return wrap(varied.fn(**varied.kwargs) if num_envs is None else varied.batched(num_envs), column)
 
     return build
 

@@ -43,7 +43,7 @@ class EvaluationSetup(Setup):
         """Some evaluations, each followed by a training batch. A `SerialSampler` logs the calls."""
         log = Log() if cls is SerialSampler else None
         agent = ProbeAgent(RandomAgent())
-        found = []
+        evaluations = []
         with self.sampler(
             cls,
             log,
@@ -63,8 +63,8 @@ class EvaluationSetup(Setup):
                 events = [event for event in log or () if not (event.kind.startswith("env.") and event.who < 0)]
                 sampler.obtain_samples(itr)
                 figures = [(info.Length, info.Return, info.env_rank) for info in infos]
-                found.append(Evaluation(itr, figures, events, sampler.samples_np.copy()))
-        return found
+                evaluations.append(Evaluation(itr, figures, events, sampler.samples_np.copy()))
+        return evaluations
 
     @cached_property
     def logged(self) -> list[Evaluation]:
@@ -104,8 +104,8 @@ def an_evaluation_returns_episodes_that_ended(setup: EvaluationSetup) -> None:
         episodes = {b: iter([e for e in ended if e[1] == b]) for b in range(setup.batch_B)}
         for i, (length, return_, b) in enumerate(evaluation.infos):
             # `any` continues behind the last match, so the order counts. The collector may leave episodes out.
-            own = episodes.get(b or 0, ())
-            if not any(length == e[2] and np.isclose(return_, e[3], rtol=1e-4, atol=1e-5) for e in own):
+            of_env = episodes.get(b or 0, ())
+            if not any(length == e[2] and np.isclose(return_, e[3], rtol=1e-4, atol=1e-5) for e in of_env):
                 raise Violation(
                     f"trajectory {i} of the evaluation itr={evaluation.itr} has Length={length}, Return={return_}; "
                     f"the episodes that ended are (t, env_rank, Length, Return): {ended}",
@@ -122,10 +122,10 @@ def _ended(events: Sequence[Event]) -> Iterator[tuple[int, int, int, float]]:
         elif event.kind == "env.reset":
             rewards[event.who] = []
         elif event.kind == "env.step":
-            own, (_, reward, is_over) = rewards[event.who], event.data
-            own.append(float(reward))
+            earned, (_, reward, is_over) = rewards[event.who], event.data
+            earned.append(float(reward))
             if is_over:
-                yield t, event.who, len(own), sum(own)
+                yield t, event.who, len(earned), sum(earned)
 
 
 def one_seed_gives_one_evaluation(setup: EvaluationSetup) -> None:
@@ -201,9 +201,9 @@ def a_traj_info_counts_like_its_base_class(setup: TrajInfoSetup) -> None:
     """Length, Return and NonzeroRewards are what `TrajInfo` itself counts."""
     for i, (info, wanted) in enumerate(zip(setup.run(SerialSampler), setup.run(SerialSampler, TrajInfo), strict=True)):
         for name in ("Length", "Return", "NonzeroRewards"):
-            found, right = getattr(info, name), getattr(wanted, name)
-            if not np.isclose(found, right, rtol=1e-4, atol=1e-5):
-                raise Violation(f"{name} is {found} in trajectory {i}; it should be {right}", "call super().step(...)")
+            value, right = getattr(info, name), getattr(wanted, name)
+            if not np.isclose(value, right, rtol=1e-4, atol=1e-5):
+                raise Violation(f"{name} is {value} in trajectory {i}; it should be {right}", "call super().step(...)")
 
 
 def a_traj_info_copies_what_it_keeps(setup: TrajInfoSetup) -> None:

@@ -72,7 +72,9 @@ class Singles:
         self.envs, self.mask_path = envs, mask_name.split(".") if mask_name else []
         #: The observation space and the action space of each column, environment by environment.
         self.spaces: dict[Key, tuple[Any, Any]] = {
-            (e, agent): self._spaces(*own) for e, env in enumerate(envs) for agent, own in self._agents(env).items()
+            (e, agent): self._spaces(*arguments)
+            for e, env in enumerate(envs)
+            for agent, arguments in self._agents(env).items()
         }
 
     def _agents(self, env: Any) -> dict[Any, tuple[Any, Any]]:
@@ -114,8 +116,8 @@ class Batched:
         self.resets_itself = self.mode is not AutoresetMode.DISABLED
         #: The rows whose episode has ended, and which have not begun another one.
         self.ended: set[int] = set()
-        own = env.single_observation_space, env.single_action_space
-        self.spaces: dict[Key, tuple[Any, Any]] = {(b, None): own for b in range(env.num_envs)}
+        spaces = env.single_observation_space, env.single_action_space
+        self.spaces: dict[Key, tuple[Any, Any]] = {(b, None): spaces for b in range(env.num_envs)}
 
     def _each(self, observations: Any) -> list[Any]:
         return copy.deepcopy(list(iterate(self.env.observation_space, observations)))
@@ -135,21 +137,21 @@ class Batched:
         n, left = self.env.num_envs, dict(starts)
         while left:
             options = next(iter(left.values())).get("options")
-            own = [b for b, how in left.items() if how.get("options") == options]
-            seeds = [left.pop(b).get("seed") for b in own]
-            if len(own) < n or self.mode is AutoresetMode.DISABLED:
-                options = {**(options or {}), "reset_mask": np.isin(range(n), own)}
-            self.first = self._each(self._reset(dict(zip(own, seeds, strict=True)), options))
+            rows = [b for b, how in left.items() if how.get("options") == options]
+            seeds = [left.pop(b).get("seed") for b in rows]
+            if len(rows) < n or self.mode is AutoresetMode.DISABLED:
+                options = {**(options or {}), "reset_mask": np.isin(range(n), rows)}
+            self.first = self._each(self._reset(dict(zip(rows, seeds, strict=True)), options))
 
     def _reset(self, seeds: Mapping[int, int | None], options: Any) -> Any:
         more = {} if options is None else {"options": options}
         if not any(seed is not None for seed in seeds.values()):
             return self.env.reset(**more)[0]
-        each: Any = [seeds.get(b) for b in range(self.env.num_envs)]
-        for form in (lambda: each, lambda: np.array(each) % 2**31):
+        row_seeds: Any = [seeds.get(b) for b in range(self.env.num_envs)]
+        for form in (lambda: row_seeds, lambda: np.array(row_seeds) % 2**31):
             with suppress(*_REFUSALS):
                 return self.env.reset(seed=form(), **more)[0]
-        return self.env.reset(seed=each[0] % 2**31, **more)[0]  # it takes one for all
+        return self.env.reset(seed=row_seeds[0] % 2**31, **more)[0]  # it takes one for all
 
     def step(self, actions: Mapping[Key, Any]) -> Steps:
         if self.ended and self.mode is AutoresetMode.DISABLED:  # they wait, but are stepped with the others
@@ -173,8 +175,10 @@ class Batched:
 
     def _info_of(self, infos: Mapping[str, Any], b: int) -> dict[str, Any]:
         """The entries of row b: those whose mask `_name` is True there, or that have none."""
-        own = {k: v for k, v in infos.items() if not k.startswith("_") and (f"_{k}" not in infos or infos[f"_{k}"][b])}
-        return {k: self._info_of(v, b) if isinstance(v, dict) else v[b] for k, v in own.items()}
+        entries = {
+            k: v for k, v in infos.items() if not k.startswith("_") and (f"_{k}" not in infos or infos[f"_{k}"][b])
+        }
+        return {k: self._info_of(v, b) if isinstance(v, dict) else v[b] for k, v in entries.items()}
 
 
 class Games(Singles):
@@ -194,13 +198,13 @@ class Games(Singles):
         return [agent for agent in self.envs[e].agents if agent not in self.ended[e]]
 
     def reset(self, starts: Starts, *, at_end: bool) -> Seen:
-        found = {}
+        seen = {}
         for e, how in starts.items():
             observations, infos = self.envs[e].reset(**how) or ({}, {})
             self.ended[e] = set()
             for agent in self._living(e) if observations else ():
-                found[e, agent] = self.seen((e, agent), observations[agent], infos.get(agent))
-        return found
+                seen[e, agent] = self.seen((e, agent), observations[agent], infos.get(agent))
+        return seen
 
     def step(self, actions: Mapping[Key, Any]) -> Steps:
         steps, joined, others = dict[Key, Any](), Seen(), dict[int, float]()
@@ -210,8 +214,8 @@ class Games(Singles):
             flagged = {a for _, a in self.spaces if terminated.get(a) or truncated.get(a)}
             self.ended[e] = (self.ended[e] | flagged) & set(env.agents)
             for a in acted:
-                own = rewards.get(a, 0.0), terminated.get(a, False), truncated.get(a, False), infos.get(a, {})
-                steps[e, a] = self.seen((e, a), observations.get(a), own[-1]), *own
+                outcome = rewards.get(a, 0.0), terminated.get(a, False), truncated.get(a, False), infos.get(a, {})
+                steps[e, a] = self.seen((e, a), observations.get(a), outcome[-1]), *outcome
             new = [a for a in self._living(e) if a not in acted]
             joined |= {(e, a): self.seen((e, a), observations[a], infos.get(a)) for a in new}
             others[e] = sum(reward for a, reward in rewards.items() if a not in acted)

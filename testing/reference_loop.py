@@ -72,8 +72,8 @@ class Policy:
         inputs = seen, stack([cell["action"] for cell in prev]), stack([cell["reward"] for cell in prev])
         if not self.agent.joint:
             return as_named(method(*inputs))
-        found = method(*(map_leaves(lambda rows: rows.reshape(-1, self.k, *rows.shape[1:]), own) for own in inputs))
-        return map_leaves(lambda rows: np.reshape(rows, (-1, *np.shape(rows)[2:])), as_named(found))
+        result = method(*(map_leaves(lambda rows: rows.reshape(-1, self.k, *rows.shape[1:]), tree) for tree in inputs))
+        return map_leaves(lambda rows: np.reshape(rows, (-1, *np.shape(rows)[2:])), as_named(result))
 
     def _called_with(self, column: Column) -> list[Column]:
         """The columns for which the agent is called."""
@@ -107,8 +107,8 @@ class Policy:
         if mask is None:
             return draw(space, rng, 1)[0]
         sizes, chosen = sizes_of(space), []
-        for own, u in zip(np.split(mask != 0, np.cumsum(sizes)[:-1]), rng.random(len(sizes)), strict=True):
-            legal = np.flatnonzero(own if own.any() else ~own)
+        for part, u in zip(np.split(mask != 0, np.cumsum(sizes)[:-1]), rng.random(len(sizes)), strict=True):
+            legal = np.flatnonzero(part if part.any() else ~part)
             chosen.append(legal[int(u * len(legal))])
         return (np.reshape(chosen, space.shape) + space.start).astype(space.dtype)
 
@@ -123,20 +123,20 @@ class Policy:
     def batch(self, T: int, *, bootstrap_value: bool) -> NamedArrays:
         """The batch of the cells, which are dropped."""
         rows, before, seen, values = list[Any](), list[Any](), list[Any](), np.zeros(len(self.columns), np.float32)
-        for b, own in enumerate(self.columns):
-            cells = [*own.cells, *[self.blank] * (T - len(own.cells))]
-            is_random = own.cell is not None and not own.cell["valid"]
-            if own.cell is not None and not is_random:  # an open decision shows what it was made on
-                cells[len(own.cells)] = {**self.blank, "observation": own.cell["observation"]}
+        for b, column in enumerate(self.columns):
+            cells = [*column.cells, *[self.blank] * (T - len(column.cells))]
+            is_random = column.cell is not None and not column.cell["valid"]
+            if column.cell is not None and not is_random:  # an open decision shows what it was made on
+                cells[len(column.cells)] = {**self.blank, "observation": column.cell["observation"]}
             rows.append(cells)
-            before.append([own.before or self.blank, *cells[:-1]])
-            own.before, own.cells = own.cells[-1] if own.cells else own.before, []
-            seen.append(row_of(self.spaces[0], None if is_random else own.seen))
-            values[b] = self.value(own) if bootstrap_value and not is_random else 0
-        found = {name: stack([stack([own[t][name] for own in rows]) for t in range(T)]) for name in self.blank}
+            before.append([column.before or self.blank, *cells[:-1]])
+            column.before, column.cells = column.cells[-1] if column.cells else column.before, []
+            seen.append(row_of(self.spaces[0], None if is_random else column.seen))
+            values[b] = self.value(column) if bootstrap_value and not is_random else 0
+        samples = {name: stack([stack([steps[t][name] for steps in rows]) for t in range(T)]) for name in self.blank}
         for name in ("action", "reward"):
-            found[f"prev_{name}"] = stack([stack([own[t][name] for own in before]) for t in range(T)])
-        return NamedArrays(found, bootstrap_obs=stack(seen), bootstrap_value=values)
+            samples[f"prev_{name}"] = stack([stack([steps[t][name] for steps in before]) for t in range(T)])
+        return NamedArrays(samples, bootstrap_obs=stack(seen), bootstrap_value=values)
 
 
 @dataclass
@@ -176,8 +176,8 @@ class ReferenceLoop:
         self._is_starting = True  # until the first row of the first batch
         self._start()
         if self.eval_n_envs:
-            own = {each.name: getattr(self, each.name) for each in fields(ReferenceLoop)}
-            self._evaluation = _Evaluation(**{**own, "batch_B": self.eval_n_envs, "eval_n_envs": 0})
+            arguments = {field.name: getattr(self, field.name) for field in fields(ReferenceLoop)}
+            self._evaluation = _Evaluation(**{**arguments, "batch_B": self.eval_n_envs, "eval_n_envs": 0})
 
     @property
     def _agents(self) -> Mapping[str, Any]:
@@ -192,7 +192,7 @@ class ReferenceLoop:
             rng = self._rng_of(Purpose.DECORRELATE, e)
             for _ in range(int(rng.integers(0, self.max_decorrelation_steps + 1))):
                 self.random_step(e, lambda column, rng=rng: column.policy.draw(column, rng))  # type: ignore[misc]
-                self.reset({own: {} for own in self._over})
+                self.reset({e: {} for e in self._over})
 
     def begin_episodes(self, t: int, over: Collection[int]) -> None:
         """Called after each row t, and before row 0 with t = -1. Begin the next episodes of the environments that are
@@ -222,17 +222,17 @@ class ReferenceLoop:
             if column.policy.agent.joint and index % column.policy.k == 0:  # it has one state for the whole game
                 column.policy.agent.reset_one(index // column.policy.k)
         for group in self._groups:
-            if own := {e: starts[e] for e in group if e in starts}:
-                self._rewards |= {e: [0.0] for e in own}
-                self._join(self._envs.reset(own, at_end=at_end))
+            if begun := {e: starts[e] for e in group if e in starts}:
+                self._rewards |= {e: [0.0] for e in begun}
+                self._join(self._envs.reset(begun, at_end=at_end))
         for e in starts if self._in_turns else ():
             self._ask(e)
 
     def random_step(self, e: int, action_of: Callable[[Column], Any]) -> None:
         """A step of environment e before the first batch, with these actions. They are drawn for idle columns too, so
         that nobody's random numbers depend on who is idle."""
-        asked, everyone = self._asked[e], [own for policy in self.policies.values() for own in policy.columns]
-        for column in [asked] if asked else [own for own in everyone if own.env_rank == e]:
+        asked, everyone = self._asked[e], [seat for policy in self.policies.values() for seat in policy.columns]
+        for column in [asked] if asked else [seat for seat in everyone if seat.env_rank == e]:
             action = action_of(column)
             if column.seen is not None:
                 column.policy.open(column, action)
@@ -248,8 +248,8 @@ class ReferenceLoop:
         not `env.reward`), or a dict of them by policy."""
         self._times, self._found = [-1] * self.batch_B, list[tuple[Any, TrajInfo]]()
         self.begin_episodes(-1, sorted(self._over))
-        for own in self._columns.values() if self._is_starting and not self._in_turns else ():
-            own.before = own.prev
+        for seat in self._columns.values() if self._is_starting and not self._in_turns else ():
+            seat.before = seat.prev
         self._is_starting = False
         for policy in self.policies.values():
             policy.agent.write_parameters(policy.source.read_parameters())
@@ -305,7 +305,7 @@ class ReferenceLoop:
         for p, name in enumerate(self._agents):
             if name in policies:
                 model_seed = self._seed_of(Purpose.MODEL, 0, *([p] if p else []))
-                policies[name].begin(n, lambda own: self._rng_of(purpose, *own.key, *key), model_seed)
+                policies[name].begin(n, lambda column: self._rng_of(purpose, *column.key, *key), model_seed)
 
     def _of(self, e: int) -> list[Column]:
         """The columns of environment e."""
@@ -336,7 +336,7 @@ class ReferenceLoop:
 
     def _advance(self, envs: Sequence[int]) -> None:
         """These environments, which step together, get what was decided."""
-        acting = {key: own for key, own in self._columns.items() if key[0] in envs and own.cell is not None}
+        acting = {key: column for key, column in self._columns.items() if key[0] in envs and column.cell is not None}
         steps, joined, others = self._envs.step({key: _given(column) for key, column in acting.items()})
         for key, step in steps.items():
             self._close(acting[key], *step)
@@ -347,8 +347,8 @@ class ReferenceLoop:
         for column, info in ended:
             self._end(column, info)
         for e in dict.fromkeys(e for e, _ in steps):
-            own = [float(step[1]) for (env_rank, _), step in steps.items() if env_rank == e]
-            self._rewards[e].append(others.get(e, 0.0) + sum(own))
+            rewards = [float(step[1]) for (env_rank, _), step in steps.items() if env_rank == e]
+            self._rewards[e].append(others.get(e, 0.0) + sum(rewards))
             if all(column.seen is None for column in self._of(e)):
                 self._end_game(e)
 
@@ -455,7 +455,7 @@ class ReferenceLoop:
         self._found.append(((self._times[e], e, column.seat if column else np.inf), info))
 
     def _ordered(self) -> list[TrajInfo]:
-        return [info for _, info in sorted(self._found, key=lambda found: found[0])]
+        return [info for _, info in sorted(self._found, key=lambda entry: entry[0])]
 
 
 class _Evaluation(ReferenceLoop):
@@ -493,7 +493,7 @@ class _Evaluation(ReferenceLoop):
         self.reset(starts)
 
     def _join(self, seen: Mapping[Key, Any]) -> None:
-        super()._join({key: own for key, own in seen.items() if self._left[key[0]]})
+        super()._join({key: observation for key, observation in seen.items() if self._left[key[0]]})
 
     def _finish(self, info: TrajInfo, e: int, column: Column | None = None) -> None:
         n_ended = self._ended[e]

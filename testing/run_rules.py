@@ -15,7 +15,7 @@ from penstock.collectors import TrajInfo
 from penstock.errors import SamplerBrokenError
 from penstock.samplers import AlternatingSampler, GpuSampler, ParallelSampler, Sampler, SerialSampler
 from penstock.testing.rules import Violation, first_difference
-from penstock.testing.traces import Batch, CollectorSetup, Trace, run
+from penstock.testing.traces import CollectedBatch, CollectorSetup, Trace, run
 
 _EXIT_SECONDS = 3.0  # how long processes may take to exit after shutdown
 
@@ -23,13 +23,13 @@ _EXIT_SECONDS = 3.0  # how long processes may take to exit after shutdown
 # ---- the same batch ------------------------------------------------------------------------
 
 
-def one_seed_gives_one_batch(first: Trace, second: Sequence[Batch]) -> None:
+def one_seed_gives_one_batch(first: Trace, second: Sequence[CollectedBatch]) -> None:
     """Two runs with the same seed give the same batches and trajectories."""
     remedy = (
         "draw random numbers from self.streams.rngs(...), or seed generators with self.streams.env_seeds(...); the "
         "environments must be deterministic under a seed"
     )
-    _compare(first.found, second, "in two runs with one seed", remedy)
+    _compare(first.collected, second, "in two runs with one seed", remedy)
 
 
 def any_number_of_workers_gives_the_same_batch(trace: Trace, n_workers: Sequence[int]) -> None:
@@ -39,8 +39,8 @@ def any_number_of_workers_gives_the_same_batch(trace: Trace, n_workers: Sequence
         "output depends on the batch size"
     )
     for n in n_workers:
-        found, where = run(trace.setup, ParallelSampler, n_workers=n), f"in one process and in {n} workers"
-        _compare(trace.found, found, where, remedy, close=trace.setup.agent is not None)
+        batches, where = run(trace.setup, ParallelSampler, n_workers=n), f"in one process and in {n} workers"
+        _compare(trace.collected, batches, where, remedy, close=trace.setup.agent is not None)
 
 
 def central_samplers_give_the_same_batch(trace: Trace) -> None:
@@ -56,11 +56,13 @@ def central_samplers_give_the_same_batch(trace: Trace) -> None:
         ("an AlternatingSampler", AlternatingSampler, {}),
     )
     for name, cls, arguments in ways:
-        found, where = run(trace.setup, cls, n_workers=2, **arguments), f"in one process and in {name}"
-        _compare(trace.found, found, where, remedy, close=trace.setup.agent is not None)
+        batches, where = run(trace.setup, cls, n_workers=2, **arguments), f"in one process and in {name}"
+        _compare(trace.collected, batches, where, remedy, close=trace.setup.agent is not None)
 
 
-def _compare(left: Sequence[Batch], right: Sequence[Batch], where: str, remedy: str, *, close: bool = False) -> None:
+def _compare(
+    left: Sequence[CollectedBatch], right: Sequence[CollectedBatch], where: str, remedy: str, *, close: bool = False
+) -> None:
     for one, two in zip(left, right, strict=True):
         difference = first_difference(_pairs(one, two), close=close)
         figures, others = (list(map(_figures, batch.infos)) for batch in (one, two))
@@ -74,7 +76,7 @@ def _figures(info: TrajInfo) -> tuple[Any, ...]:
     return info.Length, info.Return, info.env_rank, info.number, info.agent_id, info.policy
 
 
-def _pairs(left: Batch, right: Batch) -> list[tuple[str, Any, Any]]:
+def _pairs(left: CollectedBatch, right: CollectedBatch) -> list[tuple[str, Any, Any]]:
     """The fields of two batches: name, left, right. An inference server has no values of joint agents."""
     return [
         (name if len(left.fields) == 1 else f"{policy}.{name}", field, right.fields[policy][name])
@@ -97,7 +99,7 @@ def every_cell_is_written(trace: Trace) -> None:
             "read no row before it is written",
         ) from error
     remedy = "write all fields of each row, as self.act(t) and self.step_envs(t) do; self.begin_batch clears the flags"
-    for one, two in zip(trace.found, filled, strict=True):
+    for one, two in zip(trace.collected, filled, strict=True):
         if (difference := first_difference(_pairs(one, two))) is not None:
             seen = f"{difference} (itr={one.itr}), depending on what the learner wrote into the batch before"
             raise Violation(seen, remedy)

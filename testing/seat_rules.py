@@ -93,13 +93,13 @@ class GameSetup:
             seats, games = self._columns(env, checks)
             games.reset([0], [Start(self.seed)])
             for _ in range(self.n_steps):
-                events = games.step([self._draw(own, rng) for own in seats])
-                for own, its in zip(seats, () if events is None else events.policies, strict=events is not None):
+                events = games.step([self._draw(seat, rng) for seat in seats])
+                for seat, its in zip(seats, () if events is None else events.policies, strict=events is not None):
                     for column, last, *_ in its.ends:
-                        own.check_final(column, last)
-                for own in seats:
-                    own.write_rewards(np.zeros(1, np.float32))
-                    own.blank_idle(None)
+                        seat.check_final(column, last)
+                for seat in seats:
+                    seat.write_rewards(np.zeros(1, np.float32))
+                    seat.blank_idle(None)
                 if events is not None:
                     games.reset(events.over)
         except (SpaceError, ConfigError) as error:
@@ -111,20 +111,20 @@ class GameSetup:
 
     def _columns(self, env: Recorded, checks: Checks) -> tuple[list[Any], LockStepColumns]:
         """The environment, and the seat of each agent."""
-        own: tuple[Any, Any, Any] = ParallelView, SeatColumns, LockStepColumns
-        view_cls, seats_cls, cls = (TurnView, TurnSeats, TurnColumns) if self.in_turns else own
+        classes: tuple[Any, Any, Any] = ParallelView, SeatColumns, LockStepColumns
+        view_cls, seats_cls, cls = (TurnView, TurnSeats, TurnColumns) if self.in_turns else classes
         view = view_cls(env, mask_key=info_key(self.mask_key))
         progress = UntimedProgress(ControlBlock(1, 1, shared=False), 0)
         seats = [seats_cls([SeatRank(0, agent)], spaces, progress, checks) for agent, spaces in view.spaces.items()]
         return seats, cls([view], seats, [0])
 
-    def _draw(self, own: SeatColumns, rng: np.random.Generator) -> Any:
+    def _draw(self, seat: SeatColumns, rng: np.random.Generator) -> Any:
         """A random action, legal if there is a mask, as a row of one."""
-        row, observation = draw(own.action_space, rng, 1), own.observations[0]
-        if own.asked if isinstance(own, TurnSeats) else not own.idle:
-            own.check_column(0)
+        row, observation = draw(seat.action_space, rng, 1), seat.observations[0]
+        if seat.asked if isinstance(seat, TurnSeats) else not seat.idle:
+            seat.check_column(0)
             if self.mask_key is not None:
-                mask = ActionMask(self.mask_key, own.observation_space, own.action_space)
+                mask = ActionMask(self.mask_key, seat.observation_space, seat.action_space)
                 row = mask.draw(mask.legal(observation), rng.random((1, mask.n_components)))
         return row
 
@@ -167,10 +167,10 @@ def games_say_whose_turn_it_is_and_who_ends(setup: GameSetup) -> None:
 def rewards_are_counted_until_the_next_turn(setup: GameSetup) -> None:
     """The reward of env.last() is the sum of the agent's entries in env.rewards since its last action. So each reward
     is returned once, and the reward for an action comes with the next observation of the agent."""
-    for i, (agent, found, wanted) in enumerate(setup.play().rewards):
-        if not np.isclose(found, wanted):
+    for i, (agent, reward, wanted) in enumerate(setup.play().rewards):
+        if not np.isclose(reward, wanted):
             raise Violation(
-                f"call {i} of last() returned the reward {found} for agent {agent!r}, whose entries in env.rewards "
+                f"call {i} of last() returned the reward {reward} for agent {agent!r}, whose entries in env.rewards "
                 f"since its last action sum up to {wanted}",
                 "clear env.rewards in each step, set _cumulative_rewards of the agent that acts to 0, then call "
                 "_accumulate_rewards() once",

@@ -41,7 +41,7 @@ class CollectorSetup(Setup):
     def make_agent(self, log: Log | None = None) -> Any:
         """The agent that acts, or those of each policy. Their values are known. With `log`, they log their calls."""
         if isinstance(self.agent, Mapping):
-            return {name: _with_known_values(own, name, log) for name, own in self.agent.items()}
+            return {name: _with_known_values(agent, name, log) for name, agent in self.agent.items()}
         return _with_known_values(ProbeAgent(RandomAgent()) if self.agent is None else self.agent, "agent", log)
 
     @property
@@ -113,7 +113,7 @@ def _with_known_values(agent: Agent, policy: str, log: Log | None) -> Agent:
 
 
 @dataclass(frozen=True)
-class Batch:
+class CollectedBatch:
     """One batch: the fields of each policy without their groups (`reward`, not `env.reward`), and the trajectories."""
 
     itr: int
@@ -128,9 +128,9 @@ def run(
     log: Log | None = None,
     fills: bool = False,
     **arguments: Any,
-) -> list[Batch]:
+) -> list[CollectedBatch]:
     """The batches of a sampler. With `fills`, each is overwritten before the next one is collected."""
-    agents, batches = setup.make_agent(log), list[Batch]()
+    agents, batches = setup.make_agent(log), list[CollectedBatch]()
     # An inference server has no values of a joint agent.
     has_values = not (issubclass(cls, GpuSampler) and getattr(agents, "joint", False))
     with setup.sampler(cls, log, **arguments) as sampler:
@@ -139,8 +139,10 @@ def run(
             if log is not None:
                 log.append(Event("batch"))
             samples, infos = sampler.obtain_samples(itr)
-            copies = {name: own.copy().numpy() for name, own in _by_policy(samples).items()}
-            batches.append(Batch(itr, {n: NamedArrays(own.env, **own.agent) for n, own in copies.items()}, infos))
+            copies = {name: part.copy().numpy() for name, part in _by_policy(samples).items()}
+            batches.append(
+                CollectedBatch(itr, {n: NamedArrays(part.env, **part.agent) for n, part in copies.items()}, infos)
+            )
             for _, leaf in samples.leaves() if fills else ():
                 array = np.asarray(leaf)
                 kind = array.dtype.kind
@@ -227,15 +229,15 @@ def starts_of(event: Event, n: int) -> dict[int, dict[str, Any]]:
 def calls_by_row(log: Sequence[Event]) -> Mapping[tuple[int, int], Sequence[Event]]:
     """The calls of environments by the number of the batch and the row: those after the agents have acted in row t.
     Those before row 0 have t = -1, and those before the first batch are (-1, -1)."""
-    found, k, n_acts = defaultdict[tuple[int, int], list[Event]](list), -1, Counter[Any]()
+    by_row, k, n_acts = defaultdict[tuple[int, int], list[Event]](list), -1, Counter[Any]()
     for event in log:
         if event.kind == "batch":
             k, n_acts = k + 1, Counter()
         elif event.kind == "agent.step" and k >= 0:
             n_acts[event.who] += 1
         elif event.kind.startswith("env."):
-            found[k, max(n_acts.values(), default=0) - 1].append(event)
-    return found
+            by_row[k, max(n_acts.values(), default=0) - 1].append(event)
+    return by_row
 
 
 @dataclass(frozen=True)
@@ -243,8 +245,8 @@ class Trace:
     """Some batches of a collector in one process, and those of the reference loop."""
 
     setup: CollectorSetup
-    found: Sequence[Batch]
-    wanted: Sequence[Batch]
+    collected: Sequence[CollectedBatch]
+    wanted: Sequence[CollectedBatch]
     log: Log
     wanted_log: Log
     #: Of each policy: its columns, and how many of them share a state of the agent.
@@ -265,7 +267,7 @@ class Trace:
 def record(setup: CollectorSetup, traj_info_cls: type[TrajInfo] = TrajInfo) -> Trace:
     """Run `setup` in a `SerialSampler`, and then in the reference loop."""
     log, wanted_log = Log(), Log()
-    found = run(setup, log=log, traj_info_cls=traj_info_cls)
+    collected = run(setup, log=log, traj_info_cls=traj_info_cls)
     loop = Replay(
         _env_fns(setup),
         setup.make_agent(wanted_log),
@@ -281,13 +283,13 @@ def record(setup: CollectorSetup, traj_info_cls: type[TrajInfo] = TrajInfo) -> T
         waits=setup.collector_cls.waits,
     )
     wanted = []
-    for batch in found:
+    for batch in collected:
         wanted_log.append(Event("batch"))
         samples, infos = loop.obtain_samples(batch.itr)
-        wanted.append(Batch(batch.itr, samples if isinstance(samples, dict) else {"agent": samples}, infos))
+        wanted.append(CollectedBatch(batch.itr, samples if isinstance(samples, dict) else {"agent": samples}, infos))
     loop.close()
     columns = {name: (policy.columns, policy.k) for name, policy in loop.policies.items()}
-    return Trace(setup, found, wanted, log, wanted_log, columns, loop.left, loop.cut)
+    return Trace(setup, collected, wanted, log, wanted_log, columns, loop.left, loop.cut)
 
 
 def _env_fns(setup: CollectorSetup) -> Any:
