@@ -32,7 +32,7 @@ _GOODBYE = 100  # milliseconds in which the client can close first
 _ABORT = struct.pack("ii", 1, 0)  # without it, the kernel keeps the port of a closed connection for a minute
 
 
-class Connection:
+class GameClient:
     """A client's socket, and what has come from it: lines of JSON, or msgpack after 4 bytes with its length."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
@@ -239,14 +239,14 @@ class ServedGame(gym.Env[Any, Any]):
         self._game: GameProcess | None = None
         self._lease: PortLease | None = None
         self._listener: socket.socket | None = None
-        self._poll, self._strangers = select.poll(), dict[int, Connection]()  # by descriptor: no hello yet
+        self._poll, self._strangers = select.poll(), dict[int, GameClient]()  # by descriptor: no hello yet
         self._forget()
         if command is not None:
             self._listen()
 
     def _forget(self) -> None:
         """The state without a client."""
-        self._client: Connection | None = None
+        self._client: GameClient | None = None
         self._session: str | None = None
         self._n = 0  # the number of the client's last message
         self._answer: dict[str, Any] = {}  # to this message; empty if it has none yet
@@ -414,7 +414,7 @@ class ServedGame(gym.Env[Any, Any]):
         """Take what has come from a client, or to the listener."""
         if self._listener is not None and descriptor == self._listener.fileno():
             with contextlib.suppress(OSError):  # it has gone already
-                new = Connection(self._listener.accept()[0], self._reply_timeout)
+                new = GameClient(self._listener.accept()[0], self._reply_timeout)
                 self._strangers[new.fileno()] = new
                 self._poll.register(new, select.POLLIN)
             if len(self._strangers) > _MOST_STRANGERS:
@@ -432,7 +432,7 @@ class ServedGame(gym.Env[Any, Any]):
             except ValueError as error:
                 self._refuse(stranger, str(error))
 
-    def _welcome(self, stranger: Connection, hello: dict[str, Any]) -> None:
+    def _welcome(self, stranger: GameClient, hello: dict[str, Any]) -> None:
         """Make the stranger the client. Raises ValueError with what is wrong with its hello."""
         if self._token is not None and not hmac.compare_digest(
             *(repr(each).encode() for each in (hello.get("token"), self._token))
@@ -466,7 +466,7 @@ class ServedGame(gym.Env[Any, Any]):
         text = f"the client at port {self.port} was lost after message {self._n}, and did not come back"
         self._set_deadline(f"{text} within reconnect={self._reconnect:g} s", self._reconnect)
 
-    def _refuse(self, stranger: Connection, why: str) -> None:
+    def _refuse(self, stranger: GameClient, why: str) -> None:
         del self._strangers[stranger.fileno()]
         self._refusal = f" (the last connection was refused: {why})"
         stranger.send({"error": why})
@@ -479,7 +479,7 @@ class ServedGame(gym.Env[Any, Any]):
         if self._game is not None:
             self._stop_listening()
 
-    def _close(self, connection: Connection, why: str | None = None) -> None:
+    def _close(self, connection: GameClient, why: str | None = None) -> None:
         self._poll.unregister(connection)
         connection.close(why)
 

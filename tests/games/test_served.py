@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from penstock import ConfigError, GameError, ParallelSampler, RandomAgent, SerialSampler, SpaceError
 from penstock.errors import SamplerStateError
 from penstock.games import ServedGame
-from penstock.games.served import Connection, decoded, encoded
+from penstock.games.served import GameClient, decoded, encoded
 
 from ..support import assert_same, collect, sampler_of, without_infos
 
@@ -678,7 +678,7 @@ class Pieces:
 
 def messages_of(data: bytes, sizes: list[int], form: str, limit: int = 0) -> list[Any]:
     """What a connection makes of the bytes: dicts, and an error at the end if there is one."""
-    connection, found = Connection(Pieces(data, list(sizes)), 1.0), list[Any]()  # type: ignore[arg-type]
+    connection, found = GameClient(Pieces(data, list(sizes)), 1.0), list[Any]()  # type: ignore[arg-type]
     connection.begin({}, form)
     if limit:
         connection._limit = limit
