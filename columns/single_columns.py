@@ -192,9 +192,6 @@ class SingleColumns(ListedColumns, Columns):
         self._writes_in_place = n_stepped < len(envs)
         # Where environments with `step_into` write the last row of a batch: the learner never sees it.
         self._last = example_rows(self.observation_space, len(envs)) if self._writes_in_place else None
-        # The arrays and the row that have the current observations, if they are written at once. Otherwise they are in
-        # the list `observations`.
-        self._row: tuple[Any, int] | None = None
         self.reset_infos: list[Any] = [{}] * len(envs)  #: of the last resets: errors name a mask that they have
         self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
         self._ends: list[End] = []
@@ -222,29 +219,26 @@ class SingleColumns(ListedColumns, Columns):
     # ---- observations ----------------------------------------------------------------------
 
     def end_batch(self) -> None:
-        if self._row is not None:  # fewer rows were collected
+        if self.written_row >= 0:  # fewer rows were collected
             self.observations = [snapshot(self.current(e)) for e in range(len(self))]
-            self._row, self.written_row = None, -1
+            self.written_row = -1
 
     def current(self, column: int) -> Any:
-        if self._row is None:
+        if (t := self.written_row) < 0:
             return self.observations[column]
-        arrays, t = self._row
-        return map_tree(lambda array: array[t, column], arrays)
+        return map_tree(lambda array: array[t, column], self.into)
 
     def _note(self, e: int, observation: Any) -> None:
         """This is the current observation of environment e."""
-        if self._row is None:
+        if self.written_row < 0:
             self.observations[e] = snapshot(observation)
-            return
-        arrays, t = self._row
-        if not put_cell(arrays, t, e, observation):
-            self._write_current(arrays, t, e, observation)
+        elif not put_cell(self.into, self.written_row, e, observation):
+            self._write_current(self.into, self.written_row, e, observation)
 
     # ---- resets ----------------------------------------------------------------------------
 
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
-        words, row, phase = self._words, self._row, self._words[PHASE]
+        words, row, phase = self._words, self.written_row, self._words[PHASE]
         is_plain = starts is None and self.episodes is None and self.renewals is None
         for i, e in enumerate(envs):
             start = _START if starts is None else starts[i]
@@ -257,7 +251,7 @@ class SingleColumns(ListedColumns, Columns):
             if result.__class__ is not tuple or len(result) != 2 or result[1].__class__ is not dict:
                 result = checked_reset(result, self.env_ranks[e])
             observation, self.reset_infos[e] = result
-            if row is None or not put_cell(row[0], row[1], e, observation):
+            if row < 0 or not put_cell(self.into, row, e, observation):
                 self._note(e, observation)
             if self.on_info is not None and result[1]:
                 self.on_info(e, result[1])
@@ -342,27 +336,26 @@ class SingleColumns(ListedColumns, Columns):
 
     def step(self, actions: Sequence[Any], row: int | None = None, which: int | None = None) -> Events | None:
         """See `Columns`. Almost all time that penstock needs per environment step is spent here."""
-        action_row, active, before, ends = actions[0], self._active, None, self._ends
+        active, before, outs, arrays, t = self._active, None, None, None, -1
         if which is None:
-            each = self.split_actions(action_row)
+            each = self.split_actions(actions[0])
         else:
-            each, active = self.split_actions(action_row[which : which + 1]), [self._bound[which]]
+            each, active = self.split_actions(actions[0][which : which + 1]), [self._bound[which]]
         if self._is_special:
             if which is None and self.waiting:
                 each = [each[entry[0]] for entry in active]
             before = self._look(active, each)
-        outs = None
-        if row is None or (self._is_simple and row == self._last_row):
-            self._row, self.written_row = None, -1
-        elif self._is_simple:
-            self._row, self.written_row = (self.into, row), row
-        else:
+        if row is not None and self._writes_at_once and row != self._last_row:
+            arrays, t = self.into, row
+        self.written_row = t
+        if row is not None and not self._is_simple:
             outs = self._begin_row(row)
-        arrays, t = self._row or (None, 0)
-        words, watch, observations, rewards, first = self._loop_words, self._watch, self.observations, self.rewards, 0
+        watch, observations, rewards, ends, first = self._watch, self.observations, self.rewards, self._ends, 0
         while True:  # step_ordinary returns at each step that needs a check or a hook
             try:
-                stop = step_ordinary(words, active, each, outs, first, watch, observations, rewards, ends, arrays, t)
+                stop = step_ordinary(
+                    self._loop_words, active, each, outs, first, watch, observations, rewards, ends, arrays, t
+                )
             except self.renewable as error:
                 first = self._cut(active, error)
                 continue
@@ -372,18 +365,14 @@ class SingleColumns(ListedColumns, Columns):
         return self._take_ends() if ends else None
 
     def _begin_row(self, row: int) -> list[Any] | None:
-        """The observations of this step go to `row`; those of the last row of a batch stay here too. Returns where
-        environments with `step_into` write them."""
-        is_last = row == self._last_row
-        self._row, self.written_row = None, -1
-        if self._writes_at_once and not is_last:
-            self._row, self.written_row = (self.into, row), row
+        """Some environments wait, or write in place. Returns where those with `step_into` write their observations."""
         if self._writes_at_once:  # otherwise the list has been zero there since `park`
             for e in self.waiting:
                 self._note(e, self.zero)
         if not self._writes_in_place:
             return None
-        arrays, t = (self._last, 0) if is_last and row else (self.into, row)
+        # The last row of a batch stays here: the learner gets the batch.
+        arrays, t = (self._last, 0) if row == self._last_row and row else (self.into, row)
         return cells_of(arrays, t, len(self.envs))
 
     def _look(self, active: Sequence[Any], each: Sequence[Any]) -> dict[int, tuple[Any, Any]] | None:
@@ -407,7 +396,7 @@ class SingleColumns(ListedColumns, Columns):
             result = with_observation(outs[e], result, env_rank)
         observation, reward, terminated, truncated, info = checked_step(result, env_rank)
         if outs is None or step_into is None:
-            if self._row is None or terminated or truncated:
+            if self.written_row < 0 or terminated or truncated:
                 observation = self._keep(e, observation)
             else:
                 self._note(e, observation)
@@ -422,17 +411,16 @@ class SingleColumns(ListedColumns, Columns):
             self.on_step(e, seen, action, reward, terminated, truncated, info)
         if terminated or truncated:
             self._ends.append((e, observation, reward, terminated, truncated))
-        if self._row is None:
+        if self.written_row < 0:
             self.observations[e] = observation
         self.rewards[e] = reward
         return i + 1
 
     def _keep(self, e: int, observation: Any) -> Any:
         """A copy of an observation. If it is written at once, it is the last one of an episode, and is written too."""
-        if self._row is not None:
-            arrays, t = self._row
-            if not put_cell(arrays, t, e, observation):
-                self.write_final(arrays, t, e, observation)
+        t = self.written_row
+        if t >= 0 and not put_cell(self.into, t, e, observation):
+            self.write_final(self.into, t, e, observation)
         return snapshot(observation)
 
     def _cut(self, active: Sequence[Any], error: Exception) -> int:

@@ -205,7 +205,9 @@ from penstock import TrajInfo
 from penstock.envs import CountingEnv, SlowEnv
 from penstock.testing import Fault, faulty_env
 def say(*words):
-    print(*words, flush=True)
+    # Several processes say something at once: print would write the words and the end of the line one after the other.
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
 """
 
 
