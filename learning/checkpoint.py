@@ -57,9 +57,7 @@ def write_checkpoint(folder: Path, ring: Ring, facts: dict[str, Any], priorities
             with suppress(OSError):  # what stays, the next save removes
                 _remove_incomplete(folder)
     except OSError as error:
-        raise _not_written(
-            folder, sum(piece.nbytes for pieces in fields.values() for piece in pieces), error
-        ) from error
+        raise _not_written(folder, sum(piece.nbytes for field in fields.values() for piece in field), error) from error
 
 
 def _write_files(folder: Path, index: dict[str, Any], fields: dict[str, list[Any]]) -> None:
