@@ -69,6 +69,7 @@ class TurnRecorder(Recorder):
         self.columns.most_rows, n = self.batch_T, len(self.columns)
         # Of this batch, the last round in which somebody has decided, the rows of these decisions, and their columns.
         self._acted: tuple[int, Any, Any] = (-1, [], [])
+        self._lost: list[int] = []  # of them, whose game has failed in this round
         self._ends_at = np.zeros((self.batch_T, n), np.int64)  # the round in which a row's episode ends
         self._random: dict[int, list[float]] = {}  # the rewards before a random step that is open
         # What is recorded beside the observation and the action of the decisions that are open.
@@ -153,7 +154,7 @@ class TurnRecorder(Recorder):
             target[row, at] = source
         if len(asked) > 1:
             self.prev_action[at] = part.actions[0]
-        self._acted = t, row, at
+        self._acted, self._lost = (t, row, at), []
         if self._on_step is not None:
             self._open.agent_info[at] = samples.agent_info[row, at]
             self.tracker.set_agent_info(self._open.agent_info)
@@ -186,6 +187,7 @@ class TurnRecorder(Recorder):
         super().record_extra(0, fields, owner)
         acted, row, at = self._acted
         for name in fields if acted == t else ():
+            self._extra_row[name][0, self._lost] = 0  # their games have failed in this round
             self.samples.extra[name][row, at] = self._extra_row[name][0, at]
 
     def _record_each(self, t: int, ends: Sequence[Any], going: list[int]) -> None:
@@ -208,6 +210,7 @@ class TurnRecorder(Recorder):
     def _record_cut(self, t: int, column: int) -> None:
         """The open decision is lost, and its row is that of the next one."""
         samples, row = self.samples, max(self.columns.rows[column], 0)
+        self._lost.append(column)
         self.tracker.cut(column, self._ends.cut(row, column), row - 1)
         self._ends.done[row, column], samples.valid[row, column] = False, True
         samples.observation[row, column], samples.action[row + 1, column], self._beside()[row, column] = 0, 0, 0

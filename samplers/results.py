@@ -30,17 +30,29 @@ def ends_of_trajectories(found: Trajectories) -> list[tuple[int, int]]:
     """The last time step and the env_rank of each, in the order of the trajectory infos; with several agents, see
     `Seating.key` for the env_rank."""
     if found and isinstance(found[0], ObjectMessage):
-        return sorted(message[1:3] for message in found)
+        return [message[1:3] for message in found]
     return [record[:2] for record in found]
 
 
+def in_order(found: Trajectories) -> Trajectories:
+    """`found`, ordered by time step, then env_rank. The report of a game that was cut comes after the agents that have
+    ended in its last step."""
+    first = int(isinstance(found[0], ObjectMessage))  # where the time step is
+
+    def order(item: Any) -> tuple[int, int]:
+        t, key = item[first : first + 2]
+        return t, max(key, ~key)  # that of a cut game is inverted
+
+    return sorted(found, key=order)
+
+
 def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) -> list[TrajInfo]:
-    """The trajectory infos of the user's class, ordered by time step, then env_rank.
+    """The trajectory infos of the user's class, in the order of the messages.
 
     Raises `ConfigError` naming the attribute that cannot be unpickled.
     """
     infos = []
-    for _, t, env_rank, attributes in sorted(messages, key=lambda message: message[1:3]):
+    for _, t, env_rank, attributes in messages:
         if isinstance(attributes, Unreadable):
             raise ConfigError(
                 f"the attribute {attributes.attribute!r} of a {cls.__name__} of env_rank {env_rank}, t={t}, cannot "

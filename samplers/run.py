@@ -15,6 +15,7 @@ from penstock.agents import Agent
 from penstock.agents.shared_parameters import UnpublishedChanges
 from penstock.arguments import integer
 from penstock.buffers import Samples
+from penstock.buffers.object_pipe import ObjectMessage
 from penstock.buffers.samples import parts_of
 from penstock.collectors import EvalCollector, TrajInfo
 from penstock.envs.calls import pickled, single_results
@@ -24,7 +25,7 @@ from penstock.samplers.batches import Batches, frame_of_user
 from penstock.samplers.config import SamplerState
 from penstock.samplers.metrics import SamplerMetrics
 from penstock.samplers.refusals import refuse
-from penstock.samplers.results import EVALUATION, Trajectories, ends_of_trajectories, infos_from_messages
+from penstock.samplers.results import EVALUATION, Trajectories, ends_of_trajectories, in_order, infos_from_messages
 from penstock.samplers.stats import SamplerStats, ServerStats, WorkerStats, worker_stats
 from penstock.workers.call_guard import CallGuard
 from penstock.workers.control import Command
@@ -207,6 +208,8 @@ class Run:
             found = self.pool.take_messages(opening)
         elif any(counts):
             found = memory.records.take(counts, self.first_records[max(slot, 0)])
+        if found and (self.seating.has_games or isinstance(found[0], ObjectMessage)):
+            found = in_order(found)
         if found and self.seating.has_games:
             for env_rank in self._uncounted(found, slot).values():
                 own = [plan.eval_env_ranks if slot == EVALUATION else plan.env_ranks for plan in self.plans]

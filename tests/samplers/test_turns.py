@@ -351,8 +351,20 @@ def decisions_of(log: list[Any], agent: str) -> tuple[list[Any], list[tuple[int,
     return rows, episodes
 
 
+class Noting(ResetCollector):
+    """Writes the round and the environment's rank for each decision."""
+
+    extra_fields: ClassVar[Any] = {"round": np.int64(0), "rank": np.int64(0)}
+
+    def step_envs(self, t: int) -> None:
+        super().step_envs(t)
+        for recorder in self.recorders:
+            ranks = np.array([int(rank) for rank in recorder.columns.env_ranks])
+            self.record_extra(t, recorder.policy, round=np.full(len(ranks), t), rank=ranks)
+
+
 @pytest.mark.parametrize(
-    ("T", "cls"), [(1, ResetCollector), (4, ResetCollector), (30, ResetCollector), (4, WaitResetCollector)]
+    ("T", "cls"), [(1, ResetCollector), (4, Noting), (30, ResetCollector), (4, WaitResetCollector)]
 )
 def test_a_game_that_fails_is_built_again_and_its_open_decisions_are_lost(T: int, cls: type[Collector]) -> None:
     Failing.chance = 0.0
@@ -370,6 +382,7 @@ def test_a_game_that_fails_is_built_again_and_its_open_decisions_are_lost(T: int
         for itr in range(400 // T):
             samples, own = sampler.obtain_samples(itr)
             infos += own
+            assert cls is not Noting or not samples.env.extra.round[~samples.env.valid].any()
             for b, rows in enumerate(found.values()):
                 env = samples.copy().numpy().env[:, b]
                 n = int(env.valid.sum())
@@ -393,16 +406,35 @@ def test_a_game_that_fails_is_built_again_and_its_open_decisions_are_lost(T: int
         assert len(told) > 5
 
 
-class Noting(ResetCollector):
-    """Writes the round and the environment's rank for each decision."""
+class FailsAfterAnEnd(TurnGame):
+    """Its game may fail when an agent that has ended is removed. `ended` has these agents, for each game that began."""
 
-    extra_fields: ClassVar[Any] = {"round": np.int64(0), "rank": np.int64(0)}
+    ended: ClassVar[list[set[str]]] = []
+    chance = 0.0
 
-    def step_envs(self, t: int) -> None:
-        super().step_envs(t)
-        for recorder in self.recorders:
-            ranks = np.array([int(rank) for rank in recorder.columns.env_ranks])
-            self.record_extra(t, recorder.policy, round=np.full(len(ranks), t), rank=ranks)
+    def reset(self, seed: int | None = None, options: Any = None) -> None:
+        super().reset(seed, options)
+        self.ended.append(set())
+
+    def step(self, action: Any) -> None:
+        if action is None:
+            self.ended[-1].add(self.agent_selection)
+            if np.random.default_rng(len(self.ended)).random() < FailsAfterAnEnd.chance:
+                raise GameError("lost")
+        super().step(action)
+
+
+@pytest.mark.parametrize("traj_info_cls", [TrajInfo, type("OwnTrajInfo", (TrajInfo,), {})])
+def test_who_ends_in_the_round_in_which_its_game_fails_belongs_to_this_game(traj_info_cls: Any) -> None:
+    FailsAfterAnEnd.chance = 0.0
+    options: dict[str, Any] = {"on_game_failure": "renew", "max_renewals": 9_999, "max_decorrelation_steps": 0}
+    with started(FailsAfterAnEnd, batch_T=5, batch_B=1, traj_info_cls=traj_info_cls, **options) as sampler:
+        FailsAfterAnEnd.ended[:], FailsAfterAnEnd.chance = FailsAfterAnEnd.ended[-1:], 0.3
+        infos = [info for itr in range(60) for info in sampler.obtain_samples(itr)[1]]
+        assert sampler.stats().workers[0].renewals > 5
+    whose = [(info.number, info.agent_id) for info in infos]
+    assert len(set(whose)) == len(whose) > 60
+    assert all(agent is None or agent in FailsAfterAnEnd.ended[number] for number, agent in whose)
 
 
 class TwiceAsLong(EvalCollector):
