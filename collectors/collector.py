@@ -247,7 +247,7 @@ class Collector(MadeByWorker):
         that has ended in them shares (env_rank, number) with one of the next game."""
         if self.games is not None:
             for e in envs:
-                self.games.cut(e, 1, 0)  # no row of this batch belongs to them
+                self.games.cut(e, 1, -1)  # before row 0: no row of this batch belongs to them
 
     def start_agent(self) -> None:
         """Prepare the agents for the first batch. Runs once, after `start_envs`."""

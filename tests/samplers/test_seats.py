@@ -141,7 +141,7 @@ def test_workers_write_the_cells_of_their_seats_into_a_replay(kwargs: dict[str, 
     infos: list[Any] = []
     with started(ScriptedGame, Valued(), AsyncSampler, seed=1, **options) as sampler:
         while len(infos) < 200:
-            drawn = replay.sample(64)
+            drawn = replay.sample(256)  # so many that some end an episode
             infos += sampler.take_traj_infos()
         check_drawn(drawn, 0.9)
         assert {info.env_rank for info in infos} == set(range(5))
