@@ -63,13 +63,13 @@ class TurnRecorder(Recorder):
     columns: TurnSeats
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Of each slot, by the number of columns; for a single one, by its inverse.
+        # By slot, then by the number of columns; for a single column, by ~column.
         self._parts_of: dict[int, dict[int, _Part]] = {}
         super().__init__(*args, **kwargs)
         self.columns.most_rows, n = self.batch_T, len(self.columns)
-        # Of this batch, the last round in which somebody has decided, the rows of these decisions, and their columns.
+        # The last round of this batch in which somebody has decided, and the rows and columns of these decisions.
         self._acted: tuple[int, Any, Any] = (-1, [], [])
-        self._lost: list[int] = []  # of them, whose game has failed in this round
+        self._lost: list[int] = []  # those of these columns whose game has failed in this round
         self._ends_at = np.zeros((self.batch_T, n), np.int64)  # the round in which a row's episode ends
         self._random: dict[int, list[float]] = {}  # the rewards before a random step that is open
         # What is recorded beside the observation and the action of the decisions that are open.
@@ -183,7 +183,7 @@ class TurnRecorder(Recorder):
                     raise seats.with_env_rank(column, error) from None
 
     def record_extra(self, t: int, fields: Mapping[str, Any], owner: str) -> None:
-        """Of `fields`, each as `[B, ...]`, the decisions of round t get their parts."""
+        """Write `fields`, each as `[B, ...]`, into the rows of the decisions of round t."""
         super().record_extra(0, fields, owner)
         acted, row, at = self._acted
         for name in fields if acted == t else ():
@@ -208,7 +208,7 @@ class TurnRecorder(Recorder):
             self.prev_action[column] = 0
 
     def _record_cut(self, t: int, column: int) -> None:
-        """The open decision is lost, and its row is that of the next one."""
+        """The open decision is lost. The next decision is written into its row."""
         samples, row = self.samples, max(self.columns.rows[column], 0)
         self._lost.append(column)
         self.tracker.cut(column, self._ends.cut(row, column), row - 1)
@@ -218,8 +218,8 @@ class TurnRecorder(Recorder):
             samples.episode_start[column] = True
 
     def write_step(self, t: int) -> None:
-        """Last part of round t: write the rewards of the decisions that are closed, and what those see who are
-        asked."""
+        """Last part of round t: write the rewards of the decisions that are closed, and the observations of the seats
+        that are asked next."""
         seats, cells, prev_reward = self.columns, self._rewards, self._prev_reward
         rows, rewards = seats.rows, seats.rewards
         for column in seats.closed:
@@ -243,7 +243,7 @@ class TurnRecorder(Recorder):
         columns, n, is_open = np.arange(len(seats)), np.maximum(seats.rows, 0), self._is_open()
         samples.valid[...] = np.arange(self.batch_T)[:, None] < n
         samples.mark_starts()
-        # Of the first row that is no decision, only the observation is kept. It is also that after the last row.
+        # The first row without a decision keeps only its observation: what the seat sees after its last decision.
         self._write_seen(seats.asked)
         is_next = is_open.copy()
         is_next[seats.asked] = True

@@ -243,7 +243,7 @@ class Columns(ABC):
     can_step_one = True  #: whether an environment can be stepped, and reset with a seed, without the others
     keeps_seeds = False  #: whether an environment that was built again gets the seed of its `Start`
     evaluation = 0  #: the number of the running evaluation, from 1; 0: training
-    #: The rows of a batch of so many. In turns, rounds: as many as it takes.
+    #: The numbers of the rows of a batch with so many rows. In turns: of its rounds, as many as it needs.
     rounds: Callable[[int], Iterable[int]] = range
     n_rounds: int | None = None  #: in turns: the rounds of this batch so far
     episodes: EpisodeRecorder | None = None  #: numbers and seeds the episodes, and keeps their actions; None: no need

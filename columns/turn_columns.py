@@ -91,7 +91,7 @@ class TurnColumns(LockStepColumns):
         #: Which of `policies` has the seat in this game: (agent, env_rank, game, rng). None: the only one.
         self.chooser: Callable[..., int] | None = None
         self.seed = 0  #: of the run, for `chooser`
-        self.most_rounds = sys.maxsize  #: of a batch
+        self.most_rounds = sys.maxsize  #: the most that a batch may have
         self._numbers, self._generations = [0] * n, [0] * n  # of the games, for `chooser`
         #: Of this batch: its rounds; how many decisions each environment was given; the rewards of all agents that are
         #: not zero, as (round, environment, reward); and the same for the games that are over and have asked nobody.
@@ -106,7 +106,8 @@ class TurnColumns(LockStepColumns):
         return [[column for own, column in places if own is policy] for policy in self.policies]
 
     def rounds(self, n_rows: int) -> Iterator[int]:
-        """Their numbers, until each environment is over or waits for a seat that has all rows of the batch."""
+        """The numbers of the rounds. They end when each environment is over, or waits for a seat that has all its rows
+        of the batch."""
         for t in range(self.most_rounds):
             for own in self.policies:
                 if own.asked:
@@ -125,7 +126,7 @@ class TurnColumns(LockStepColumns):
         self.ask_all()
 
     def ask_all(self) -> None:
-        """Who is asked, but had all rows of the batch, decides next."""
+        """Ask every seat that decides next, also those that had all rows of the batch."""
         for own in self.policies:
             own.asked = self._asked_of(own, self._everyone)
 

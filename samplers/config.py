@@ -265,8 +265,8 @@ class SamplerConfig(PoolArguments):
 
     @property
     def eval_source(self) -> tuple[Any, EnvKwargs]:
-        """What builds the evaluation environments: a function or an id, and its arguments. From lists for training,
-        which have an entry for each environment, it is the first entry."""
+        """What builds the evaluation environments: a function or an id, and its arguments. Where those for training are
+        lists with an entry for each environment, evaluations take the first entry."""
         if self.eval_env_fn is not None:
             return self.eval_env_fn, self.eval_env_kwargs
         env_fn: Any = self.env_fn

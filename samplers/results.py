@@ -41,7 +41,7 @@ def in_order(found: Trajectories) -> Trajectories:
 
     def order(item: Any) -> tuple[int, int]:
         t, key = item[first : first + 2]
-        return t, max(key, ~key)  # that of a cut game is inverted
+        return t, max(key, ~key)  # the key of a cut game is inverted, and that of a game is above those of its agents
 
     return sorted(found, key=order)
 

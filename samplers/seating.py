@@ -60,7 +60,7 @@ class Seating:
         """The most rows in the timeline of a batch."""
         if not self.in_turns:
             return batch_T
-        # Each decision, and each game that asked nobody or has failed beside one.
+        # A round for each decision, and one for each game that asked nobody or has failed.
         return 2 * batch_T * self.width * len(self.policies) + MOST_UNASKED
 
     def n_seats(self, p: int) -> int | None:

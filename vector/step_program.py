@@ -91,8 +91,8 @@ class VectorProgram:
         # Items of memoryviews are Python integers and cost a third of numpy's.
         self._requested, self._replied = memoryview(counters.requested), memoryview(counters.replied)
         self._info_seq, self._seeds = memoryview(counters.info_seq), memoryview(counters.seed)
-        # Of a worker before this one, which has failed: environments that were not reset since, and those of them whose
-        # episodes were not cut yet.
+        # If this worker replaces another: the environments that were not reset since, and those of them whose episodes
+        # were not cut yet.
         self._unseeded = set(range(len(plan.columns))) if plan.generation > 0 else set[int]()
         self._lost = set(self._unseeded)
         self._bind(rows)
@@ -230,7 +230,7 @@ class VectorProgram:
 
     def _step_others(self, which: int | None) -> Events | None:
         """Step the environments that do not wait, then go on with those that do."""
-        # All rows of a batched environment wait, or none. No row is given: the columns would fill it where they wait.
+        # All rows of a batched environment wait, or none. No row is given: columns write zeros where they wait.
         waiting, n, events = self._columns.waiting or range(len(self._spans)), len(self._spans), None
         if which is not None:
             waiting, n = [which] if which in waiting else (), 1

@@ -141,8 +141,8 @@ class Launcher:
 
 
 def _shared_supervisor(preload: Sequence[str]) -> Supervisor:
-    """One that has imported `preload`, or lacks only modules of penstock: those it imports while it runs. Others may be
-    large, as torch is, and it serves nobody while it imports."""
+    """A supervisor that has imported `preload`. One that runs and lacks only modules of penstock imports them now. It
+    imports no others while it runs: they may be large, as torch is, and it starts no workers meanwhile."""
     with _start_lock:
         for supervisor in sorted(_supervisors, key=lambda own: len({*preload} - own.preload)):
             missing = {*preload} - supervisor.preload

@@ -91,7 +91,8 @@ class PoolKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolArguments:
-    """These arguments: names, types, checks and defaults. `SamplerConfig` documents them."""
+    """The arguments that samplers and vector environments share, with their checks and defaults. `SamplerConfig`
+    documents them."""
 
     start_method: Annotated[StartMethod, choice(*get_args(StartMethod))] = "forkserver"
     step_timeout: Annotated[float | None, optional(seconds)] = None
@@ -105,7 +106,7 @@ class PoolArguments:
         check_fields(self)
 
     def pool_options(self, **others: Any) -> PoolOptions:
-        """The options of the pool, the `others` included."""
+        """The options of the pool: these arguments, and the `others`."""
         own = {field.name: getattr(self, field.name) for field in fields(PoolArguments)}
         if own.pop("on_worker_failure") == "raise":
             own["max_restarts"] = 0
