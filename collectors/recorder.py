@@ -137,6 +137,9 @@ class Recorder:
         if self._is_first and self._mask is not None:
             require_flags(self._mask, samples.observation_rows[0], columns)
         self._is_first = False
+        self._enter_mode(itr)
+
+    def _enter_mode(self, itr: int) -> None:
         if not self._evaluates:
             self.agent.sample_mode(itr)
         elif self.first_t == 0:  # once in an evaluation
@@ -209,7 +212,7 @@ class Recorder:
         whose trajectory goes on after the end of its episode."""
         events = all_events.policies[0]
         ends = events.ends
-        going: list[int] = []  # `list[int]()` takes six times as long
+        going: list[int] = []  # `list[int]()` takes many times as long
         self._changed = events.ended
         if ends.__class__ is list:
             self._record_each(t, ends, going)

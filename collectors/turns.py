@@ -99,10 +99,7 @@ class TurnRecorder(Recorder):
         samples.action[1, at] = self.prev_action[at]
         self._beside()[0, at] = self._open[at]
         self._write_seen([*seats.asked, *at.tolist()])
-        if not self._evaluates:
-            self.agent.sample_mode(itr)
-        elif self.first_t == 0:  # once in an evaluation
-            self.agent.eval_mode(itr)
+        self._enter_mode(itr)
 
     def _is_open(self) -> Any:
         """Of each column, whether its next row has a decision that is open."""
