@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from penstock.arguments import integer
+from penstock.arguments import integer, must_be
 from penstock.buffers.reports import in_one_line
 from penstock.envs.checks import reset_with
 from penstock.envs.seats import AgentId, are_by_agent, has_vanished, is_in_turns, is_parallel, is_set
@@ -157,13 +157,11 @@ class OwnClocks(_Wrapper):
 
 
 def _checked(spaces: Any) -> dict[str, Spaces]:
-    if not isinstance(spaces, Mapping):
-        raise ConfigError(
-            f"spaces of Seats must be a dict {{kind: (observation_space, action_space)}}, got {brief(spaces)}"
-        )
+    wanted = "(observation_space, action_space)"
+    must_be("spaces of Seats", spaces, isinstance(spaces, Mapping), f"a dict {{kind: {wanted}}}")
     for name, own in spaces.items():
-        if not (isinstance(own, tuple | list) and len(own) == 2 and all(isinstance(each, gym.Space) for each in own)):
-            raise ConfigError(f"spaces[{name!r}] of Seats must be (observation_space, action_space), got {brief(own)}")
+        fits = isinstance(own, tuple | list) and len(own) == 2 and all(isinstance(space, gym.Space) for space in own)
+        must_be(f"spaces[{name!r}] of Seats", own, fits, wanted)
     return dict(spaces)
 
 
@@ -202,8 +200,7 @@ class Seats(_Wrapper):
                 f"{brief(seats)} and kind={brief(kind)}"
             )
         for name, n in seats.items():
-            if not isinstance(name, str):
-                raise ConfigError(f"the kinds of Seats must be texts, got {name!r}")
+            must_be("the kinds of Seats", name, isinstance(name, str), "texts")
             integer(f"the number of seats of kind {name!r}", n, 1)
         self.possible_agents = [f"{name}:{i}" for name, n in seats.items() for i in range(n)]
         self.agents: list[AgentId] = []

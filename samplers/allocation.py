@@ -16,6 +16,7 @@ from penstock.agents.agent import Agent
 from penstock.agents.function import FunctionAgent
 from penstock.agents.joint import JointSeats
 from penstock.agents.trial import inference_difference, try_agent
+from penstock.arguments import must_be
 from penstock.buffers import NamedArrays, SamplesBuffer, SampleSpec
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
@@ -33,7 +34,7 @@ from penstock.envs import (
 )
 from penstock.envs.factory import example_observations
 from penstock.envs.seats import AgentId, ParallelView, one_seat, view_of
-from penstock.errors import ConfigError, SpaceError, brief
+from penstock.errors import ConfigError, SpaceError
 from penstock.samplers.batches import Batch
 from penstock.samplers.config import SamplerConfig
 from penstock.samplers.recorded_episodes import RecordedEpisodes
@@ -347,8 +348,8 @@ def _are_recorded(record: Any, agents: object) -> Sequence[bool]:
     if not isinstance(agents, Mapping):
         raise ConfigError("record says which policies of a dict of agents are recorded: leave it out for one agent")
     is_list = isinstance(record, list | tuple) and len(record) > 0
-    if not is_list or not all(isinstance(name, str) and name in names for name in record):
-        raise ConfigError(f"record must be a list with some of the policies {names}, got {brief(record)}")
+    fits = is_list and all(isinstance(name, str) and name in names for name in record)
+    must_be("record", record, fits, f"a list with some of the policies {names}")
     return [name in record for name in names]
 
 
@@ -425,9 +426,8 @@ def make_program(arguments: InitArguments, seats: SeatingPlan, agents: PreparedA
 
 def checked_traj_info_kwargs(cls: type[TrajInfo], kwargs: object) -> dict[str, Any]:
     """The arguments of `cls`, after a try. Raises `ConfigError`."""
-    if not (kwargs is None or isinstance(kwargs, Mapping)):
-        raise ConfigError(f"traj_info_kwargs must be a dict of arguments for traj_info_cls, got {kwargs!r}")
-    arguments = dict(kwargs or {})
+    fits = isinstance(kwargs, Mapping | None)
+    arguments = dict(must_be("traj_info_kwargs", kwargs, fits, "a dict of arguments for traj_info_cls") or {})
     try:
         cls(**arguments)
     except Exception as error:

@@ -167,7 +167,7 @@ class ShmVectorEnv(VectorEnv[Any, Any, Any]):
             restart_window=restart_window,
         )
         with marked:
-            seats = self._read_spaces(factories, checked_spaces(spaces), autoreset_mode, unit)
+            seats = self._read_spaces(factories, checked_spaces("spaces", spaces), autoreset_mode, unit)
         if seats is None:
             factories = tuple(replace(factory, as_seats=refuse_seats) for factory in factories)
         program = VectorProgram(
