@@ -66,7 +66,7 @@ class BatchedColumns(PolicyColumns, Columns):
         self.env_ranks, self.progress = env_ranks, progress
         self.checks = checks
         self.policies = (self,)
-        self._use(env)
+        self._use(0, env)
         self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
         mode = _mode_of(env)
         self._resets_at_once, self._resets_late = mode is AutoresetMode.SAME_STEP, mode is AutoresetMode.NEXT_STEP
@@ -90,7 +90,7 @@ class BatchedColumns(PolicyColumns, Columns):
         self._own = PolicyEvents()
         self._events = Events([], (self._own,))
 
-    def _use(self, env: Any) -> None:
+    def _use(self, e: int, env: Any) -> None:
         self.env, self.envs, self._step_into = env, [env], step_into_of(env, self.env_ranks[0])
 
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
@@ -112,7 +112,8 @@ class BatchedColumns(PolicyColumns, Columns):
         elif any(start.actions is not None for start in starts):
             raise ConfigError(f"{self.env} cannot repeat an episode of one row: use single environments")
         elif starts and starts[0].state is not None:
-            self._continue(*starts[0].state)
+            self.observations, self.waiting, resetting = self._saved(0, starts[0])
+            self._note_resetting(resetting)
             return (envs,)
         else:
             calls = _calls(envs, starts)
@@ -234,12 +235,6 @@ class BatchedColumns(PolicyColumns, Columns):
 
     def save(self, e: int) -> Any:
         return snapshot(self.observations), self.waiting, self._resetting
-
-    def _continue(self, kind: str, data: bytes, saved: Any) -> None:
-        """Let the environment, and so all rows, continue a saved run."""
-        self._use(self._load(self.env, kind, data))
-        self.observations, self.waiting, resetting = saved
-        self._note_resetting(resetting)
 
     def park(self, envs: Sequence[int]) -> None:
         self._note_decided(envs)

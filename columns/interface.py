@@ -26,6 +26,7 @@ from penstock.workers.control import Progress
 
 if TYPE_CHECKING:
     from penstock.columns.episodes import EpisodeRecorder
+    from penstock.columns.renewal import Renewals
 
 #: Called for column b after each environment step: (b, observation acted on, action, reward,
 #: terminated, truncated, info). Observation and action are copies made before the step.
@@ -249,6 +250,10 @@ class Columns(ABC):
     episodes: EpisodeRecorder | None = None  #: numbers and seeds the episodes, and keeps their actions; None: no need
     #: Called with the old environment and the one that was loaded in its place.
     when_replaced: Callable[[Any, Any], None] | None = None
+    renewals: Renewals | None = None  #: builds environments again whose game has failed
+    #: What an environment raises whose game has failed; () if a failure is a failure of the worker.
+    renewable: tuple[type[Exception], ...] = ()
+    _first_seeds: dict[int, int]  # of environments that were built again, and not reset yet
 
     @abstractmethod
     def reset(self, envs: Sequence[int], starts: Sequence[Start] | None = None) -> Sequence[Sequence[int]]:
@@ -270,12 +275,34 @@ class Columns(ABC):
         Raises `ConfigError` if this kind of environment cannot be saved."""
         raise ConfigError(f"environments in {type(self).__name__} cannot be saved")
 
-    def _load(self, env: Any, kind: str, data: bytes) -> Any:
-        """`env` with this state, or a new one in its place."""
-        new = load_env(env, kind, data)
-        if new is not env and self.when_replaced is not None:
-            self.when_replaced(env, new)
-        return new
+    def _use(self, e: int, env: Any) -> None:
+        """`env` is environment e from now on."""
+
+    def _saved(self, e: int, start: Start) -> Any:
+        """What `save` has returned, if `start` says that environment e continues a saved run, which is loaded here.
+        None: it does not, or its episode is repeated."""
+        if start.generation is not None and self.episodes is not None:
+            self.episodes.restart(e, start.generation)
+        if start.state is None:
+            return None
+        (kind, data, saved), env = start.state, self.envs[e]
+        if (new := load_env(env, kind, data)) is not env:
+            if self.when_replaced is not None:
+                self.when_replaced(env, new)
+            self._use(e, new)
+        return saved
+
+    def _renew(self, e: int, error: Exception, *, is_cut: bool) -> None:
+        """The game of environment e has failed with `error`: build it again."""
+        if self.renewals is None or self.renewals.is_exhausted:
+            raise error
+        env, self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
+        self._use(e, env)
+
+    def _seed_after_renewal(self, e: int, seed: int | None) -> int | None:
+        """The seed of the next reset. The first one of a new environment waits for its game."""
+        first_seed = self._first_seeds.pop(e, seed)
+        return first_seed if seed is None or not self.keeps_seeds else seed
 
     @abstractmethod
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:

@@ -14,7 +14,6 @@ import gymnasium as gym
 
 from penstock.buffers.tree import snapshot
 from penstock.columns.interface import Columns, End, Events, PolicyEvents, Start
-from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import ListedColumns
 from penstock.columns.stepping import step_game
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
@@ -111,8 +110,6 @@ class LockStepColumns(Columns):
     """
 
     policies: Sequence[SeatColumns]
-    renewals: Renewals | None = None
-    renewable: tuple[type[Exception], ...] = ()  #: see `SingleColumns`
 
     def __init__(self, envs: list[ParallelView], policies: Sequence[SeatColumns], env_ranks: Sequence[int]) -> None:
         self.envs: list[Any] = envs
@@ -129,7 +126,7 @@ class LockStepColumns(Columns):
         self.late: list[tuple[int, float]] = []  # rewards of this step for agents that did not act, by environment
         self.over: list[int] = []  # the environments in which nobody is left
         self.cut: list[int] = []  # those whose game has failed in this step
-        self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
+        self._first_seeds = {}
         self._bound = [
             (env, env.env, rank, own, list(own), _span(own))
             for env, rank, own in zip(envs, env_ranks, self.places, strict=True)
@@ -232,20 +229,15 @@ class LockStepColumns(Columns):
     def _continue(self, e: int, start: Start) -> bool:
         """Let environment e continue a saved run, if `start` says so. Raises `RepeatError` if an episode that is
         repeated differs. Returns whether it continues."""
-        if start.generation is not None and self.episodes is not None:
-            self.episodes.restart(e, start.generation)
-        env, env_rank = self.envs[e], self.env_ranks[e]
-        if start.state is not None:
-            kind, data, saved = start.state
-            if (new := self._load(env, kind, data)) is not env:
-                self._use(e, new)
-        elif start.actions is not None:
+        saved, env_rank = self._saved(e, start), self.env_ranks[e]
+        if start.state is None:
+            if start.actions is None:
+                return False
             assert self.episodes is not None
-            game = WholeGame(env, env_rank, self.episodes.agents(e))  # its columns are its own: no hook sees the steps
+            # Its columns are its own: no hook sees the steps.
+            game = WholeGame(self.envs[e], env_rank, self.episodes.agents(e))
             follow(game, start, f"the episode of env_rank {env_rank}")
             saved = game.columns.save(0)
-        else:
-            return False
         self.clear(e)
         self._ended[e] = set(saved["ended"])
         self._join(e, saved["agents"], saved["observations"])
@@ -258,10 +250,6 @@ class LockStepColumns(Columns):
     def _use(self, e: int, env: ParallelView) -> None:
         self.envs[e] = env
         self._bound[e] = (env, env.env, *self._bound[e][2:])
-
-    def _seed_after_renewal(self, e: int, seed: int | None) -> int | None:
-        first_seed = self._first_seeds.pop(e)
-        return first_seed if seed is None or not self.keeps_seeds else seed
 
     def park(self, envs: Sequence[int]) -> None:
         self.waiting = sorted({*self.waiting, *envs})
@@ -320,13 +308,6 @@ class LockStepColumns(Columns):
         self.cut.append(e)
         self._is_quiet = False
         self._words[Progress.PHASE] = phase
-
-    def _renew(self, e: int, error: Exception, *, is_cut: bool) -> None:
-        """Build environment e again."""
-        if self.renewals is None or self.renewals.is_exhausted:
-            raise error
-        env, self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
-        self._use(e, env)
 
     def step_env(self, e: int) -> None:
         """Step one environment; see `step`."""

@@ -22,7 +22,6 @@ from penstock.columns.interface import (
     PolicyEvents,
     Start,
 )
-from penstock.columns.renewal import Renewals
 from penstock.columns.stepping import WATCH_ALL, WATCH_UNUSUAL, step_ordinary
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, checked_reset, checked_step, require_number, reset_with
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
@@ -168,10 +167,6 @@ class SingleColumns(ListedColumns, Columns):
     what is recorded, in place of the spaces of the environments.
     """
 
-    renewals: Renewals | None = None
-    #: What an environment raises whose game has failed; () if a failure is a failure of the worker.
-    renewable: tuple[type[Exception], ...] = ()
-
     def __init__(
         self,
         envs: Sequence[gym.Env[Any, Any]],
@@ -193,7 +188,7 @@ class SingleColumns(ListedColumns, Columns):
         # Where environments with `step_into` write the last row of a batch: the learner never sees it.
         self._last = example_rows(self.observation_space, len(envs)) if self._writes_in_place else None
         self.reset_infos: list[Any] = [{}] * len(envs)  #: of the last resets: errors name a mask that they have
-        self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
+        self._first_seeds = {}
         self._ends: list[End] = []
         self._own = PolicyEvents()
         self._events = Events([], (self._own,))
@@ -264,13 +259,16 @@ class SingleColumns(ListedColumns, Columns):
         """Reset environment e as `start` says. Returns what its `reset` has returned."""
         if self.episodes is not None:
             start = self.episodes.begin(e, start)
-        seed = self._seed_after_renewal(e, start.seed) if self._first_seeds else start.seed
+        seed = start.seed
+        if e in self._first_seeds:
+            self._words[PHASE], seed = Phase.RENEWING, self._seed_after_renewal(e, seed)
         while True:
             try:
                 result = reset_with(self.envs[e], seed, start.options)
                 break
             except self.renewable as error:
                 self._renew(e, error, is_cut=False)
+                self._words[PHASE] = Phase.RENEWING
                 seed = self._seed_after_renewal(e, seed)
         if self.renewals is not None:
             self.renewals.note_reset(e)
@@ -282,27 +280,14 @@ class SingleColumns(ListedColumns, Columns):
     def _continue(self, e: int, start: Start) -> bool:
         """Let environment e continue a saved run, if `start` says so. Raises `RepeatError` if an episode that is
         repeated differs. Returns whether it continues."""
-        if start.generation is not None and self.episodes is not None:
-            self.episodes.restart(e, start.generation)
-        env, env_rank = self.envs[e], self.env_ranks[e]
-        if start.state is not None:
-            kind, data, observation = start.state
-            if (new := self._load(env, kind, data)) is not env:
-                self._use(e, new)
-        elif start.actions is not None:
-            observation = follow(env, start, f"the episode of env_rank {env_rank}")
-        else:
-            return False
+        observation = self._saved(e, start)
+        if start.state is None:
+            if start.actions is None:
+                return False
+            observation = follow(self.envs[e], start, f"the episode of env_rank {self.env_ranks[e]}")
         self._note(e, observation)
         self.check_column(e)
         return True
-
-    def _seed_after_renewal(self, e: int, seed: int | None) -> int | None:
-        """The seed of the next reset. The first one of a new environment waits for its game."""
-        if e in self._first_seeds:
-            self._words[PHASE] = Phase.RENEWING
-        first_seed = self._first_seeds.pop(e, seed)
-        return first_seed if seed is None or not self.keeps_seeds else seed
 
     def park(self, envs: Sequence[int]) -> None:
         self._set_waiting(sorted({*self.waiting, *envs}))
@@ -324,13 +309,6 @@ class SingleColumns(ListedColumns, Columns):
             for i, old in enumerate(entries):
                 if old[0] == e:
                     entries[i] = new  # in place: `step` goes through this list
-
-    def _renew(self, e: int, error: Exception, *, is_cut: bool) -> None:
-        """The game of environment e has failed with `error`: build it again."""
-        if self.renewals is None or self.renewals.is_exhausted:
-            raise error
-        env, self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
-        self._use(e, env)
 
     # ---- steps -----------------------------------------------------------------------------
 
