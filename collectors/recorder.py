@@ -20,13 +20,14 @@ from penstock.buffers.tree import map_tree
 from penstock.collectors.episode_ends import EpisodeEndRecorder
 from penstock.collectors.tracking import Tracker
 from penstock.columns.interface import (
+    NO_LEGAL_ACTION,
+    NOT_FLAGS,
     EpisodeEnds,
     Events,
     PolicyColumns,
     PolicyEvents,
-    no_legal_action,
-    require_flags,
-    require_legal_actions,
+    mask_error,
+    require_masks,
 )
 from penstock.envs.checks import require_number
 from penstock.envs.infos import InfoWriter
@@ -97,7 +98,7 @@ class Recorder:
         self._waits, self._has_gaps = waits, samples.has_gaps or waits
         self.keeps_infos = samples.env_info is not None
         # What depends on the slot is made once for each slot.
-        self._slots = [self._make_slot(slot) for slot in parts.slots]
+        self._slots = [Slot(slot, columns, parts.agent) for slot in parts.slots]
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.action)
         self.prev_reward = np.zeros_like(samples.reward[0])
         self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
@@ -107,9 +108,6 @@ class Recorder:
         self._first_row, self._is_first = FirstRow(samples), True
         self._is_frozen = False  # whether row 0 of the first batch no longer follows `prev_action` and `prev_reward`
         self.use_slot(0)
-
-    def _make_slot(self, samples: BatchColumns) -> Slot:
-        return Slot(samples, self.columns, self.agent)
 
     def use_slot(self, slot: int) -> None:
         """Write the next batch there."""
@@ -135,7 +133,7 @@ class Recorder:
         if columns.idle:
             columns.blank_idle(samples.observation_rows[0])
         if self._is_first and self._mask is not None:
-            require_flags(self._mask, samples.observation_rows[0], columns)
+            require_masks(columns, self._mask.has_others(samples.observation_rows[0]), NOT_FLAGS)
         self._is_first = False
         self._enter_mode(itr)
 
@@ -155,7 +153,7 @@ class Recorder:
         self.progress.begin_acting(self.first_t + t)
         samples = self.samples
         if self._mask is not None:
-            require_legal_actions(self._mask, samples.observation_rows[t], self.columns)
+            require_masks(self.columns, self._mask.has_none(samples.observation_rows[t]), NO_LEGAL_ACTION)
         step = self.agent.step(samples.observation_rows[t], self.prev_action, self.prev_reward)
         if step.__class__ is not AgentStep:
             step = as_agent_step(step, self.agent)
@@ -390,7 +388,7 @@ class Recorder:
             else:
                 observation, uniform = own.current(column), rng.random((1, mask.n_components))
                 if self._mask is not None and column not in own.idle and mask.has_none(observation).any():
-                    raise no_legal_action(own, column)
+                    raise mask_error(own, column, NO_LEGAL_ACTION)
                 row = mask.draw(mask.legal(observation), uniform)
             self.prev_action[column] = 0 if column in own.idle else row[0]
 

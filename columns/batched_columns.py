@@ -15,15 +15,7 @@ from gymnasium.vector.utils import iterate
 
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.tree import map_tree, snapshot, tree_leaves
-from penstock.columns.interface import (
-    Columns,
-    EpisodeEnds,
-    Events,
-    PolicyColumns,
-    PolicyEvents,
-    Start,
-    StepHook,
-)
+from penstock.columns.interface import Columns, EpisodeEnds, Events, PolicyColumns, PolicyEvents, Start, StepHook
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, require_info, reset_with, step_values
 from penstock.envs.direct_steps import step_into_of, with_observation
 from penstock.envs.examples import example_of
@@ -412,9 +404,7 @@ class BatchedColumns(PolicyColumns, Columns):
         row[...] = self.rewards
         if self.checks.check_finite and not np.isfinite(row).all():
             column = int(np.isfinite(row).argmin())
-            raise SpaceError(
-                f"the reward of env_rank {self.env_ranks[column]} must be finite (check_finite=True), got {row[column]}"
-            )
+            raise self.not_finite(column, float(row[column]))
 
     def write_infos(self, writer: InfoWriter, t: int) -> None:
         writer.write_batched(t, self.infos, self._was_idle)

@@ -15,13 +15,12 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-from penstock.agents.action_masks import ActionMask
 from penstock.buffers.tree import map_tree
 from penstock.envs.checks import Checks, check_row
 from penstock.envs.infos import InfoWriter, element
 from penstock.envs.rows import ColumnError, arrays_like, write_cell
 from penstock.envs.state import StateKind, load_env
-from penstock.errors import ConfigError, SpaceError
+from penstock.errors import ConfigError, SpaceError, brief
 from penstock.workers.control import Progress
 
 if TYPE_CHECKING:
@@ -180,6 +179,11 @@ class PolicyColumns:
     def write_rewards(self, row: Any) -> None:
         """Write the rewards of the last step into `row` `[B]`."""
 
+    def not_finite(self, column: int, reward: object) -> SpaceError:
+        """The error for a reward that is NaN or inf."""
+        problem = f"must be finite (check_finite=True), got {brief(reward)}"
+        return self.with_env_rank(column, ColumnError(column, "the reward", problem))
+
     def write_step(self, arrays: Any, rewards: Any, t: int) -> None:
         """Write the current observations into row t of `arrays`, and the rewards into row t of `rewards` `[T, B]`."""
         if t != self.written_row:
@@ -309,28 +313,17 @@ class Columns(ABC):
         """The columns of environment e, for each policy."""
 
 
-def require_legal_actions(mask: ActionMask, observation: object, columns: PolicyColumns) -> None:
-    """Raise `SpaceError` with the env_rank if `observation` `[B, ...]` allows no action in a column that is not
-    idle."""
-    for column in np.flatnonzero(mask.has_none(observation)).tolist():
+NO_LEGAL_ACTION = "allows no action, but the episode has not ended: end the episode, or allow an action"
+NOT_FLAGS = "must be 1 where an action is legal and 0 elsewhere, but has other numbers"
+
+
+def require_masks(columns: PolicyColumns, is_wrong: npt.NDArray[np.bool_], problem: str) -> None:
+    """Raise `SpaceError` with the env_rank for the first column that is not idle and whose mask `is_wrong` `[B]`."""
+    for column in np.flatnonzero(is_wrong).tolist():
         if column not in columns.idle:
-            raise no_legal_action(columns, column)
+            raise mask_error(columns, column, problem)
 
 
-def require_flags(mask: ActionMask, observation: object, columns: PolicyColumns) -> None:
-    """Raise `SpaceError` with the env_rank if a mask in `observation` `[B, ...]` has other numbers than 0 and 1."""
-    for column in np.flatnonzero(mask.has_others(observation)).tolist():
-        if column not in columns.idle:
-            raise not_flags(columns, column)
-
-
-def not_flags(columns: PolicyColumns, column: int) -> SpaceError:
-    """The error for a mask with other numbers than 0 and 1."""
-    problem = "must be 1 where an action is legal and 0 elsewhere, but has other numbers"
-    return columns.with_env_rank(column, ColumnError(column, "the action mask", problem))
-
-
-def no_legal_action(columns: PolicyColumns, column: int) -> SpaceError:
-    """The error for a mask without a legal action."""
-    problem = "allows no action, but the episode has not ended: end the episode, or allow an action"
+def mask_error(columns: PolicyColumns, column: int, problem: str) -> SpaceError:
+    """The error for the mask of this column."""
     return columns.with_env_rank(column, ColumnError(column, "the action mask", problem))

@@ -18,7 +18,7 @@ from penstock.columns.single_columns import ListedColumns
 from penstock.columns.stepping import step_game
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
 from penstock.envs.recorded_episode import follow
-from penstock.envs.seats import AgentId, ParallelView, SeatRank, are_by_agent, has_vanished
+from penstock.envs.seats import AgentId, ParallelView, Result, SeatRank, are_by_agent, has_vanished
 from penstock.errors import SpaceError, brief
 from penstock.workers.control import ControlBlock, Phase, Progress, UntimedProgress
 
@@ -341,7 +341,7 @@ class LockStepColumns(Columns):
         if self._tells_infos:
             self._tell_infos(e, "step")
         if not is_stored:
-            self._settle(e, before, *result)
+            self._settle(e, before, result)
         elif whole is None:
             self._spread(places, living)
 
@@ -362,17 +362,9 @@ class LockStepColumns(Columns):
                 before[agent] = columns.observations[column], snapshot(given[agent])
         return before
 
-    def _settle(
-        self,
-        e: int,
-        before: Mapping[AgentId, tuple[Any, Any]] | None,
-        observations: Mapping[Any, Any],
-        rewards: Mapping[Any, Any],
-        terminated: Mapping[Any, Any],
-        truncated: Mapping[Any, Any],
-        infos: Mapping[Any, Any],
-    ) -> None:
+    def _settle(self, e: int, before: Mapping[AgentId, tuple[Any, Any]] | None, result: Result) -> None:
         """Any step: someone may have joined or ended, or the dicts are in another order."""
+        observations, rewards, terminated, truncated, infos = result
         places = self.places[e]
         agents = self._listed(e)
         flags_of = [agent for agent in (*terminated, *truncated) if agent != "__all__"]  # which RLlib's games have

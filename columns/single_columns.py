@@ -14,14 +14,7 @@ import numpy as np
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import COMPILED, put_cell
 from penstock.buffers.tree import map_tree, snapshot, tree_leaves
-from penstock.columns.interface import (
-    Columns,
-    End,
-    Events,
-    PolicyColumns,
-    PolicyEvents,
-    Start,
-)
+from penstock.columns.interface import Columns, End, Events, PolicyColumns, PolicyEvents, Start
 from penstock.columns.stepping import WATCH_ALL, WATCH_UNUSUAL, step_ordinary
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, checked_reset, checked_step, require_number, reset_with
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
@@ -91,11 +84,8 @@ class ListedColumns(PolicyColumns):
                 row[...] = array
         except FloatingPointError:  # an overflow
             column = int(np.abs(array).argmax())
-            self.progress.at_env(self.env_ranks[column])
-            raise SpaceError(
-                f"the reward of env_rank {self.env_ranks[column]} must be a number that {row.dtype} can hold, got "
-                f"{brief(self.rewards[column])}"
-            ) from None
+            problem = f"must be a number that {row.dtype} can hold, got {brief(self.rewards[column])}"
+            raise self.with_env_rank(column, ColumnError(column, "the reward", problem)) from None
         if self.checks.check_finite and not (finite := np.isfinite(row)).all():
             column = int(finite.argmin())
             raise self.not_finite(column, self.rewards[column])
@@ -107,12 +97,6 @@ class ListedColumns(PolicyColumns):
             self.progress.at_env(self.env_ranks[b])
             numbers[b] = require_number(reward, self.env_ranks[b])
         return numbers
-
-    def not_finite(self, column: int, reward: object) -> SpaceError:
-        """The error for a reward that is NaN or inf."""
-        env_rank = self.env_ranks[column]
-        self.progress.at_env(env_rank)
-        return SpaceError(f"the reward of env_rank {env_rank} must be finite (check_finite=True), got {brief(reward)}")
 
     def watched(self) -> None:
         if self.keep_info is not None and self.no_info is None:

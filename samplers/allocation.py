@@ -356,7 +356,7 @@ def _are_recorded(record: Any, agents: object) -> Sequence[bool]:
 def _seats_of_joint(agent: Agent, seating: Seating, p: int, arguments: InitArguments, has_values: bool) -> int:
     """How many seats of each environment a joint agent plays."""
     k = seating.n_seats(p)
-    if k == 0:
+    if not k:
         raise ConfigError(
             f"{type(agent).__name__} is joint, so it must play the same number of agents in each environment: give a "
             "sampler to each kind of environment"
@@ -364,7 +364,7 @@ def _seats_of_joint(agent: Agent, seating: Seating, p: int, arguments: InitArgum
     no_final_obs = not arguments.config.record_final_obs
     needs = {RECURRENT: agent.recurrent, SERVER: arguments.central, NO_FINAL_OBS: no_final_obs}
     refuse({JOINT_VALUES: has_values, **needs})
-    return k or 1
+    return k
 
 
 def _refuse_in_turns(agent: Agent, spec: SampleSpec, seating: Seating) -> None:

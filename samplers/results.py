@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
-from penstock.envs.calls import EnvCall, results
+from penstock.envs.calls import EnvCall
 from penstock.errors import ConfigError
 from penstock.samplers.config import SamplerConfig
 from penstock.workers.control import Command, ControlBlock
@@ -62,11 +62,6 @@ def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) 
         info.env_rank = env_rank
         infos.append(info)
     return infos
-
-
-def run_call(pool: Pool, call: EnvCall, during: str) -> list[Any]:
-    """Make `call` on the environments, between two batches. Returns the results by env_rank."""
-    return results(call, answers_to(pool, call, during))
 
 
 def answers_to(pool: Pool, call: EnvCall, during: str) -> list[ObjectMessage]:

@@ -73,19 +73,31 @@ def check_async_arguments(shared_memory: object, daemon: object, observation_mod
     must_be("observation_mode", observation_mode, is_same, wanted)
 
 
-def as_factories(env_fns: EnvFns) -> tuple[EnvFactory, ...]:
-    """One factory for each environment; the same one for the same function."""
+def as_factories(env_fns: EnvFns, num_envs: int | None, rows_per_env: int) -> tuple[tuple[EnvFactory, ...], int]:
+    """One factory for each environment, the same one for the same function, and 0. With `num_envs`, the only factory of
+    batched environments that have so many rows together, and how many of these belong together."""
     given: Any = env_fns
+    if num_envs is not None:
+        if not (callable(given) or isinstance(given, str)):
+            raise ConfigError(
+                "with num_envs, env_fns must be one callable or environment id that stands for batched environments, "
+                f"got {brief(given)}. For a list of single environments, leave num_envs out: its length is their number"
+            )
+        rest = integer("num_envs", num_envs, 1, MOST_ENVS) % integer("rows_per_env", rows_per_env, 1)
+        must_be("num_envs", num_envs, rest == 0, f"a multiple of rows_per_env={rows_per_env}")
+        return (_as_factory(given, "env_fns"),), rows_per_env
+    if rows_per_env != 1:
+        raise ConfigError("rows_per_env is for batched environments: give num_envs too")
     is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
     fits = is_list and all(callable(fn) or isinstance(fn, str) for fn in given)
-    wanted = "a list of callables or environment ids, one for each environment (or with num_envs, one for all)"
+    wanted = "a list of callables or environment ids, one for each environment (one for batched ones needs num_envs)"
     must_be("env_fns", given, fits, wanted)
     integer("the number of env_fns", len(given), 1, MOST_ENVS)
     made: dict[int, EnvFactory] = {}
     for i, fn in enumerate(given):
         if id(fn) not in made:
             made[id(fn)] = replace(_as_factory(fn, f"env_fns[{i}]"), as_seats=SharedSpaces)
-    return tuple(made[id(fn)] for fn in given)
+    return tuple(made[id(fn)] for fn in given), 0
 
 
 def _as_factory(env_fn: Callable[..., gym.Env[Any, Any]] | str, name: str) -> EnvFactory:
@@ -95,18 +107,6 @@ def _as_factory(env_fn: Callable[..., gym.Env[Any, Any]] | str, name: str) -> En
         raise ConfigError(
             f"{name}={env_fn!r} is not a registered environment id: {error.__cause__}"
         ) from error.__cause__
-
-
-def as_batch_factory(env_fn: Any, num_envs: int, rows_per_env: int) -> tuple[EnvFactory]:
-    """The factory of batched environments that have `num_envs` rows together."""
-    if not (callable(env_fn) or isinstance(env_fn, str)):
-        raise ConfigError(
-            "with num_envs, env_fns must be one callable or environment id that stands for batched environments, got "
-            f"{brief(env_fn)}. For a list of single environments, leave num_envs out: its length is their number"
-        )
-    rest = integer("num_envs", num_envs, 1, MOST_ENVS) % integer("rows_per_env", rows_per_env, 1)
-    must_be("num_envs", num_envs, rest == 0, f"a multiple of rows_per_env={rows_per_env}")
-    return (_as_factory(env_fn, "env_fns"),)
 
 
 def as_mode(mode: ModeName | AutoresetMode | None, *, has_seats: bool) -> AutoresetMode:
