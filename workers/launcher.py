@@ -24,7 +24,7 @@ from penstock.workers import sigint
 from penstock.workers.affinity import blas_limited
 from penstock.workers.handle import status_of
 from penstock.workers.monitor import DEATH_LOGGER_NAME, death_loggers_stopped
-from penstock.workers.plan import PoolOptions
+from penstock.workers.plan import PoolArguments, PoolOptions
 from penstock.workers.program import WorkerProgram
 from penstock.workers.supervisor import SupervisedProcess, Supervisor, import_all
 
@@ -138,6 +138,23 @@ class Launcher:
         """End the pool's own supervisor."""
         if self._fork is not None:
             self._fork.close()
+
+
+def start_beside(name: str, function: Callable[..., int], *arguments: object) -> SupervisedProcess:
+    """Start a process beside the workers of pools. It calls `function(*arguments)`, exits with what this returns, and
+    ends with this process, however this ends. `function` is one of penstock."""
+    return Launcher(PoolArguments().pool_options(), 1).start(name, _as_program, function, *arguments)
+
+
+def _as_program(function: Callable[..., int], *arguments: object) -> int:
+    """Call it, and do what Python does at the end of a program: user's code may count on it."""
+    try:
+        return function(*arguments)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # wait for its threads
+        atexit._run_exitfuncs()
 
 
 def _shared_supervisor(preload: Sequence[str]) -> Supervisor:
