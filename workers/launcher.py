@@ -151,7 +151,10 @@ def _as_program(function: Callable[..., int], *arguments: object) -> int:
     try:
         return function(*arguments)
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
     finally:
         threading._shutdown()  # type: ignore[attr-defined]  # wait for its threads
         atexit._run_exitfuncs()

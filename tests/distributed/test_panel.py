@@ -234,7 +234,8 @@ def test_a_killed_worker_is_lost_within_a_second_and_the_others_answer(
         assert panel.get_worker_status(names[0]) is Status.LOST
         note("a launched worker is LOST after [s]", time.monotonic() - began, 1.0)
         if make == "zmq":
-            wait_until(lambda: panel.stats()[names[0]] == {"status": "LOST", "text": "was killed by SIGKILL (out of memory?)"})
+            text = "was killed by SIGKILL (out of memory?)"
+            wait_until(lambda: panel.stats()[names[0]] == {"status": "LOST", "text": text})
         lost, found = panel.group_request("ping")
         assert (lost.lost, found.result) == (True, "pong")
 

@@ -171,6 +171,26 @@ def test_a_supervisor_that_is_stopped_while_it_starts_is_named_and_can_be_used_l
         supervisor.close()
 
 
+ENDS = """
+import atexit, os, signal, sys, threading
+path, ends = {!r}
+atexit.register(lambda: open(path, "a").write("exit"))
+threading.Thread(target=lambda: open(path, "a").write("thread ")).start()
+if ends == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(ends)
+"""
+
+
+@pytest.mark.parametrize(("ends", "code"), [(3, 3), (None, 0), ("a text", 1), ("kill", -signal.SIGKILL)])
+def test_a_process_beside_the_workers_ends_as_a_program_does(ends: Any, code: int, tmp_path: Path) -> None:
+    process = launch.start_beside("a program", exec, ENDS.format((str(tmp_path / "said"), ends)), {})
+    with contextlib.closing(process):
+        assert process.join(BOUND) == code
+        assert process.join(0) == code
+    assert ends == "kill" or (tmp_path / "said").read_text() == "thread exit"
+
+
 @pytest.mark.slow
 def test_a_worker_that_a_stopped_supervisor_cannot_replace() -> None:
     with new_sampler(start_timeout=0.5, on_worker_failure="restart") as sampler:
