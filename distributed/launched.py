@@ -79,7 +79,7 @@ class LaunchedProcess:
     ) -> None:
         self._stacks, self._lock = StackFile(), threading.RLock()
         self._ending: str | None = None
-        work = pickling.dumps(partial(_run_worker, make, connection, name, ends_with_panel=not has_joined))
+        work = pickling.dumps(partial(run_worker, make, connection, name, ends_with_panel=not has_joined))
         self._process = start_beside(f"worker {name}", _unpickled, work, self._stacks)
         self.pid = self._process.pid
 
@@ -121,7 +121,7 @@ def _unpickled(work: bytes, stacks: StackFile) -> int:
     return pickle.loads(work)()  # type: ignore[no-any-return]
 
 
-def _run_worker(make: Callable[[], Worker], connection: Connection, name: str, *, ends_with_panel: bool) -> int:
+def run_worker(make: Callable[[], Worker], connection: Connection, name: str, *, ends_with_panel: bool) -> int:
     status = make().run(connection, name, ends_with_panel=ends_with_panel)
     return 1 if status is Status.ERROR else 0
 

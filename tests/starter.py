@@ -314,7 +314,7 @@ def run_launched_worker(*arguments: Any, **how: Any) -> int:
     set_supervisors(are_forks=True)
     sys.modules["torch"].set_num_threads(1)  # several tests share the CPUs
     launched = importlib.import_module("penstock.distributed.launched")
-    return int(launched._run_worker(*arguments, **how))
+    return int(launched.run_worker(*arguments, **how))
 
 
 def end_without_teardown() -> NoReturn:

@@ -92,7 +92,7 @@ class Launcher:
 
     def _ensure_supervisor(self) -> Supervisor:
         if self._start_method != "fork":
-            return _shared_supervisor(self._preload)
+            return shared_supervisor(self._preload)
         if self._fork is None:
             import_all(self._preload)  # here, so that all forks share these modules
             with death_loggers_stopped(), blas_limited():
@@ -160,7 +160,7 @@ def _as_program(function: Callable[..., int], *arguments: object) -> int:
         atexit._run_exitfuncs()
 
 
-def _shared_supervisor(preload: Sequence[str]) -> Supervisor:
+def shared_supervisor(preload: Sequence[str]) -> Supervisor:
     """A supervisor that has imported `preload`. One that runs and lacks only modules of penstock imports them now. It
     imports no others while it runs: they may be large, as torch is, and it starts no workers meanwhile."""
     with _start_lock:

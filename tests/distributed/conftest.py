@@ -57,7 +57,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def forked_workers(starter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisors of the workers that an experiment launches as processes are forks, and need not import torch."""
     cloudpickle.register_pickle_by_value(starters)
-    monkeypatch.setattr("penstock.distributed.launched._run_worker", starters.run_launched_worker)
+    monkeypatch.setattr("penstock.distributed.launched.run_worker", starters.run_launched_worker)
 
 
 _clusters: list[Any] = []

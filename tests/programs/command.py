@@ -17,5 +17,5 @@ if __name__ == "__main__":
         assert ctypes.CDLL(None, use_errno=True).setns(network, CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
         os.close(network)
     sys.path[0] = os.getcwd()
-    launcher._shared_supervisor([])  # it is a fork: so now, while this process has one thread
+    launcher.shared_supervisor([])  # it is a fork: so now, while this process has one thread
     sys.exit(main())

@@ -75,6 +75,6 @@ if __name__ == "__main__":
         seed=0,
     )
     if "starter" in sys.modules:
-        launcher._shared_supervisor([])  # it is a fork: so now, while this process has one thread
+        launcher.shared_supervisor([])  # it is a fork: so now, while this process has one thread
     with experiment.run(wire=wire, max_restarts=int(wire == "ray")) as run:
         run.wait(partial(say, run))
