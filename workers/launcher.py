@@ -21,7 +21,7 @@ from penstock.buffers.reports import in_one_line
 from penstock.buffers.unpicklable import not_picklable
 from penstock.errors import ConfigError, WorkerTimeoutError
 from penstock.workers import sigint
-from penstock.workers.affinity import blas_limited
+from penstock.workers.affinity import blas_limited, thread_numbers, use_thread_numbers
 from penstock.workers.handle import status_of
 from penstock.workers.monitor import DEATH_LOGGER_NAME, death_loggers_stopped
 from penstock.workers.plan import PoolArguments, PoolOptions
@@ -142,12 +142,15 @@ class Launcher:
 
 def start_beside(name: str, function: Callable[..., int], *arguments: object) -> SupervisedProcess:
     """Start a process beside the workers of pools. It calls `function(*arguments)`, exits with what this returns, and
-    ends with this process, however this ends. `function` is one of penstock."""
-    return Launcher(PoolArguments().pool_options(), 1).start(name, _as_program, function, *arguments)
+    ends with this process, however this ends. Its libraries have as many threads as here. `function` is one of
+    penstock."""
+    launcher = Launcher(PoolArguments().pool_options(), 1)
+    return launcher.start(name, _as_program, thread_numbers(), function, *arguments)
 
 
-def _as_program(function: Callable[..., int], *arguments: object) -> int:
+def _as_program(threads: Mapping[str, int], function: Callable[..., int], *arguments: object) -> int:
     """Call it, and do what Python does at the end of a program: user's code may count on it."""
+    use_thread_numbers(threads)  # the supervisor has one
     try:
         return function(*arguments)
     except SystemExit as end:
