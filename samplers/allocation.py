@@ -12,7 +12,7 @@ from itertools import compress
 from typing import Any
 
 from penstock.agents.action_masks import info_key, mask_in, mask_of
-from penstock.agents.agent import Agent
+from penstock.agents.agent import Agent, as_agent
 from penstock.agents.function import FunctionAgent
 from penstock.agents.joint import JointSeats
 from penstock.agents.trial import inference_difference, try_agent
@@ -204,13 +204,7 @@ def _read_example(factory: EnvFactory, env: Any, config: SamplerConfig) -> Examp
 
 def _checked_agents(agents: object) -> tuple[Agent, ...]:
     each = tuple(agents.values()) if isinstance(agents, Mapping) else (agents,)
-    for agent in each:
-        if not isinstance(agent, Agent):
-            raise ConfigError(
-                f"agent must be a penstock Agent, got {type(agent).__name__}: wrap a model, for example "
-                "CategoricalPgAgent(model), or subclass penstock.Agent"
-            )
-    return each
+    return tuple(as_agent("agent", agent) for agent in each)
 
 
 def prepared_factories(agents: Sequence[Agent], factories: Sequence[EnvFactory], config: SamplerConfig) -> Any:
