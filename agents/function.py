@@ -170,10 +170,10 @@ def tree_arrays(tree: object, path: str = "") -> dict[str, npt.NDArray[Any]]:
     children = _children(tree)
     if children is None:
         return {path or "array": np.asarray(tree)}
-    found: dict[str, npt.NDArray[Any]] = {}
+    arrays: dict[str, npt.NDArray[Any]] = {}
     for name, part in children:
-        found |= tree_arrays(part, f"{path}.{name}" if path else name)
-    return found
+        arrays |= tree_arrays(part, f"{path}.{name}" if path else name)
+    return arrays
 
 
 def tree_with(tree: Any, arrays: Mapping[str, Any], path: str = "") -> Any:

@@ -187,7 +187,7 @@ class TurnRecorder(Recorder):
             self._extra_row[name][0, self._lost] = 0  # their games have failed in this round
             self.samples.extra[name][row, at] = self._extra_row[name][0, at]
 
-    def _record_each(self, t: int, ends: Sequence[Any], going: list[int]) -> None:
+    def _record_ends(self, t: int, ends: Sequence[Any], going: list[int]) -> None:
         for column, observation, reward, terminated, truncated in ends:
             row = self.columns.rows[column] - 1
             self._at(column)
@@ -274,10 +274,10 @@ class TurnRecorder(Recorder):
         first, is_start = self._first_row, self._first_row.episode_start
         action, reward = map_leaves(np.copy, first.action), np.where(is_start, np.float32(0), first.reward)
         action[is_start] = 0
-        found = np.array(self.agent.value(samples.observation_rows[-1], action, reward), np.float32)
+        value = np.array(self.agent.value(samples.observation_rows[-1], action, reward), np.float32)
         if "value" in samples.agent_info:  # as it was when the agent decided: a state has gone on since
-            found[is_open] = self._open.agent_info.value[is_open]
-        values[...] = np.where(is_next, found, 0)
+            value[is_open] = self._open.agent_info.value[is_open]
+        values[...] = np.where(is_next, value, 0)
 
     # ---- before the first row --------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class TurnGroup(RecorderGroup):
 
     _columns: TurnColumns
     _recorders: Sequence[TurnRecorder]
-    _games: BatchTracker
+    _game_tracker: BatchTracker
 
     def begin_batch(self, itr: int) -> None:
         self._columns.begin_rows(goes_on=self._recorders[0].first_t > 0)
@@ -335,5 +335,7 @@ class TurnGroup(RecorderGroup):
         rewards, over = self._table(n, columns.sums, np.float32), self._table(n, self._over, np.bool_)
         is_unasked = self._table(n, [(t, e) for t, e, _ in columns.unasked], np.bool_)
         valid = (np.arange(n)[:, None] < columns.plies + is_unasked.sum(0)) & ~is_unasked
-        n_sent += self._games.end_rows(rewards, over, first_t, valid)
-        return n_sent + self._games.end_unasked([(first_t + t - 1, e, reward) for t, e, reward in columns.unasked])
+        n_sent += self._game_tracker.end_rows(rewards, over, first_t, valid)
+        return n_sent + self._game_tracker.end_unasked(
+            [(first_t + t - 1, e, reward) for t, e, reward in columns.unasked]
+        )

@@ -25,7 +25,7 @@ from penstock.errors import ConfigError, SpaceError
 from penstock.workers.control import Progress
 
 if TYPE_CHECKING:
-    from penstock.columns.episodes import EpisodeRecorder
+    from penstock.columns.log_writer import EpisodeLogWriter
 
 #: Called for column b after each environment step: (b, observation acted on, action, reward,
 #: terminated, truncated, info). Observation and action are copies made before the step.
@@ -56,7 +56,7 @@ class Start(NamedTuple):
     generation: int | None = None
 
 
-class EpisodeEnds:
+class BatchedEnds:
     """The episodes that ended in one step of a batched environment."""
 
     __slots__ = ("columns", "done", "final", "observation", "reward", "terminated", "truncated")
@@ -69,7 +69,7 @@ class EpisodeEnds:
     observation: Any  #: `[k, ...]`, the final observations, as they are recorded
     final: Any  #: the final observations as the environment returned them, for all columns
 
-    def each(self) -> list[Any]:
+    def finals(self) -> list[Any]:
         """The final observations one by one, in the environment's own structure."""
         return [element(self.final, b) for b in self.columns.tolist()]
 
@@ -83,7 +83,7 @@ class PolicyEvents:
     __slots__ = ("cut", "ended", "ends", "joined", "late")
 
     ended: Any  #: the columns whose episode has ended: a list or an array
-    ends: Any  #: how: a list of `End`, or `EpisodeEnds`; None: nothing has ended
+    ends: Any  #: how: a list of `End`, or `BatchedEnds`; None: nothing has ended
     joined: Sequence[int]  #: the columns in which an episode begins with this step's observation
     cut: Sequence[int]  #: the columns whose game has failed: this step has no result
     late: Sequence[tuple[int, float]]  #: pairs (column, reward): rewards for agents that do not act
@@ -246,7 +246,7 @@ class Columns(ABC):
     #: The numbers of the rows of a batch with so many rows. In turns: of its rounds, as many as it needs.
     rounds: Callable[[int], Iterable[int]] = range
     n_rounds: int | None = None  #: in turns: the rounds of this batch so far
-    episodes: EpisodeRecorder | None = None  #: numbers and seeds the episodes, and keeps their actions; None: no need
+    log_writer: EpisodeLogWriter | None = None  #: seeds the episodes, and keeps their actions
     #: Called with the old environment and the one that was loaded in its place.
     when_replaced: Callable[[Any, Any], None] | None = None
 

@@ -83,9 +83,9 @@ class TurnColumns(LockStepColumns):
         super().__init__(*args)
         n = len(self.envs)
         self._all_places: dict[tuple[int, Any], list[tuple[TurnSeats, int]]] = defaultdict(list)
-        for own in self.policies:
-            for i, rank in enumerate(own.env_ranks):
-                self._all_places[int(rank), rank.agent_id].append((own, i))
+        for policy in self.policies:
+            for i, rank in enumerate(policy.env_ranks):
+                self._all_places[int(rank), rank.agent_id].append((policy, i))
         #: Whose decision each environment waits for. None: it is over, or parked.
         self._waits: list[tuple[TurnSeats, int] | tuple[()] | None] = [None] * n
         #: Which of `policies` has the seat in this game: (agent, env_rank, game, rng). None: the only one.
@@ -103,14 +103,14 @@ class TurnColumns(LockStepColumns):
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
         rank = int(self.env_ranks[e])
         places = [place for agent in self.places[e] for place in self._all_places[rank, agent]]
-        return [[column for own, column in places if own is policy] for policy in self.policies]
+        return [[column for columns, column in places if columns is policy] for policy in self.policies]
 
     def rounds(self, n_rows: int) -> Iterator[int]:
         """The numbers of the rounds. They end when each environment is over, or waits for a seat that has all its rows
         of the batch."""
         for t in range(self.most_rounds):
-            for own in self.policies:
-                if own.asked:
+            for policy in self.policies:
+                if policy.asked:
                     break
             else:
                 if _UNASKED not in self._waits:
@@ -121,14 +121,15 @@ class TurnColumns(LockStepColumns):
         """A batch begins: rows are counted from here. `goes_on`: in the same evaluation as before."""
         self._n_unasked = self._n_unasked - sum(self.plies) if goes_on else 0
         self.n_rounds, self.plies, self.sums, self.unasked = 0, [0] * len(self.envs), [], []
-        for own in self.policies:
-            own.rows = [min(row, 0) if is_open else 0 for row, is_open in zip(own.rows, own.is_open, strict=True)]
+        for policy in self.policies:
+            pairs = zip(policy.rows, policy.is_open, strict=True)
+            policy.rows = [min(row, 0) if is_open else 0 for row, is_open in pairs]
         self.ask_all()
 
     def ask_all(self) -> None:
         """Ask every seat that decides next, also those that had all rows of the batch."""
-        for own in self.policies:
-            own.asked = self._asked_of(own, self._everyone)
+        for policy in self.policies:
+            policy.asked = self._asked_of(policy, self._everyone)
 
     def _asked_of(self, policy: TurnSeats, envs: Sequence[int]) -> list[int]:
         """The columns of this policy for whose decisions these environments wait."""
@@ -191,8 +192,8 @@ class TurnColumns(LockStepColumns):
     ) -> Events | None:
         """Play one decision in each environment that waits for one. With `which`, it is no part of a batch."""
         waits, totals, bound = self._waits, self._totals, self._bound
-        for policy, own in zip(self.policies, actions):  # noqa: B905 - `strict` takes time
-            policy.actions, policy.closed = policy.split_actions(own), []
+        for policy, action_row in zip(self.policies, actions):  # noqa: B905 - `strict` takes time
+            policy.actions, policy.closed = policy.split_actions(action_row), []
             policy.asked = [] if which is None else [b for b in policy.asked if (policy, b) != waits[which]]
         for e in self._everyone if which is None else (which,):
             if place := waits[e]:
@@ -223,9 +224,9 @@ class TurnColumns(LockStepColumns):
             return None
         for e in self.over if which is None else ():
             self._numbers[e] += e not in self.cut or not self.evaluation  # where it is played again
-        late = [own for own in self.late if which in (None, own[0])]
-        events = Events(self.over, [own.take() for own in self.policies], self.cut, late)
-        self.over, self.cut, self.late = [], [], [own for own in self.late if which not in (None, own[0])]
+        late = [pair for pair in self.late if which in (None, pair[0])]
+        events = Events(self.over, [policy.take() for policy in self.policies], self.cut, late)
+        self.over, self.cut, self.late = [], [], [pair for pair in self.late if which not in (None, pair[0])]
         self._is_quiet = not self.late
         return events
 

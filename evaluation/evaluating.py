@@ -21,7 +21,7 @@ from penstock.envs import EnvFn
 from penstock.envs.examples import checked_spaces
 from penstock.errors import ConfigError, PenstockError, SamplerBrokenError, brief
 from penstock.evaluation.episode_env import EpisodeEnv
-from penstock.evaluation.episode_files import EpisodeFolder, opened
+from penstock.evaluation.episode_files import ResultFolder, opened
 from penstock.evaluation.eval_results import EpisodeResult, EvalResults
 from penstock.evaluation.evaluation_loop import EvaluationLoop, job_space
 from penstock.evaluation.jobs import EvaluationPlan, tasks_of
@@ -166,7 +166,7 @@ def evaluate(
 class _ResultsSoFar:
     """The results so far, by the number of the episode."""
 
-    def __init__(self, plan: EvaluationPlan, files: EpisodeFolder | None, *, progress: bool) -> None:
+    def __init__(self, plan: EvaluationPlan, files: ResultFolder | None, *, progress: bool) -> None:
         self._plan, self._files, self._progress = plan, files, progress
         self._again: EpisodeResult | None = None  # the first episode once more
         kept = {} if files is None else files.results

@@ -148,8 +148,8 @@ class Sampler(ABC):
             if not isinstance(affinity, Affinity):
                 affinity = Affinity(cpus=affinity)
             if isinstance(agent, Mapping):  # a scripted player may be a function
-                is_function = {name: not isinstance(own, Agent) and callable(own) for name, own in agent.items()}
-                agent = {name: FunctionAgent(own) if is_function[name] else own for name, own in agent.items()}
+                is_function = {name: not isinstance(part, Agent) and callable(part) for name, part in agent.items()}
+                agent = {name: FunctionAgent(part) if is_function[name] else part for name, part in agent.items()}
             agents = dict(agent) if isinstance(agent, Mapping) else {SHARED: agent}
             acting, schedule = self.acting(), self.schedule()
             if acting.has_processes:
@@ -175,8 +175,8 @@ class Sampler(ABC):
                 run = Run(arguments, agents, allocation, acting, schedule, self._guard)
                 self._guard.announce(run.memory.control)
                 #: The spaces of the agent. With a dict of agents, a dict of the spaces of each.
-                self.observation_space = run.by_policy({name: own.observation_space for name, own in agents.items()})
-                self.action_space = run.by_policy({name: own.action_space for name, own in agents.items()})
+                self.observation_space = run.by_policy({name: a.observation_space for name, a in agents.items()})
+                self.action_space = run.by_policy({name: a.action_space for name, a in agents.items()})
                 if acting.has_processes:  # so that a learner on a GPU copies batches at full speed
                     resources.enter_context(run.agent.runtime.page_locked(run.memory.samples.whole))
                 allocation = schedule.connect(run, allocation, resources)
@@ -186,7 +186,7 @@ class Sampler(ABC):
             self._guard.start(self, run.pool)
             self._guard.state = SamplerState.READY
             if self._seats is None:  # a shard may have no column of a policy
-                return for_each_policy(lambda own: own[0, 0].copy(), run.batches.views[0])
+                return for_each_policy(lambda arrays: arrays[0, 0].copy(), run.batches.views[0])
             return None
 
     @property
@@ -251,12 +251,12 @@ class Sampler(ABC):
         """
         with GuardedCall(self._guard, "set_episode_plan", *_IDLE):
             run = self._require_run("set_episode_plan")
-            if run.episodes is None:
+            if run.log_reader is None:
                 raise ConfigError("set_episode_plan needs a first episode_plan, or seed_episodes=True")
             from penstock.samplers.resuming import PlanMessage
 
             run.schedule.pause(run, "set_episode_plan")
-            run.episodes.set_plan(plan)
+            run.log_reader.set_plan(plan)
             run.send(PlanMessage(), "set_episode_plan")
 
     # ---- sampling --------------------------------------------------------------------------
@@ -340,9 +340,9 @@ class Sampler(ABC):
         values = value if isinstance(value, list | tuple) else [value] * n_envs
         if len(values) != n_envs:
             raise ConfigError(f"set_attr({name!r}) got {len(values)} values for {n_envs} environments")
-        rows = [own for own, n in zip(values, sizes, strict=True) for _ in range(n)]
-        found = self._call(EnvCall("set_attr", name, evaluation, values=rows))
-        if created := [(env_rank, near) for env_rank, (is_new, near) in enumerate(found) if is_new]:
+        rows = [value for value, n in zip(values, sizes, strict=True) for _ in range(n)]
+        answers = self._call(EnvCall("set_attr", name, evaluation, values=rows))
+        if created := [(env_rank, near) for env_rank, (is_new, near) in enumerate(answers) if is_new]:
             env_rank, near = created[0]
             hint = f"; did you mean {near!r}?" if near else ""
             warnings.warn(
@@ -376,7 +376,7 @@ class Sampler(ABC):
 
         Raises `ConfigError` if the environment waited for a reset at t, or for an argument out of range.
         """
-        from penstock.samplers.recorded_episodes import episode_of
+        from penstock.samplers.log_reader import episode_of
 
         with GuardedCall(self._guard, "episode", *_IDLE):
             return episode_of(self._require_run("episode"), env_rank, t)

@@ -25,19 +25,20 @@ class EnvRange:
     @classmethod
     def of(
         cls,
-        own: tuple[int, int],
+        sizes: tuple[int, int],
         rank: int,
         world_size: int,
         given: tuple[tuple[int | None, int | None], tuple[int | None, int | None]],
         generation: int,
     ) -> EnvRange:
-        """The environments of a sampler with `own` training and evaluation environments, from the arguments of
-        `initialize`. `given`: the first ranks and the totals, or None. Without them, all samplers are equally large."""
+        """The environments of one sampler, from the arguments of `initialize`. `sizes`: how many it has, for training
+        and for evaluation. `given`: the first ranks and the totals, or None. Without them, all samplers are equally
+        large."""
         rank, world_size = integer("rank", rank), integer("world_size", world_size, 1, 2**31)
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank must be in range(world_size), got rank={rank!r}, world_size={world_size!r}")
         are_equal, numbers = given == ((None, None), (None, None)), {}
-        for n, first, total, start, n_all in zip(own, _FIRSTS, _TOTALS, *given, strict=True):
+        for n, first, total, start, n_all in zip(sizes, _FIRSTS, _TOTALS, *given, strict=True):
             numbers[first], numbers[total] = rank * n, world_size * n
             if are_equal or (start is None and n_all is None and not n):
                 continue

@@ -119,6 +119,6 @@ def pool_options(config: SamplerConfig, allocation: Allocation, *, has_death_log
     """The options of the pool, from `config`."""
     return config.pool_options(
         has_death_logger=has_death_logger,
-        episode_of=None if allocation.episodes is None else allocation.episodes.of_failure,
+        episode_of=None if allocation.log_reader is None else allocation.log_reader.of_failure,
         preload=(*PRELOAD_TO_ACT, *PRELOAD),
     )

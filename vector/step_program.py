@@ -19,7 +19,7 @@ from penstock.buffers.reports import in_one_line
 from penstock.buffers.tree import snapshot, tree_leaves
 from penstock.columns.batched_columns import BatchedColumns
 from penstock.columns.builder import EnvBuilder
-from penstock.columns.interface import EpisodeEnds, Events, Start
+from penstock.columns.interface import BatchedEnds, Events, Start
 from penstock.columns.seat_columns import LockStepColumns, SeatColumns
 from penstock.columns.single_columns import SingleColumns
 from penstock.envs.calls import EnvCall, perform, pickled
@@ -243,7 +243,7 @@ class VectorProgram:
     def _settle(self, events: Events) -> None:
         """Write how episodes have ended, then begin the next ones when the autoreset mode says so."""
         policy_events, is_same_step = events.policies[0], self._is_same_step
-        if isinstance(ends := policy_events.ends, EpisodeEnds):
+        if isinstance(ends := policy_events.ends, BatchedEnds):
             self._terminated[:], self._truncated[:] = ends.terminated, ends.truncated
             if is_same_step:
                 self._rows.final_observation[ends.columns] = ends.observation
