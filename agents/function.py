@@ -49,12 +49,7 @@ class FunctionAgent(Agent):
     _pickled: bytes | None = None
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        parameters: object = None,
-        mask_key: str | None = None,
-        device: None = None,
+        self, fn: Callable[..., Any], *, parameters: object = None, mask_key: str | None = None, device: None = None
     ) -> None:
         if device is not None:
             raise ConfigError(

@@ -97,7 +97,7 @@ class Recorder:
         self._waits, self._has_gaps = waits, samples.has_gaps or waits
         self.keeps_infos = samples.env_info is not None
         # What depends on the slot is made once for each slot.
-        self._slots = [self._make_slot(slot) for slot in parts.slots]
+        self._slots = [Slot(slot, columns, parts.agent) for slot in parts.slots]
         self.prev_action: Any = map_leaves(lambda leaf: np.zeros_like(leaf[0]), samples.action)
         self.prev_reward = np.zeros_like(samples.reward[0])
         self._prev_actions, self._prev_rewards = self.prev_action[np.newaxis], self.prev_reward[np.newaxis]
@@ -107,9 +107,6 @@ class Recorder:
         self._first_row, self._is_first = FirstRow(samples), True
         self._is_frozen = False  # whether row 0 of the first batch no longer follows `prev_action` and `prev_reward`
         self.use_slot(0)
-
-    def _make_slot(self, samples: BatchColumns) -> Slot:
-        return Slot(samples, self.columns, self.agent)
 
     def use_slot(self, slot: int) -> None:
         """Write the next batch there."""

@@ -256,8 +256,8 @@ class BatchTracker(Tracker):
             self._put(records)
         return n_cut + len(records)
 
-    def end_unasked(self, ends: Sequence[tuple[int, int, float]]) -> int:
-        """Send trajectories without a step: time step, column and late reward of each. Returns how many."""
+    def send_empty_games(self, ends: Sequence[tuple[int, int, float]]) -> int:
+        """Send the trajectories of games without a step: time step, column and late reward. Returns how many."""
         records = [(t, self._env_ranks[0, column], 0, reward, reward != 0, reward) for t, column, reward in ends]
         if records:
             self._put(np.array(records, RECORD))

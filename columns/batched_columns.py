@@ -15,15 +15,7 @@ from gymnasium.vector.utils import iterate
 
 from penstock.buffers.named import ArrayTree, map_leaves
 from penstock.buffers.tree import map_tree, snapshot, tree_leaves
-from penstock.columns.interface import (
-    BatchedEnds,
-    Columns,
-    Events,
-    PolicyColumns,
-    PolicyEvents,
-    Start,
-    StepHook,
-)
+from penstock.columns.interface import BatchedEnds, Columns, Events, PolicyColumns, PolicyEvents, Start, StepHook
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, require_info, reset_with, step_values
 from penstock.envs.direct_steps import step_into_of, with_observation
 from penstock.envs.examples import example_of
@@ -163,11 +155,7 @@ class BatchedColumns(PolicyColumns, Columns):
         words[Progress.PHASE] = phase
 
     def _reset(
-        self,
-        rows: Sequence[int],
-        seeds: Sequence[int | None],
-        options: Mapping[str, Any] | None,
-        form: SeedForm | None,
+        self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None, form: SeedForm | None
     ) -> Any:
         """Reset these rows, with their seeds in this form. None: without seeds."""
         given: list[Any] = [None if form is None else form(seeds)]

@@ -63,11 +63,7 @@ class EnvBuilder:
         return env
 
     def build_view(
-        self,
-        factory: EnvFactory,
-        spaces: Mapping[AgentId, Any],
-        context: EnvContext,
-        phase: Phase = Phase.BUILDING,
+        self, factory: EnvFactory, spaces: Mapping[AgentId, Any], context: EnvContext, phase: Phase = Phase.BUILDING
     ) -> ParallelView:
         """One environment of several agents. `spaces` has those of each agent in the example environment. Raises
         `SpaceError` if the new environment has other agents or other spaces."""

@@ -137,7 +137,7 @@ class LockStepColumns(Columns):
         ]
         most = max(map(len, self.places))
         self._seen: tuple[list[Any], list[Any]] = [None] * most, [None] * most  # what the agents of a game get
-        self._is_quiet = True  # whether this step has no events so far
+        self._has_events = False  # whether this step has any so far
         self._nobody = [()] * len(policies)
         for policy in policies:
             policy.when_watched = self._watch
@@ -301,14 +301,14 @@ class LockStepColumns(Columns):
                     self.step_env(e)
                 except self.renewable as error:
                     self._cut_env(e, error)
-        if self._is_quiet:
+        if not self._has_events:
             return None
         return Events(self.over, [policy.take() for policy in self.policies], self.cut, self.late)
 
     def begin_step(self) -> None:
         """A row begins: nothing has happened in it."""
-        if not self._is_quiet:
-            self.late, self.over, self.cut, self._is_quiet = [], [], [], True
+        if self._has_events:
+            self.late, self.over, self.cut, self._has_events = [], [], [], False
 
     def _cut_env(self, e: int, error: Exception) -> None:
         """The game of environment e has failed in this step, which has no result."""
@@ -320,7 +320,7 @@ class LockStepColumns(Columns):
         self.clear(e)
         self.over.append(e)
         self.cut.append(e)
-        self._is_quiet = False
+        self._has_events = True
         self._words[Progress.PHASE] = phase
 
     def _renew(self, e: int, error: Exception, *, is_cut: bool) -> None:
@@ -423,12 +423,13 @@ class LockStepColumns(Columns):
             if number := require_number(rewards[agent], columns.env_ranks[column]):
                 columns.add_late(column, number)
                 self.late.append((e, number))
-        self.living[e], self._is_quiet = stay, self._is_quiet and not self.late and len(stay) == len(acted)
+        self.living[e] = stay
+        self._has_events = self._has_events or bool(self.late) or len(stay) < len(acted)
         # Who would join, but has ended already, has made no decision.
         ended |= {a for a in listed.difference(acted) if _flag_of(terminated, a) or _flag_of(truncated, a)}
         if joining := [agent for agent in agents if agent not in ended and agent not in acted]:
             self._join(e, joining, observations)
-            self._is_quiet = False
+            self._has_events = True
         if not self.living[e]:
             self.over.append(e)
         elif set(self.living[e]) == listed:

@@ -14,14 +14,7 @@ import numpy as np
 from penstock.buffers.named import map_leaves
 from penstock.buffers.native import COMPILED, put_cell
 from penstock.buffers.tree import map_tree, snapshot, tree_leaves
-from penstock.columns.interface import (
-    Columns,
-    End,
-    Events,
-    PolicyColumns,
-    PolicyEvents,
-    Start,
-)
+from penstock.columns.interface import Columns, End, Events, PolicyColumns, PolicyEvents, Start
 from penstock.columns.renewal import Renewals
 from penstock.columns.stepping import WATCH_ALL, WATCH_UNUSUAL, step_ordinary
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, checked_reset, checked_step, require_number, reset_with

@@ -186,13 +186,7 @@ def _new_copy(build: Callable[[EnvContext], Any], context: EnvContext, saved: tu
         raise
 
 
-def _compare(
-    env: Any,
-    other: Any,
-    play: _Play,
-    n_steps: int,
-    on_step: Callable[[], object],
-) -> None:
+def _compare(env: Any, other: Any, play: _Play, n_steps: int, on_step: Callable[[], object]) -> None:
     """Raise `ConfigError` unless both do the same."""
     for i in range(n_steps + _STEPS_AFTER_RESET):
         if play.is_over or i == n_steps:

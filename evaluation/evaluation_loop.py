@@ -151,9 +151,8 @@ class EvaluationLoop:
         result.attempts = self._n_attempts[number]
         if facts is not None:
             self._n_ended += 1
-            result.length, result.terminated, result.truncated = (
-                facts[key] for key in ("length", "terminated", "truncated")
-            )
+            result.length, result.terminated = facts["length"], facts["terminated"]
+            result.truncated = facts["truncated"]
             result.metrics = _metrics(facts, plan.success)
             result.trace = facts["actions"], facts["rewards"]
         self.n_left -= 1

@@ -1,4 +1,4 @@
-"""What the workers have sent: trajectory infos, evaluations, and the results of calls on the environments."""
+"""What the workers have sent: trajectory infos, those of evaluations too."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.buffers.object_pipe import ObjectMessage, Unreadable
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
-from penstock.envs.calls import EnvCall, results
 from penstock.errors import ConfigError
 from penstock.samplers.config import SamplerConfig
 from penstock.workers.control import Command, ControlBlock
 from penstock.workers.monitor import POLL_SECONDS
-from penstock.workers.pool import Pool
 
 if TYPE_CHECKING:
     from penstock.samplers.run import Run
@@ -62,16 +60,6 @@ def infos_from_messages(cls: type[TrajInfo], messages: Sequence[ObjectMessage]) 
         info.env_rank = env_rank
         infos.append(info)
     return infos
-
-
-def run_call(pool: Pool, call: EnvCall, during: str) -> list[Any]:
-    """Make `call` on the environments, between two batches. Returns the results by env_rank."""
-    return results(call, answers_to(pool, call, during))
-
-
-def answers_to(pool: Pool, call: EnvCall, during: str) -> list[ObjectMessage]:
-    """What the workers send for `call`."""
-    return pool.run(Command(has_message=True), during, pool.take_messages, message=call.dumps())
 
 
 def evaluate(run: Run, itr: int) -> list[TrajInfo]:

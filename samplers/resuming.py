@@ -69,10 +69,7 @@ class WorkerParts:
         """What the environment of this column was built for."""
         streams = self.collector.streams
         return EnvContext(
-            streams.env_ranks[column],
-            self.plan.worker_rank,
-            streams.env_seeds(Purpose.TRAIN)[column],
-            Purpose.TRAIN,
+            streams.env_ranks[column], self.plan.worker_rank, streams.env_seeds(Purpose.TRAIN)[column], Purpose.TRAIN
         )
 
 

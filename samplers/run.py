@@ -74,13 +74,8 @@ class Run:
         guard: CallGuard[SamplerState],
     ) -> None:
         layout, self.acting, self.schedule, self.guard = allocation.layout, acting, schedule, guard
-        self.config, self.seed, self.agents, self.env_range = (
-            arguments.config,
-            arguments.seed,
-            agents,
-            arguments.env_range,
-        )
-        config = self.config
+        self.config, self.seed, self.agents = arguments.config, arguments.seed, agents
+        self.env_range, config = arguments.env_range, arguments.config
         self.plans, self.memory, self.seating = layout.plans, layout.memory, allocation.seats.seating
         self.batches = Batches(layout.batches, self.memory.slots, debug=config.debug)
         self.inference_difference, self.log_reader = allocation.agents.inference_difference, allocation.log_reader

@@ -24,7 +24,7 @@ from penstock.envs.seeding import EpisodePlan
 from penstock.errors import ConfigError, SamplerStateError
 from penstock.samplers.config import SamplerConfig, SamplerOptions, SamplerState, require_env_fn, show_arguments
 from penstock.samplers.refusals import NEW_CHOOSER, RESTART, refuse
-from penstock.samplers.results import answers_to, evaluate, warn_if_unfinished
+from penstock.samplers.results import evaluate, warn_if_unfinished
 from penstock.samplers.run import Run
 from penstock.samplers.sampler_plan import EnvRange
 from penstock.samplers.schedule import OnDemand, Schedule
@@ -32,6 +32,7 @@ from penstock.samplers.stats import SamplerStats, describe
 from penstock.samplers.who_acts import Acting, CallerSteps, WorkersAct, pool_options
 from penstock.workers import sigint
 from penstock.workers.call_guard import CallGuard, GuardedCall
+from penstock.workers.control import Command
 from penstock.workers.launcher import naming_descriptor_limit
 from penstock.workers.marking import marked
 from penstock.workers.plan import Affinity
@@ -75,8 +76,8 @@ class Sampler(ABC):
         #: In a sampler that replaces a lost one: how often the environments have been built again. Whoever makes it
         #: sets this before `initialize`.
         self.generation = 0
-        # In the sampler of a shard: its part of what the driver has found. Its trajectories stay as the workers send
-        # them: the driver makes the infos.
+        # In the sampler of a shard: who sits where in its environments, as the driver says. The driver also makes the
+        # trajectory infos.
         self._seats: SeatingPlan | None = None
 
     # ---- for subclasses --------------------------------------------------------------------
@@ -335,7 +336,9 @@ class Sampler(ABC):
         If an environment has no such attribute, it is created, and a `RuntimeWarning` names the nearest one. A worker
         that replaces another builds its environments again, without these values.
         """
-        sizes = self._env_sizes(evaluation=evaluation)
+        sizes = [1] * (self.config.eval_n_envs if evaluation else self.batch_B)
+        if self.config.batched:
+            sizes = [n for plan in self.run.plans if (n := len(plan.eval_columns if evaluation else plan.columns))]
         n_envs = len(sizes)
         values = value if isinstance(value, list | tuple) else [value] * n_envs
         if len(values) != n_envs:
@@ -352,12 +355,6 @@ class Sampler(ABC):
                 stacklevel=2,
             )
 
-    def _env_sizes(self, *, evaluation: bool) -> list[int]:
-        """How many columns each environment has that a call reaches."""
-        if not self.config.batched:
-            return [1] * (self.config.eval_n_envs if evaluation else self.batch_B)
-        return [n for plan in self.run.plans if (n := len(plan.eval_columns if evaluation else plan.columns))]
-
     def _call(self, call: EnvCall) -> list[Any]:
         return results(call, self._perform(call))
 
@@ -366,7 +363,8 @@ class Sampler(ABC):
         with GuardedCall(self._guard, call.verb, *_IDLE):
             run, during = self._require_run(call.verb), f"{call.verb} {call.name!r} on the environments"
             run.schedule.pause(run, during)
-            return answers_to(run.pool, call, during)
+            take = run.pool.take_messages
+            return run.pool.run(Command(has_message=True), during, take, message=call.dumps())
 
     # ---- one episode --------------------------------------------------------------------
 

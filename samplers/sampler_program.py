@@ -304,7 +304,8 @@ class SamplerProgram:
                 # The worker that this one replaces may have died when the batch was in the replay.
                 elif not self._appender.has_batch(command.batch, self.config.batch_T):
                     self._collect(command, slot)
-                    self._append(slot)
+                    version = self._collector.samples.policy_version
+                    self._appender.append(self._batches[slot], version, continues=True)
                 return
             records.begin()
             if not command.do_eval:
@@ -335,10 +336,6 @@ class SamplerProgram:
                 what = 'put it into the observations, and make the agent with mask_key="observation.NAME"'
             note = f"{keys[0]} has a 0 or 1 for each action: if it says which are legal, {what}"
             vars(error).setdefault("__notes__", []).append(note)
-
-    def _append(self, slot: int) -> None:
-        """Copy the batch into the replay."""
-        self._appender.append(self._batches[slot], self._collector.samples.policy_version, continues=True)
 
     def _collect(self, command: Command, slot: int) -> None:
         collector, control, gate = self._collector, self._memory.control, self._context.gate

@@ -14,7 +14,7 @@ from penstock.arguments import signature
 from penstock.buffers import NamedArrays
 from penstock.buffers.reports import in_one_line
 from penstock.collectors import TrajInfo
-from penstock.columns.turn_columns import MOST_UNASKED
+from penstock.columns.turn_columns import MOST_EMPTY_GAMES
 from penstock.envs import ColumnStreams, EnvFactory, build_example_env, close_example_env
 from penstock.envs.seats import AgentId, ParallelView, SeatTable, TurnView
 from penstock.errors import ConfigError, SpaceError, brief
@@ -61,7 +61,7 @@ class Seating:
         if not self.in_turns:
             return batch_T
         # A round for each decision, and one for each game that asked nobody or has failed.
-        return 2 * batch_T * self.width * len(self.policies) + MOST_UNASKED
+        return 2 * batch_T * self.width * len(self.policies) + MOST_EMPTY_GAMES
 
     def n_seats(self, p: int) -> int | None:
         """How many seats of each environment policy p plays; 0 if their number differs; None if all have one agent."""
@@ -76,7 +76,7 @@ class Seating:
         train = tuple(self.train.cells(p, plan.columns) for p in n)
         evaluation = tuple(self.evaluation.cells(p, plan.eval_columns) for p in n)
         n_games, n_eval_games = (self.has_games * len(envs) for envs in (plan.columns, plan.eval_columns))
-        n_unasked = MOST_UNASKED + sum(map(len, train)) if self.in_turns else 0
+        n_empty = MOST_EMPTY_GAMES + sum(map(len, train)) if self.in_turns else 0
         return replace(
             plan,
             cells=train,
@@ -84,7 +84,7 @@ class Seating:
             # In turns, each row of a cell may also be the only decision of a game, after a game without decisions.
             n_records=sum(map(len, train)) + (2 * sum(map(len, train)) if self.in_turns else n_games),
             n_eval_records=sum(map(len, evaluation)) + (1 + self.in_turns) * n_eval_games,
-            n_more_records=n_games + n_unasked,  # n_games: those that were lost with the worker before
+            n_more_records=n_games + n_empty,  # n_games: those that were lost with the worker before
             policies=() if self.is_shared else self.policies,
         )
 
