@@ -58,7 +58,7 @@ class BatchedColumns(PolicyColumns, Columns):
         self.env_ranks, self.progress = env_ranks, progress
         self.checks = checks
         self.policies = (self,)
-        self._use(env)
+        self._use(0, env)
         self.observation_space, self.action_space = env.single_observation_space, env.single_action_space
         mode = _mode_of(env)
         self._resets_at_once, self._resets_late = mode is AutoresetMode.SAME_STEP, mode is AutoresetMode.NEXT_STEP
@@ -82,7 +82,7 @@ class BatchedColumns(PolicyColumns, Columns):
         self._policy_events = PolicyEvents()
         self._events = Events([], (self._policy_events,))
 
-    def _use(self, env: Any) -> None:
+    def _use(self, e: int, env: Any) -> None:
         self.env, self.envs, self._step_into = env, [env], step_into_of(env, self.env_ranks[0])
 
     def columns_of(self, e: int) -> Sequence[Sequence[int]]:
@@ -225,7 +225,7 @@ class BatchedColumns(PolicyColumns, Columns):
 
     def _continue(self, kind: str, data: bytes, saved: Any) -> None:
         """Let the environment, and so all rows, continue a saved run."""
-        self._use(self._load(self.env, kind, data))
+        self._load(0, kind, data)
         self.observations, self.waiting, resetting = saved
         self._note_resetting(resetting)
 

@@ -14,7 +14,6 @@ import gymnasium as gym
 
 from penstock.buffers.tree import snapshot
 from penstock.columns.interface import Columns, End, Events, PolicyEvents, Start
-from penstock.columns.renewal import Renewals
 from penstock.columns.single_columns import ListedColumns
 from penstock.columns.stepping import step_game
 from penstock.envs.checks import NO_CHECKS, Checks, episode_flags, require_info, require_number, step_values
@@ -111,8 +110,6 @@ class LockStepColumns(Columns):
     """
 
     policies: Sequence[SeatColumns]
-    renewals: Renewals | None = None
-    renewable: tuple[type[Exception], ...] = ()  #: see `SingleColumns`
 
     def __init__(self, envs: list[ParallelView], policies: Sequence[SeatColumns], env_ranks: Sequence[int]) -> None:
         self.envs: list[Any] = envs
@@ -130,7 +127,6 @@ class LockStepColumns(Columns):
         self.late: list[tuple[int, float]] = []  # rewards of this step for agents that did not act, by environment
         self.over: list[int] = []  # the environments in which nobody is left
         self.cut: list[int] = []  # those whose game has failed in this step
-        self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
         self._bound = [
             (env, env.env, rank, places, list(places), _span(places))
             for env, rank, places in zip(envs, env_ranks, self.places, strict=True)
@@ -173,7 +169,7 @@ class LockStepColumns(Columns):
     def reset_env(self, e: int, start: Start) -> None:
         """Reset environment e; the agents that it lists join."""
         seed, options, phase = start.seed, start.options, Phase.RESETTING
-        if e in self._first_seeds:
+        if self.renewals is not None and e in self.renewals.first_seeds:
             seed, phase = self._seed_after_renewal(e, seed), Phase.RENEWING
         while True:
             env, _, env_rank, *_ = self._bound[e]
@@ -236,15 +232,13 @@ class LockStepColumns(Columns):
         repeated differs. Returns whether it continues."""
         if start.generation is not None and self.log_writer is not None:
             self.log_writer.restart(e, start.generation)
-        env, env_rank = self.envs[e], self.env_ranks[e]
         if start.state is not None:
             kind, data, saved = start.state
-            if (new := self._load(env, kind, data)) is not env:
-                self._use(e, new)
+            self._load(e, kind, data)
         elif start.actions is not None:
             assert self.log_writer is not None
-            game = WholeGame(env, env_rank, self.log_writer.agents(e))  # no hook sees its steps
-            follow(game, start, f"the episode of env_rank {env_rank}")
+            game = WholeGame(self.envs[e], self.env_ranks[e], self.log_writer.agents(e))  # no hook sees its steps
+            follow(game, start, f"the episode of env_rank {self.env_ranks[e]}")
             saved = game.columns.save(0)
         else:
             return False
@@ -260,10 +254,6 @@ class LockStepColumns(Columns):
     def _use(self, e: int, env: ParallelView) -> None:
         self.envs[e] = env
         self._bound[e] = (env, env.env, *self._bound[e][2:])
-
-    def _seed_after_renewal(self, e: int, seed: int | None) -> int | None:
-        first_seed = self._first_seeds.pop(e)
-        return first_seed if seed is None or not self.keeps_seeds else seed
 
     def park(self, envs: Sequence[int]) -> None:
         self.waiting = sorted({*self.waiting, *envs})
@@ -322,13 +312,6 @@ class LockStepColumns(Columns):
         self.cut.append(e)
         self._has_events = True
         self._words[Progress.PHASE] = phase
-
-    def _renew(self, e: int, error: Exception, *, is_cut: bool) -> None:
-        """Build environment e again."""
-        if self.renewals is None or self.renewals.is_exhausted:
-            raise error
-        env, self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
-        self._use(e, env)
 
     def step_env(self, e: int) -> None:
         """Step one environment; see `step`."""

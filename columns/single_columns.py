@@ -15,7 +15,6 @@ from penstock.buffers.named import map_leaves
 from penstock.buffers.native import COMPILED, put_cell
 from penstock.buffers.tree import map_tree, snapshot, tree_leaves
 from penstock.columns.interface import Columns, End, Events, PolicyColumns, PolicyEvents, Start
-from penstock.columns.renewal import Renewals
 from penstock.columns.stepping import WATCH_ALL, WATCH_UNUSUAL, step_ordinary
 from penstock.envs.checks import NO_CHECKS, Checks, check_row, checked_reset, checked_step, require_number, reset_with
 from penstock.envs.direct_steps import cells_of, flat_step_of, step_into_of, with_observation
@@ -24,7 +23,7 @@ from penstock.envs.infos import InfoWriter
 from penstock.envs.recorded_episode import follow
 from penstock.envs.rows import ColumnError, action_splitter, arrays_like, write_row
 from penstock.errors import SpaceError, brief
-from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Phase, Progress
+from penstock.workers.control import ENV_RANK, HEARTBEAT, PHASE, RESETTING, Progress
 
 _IS_RESETTING = Progress.IS_RESETTING  # a local name is read faster
 _CUT = object()  # stands in the place of a final observation
@@ -161,10 +160,6 @@ class SingleColumns(ListedColumns, Columns):
     what is recorded, in place of the spaces of the environments.
     """
 
-    renewals: Renewals | None = None
-    #: What an environment raises whose game has failed; () if a failure is a failure of the worker.
-    renewable: tuple[type[Exception], ...] = ()
-
     def __init__(
         self,
         envs: Sequence[gym.Env[Any, Any]],
@@ -186,7 +181,6 @@ class SingleColumns(ListedColumns, Columns):
         # Where environments with `step_into` write the last row of a batch: the learner never sees it.
         self._last = example_rows(self.observation_space, len(envs)) if self._writes_in_place else None
         self.reset_infos: list[Any] = [{}] * len(envs)  #: of the last resets: errors name a mask that they have
-        self._first_seeds: dict[int, int] = {}  # of environments that were built again, and not reset yet
         self._ends: list[End] = []
         self._policy_events = PolicyEvents()
         self._events = Events([], (self._policy_events,))
@@ -257,7 +251,7 @@ class SingleColumns(ListedColumns, Columns):
         """Reset environment e as `start` says. Returns what its `reset` has returned."""
         if self.log_writer is not None:
             start = self.log_writer.begin(e, start)
-        seed = self._seed_after_renewal(e, start.seed) if self._first_seeds else start.seed
+        seed = self._seed_after_renewal(e, start.seed)
         while True:
             try:
                 result = reset_with(self.envs[e], seed, start.options)
@@ -277,25 +271,16 @@ class SingleColumns(ListedColumns, Columns):
         repeated differs. Returns whether it continues."""
         if start.generation is not None and self.log_writer is not None:
             self.log_writer.restart(e, start.generation)
-        env, env_rank = self.envs[e], self.env_ranks[e]
         if start.state is not None:
             kind, data, observation = start.state
-            if (new := self._load(env, kind, data)) is not env:
-                self._use(e, new)
+            self._load(e, kind, data)
         elif start.actions is not None:
-            observation = follow(env, start, f"the episode of env_rank {env_rank}")
+            observation = follow(self.envs[e], start, f"the episode of env_rank {self.env_ranks[e]}")
         else:
             return False
         self._note(e, observation)
         self.check_column(e)
         return True
-
-    def _seed_after_renewal(self, e: int, seed: int | None) -> int | None:
-        """The seed of the next reset. The first one of a new environment waits for its game."""
-        if e in self._first_seeds:
-            self._words[PHASE] = Phase.RENEWING
-        first_seed = self._first_seeds.pop(e, seed)
-        return first_seed if seed is None or not self.keeps_seeds else seed
 
     def park(self, envs: Sequence[int]) -> None:
         self._set_waiting(sorted({*self.waiting, *envs}))
@@ -317,13 +302,6 @@ class SingleColumns(ListedColumns, Columns):
             for i, old in enumerate(entries):
                 if old[0] == e:
                     entries[i] = new  # in place: `step` goes through this list
-
-    def _renew(self, e: int, error: Exception, *, is_cut: bool) -> None:
-        """The game of environment e has failed with `error`: build it again."""
-        if self.renewals is None or self.renewals.is_exhausted:
-            raise error
-        env, self._first_seeds[e] = self.renewals.renew(e, self.envs[e], error, is_cut=is_cut)
-        self._use(e, env)
 
     # ---- steps -----------------------------------------------------------------------------
 
